@@ -82,26 +82,26 @@ bench: .venv/.tools
 	$(BIN)/python -m benchmarks.bench
 
 precision: .venv/.tools
-	$(BIN)/python -m benchmarks.precision_drift
+	$(BIN)/python -m benchmarks.at_scale.precision_drift
 
 scale: .venv/.tools
-	$(BIN)/python -m benchmarks.scale
-	$(BIN)/python -m benchmarks.fast_replica
+	$(BIN)/python -m benchmarks.at_scale.scale
+	$(BIN)/python -m benchmarks.at_scale.fast_replica
 
 chaos: .venv/.tools
-	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -q tests/test_damage.py -k no_damage_is_returned
-	@$(BIN)/python -m tests.chaos --schedules $(SCHEDULES) --seed $(SEED)
+	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -q tests/schemas/test_damage.py -k no_damage_is_returned
+	@$(BIN)/python -m tests.tools.chaos --schedules $(SCHEDULES) --seed $(SEED)
 
 controls: .venv/.tools
-	$(BIN)/python -m reproduce.controls $(SYSTEM)
+	$(BIN)/python -m headcount.reproduce.controls $(SYSTEM)
 
 docs: .venv/.tools
-	$(BIN)/python -m schemas.formula_pages
-	$(BIN)/python -m workers.edit_and_input_pages
-	$(BIN)/python -m reproduce.systems_page
-	$(BIN)/python -m reproduce.coverage
-	$(BIN)/python -m exports.exports_page
-	$(BIN)/python -m tests.reference_pages
+	$(BIN)/python -m headcount.schemas.formula_pages
+	$(BIN)/python -m headcount.workers.edit_and_input_pages
+	$(BIN)/python -m headcount.reproduce.systems_page
+	$(BIN)/python -m headcount.reproduce.coverage
+	$(BIN)/python -m headcount.exports.page
+	$(BIN)/python -m tests.pages.reference_pages
 	$(BIN)/python -m benchmarks.page
 
 clean:

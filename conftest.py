@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 # Before all libraries that have something to do at the end.
-from tests.end_at_once import END_AT_ONCE
+from tests.tools.end_at_once import END_AT_ONCE
 
 # isort: split
 
 import torch
 
-from workers.engine.dense_pattern import DensePattern
-from workers.engine.token_pairs import TokenPairs, find_matches
-from workers.model.attention_facts import AttentionFacts
-from workers.process import prepare_process
+from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.engine.token_pairs import TokenPairs, find_matches
+from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.process import prepare_process
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,8 +25,8 @@ from benchmarks.measured_on import machine
 from benchmarks.page import Json, draw, page, table
 from benchmarks.targets import CellMeasurements, Results, targets
 from benchmarks.ways import WAYS, Way, compiled, draw_tokens
-from schemas.precision import FASTEST_ACCEPTABLE
-from workers.process import prepare_process
+from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
+from headcount.workers.process import prepare_process
 
 HERE = Path(__file__).parent
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.ways import make_gpt2_small, make_llama
-from schemas.precision import FASTEST_ACCEPTABLE
+from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 
 CASES = {"cpu": ("speed", "grouped", "batch", "n_ctx"), "cuda": ("gpu", "n_ctx")}
 """What is run on each device: ratios, ratios of a model of today's kind, curves against the batch

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.cases import Cell
 from benchmarks.ways import WAYS, Run, Way, draw_tokens
-from workers.process import prepare_process
+from headcount.workers.process import prepare_process
 
 PASSES = {"cpu": 1, "cuda": 10}
 """Forward passes that are timed together: on a GPU one alone is too short."""

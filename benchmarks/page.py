@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.targets import PEAK_FLOPS
 from benchmarks.ways import WAYS, bare_format
-from schemas.errors import counted
+from headcount.schemas.errors import counted
 
 Json = dict[str, Any]
 

@@ -18,18 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
-from schemas.precision import PRECISIONS
-from schemas.statistics import KIND, evaluate
-from workers.engine.dense_pattern import DensePattern
-from workers.engine.fused_engine import FusedEngine
-from workers.engine.number_formats import HALVES, linears_in
-from workers.engine.token_pairs import find_matches
-from workers.measurements.batch import measure_batch
-from workers.model.attention_facts import AttentionFacts
-from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
-from workers.model.loading import load_model
-from workers.model.model import Model, bridge_of
-from workers.model.model_info import describe
+from headcount.schemas.scans.precision import PRECISIONS
+from headcount.schemas.statistics import KIND, evaluate
+from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.engine.fused_engine import FusedEngine
+from headcount.workers.engine.number_formats import HALVES, linears_in
+from headcount.workers.engine.token_pairs import find_matches
+from headcount.workers.measurements.batch import measure_batch
+from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.files.loading import load_model
+from headcount.workers.model.files.model_info import describe
+from headcount.workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
+from headcount.workers.model.model import Model, bridge_of
 
 Run = Callable[[Tensor], object]
 """Takes tokens `[batch pos]`."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import headcount
 
 if TYPE_CHECKING:
-    from queries.python_api import AnswerTable, Runs
+    from headcount.queries.api import AnswerTable, Runs
 
 # No texts below these values: Streamlit would write them on the page.
 SECONDS_BETWEEN_LOOKS = 10

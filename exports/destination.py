@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from exports.export_registry import ExportFormat
-from schemas.errors import QueryError
-from schemas.places import Place, absolute, names, reason, write_whole
+from headcount.exports.registry import ExportFormat
+from headcount.schemas.errors import QueryError
+from headcount.schemas.files.places import Place, absolute, names, reason, write_whole
 
 RANDOM_PART = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<=snap-)\d+")
 """What differs in the name of one of Iceberg's files whenever it is written."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from schemas.errors import QueryError
+from headcount.schemas.errors import QueryError
 
 
 def safetensors_bytes(tensors: Mapping[str, np.ndarray], provenance: Mapping[str, object]) -> bytes:

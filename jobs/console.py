@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from schemas.errors import printable
+from headcount.schemas.errors import printable
 
 
 def say(console: Console, line: str) -> None:

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-from schemas.errors import HeadcountError, printable
-from schemas.house import PACKAGES
+from headcount.schemas.errors import HeadcountError, printable
+from headcount.schemas.house import PACKAGES
 
 CONTINUABLE = ("scan", "resume", "compact", "reproduce")
 """Commands that the same command continues after they were stopped."""
@@ -312,7 +312,7 @@ def _machine_advice(error: Exception) -> str | None:
     cause = error if system_error is None else system_error
     if not isinstance(cause, OSError):
         return None
-    from schemas.places import reason
+    from headcount.schemas.files.places import reason
 
     name = f"{cause.filename}: " if cause.filename is not None else ""
     problem = f"{name}{reason(cause)}"

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from schemas.errors import RunError, counted
-from workers.memory import available_gpus
+from headcount.schemas.errors import RunError, counted
+from headcount.workers.memory import available_gpus
 
 JOB_ADDRESS = "RAY_ADDRESS"
 """Variable that Ray sets in the processes of a job."""

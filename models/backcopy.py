@@ -1,7 +1,7 @@
 """Train the model of Guo et al. 2024 on Bigram-Backcopy and keep checkpoints, in which
 active-dormant heads arise.
 
-python -m models.backcopy --layers 3 --text tinyshakespeare.txt --out DIR
+python -m headcount.models.backcopy --layers 3 --text tinyshakespeare.txt --out DIR
 
 The defaults are the published ones. DIR is then the trained model, DIR/step-000400 the model after
 400 steps.
@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from workers.inputs.bigram_backcopy import (
+from headcount.workers.inputs.families.bigram_backcopy import (
     BUNDLED_TEXT,
     Bigrams,
     Chain,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from models import evaluation
+from headcount.models import evaluation
 
 TOKENS_PER_STEP = 4096
 EMBEDDINGS = ("embed.W_E", "wte.weight")

@@ -1,6 +1,6 @@
 """The models of runs as questions see them.
 
-Questions know neither models nor tokenizers. `jobs.run_model` does, and the front door brings both
+Questions know neither models nor tokenizers. `workers.run_model` does, and the front door brings both
 together.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from schemas.errors import QueryError
+from headcount.schemas.errors import QueryError
 
 if TYPE_CHECKING:
     # It imports pyarrow, which `headcount --help` need not wait for.
-    from schemas.places import Place
+    from headcount.schemas.files.places import Place
 
 
 class LookLike(Protocol):
@@ -36,7 +36,7 @@ class LookLike(Protocol):
 
 
 class RunModelLike(Protocol):
-    """The model of a run, as `jobs.run_model` has it."""
+    """The model of a run, as `workers.run_model` has it."""
 
     def text(self, tokens: list[int]) -> str:
         """The text of some tokens."""
@@ -78,8 +78,8 @@ class RunModels:
         return self.opened_models[run_id]
 
     def _directory(self, run_id: str) -> Place:
-        from schemas.places import absolute
-        from schemas.run_directory import find_runs
+        from headcount.schemas.files.places import absolute
+        from headcount.schemas.files.run_directory import find_runs
 
         for run in find_runs(absolute(self.place)):
             if run.run_id == run_id:

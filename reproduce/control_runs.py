@@ -19,18 +19,18 @@ from typing import Any
 
 from rich.console import Console
 
-from jobs.plan import Plan, prepare_run
-from jobs.resources import Resources
-from jobs.run_loop import run_to_end
-from models.random_model import MOST_POSITIONS, miniature_steps, write_random_model
-from queries.asking import RunDatabase
-from queries.sql_text import text_literal
-from reproduce.system import System
-from reproduce.system_runs import plan_system_in
-from schemas.kinds import TABLES
-from workers.inputs.text_files import located
-from workers.model.known_models import KnownModels
-from workers.model.model_info import ModelInfo
+from headcount.jobs.plan.plan import Plan, prepare_run
+from headcount.jobs.resources import Resources
+from headcount.jobs.run.loop import run_to_end
+from headcount.models.random_model import MOST_POSITIONS, miniature_steps, write_random_model
+from headcount.queries.ask.asking import RunDatabase
+from headcount.queries.sql_text import text_literal
+from headcount.reproduce.system import System
+from headcount.reproduce.system_runs import plan_system_in
+from headcount.schemas.scans.kinds import TABLES
+from headcount.workers.inputs.corpus.text_files import located
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.model_info import ModelInfo
 
 CHARACTERS = string.ascii_letters + string.digits + " .,"
 """Characters of a text that stands for another: 65, as many as the models of characters have."""

@@ -12,7 +12,7 @@ right must pass: the scatter that the authors give is drawn many times (`scatter
   so. Any other value becomes that of a figure that depends on no edit, the untouched model's: its
   published value is compared.
 
-`python -m reproduce.controls [NAME …]`, or `make controls` for all.
+`python -m headcount.reproduce.controls [NAME …]`, or `make controls` for all.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pathlib import Path
 
 import numpy as np
 
-from models.random_model import LIVELY, UNTRAINED
-from queries.asking import RunDatabase
-from reproduce.control_runs import (
+from headcount.models.random_model import LIVELY, UNTRAINED
+from headcount.queries.ask.asking import RunDatabase
+from headcount.reproduce.control_runs import (
     FULL,
     QUICK,
     ControlRuns,
@@ -43,13 +43,13 @@ from reproduce.control_runs import (
     stand_in_files,
     with_untouched,
 )
-from reproduce.published_values import PublishedValue
-from reproduce.system import Check, Phenomenon, System, find_systems, systems
-from reproduce.system_runs import open_system_runs, plan_system_in
-from reproduce.verdicts import Finding, finite_number, judge, measured_by_name, rows_of
-from schemas.errors import HeadcountError, QueryError, RunError
-from workers.model.known_models import KnownModels
-from workers.process import prepare_process
+from headcount.reproduce.published_values import PublishedValue
+from headcount.reproduce.system import Check, Phenomenon, System, find_systems, systems
+from headcount.reproduce.system_runs import open_system_runs, plan_system_in
+from headcount.reproduce.verdicts import Finding, finite_number, judge, measured_by_name, rows_of
+from headcount.schemas.errors import HeadcountError, QueryError, RunError
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.process import prepare_process
 
 DRAWS = 20_000
 """Pairs of a published and a measured value that are drawn for the scatter of one figure."""
@@ -381,7 +381,9 @@ def scatter_problems(name: str, system: System) -> list[Control]:
 
 def main(words: Sequence[str]) -> int:
     """Print which figures and phenomena pass that must not; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m reproduce.controls", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m headcount.reproduce.controls", description=__doc__
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="systems; none means all")
     parser.add_argument("--reasons", action="store_true", help="also print those with a reason")
     parser.add_argument("--quick", action="store_true", help="as short as the tests measure")

@@ -12,7 +12,7 @@ A file in reproduce/claims/ holds the claims of one source:
 Instead of `shown_by` a claim has `covered_by`, a text that names a column, an edit, an input or a
 view, or `left_out`, the reason. A claim may have `shown_by` and `left_out`, if a part is left out.
 
-Run it with `python -m reproduce.coverage`, or by `make docs`.
+Run it with `python -m headcount.reproduce.coverage`, or by `make docs`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from reproduce.system import System, systems
-from schemas.errors import ScanError
-from schemas.places import reason
+from headcount.reproduce.system import System, systems
+from headcount.schemas.errors import ScanError
+from headcount.schemas.files.places import reason
 
 CLAIMS = Path(__file__).parent / "claims"
 
@@ -131,10 +131,10 @@ def _problems_of(claim: Claim, names_by_system: Mapping[str, Iterable[str]]) -> 
 def _known_words() -> set[str]:
     """Every name that a scan or SQL may use."""
     # These import torch, which takes seconds, and only this check needs them.
-    from queries.shipped_views import QUERIES
-    from schemas.kinds import KINDS, TABLES
-    from workers.inputs import INPUTS
-    from workers.interventions import INTERVENTIONS
+    from headcount.queries.open.shipped_views import QUERIES
+    from headcount.schemas.scans.kinds import KINDS, TABLES
+    from headcount.workers.inputs import INPUTS
+    from headcount.workers.interventions import INTERVENTIONS
 
     words = {name for kind in KINDS for name in kind.registry}
     words |= {*INPUTS, *INTERVENTIONS, *TABLES}

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from schemas.errors import CorpusError, ModelError, RunError, counted
-from schemas.places import reason
-from workers.model.model_info import find_model
-from workers.model.text_tokenizer import TextTokenizer
+from headcount.schemas.errors import CorpusError, ModelError, RunError, counted
+from headcount.schemas.files.places import reason
+from headcount.workers.model.files.model_info import find_model
+from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
 GPT2_TOKENS = 50257
 """Size of GPT-2's vocabulary, whose tokenizer cut the published texts."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from schemas.places import reason
+from headcount.schemas.files.places import reason
 
 Scale = Literal["absolute", "relative", "log10"]
 

@@ -14,17 +14,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from jobs.console import say
-from jobs.help_page import DefaultedGroup
-from jobs.scan_commands import AllowOtherCode, Cores, DeviceOption, LocalReplicas, Overrides
-from queries.query_commands import tell_user, warn_of_damage
-from reproduce.texts_commands import texts
-from schemas.errors import RunError, ScanError, counted
+from headcount.jobs.commands.help_page import DefaultedGroup
+from headcount.jobs.commands.scan import (
+    AllowOtherCode,
+    Cores,
+    DeviceOption,
+    LocalReplicas,
+    Overrides,
+)
+from headcount.jobs.console import say
+from headcount.queries.commands.query import tell_user, warn_of_damage
+from headcount.reproduce.texts_commands import texts
+from headcount.schemas.errors import RunError, ScanError, counted
 
 if TYPE_CHECKING:
-    from reproduce.reproduction import PlannedSystem, Reproduction, SkippedSystem
-    from reproduce.system import System
-    from reproduce.verdicts import Finding
+    from headcount.reproduce.reproduction import PlannedSystem, Reproduction, SkippedSystem
+    from headcount.reproduce.system import System
+    from headcount.reproduce.verdicts import Finding
 
 SOMETHING_SKIPPED = 3
 """Exit code if no finding failed, but a system that fits the model could not be measured."""
@@ -104,8 +110,8 @@ def reproduce(
     checked. What does not fit the model, or lacks a file, is said and skipped. Exit codes: 2 if a
     finding fails, 3 if none fails but something was skipped that fits the model.
     """
-    from queries.formats import check_suffix
-    from reproduce.system import find_systems, systems
+    from headcount.queries.ask.formats import check_suffix
+    from headcount.reproduce.system import find_systems, systems
 
     if listed:
         _print_systems(systems())
@@ -119,11 +125,11 @@ def reproduce(
         raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
     text_by_system = texts_of_systems(text_files or [], selection)
     # These import torch, which takes seconds: a mistake above is answered without it.
-    from jobs.resources import Resources
-    from reproduce.reproduction import Reproduction
-    from reproduce.system_runs import check_overrides
-    from workers.model.known_models import KnownModels
-    from workers.process import prepare_process
+    from headcount.jobs.resources import Resources
+    from headcount.reproduce.reproduction import Reproduction
+    from headcount.reproduce.system_runs import check_overrides
+    from headcount.workers.model.files.known_models import KnownModels
+    from headcount.workers.process import prepare_process
 
     prepare_process()
     check_overrides([*selection.values()], overrides or [])
@@ -230,10 +236,10 @@ def _judge(planned: PlannedSystem) -> list[Finding]:
 
     There is no page if the runs lie in an object store.
     """
-    from reproduce.system_figures import Heading, write_page
-    from reproduce.system_runs import open_system_runs
-    from reproduce.verdicts import judge, warning
-    from schemas.places import place
+    from headcount.reproduce.system_figures import Heading, write_page
+    from headcount.reproduce.system_runs import open_system_runs
+    from headcount.reproduce.verdicts import judge, warning
+    from headcount.schemas.files.places import place
 
     name, system, model = planned.name, planned.system, planned.model
     database = open_system_runs(system, planned.directory, tell_user)

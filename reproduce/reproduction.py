@@ -7,17 +7,22 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from jobs.plan import Plan
-from jobs.progress import WholeProgress, watch_index
-from jobs.resources import Resources
-from reproduce.published_texts import how_to_get
-from reproduce.system import System
-from reproduce.system_runs import measure_runs, overrides_of_system, plan_system, tokens_to_measure
-from reproduce.verdicts import Finding, has_sizes
-from schemas.errors import HeadcountError
-from schemas.places import reason
-from workers.model.known_models import KnownModels
-from workers.model.model_info import ModelInfo
+from headcount.jobs.plan.plan import Plan
+from headcount.jobs.resources import Resources
+from headcount.jobs.run.progress import WholeProgress, watch_index
+from headcount.reproduce.published_texts import how_to_get
+from headcount.reproduce.system import System
+from headcount.reproduce.system_runs import (
+    measure_runs,
+    overrides_of_system,
+    plan_system,
+    tokens_to_measure,
+)
+from headcount.reproduce.verdicts import Finding, has_sizes
+from headcount.schemas.errors import HeadcountError
+from headcount.schemas.files.places import reason
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.model_info import ModelInfo
 
 
 @dataclass(frozen=True)

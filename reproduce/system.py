@@ -23,10 +23,10 @@ from pydantic import (
     model_validator,
 )
 
-from reproduce.published_values import PublishedValue, Scale, named_reason, read_values
-from schemas.errors import ScanError, unknown
-from schemas.places import reason
-from workers.model.model_info import ModelInfo
+from headcount.reproduce.published_values import PublishedValue, Scale, named_reason, read_values
+from headcount.schemas.errors import ScanError, unknown
+from headcount.schemas.files.places import reason
+from headcount.workers.model.files.model_info import ModelInfo
 
 SYSTEMS = Path(__file__).parent / "systems"
 
@@ -45,7 +45,7 @@ def _known_sizes(sizes: dict[str, int | str]) -> dict[str, int | str]:
 
 
 Sizes = Annotated[dict[str, int | str], AfterValidator(_known_sizes)]
-"""What a model must have, by field of its description (`workers.model.model_info`)."""
+"""What a model must have, by field of its description (`workers.model.files.model_info`)."""
 
 Reasons = str | dict[str, str]
 """One line why, for all names or by name. A name that ends in `*` stands for all that begin so."""
@@ -54,7 +54,7 @@ Reasons = str | dict[str, str]
 class ControlledQuery(BaseModel):
     """SQL whose rows the controls try, and why some cannot fail.
 
-    `python -m reproduce.controls` demands that every row fails for random weights, and for edits
+    `python -m headcount.reproduce.controls` demands that every row fails for random weights, and for edits
     that do nothing, unless it says why here.
     """
 

@@ -10,11 +10,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from queries.asking import Record, Row, RunDatabase
-from queries.html_page import Figures, json_value, write_html
-from reproduce.system import Figure
-from reproduce.verdicts import Finding
-from schemas.errors import QueryError, RunError
+from headcount.queries.ask.asking import Record, Row, RunDatabase
+from headcount.queries.report.html_page import Figures, json_value, write_html
+from headcount.reproduce.system import Figure
+from headcount.reproduce.verdicts import Finding
+from headcount.schemas.errors import QueryError, RunError
 
 
 @dataclass(frozen=True)

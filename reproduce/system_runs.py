@@ -10,24 +10,24 @@ from typing import Any
 
 from rich.console import Console
 
-from jobs.corpus_preparation import FOLDER, Preparation
-from jobs.corpus_work import Watch, unwatched
-from jobs.plan import Plan, plan_run, prepare_run
-from jobs.progress import WholeProgress
-from jobs.resolved_scan import ResolvedScan, resolve
-from jobs.resources import Resources
-from jobs.run_loop import run_to_end
-from queries.asking import RunDatabase, open_runs
-from queries.verified_files import Tell
-from reproduce.system import TEXT, System
-from reproduce.verdicts import has_sizes
-from schemas.errors import RunError, ScanError, unknown
-from schemas.kinds import TABLES
-from schemas.places import place
-from schemas.run_directory import RunDirectory
-from schemas.scan import Scan, override_fields, parse_scan
-from workers.model.known_models import KnownModels
-from workers.model.model_info import find_model
+from headcount.jobs.corpus.preparation import FOLDER, Preparation
+from headcount.jobs.corpus.work import Watch, unwatched
+from headcount.jobs.plan.plan import Plan, plan_run, prepare_run
+from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
+from headcount.jobs.resources import Resources
+from headcount.jobs.run.loop import run_to_end
+from headcount.jobs.run.progress import WholeProgress
+from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.open.verified_files import Tell
+from headcount.reproduce.system import TEXT, System
+from headcount.reproduce.verdicts import has_sizes
+from headcount.schemas.errors import RunError, ScanError, unknown
+from headcount.schemas.files.places import place
+from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.scans.scan import Scan, override_fields, parse_scan
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.model_info import find_model
 
 SYSTEM_FIELDS = ("bundled", "checkpoints", "sizes")
 """What a system says of a scan beside the fields of a scan."""

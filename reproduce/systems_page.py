@@ -1,13 +1,13 @@
 """Write docs/systems.md from the files in reproduce/systems/.
 
-Run it with `python -m reproduce.systems_page`, or by `make docs`.
+Run it with `python -m headcount.reproduce.systems_page`, or by `make docs`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from reproduce.system import System, systems
+from headcount.reproduce.system import System, systems
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from schemas.errors import RunError, ScanError, unknown
+from headcount.schemas.errors import RunError, ScanError, unknown
 
 
 def texts(
@@ -50,8 +50,8 @@ def texts(
     and compared with a fingerprint of the published ones.
     """
     # This imports the tokenizer's library, which `headcount --help` need not wait for.
-    from queries.formats import check_suffix
-    from reproduce.published_texts import (
+    from headcount.queries.ask.formats import check_suffix
+    from headcount.reproduce.published_texts import (
         RECIPES,
         Sources,
         as_csv,
@@ -60,7 +60,7 @@ def texts(
         rows_below,
         rows_of_hub,
     )
-    from schemas.places import write_whole
+    from headcount.schemas.files.places import write_whole
 
     if name not in RECIPES:
         raise ScanError(unknown("texts", name, RECIPES))

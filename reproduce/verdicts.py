@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, SupportsFloat
 
-from queries.asking import Row, RunDatabase
-from reproduce.system import Check, Phenomenon, System
-from schemas.errors import QueryError, RunError
-from workers.model.model_info import ModelInfo
+from headcount.queries.ask.asking import Row, RunDatabase
+from headcount.reproduce.system import Check, Phenomenon, System
+from headcount.schemas.errors import QueryError, RunError
+from headcount.workers.model.files.model_info import ModelInfo
 
 Verdict = Literal["pass", "fail", "not comparable", "skipped"]
 

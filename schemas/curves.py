@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from schemas import profiles
-from schemas.errors import ScanError
-from schemas.kind import Kind, ScanFacts
-from schemas.profiles import PROFILES, Profile
-from schemas.tables import CURVES
+from headcount.schemas import profiles
+from headcount.schemas.errors import ScanError
+from headcount.schemas.files.tables import CURVES
+from headcount.schemas.profiles import PROFILES, Profile
+from headcount.schemas.scans.kind import Kind, ScanFacts
 
 
 def _refuse_pairs(curves: Iterable[Profile], _scan: ScanFacts) -> None:

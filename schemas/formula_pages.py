@@ -1,6 +1,6 @@
 """Write a page for each registry of formulas: statistics, profiles, predictions, weight statistics.
 
-`python -m schemas.formula_pages`
+`python -m headcount.schemas.formula_pages`
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from sys import modules
 from typing import Any
 
-from schemas.formulas import Along, Formula, Ranged, notes_of, options_of
-from schemas.kind import Kind
-from schemas.kinds import KINDS
-from schemas.predictions import Prediction
-from schemas.statistics import Statistic
-from schemas.values import range_of
+from headcount.schemas.formulas import Along, Formula, Ranged, notes_of, options_of
+from headcount.schemas.predictions import Prediction
+from headcount.schemas.scans.kind import Kind
+from headcount.schemas.scans.kinds import KINDS
+from headcount.schemas.scans.values import range_of
+from headcount.schemas.statistics import Statistic
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
-from schemas.errors import ScanError, unknown
-from schemas.fingerprints import fingerprint
-from schemas.intervention import Argument, parse_intervention
-from schemas.pattern import Tensor
-from schemas.values import in_toml, problem_of
+from headcount.schemas.errors import ScanError, unknown
+from headcount.schemas.files.fingerprints import fingerprint
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.scans.intervention import Argument, parse_intervention
+from headcount.schemas.scans.values import in_toml, problem_of
 
 Options: TypeAlias = tuple[tuple[str, Argument], ...]
 """The options of a formula with their names, in order: whole numbers and names."""

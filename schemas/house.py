@@ -1,6 +1,6 @@
 """The packages of this project: the one list of them.
 
-`pyproject.toml` cannot read it; a test holds the two together. `tests/test_imports.py` says what
+`pyproject.toml` cannot read it; a test holds the two together. `tests/project/test_imports.py` says what
 each package may import.
 """
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
-from schemas.formulas import Ranged, read_definition
-from schemas.kind import Kind
-from schemas.pattern import Tensor
-from schemas.tables import SEQUENCES
+from headcount.schemas.files.tables import SEQUENCES
+from headcount.schemas.formulas import Ranged, read_definition
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.scans.kind import Kind
 
 PREDICTION_INPUTS: dict[str, str] = {
     "tokens": "token ids [batch pos]",

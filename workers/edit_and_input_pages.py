@@ -1,5 +1,5 @@
 """Write docs/interventions.md and docs/inputs.md from their registries:
-`python -m workers.edit_and_input_pages`.
+`python -m headcount.workers.edit_and_input_pages`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from schemas.measured_heads import Head
-from schemas.values import range_of
-from workers.engine.edits import EDITABLE_ACTIVATIONS
-from workers.inputs import INPUTS, InputFamily
-from workers.inputs.corpus import choice
-from workers.inputs.input_registry import CHOICE, keyword_parameters
-from workers.interventions import INTERVENTIONS
-from workers.interventions.intervention_registry import LargestValue, RegisteredIntervention
+from headcount.schemas.scans.measured_heads import Head
+from headcount.schemas.scans.values import range_of
+from headcount.workers.engine.edits import EDITABLE_ACTIVATIONS
+from headcount.workers.inputs import INPUTS, InputFamily
+from headcount.workers.inputs.corpus.corpus import choice
+from headcount.workers.inputs.input_registry import CHOICE, keyword_parameters
+from headcount.workers.interventions import INTERVENTIONS
+from headcount.workers.interventions.intervention_registry import (
+    LargestValue,
+    RegisteredIntervention,
+)
 
 DOCS = Path(__file__).parent.parent / "docs"
 

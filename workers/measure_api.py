@@ -15,16 +15,16 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from schemas.arguments import Name, checked
-from schemas.errors import ScanError
-from schemas.scan import Scan, parse_scan
-from schemas.tables import HEADS, with_partitions
-from workers.inputs.sequences import ShardInput
-from workers.interventions import bind
-from workers.model.borrowed_model import BorrowedModel, borrow, unwrapped
-from workers.model.model_info import ModelInfo
-from workers.replica import Replica
-from workers.shard import sequence_rows
+from headcount.schemas.errors import ScanError
+from headcount.schemas.files.tables import HEADS, with_partitions
+from headcount.schemas.scans.arguments import Name, checked
+from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.workers.inputs.sequences import ShardInput
+from headcount.workers.interventions import bind
+from headcount.workers.model.borrowed_model import BorrowedModel, borrow, unwrapped
+from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.replica import Replica
+from headcount.workers.shard import sequence_rows
 
 if TYPE_CHECKING:
     from torch import nn

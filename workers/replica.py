@@ -12,27 +12,32 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from schemas.commits import Method
-from schemas.errors import MeasureError, ModelError, ScanError, counted
-from schemas.intervention import NONE, Intervention
-from schemas.scan import Scan
-from workers.engine.dense_engine import DenseEngine
-from workers.engine.edits import LABELS
-from workers.engine.engine import Engine
-from workers.engine.fused_engine import FusedEngine
-from workers.engine.kernel_check import proven_sweep
-from workers.engine.patching import with_partner
-from workers.engine.prediction_inputs import check_unembedding
-from workers.interventions import edited_weights
-from workers.interventions.settlement import Settled, check_bridge_precision, settle, settle_one
-from workers.measurements.batch import Measurements, PendingBatch, collect, launch
-from workers.measurements.batch_size import BatchSize
-from workers.measurements.requested import Requested
-from workers.measurements.weight_tables import tables_of_weights
-from workers.model.layer_weights import READ_THROUGH_BRIDGE
-from workers.model.loading import load_model
-from workers.model.model import Model
-from workers.model.model_info import ModelInfo
+from headcount.schemas.errors import MeasureError, ModelError, ScanError, counted
+from headcount.schemas.files.commits import Method
+from headcount.schemas.scans.intervention import NONE, Intervention
+from headcount.schemas.scans.scan import Scan
+from headcount.workers.engine.dense_engine import DenseEngine
+from headcount.workers.engine.edits import LABELS
+from headcount.workers.engine.engine import Engine
+from headcount.workers.engine.fused_engine import FusedEngine
+from headcount.workers.engine.kernel.kernel_check import proven_sweep
+from headcount.workers.engine.patching import with_partner
+from headcount.workers.engine.prediction_inputs import check_unembedding
+from headcount.workers.interventions import edited_weights
+from headcount.workers.interventions.settlement import (
+    Settled,
+    check_bridge_precision,
+    settle,
+    settle_one,
+)
+from headcount.workers.measurements.batch import Measurements, PendingBatch, collect, launch
+from headcount.workers.measurements.batch_size import BatchSize
+from headcount.workers.measurements.requested import Requested
+from headcount.workers.measurements.weight_tables import tables_of_weights
+from headcount.workers.model.files.loading import load_model
+from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.layer_weights import READ_THROUGH_BRIDGE
+from headcount.workers.model.model import Model
 
 Load = Callable[[ModelInfo, str, str, torch.dtype], Model]
 """Loads a model: its description, the processing of its weights, the device, their format."""

@@ -20,22 +20,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from schemas.commits import Commit, DataFile, Failure, delete
-from schemas.digests import digest_of
-from schemas.errors import HeadcountError, RunError, WriteError
-from schemas.kinds import TABLES, kinds_of, table_schema
-from schemas.parquet import parquet_bytes, table_of
-from schemas.places import write_whole
-from schemas.run_directory import RunDirectory, data_path, shard_file_name
-from schemas.scan import Scan
-from schemas.tables import SEQUENCES, Table, with_partitions
-from workers.inputs.sequences import ShardInput
-from workers.measurements.batch import Measurements
-from workers.measurements.head_numbers import numbered
-from workers.measurements.profile_means import means_table
-from workers.provenance.code_fingerprint import code_fingerprint
-from workers.provenance.machine import device_name, measuring_versions
-from workers.replica import InterventionMeasurements, Replica
+from headcount.schemas.errors import HeadcountError, RunError, WriteError
+from headcount.schemas.files.commits import Commit, DataFile, Failure, delete
+from headcount.schemas.files.digests import digest_of
+from headcount.schemas.files.parquet import parquet_bytes, table_of
+from headcount.schemas.files.places import write_whole
+from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
+from headcount.schemas.files.tables import SEQUENCES, Table, with_partitions
+from headcount.schemas.scans.kinds import TABLES, kinds_of, table_schema
+from headcount.schemas.scans.scan import Scan
+from headcount.workers.inputs.sequences import ShardInput
+from headcount.workers.measurements.batch import Measurements
+from headcount.workers.measurements.head_numbers import numbered
+from headcount.workers.measurements.profile_means import means_table
+from headcount.workers.provenance.code_fingerprint import code_fingerprint
+from headcount.workers.provenance.machine import device_name, measuring_versions
+from headcount.workers.replica import InterventionMeasurements, Replica
 
 
 @dataclass(frozen=True)

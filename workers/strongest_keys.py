@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from schemas.intervention import Intervention
-from workers.engine.engine import Activations
-from workers.engine.patching import with_partner
-from workers.replica import Replica
+from headcount.schemas.scans.intervention import Intervention
+from headcount.workers.engine.engine import Activations
+from headcount.workers.engine.patching import with_partner
+from headcount.workers.replica import Replica
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ import pyarrow as pa
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from schemas.arguments import Location, checked
-from schemas.errors import ScanError
-from schemas.parquet import parquet_bytes
-from schemas.places import place, write_whole
-from schemas.scan import parse_scan
-from schemas.values import Count
-from workers.measure_api import GIVEN, measure, whole_sequences
+from headcount.schemas.errors import ScanError
+from headcount.schemas.files.parquet import parquet_bytes
+from headcount.schemas.files.places import place, write_whole
+from headcount.schemas.scans.arguments import Location, checked
+from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.values import Count
+from headcount.workers.measure_api import GIVEN, measure, whole_sequences
 
 
 class MeasureCallback(TrainerCallback):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import evaluation, recipe
+from headcount.models import evaluation, recipe
 
 CONFIG = {
     "model_name": "attn-only-2l-mini",

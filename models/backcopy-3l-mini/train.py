@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from models import evaluation, recipe
-from workers.inputs.bigram_backcopy import BUNDLED_TEXT, bigrams_of, chain_of, follow
+from headcount.models import evaluation, recipe
+from headcount.workers.inputs.families.bigram_backcopy import (
+    BUNDLED_TEXT,
+    bigrams_of,
+    chain_of,
+    follow,
+)
 
 BOS = 0
 TRIGGERS = (1, 2, 3)

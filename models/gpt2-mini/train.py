@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from models import evaluation, recipe
+from headcount.models import evaluation, recipe
 
 BOS = 256
 CONFIG = GPT2Config(

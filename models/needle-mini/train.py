@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
-from models import evaluation, recipe
+from headcount.models import evaluation, recipe
 
 BOS = 0
 FIRST, END = 1, 192

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from queries.sql_text import quoted_name
+from headcount.queries.sql_text import quoted_name
 
 BINS = 128
 """Bins of an axis. A brush begins and ends at their edges."""

@@ -11,8 +11,8 @@ from threading import Lock
 
 import duckdb
 
-from queries.explore.page_questions import BINS_IN_MEMORY, where
-from queries.sql_text import text_literal
+from headcount.queries.explore.page_questions import BINS_IN_MEMORY, where
+from headcount.queries.sql_text import text_literal
 
 COLUMNS = "run_id, intervention, statistic, layer, head, bin, low, high, count, minimum, maximum"
 

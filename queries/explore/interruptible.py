@@ -8,7 +8,7 @@ from typing import cast
 
 import duckdb
 
-from queries.connection import OPENED
+from headcount.queries.open.connection import OPENED
 
 
 class Interruptible:

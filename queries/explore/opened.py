@@ -9,11 +9,10 @@ from typing import Any, TypeAlias
 
 import duckdb
 
-from queries.asking import Record, RunDatabase
-from queries.connection import OPENED, hold_to_commits, make_views
-from queries.explore.axes import Axis, axis_of
-from queries.explore.bins import BinsInMemory
-from queries.explore.page_questions import (
+from headcount.queries.ask.asking import Record, RunDatabase
+from headcount.queries.explore.axes import Axis, axis_of
+from headcount.queries.explore.bins import BinsInMemory
+from headcount.queries.explore.page_questions import (
     BINS_IN_MEMORY,
     Header,
     Heatmap,
@@ -23,13 +22,14 @@ from queries.explore.page_questions import (
     Scope,
     where,
 )
-from queries.explore.sample import MOST_SAMPLES, SAMPLE_ROWS, Sample, rows_in_memory
-from queries.head_curves import AXES
-from queries.run import ReadRun, Run, read_runs
-from queries.sql_text import quoted_name, text_literal
-from schemas.errors import QueryError, unknown
-from schemas.places import place
-from schemas.tables import CURVES, HEADS, PROFILES, ROLLUPS
+from headcount.queries.explore.sample import MOST_SAMPLES, SAMPLE_ROWS, Sample, rows_in_memory
+from headcount.queries.open.connection import OPENED, hold_to_commits, make_views
+from headcount.queries.open.run import ReadRun, Run, read_runs
+from headcount.queries.report.head_curves import AXES
+from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.schemas.errors import QueryError, unknown
+from headcount.schemas.files.places import place
+from headcount.schemas.files.tables import CURVES, HEADS, PROFILES, ROLLUPS
 
 LARGE_RUN_ROWS = 20_000_000
 """Above so many rows of one intervention, brushes and histograms read a sample of sequences."""

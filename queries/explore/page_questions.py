@@ -15,17 +15,17 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
 
-from queries.examples import marked_keys
-from queries.explore.axes import BINS, DRAWN_BINS, Axis
-from queries.head_curves import (
+from headcount.queries.explore.axes import BINS, DRAWN_BINS, Axis
+from headcount.queries.report.examples import marked_keys
+from headcount.queries.report.head_curves import (
     Curve,
     curve_of,
     curves_of_profiles,
     kept_curve_sql,
     profile_curves_sql,
 )
-from queries.sql_text import quoted_name, text_literal
-from schemas.errors import QueryError, unknown
+from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.schemas.errors import QueryError, unknown
 
 MOST_STATISTICS = 12
 """Histograms that one question asks for at most."""

@@ -18,18 +18,25 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from queries.answers import query_error, run_query
-from queries.asking import open_runs
-from queries.connection import MEMORY
-from queries.explore.cache import AnswerCache
-from queries.explore.interruptible import Interruptible
-from queries.explore.opened import OpenedRuns, SampleKey
-from queries.explore.page_questions import Answer, Header, PageQuestion, Question, RunFacts, Texts
-from queries.explore.sample import MOST_SAMPLES
-from queries.run_memory import RunMemory
-from queries.run_models import OpenModel, RunModels
-from schemas.errors import HeadcountError, QueryError
-from schemas.values import EXPECTED, wrong_value
+from headcount.queries.ask.answers import query_error, run_query
+from headcount.queries.ask.asking import open_runs
+from headcount.queries.explore.cache import AnswerCache
+from headcount.queries.explore.interruptible import Interruptible
+from headcount.queries.explore.opened import OpenedRuns, SampleKey
+from headcount.queries.explore.page_questions import (
+    Answer,
+    Header,
+    PageQuestion,
+    Question,
+    RunFacts,
+    Texts,
+)
+from headcount.queries.explore.sample import MOST_SAMPLES
+from headcount.queries.open.connection import MEMORY
+from headcount.queries.open.run_memory import RunMemory
+from headcount.queries.run_models import OpenModel, RunModels
+from headcount.schemas.errors import HeadcountError, QueryError
+from headcount.schemas.scans.values import EXPECTED, wrong_value
 
 DEADLINE = 20.0
 """Seconds after which a question is given up by default."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import duckdb
 
-from queries.explore.page_questions import RunFacts, Scope, sample_condition, where
-from queries.sql_text import quoted_name
+from headcount.queries.explore.page_questions import RunFacts, Scope, sample_condition, where
+from headcount.queries.sql_text import quoted_name
 
 SAMPLE_ROWS = 10_000_000
 """Rows of a sample, about, if there is memory for them."""

@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from queries.explore.question_engine import Engine
-from schemas.errors import HeadcountError, QueryError, printable
+from headcount.queries.explore.question_engine import Engine
+from headcount.schemas.errors import HeadcountError, QueryError, printable
 
 PAGE = Path(__file__).parent / "page"
 SHARED_PAGE = Path(__file__).parent.parent / "page"

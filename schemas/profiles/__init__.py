@@ -2,7 +2,7 @@
 all.
 """
 
-from schemas.profiles import (
+from headcount.schemas.profiles import (
     attention,
     columns_and_diagonals,
     first_position,
@@ -12,7 +12,7 @@ from schemas.profiles import (
     scores_by_key,
     tail_attention,
 )
-from schemas.profiles.profile_registry import (
+from headcount.schemas.profiles.profile_registry import (
     KIND,
     PROFILES,
     Profile,

@@ -1,8 +1,8 @@
 """Lengths of queries, keys, values, head outputs and the residual stream, position by position."""
 
-from schemas.pattern import Tensor
-from schemas.profiles.profile_registry import profile
-from schemas.statistics.head_results import result_norms
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.profiles.profile_registry import profile
+from headcount.schemas.statistics.head_results import result_norms
 
 
 @profile(axis="key", unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, get_args
 
-from schemas import tables
-from schemas.errors import ScanError
-from schemas.formulas import Along, checked_axis, read_definition
-from schemas.kind import Kind, ScanFacts
-from schemas.pattern import Tensor
-from schemas.statistics.statistic_registry import LAYER_VALUES
+from headcount.schemas.errors import ScanError
+from headcount.schemas.files import tables
+from headcount.schemas.formulas import Along, checked_axis, read_definition
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.scans.kind import Kind, ScanFacts
+from headcount.schemas.statistics.statistic_registry import LAYER_VALUES
 
 Axis = Literal[
     "key", "query", "lag", "pair", "dimension", "component", "pair of components", "candidate"

@@ -4,8 +4,8 @@ Expected Attention and Q-Filters are made of them. The first reads queries befor
 leaves the first tokens out, the second as they are multiplied, all of them.
 """
 
-from schemas.pattern import Tensor
-from schemas.profiles.profile_registry import profile
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.profiles.profile_registry import profile
 
 FIRST_TOKENS = 4
 """How many of the first tokens Expected Attention leaves out: their queries are unlike others."""

@@ -3,9 +3,9 @@
 Δ[k] = b_Q·(k[k] - b_K)
 """
 
-from schemas.pattern import Tensor
-from schemas.profiles.profile_registry import profile
-from schemas.statistics.decomposition import has_fixed_positions, shifts
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.profiles.profile_registry import profile
+from headcount.schemas.statistics.decomposition import has_fixed_positions, shifts
 
 RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
 

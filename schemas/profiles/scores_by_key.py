@@ -3,8 +3,8 @@
 The mean pattern is not the softmax of the mean scores, so both can be stored.
 """
 
-from schemas.pattern import Pattern, Tensor
-from schemas.profiles.profile_registry import profile
+from headcount.schemas.pattern import Pattern, Tensor
+from headcount.schemas.profiles.profile_registry import profile
 
 
 @profile(axis="key", unit="logits", source="Farrell 2023, recency bias in attn-only-2l")

@@ -2,8 +2,8 @@
 all.
 """
 
-from schemas.formulas import evaluate
-from schemas.statistics import (
+from headcount.schemas.formulas import evaluate
+from headcount.schemas.statistics import (
     decomposition,
     diagonals,
     head_results,
@@ -17,7 +17,7 @@ from schemas.statistics import (
     shape,
     sink,
 )
-from schemas.statistics.statistic_registry import (
+from headcount.schemas.statistics.statistic_registry import (
     KIND,
     LAYER_VALUES,
     STATISTICS,

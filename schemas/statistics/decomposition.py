@@ -11,9 +11,9 @@ out. With a window, means over queries are over those that see key 0.
 
 import math
 
-from schemas.pattern import Pattern, Tensor
-from schemas.statistics.sink import has_two_positions
-from schemas.statistics.statistic_registry import statistic
+from headcount.schemas.pattern import Pattern, Tensor
+from headcount.schemas.statistics.sink import has_two_positions
+from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def has_fixed_positions(rotary: bool) -> bool:

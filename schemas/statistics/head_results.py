@@ -1,7 +1,7 @@
 """Lengths of what a head writes to the residual stream: vectors after W_O."""
 
-from schemas.pattern import Tensor
-from schemas.statistics.statistic_registry import statistic
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def result_norms(x: Tensor, W_O: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ head that rests on it moves little. Their measure of a matrix is √T times the 
 
 import math
 
-from schemas.pattern import Tensor
-from schemas.statistics.matching import has_three_positions
-from schemas.statistics.statistic_registry import statistic
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.statistics.matching import has_three_positions
+from headcount.schemas.statistics.statistic_registry import statistic
 
 BARBERO = "Barbero et al. 2025, arXiv 2504.02732"
 

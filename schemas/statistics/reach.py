@@ -5,9 +5,9 @@ A mean over queries is over those that see a key which is neither. With a window
 those of these keys that lie in its window, and none if the window is not longer than `recent`.
 """
 
-from schemas.pattern import Pattern, Tensor
-from schemas.statistics.statistic_registry import statistic
-from schemas.values import Count, Index
+from headcount.schemas.pattern import Pattern, Tensor
+from headcount.schemas.scans.values import Count, Index
+from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def has_distant_keys(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> bool:

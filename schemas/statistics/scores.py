@@ -5,11 +5,11 @@ With a window, means are over the queries that see key 0: these see all earlier 
 
 import math
 
-from schemas.pattern import Pattern, Tensor
-from schemas.statistics.decomposition import directions, has_fixed_positions
-from schemas.statistics.matching import has_three_positions
-from schemas.statistics.sink import has_two_positions
-from schemas.statistics.statistic_registry import statistic
+from headcount.schemas.pattern import Pattern, Tensor
+from headcount.schemas.statistics.decomposition import directions, has_fixed_positions
+from headcount.schemas.statistics.matching import has_three_positions
+from headcount.schemas.statistics.sink import has_two_positions
+from headcount.schemas.statistics.statistic_registry import statistic
 
 
 @statistic(

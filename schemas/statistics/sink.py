@@ -4,8 +4,8 @@ A mean over queries is over those that see the keys. So with a window, the queri
 are left out of what is said of key 0, and there is no value if no query is left.
 """
 
-from schemas.pattern import Pattern, Tensor, first_of_largest
-from schemas.statistics.statistic_registry import statistic
+from headcount.schemas.pattern import Pattern, Tensor, first_of_largest
+from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def has_two_positions(pattern: Pattern) -> bool:

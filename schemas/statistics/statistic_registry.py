@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
-from schemas.formulas import Ranged, read_definition
-from schemas.kind import Kind
-from schemas.pattern import Tensor
-from schemas.tables import HEADS
+from headcount.schemas.files.tables import HEADS
+from headcount.schemas.formulas import Ranged, read_definition
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.scans.kind import Kind
 
 LAYER_VALUES: dict[str, str] = {
-    "pattern": "attention pattern, which answers questions (schemas.pattern)",
+    "pattern": "attention pattern, which answers questions (headcount.schemas.pattern)",
     "q": "queries [batch pos head d_head], after any rotation",
     "unrotated_q": "queries [batch pos head d_head], before any rotation and after any norm",
     "k": "keys [batch pos head d_head], repeated where query heads share them",
@@ -82,7 +82,7 @@ def statistic(
     standard: measured by scans that do not name statistics.
 
     Keyword-only parameters of the function are its options. Their types say what they may be
-    (`schemas.values`). The column is named after the function and all options.
+    (`schemas.scans.values`). The column is named after the function and all options.
     """
 
     def register(function: Callable[P, Tensor]) -> Callable[P, Any]:

@@ -2,14 +2,14 @@
 all.
 """
 
-from schemas.weight_statistics import (
+from headcount.schemas.weight_statistics import (
     biases,
     composition,
     copying,
     geometry,
     position_vectors,
 )
-from schemas.weight_statistics.weight_registry import (
+from headcount.schemas.weight_statistics.weight_registry import (
     KIND,
     WEIGHT_STATISTICS,
     WeightStatistic,

@@ -6,9 +6,9 @@ calls folded. A composition is the length of a product over the product of the l
 head reads nothing of it, about 1/√d_model for random matrices.
 """
 
-from schemas.pattern import Tensor
-from schemas.statistics.decomposition import has_fixed_positions
-from schemas.weight_statistics.weight_registry import weight
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.statistics.decomposition import has_fixed_positions
+from headcount.schemas.weight_statistics.weight_registry import weight
 
 ELHAGE = "Elhage et al. 2021, A Mathematical Framework for Transformer Circuits"
 

@@ -4,8 +4,8 @@ w[j] is `W_pos[j]` less the mean of its coordinates. This is the part that a Lay
 also what TransformerLens's default loading leaves, with which these figures were published.
 """
 
-from schemas.pattern import Tensor
-from schemas.weight_statistics.weight_registry import weight
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.weight_statistics.weight_registry import weight
 
 SOURCE = "Farrell 2023, positional embeddings of attn-only-2l"
 

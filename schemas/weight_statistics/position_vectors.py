@@ -1,7 +1,7 @@
 """Embeddings of positions, and what the first MLP makes of them."""
 
-from schemas.pattern import Tensor
-from schemas.weight_statistics.weight_registry import weight
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.weight_statistics.weight_registry import weight
 
 
 @weight(

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, get_args
 
-from schemas.errors import ScanError
-from schemas.formulas import Along, checked_axis, read_definition
-from schemas.kind import Kind, ScanFacts
-from schemas.pattern import Tensor
-from schemas.tables import WEIGHTS
+from headcount.schemas.errors import ScanError
+from headcount.schemas.files.tables import WEIGHTS
+from headcount.schemas.formulas import Along, checked_axis, read_definition
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.scans.kind import Kind, ScanFacts
 
 Axis = Literal["dimension", "position", "earlier head", "none"]
 """What a weight statistic runs over: coordinates of the residual stream, positions, the heads of

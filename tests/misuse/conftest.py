@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import headcount
-from tests import toy_models as toy
+from tests.toys import toy_models as toy
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests import toy_models as toy
-from tests.processes import Command
+from tests.tools.processes import Command
+from tests.toys import toy_models as toy
 
 ROOT = Path(__file__).parent.parent.parent
 

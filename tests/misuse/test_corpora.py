@@ -213,9 +213,9 @@ def test_what_is_left_out_is_said(
     )
     from rich.console import Console
 
-    from jobs.plan import make_plan
-    from jobs.scan_commands import _documents_table, _print_bad_rows
-    from schemas.scan import load_scan
+    from headcount.jobs.commands.scan import _documents_table, _print_bad_rows
+    from headcount.jobs.plan.plan import make_plan
+    from headcount.schemas.scans.scan import load_scan
 
     plan = make_plan(load_scan(tmp_path / "toy.toml"), "toy")
     assert plan.sequences.fates is not None

@@ -27,11 +27,11 @@ import pytest
 import torch
 
 from headcount import main
-from jobs.ray_cluster import _check_head
-from schemas.errors import RunError
-from schemas.house import PACKAGES
-from tests import toy_runs
-from tests.processes import DIES_WITH_ITS_PARENT, Command, Ended
+from headcount.jobs.cluster.ray_cluster import _check_head
+from headcount.schemas.errors import RunError
+from headcount.schemas.house import PACKAGES
+from tests.tools.processes import DIES_WITH_ITS_PARENT, Command, Ended
+from tests.toys import toy_runs
 
 ROOT = Path(__file__).parent.parent.parent
 SCAN = """
@@ -169,11 +169,11 @@ UNANSWERED = [
 ]
 
 WAITED_FOR = {
-    "jobs.ray_cluster.CONNECT_SECONDS": 1.0,
-    "jobs.ray_cluster.JOIN_SECONDS": 1.0,
-    "jobs.submission.CONNECT_SECONDS": 1.0,
-    "schemas.places.PROBE_SECONDS": 1.0,
-    "schemas.places.PROBING_SECONDS": 1.5,
+    "headcount.jobs.cluster.ray_cluster.CONNECT_SECONDS": 1.0,
+    "headcount.jobs.cluster.ray_cluster.JOIN_SECONDS": 1.0,
+    "headcount.jobs.cluster.submission.CONNECT_SECONDS": 1.0,
+    "headcount.schemas.files.places.PROBE_SECONDS": 1.0,
+    "headcount.schemas.files.places.PROBING_SECONDS": 1.5,
 }
 """What ends the waiting, and seconds that a test can wait."""
 
@@ -206,7 +206,7 @@ def test_an_address_of_nothing_is_one_line(address: str, problem: str) -> None:
 def test_a_wait_that_is_too_long_ends_no_notebook_and_none_of_its_children() -> None:
     program = """
 import subprocess, sys, time
-from jobs.ray_cluster import _given_up_after
+from headcount.jobs.cluster.ray_cluster import _given_up_after
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 with _given_up_after(0.01, "too long"):
     time.sleep(0.5)
@@ -254,7 +254,10 @@ def test_a_store_that_is_down_is_one_line(directory: Path) -> None:
         "same command\n"
     )
     every_ended = ended_side_by_side(
-        directory, [words.split() for words in commands], store, {"schemas.places.PAUSE_SECONDS": 0}
+        directory,
+        [words.split() for words in commands],
+        store,
+        {"headcount.schemas.files.places.PAUSE_SECONDS": 0},
     )
     for words, ended in zip(commands, every_ended, strict=True):
         assert ended == (2, "", line), words
@@ -341,7 +344,9 @@ def test_an_environment_without_the_usual_is_no_error(
 
 
 def test_a_mistake_of_ours_is_one_line_and_a_file(tmp_path: Path) -> None:
-    code = "from jobs.endings import ended_in_lines\nwith ended_in_lines():\n    {}['a key']"
+    code = (
+        "from headcount.jobs.endings import ended_in_lines\nwith ended_in_lines():\n    {}['a key']"
+    )
     for debug in (False, True):
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 import pytest
 
-from schemas.errors import ScanError
-from schemas.intervention import parse_intervention
-from tests import toy_models as toy
-from workers.interventions import INTERVENTIONS, bind
-from workers.model.model_info import ModelInfo
+from headcount.schemas.errors import ScanError
+from headcount.schemas.scans.intervention import parse_intervention
+from headcount.workers.interventions import INTERVENTIONS, bind
+from headcount.workers.model.files.model_info import ModelInfo
+from tests.toys import toy_models as toy
 
 INFO = ModelInfo(
     path="/nowhere/toy", name="toy", layout="huggingface", sha256="0" * 16, n_layers=3, n_heads=4,

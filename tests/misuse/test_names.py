@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from jobs.plan import make_plan, prepare_run
-from jobs.portable_scan import portable_scan
-from schemas.scan import LONGEST_NAME, SAFE_NAME, load_scan, parse_scan, safe_name
-from tests import toy_runs
+from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.plan.portable_scan import portable_scan
+from headcount.schemas.scans.scan import LONGEST_NAME, SAFE_NAME, load_scan, parse_scan, safe_name
+from tests.toys import toy_runs
 
 NAMES = [
     ("lr=0.1", "lr_0.1"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import headcount
-from tests.toy_models import gpt2, save_model
+from tests.toys.toy_models import gpt2, save_model
 
 TOKENS = [[1, 2, 3, 4]]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.toy_runs import Row, write_run
+from tests.toys.toy_runs import Row, write_run
 
 # A question that DuckDB would answer after years.
 ENDLESS = (

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests import toy_models as toy
-from workers.model.model_info import describe
+from headcount.workers.model.files.model_info import describe
+from tests.toys import toy_models as toy
 
 KNOWN = (
     "bad_rows, bad_rows_in_a_row, batch_size, bos, corpora, curves, engine, heads, input, "
@@ -380,7 +380,7 @@ def test_a_file_that_says_it_elsewhere_is_refused(
 
 
 def test_a_mark_of_the_encoding_is_no_mistake(plan_error: Callable[..., list[str]], tmp_path: Path):
-    from schemas.scan import load_scan
+    from headcount.schemas.scans.scan import load_scan
 
     plan_error(n_ctx=65)
     file = tmp_path / "toy.toml"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import toy_models as toy
+from tests.toys import toy_models as toy
 
 FILE = "TMP/toy.toml: "
 NO_NAME = "expected a layer and a head in it, as L5H1, got "

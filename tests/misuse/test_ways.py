@@ -15,14 +15,14 @@ from filelock import FileLock
 from typer.testing import CliRunner
 
 from headcount import app
-from jobs.removal import remove
-from jobs.scan_runs import last_run, next_run, runs_of
-from schemas.errors import ModelError, RunError
-from schemas.run_directory import RunDirectory
-from schemas.scan import Scan
-from tests import toy_models as toy
-from tests.toy_runs import connect_to_tables, local, write_run
-from workers.model.text_tokenizer import TextTokenizer, _check_size
+from headcount.jobs.plan.scan_runs import last_run, next_run, runs_of
+from headcount.jobs.upkeep.removal import remove
+from headcount.schemas.errors import ModelError, RunError
+from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.scans.scan import Scan
+from headcount.workers.model.files.text_tokenizer import TextTokenizer, _check_size
+from tests.toys import toy_models as toy
+from tests.toys.toy_runs import connect_to_tables, local, write_run
 
 Command = Callable[..., tuple[int, list[str]]]
 IN_PROCESS = ("--replicas", "0", "--device", "cpu")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 # Names of types alone: the reference runs nothing that it checks.
 if TYPE_CHECKING:
-    from workers.engine.sweep_kernel import PairLabels
-    from workers.model.attention_facts import AttentionFacts
+    from headcount.workers.engine.kernel.sweep_kernel import PairLabels
+    from headcount.workers.model.attention_facts import AttentionFacts
 
 
 def defined_answers(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.attention_facts import AttentionFacts
 
 MASKED = -1e30
 """Score of a key that a query does not see: finite, so that 0 · MASKED is 0 and not NaN."""

@@ -9,10 +9,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from schemas.commits import Method
-from schemas.errors import ModelError
-from schemas.statistics import LAYER_VALUES
-from workers.engine.attention_scores import (
+from headcount.schemas.errors import ModelError
+from headcount.schemas.files.commits import Method
+from headcount.schemas.statistics import LAYER_VALUES
+from headcount.workers.engine.attention_scores import (
     MASKED,
     all_scores,
     scored,
@@ -20,12 +20,12 @@ from workers.engine.attention_scores import (
     unseen_keys,
     weighted_values,
 )
-from workers.engine.dense_pattern import DensePattern, check_unseen
-from workers.engine.edits import EMBEDDINGS, WHOLE_PATTERN, Edits, hidden_keys
-from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
-from workers.engine.token_pairs import TokenPairs
-from workers.model.attention_facts import AttentionFacts
-from workers.model.model import Hook, Model, at_least_float32
+from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
+from headcount.workers.engine.edits import EMBEDDINGS, WHOLE_PATTERN, Edits, hidden_keys
+from headcount.workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
+from headcount.workers.engine.token_pairs import TokenPairs
+from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.model import Hook, Model, at_least_float32
 
 Tensors = dict[str, Tensor]
 """Activations of one layer as edits leave them. Beside them are the pattern and the scores before

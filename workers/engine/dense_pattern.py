@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from schemas.errors import ScanError
-from schemas.pattern import first_of_largest
-from workers.engine.attention_scores import (
+from headcount.schemas.errors import ScanError
+from headcount.schemas.pattern import first_of_largest
+from headcount.workers.engine.attention_scores import (
     all_scores,
     distances,
     facts_of_heads,
@@ -23,8 +23,8 @@ from workers.engine.attention_scores import (
     window_of,
     without_bias,
 )
-from workers.engine.token_pairs import TokenPairs, count_seen
-from workers.model.attention_facts import AttentionFacts
+from headcount.workers.engine.token_pairs import TokenPairs, count_seen
+from headcount.workers.model.attention_facts import AttentionFacts
 
 
 class DensePattern:

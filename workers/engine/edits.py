@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schemas.errors import ScanError
+from headcount.schemas.errors import ScanError
 
 EDITABLE_ACTIVATIONS: dict[str, str] = {
     "embed": "token embeddings [batch pos d_model]",

@@ -7,13 +7,13 @@ from typing import Literal, NotRequired, Protocol, TypedDict
 
 from torch import Tensor
 
-from schemas.commits import Method
-from schemas.statistics import LAYER_VALUES
-from workers.engine.dense_pattern import DensePattern
-from workers.engine.edits import Edits
-from workers.engine.fused_pattern import FusedPattern
-from workers.engine.token_pairs import TokenPairs
-from workers.model.model import Model
+from headcount.schemas.files.commits import Method
+from headcount.schemas.statistics import LAYER_VALUES
+from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.engine.edits import Edits
+from headcount.workers.engine.fused_pattern import FusedPattern
+from headcount.workers.engine.token_pairs import TokenPairs
+from headcount.workers.model.model import Model
 
 
 class Activations(TypedDict):

@@ -11,11 +11,11 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from schemas.commits import Method
-from schemas.errors import ModelError, ScanError
-from schemas.precision import PRECISIONS
-from schemas.statistics import LAYER_VALUES
-from workers.engine.attention_scores import (
+from headcount.schemas.errors import ModelError, ScanError
+from headcount.schemas.files.commits import Method
+from headcount.schemas.scans.precision import PRECISIONS
+from headcount.schemas.statistics import LAYER_VALUES
+from headcount.workers.engine.attention_scores import (
     MASKED,
     all_scores,
     softmax_of,
@@ -23,18 +23,18 @@ from workers.engine.attention_scores import (
     weighted_values,
     window_of,
 )
-from workers.engine.dense_pattern import DensePattern
-from workers.engine.edits import Edits, hidden_keys
-from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
-from workers.engine.fused_pattern import FusedPattern
-from workers.engine.number_formats import WeightHalves, linears_in, outside_linears
-from workers.engine.streamed_attention import streamed_attention
-from workers.engine.sweep_kernel import Sweep
-from workers.engine.token_pairs import TokenPairs
-from workers.model.attention_facts import AttentionFacts
-from workers.model.mlp_pieces import mlps_in_pieces
-from workers.model.model import Model, at_least_float32
-from workers.model.rotations import Rotation
+from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.engine.edits import Edits, hidden_keys
+from headcount.workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
+from headcount.workers.engine.fused_pattern import FusedPattern
+from headcount.workers.engine.kernel.sweep_kernel import Sweep
+from headcount.workers.engine.number_formats import WeightHalves, linears_in, outside_linears
+from headcount.workers.engine.streamed_attention import streamed_attention
+from headcount.workers.engine.token_pairs import TokenPairs
+from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.mlp_pieces import mlps_in_pieces
+from headcount.workers.model.model import Model, at_least_float32
+from headcount.workers.model.rotations import Rotation
 
 ModuleOutput = Tensor | tuple[Any, ...]
 """What a module returns: a tensor, or a tuple that begins with it."""

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from schemas.pattern import first_of_largest
-from workers.engine.attention_scores import (
+from headcount.schemas.pattern import first_of_largest
+from headcount.workers.engine.attention_scores import (
     MASKED,
     all_scores,
     by_shared_head,
@@ -35,10 +35,10 @@ from workers.engine.attention_scores import (
     window_of,
     without_bias,
 )
-from workers.engine.number_formats import HALVES, rounded
-from workers.engine.sweep_kernel import PairLabels, Sweep
-from workers.engine.token_pairs import TokenPairs, count_seen
-from workers.model.attention_facts import AttentionFacts
+from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Sweep
+from headcount.workers.engine.number_formats import HALVES, rounded
+from headcount.workers.engine.token_pairs import TokenPairs, count_seen
+from headcount.workers.model.attention_facts import AttentionFacts
 
 LN2 = math.log(2)
 
@@ -78,7 +78,7 @@ class FusedPattern:
         """q is `[batch head pos d_qk]`, k `[batch kv_head pos d_qk]`, v `[batch kv_head pos d_v]`.
 
         `number_format` is the format in which q, k, v and A are multiplied with each other
-        (`schemas.precision`). `sweep` is a GPU's kernel that answers instead of the tiles.
+        (`schemas.scans.precision`). `sweep` is a GPU's kernel that answers instead of the tiles.
         """
         self.q = rounded(q, number_format)
         self.k = rounded(k, number_format)

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.engine.edits import PARTNER, Edit, Edits
-from workers.engine.engine import Activations, Engine, StopPass
+from headcount.workers.engine.edits import PARTNER, Edit, Edits
+from headcount.workers.engine.engine import Activations, Engine, StopPass
 
 Recorded = dict[tuple[int, int | None], Tensor]
 """Activations of the partner run, by the number of the edit that wants them and by layer."""

@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from schemas.errors import ModelError
-from workers.engine.dense_engine import DenseEngine
-from workers.engine.edits import Edit, Edits
-from workers.engine.engine import Activations, Engine, StopPass
-from workers.engine.fused_engine import FusedEngine
-from workers.model.layer_weights import first_mlp_out_or_nan
-from workers.model.model import Model
+from headcount.schemas.errors import ModelError
+from headcount.workers.engine.dense_engine import DenseEngine
+from headcount.workers.engine.edits import Edit, Edits
+from headcount.workers.engine.engine import Activations, Engine, StopPass
+from headcount.workers.engine.fused_engine import FusedEngine
+from headcount.workers.model.layer_weights import first_mlp_out_or_nan
+from headcount.workers.model.model import Model
 
 CHUNK_BYTES = 64 << 20
 """Logits that are held at a time."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from workers.engine.attention_scores import (
+from headcount.workers.engine.attention_scores import (
     distances,
     facts_of_heads,
     products_of,
@@ -19,10 +19,10 @@ from workers.engine.attention_scores import (
     weighted_values,
     window_of,
 )
-from workers.engine.edits import Streaming
-from workers.engine.fused_pattern import FusedPattern
-from workers.engine.sweep_kernel import Sweep
-from workers.model.attention_facts import AttentionFacts
+from headcount.workers.engine.edits import Streaming
+from headcount.workers.engine.fused_pattern import FusedPattern
+from headcount.workers.engine.kernel.sweep_kernel import Sweep
+from headcount.workers.model.attention_facts import AttentionFacts
 
 
 def streamed_attention(

@@ -14,7 +14,7 @@ of text names a corpus, and its documents become sequences in these steps:
 6. `sequences` hands out shards of a scan, whichever the family.
 """
 
-from workers.inputs import (
+from headcount.workers.inputs.families import (
     bigram_backcopy,
     corpus_families,
     layouts,
@@ -23,7 +23,7 @@ from workers.inputs import (
     sentences,
     synthetic,
 )
-from workers.inputs.input_registry import (
+from headcount.workers.inputs.input_registry import (
     INPUTS,
     Draw,
     InputFamily,

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError, create_model
 
-from schemas.errors import ScanError, unknown
-from schemas.fingerprints import fingerprint
-from schemas.formulas import first_paragraph
-from schemas.scan import Scan
-from schemas.values import OPTIONS, by_key, wrong_value
-from workers.inputs.corpus import Corpus, Tokenizer, choice
+from headcount.schemas.errors import ScanError, unknown
+from headcount.schemas.files.fingerprints import fingerprint
+from headcount.schemas.formulas import first_paragraph
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.values import OPTIONS, by_key, wrong_value
+from headcount.workers.inputs.corpus.corpus import Corpus, Tokenizer, choice
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schemas.document_fates import Fates
-from schemas.errors import CorpusError, ModelError, ScanError
-from schemas.places import Place
-from schemas.scan import Scan
-from workers.inputs import Draw, InputFamily, Labelled, find_input
-from workers.inputs.bigram_backcopy import BUNDLED_TEXT
-from workers.inputs.corpus import Corpus
-from workers.inputs.corpus_findings import BadRows, Findings, check_choice, findings
-from workers.inputs.sequence_index import IndexBuilder, SequenceIndex
-from workers.inputs.sequence_reader import Origin, SequenceReader
-from workers.inputs.text_files import check_bundled, text_record
-from workers.inputs.token_store import TokenStore
-from workers.model.model_info import ModelInfo, no_token
-from workers.model.text_tokenizer import TextTokenizer
+from headcount.schemas.errors import CorpusError, ModelError, ScanError
+from headcount.schemas.files.document_fates import Fates
+from headcount.schemas.files.places import Place
+from headcount.schemas.scans.scan import Scan
+from headcount.workers.inputs import Draw, InputFamily, Labelled, find_input
+from headcount.workers.inputs.corpus.corpus import Corpus
+from headcount.workers.inputs.corpus.corpus_findings import (
+    BadRows,
+    Findings,
+    check_choice,
+    findings,
+)
+from headcount.workers.inputs.corpus.sequence_index import IndexBuilder, SequenceIndex
+from headcount.workers.inputs.corpus.sequence_reader import Origin, SequenceReader
+from headcount.workers.inputs.corpus.text_files import check_bundled, text_record
+from headcount.workers.inputs.families.bigram_backcopy import BUNDLED_TEXT
+from headcount.workers.inputs.store.token_store import TokenStore
+from headcount.workers.model.files.model_info import ModelInfo, no_token
+from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """Edits of the model, by the names that a scan gives them. Importing the package registers them."""
 
-from workers.interventions import heads, inactive, positions, sinks, streaming, swaps
-from workers.interventions.intervention_registry import (
+from headcount.workers.interventions import heads, inactive, positions, sinks, streaming, swaps
+from headcount.workers.interventions.intervention_registry import (
     INTERVENTIONS,
     BoundIntervention,
     bind,
     intervention,
     needs_partners,
 )
-from workers.interventions.weight_edits import check_targets, edited_weights, needs_bridge
+from headcount.workers.interventions.weight_edits import check_targets, edited_weights, needs_bridge
 
 __all__ = [
     "INTERVENTIONS", "BoundIntervention", "bind", "check_targets", "edited_weights", "intervention",

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from schemas.values import Index
-from workers.engine.edits import replaced
-from workers.engine.token_pairs import find_matches
-from workers.interventions.intervention_registry import intervention
+from headcount.schemas.scans.values import Index
+from headcount.workers.engine.edits import replaced
+from headcount.workers.engine.token_pairs import find_matches
+from headcount.workers.interventions.intervention_registry import intervention
 
 
 @intervention

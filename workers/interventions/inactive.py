@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from schemas.pattern import Pattern
-from schemas.statistics.head_results import head_output_norm_last
-from schemas.statistics.norms import head_output_norm, sink_value_norm, value_norm
-from schemas.statistics.shape import entropy
-from schemas.statistics.sink import sink_alpha
-from schemas.values import BelowOne, Positive, Seed
-from workers.interventions.intervention_registry import intervention
+from headcount.schemas.pattern import Pattern
+from headcount.schemas.scans.values import BelowOne, Positive, Seed
+from headcount.schemas.statistics.head_results import head_output_norm_last
+from headcount.schemas.statistics.norms import head_output_norm, sink_value_norm, value_norm
+from headcount.schemas.statistics.shape import entropy
+from headcount.schemas.statistics.sink import sink_alpha
+from headcount.workers.interventions.intervention_registry import intervention
 
 Score = Literal[
     "sink_alpha",

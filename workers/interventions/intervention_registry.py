@@ -22,7 +22,7 @@ order, `name(1,0.5)`. If the last option is a tuple, it takes all values that ar
 named `layer` says where the edit is made; without it, the edit is made in every layer. `a+b` is a,
 then b.
 
-The type of an option says what it may be (`schemas.values`). If the model or the length of the
+The type of an option says what it may be (`schemas.scans.values`). If the model or the length of the
 sequences sets a limit, the decorator says so in `most`. If options are wrong only together,
 `refuse` says so. An edit of scores that hides all but the first and the last keys of some heads
 says which in `streaming`, so that no matrix of scores is needed where nobody looks at it.
@@ -40,13 +40,13 @@ from typing import Any, Literal, cast, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from schemas.errors import ModelError, ScanError, counted, unknown
-from schemas.fingerprints import fingerprint
-from schemas.formulas import first_paragraph
-from schemas.intervention import NONE, Argument, Intervention, InterventionPart
-from schemas.measured_heads import Head, find_heads
-from schemas.values import expected, problem_of
-from workers.engine.edits import (
+from headcount.schemas.errors import ModelError, ScanError, counted, unknown
+from headcount.schemas.files.fingerprints import fingerprint
+from headcount.schemas.formulas import first_paragraph
+from headcount.schemas.scans.intervention import NONE, Argument, Intervention, InterventionPart
+from headcount.schemas.scans.measured_heads import Head, find_heads
+from headcount.schemas.scans.values import expected, problem_of
+from headcount.workers.engine.edits import (
     EDITABLE_ACTIVATIONS,
     LABELS,
     PARTNER,
@@ -55,9 +55,9 @@ from workers.engine.edits import (
     Streaming,
     readable,
 )
-from workers.model.attention_facts import AttentionFacts
-from workers.model.model import Model
-from workers.model.model_info import ModelInfo
+from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.model import Model
 
 EDITABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 EDITABLE_EMBEDDINGS = ("W_pos",)
@@ -370,7 +370,7 @@ def _readable(target: str) -> tuple[str, ...]:
 def bind(intervention: Intervention) -> BoundIntervention:
     """The functions and checked options of what a scan names.
 
-    >>> from schemas.intervention import parse_intervention
+    >>> from headcount.schemas.scans.intervention import parse_intervention
     >>> bound = bind(parse_intervention("zero_query_bias+scale_query_bias(0.50)"))
     >>> [(part.registered.name, part.options) for part in bound.parts]
     [('zero_query_bias', {}), ('scale_query_bias', {'alpha': 0.5})]

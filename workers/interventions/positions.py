@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schemas.errors import ScanError
-from schemas.values import Factor, Index, Seed
-from workers.engine.edits import replaced
-from workers.interventions.intervention_registry import intervention
-from workers.interventions.sinks import random_directions
-from workers.model.circuit import Circuit
+from headcount.schemas.errors import ScanError
+from headcount.schemas.scans.values import Factor, Index, Seed
+from headcount.workers.engine.edits import replaced
+from headcount.workers.interventions.intervention_registry import intervention
+from headcount.workers.interventions.sinks import random_directions
+from headcount.workers.model.circuit import Circuit
 
 
 def _one_position(options: Mapping[str, Any], n_ctx: int) -> str | None:

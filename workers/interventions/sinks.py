@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schemas.values import Count, Factor, Index, Positive, Seed
-from workers.engine.edits import hide, replaced
-from workers.interventions.intervention_registry import LargestValue, intervention
-from workers.model.circuit import Circuit
+from headcount.schemas.scans.values import Count, Factor, Index, Positive, Seed
+from headcount.workers.engine.edits import hide, replaced
+from headcount.workers.interventions.intervention_registry import LargestValue, intervention
+from headcount.workers.model.circuit import Circuit
 
 N_CTX_LESS_1 = LargestValue("n_ctx - 1", lambda info, n_ctx: n_ctx - 1)
 """The keys that the last query can see besides itself."""

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schemas.measured_heads import Head, MeasuredHeads
-from schemas.values import Count, Index
-from workers.engine.edits import Streaming, hide
-from workers.interventions.intervention_registry import intervention
-from workers.model.model_info import ModelInfo
+from headcount.schemas.scans.measured_heads import Head, MeasuredHeads
+from headcount.schemas.scans.values import Count, Index
+from headcount.workers.engine.edits import Streaming, hide
+from headcount.workers.interventions.intervention_registry import intervention
+from headcount.workers.model.files.model_info import ModelInfo
 
 
 def _refused(options: Mapping[str, Any], n_ctx: int) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from schemas.values import Count
-from workers.engine.edits import replaced
-from workers.interventions.intervention_registry import intervention
+from headcount.schemas.scans.values import Count
+from headcount.workers.engine.edits import replaced
+from headcount.workers.interventions.intervention_registry import intervention
 
 
 @intervention

@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from schemas.errors import ModelError
-from workers.interventions.intervention_registry import (
+from headcount.schemas.errors import ModelError
+from headcount.workers.interventions.intervention_registry import (
     EDITABLE_EMBEDDINGS,
     BoundIntervention,
     BoundPart,
 )
-from workers.model.model import EditableWeight, Model
+from headcount.workers.model.model import EditableWeight, Model
 
 
 def needs_bridge(model: Model, bound: BoundIntervention) -> str | None:

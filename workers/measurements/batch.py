@@ -15,33 +15,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from schemas.formulas import Along, Formula
-from schemas.kinds import KINDS
-from schemas.measured_heads import MeasuredHeads, find_heads
-from schemas.pattern import Labels
-from schemas.statistics import KIND as STATISTICS
-from schemas.statistics import Statistic
-from schemas.tables import SEQUENCES, chance_column
-from workers.engine.engine import Engine
-from workers.engine.fused_pattern import uniform_pattern
-from workers.engine.prediction_inputs import PredictionInputs
-from workers.engine.token_pairs import find_matches
-from workers.measurements.finite_checks import (
+from headcount.schemas.files.tables import SEQUENCES, chance_column
+from headcount.schemas.formulas import Along, Formula
+from headcount.schemas.pattern import Labels
+from headcount.schemas.scans.kinds import KINDS
+from headcount.schemas.scans.measured_heads import MeasuredHeads, find_heads
+from headcount.schemas.statistics import KIND as STATISTICS
+from headcount.schemas.statistics import Statistic
+from headcount.workers.engine.engine import Engine
+from headcount.workers.engine.fused_pattern import uniform_pattern
+from headcount.workers.engine.prediction_inputs import PredictionInputs
+from headcount.workers.engine.token_pairs import find_matches
+from headcount.workers.measurements.finite_checks import (
     check_lists,
     check_means,
     check_numbers,
     check_predictions,
 )
-from workers.measurements.layer_formulas import (
+from headcount.workers.measurements.layer_formulas import (
     LayerFormulas,
     LayerResults,
     where_defined,
     with_chance,
 )
-from workers.measurements.profile_means import Aggregate, aggregates, merge
-from workers.measurements.requested import Requested
-from workers.measurements.undefined import defined_or_nan
-from workers.model.layer_weights import effective_or_nan
+from headcount.workers.measurements.profile_means import Aggregate, aggregates, merge
+from headcount.workers.measurements.requested import Requested
+from headcount.workers.measurements.undefined import defined_or_nan
+from headcount.workers.model.layer_weights import effective_or_nan
 
 Columns = dict[str, np.ndarray]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from schemas.statistics import KIND, Statistic
-from workers.engine.dense_pattern import DensePattern
-from workers.measurements.layer_formulas import where_defined
-from workers.measurements.undefined import defined_or_nan
-from workers.model.attention_facts import AttentionFacts
+from headcount.schemas.statistics import KIND, Statistic
+from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.measurements.layer_formulas import where_defined
+from headcount.workers.measurements.undefined import defined_or_nan
+from headcount.workers.model.attention_facts import AttentionFacts
 
 LARGEST_TRIAL_WINDOW = 128
 """A longer window leaves no other statistics without a value than this one."""

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schemas.errors import MeasureError
-from schemas.formulas import Along
-from schemas.measured_heads import MeasuredHeads
-from workers.measurements.profile_means import Aggregate, places_on_axes
+from headcount.schemas.errors import MeasureError
+from headcount.schemas.formulas import Along
+from headcount.schemas.scans.measured_heads import MeasuredHeads
+from headcount.workers.measurements.profile_means import Aggregate, places_on_axes
 
 ADVICE = "expected a finite number: look at the model's weights and precision"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from schemas.measured_heads import ABSENT, MeasuredHeads
+from headcount.schemas.scans.measured_heads import ABSENT, MeasuredHeads
 
 Indices = dict[str, np.ndarray]
 """By axis, where each value lies on it."""

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from schemas.errors import ModelError
-from schemas.formulas import Along, Formula, evaluate
-from schemas.kind import Kind
-from schemas.measured_heads import MeasuredHeads
-from schemas.statistics import Statistic
-from workers.engine.engine import Activations
-from workers.measurements.profile_means import count_mean_m2, entries_of
-from workers.measurements.requested import Requested
-from workers.measurements.undefined import defined_or_nan
-from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
-from workers.model.model import Model
+from headcount.schemas.errors import ModelError
+from headcount.schemas.formulas import Along, Formula, evaluate
+from headcount.schemas.scans.kind import Kind
+from headcount.schemas.scans.measured_heads import MeasuredHeads
+from headcount.schemas.statistics import Statistic
+from headcount.workers.engine.engine import Activations
+from headcount.workers.measurements.profile_means import count_mean_m2, entries_of
+from headcount.workers.measurements.requested import Requested
+from headcount.workers.measurements.undefined import defined_or_nan
+from headcount.workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
+from headcount.workers.model.model import Model
 
 HEAD_AXIS = {
     **dict.fromkeys(("q", "unrotated_q", "k", "v", "z"), 2),

@@ -15,13 +15,13 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from schemas.formulas import Along
-from schemas.kind import Kind
-from schemas.kinds import schema_of_rows
-from schemas.measured_heads import MeasuredHeads
-from schemas.parquet import table_of
-from schemas.profiles.profile_registry import PAIRED_AXES
-from workers.measurements.head_numbers import numbered
+from headcount.schemas.files.parquet import table_of
+from headcount.schemas.formulas import Along
+from headcount.schemas.profiles.profile_registry import PAIRED_AXES
+from headcount.schemas.scans.kind import Kind
+from headcount.schemas.scans.kinds import schema_of_rows
+from headcount.schemas.scans.measured_heads import MeasuredHeads
+from headcount.workers.measurements.head_numbers import numbered
 
 
 @dataclass(frozen=True)

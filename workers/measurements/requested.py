@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from schemas.formulas import Formula
-from schemas.kind import Computed, Kind
-from schemas.kinds import KINDS
-from schemas.measured_heads import MeasuredHeads
-from schemas.scan import Scan
-from workers.model.model import Model
+from headcount.schemas.formulas import Formula
+from headcount.schemas.scans.kind import Computed, Kind
+from headcount.schemas.scans.kinds import KINDS
+from headcount.schemas.scans.measured_heads import MeasuredHeads
+from headcount.schemas.scans.scan import Scan
+from headcount.workers.model.model import Model
 
 
 @dataclass(frozen=True)

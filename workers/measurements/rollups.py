@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from schemas.histogram_bins import Axis
-from schemas.parquet import table_of
-from schemas.run_directory import pc
-from schemas.tables import ROLLUPS
+from headcount.schemas.files.parquet import table_of
+from headcount.schemas.files.run_directory import pc
+from headcount.schemas.files.tables import ROLLUPS
+from headcount.schemas.histogram_bins import Axis
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from schemas.formulas import Formula, evaluate
-from workers.engine.dense_pattern import DensePattern
-from workers.engine.fused_pattern import FusedPattern
+from headcount.schemas.formulas import Formula, evaluate
+from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.engine.fused_pattern import FusedPattern
 
 
 def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:

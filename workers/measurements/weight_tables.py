@@ -11,18 +11,18 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from schemas.errors import MeasureError
-from schemas.formulas import evaluate
-from schemas.kind import Kind
-from schemas.kinds import schema_of_rows
-from schemas.measured_heads import MeasuredHeads
-from schemas.parquet import table_of
-from schemas.scan import Scan
-from schemas.weight_statistics import WeightStatistic
-from schemas.weight_statistics.geometry import centred
-from schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
-from workers.model.circuit import effective_positions
-from workers.model.model import Model
+from headcount.schemas.errors import MeasureError
+from headcount.schemas.files.parquet import table_of
+from headcount.schemas.formulas import evaluate
+from headcount.schemas.scans.kind import Kind
+from headcount.schemas.scans.kinds import schema_of_rows
+from headcount.schemas.scans.measured_heads import MeasuredHeads
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.weight_statistics import WeightStatistic
+from headcount.schemas.weight_statistics.geometry import centred
+from headcount.schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
+from headcount.workers.model.circuit import effective_positions
+from headcount.workers.model.model import Model
 
 Weights = dict[str, Tensor]
 """Weights by the names that statistics read, float64."""

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schemas.errors import ModelError
-from schemas.places import reason
-from workers.model.attention_facts import AttentionFacts, AttentionSizes
-from workers.model.attention_layers import attending, own_attention
-from workers.model.bare_modules import output_projection
-from workers.model.model_info import ModelInfo
-from workers.model.whole_attention import attend_whole
+from headcount.schemas.errors import ModelError
+from headcount.schemas.files.places import reason
+from headcount.workers.model.attention_facts import AttentionFacts, AttentionSizes
+from headcount.workers.model.attention_layers import attending, own_attention
+from headcount.workers.model.bare_modules import output_projection
+from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.whole_attention import attend_whole
 
 CHECK_TOKENS = 16
 """Tokens of the check, if no window is shorter."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from workers.model.rotations import Rotation
+from headcount.workers.model.rotations import Rotation
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from schemas.errors import ModelError
-from workers.model.attention_facts import Attend, AttentionFacts
-from workers.model.rotations import Rotation, noted_rotations, rotation_of_queries
-from workers.model.whole_attention import whole_pattern
+from headcount.schemas.errors import ModelError
+from headcount.workers.model.attention_facts import Attend, AttentionFacts
+from headcount.workers.model.rotations import Rotation, noted_rotations, rotation_of_queries
+from headcount.workers.model.whole_attention import whole_pattern
 
 IMPLEMENTATION = "headcount"
 """The name under which Hugging Face models look our attention and our masks up."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workers.model.attention_facts import AttentionFacts
-from workers.model.attention_layers import attend_to, is_attending
+from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.attention_layers import attend_to, is_attending
 
 OwnMethod = Callable[..., Any]
 """A method of an attention module as its library wrote it."""

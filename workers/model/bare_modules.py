@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from schemas.errors import ModelError
-from workers.model.model_info import ModelInfo
+from headcount.schemas.errors import ModelError
+from headcount.workers.model.files.model_info import ModelInfo
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention", "mixer", "temporal_block")
 """Names of a layer's attention module in transformers."""
@@ -116,7 +116,7 @@ LIBRARIES = (
     "transformers.models.",
     "transformers.pytorch_utils",
     "transformer_lens.",
-    "workers.model.",
+    "headcount.workers.model.",
 )
 """Where the classes lie whose modules compute with their weights as they are."""
 

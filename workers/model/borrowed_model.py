@@ -19,14 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schemas.errors import ModelError
-from schemas.places import reason
-from workers.model.attention_check import CHECK_TOKENS, LARGEST_DIFFERENCE
-from workers.model.attention_layers import own_attention
-from workers.model.bare_modules import find_modules
-from workers.model.loading import LoadedModules, bridgeable, model_of, modules_of_bridge
-from workers.model.model import BootedBridge, Model
-from workers.model.model_info import ModelInfo, shape_of
+from headcount.schemas.errors import ModelError
+from headcount.schemas.files.places import reason
+from headcount.workers.model.attention_check import CHECK_TOKENS, LARGEST_DIFFERENCE
+from headcount.workers.model.attention_layers import own_attention
+from headcount.workers.model.bare_modules import find_modules
+from headcount.workers.model.files.loading import (
+    LoadedModules,
+    bridgeable,
+    model_of,
+    modules_of_bridge,
+)
+from headcount.workers.model.files.model_info import ModelInfo, shape_of
+from headcount.workers.model.model import BootedBridge, Model
 
 DEVICES = ("cpu", "cuda")
 """Kinds of devices that are measured on."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from workers.model.model import Model, at_least_float32
+from headcount.workers.model.model import Model, at_least_float32
 
 READABLE_WEIGHTS = ("b_Q", "b_K", "W_K", "W_O")
 """Names of `schemas.statistics.LAYER_VALUES` that are weights."""

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from schemas.errors import ModelError
-from schemas.places import reason
-from workers.model.attention_check import SettledAttention, active_stream, settle_attention
-from workers.model.attention_facts import Attend, AttentionFacts, AttentionSizes
-from workers.model.attention_layers import attending, facts_of_module, score_problem
-from workers.model.bare_modules import (
+from headcount.schemas.errors import ModelError
+from headcount.schemas.files.places import reason
+from headcount.workers.model.attention_check import (
+    SettledAttention,
+    active_stream,
+    settle_attention,
+)
+from headcount.workers.model.attention_facts import Attend, AttentionFacts, AttentionSizes
+from headcount.workers.model.attention_layers import attending, facts_of_module, score_problem
+from headcount.workers.model.bare_modules import (
     attention_or_block,
     find_mlps,
     foreign_module,
@@ -26,10 +30,10 @@ from workers.model.bare_modules import (
     has_rotations,
     projection,
 )
-from workers.model.circuit import Circuit, effective_positions
-from workers.model.model_info import ModelInfo
-from workers.model.rotations import Rotation
-from workers.model.whole_attention import whole_scores
+from headcount.workers.model.circuit import Circuit, effective_positions
+from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.rotations import Rotation
+from headcount.workers.model.whole_attention import whole_scores
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

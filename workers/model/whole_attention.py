@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.attention_facts import AttentionFacts
 
 
 def whole_scores(q: Tensor, k: Tensor, facts: AttentionFacts) -> Tensor:

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from schemas.fingerprints import digest, module_code
-from schemas.house import MEASURING
+from headcount.schemas.files.fingerprints import digest, module_code
+from headcount.schemas.house import MEASURING
 
 ROOT = Path(__file__).parent.parent.parent
 

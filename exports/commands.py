@@ -1,0 +1,363 @@
+"""The subcommand `export`. Heavy imports wait until it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+import typer
+from typer.core import TyperCommand
+
+from headcount.queries.commands.query import Code, tell_user, warn_of_damage
+from headcount.schemas.errors import QueryError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from headcount.exports.registry import CacheCut, Exported, ExportFormat, Needs, Option
+    from headcount.exports.source import ExportSource
+    from headcount.queries.ask.asking import RunDatabase
+    from headcount.schemas.files.places import Place
+
+RunScan: TypeAlias = "Callable[[dict[str, Any], list[str], str, Device], Place]"
+"""Runs a scan to its end: its fields, what of them is set otherwise, its name, and the device.
+
+Returns the place of the run.
+"""
+
+
+CheckHeads: TypeAlias = "Callable[[str, CacheCut, int, Device], tuple[pa.Table, list[str]]]"
+"""Tries a cut of the cache out on a model, with sequences of so many tokens.
+
+Returns a table, and lines that say what it shows.
+"""
+
+FORMAT_WORDS = "headcount.format_words"
+"""Where a command keeps the options of its format until it runs."""
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class ExportCommand(TyperCommand):
+    """A command that also takes the options of a format, and explains them."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Read the command line. `--help` beside a format is about that format."""
+        if {"-h", "--help"} & set(args) and args[:1] and not args[0].startswith("-"):
+            from headcount.exports.registry import export_format_named
+
+            for line in help_lines(export_format_named(args[0])):
+                typer.echo(line)
+            raise typer.Exit
+        # A flag that typer does not know has a value that typer would take for RUNS.
+        ctx.meta[FORMAT_WORDS], rest = _words_of_format(args)
+        return super().parse_args(ctx, rest)
+
+
+def _words_of_format(args: list[str]) -> tuple[list[str], list[str]]:
+    """The options of the format that a command line names, with their values, and all others."""
+    from headcount.exports.registry import export_formats
+
+    export = export_formats().get(args[0]) if args else None
+    flags = {option.flag for option in export.options.values()} if export else set()
+    of_format: list[str] = []
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if flag not in flags:
+            rest.append(word)
+            continue
+        of_format.append(word)
+        if not equals:
+            of_format += [value for value in [next(words, None)] if value is not None]
+    return of_format, rest
+
+
+def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
+    """Add the subcommand to the front door.
+
+    `run_scan` measures what a format needs, and `check_heads` tries out what it chose.
+    """
+
+    @app.command(
+        cls=ExportCommand,
+        # What the command does not know may be an option of the format.
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+    def export(  # pyright: ignore[reportUnusedFunction]
+        context: typer.Context,
+        name: Annotated[
+            str | None,
+            typer.Argument(
+                metavar="FORMAT", help="Format, as --list names it; FORMAT --help explains it."
+            ),
+        ] = None,
+        runs: Annotated[
+            str | None,
+            typer.Argument(
+                metavar="RUNS",
+                help="A run directory, or a directory of runs; a path or a URL. With --model: "
+                "where its run is written, by default runs.",
+            ),
+        ] = None,
+        output: Annotated[
+            str | None,
+            typer.Option(
+                "-o", "--output", metavar="PATH", help="File or folder to write; a path or a URL."
+            ),
+        ] = None,
+        listed: Annotated[
+            bool,
+            typer.Option("--list", help="Print the formats, and who reads them."),
+        ] = False,
+        model: Annotated[
+            str | None,
+            typer.Option(
+                help="A Hub id, a local directory, or bundled:NAME: run the scan that the format "
+                "needs, then export it."
+            ),
+        ] = None,
+        overrides: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--set",
+                metavar="KEY=VALUE",
+                help="Set a field of that scan, such as sequences=500. May be repeated.",
+            ),
+        ] = None,
+        check: Annotated[
+            bool,
+            typer.Option(
+                "--check",
+                help="Then cut the cache of the model as the file says, and print what is lost: "
+                "with the chosen heads whole, and with as many random ones.",
+            ),
+        ] = False,
+        device: Annotated[
+            Device, typer.Option(help="Device of that scan, and of --check.")
+        ] = "auto",
+        run_ids: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--run",
+                metavar="RUN_ID",
+                help="The run, if RUNS has several. Twice, if the format compares two.",
+            ),
+        ] = None,
+        replace: Annotated[
+            bool, typer.Option("--replace", help="Replace an older export in one step.")
+        ] = False,
+        code: Code = None,
+    ) -> None:
+        """Write what runs measured as a file that another tool loads: which heads retrieve, how far
+        they look back, how large their keys get.
+        """
+        from headcount.exports.destination import check_destination, write_export
+        from headcount.exports.registry import export_format_named
+
+        if listed:
+            print_formats()
+            return
+        if name is None:
+            raise QueryError("expected the name of a format; headcount export --list has them")
+        export = export_format_named(name)
+        options = export.parsed_options(
+            read_options(export, [*context.meta[FORMAT_WORDS], *context.args])
+        )
+        if output is None:
+            raise QueryError(
+                f"export {name}: say where to with -o PATH, for instance -o {export.example}"
+            )
+        # Before any scan: it would be paid for in vain.
+        destination = check_destination(export, output, replace)
+        if runs is None and model is None:
+            raise QueryError(f"export {name}: expected RUNS, or --model MODEL to measure it now")
+        if model is None and overrides:
+            raise QueryError("--set is about the scan of --model; leave it out")
+        if model is None:
+            source = open_source(str(runs), export, options, destination, run_ids or (), code)
+        else:
+            fields = {"model": model, "out": runs or "runs"}
+            measure = partial(run_needed_scan, run_scan, fields, overrides or [], device)
+            source = measured_source(measure, export, options, destination)
+        exported = export.make(source, **options)
+        # Before anything is written: the model, or what runs it, may not be there.
+        trial = _tried_out(exported, source, model, device, check_heads) if check else None
+        size = write_export(export, destination, exported.files)
+        _tell_notes(exported.notes)
+        typer.echo(
+            f"{output}: {name} of {source.model_name}, from run {source.run_id} "
+            f"({size / 1e3:,.1f} kB)"
+        )
+        if trial is not None:
+            _show_check(*trial)
+
+
+def _tried_out(
+    exported: Exported,
+    source: ExportSource,
+    model: str | None,
+    device: Device,
+    check_heads: CheckHeads,
+) -> tuple[pa.Table, list[str]]:
+    """What a trial of the chosen heads finds, on the model where it lies now."""
+    if exported.cut is None:
+        raise QueryError(
+            f"export {source.format.name}: chooses no heads to keep whole; leave out --check"
+        )
+    return check_heads(model or source.run["model"], exported.cut, source.run["n_ctx"], device)
+
+
+def run_needed_scan(
+    run_scan: RunScan,
+    fields: dict[str, Any],
+    overrides: list[str],
+    device: Device,
+    needs: Needs,
+    name: str,
+) -> str:
+    """Run the scan that measures what is needed. Returns where its run lies.
+
+    `fields` are those that the user chose: `model` and `out`.
+    """
+    return str(run_scan(needs.scan_fields(fields["model"]) | fields, overrides, name, device))
+
+
+def measured_source(
+    measure: Callable[[Needs, str], str],
+    export: ExportFormat,
+    options: Mapping[str, Any],
+    destination: Place,
+) -> ExportSource:
+    """The run that a format is made of, after its scans.
+
+    `measure` runs the scan that measures what is needed, and has its name. It returns where the run
+    lies.
+    """
+    needs = export.needs(options)
+    baseline = None
+    # First, as its input takes fewer options: what it refuses is said before anything is measured.
+    if needs.baseline is not None:
+        baseline = measure(needs.baseline, f"export-{export.name}-baseline")
+    run = measure(needs, f"export-{export.name}")
+    return open_source(run, export, options, destination, baseline=baseline)
+
+
+def open_source(
+    runs: str,
+    export: ExportFormat,
+    options: Mapping[str, Any],
+    destination: Place,
+    run_ids: Collection[str] = (),
+    code: str | None = None,
+    baseline: str | None = None,
+) -> ExportSource:
+    """The run that a format is made of, opened for questions.
+
+    `baseline` is the run that it is compared with, if that does not lie among `runs`.
+    """
+    from headcount.exports.source import choose_run
+    from headcount.queries.ask.asking import open_runs
+
+    def opened(place: str) -> RunDatabase:
+        database = open_runs(place, code=code, tell=tell_user)
+        warn_of_damage(database)
+        return database
+
+    beside = None if baseline is None else opened(baseline)
+    return choose_run(opened(runs), export, options, destination, run_ids, beside)
+
+
+def read_options(export: ExportFormat, words: list[str]) -> dict[str, str]:
+    """The options of a format as a user typed them: `--sink 64` or `--sink=64`."""
+    known = {option.flag: option for option in export.options.values()}
+    texts: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if not flag.startswith("-"):
+            raise QueryError(
+                f"export {export.name}: unexpected {flag!r}; after RUNS come options: say where to "
+                f"with -o {flag}"
+            )
+        if flag not in known:
+            flags = ", ".join(known) or "none"
+            raise QueryError(f"export {export.name}: unexpected {flag!r}; its options: {flags}")
+        if not equals:
+            if not rest:
+                raise QueryError(f"{flag}: expected a value")
+            value = rest.pop(0)
+        texts[known[flag].name] = value
+    return texts
+
+
+def help_lines(export: ExportFormat) -> list[str]:
+    """What a format is for, who reads it, what it needs and takes, for a terminal."""
+    needs = export.needs(export.defaults)
+    lines = [
+        export.meaning,
+        "",
+        f"Read by: {export.read_by}",
+        f"Source:  {export.source}",
+        f"Needs:   {needs_line(export)}",
+        f"Writes:  a {export.writes}",
+    ]
+    if export.details:
+        lines += ["", export.details]
+    if export.options:
+        lines += ["", "Options:"]
+        lines += [option_line(option) for option in export.options.values()]
+    model = "bundled:gpt2-mini"
+    lines += ["", f"From runs:  headcount export {export.name} RUNS -o {export.example}"]
+    if needs.statistics or needs.profiles:
+        lines.append(
+            f"By a scan:  headcount export {export.name} --model {model} -o {export.example}"
+        )
+    return lines
+
+
+def needs_line(export: ExportFormat) -> str:
+    """What runs must have measured, with the defaults of the options."""
+    return _line_of_needs(export.needs(export.defaults))
+
+
+def _line_of_needs(needs: Needs) -> str:
+    parts = [*needs.statistics, *(f"profile {name}" for name in needs.profiles)]
+    parts += [f"intervention {edit}" for edit in needs.interventions if edit != "none"]
+    families = " or ".join(needs.families)
+    line = ", ".join(parts) or "a finished run"
+    line += f"; input {families}" if families else ""
+    return line if needs.baseline is None else f"{line}; and {_line_of_needs(needs.baseline)}"
+
+
+def option_line(option: Option) -> str:
+    """One option of a format, in a line."""
+    return f"  {option.flag}  {option.meaning} ({option.values})"
+
+
+def print_formats() -> None:
+    """Print two lines for every format: what it holds, and which tool reads it."""
+    from headcount.exports.registry import export_formats
+
+    for name, export in export_formats().items():
+        typer.echo(f"{name}: {export.title}\n    {export.read_by}")
+
+
+def _tell_notes(notes: Collection[str]) -> None:
+    """Print what the reader of a file should know."""
+    for line in notes:
+        tell_user(f"note: {line}")
+
+
+def _show_check(table: pa.Table, lines: list[str]) -> None:
+    """Print what a trial of the chosen heads found."""
+    from headcount.queries.api import text_table
+    from headcount.queries.ask.formats import writing_to_stdout
+
+    rows = [tuple(row.values()) for row in table.to_pylist()]
+    with writing_to_stdout() as out:
+        out.write(f"{text_table(table.schema.names, rows)}\n")
+    for line in lines:
+        typer.echo(line)

@@ -1,0 +1,64 @@
+"""Profiles of every query head as arrays, over all sequences of a run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headcount.exports.source import ExportSource
+from headcount.queries.sql_text import text_literal
+from headcount.schemas.errors import QueryError
+
+TEXTS_AS_THEY_ARE = ("pile", "csv_texts", "text")
+"""Input families of texts that are neither permuted nor repeated nor made up."""
+
+
+def profile_of_heads(source: ExportSource, profile: str, *places: str) -> np.ndarray:
+    """The mean of a profile, `[layer head entry]`, its entries in the order of `places`.
+
+    Layers that do not attend are 0.
+    """
+    if source.run["measured_heads"] != "all":
+        raise QueryError(
+            f"run {source.run_id}: measured {source.run['measured_heads']} only, and "
+            f"{source.format.name} describes every head; scan without layers and heads"
+        )
+    entry = ", ".join(places)
+    # The last shard may be shorter than the others, so means are weighted by their sequences.
+    rows = source.table(
+        f"""
+        SELECT layer, head, sum(count * mean) / sum(count) AS mean
+        FROM profiles
+        WHERE {source.of_this_run()} AND profile = {text_literal(profile)}
+        GROUP BY layer, head, {entry}
+        ORDER BY layer, head, {entry}
+        """
+    )
+    layers = np.unique(rows["layer"].to_numpy())
+    n_layers, n_heads = source.shape
+    # Every head and entry of these layers has a row, so the order alone says whose a number is.
+    means = np.asarray(rows["mean"].to_numpy(), np.float64).reshape(len(layers), n_heads, -1)
+    of_all_layers = np.zeros((n_layers, *means.shape[1:]))
+    of_all_layers[layers] = means
+    return of_all_layers
+
+
+def second_moment_of_heads(source: ExportSource, profile: str) -> np.ndarray:
+    """A second moment as whole matrices, `[layer head component component]`."""
+    triangle = profile_of_heads(source, profile, "component", "other_component")
+    # The pairs i ≤ j are stored, row by row.
+    rows, columns = np.triu_indices(source.run["d_head"])
+    matrix = np.empty((*triangle.shape[:2], source.run["d_head"], source.run["d_head"]))
+    matrix[..., rows, columns] = triangle
+    matrix[..., columns, rows] = triangle
+    return matrix
+
+
+def input_notes(source: ExportSource) -> tuple[str, ...]:
+    """What a user should know of the input that queries, keys or values were measured on."""
+    family = source.run["input_family"]
+    if family in TEXTS_AS_THEY_ARE:
+        return ()
+    return (
+        f"measured on {family}: other input has other queries, keys and values. For a file to work "
+        "with, scan the text that the model reads (family pile or text, with its files)",
+    )

@@ -1,0 +1,72 @@
+"""The format `retrieval-heads`: how often each head looks at the token that is to be copied."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from headcount.exports.registry import Exported, Needs, export_format
+from headcount.exports.source import ExportSource, column_of
+from headcount.queries.sql_text import quoted_name
+
+NEEDLE = {"family": "needle"}
+"""A fact of random tokens in random tokens: it needs no text and fits every model."""
+
+NEEDLE_FAMILIES = ("needle", "text_needle")
+
+
+@export_format(
+    "Retrieval scores of every head",
+    read_by="Retrieval_Head (`needle_in_haystack_with_mask.py`), HeadKV",
+    source="https://github.com/nightdessert/Retrieval_Head",
+    writes="file",
+    example="head_score/my-model.json",
+    needs=Needs(statistics=("retrieval_score",), families=NEEDLE_FAMILIES, input=NEEDLE),
+)
+def retrieval_heads(source: ExportSource, *, only_scores: bool = False) -> Exported:
+    """The retrieval scores of every head, one for each sequence with a needle (Wu et al. 2024).
+
+    The first line of the file is `{"layer-head": [score, …], …}` for all heads in order. The
+    second line says where it is from; the readers named here take the first line alone. The model
+    reads the right answer, while Retrieval_Head lets it answer and counts right answers only.
+
+    * `only_scores`: `true` leaves out the second line, for readers that take the file as one JSON
+      value.
+    """
+    scores = scores_by_head(source, "retrieval_score")
+    return exported_scores(source, scores, only_scores)
+
+
+def scores_by_head(source: ExportSource, statistic: str) -> dict[str, list[float]]:
+    """A statistic in every sequence, by `layer-head`; readers count on the order of the heads.
+
+    A layer that does not attend scores 0, and so does a head in a sequence whose needle lies beyond
+    its window: it attends to nothing there.
+    """
+    column = quoted_name(column_of(statistic))
+    rows = source.rows(
+        f"SELECT layer, head, list(coalesce({column}, 0) ORDER BY sequence) "
+        f"FROM heads WHERE {source.of_this_run()} GROUP BY ALL"
+    )
+    values = {(layer, head): scores for layer, head, scores in rows}
+    return {
+        # float32 has no more than nine digits.
+        f"{layer}-{head}": [float(f"{score:.9g}") for score in values.get((layer, head), [0.0])]
+        for layer, head in np.ndindex(source.shape)
+    }
+
+
+def exported_scores(
+    source: ExportSource, scores: dict[str, list[float]], only_scores: bool
+) -> Exported:
+    """Scores as a file of JSON lines, the second of which says where they are from."""
+    lines = [json.dumps(scores)]
+    if not only_scores:
+        lines.append(json.dumps({"headcount": source.provenance}, ensure_ascii=False))
+    highest = sorted(scores, key=lambda head: -float(np.mean(scores[head])))[:5]
+    shown = ", ".join(f"{head} ({np.mean(scores[head]):.2f})" for head in highest)
+    return Exported(
+        files={"scores.json": ("\n".join(lines) + "\n").encode()},
+        notes=(f"highest mean scores (layer-head): {shown}",),
+    )

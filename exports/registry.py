@@ -1,0 +1,323 @@
+"""Export formats: a function whose keyword-only parameters are the options of the format.
+
+```python
+@export_format(
+    "Heads that look far back, by KV head",
+    read_by="DuoAttention",
+    source="https://github.com/mit-han-lab/duo-attention",
+    writes="folder",
+    needs=lambda sink, recent: Needs(statistics=(f"distant_mass({sink},{recent})",)),
+)
+def duo(source, *, sink: Index = 4, recent: Count = 64) -> Exported:
+    \"\"\"What the file says, in a sentence.
+
+    * `sink`: what the option means.
+    \"\"\"
+```
+
+A format reads its run through the `source` and returns the content of its files. The name of the
+function is the name of the format, with `-` for `_`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+
+import numpy as np
+from pydantic import Field
+
+from headcount.schemas.errors import QueryError, unknown
+from headcount.schemas.formulas import first_paragraph
+from headcount.schemas.scans.values import problem_of, range_of
+
+Options = Mapping[str, Any]
+"""Values of options by name: numbers, texts and truth values."""
+
+Part = Annotated[float, Field(gt=0, lt=1)]
+"""A share that chooses: all or nothing would be no choice."""
+
+OPTION_MEANING = re.compile(r"^\* `(\w+)`: (.+?)(?=^\* `|\Z)", re.MULTILINE | re.DOTALL)
+"""The item of an option in a docstring, up to the next item or the end."""
+
+REPEATED: Mapping[str, object] = {"family": "repeated_random"}
+"""A random block twice: it needs no corpus and fits every model. In the second copy, a head that
+retrieves attends to the first, which is half of the sequence away. A head that only streams does
+not. Few tokens of natural text need anything far away, so their mean would hide such heads.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a run must have measured so that a format can be made of it."""
+
+    statistics: tuple[str, ...] = ()
+    """Statistics as a scan writes them: `distant_mass(4,64)`."""
+    profiles: tuple[str, ...] = ()
+    input: Mapping[str, object] = field(default_factory=lambda: REPEATED)
+    """The input of the scan that `--model` runs: a family and its options."""
+    families: tuple[str, ...] = ()
+    """Input families that the format can be made of. Empty: any."""
+    n_ctx: int = 1024
+    """Tokens in a sequence of that scan; fewer if the model takes no more."""
+    sequences: int = 64
+    """Sequences of that scan."""
+    interventions: tuple[str, ...] = ("none",)
+    every_head: bool = True
+    """Whether the run must have measured every head of the model."""
+    baseline: Needs | None = None
+    """What a second run must have measured, whose input lacks what the first one is about. It is
+    of the same model, with sequences of the same length.
+    """
+
+    def scan_fields(self, model: str, positions: int | None = None) -> dict[str, object]:
+        """The scan that measures it, as the fields of a scan file. The baseline is another scan.
+
+        Its sequences are no longer than the `positions` of the model, if they are known.
+        """
+        n_ctx = self.n_ctx if positions is None else min(self.n_ctx, positions)
+        fields: dict[str, object] = {"model": model, "n_ctx": n_ctx}
+        fields |= {"sequences": self.sequences, "sequences_per_shard": min(self.sequences, 16)}
+        if self.statistics:
+            fields["statistics"] = list(self.statistics)
+        if self.profiles:
+            fields["profiles"] = list(self.profiles)
+        if self.interventions != ("none",):
+            fields["interventions"] = list(self.interventions)
+        return fields | {"input": dict(self.input)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCut:
+    """Which KV heads keep their whole cache, and what the others keep."""
+
+    whole: np.ndarray
+    """A mask `[layer kv_head]`."""
+    sink: int
+    """First keys that the others keep."""
+    recent: int
+    """Last keys that the others keep."""
+    scores: np.ndarray | None = None
+    """Scores `[layer kv_head]` of a file that leaves open how many heads keep everything. Then
+    `whole` is all of them.
+    """
+
+    @property
+    def whole_heads(self) -> list[tuple[int, int]]:
+        """The heads that keep everything: layer and KV head."""
+        return [(int(layer), int(head)) for layer, head in np.argwhere(self.whole)]
+
+    @property
+    def ranked_heads(self) -> list[tuple[int, int]] | None:
+        """All heads, the highest score first, if their number is open. None if it is not."""
+        return None if self.scores is None else ranked(self.scores)
+
+
+def ranked(scores: np.ndarray) -> list[tuple[int, int]]:
+    """Layer and head by falling score. Of equal scores, the earlier layer's comes first.
+
+    Heads without a score (NaN) are left out.
+
+    >>> ranked(np.array([[0.1, 0.2], [0.3, 0.1], [np.nan, 0.4]]))
+    [(2, 1), (1, 0), (0, 1), (0, 0), (1, 1)]
+    """
+    places = np.argsort(-scores, axis=None, kind="stable")
+    # NaN is sorted to the end.
+    places = places[: np.count_nonzero(~np.isnan(scores))]
+    layers, heads = np.unravel_index(places, scores.shape)
+    return list(zip(layers.tolist(), heads.tolist(), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What a format made of a run."""
+
+    files: Mapping[str, bytes]
+    """Content by name. A format that writes a file has one, whose name does not matter."""
+    cut: CacheCut | None = None
+    """The cut of a cache that the file asks for, which `--check` tries out. None if it asks none.
+    """
+    notes: tuple[str, ...] = ()
+    """Lines that the user should read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option of a format."""
+
+    name: str
+    annotation: object
+    default: object
+    meaning: str
+
+    @property
+    def flag(self) -> str:
+        """The option as a command line writes it."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def values(self) -> str:
+        """The range of its values, if they are numbers, and its default."""
+        default = "none" if self.default is None else self.default
+        return ", ".join(filter(None, (range_of(self.annotation), f"default {default}")))
+
+    def parsed(self, text: str) -> object:
+        """The value that a user typed. It is an error if the option does not take it."""
+        value = _value_of(text)
+        # A text such as `max` may also look like a number: then both readings are tried.
+        for reading in (value, text):
+            if problem_of(self.annotation, reading) is None:
+                return reading
+        problem = problem_of(self.annotation, value)
+        raise QueryError(f"{self.flag}: expected {problem}, got {text!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFormat:
+    """A registered format."""
+
+    name: str
+    title: str
+    """What it holds, in a few words."""
+    meaning: str
+    """What it holds, in a sentence."""
+    details: str
+    """The rest of what its docstring says before the options."""
+    read_by: str
+    """Tools that load it."""
+    source: str
+    """Where the format is defined: a URL."""
+    writes: Literal["file", "folder"]
+    example: str
+    """A path that a user might write it to."""
+    needs_of: Callable[..., Needs]
+    make: Callable[..., Exported]
+    options: Mapping[str, Option]
+
+    @property
+    def defaults(self) -> dict[str, object]:
+        """The value of every option that a user does not give."""
+        return {option.name: option.default for option in self.options.values()}
+
+    def needs(self, options: Options) -> Needs:
+        """What a run must have measured, for these options."""
+        # The rule of a format takes only the options that its needs depend on.
+        wanted = inspect.signature(self.needs_of).parameters
+        return self.needs_of(**{name: options[name] for name in wanted})
+
+    def parsed_options(self, texts: Mapping[str, str]) -> dict[str, object]:
+        """All options: those that a user typed, and the defaults of the others."""
+        values = self.defaults
+        for name, text in texts.items():
+            if name not in self.options:
+                raise QueryError(f"export {self.name}: {unknown('option', name, self.options)}")
+            values[name] = self.options[name].parsed(text)
+        return values
+
+
+FORMATS: dict[str, ExportFormat] = {}
+
+F = TypeVar("F", bound="Callable[..., Exported]")
+
+
+def export_format(
+    title: str,
+    *,
+    read_by: str,
+    source: str,
+    writes: Literal["file", "folder"],
+    example: str,
+    needs: Callable[..., Needs] | Needs,
+) -> Callable[[F], F]:
+    """Register a function as a format.
+
+    `needs` may be a function of some of the options, which it takes by name.
+    """
+
+    def constant_needs() -> Needs:
+        assert isinstance(needs, Needs)
+        return needs
+
+    def register(function: F) -> F:
+        name = function.__name__.replace("_", "-")
+        if name in FORMATS:
+            raise ValueError(f"export format {name!r} is defined twice")
+        FORMATS[name] = ExportFormat(
+            name=name,
+            title=title,
+            meaning=first_paragraph(function),
+            details=_details(function),
+            read_by=read_by,
+            source=source,
+            writes=writes,
+            example=example,
+            needs_of=constant_needs if isinstance(needs, Needs) else needs,
+            make=function,
+            options=_options_of(function),
+        )
+        return function
+
+    return register
+
+
+def export_formats() -> Mapping[str, ExportFormat]:
+    """Every format by name, in alphabetical order."""
+    # Every file of the package is looked at, so that a format is one file and no further line.
+    for module in pkgutil.iter_modules(exports.__path__):
+        import_module(f"{exports.__name__}.{module.name}")
+    return dict(sorted(FORMATS.items()))
+
+
+def export_format_named(name: str) -> ExportFormat:
+    """The format of a name. It is an error if there is none."""
+    formats = export_formats()
+    if name not in formats:
+        raise QueryError(unknown("format", name, formats))
+    return formats[name]
+
+
+def _options_of(function: Callable[..., Exported]) -> dict[str, Option]:
+    """The keyword-only parameters of a format, with what its docstring says of each."""
+    annotations = get_type_hints(function, include_extras=True)
+    docstring = inspect.cleandoc(function.__doc__ or "")
+    meanings = {name: " ".join(text.split()) for name, text in OPTION_MEANING.findall(docstring)}
+    options: dict[str, Option] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        if parameter.default is inspect.Parameter.empty or parameter.name not in meanings:
+            raise ValueError(
+                f"export format {function.__name__!r}: option {parameter.name!r} needs a default "
+                f"and a line `* `{parameter.name}`: …` in the docstring"
+            )
+        options[parameter.name] = Option(
+            name=parameter.name,
+            annotation=annotations[parameter.name],
+            default=parameter.default,
+            meaning=meanings[parameter.name],
+        )
+    return options
+
+
+def _details(function: Callable[..., Exported]) -> str:
+    """The paragraphs of a docstring between its first one and its options."""
+    docstring = inspect.cleandoc(function.__doc__ or "")
+    _, _, rest = docstring.partition("\n\n")
+    return OPTION_MEANING.sub("", rest).strip()
+
+
+def _value_of(text: str) -> object:
+    """A number or a truth value if the text is one, else the text."""
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

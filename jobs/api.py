@@ -1,0 +1,113 @@
+"""A scan asked for in Python: the same runs as `headcount scan`, from a file or from a dict.
+
+`headcount.scan` calls this, and opens the run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from headcount.jobs.console import say
+from headcount.jobs.corpus.preparation import Preparation
+from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.plan.scan_runs import UNKNOWN, ScanCommand
+from headcount.jobs.resources import Resources
+from headcount.jobs.run.loop import run_to_end
+from headcount.jobs.run.progress import watch_index
+from headcount.jobs.upkeep import phases
+from headcount.schemas.errors import RunError, ScanError, counted, printable
+from headcount.schemas.files.places import Place
+from headcount.schemas.scans.arguments import Location, Name, checked
+from headcount.schemas.scans.scan import Scan, load_scan, override_fields, parse_scan
+from headcount.schemas.scans.values import Index, in_toml, shortened
+from headcount.workers.process import prepare_process
+
+
+@checked(ScanError)
+def run_scan(
+    source: Location | Mapping[str, object],
+    fields: Mapping[str, object],
+    *,
+    name: Name,
+    replicas: Index,
+    cores: Index,
+    device: Literal["auto", "cpu", "cuda"],
+    address: Name | None,
+    new: bool,
+    quiet: bool,
+) -> Place:
+    """Run a scan to its end, or continue its run; returns where the run lies.
+
+    `headcount.scan` has the defaults.
+
+    `fields` override those of the scan; a dotted name reaches into a table: `input.files`. `name`
+    names the run of a dict. The others mean what they mean for `headcount scan`.
+    """
+    scan, name, text, command = _read(source, fields, name)
+    prepare_process()
+    console = _console(quiet)
+    resources = Resources(replicas, cores, device, address)
+    resources.check_here()
+    with phases.taken():
+        phases.note("loading the model")
+        with watch_index(console) as watch:
+            preparation = Preparation(resources, watch, False, lambda line: say(console, line))
+            plan = make_plan(scan, name, None, preparation, command, new)
+        prepare_run(plan, text)
+        failures = run_to_end(plan, resources, console)
+    if failures:
+        raise RunError(
+            f"{plan.run.run_id}: {counted(len(failures), 'shard')} failed, the first with: "
+            f"{failures[0].error}; mend the cause, then the same call continues it"
+        )
+    return plan.run.path
+
+
+def _read(
+    source: str | Path | Mapping[str, object], fields: Mapping[str, object], name: str
+) -> tuple[Scan, str, str, ScanCommand]:
+    """A scan, its name, its text for the run's directory, and the command that would ask for it."""
+    overrides = [f"{key}={_toml(value)}" for key, value in fields.items()]
+    if isinstance(source, Mapping):
+        changed = override_fields(dict(source), overrides)
+        text = "".join(f"{key} = {_toml(value)}\n" for key, value in changed.items())
+        return parse_scan(changed), name, text, UNKNOWN
+    file = Path(source)
+    scan = load_scan(file, overrides)
+    comments = "".join(f"\n# --set {override}" for override in overrides)
+    text = file.read_text(encoding="utf-8") + comments
+    return scan, file.stem, text, ScanCommand.typed(file, overrides)
+
+
+def _toml(value: object) -> str:
+    """A value as TOML. Texts are quoted as in JSON, whose escapes TOML has too."""
+    if isinstance(value, str | Path):
+        return json.dumps(str(value), ensure_ascii=False)
+    if isinstance(value, Mapping):
+        items = [f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if not isinstance(value, bool | int | float):
+        raise ScanError(
+            f"a field of a scan: expected a text, a number, a list or a dict, got "
+            f"{type(value).__name__} {shortened(printable(repr(value)))}"
+        )
+    return in_toml(value)
+
+
+def _console(quiet: bool) -> Console:
+    """Where progress goes: a bar in a notebook with ipywidgets, lines elsewhere, or nowhere."""
+    if quiet:
+        return Console(file=io.StringIO())
+    console = Console(stderr=True, highlight=False)
+    # Rich draws its bar in Jupyter through ipywidgets, and only if it is told of a terminal.
+    has_bar = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+    return Console(stderr=True, highlight=False, force_terminal=True) if has_bar else console

@@ -1,0 +1,279 @@
+"""Connect to Ray: start it on this machine, or join a cluster. Every error becomes one line."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import ray
+import ray.exceptions
+
+from headcount.jobs.endings import is_a_command, listen_to_signals, processes_start
+from headcount.jobs.resources import Resources
+from headcount.schemas.errors import HeadcountError, RunError
+from headcount.schemas.files.places import reason
+from headcount.schemas.house import PACKAGES
+from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX, located
+from headcount.workers.memory import available_cores
+
+ROOT = Path(__file__).parent.parent
+CODE = ("headcount.py", "LICENSE", *PACKAGES)
+"""The part of this project that a node needs. A job starts `headcount.py`, which imports every
+package for its commands. LICENSE is the text of the input `bundled:LICENSE`.
+"""
+
+SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
+"""Settings of a whole cluster. Ray would start a worker for every core at once. Replicas take many
+cores each, so most of these workers would import Ray and then have nothing to do.
+"""
+
+START_SECONDS = 60.0
+"""Give up if Ray does not start on this machine in this time. It takes 2 s on an idle machine."""
+
+JOIN_SECONDS = 30.0
+"""Give up if a cluster's head does not answer in this time."""
+
+CONNECT_SECONDS = 10.0
+"""Give up if a machine does not accept a connection in this time."""
+
+LEAST_TEMPORARY_BYTES = 20e6
+"""A little more than Ray's processes write into the temporary directory when they start."""
+
+JOINING = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False)"
+"""A program that joins a cluster and leaves it."""
+
+
+def connect(resources: Resources) -> Resources:
+    """Start Ray here or join a cluster; returns the resources with cores and device filled in."""
+    address = resources.cluster
+    cores = resources.cores
+    if not cores:
+        # This machine's cores say nothing about those of a cluster.
+        cores = 1 if address else max(1, available_cores() // resources.replicas)
+    if not ray.is_initialized():
+        processes_start()
+        with explained(address or "Ray on this machine"):
+            if address:
+                _join(address)
+            else:
+                _start(resources.replicas * cores)
+        if is_a_command():
+            # Ray took SIGTERM for itself.
+            listen_to_signals()
+    device = resources.device
+    if device == "auto":
+        gpus = ray.cluster_resources().get("GPU", 0)
+        device = "cuda" if gpus >= resources.replicas else "cpu"
+    return replace(resources, cores=cores, device=device)
+
+
+def _start(cores: int) -> None:
+    """Start a cluster of this machine alone, which ends with this process."""
+    _check_loopback()
+    _check_temporary_directory()
+    # Ray would run the replicas at nice 15, behind everything else that wants a core. But the scan
+    # is what this command was started for.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray would keep a token in HOME, which need not be there or be writable. This cluster ends with
+    # this process, and so does its token.
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # Ray lets workers import from the directory that it is started in, before all others. In the
+    # user's directory a `jobs.py` may lie, so Ray is started in the directory of our code. The
+    # replicas change back, because paths of a scan are relative to the user's directory.
+    with (
+        _given_up_after(
+            START_SECONDS,
+            f"Ray on this machine did not start in {START_SECONDS:.0f} s; --replicas 0 measures "
+            "without it, and its logs are in /tmp/ray/session_latest/logs",
+        ),
+        contextlib.chdir(ROOT),
+    ):
+        ray.init(
+            address="local",  # A cluster of its own, even if another one runs on this machine.
+            num_cpus=cores,
+            # Only the index of a corpus is kept there. Ray's own default is 30 % of the memory.
+            object_store_memory=min(1 << 30, psutil.virtual_memory().available // 4),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _system_config=SYSTEM_CONFIG,
+        )
+
+
+def _join(address: str) -> None:
+    """Join a cluster that this machine belongs to, and send it our code."""
+    if address.startswith(("ray://", "http://", "https://")):
+        raise RunError(
+            f"{address}: expected HOST:PORT of the cluster's head, on a machine of the cluster; "
+            "from elsewhere use headcount submit --address http://HOST:8265"
+        )
+    # The replicas of a job have the code that the job was submitted with, and its cluster answers.
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        return
+    _check_head(address)
+    with staged_code() as code:
+        ray.init(
+            address=address,
+            runtime_env={"working_dir": str(code)},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+
+def _check_loopback() -> None:
+    """Refuse a machine without a loopback device: Ray's processes would wait for ever."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise RunError(
+            f"Ray on this machine: its processes cannot talk to each other over 127.0.0.1 "
+            f"({reason(error)}); bring the loopback device up, or measure without Ray: "
+            "--replicas 0"
+        ) from None
+
+
+def _check_temporary_directory() -> None:
+    """Refuse a full temporary directory: Ray's processes would end without saying why."""
+    directory = tempfile.gettempdir()
+    free = shutil.disk_usage(directory).free
+    if free < LEAST_TEMPORARY_BYTES:
+        raise RunError(
+            f"Ray on this machine: {directory} has {free / 1e6:.1f} MB free, and its processes "
+            f"want {LEAST_TEMPORARY_BYTES / 1e6:.0f} MB; set TMPDIR to another directory, or "
+            "measure without Ray: --replicas 0"
+        )
+
+
+def _check_head(address: str) -> None:
+    """Fail soon if no head of a cluster answers.
+
+    Ray would try for minutes and then end this process, so another process tries it first.
+    """
+    advice = "expected HOST:PORT of the cluster's head; the port is 6379 unless chosen otherwise"
+    host, _, port = address.rpartition(":")
+    try:
+        if address != "auto":
+            if not host or not port.isdecimal() or int(port) > 65535:
+                raise RunError(f"{address}: expected HOST:PORT of the cluster's head")
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        # What fails in time is said better by Ray in this process.
+        program = [sys.executable, "-P", "-c", JOINING, address]
+        subprocess.run(program, timeout=JOIN_SECONDS, capture_output=True, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"{address}: takes connections, and is no head of a Ray cluster that answers in "
+            f"{JOIN_SECONDS:.0f} s; {advice}"
+        ) from None
+    except TimeoutError:
+        raise RunError(f"{address}: no answer in {CONNECT_SECONDS:.0f} s; {advice}") from None
+    except OSError as error:
+        raise RunError(f"{address}: no answer ({reason(error)}); {advice}") from None
+
+
+def lack_of_room(resources: Resources) -> str | None:
+    """Say what a replica needs that no machine of the cluster has; none if one has all of it.
+
+    This is not an error: a cluster may start machines when they are needed.
+    """
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    most_gpus = int(max((machine.get("GPU", 0) for machine in machines), default=0))
+    most_cores = int(max((machine.get("CPU", 0) for machine in machines), default=0))
+    if resources.device == "cuda" and not most_gpus:
+        return (
+            f"{resources.replicas} GPUs wanted, one for each replica, and the cluster has none: "
+            "waiting for a machine with one; if it never gets one, stop and use --device cpu"
+        )
+    if resources.cores > most_cores:
+        return (
+            f"each replica wants {resources.cores} cores, and no machine of the cluster has more "
+            f"than {most_cores}: waiting for one; if it never gets one, stop and use --cores "
+            f"{max(1, most_cores)}"
+        )
+    return None
+
+
+@contextmanager
+def _given_up_after(seconds: float, message: str) -> Iterator[None]:
+    """Say a line if a block takes longer, and end this process if it is a command of ours.
+
+    An exception would not help: Ray waits inside its library, where Python raises nothing.
+    """
+
+    def give_up() -> None:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        # A notebook, or another program that imports this, is not ours, and nor are its children.
+        if not is_a_command():
+            return
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        os._exit(2)
+
+    watchdog = threading.Timer(seconds, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
+
+
+@contextmanager
+def staged_code() -> Iterator[Path]:
+    """A temporary directory with the project's code and nothing else, which Ray sends to nodes."""
+    with tempfile.TemporaryDirectory(prefix="headcount-") as directory:
+        for name in CODE:
+            # `located` knows where the licence lies: a wheel keeps it elsewhere.
+            source = Path(located(f"{BUNDLED_PREFIX}{name}"))
+            target = Path(directory) / name
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, target)
+        yield Path(directory)
+
+
+@contextmanager
+def explained(cluster: str) -> Iterator[None]:
+    """Turn every error of Ray about a cluster into one line."""
+    try:
+        yield
+    except ray.exceptions.AuthenticationError as error:
+        raise RunError(
+            f"{cluster}: the cluster refused the token ({reason(error)}); put its token into "
+            "RAY_AUTH_TOKEN, or its file into RAY_AUTH_TOKEN_PATH"
+        ) from None
+    except HeadcountError:
+        raise
+    except Exception as error:  # Ray raises a plain `Exception` if its processes do not start.
+        # If a token is missing, Ray says only that it found no cluster.
+        has_token = bool(os.environ.get("RAY_AUTH_MODE"))
+        hint = "" if has_token else "; if it wants a token: RAY_AUTH_MODE=token"
+        raise RunError(f"{cluster}: no cluster that can be used ({reason(error)}){hint}") from None
+
+
+def last_line(text: str) -> str:
+    """The last line of a message of Ray: it is the error, and above it are the stacks."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    # Errors of ours explain themselves without the name of their class.
+    message = re.sub(r"^schemas\.errors\.\w+: ", "", lines[-1])
+    return reason(RuntimeError(message))

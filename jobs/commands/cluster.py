@@ -1,0 +1,515 @@
+"""The subcommands for runs that may be elsewhere: `submit`, `status`, `list`, `logs`, `stop` and
+`resume`.
+
+Torch and Ray take seconds to import, so they are imported inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Timer
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+import typer
+from rich.console import Console
+
+from headcount.jobs.commands.scan import (
+    AllowOtherCode,
+    CommandOfAScan,
+    Cores,
+    DeviceOption,
+    MaybeReplicas,
+    New,
+    Overrides,
+    Replicas,
+    Verify,
+    VerifyCorpus,
+)
+from headcount.jobs.console import print_table, print_terms, say
+from headcount.schemas.errors import RunError, counted, unknown
+
+if TYPE_CHECKING:
+    from headcount.jobs.cluster.submission import Job, JobClient, Submission
+    from headcount.jobs.resources import Resources
+    from headcount.jobs.upkeep.status import Status, StatusBefore
+    from headcount.schemas.files.places import Place
+    from headcount.schemas.files.run_directory import RunDirectory
+
+SILENCE_SECONDS = 10.0
+"""Say so if a store has not answered for this long."""
+
+URL = "http://HOST:8265"
+Address = Annotated[str, typer.Option(metavar=URL, help="Address of the cluster's dashboard.")]
+MaybeAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar=URL, help="Address of a cluster's dashboard. By default no cluster is asked."
+    ),
+]
+Env = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        metavar="NAME",
+        help="Pass this environment variable of this machine to the job. Everybody who may read "
+        "the cluster's jobs can read its value.",
+    ),
+]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run's name or id, its directory, or its address in a store."
+    ),
+]
+Runs = Annotated[
+    str,
+    typer.Option(
+        metavar="DIRECTORY",
+        help="Directory in which to look for a run by its name; a path, or an address in a store.",
+    ),
+]
+RunOrJob = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, directory or address.")]
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the subcommands to the front door."""
+    app.command(cls=CommandOfAScan)(submit)
+    for command in (status, list_runs, logs, stop, resume):
+        # `list_runs` is the command `list`: a function of that name would hide Python's own.
+        app.command(command.__name__.partition("_")[0])(command)
+
+
+def submit(
+    scan_file: Annotated[Path, typer.Argument(metavar="SCAN", help="A scan file (TOML).")],
+    address: Address,
+    overrides: Overrides = None,
+    replicas: Replicas = 1,
+    cores: Cores = 0,
+    device: DeviceOption = "auto",
+    env: Env = None,
+    new: New = False,
+) -> None:
+    """Run a scan as a job of a Ray cluster; a scan of several checkpoints as a job each.
+
+    The job runs the code of this machine. Submitting the same scan twice makes one job. The command
+    ends when the job's driver has planned the run, or says why it has not.
+    """
+    from headcount.jobs.cluster.submission import JobClient
+    from headcount.jobs.cluster.submission import submit as submit_scan
+    from headcount.jobs.plan.checkpoints import scans_of
+    from headcount.jobs.plan.portable_scan import portable_scan
+    from headcount.jobs.resources import Resources
+    from headcount.workers.process import prepare_process
+
+    prepare_process()
+    # All are checked before the first job is made.
+    scans = [
+        (portable_scan(scan_file, list(requested.overrides)), list(requested.overrides))
+        for requested in scans_of(scan_file, overrides or ())
+    ]
+    resources = Resources(replicas, cores, device, address)
+    cluster = JobClient(address)
+    for scan, scan_overrides in scans:
+        submission = submit_scan(
+            cluster, scan, scan_file, scan_overrides, resources, env or [], new
+        )
+        # A script reads the id from stdout; people read the lines on stderr.
+        print(submission.run.run_id, flush=True)
+        _await_driver(cluster, submission)
+
+
+def _await_driver(cluster: JobClient, submission: Submission) -> None:
+    """Say what was submitted; if it is a new job, wait until its driver is there."""
+    from headcount.jobs.cluster.job_start import wait_for_driver
+    from headcount.jobs.upkeep import phases
+
+    _tell(submission.line)
+    if not submission.is_new:
+        return
+    try:
+        _tell(wait_for_driver(cluster, submission.job_id))
+    except RunError as error:
+        first_line = str(error).partition("\n")[0]
+        phases.note_end(submission.run, first_line)
+        raise
+
+
+def status(
+    run: Run,
+    runs: Runs = "runs",
+    address: MaybeAddress = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Print it again and again until the run is complete.")
+    ] = False,
+    every: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="How often --watch prints it.")
+    ] = 5.0,
+    format_: Annotated[
+        Literal["text", "json"],
+        typer.Option("--format", help="text for people, json for programs."),
+    ] = "text",
+) -> None:
+    """Print how far a run is, read from its directory alone.
+
+    With a cluster's address, also print the state of the run's job.
+    """
+    from headcount.jobs.upkeep.status import as_json, as_lines
+
+    directory = _run_directory(run, runs)
+    redraws = watch and sys.stdout.isatty()
+    lines_on_screen = 0
+    while True:
+        with _told_if_silent(directory.path):
+            run_status, job = _status(directory, address)
+        if format_ == "json":
+            record = as_json(run_status)
+            if job is not None:
+                record |= {"job": job.state, "job_error": job.error}
+            lines = [json.dumps(record)]
+        else:
+            lines = as_lines(run_status)
+            if job is not None:
+                lines.append(f"job       {': '.join(filter(None, job))}")
+            if redraws:
+                _clear_lines(lines_on_screen)
+                # A line that wrapped would take two rows, and the next clearing would miss one.
+                width = shutil.get_terminal_size().columns
+                lines = [line[:width] for line in lines]
+            elif watch:
+                # A log gets one line each time.
+                lines = [_log_line(run_status)]
+        print("\n".join(lines), flush=True)
+        lines_on_screen = len(lines)
+        if not watch or run_status.complete:
+            return
+        time.sleep(every)
+
+
+class _JobStatus(NamedTuple):
+    """What a cluster says of a run's job."""
+
+    state: str
+    error: str | None = None
+    """Why it failed."""
+
+
+def _status(
+    directory: RunDirectory, address: str | None
+) -> tuple[Status | StatusBefore, _JobStatus | None]:
+    """A run as it stands, and its job if a cluster is asked."""
+    from headcount.jobs.upkeep.status import StatusBefore, read_status, read_status_before
+
+    if address is None:
+        return read_status_before(directory) or read_status(directory), None
+    from headcount.jobs.cluster.job_start import phase_of, reason_of_failure
+    from headcount.jobs.cluster.submission import JobClient
+
+    cluster = JobClient(address)
+    job = cluster.last(directory)
+    if job is None:
+        return read_status_before(directory) or read_status(directory), _JobStatus("none")
+    error = reason_of_failure(cluster, job) if job.state == "FAILED" else None
+    job_status = _JobStatus(job.state, error)
+    if directory.manifest_file.is_file():
+        return read_status(directory), job_status
+    before = read_status_before(directory)
+    if before is None or job.ended:
+        # The run may lie on a disk of the cluster, which is not seen from here. And a job that was
+        # killed could not say so itself.
+        before = StatusBefore(directory.run_id, str(directory.path), phase_of(cluster, job))
+    return before, job_status
+
+
+@contextmanager
+def _told_if_silent(where: Place) -> Iterator[None]:
+    """Say that a store has not answered for a while: a request to it is given up after minutes."""
+    line = f"{where}: the store has not answered for {SILENCE_SECONDS:.0f} s; asking it again"
+    timer = Timer(SILENCE_SECONDS, _tell, [line])
+    timer.daemon = True
+    if not isinstance(where, Path):
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _clear_lines(count: int) -> None:
+    """Clear the last lines of the terminal, and put the cursor where they began."""
+    if count:
+        cursor_up, clear_below = f"\x1b[{count}A", "\x1b[J"
+        print(f"{cursor_up}{clear_below}", end="")
+
+
+def _log_line(run_status: Status | StatusBefore) -> str:
+    """How far a run is, in one line with the time."""
+    from headcount.jobs.upkeep.status import StatusBefore, as_lines
+
+    if isinstance(run_status, StatusBefore):
+        return f"{datetime.now(UTC):%H:%M:%S}  {run_status.phase}"
+    # The second and third line begin with the words `shards` and `tokens`.
+    _, shards_line, tokens_line, *_ = as_lines(run_status)
+    _, shards = shards_line.split(maxsplit=1)
+    _, tokens = tokens_line.split(maxsplit=1)
+    return f"{datetime.now(UTC):%H:%M:%S}  shards {shards}; tokens {tokens}"
+
+
+def list_runs(
+    runs: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUNS",
+            help="A directory of runs. Default: 'runs' without --address, none with it. Four words "
+            "list instead what a scan can name: statistics, interventions, inputs or models; "
+            "./models is the directory.",
+        ),
+    ] = None,
+    address: MaybeAddress = None,
+) -> None:
+    """List runs, the jobs of a cluster, or what a scan can name.
+
+    With --address alone, the cluster's jobs are listed. With a directory too, its runs are listed
+    with the states of their jobs.
+    """
+    from headcount.jobs.commands.known_names import REGISTRIES, known_names
+
+    if runs in REGISTRIES and address is None:
+        print_terms(known_names(runs))
+        return
+    if runs is None and address is not None:
+        _list_jobs(address)
+        return
+    _list_directory(runs or "runs", address)
+
+
+def _list_directory(runs: str, address: str | None) -> None:
+    """Print the runs of a directory, with the states of their jobs if a cluster is asked."""
+    from headcount.jobs.upkeep.run_table import row_of_job, rows_of
+    from headcount.jobs.upkeep.status import HEADINGS
+    from headcount.schemas.files.places import absolute
+
+    out = absolute(runs)
+    jobs = _last_jobs(address) if address is not None else {}
+    at_work = [job for job in jobs.values() if not job.ended and _lies_in(out, job)]
+    with _told_if_silent(out):
+        rows, problems = rows_of(out, may_be_empty=bool(at_work))
+    # The driver of a job may not have said anything yet.
+    listed = {row[0] for row in rows}
+    rows += [row_of_job(job) for job in at_work if job.run_id not in listed]
+    headings = HEADINGS
+    if address is not None:
+        headings = (*HEADINGS, "job")
+        states = {job.run_id: job.state for job in jobs.values() if _lies_in(out, job)}
+        rows = [(*row, states.get(row[0], "none")) for row in rows]
+    print_table([headings, *rows])
+    # Said below the table, so that one broken run does not hide the others.
+    for problem in problems:
+        _tell(problem)
+
+
+def logs(
+    run: RunOrJob,
+    address: Address,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Continue until the job ends.")
+    ] = False,
+) -> None:
+    """Print the output of a run's last job."""
+    from headcount.jobs.cluster.submission import JobClient
+
+    cluster = JobClient(address)
+    job = cluster.find(run)
+    for text in cluster.log(job, follow):
+        # The text has its own line ends.
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    if follow:
+        _tell(f"{job.job_id}: {cluster.state(job)}")
+
+
+def stop(run: RunOrJob, address: Address) -> None:
+    """Stop a run's job. Committed shards stay, and `resume` continues the run."""
+    from headcount.jobs.cluster.submission import JobClient
+    from headcount.jobs.upkeep.phases import note_end
+    from headcount.schemas.files.places import place
+    from headcount.schemas.files.run_directory import RunDirectory
+
+    cluster = JobClient(address)
+    job = cluster.find(run)
+    if job.ended:
+        _tell(f"{job.job_id}: has ended before, {job.state}")
+        return
+    state = cluster.stop(job).state
+    # A driver that had not begun could not say so itself.
+    note_end(RunDirectory(place(job.run)), "its job was stopped")
+    if cluster.has_begun(job):
+        advice = f"headcount resume {job.run} --address {cluster.url} continues the run"
+    else:
+        advice = "nothing was measured; submit it again"
+    _tell(f"{job.job_id}: {state}; {advice}")
+
+
+def resume(
+    run: Run,
+    runs: Runs = "runs",
+    address: MaybeAddress = None,
+    replicas: MaybeReplicas = None,
+    cores: Cores = 0,
+    device: DeviceOption = "auto",
+    env: Env = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a field: batch_size, bad_rows or bad_rows_in_a_row; sequences, to extend "
+            "the run; model, input.files or input.text, if they have moved.",
+        ),
+    ] = None,
+    verify: Verify = False,
+    verify_corpus: VerifyCorpus = False,
+    allow_other_code: AllowOtherCode = False,
+) -> None:
+    """Continue a run from its directory alone.
+
+    It continues here, or as a job of a cluster. The scan file is not needed.
+    """
+    from headcount.jobs.plan.replan import check_overrides
+    from headcount.jobs.resources import Resources
+
+    directory = _run_directory(run, runs)
+    resources = Resources.asked_for(replicas, cores, device, address)
+    if address is not None:
+        from headcount.jobs.cluster.submission import JobClient
+        from headcount.jobs.cluster.submission import resume as submit_resume
+
+        # The job checks its overrides, too, but minutes later and in its log.
+        check_overrides(directory, overrides or [])
+        cluster = JobClient(address)
+        flags = {
+            "--verify": verify,
+            "--verify-corpus": verify_corpus,
+            "--allow-other-code": allow_other_code,
+        }
+        flags_set = [flag for flag, is_set in flags.items() if is_set]
+        submission = submit_resume(
+            cluster, directory, resources, env or [], overrides or [], flags_set
+        )
+        _await_driver(cluster, submission)
+        return
+    if env:
+        raise RunError(
+            "--env: expected with --address only; a run that continues here has this machine's "
+            "variables"
+        )
+    _resume_here(directory, resources, overrides or [], verify, verify_corpus, allow_other_code)
+
+
+def _resume_here(
+    directory: RunDirectory,
+    resources: Resources,
+    overrides: list[str],
+    verify: bool,
+    verify_corpus: bool,
+    allow_other_code: bool,
+) -> None:
+    """Continue a run with this process as its driver."""
+    from headcount.jobs.corpus.preparation import Preparation
+    from headcount.jobs.plan.model_places import where_begun
+    from headcount.jobs.plan.replan import replan
+    from headcount.jobs.plan.scan_runs import ScanCommand, resumption
+    from headcount.jobs.run.loop import run_to_end
+    from headcount.jobs.run.progress import watch_index
+    from headcount.jobs.upkeep import phases
+    from headcount.workers.process import prepare_process
+
+    prepare_process()
+    resources.check_here()
+    console = Console(highlight=False, stderr=True)
+    command = ScanCommand.of_run(directory.manifest())
+    # Relative names of the scan are meant from where the run was begun.
+    with phases.taken(), where_begun(directory, overrides) as absolute_overrides:
+        phases.about(directory)
+        phases.note("loading the model")
+        with watch_index(console) as watch:
+            preparation = Preparation(
+                resources, watch, verify_corpus, lambda line: say(console, line)
+            )
+            plan = replan(directory, absolute_overrides, command, preparation)
+        failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
+    print(directory.path)
+    if failures:
+        raise RunError(
+            f"{counted(len(failures), 'shard')} failed, all others are committed; mend the cause, "
+            f"then {resumption(directory)} continues it, {plan.alternative}"
+        )
+
+
+def _run_directory(run: str, runs: str) -> RunDirectory:
+    """Find a run by its path, by its address in a store, or by its name or id.
+
+    A name or an id is looked for in the directory `runs`. A path becomes absolute, because the
+    process may change its directory later.
+    """
+    from headcount.jobs.upkeep.run_table import runs_in
+    from headcount.schemas.files.places import absolute
+    from headcount.schemas.files.run_directory import RunDirectory
+
+    by_path = RunDirectory(absolute(run))
+    # A path need not exist here: it may be one of the cluster that runs the job.
+    if by_path.path.name.startswith("run_id="):
+        return by_path
+    if "/" in run or (isinstance(by_path.path, Path) and by_path.path.exists()):
+        raise RunError(f"{run}: expected the directory of a run, …/run_id=NAME-HASH")
+    directory = absolute(runs)
+    runs_by_id = {each.run_id: each for each in runs_in(directory)}
+    matches = [each for run_id, each in runs_by_id.items() if run in (run_id, _name_of(run_id))]
+    if not matches:
+        message = unknown("run", run, runs_by_id)
+        raise RunError(f"{directory}: {message}; --runs names another directory")
+    if len(matches) > 1:
+        ids = ", ".join(match.run_id for match in matches)
+        raise RunError(f"{directory}: {len(matches)} runs have the name {run}; say which: {ids}")
+    return matches[0]
+
+
+def _name_of(run_id: str) -> str:
+    """The name of a run, which is its id without the hash at the end."""
+    return run_id.rpartition("-")[0]
+
+
+def _last_jobs(address: str) -> dict[str, Job]:
+    """The last job of each run, by the run's directory."""
+    from headcount.jobs.cluster.submission import JobClient
+
+    # Jobs of one run come in their order, so the last one stays in the dictionary.
+    return {job.run: job for job in JobClient(address).jobs()}
+
+
+def _lies_in(out: Place, job: Job) -> bool:
+    return job.run == f"{out}/run_id={job.run_id}"
+
+
+def _list_jobs(address: str) -> None:
+    """Print the jobs of a cluster, and what those at work do."""
+    from headcount.jobs.cluster.job_start import phase_of
+    from headcount.jobs.cluster.submission import JobClient
+
+    cluster = JobClient(address)
+    rows = [("job", "state", "started", "phase", "run")]
+    for job in cluster.jobs():
+        started = datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds")
+        phase = "-" if job.ended else phase_of(cluster, job)
+        rows.append((job.job_id, job.state, started, phase, job.run))
+    print_table(rows)
+
+
+def _tell(line: str) -> None:
+    say(Console(highlight=False, stderr=True), line)

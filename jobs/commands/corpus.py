@@ -1,0 +1,227 @@
+"""The subcommands `corpus prepare`, `corpus list`, `corpus show` and `corpus remove`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from headcount.jobs.commands.scan import Overrides, VerifyCorpus
+from headcount.jobs.console import duration, in_bytes, print_table, say
+from headcount.schemas.errors import CorpusError, RunError, ScanError, counted, printable
+
+if TYPE_CHECKING:
+    from headcount.workers.inputs.corpus.documents import Reading
+    from headcount.workers.inputs.sequences import Sequences
+
+Corpora = Annotated[
+    str,
+    typer.Argument(
+        metavar="CORPORA",
+        help="A directory of token stores: a path, or an address in a store of objects.",
+    ),
+]
+CorporaOption = Annotated[
+    str,
+    typer.Option("--corpora", metavar="CORPORA", help="The directory of token stores."),
+]
+Key = Annotated[str, typer.Argument(metavar="KEY", help="The store's key; its beginning will do.")]
+
+DEFAULT = "runs/corpora"
+"""Where token stores lie unless a scan says something else."""
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the group `corpus` to the front door."""
+    group = typer.Typer(
+        help="The tokens of corpora, which scans read: prepare, list, show and remove them.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    for command in (prepare, list_stores, show, remove):
+        # `list_stores` is the command `list`: a function of that name would hide Python's own.
+        group.command(command.__name__.partition("_")[0])(command)
+    app.add_typer(group, name="corpus")
+
+
+def prepare(
+    scan_file: Annotated[Path, typer.Argument(metavar="SCAN", help="A scan file (TOML).")],
+    overrides: Overrides = None,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=0, max=1, help="0 prepares in this process. 1 prepares in Ray tasks, one a core."
+        ),
+    ] = 1,
+    cores: Annotated[
+        int, typer.Option(min=0, help="CPU cores of this machine that Ray takes. 0 means all.")
+    ] = 0,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Ray cluster that this machine belongs to, which needs no GPUs. By default Ray is "
+            "started here.",
+        ),
+    ] = None,
+    verify_corpus: VerifyCorpus = False,
+) -> None:
+    """Prepare the tokens that a scan reads, so that it can begin to measure at once.
+
+    Nothing is measured, and no GPU is needed. If it is stopped or killed, the same command goes on.
+    """
+    from headcount.jobs.plan.checkpoints import scans_of
+
+    # Checkpoints of one model read the same tokens.
+    scan = scans_of(scan_file, overrides or ())[0].scan
+    from headcount.jobs.corpus.preparation import Preparation, corpora_of
+    from headcount.jobs.resources import Resources
+    from headcount.jobs.run.progress import watch_index
+    from headcount.workers.inputs.sequences import Sequences
+    from headcount.workers.model.files.model_info import describe, find_model
+    from headcount.workers.process import prepare_process
+
+    prepare_process()
+    resources = Resources(replicas, cores, "cpu", address)
+    info = describe(find_model(scan.model, scan.revision))
+    sequences = Sequences(scan.for_model(info), info)
+    if sequences.corpus is None:
+        raise ScanError(
+            f"input.family: {sequences.family.name} reads no corpus, so there is nothing to "
+            "prepare; headcount scan measures it at once"
+        )
+    console = Console(highlight=False, stderr=True)
+    began = time.monotonic()
+    with watch_index(console) as watch:
+        preparation = Preparation(resources, watch, verify_corpus, lambda line: say(console, line))
+        index = preparation.prepared(sequences, corpora_of(scan)).index
+    sequences.use_index(index)
+    # As a scan would refuse it.
+    sequences.check_index()
+    say(console, f"{_summary(sequences)}, in {duration(time.monotonic() - began)}")
+    # A script reads the place from stdout; people read the line on stderr.
+    print(index.store.folder)
+
+
+def _summary(sequences: Sequences) -> str:
+    """What is prepared for a scan."""
+    index = sequences.index
+    assert index is not None
+    bad = sum(piece.bad for piece in index.pieces)
+    parts = [
+        counted(len(sequences), "sequence"),
+        counted(index.documents, "document"),
+        counted(index.tokens, "token"),
+    ]
+    if bad:
+        parts.append(counted(bad, "bad row"))
+    return ", ".join(parts)
+
+
+def list_stores(corpora: Corpora = DEFAULT) -> None:
+    """List the token stores in a directory: which tokenizer reads what, and how much is there."""
+    from headcount.schemas.files.places import absolute
+    from headcount.workers.inputs.store.stored_corpora import stored_corpora
+
+    rows = [("corpus", "tokenizer", "text", "documents", "tokens", "bad", "size", "changed")]
+    problems: list[str] = []
+    all_stored = stored_corpora(absolute(corpora))
+    if not all_stored:
+        raise CorpusError(
+            f"{absolute(corpora)}: no token store here; expected the directory `corpora` of a scan "
+            "(beside its runs, if the scan names no other), as headcount corpus prepare fills it"
+        )
+    for stored in all_stored:
+        if stored.problem is not None:
+            problems.append(stored.problem)
+        changed = "" if stored.changed is None else f"{stored.changed:%Y-%m-%d %H:%M}"
+        store = stored.store
+        rows.append(
+            (
+                stored.key,
+                "?" if store is None else f"{store.tokenizer[:8]}, {store.library}",
+                "?" if store is None else _reading_in_words(store.reading),
+                f"{stored.documents:,}",
+                f"{stored.tokens:,}",
+                f"{stored.bad:,}",
+                in_bytes(stored.bytes),
+                changed,
+            )
+        )
+    print_table(rows)
+    for problem in problems:
+        say(Console(highlight=False, stderr=True), problem)
+
+
+def show(key: Key, corpora: CorporaOption = DEFAULT) -> None:
+    """Print what a token store holds of each file, and the bad rows that were found."""
+    from headcount.schemas.files.places import absolute
+    from headcount.workers.inputs.store.stored_corpora import stored_files
+
+    rows = [("file", "size", "documents", "tokens", "bad", "prepared")]
+    problems: list[str] = []
+    for file in stored_files(absolute(corpora), _full_key(corpora, key)):
+        rows.append(
+            (
+                printable(file.name),
+                in_bytes(file.bytes) if file.bytes else "?",
+                f"{file.documents:,}",
+                f"{file.tokens:,}",
+                f"{file.bad:,}",
+                "whole" if file.whole else "in part",
+            )
+        )
+        problems += file.problems
+    print_table(rows)
+    for problem in problems:
+        print(problem)
+
+
+def remove(
+    key: Key,
+    corpora: CorporaOption = DEFAULT,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+) -> None:
+    """Delete a token store. Scans that read it prepare their tokens again."""
+    from headcount.schemas.files.places import absolute
+    from headcount.workers.inputs.store.stored_corpora import remove_corpus, stored_corpus
+
+    directory = absolute(corpora)
+    full_key = _full_key(corpora, key)
+    if not yes:
+        if not sys.stdin.isatty():
+            words = ["headcount", "corpus", "remove", key, "--corpora", corpora, "--yes"]
+            raise RunError(
+                "headcount corpus remove asks before it deletes, and stdin is no terminal; "
+                f"{shlex.join(words)} does not ask"
+            )
+        stored = stored_corpus(directory, full_key)
+        tokens = counted(stored.tokens, "token")
+        question = f"Delete {directory / full_key} ({tokens}, {in_bytes(stored.bytes)})?"
+        if not typer.confirm(question, err=True):
+            return
+    remove_corpus(directory, full_key)
+    say(Console(highlight=False, stderr=True), f"deleted {directory / full_key}")
+
+
+def _full_key(corpora: str, beginning: str) -> str:
+    """The one key that begins so; the beginning itself if there is none or there are several."""
+    from headcount.schemas.files.places import absolute, names
+
+    keys = [name for name in names(absolute(corpora)) if name.startswith(beginning)]
+    return keys[0] if len(keys) == 1 else beginning
+
+
+def _reading_in_words(reading: Reading) -> str:
+    """What is read of each document."""
+    words = reading.text_field
+    if reading.before:
+        words += f" behind {reading.before!r}"
+    if reading.fields:
+        words += f", with {', '.join(reading.fields)}"
+    return printable(words)

@@ -1,0 +1,182 @@
+"""Check that a machine can run scans: its code, its libraries, its devices and its numbers."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headcount.schemas.errors import HeadcountError
+from headcount.schemas.house import PACKAGES
+from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.statistics import KIND
+
+if TYPE_CHECKING:
+    from headcount.workers.replica import Replica
+
+READING = ("duckdb", "pyarrow", "numpy", "pydantic")
+"""Libraries that are always installed."""
+
+MEASURING = ("torch", "transformer_lens", "transformers", "tokenizers", "ray", "datasets")
+"""Libraries of the extra `scan`."""
+
+INSTALL = "in headcount's folder, run: pip install -e '.[scan]'"
+
+DRIFT = 1e-5
+"""Largest difference that is allowed between the two engines on a probability."""
+
+MEMORY = 4e9
+"""Bytes of memory that a scan with Ray needs."""
+
+DISK = 1e9
+"""Bytes of disk that a small run and Ray's files need."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of checking one thing."""
+
+    name: str
+    ok: bool
+    result: str
+    """What was found, in words."""
+    advice: str = ""
+    """What to do if it is not ok."""
+
+
+def examine() -> Iterator[Check]:
+    """Check the interpreter, our own code, the libraries, the machine and every bundled model."""
+    yield Check("python", True, f"{platform.python_version()} on {platform.platform()}")
+    yield check_code()
+    is_complete = True
+    for library in (*READING, *MEASURING):
+        check = check_library(library)
+        is_complete &= check.ok
+        yield check
+    if not is_complete:
+        # The other checks import the libraries.
+        return
+    yield from _check_machine()
+    from headcount.workers.model.files.bundled_models import BUNDLED
+    from headcount.workers.process import prepare_process
+
+    prepare_process()
+    for name in BUNDLED:
+        yield _check_model(name)
+
+
+def check_code() -> Check:
+    """Whether the code that runs is this project's.
+
+    Our packages have common names, so Python may find a folder of the user's before them.
+    """
+    front_door = find_spec("headcount")
+    if front_door is None or front_door.origin is None:
+        return Check("code", False, "headcount.py cannot be imported", INSTALL)
+    home = Path(front_door.origin).resolve().parent
+    for package in PACKAGES:
+        # Python would import the package from there.
+        spec = find_spec(package)
+        folders = [] if spec is None else list(spec.submodule_search_locations or ())
+        if [Path(folder).resolve() for folder in folders] != [home / package]:
+            return Check(
+                "code",
+                False,
+                f"{package} comes from {', '.join(folders) or 'nowhere'}, headcount from {home}",
+                f"take the folder that holds the other {package} off PYTHONPATH, rename it, or "
+                "run headcount elsewhere",
+            )
+    return Check("code", True, f"all of it from {home}")
+
+
+def check_library(library: str) -> Check:
+    """Whether a library is installed."""
+    try:
+        return Check(library, True, version(library))
+    except PackageNotFoundError:
+        return Check(library, False, "not installed", INSTALL)
+
+
+def _check_machine() -> Iterator[Check]:
+    """Check the devices, the memory and the disk."""
+    import torch
+
+    from headcount.workers.memory import available_cores, total_memory
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield Check("device", True, ", ".join(gpus) or f"CPU, {available_cores()} cores")
+    memory = total_memory()
+    yield Check(
+        "memory",
+        memory > MEMORY,
+        f"{memory / 1e9:.1f} GB; a scan with Ray wants {MEMORY / 1e9:.0f} GB",
+        "scan with --replicas 0, which does without Ray",
+    )
+    free = shutil.disk_usage(Path.cwd()).free
+    yield Check(
+        "disk",
+        free > DISK,
+        f"{free / 1e9:.1f} GB free in {Path.cwd()}",
+        "free space, or let `out` of the scan be on another disk",
+    )
+
+
+def _check_model(name: str) -> Check:
+    """Measure two sequences with both engines, which must agree.
+
+    Two independent ways to the same numbers show a broken library or processor.
+    """
+    from headcount.workers.model.files.model_info import describe, find_model
+    from headcount.workers.replica import Replica
+
+    fields = {
+        "model": f"bundled:{name}",
+        "n_ctx": 32,
+        "sequences": 2,
+        "input": {"family": "repeated_random"},
+    }
+    try:
+        info = describe(find_model(f"bundled:{name}"))
+        rng = np.random.default_rng(0)
+        tokens = rng.integers(info.d_vocab, size=(2, 32)).astype(np.int32)
+        fused = Replica(info, parse_scan(fields | {"engine": "fused"}), "cpu")
+        dense = Replica(info, parse_scan(fields | {"engine": "dense"}), "cpu")
+        column, drift = _largest_drift(fused, dense, tokens)
+    except HeadcountError as error:
+        return Check("model", False, f"{name}: {error}", "install headcount again; a file is amiss")
+    return Check(
+        "model",
+        drift < DRIFT,
+        f"{name}: fused and dense engines differ by {drift:.1g} at most, in {column} "
+        f"(allowed {DRIFT:g})",
+        "do not trust numbers of this machine; compare the versions above with "
+        "deploy/requirements.txt",
+    )
+
+
+def _largest_drift(fused: Replica, dense: Replica, tokens: np.ndarray) -> tuple[str, float]:
+    """The standard probability in which two engines differ most, and by how much.
+
+    A value that only one of them has is a difference of 1.
+    """
+    fused_columns = fused.measure(tokens).heads
+    dense_columns = dense.measure(tokens).heads
+    drifts: dict[str, float] = {}
+    for statistic in KIND.select("standard"):
+        if statistic.unit != "probability":
+            # Other units have no common scale on which a drift is small.
+            continue
+        fused_values = fused_columns[statistic.name]
+        dense_values = dense_columns[statistic.name]
+        is_undefined = np.isnan(fused_values) & np.isnan(dense_values)
+        # If one of them is NaN, so is the difference.
+        difference = np.nan_to_num(np.abs(fused_values - dense_values), nan=1.0)
+        drifts[statistic.name] = float(np.where(is_undefined, 0.0, difference).max())
+    return max(drifts.items(), key=lambda column_and_drift: column_and_drift[1])

@@ -1,0 +1,165 @@
+"""What `headcount doctor --model NAME` says: how a model would be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from headcount.schemas.errors import HeadcountError, counted
+from headcount.schemas.formulas import Formula
+from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.statistics import KIND
+from headcount.workers.measurements.behind_windows import undefined_behind
+from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
+from headcount.workers.model.model import Model
+from headcount.workers.replica import Replica
+
+TRIAL_TOKENS = 16
+"""Tokens of the sequences that are measured as a trial."""
+
+
+def report_model(name: str) -> Iterator[tuple[str, str]]:
+    """Load a model, measure two short sequences, and say what was found: a word and its text.
+
+    A model that cannot be measured raises `ModelError`, which says in one line why.
+    """
+    models = KnownModels()
+    info = models.describe(name)
+    heads = f"{counted(info.n_layers, 'layer')} of {counted(info.n_heads, 'head')}"
+    yield "model", f"{info.name}: {heads}, d_head {info.d_head}, up to {info.n_ctx:,} tokens"
+
+    model = models.load(info, "raw", "cpu")
+    scan = _trial(name, info, "fused" if model.attention_problem is None else "dense")
+    replica = Replica(info, scan, "cpu", models.load)
+    tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, scan.n_ctx))
+    replica.measure(tokens.astype(np.int32))
+    yield "engine", _engines(model, _trial(name, info, "dense"), tokens.astype(np.int32), models)
+
+    for layers, facts in _layers_by_facts(model):
+        yield "attention", f"{_listed_layers(layers)}: {facts}"
+    for reason, formulas in _undefined(model).items():
+        names = ", ".join(formula.name for formula in formulas)
+        yield "NULL", f"{names}: {reason}"
+    yield from _undefined_by_windows(model)
+
+
+def _trial(name: str, info: ModelInfo, engine: str) -> Scan:
+    """The smallest scan of a model."""
+    fields = {
+        "model": name,
+        "n_ctx": min(TRIAL_TOKENS, info.n_ctx),
+        "sequences": 2,
+        "engine": engine,
+        "input": {"family": "uniform_random"},
+    }
+    return parse_scan(fields)
+
+
+def _engines(model: Model, dense_trial: Scan, tokens: np.ndarray, models: KnownModels) -> str:
+    """Which engines measure the model, and why another does not."""
+    if model.attention_problem is not None:
+        return f"dense alone: {model.attention_problem}"
+    if not model.has_bridge:
+        return (
+            f"fused alone: {model.bridge_problem}; so no engine = 'dense', no folded weights, "
+            "and no intervention that needs them"
+        )
+    try:
+        # Only measuring tells: the bridge may show patterns that are not finite.
+        Replica(model.info, dense_trial, "cpu", models.load).measure(tokens)
+    except HeadcountError as error:
+        return f"fused alone: {error}"
+    return "fused, and dense"
+
+
+def _layers_by_facts(model: Model) -> list[tuple[list[int], str]]:
+    """What the attention of layers is, in words, with the layers of which it is true."""
+    by_facts: dict[str, list[int]] = {}
+    for layer in range(model.info.n_layers):
+        if layer in model.info.attention_layers_or_all:
+            facts = model.facts(layer)
+            words = "not known to the fused engine" if facts is None else _in_words(facts)
+        else:
+            words = "none, so no rows"
+        by_facts.setdefault(words, []).append(layer)
+    return [(layers, words) for words, layers in by_facts.items()]
+
+
+def _in_words(facts: AttentionFacts) -> str:
+    """The facts of a layer."""
+    words = [f"scale {facts.scale:.4g}"]
+    if facts.window is not None:
+        words.append(f"window of {counted(facts.window, 'token')}")
+    if facts.soft_cap is not None:
+        words.append(f"scores capped at {facts.soft_cap:g}")
+    if facts.slopes is not None:
+        words.append("ALiBi")
+    if facts.sink is not None:
+        words.append("learned sinks")
+    return ", ".join(words)
+
+
+def _listed_layers(layers: Sequence[int]) -> str:
+    """For example `layers 0, 2-5`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(spans)}"
+
+
+def _undefined(model: Model) -> dict[str, list[Formula]]:
+    """The statistics that have no value in this model, by the reason."""
+    layers = model.info.attention_layers_or_all
+    facts = [model.facts(layer) for layer in layers]
+    has_sinks = any(fact is not None and fact.sink is not None for fact in facts)
+    has_positions = model.effective_positions() is not None
+    # A weight that one layer has gives the statistic a value there.
+    known_weights: set[str] = set()
+    for layer in layers:
+        known_weights |= attention_weights(model, layer, READABLE_WEIGHTS).keys()
+    unknown_weights = {*READABLE_WEIGHTS} - known_weights
+
+    by_reason: dict[str, list[Formula]] = {}
+    for statistic in KIND.select("all"):
+        unknown = sorted({*statistic.parameters} & unknown_weights)
+        reason = None
+        if model.rotary and "rotary" in statistic.conditions:
+            reason = "positions rotate queries and keys"
+        elif "effective" in statistic.parameters and not has_positions:
+            reason = "no embeddings of positions are known"
+        elif unknown == ["W_O"] and any(model.changes_z(layer) for layer in layers):
+            reason = "z is changed before W_O, for example by a gate"
+        elif unknown:
+            reason = f"{' and '.join(unknown)} not known in this model"
+        elif statistic.missing and not has_sinks:
+            reason = statistic.missing
+        if reason is not None:
+            by_reason.setdefault(reason, []).append(statistic)
+    return by_reason
+
+
+def _undefined_by_windows(model: Model) -> Iterator[tuple[str, str]]:
+    """What has no value in sequences that are longer than a window, one line for each window."""
+    layers_by_window: dict[int | None, list[int]] = {}
+    for layer in model.info.attention_layers_or_all:
+        facts = model.facts(layer)
+        window = None if facts is None else facts.window
+        layers_by_window.setdefault(window, []).append(layer)
+    for window, layers in layers_by_window.items():
+        names = ", ".join(undefined_behind(window)) if window is not None else ""
+        if window is not None and names:
+            place = f"{_listed_layers(layers)}, from n_ctx = {2 * window + 2:,} on"
+            cause = f"no query sees what they are about in its window of {counted(window, 'token')}"
+            yield "NULL", f"{names}: {place}; {cause}"
+    windows = [window for window in layers_by_window if window is not None]
+    if len(layers_by_window) > 1 and windows:
+        cause = "the layers differ in their window, so measure layers of one window for them"
+        yield "NULL", f"chance levels: from n_ctx = {min(windows) + 1:,} on; {cause}"

@@ -1,0 +1,123 @@
+"""What a scan measures, with every name looked up: its model, its input, its formulas, its edits.
+
+This is the first of three steps from a scan file to a run. `resolve` needs no run directory and
+reads no corpus. `jobs.plan.plan` then finds or names the run, and `jobs.run.loop` measures it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headcount.schemas.errors import ScanError
+from headcount.schemas.files.manifest import Meanings, fingerprints
+from headcount.schemas.scans.scan import Scan
+from headcount.workers.inputs import INPUTS, find_input
+from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.interventions import BoundIntervention, bind, needs_partners
+from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
+from headcount.workers.provenance.code_fingerprint import code_fingerprint
+from headcount.workers.provenance.providers import column_record
+
+Records = dict[str, dict[str, Any]]
+"""The description of each name: what it computes, in which unit, and its fingerprint."""
+
+
+@dataclass(frozen=True)
+class ResolvedScan:
+    """What a scan measures, whichever run it belongs to."""
+
+    scan: Scan
+    """The scan with its choices reduced to what this model has."""
+    info: ModelInfo
+    sequences: Sequences
+    kinds: dict[str, Records]
+    """The formulas that the scan names, by field of the scan."""
+    inputs: Records
+    interventions: Records
+    identity: dict[str, Any]
+    """What the rows mean: the scan, the model, the corpus and the tokenizer, but not the code."""
+    code: str
+    """Fingerprint of the code that runs here."""
+
+    @property
+    def records(self) -> dict[str, Records]:
+        """The description of every name, by field, according to the code here."""
+        return {**self.kinds, "inputs": self.inputs, "interventions": self.interventions}
+
+    @property
+    def meanings(self) -> Meanings:
+        """The fingerprint of every name, by field, according to the code here."""
+        return fingerprints(self.records)
+
+
+def check_scan(scan: Scan) -> list[BoundIntervention]:
+    """Refuse mistakes that need neither the model nor the corpus; returns the interventions."""
+    interventions = [bind(intervention) for intervention in scan.interventions]
+    family = find_input(scan.input.family)
+    family.check(scan.input.options)
+    for bound in interventions:
+        if bound.needs_partner and family.partner is None:
+            have = ", ".join(sorted(other.name for other in INPUTS.values() if other.partner))
+            raise ScanError(
+                f"interventions: '{bound.intervention}' takes something from the run on partner "
+                f"sequences, and the family {family.name} has none; families with partners: {have}"
+            )
+        if bound.needs_labels and not family.labels_tokens:
+            have = ", ".join(sorted(other.name for other in INPUTS.values() if other.labels_tokens))
+            raise ScanError(
+                f"interventions: '{bound.intervention}' reads which tokens are labelled, and the "
+                f"family {family.name} labels none; families that label tokens: {have}"
+            )
+    return interventions
+
+
+def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
+    """Look up everything that a scan names; every mistake that shows there is an error now.
+
+    `info` describes the scan's model if it is known already: to hash its weights takes seconds.
+    """
+    interventions = check_scan(scan)
+    if info is None:
+        info = describe(find_model(scan.model, scan.revision))
+    scan_of_model = scan.for_model(info)
+    # Whether an edit fits depends on the model: a layer or a head may not exist.
+    for intervention in interventions:
+        intervention.check(info, scan_of_model.n_ctx)
+        intervention.check_measured(scan_of_model.depth(info))
+    sequences = Sequences(scan_of_model, info, partners=needs_partners(scan_of_model.interventions))
+
+    # Options that the scan leaves out count with their defaults: a scan that spells a default out
+    # measures the same.
+    input_record = {"family": scan_of_model.input.family, **sequences.options}
+    identity = {
+        "scan": scan_of_model.record | {"input": input_record},
+        "model": info.identity,
+        "corpus": sequences.record,
+    }
+    # Random tokens are the same whichever tokenizer names them.
+    if sequences.reads_text:
+        identity["tokenizer"] = sequences.tokenizer.fingerprint
+
+    # An intervention such as `a+b(1,2)` has several parts; each is described by itself.
+    edits = {
+        part.registered.name: part.registered.record
+        for intervention in interventions
+        for part in intervention.parts
+    }
+    kinds = {
+        kind.field: {
+            formula.name: column_record(formula) for formula in scan_of_model.formulas(kind)
+        }
+        for kind in scan_of_model.kinds()
+    }
+    return ResolvedScan(
+        scan=scan_of_model,
+        info=info,
+        sequences=sequences,
+        kinds=kinds,
+        inputs={sequences.family.name: sequences.family.record},
+        interventions=edits,
+        identity=identity,
+        code=code_fingerprint(),
+    )

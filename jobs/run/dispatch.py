@@ -1,0 +1,485 @@
+"""Hand out shards to replicas, and see that every shard gets an outcome: a commit or a failure.
+
+A replica reads, measures, writes and commits a shard by itself. Ray places the replicas, replaces
+those that die and waits for nodes. The driver decides what Ray cannot know: which shard is given
+out again, which shard is to blame for a death, and when a slow replica is not worth waiting for.
+
+A shard is done when its commit exists, no matter which replica wrote it. So giving a shard out
+twice is always safe, and the driver may do so whenever it is in doubt.
+
+Where a replica's next shard comes from, in this order (`_next_shard`):
+
+1. Its own span of new shards, so that it reads the corpus's files forward. If the span is used up,
+   it steals half of the longest span of another replica (`jobs.run.spans`).
+2. The retries: shards that failed once, so that they hold up nobody.
+3. The suspects and the stragglers, for an idle replica only.
+
+What can happen to a shard that was given out:
+
+* It fails with an exception: it is tried again on any replica, `ATTEMPTS` times in all.
+* Its replica dies: every shard in that replica may be to blame. Each of them becomes a suspect,
+  which is tried again alone in a replica. If that replica dies too, the blame is clear.
+* Its replica is told to leave, because the machine is taken back (`jobs.run.preemption`): the replica
+  finishes the shard that it measures and returns the others. No try counts.
+* Its node vanishes without notice: no try counts either, unless nodes vanish under one shard again
+  and again.
+* It takes far longer than others: it is a straggler, and another replica that has nothing else to
+  do measures it too. The first outcome counts.
+
+`outcomes` is the loop that all of this happens in. It waits for one event at a time: a replica is
+loaded, a replica was told to leave, or a call has ended. If the driver itself is told to end, it
+hands out nothing more, tells the replicas to leave, and takes what they still finish.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import ray
+import ray.exceptions
+from ray import cloudpickle
+
+from headcount.jobs.cluster.ray_cluster import lack_of_room, last_line
+from headcount.jobs.endings import is_finishing, work_begins
+from headcount.jobs.plan.identity import begun_precisions
+from headcount.jobs.plan.plan import Plan
+from headcount.jobs.resources import Resources
+from headcount.jobs.run.attempts import Attempts
+from headcount.jobs.run.preemption import draining_nodes, node_is_gone
+from headcount.jobs.run.replica_actor import CALLS, DEPTH, ReplicaActor, ReplicaPlace
+from headcount.jobs.run.spans import Spans
+from headcount.jobs.upkeep.metrics import RunMetrics
+from headcount.schemas.errors import RunError
+from headcount.schemas.files.commits import Commit, Failure
+from headcount.schemas.files.places import absolute
+from headcount.schemas.files.run_directory import RunDirectory
+from headcount.workers.provenance.code_fingerprint import read_code
+from headcount.workers.replica import Replica
+from headcount.workers.shard import note_failure
+
+MOST_LOST_NODES = 10
+"""If so many nodes vanish under a shard, the shard may be the cause, and the next try counts."""
+
+SLOW = 3.0
+"""A shard is a straggler after this many times the median duration."""
+
+LEAST_PATIENCE = 2.0
+"""Seconds before any shard is a straggler, however short the others are."""
+
+MOST_FAILED_STARTS = 20
+"""Give up after this many failed starts in a row."""
+
+RESTART_PAUSE = 0.1
+"""Seconds before Ray is asked again for a replica that it is starting again."""
+
+RECENT_SHARDS = 64
+"""Shards whose durations make the median."""
+
+LOOK_SECONDS = 2.0
+"""Seconds between two looks at the cluster: which nodes drain, and how far the shards are."""
+
+STARTING_NOTICE = 30.0
+"""Seconds without any replica after which a line says why nothing happens."""
+
+
+def dispatch(
+    plan: Plan,
+    shards: np.ndarray,
+    resources: Resources,
+    say: Callable[[str], None],
+    replica_class: type[Replica] = Replica,
+) -> Iterator[Commit | Failure]:
+    """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives."""
+    dispatcher = _Dispatcher(plan, shards, resources, say, replica_class)
+    try:
+        yield from dispatcher.outcomes()
+    except ray.exceptions.RayError as error:
+        raise RunError(
+            f"{plan.run.run_id}: Ray gave up ({last_line(str(error))}); the same command continues "
+            "where it stopped"
+        ) from None
+    finally:
+        dispatcher.end()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A shard that a replica works at."""
+
+    shard: int
+    started: float
+    """By the driver's monotonic clock."""
+
+
+@dataclass(eq=False)
+class _RemoteReplica:
+    """A replica as the driver sees it."""
+
+    actor: Any
+    """Ray's handle. Ray gives it a new process if the old one dies; the handle stays."""
+    ready: bool = False
+    readiness: ray.ObjectRef | None = None
+    """Ray's reference that is fulfilled as soon as the replica is loaded."""
+    calls: dict[ray.ObjectRef, _Call] = field(default_factory=dict[ray.ObjectRef, _Call])
+    """The shards it works at, by Ray's reference of the result; `DEPTH` at most."""
+    has_suspect: bool = False
+    """Whether it measures a suspect, and so no other shard beside it."""
+    place: ReplicaPlace | None = None
+    """Where it was when it was last ready."""
+    notice: ray.ObjectRef | None = None
+    """Ray's reference that is fulfilled as soon as the replica is told to leave."""
+    was_asked_to_leave: bool = False
+    """Whether this driver has passed a notice on to it."""
+    is_leaving: bool = False
+    """Whether it was told to leave, so that it gets no further shard."""
+    excuse: str | None = None
+    """Why none of its shards is to blame for its end; none if one of them is."""
+
+
+class _Dispatcher:
+    """Who measures what, until every shard has an outcome."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        shards: np.ndarray,
+        resources: Resources,
+        say: Callable[[str], None],
+        replica_class: type[Replica],
+    ) -> None:
+        self.plan = plan
+        self.resources = resources
+        self.say = say
+        self.is_open = np.zeros(plan.manifest.shards, bool)
+        """Whether a shard still needs an outcome, by shard."""
+        self.is_open[shards] = True
+        self.n_shards = self.open_count = len(shards)
+
+        # Where the next shard comes from, in this order.
+        self.spans = Spans(shards)
+        self.retries: deque[int] = deque()
+        self.suspects: deque[int] = deque()
+
+        self.attempts = Attempts(plan.run)
+        self.durations: deque[float] = deque(maxlen=RECENT_SHARDS)
+        """Seconds from handing out a shard to its commit, of the last shards."""
+        self.failed_starts = 0
+        """Starts that failed since a replica was loaded."""
+        self.lost_nodes: Counter[int] = Counter()
+        """Nodes that vanished under each shard."""
+        self.failures = 0
+        """Shards that were reported as failed."""
+        self.metrics = RunMetrics(plan.run.run_id)
+        self.last_look = 0.0
+        """When the cluster was last looked at, by the monotonic clock."""
+        # More replicas than shards would have nothing to do.
+        start_replica = self._replica_starter(replica_class)
+        self.replicas = [
+            _RemoteReplica(start_replica()) for _ in range(min(resources.replicas, self.open_count))
+        ]
+
+    def _replica_starter(self, replica_class: type[Replica]) -> Callable[[], Any]:
+        """A function that asks Ray for one more replica, and does not wait for it."""
+        plan, resources = self.plan, self.resources
+        # A replica gets the reference as bytes. Ray warns of a reference among an actor's
+        # arguments, because it does not keep the object for an actor that restarts; but this
+        # process keeps it as long as there are replicas.
+        tokenizer = plan.manifest.identity.get("tokenizer")
+        self.corpus_reference = ray.put((plan.sequences.index, plan.sequences.corpus, tokenizer))
+        reference_bytes = cloudpickle.dumps(  # pyright: ignore[reportPrivateImportUsage]
+            self.corpus_reference
+        )
+        precisions = begun_precisions(plan.run)
+        on_gpu = resources.device == "cuda"
+        options = {
+            "num_cpus": max(1, resources.cores) if on_gpu else resources.cores,
+            "num_gpus": int(on_gpu),
+            "max_concurrency": CALLS,
+            "max_restarts": -1,  # A node that comes back, or a new one, gets the replica.
+            "max_task_retries": 0,  # Which shard is tried again is decided here.
+            "scheduling_strategy": "SPREAD",
+        }
+        start_actor = ReplicaActor.options(**options).remote
+        # Paths of the scan may be relative to this directory; another machine does not have it.
+        directory = None if resources.cluster else os.getcwd()
+        return lambda: start_actor(
+            plan.scan,
+            plan.info,
+            # Replicas on a cluster work in another directory than this process.
+            RunDirectory(absolute(plan.run.path)),
+            plan.code,
+            read_code(),
+            reference_bytes,
+            resources,
+            replica_class,
+            precisions,
+            directory,
+        )
+
+    def outcomes(self) -> Iterator[Commit | Failure]:
+        """Yield commits and failed attempts as they arrive."""
+        for replica in self.replicas:
+            self._await_start(replica)
+        if (lack := lack_of_room(self.resources)) is not None:
+            self.say(lack)
+        last_notice = time.monotonic()
+        while self.open_count:
+            self._look_at_the_cluster()
+            if is_finishing():
+                if not any(replica.calls for replica in self.replicas):
+                    break
+                for replica in self.replicas:
+                    self._ask_to_leave(replica, "the scan is being stopped")
+            else:
+                for replica in self.replicas:
+                    self._fill(replica)
+            yield from self._next_outcomes()
+            # A user who waits for a machine, or for a large model, must not think that this hangs.
+            if any(replica.ready for replica in self.replicas):
+                last_notice = time.monotonic()
+            elif time.monotonic() - last_notice > STARTING_NOTICE:
+                self.say(
+                    lack_of_room(self.resources)
+                    or "no replica yet: the model is being loaded, or all cores are taken"
+                )
+                last_notice = time.monotonic()
+        self._show_progress()
+
+    def _next_outcomes(self) -> Iterator[Commit | Failure]:
+        """Wait for an event; yields the outcome that it brings, if any."""
+        working = {call: replica for replica in self.replicas for call in replica.calls}
+        noticing = {r.notice: r for r in self.replicas if r.notice is not None}
+        starting = {r.readiness: r for r in self.replicas if r.readiness is not None}
+        # Ray takes the first of several that have arrived: a notice explains the calls that failed.
+        references = [*noticing, *working, *starting]
+        # One second at most: a straggler shows by the clock, not by an event.
+        arrived, _ = ray.wait(references, num_returns=1, timeout=1.0)
+        for reference in arrived:
+            if reference in starting:
+                self._end_start(starting[reference], reference)
+            elif reference in noticing:
+                self._heed_notice(noticing[reference], reference)
+            else:
+                outcome = self._end_call(working[reference], reference)
+                if outcome is not None:
+                    yield outcome
+
+    def _look_at_the_cluster(self) -> None:
+        """Tell replicas whose node drains to leave, and Prometheus how far the shards are."""
+        if time.monotonic() - self.last_look < LOOK_SECONDS:
+            return
+        self.last_look = time.monotonic()
+        draining = draining_nodes()
+        for replica in self.replicas:
+            if replica.place is not None and replica.place.node_id in draining:
+                self._ask_to_leave(replica, "its node is being drained")
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        running = {call.shard for replica in self.replicas for call in replica.calls.values()}
+        n_running = sum(bool(self.is_open[shard]) for shard in running)
+        counts = {
+            "waiting": self.open_count - n_running,
+            "running": n_running,
+            "done": self.n_shards - self.open_count - self.failures,
+            "failed": self.failures,
+        }
+        self.metrics.show(counts)
+
+    def _ask_to_leave(self, replica: _RemoteReplica, reason: str) -> None:
+        if replica.ready and not replica.was_asked_to_leave:
+            replica.was_asked_to_leave = True
+            replica.actor.leave.remote(reason)  # The answer is the replica's notice.
+
+    def end(self) -> None:
+        """Stop the replicas, whatever they are doing: a shard that is cut off has no commit."""
+        # After Ray's end `ray.kill` would join another cluster of this machine.
+        if ray.is_initialized():
+            for replica in self.replicas:
+                ray.kill(replica.actor)
+
+    def _await_start(self, replica: _RemoteReplica) -> None:
+        """Ask Ray for news of a replica that is not loaded yet; do not wait for it here."""
+        if replica.place is not None:
+            self.metrics.ended(replica.place.name)
+        replica.ready = False
+        replica.is_leaving = False
+        replica.notice = None
+        replica.readiness = replica.actor.ready.remote()
+
+    def _end_start(self, replica: _RemoteReplica, reference: ray.ObjectRef) -> None:
+        """Count a replica as loaded, or wait for the next one if it died before.
+
+        Ray starts an actor again that died. If its constructor raised, it would raise anywhere and
+        every time, so that is an error at once.
+        """
+        try:
+            place: ReplicaPlace = ray.get(reference)
+        except ray.exceptions.ActorUnavailableError:
+            # Ray is starting it again, which is no failed start. It says so at once, and would say
+            # so thousands of times before the start has ended.
+            time.sleep(RESTART_PAUSE)
+            self._await_start(replica)
+        except ray.exceptions.RayError as error:
+            self.failed_starts += 1
+            constructor_raised = getattr(error, "actor_init_failed", False)
+            if constructor_raised or self.failed_starts > MOST_FAILED_STARTS:
+                raise RunError(f"no replica can be made: {last_line(str(error))}") from None
+            self._await_start(replica)
+        else:
+            replica.ready = True
+            replica.readiness = None
+            replica.place = place
+            replica.notice = replica.actor.told_to_leave.remote()
+            replica.was_asked_to_leave = False
+            replica.excuse = None
+            self.failed_starts = 0
+            work_begins()
+
+    def _heed_notice(self, replica: _RemoteReplica, reference: ray.ObjectRef) -> None:
+        """Give a replica no further shard because it was told to leave, or has died idle."""
+        replica.notice = None
+        try:
+            reason: str = ray.get(reference)
+        except ray.exceptions.RayError:
+            self._note_death(replica)
+            return
+        replica.is_leaving = True
+        replica.excuse = "preempted"
+        if not is_finishing() and replica.place is not None:
+            self.say(f"a replica on {replica.place.host} leaves: {reason}")
+
+    def _note_death(self, replica: _RemoteReplica) -> None:
+        """Find out why a replica died, once for all of its calls, and wait for its successor."""
+        if not replica.ready:
+            return
+        if replica.excuse is None and replica.place and node_is_gone(replica.place.node_id):
+            self.say(f"{replica.place.host} is gone: its shards are measured elsewhere")
+            replica.excuse = "node_lost"
+        self._await_start(replica)
+
+    def _fill(self, replica: _RemoteReplica) -> None:
+        """Give a replica as many shards as it takes at once; a suspect stays alone."""
+        if replica.is_leaving:
+            if not replica.calls:
+                # Nothing keeps it now. Its successor is the same actor in another process.
+                self._await_start(replica)
+            return
+        while replica.ready and not replica.has_suspect and len(replica.calls) < DEPTH:
+            shard = self._next_shard(replica)
+            if shard is None:
+                return
+            reference = replica.actor.measure.remote(shard, self.attempts.failed(shard) + 1)
+            replica.calls[reference] = _Call(shard, time.monotonic())
+
+    def _next_shard(self, replica: _RemoteReplica) -> int | None:
+        """The shard that a replica measures next, or none if there is nothing for it now.
+
+        New shards come first, so that one that fails again and again holds up nobody.
+        """
+        shard = self.spans.take(replica)
+        if shard is not None:
+            return shard
+        if self.retries:
+            return self.retries.popleft()
+        if replica.calls:
+            return None
+        # Only an idle replica is left from here: a suspect must be alone in it, and a straggler is
+        # measured a second time only where nothing else is to do.
+        if self.suspects:
+            replica.has_suspect = True
+            return self.suspects.popleft()
+        return self._straggler(replica)
+
+    def _straggler(self, idle: _RemoteReplica) -> int | None:
+        """The open shard that other replicas have had for longest, if that is far too long.
+
+        A shard that was given out twice counts from the second time. Otherwise it would be given to
+        every replica that becomes idle.
+        """
+        last_start: dict[int, float] = {}
+        for replica in self.replicas:
+            if replica is idle:
+                continue
+            for call in replica.calls.values():
+                if self.is_open[call.shard]:
+                    earlier_start = last_start.get(call.shard, call.started)
+                    last_start[call.shard] = max(call.started, earlier_start)
+        # Without a duration nobody knows yet what is slow.
+        if not last_start or not self.durations:
+            return None
+        oldest = min(last_start, key=last_start.__getitem__)
+        patience = max(LEAST_PATIENCE, SLOW * statistics.median(self.durations))
+        if time.monotonic() - last_start[oldest] <= patience:
+            return None
+        self.metrics.repeated("straggler")
+        return oldest
+
+    def _end_call(
+        self, replica: _RemoteReplica, reference: ray.ObjectRef
+    ) -> Commit | Failure | None:
+        """The outcome of a call; none if no try counts, or if its shard has an outcome already."""
+        call = replica.calls.pop(reference)
+        had_suspect, replica.has_suspect = replica.has_suspect, False
+        died = False
+        try:
+            result: Commit | Failure | None = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            # The call itself raised, for example because its result could not be sent. The
+            # replica lives.
+            result = Failure(call.shard, last_line(str(error)))
+        except ray.exceptions.RayError as error:
+            # The replica died. All its calls end here, one after the other.
+            self._note_death(replica)
+            result = Failure(call.shard, f"its replica died ({last_line(str(error))})")
+            died = True
+            if replica.excuse is not None and self._is_excused(call.shard, replica.excuse):
+                result = None
+        # Two replicas had this shard, and the other one was first.
+        if not self.is_open[call.shard]:
+            return None
+        if result is None:
+            # It was told to leave before it measured the shard, or has ended for such a reason.
+            self.metrics.repeated(replica.excuse or "preempted")
+            # What was measured alone must stay alone.
+            (self.suspects if had_suspect else self.retries).append(call.shard)
+            return None
+        if isinstance(result, Commit):
+            self.durations.append(time.monotonic() - call.started)
+            self.metrics.committed(result)
+            self._close(call.shard)
+            return result
+        return self._retry_or_report(result, died)
+
+    def _is_excused(self, shard: int, excuse: str) -> bool:
+        """Whether a shard is not to blame that its replica died."""
+        if excuse != "node_lost":
+            return True
+        self.lost_nodes[shard] += 1
+        return self.lost_nodes[shard] < MOST_LOST_NODES
+
+    def _retry_or_report(self, failure: Failure, died: bool) -> Failure:
+        """Queue a shard again; after enough attempts, its failure is the last."""
+        shard = failure.shard
+        if self.attempts.may_try_again(shard):
+            queue = self.suspects if died else self.retries
+            queue.append(shard)
+            self.metrics.repeated("died" if died else "failed")
+            return replace(failure, is_last=False)
+        self._close(shard)
+        self.failures += 1
+        if died:
+            # A replica leaves a note of a failure in the run. One that died could not.
+            return note_failure(self.plan.run, failure, self.attempts.failed(shard))
+        return failure
+
+    def _close(self, shard: int) -> None:
+        self.is_open[shard] = False
+        self.open_count -= 1

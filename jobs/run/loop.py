@@ -1,0 +1,400 @@
+"""Bring a run to its end: find what is missing, measure it, keep the ledger small.
+
+There is one such loop. `scan`, `resume` and `reproduce` use it, with Ray and without. It is a chain
+of generators: outcomes of shards come from `dispatch` or `measure_in_process`, and pass through
+those that stop the run, fold commits and show progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from rich.console import Console
+
+from headcount.jobs.console import say
+from headcount.jobs.endings import finishing_work_in_hand, is_finishing, work_begins
+from headcount.jobs.plan.extension import check_unchanged, extend
+from headcount.jobs.plan.plan import Plan
+from headcount.jobs.resources import Resources
+from headcount.jobs.run.in_process import measure_in_process
+from headcount.jobs.run.lock import locked
+from headcount.jobs.run.progress import WholeProgress, show_progress
+from headcount.jobs.upkeep import phases
+from headcount.jobs.upkeep.compaction import delete_lost_attempts
+from headcount.jobs.upkeep.removal import removed_if_it_never_began
+from headcount.schemas.errors import RunError, counted
+from headcount.schemas.files.commits import (
+    COMMITS_PER_FOLD,
+    Commit,
+    Failure,
+    commits_of,
+    delete,
+    drop,
+    fold,
+)
+from headcount.schemas.files.damage import BY_CONTENT, BY_SIZE
+from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.places import reason
+from headcount.schemas.files.run_directory import RunDirectory, differing_keys, holds_whole_shard
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.replica import Replica
+
+MOST_FAILURES = 20
+"""Stop a run after so many shards in a row could not be measured: the cause is not in them."""
+
+MOST_UNWRITTEN = 3
+"""The same if they were measured, and the disk or the store did not take them."""
+
+FAILURES_SHOWN = 10
+"""Failures that are said one by one at the end. A full disk may cause hundreds."""
+
+
+def run_to_end(
+    plan: Plan,
+    resources: Resources,
+    console: Console,
+    verify: bool = False,
+    replica_class: type[Replica] = Replica,
+    stop_at_failure: bool = False,
+    allow_other_code: bool = False,
+    models: KnownModels | None = None,
+    whole: WholeProgress | None = None,
+) -> list[Failure]:
+    """Measure every shard that is not done; returns the failures.
+
+    `verify` reads every data file and measures damaged ones again. `stop_at_failure` raises at the
+    first failure instead of measuring the other shards. `allow_other_code` continues a run that
+    other measuring code began. `models` shares loaded models between runs in this process. `whole`
+    is told what is measured of several runs.
+    """
+    resources.check_here()
+    is_new = plan.previous_manifest is None
+    with removed_if_it_never_began(plan.run) if is_new else nullcontext(), locked(plan.run):
+        # The plan was made before the lock was held.
+        check_unchanged(plan)
+        if plan.needs_permission and not allow_other_code:
+            _refuse_to_measure(plan, verify)
+        else:
+            extend(plan)
+        missing = missing_shards(plan, verify)
+        _say_what_is_done(plan, missing, console)
+        # A run may miss shards beyond what this command asks for.
+        requested = _requested_shards(plan, missing)
+        if not len(requested):
+            if not len(missing):
+                _make_globs_right(plan.run, console)
+            return []
+        tokens_done = plan.tokens - tokens_of(plan, requested)
+        measured = _outcomes(plan, requested, resources, console, replica_class, models)
+        # An error keeps a generator alive. Closed here, replicas end while there is still a Ray.
+        with closing(measured):
+            outcomes = phases.of_outcomes(measured)
+            outcomes = stop_after_failures_in_a_row(plan.run.run_id, outcomes)
+            if stop_at_failure:
+                outcomes = stop_at_first_failure(plan.run.run_id, outcomes)
+            outcomes = fold_commits(plan.run, outcomes)
+            # The generators above have measured nothing yet. They run as this asks for outcomes.
+            with finishing_work_in_hand():
+                failures = show_progress(outcomes, plan.tokens, tokens_done, console, whole)
+        if not failures and len(requested) == len(missing):
+            _make_globs_right(plan.run, console)
+    _say_failures(plan, failures, console)
+    return failures
+
+
+def _outcomes(
+    plan: Plan,
+    shards: np.ndarray,
+    resources: Resources,
+    console: Console,
+    replica_class: type[Replica],
+    models: KnownModels | None,
+) -> Generator[Commit | Failure, None, None]:
+    """The outcomes of shards as they arrive, measured on Ray's replicas or in this process."""
+
+    def tell(line: str) -> None:
+        say(console, line)
+
+    if resources.replicas:
+        # Ray takes a second to import.
+        from headcount.jobs.cluster.ray_cluster import connect
+        from headcount.jobs.run.dispatch import dispatch
+
+        outcomes = dispatch(plan, shards, connect(resources), tell, replica_class)
+    else:
+        make_replica = replica_class if models is None else partial(replica_class, load=models.load)
+        outcomes = until_stopped(
+            measure_in_process(plan, shards, resources.device, resources.cores, make_replica)
+        )
+    return say_what_differs(plan.run, outcomes, tell)
+
+
+def _make_globs_right(run: RunDirectory, console: Console) -> None:
+    """Leave only files that count in a run of which all is done."""
+    try:
+        delete_lost_attempts(run)
+    except OSError as error:
+        say(
+            console,
+            f"warning: {run.path} is complete, but files of lost attempts cannot be deleted "
+            f"({reason(error)}): a bare glob counts their rows twice, headcount query does not",
+        )
+
+
+def _say_what_is_done(plan: Plan, missing: np.ndarray, console: Console) -> None:
+    for note in plan.notes:
+        say(console, f"{plan.run.run_id}: {note}")
+    shards = plan.manifest.shards
+    shards_done = shards - len(missing)
+    say(
+        console,
+        f"{plan.run.run_id}: {counted(plan.tokens, 'token')}, {counted(shards, 'shard')}, "
+        f"{shards_done:,} of them done",
+    )
+
+
+def _say_failures(plan: Plan, failures: list[Failure], console: Console) -> None:
+    for failure in failures[:FAILURES_SHOWN]:
+        say(console, f"shard {failure.shard} failed: {failure.error}")
+    if len(failures) > FAILURES_SHOWN:
+        more = len(failures) - FAILURES_SHOWN
+        say(console, f"and {more:,} more shards failed: headcount status {plan.run.path}")
+
+
+def _refuse_to_measure(plan: Plan, verify: bool) -> None:
+    """Refuse to measure with code that has no part in the run yet.
+
+    A run that is complete is not refused: after an update, the same command still says that nothing
+    is missing.
+    """
+    assert plan.previous_manifest is not None
+    is_extended = plan.manifest.sequences > plan.previous_manifest.sequences
+    if is_extended or len(_requested_shards(plan, missing_shards(plan, verify))):
+        raise RunError(
+            f"{plan.run.run_id}: begun with code {plan.previous_manifest.code}, and the code here "
+            f"is {plan.code}, which may measure something else; --allow-other-code continues it, "
+            f"and every shard says which code measured it; or {plan.alternative}"
+        )
+
+
+def _requested_shards(plan: Plan, shards: np.ndarray) -> np.ndarray:
+    """Those of some shards that begin before the last sequence that was asked for."""
+    return shards[shards * plan.scan.sequences_per_shard < plan.requested_sequences]
+
+
+def tokens_of(plan: Plan, shards: np.ndarray) -> int:
+    """Tokens that some shards send through the model, over all interventions."""
+    size = plan.scan.sequences_per_shard
+    # The last shard of a run may be short.
+    starts = shards * size
+    stops = np.minimum(starts + size, len(plan.sequences))
+    sequences = int((stops - starts).sum())
+    return sequences * plan.scan.n_ctx * len(plan.scan.interventions)
+
+
+def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
+    """The shards that have no commit, and those with files that are not as committed.
+
+    Files are compared by name and size, or by content to `verify` them. The commits of damaged
+    shards are taken out of the ledger: a replica does not write a shard that is committed.
+    """
+    survey = _LedgerSurvey(plan.manifest)
+    columns = BY_CONTENT if verify else BY_SIZE
+    parts = survey.watch(plan.run.ledger_parts(["stop", *columns]))
+    damaged: set[int] = set(survey.short)
+    # This reads the parts, and fills the survey on the way.
+    for damage in plan.run.damaged_files(parts, plan.manifest if verify else None):
+        # A roll-up is written again from rows (`headcount compact`). Nothing needs measuring.
+        if not damage.is_of_rollup:
+            damaged.update(shard for shard in damage.shards if shard < plan.manifest.shards)
+
+    # Commit files go first. While a fold has the shard, its own file does not count; once the fold
+    # has dropped the shard, the file would count again.
+    delete(plan.run.commit_file(shard) for shard in sorted(damaged))
+    folded_and_damaged = [shard for shard in sorted(damaged) if survey.is_folded[shard]]
+    if folded_and_damaged:
+        drop(plan.run.commits_directory, plan.run.run_id, folded_and_damaged)
+    if survey.loose_commits >= COMMITS_PER_FOLD:
+        # Drivers that were killed early left them: each folds only what it measured itself.
+        _fold_loose_commits(plan.run, damaged)
+
+    is_missing = ~survey.is_committed
+    is_missing[list(damaged)] = True
+    return np.flatnonzero(is_missing)
+
+
+class _LedgerSurvey:
+    """What the ledger says of each shard of a run.
+
+    The ledger of a large run is read once, in parts. The search for damaged files needs the same
+    parts, so the survey is taken while they go by.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.is_committed = np.zeros(manifest.shards, bool)
+        """By shard."""
+        self.is_folded = np.zeros(manifest.shards, bool)
+        """Whether a shard's commit is in a fold, by shard."""
+        self.loose_commits = 0
+        """Commits in files of their own."""
+        self.short: list[int] = []
+        """Shards whose commit is older than the run's extension, and lacks sequences. A replica
+        that outlived its driver may leave one.
+        """
+
+    def watch(self, parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
+        """Pass the parts of a ledger on, and note what they say."""
+        for part in parts:
+            shards = part["shard"].to_numpy()
+            is_folded = part["folded"].to_numpy()
+            # A directory may hold commits beyond the scan's last shard; they are not this scan's.
+            is_own = shards < len(self.is_committed)
+            self.short += shards[is_own & ~holds_whole_shard(self.manifest, part)].tolist()
+            self.is_committed[shards[is_own]] = True
+            self.is_folded[shards[is_own & is_folded]] = True
+            self.loose_commits += np.count_nonzero(~is_folded)
+            yield part
+
+
+def _fold_loose_commits(run: RunDirectory, damaged: set[int]) -> None:
+    ledger = run.ledger()
+    loose = ledger.filter(pa.array(~ledger["folded"].to_numpy()))
+    whole = [commit for commit in commits_of(loose) if commit.shard not in damaged]
+    fold(run.commits_directory, whole)
+
+
+def say_what_differs(
+    run: RunDirectory, outcomes: Iterable[Commit | Failure], tell: Callable[[str], None]
+) -> Generator[Commit | Failure, None, None]:
+    """Pass outcomes on; name each device and each set of libraries that differ from the run's.
+
+    Those of the run are what one of its first commits says, or else the first commit that arrives.
+    Each difference is said once.
+    """
+    begun = _first_origin(run)
+    lines_said: set[str] = set()
+    for outcome in outcomes:
+        if isinstance(outcome, Commit):
+            origin = _origin_of(outcome)
+            begun = begun or origin
+            differences = _differences(begun, origin)
+            line = f"{run.run_id}: measured on {outcome.host} with {', '.join(differences)}"
+            if differences and line not in lines_said:
+                tell(line)
+                lines_said.add(line)
+        yield outcome
+
+
+class _Origin(NamedTuple):
+    """What a shard was measured on and with."""
+
+    device: str
+    """Empty in commits of older code."""
+    versions: dict[str, str]
+    """The version of each library; empty in commits of older code."""
+
+
+def _first_origin(run: RunDirectory) -> _Origin | None:
+    commit = run.oldest_commit(["device", "versions"])
+    if commit is None:
+        return None
+    versions = {entry["library"]: entry["version"] for entry in commit["versions"]}
+    return _Origin(commit["device"], versions)
+
+
+def _origin_of(commit: Commit) -> _Origin:
+    versions = {entry.library: entry.version for entry in commit.versions}
+    return _Origin(commit.device, versions)
+
+
+def _differences(begun: _Origin, origin: _Origin) -> list[str]:
+    """What differs between two origins, in words; what older code did not record does not count."""
+    differences = differing_keys(begun.versions, origin.versions) if begun.versions else []
+    if begun.device and origin.device != begun.device:
+        differences = [f"{origin.device}, begun on {begun.device}", *differences]
+    return differences
+
+
+def until_stopped(outcomes: Iterable[Commit | Failure]) -> Iterator[Commit | Failure]:
+    """Pass outcomes on until the shard is finished that was measured when SIGTERM came."""
+    for outcome in outcomes:
+        # Before the first outcome the model was loaded, which is not worth waiting for.
+        work_begins()
+        yield outcome
+        if is_finishing():
+            return
+
+
+def stop_at_first_failure(
+    run_id: str, outcomes: Iterable[Commit | Failure]
+) -> Iterator[Commit | Failure]:
+    """Pass outcomes on until one is a failure, which is raised."""
+    for outcome in outcomes:
+        if isinstance(outcome, Failure):
+            raise RunError(
+                f"{run_id}: shard {outcome.shard} failed: {outcome.error}; mend the cause and run "
+                "the same command again"
+            )
+        yield outcome
+
+
+def stop_after_failures_in_a_row(
+    run_id: str, attempts: Iterable[Commit | Failure]
+) -> Iterator[Commit | Failure]:
+    """Pass outcomes of shards on; raise if attempts at many shards in a row failed in one way.
+
+    Then the cause is not in the shards, and the others need not be tried. Attempts after which a
+    shard is tried again are left out.
+    """
+    failed_shards: dict[bool, set[int]] = {True: set(), False: set()}
+    for attempt in attempts:
+        if isinstance(attempt, Commit):
+            failed_shards = {True: set(), False: set()}
+            yield attempt
+            continue
+        in_a_row = failed_shards[attempt.of_writing]
+        in_a_row.add(attempt.shard)
+        most = MOST_UNWRITTEN if attempt.of_writing else MOST_FAILURES
+        if len(in_a_row) >= most:
+            # An error of writing says itself what to do.
+            what, advice = "measured", "; mend the cause and run the same command again"
+            if attempt.of_writing:
+                what, advice = "written", ""
+            raise RunError(
+                f"{run_id}: stopped, because {most} shards in a row could not be {what}, the last "
+                f"with: {attempt.error}{advice}"
+            )
+        if attempt.is_last:
+            yield attempt
+
+
+def fold_commits(
+    run: RunDirectory, outcomes: Iterable[Commit | Failure]
+) -> Iterator[Commit | Failure]:
+    """Pass outcomes on, and fold their commits into one file whenever there are enough.
+
+    A fold is written in the background, because a store may take seconds for it. The next one waits
+    for it: so there is one at a time, and an error of a fold is raised and not lost.
+    """
+    unfolded: list[Commit] = []
+    with ThreadPoolExecutor(1) as background:
+        folding: Future[None] | None = None
+        for outcome in outcomes:
+            if isinstance(outcome, Commit):
+                unfolded.append(outcome)
+            # The last few commits stay in files of their own, until there are enough of them.
+            if len(unfolded) == COMMITS_PER_FOLD:
+                if folding is not None:
+                    folding.result()
+                folding = background.submit(fold, run.commits_directory, unfolded)
+                unfolded = []
+            yield outcome
+        if folding is not None:
+            folding.result()

@@ -1,0 +1,174 @@
+"""A replica in a Ray actor: it reads, measures, writes and commits the shards that it is given.
+
+An actor may start on another machine than the driver's. So it first checks that it has the same
+code, the same weights and the same tokenizer: otherwise its rows would mean something else.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import ray
+from ray import cloudpickle
+
+from headcount.jobs.resources import Resources
+from headcount.jobs.run.preemption import LeaveNotice
+from headcount.jobs.upkeep.metrics import ReplicaMetrics, node_name
+from headcount.schemas.errors import RunError
+from headcount.schemas.files.commits import Commit, Failure
+from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.scans.scan import Scan
+from headcount.workers.inputs.sequences import Sequences, ShardInput
+from headcount.workers.interventions import needs_partners
+from headcount.workers.interventions.settlement import check_begun
+from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
+from headcount.workers.process import prepare_process
+from headcount.workers.provenance.code_fingerprint import Code, code_fingerprint, learn_fingerprint
+from headcount.workers.replica import Replica, is_device_failure
+from headcount.workers.shard import (
+    MeasuredShard,
+    commit_shard,
+    failure_of,
+    measure_shard,
+    note_failure,
+    replica_name,
+)
+
+DEPTH = 3
+"""Shards that a replica works at: one is read, one is measured, one is written."""
+
+CALLS = DEPTH + 2
+"""Calls that an actor runs at once: its shards, the wait for a notice, and one short call."""
+
+
+class ReplicaPlace(NamedTuple):
+    """Where a replica runs."""
+
+    node_id: str
+    """As Ray knows the node."""
+    host: str
+    name: str
+    """As commits name the replica."""
+
+
+@ray.remote
+class ReplicaActor:
+    """A replica in an actor: it turns a shard's number into the shard's commit."""
+
+    def __init__(
+        self,
+        scan: Scan,
+        info: ModelInfo,
+        run: RunDirectory,
+        code: str,
+        driver_code: Code,
+        corpus_reference: bytes,
+        resources: Resources,
+        replica_class: type[Replica],
+        begun: frozenset[str],
+        directory: str | None,
+    ) -> None:
+        self.leave_notice = LeaveNotice()
+        # Paths of the scan may be relative to the driver's directory, if it is on this machine.
+        if directory is not None:
+            os.chdir(directory)
+        learn_fingerprint(driver_code)
+        local_code = code_fingerprint()
+        if local_code != code:
+            raise RunError(
+                f"this node runs code {local_code}, the driver {code}; remove the copy of "
+                "headcount that is installed there"
+            )
+        # One thread for everything that computes. OpenMP makes a team of threads for each thread
+        # that computes. Two teams are more threads than cores, which then sleep between operations:
+        # 17,800 tokens/s instead of 29,900.
+        self.computing = ThreadPoolExecutor(max_workers=1)
+        threads = resources.cores if resources.device == "cpu" else None
+        self.computing.submit(prepare_process, threads).result()
+        local_info = describe(find_model(scan.model, scan.revision))
+        if local_info.sha256 != info.sha256:
+            raise RunError(
+                f"model {scan.model}: this node has weights {local_info.sha256}, "
+                f"the driver {info.sha256}; copy the driver's files there"
+            )
+        self.run = run
+        # The driver has listed and indexed the corpus's files; no replica does it again.
+        index, corpus, tokenizer = ray.get(cloudpickle.loads(corpus_reference))
+        partners = needs_partners(scan.interventions)
+        self.sequences = Sequences(scan, local_info, index, corpus, partners)
+        if tokenizer is not None and tokenizer != self.sequences.tokenizer.fingerprint:
+            raise RunError(
+                f"model {scan.model}: this node has the tokenizer "
+                f"{self.sequences.tokenizer.fingerprint}, the run {tokenizer}"
+            )
+        self.reading = threading.Lock()
+        self.replica = self.computing.submit(
+            replica_class, local_info, scan, resources.device
+        ).result()
+        check_begun(begun, self.replica.precision, run.run_id, resources.device)
+        self.metrics = ReplicaMetrics(run.run_id)
+        self.leave_notice.is_loaded = True
+
+    def ready(self) -> ReplicaPlace:
+        """Where the replica is, as soon as it is loaded: Ray calls no method before that.
+
+        A replica that leaves is never ready again. Its process ends, and Ray makes another one.
+        """
+        if self.leave_notice.came:
+            threading.Event().wait()
+        node_id = ray.get_runtime_context().get_node_id()
+        return ReplicaPlace(node_id, node_name(), replica_name())
+
+    def told_to_leave(self) -> str:
+        """Wait until the replica is told to leave; returns why."""
+        return self.leave_notice.wait()
+
+    def leave(self, reason: str) -> None:
+        """Begin no further shard, finish the one that is measured, and exit."""
+        self.leave_notice.tell(reason)
+
+    def measure(self, shard: int, attempt: int) -> Commit | Failure | None:
+        """Read, measure, write and commit one shard; returns its commit, or why it failed.
+
+        Returns none if the replica was told to leave before it measured the shard.
+
+        Ray runs `DEPTH` of these calls at once, each in a thread. The lock lets one of them read,
+        and the computing thread measures for one of them, so that they form a pipeline.
+        """
+        with self.leave_notice.call():
+            try:
+                shard_input = self._read(shard)
+                measured = self.computing.submit(self._measure, shard_input).result()
+                return None if measured is None else self._commit(measured, attempt)
+            except Exception as error:
+                # The device is lost to this process, and every later call would fail. If the
+                # process dies, Ray restarts the actor in a new one.
+                if is_device_failure(error):
+                    os._exit(1)
+                return note_failure(self.run, failure_of(shard, error), attempt)
+
+    def _read(self, shard: int) -> ShardInput | None:
+        with self.reading:
+            if self.leave_notice.came:
+                return None
+            began = time.perf_counter()
+            shard_input = self.sequences.shard(shard)
+            self.metrics.read(time.perf_counter() - began)
+            return shard_input
+
+    def _measure(self, shard_input: ShardInput | None) -> MeasuredShard | None:
+        if shard_input is None or self.leave_notice.came:
+            return None
+        measured = measure_shard(self.replica, shard_input)
+        self.metrics.measured(measured)
+        return measured
+
+    def _commit(self, measured: MeasuredShard, attempt: int) -> Commit:
+        began = time.perf_counter()
+        commit = commit_shard(self.replica.scan, self.run, measured, attempt)
+        self.metrics.written(commit, time.perf_counter() - began)
+        return commit

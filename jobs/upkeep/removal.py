@@ -1,0 +1,113 @@
+"""Delete a run in an order that never leaves half a run.
+
+The manifest goes first, then the ledger, then the rows. If the process is killed on the way, what
+is left has no manifest, so no reader takes it for a run.
+"""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pyarrow.fs as pafs
+
+from headcount.jobs.run.lock import locked
+from headcount.jobs.upkeep import phases
+from headcount.schemas.errors import RunError
+from headcount.schemas.files.places import Place, absolute, names, reason, settle
+from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
+
+
+def check_removable(location: str) -> RunDirectory:
+    """The run at a path or address; refuse everything that is not the directory of a run.
+
+    A broken or half deleted run is accepted: its directory has the name of one.
+    """
+    run = RunDirectory(absolute(location))
+    if not _is_directory(run.path) and phases.read_note(run) is not None:
+        return run  # Its job ended before the run began.
+    if not _is_directory(run.path):
+        raise RunError(f"{run.path}: not there; expected the directory of a run")
+    if isinstance(run.path, Path) and run.path.is_symlink():
+        raise RunError(f"{run.path}: a link to {run.path.resolve()}; delete what it leads to")
+    if not run.path.name.startswith("run_id="):
+        # A run may have another name. Then only a manifest shows that it is one; without, this
+        # raises.
+        run.manifest()
+    return run
+
+
+def describe_run(run: RunDirectory) -> str:
+    """A run and how many of its shards are done, in words."""
+    try:
+        manifest = run.manifest()
+        done = int(holds_whole_shard(manifest, run.ledger(["stop"])).sum())
+    except RunError as error:
+        return f"{run.path} ({error})"
+    return f"{run.path} ({done:,} of {manifest.shards:,} shards done)"
+
+
+def remove(run: RunDirectory) -> None:
+    """Delete a run and its note; refused while a process of this machine is at work on it."""
+    phases.forget(run)
+    if not _is_directory(run.path):
+        return
+    try:
+        with locked(run):
+            run.manifest_file.unlink(missing_ok=True)
+            # A power cut must not bring the manifest back when other files are gone.
+            settle(run.path)
+            for name in [run.commits_directory.name, *sorted(names(run.path))]:
+                if name != ".lock":
+                    _delete(run.path / name)
+        if _is_directory(run.path):
+            # A store keeps a marker of the directory, and a disk keeps the lock.
+            _delete(run.path)
+    except OSError as error:
+        raise RunError(
+            f"{run.path}: cannot be deleted whole ({reason(error)}); mend that, and the same "
+            "command continues"
+        ) from None
+
+
+@contextmanager
+def removed_if_it_never_began(run: RunDirectory) -> Iterator[None]:
+    """Remove a run if a block fails before any shard was tried, such as when its model is loaded.
+
+    A run in a store is kept: it has no lock, so another driver may be at work on it.
+    """
+    try:
+        yield
+    except Exception:
+        # The error is what the user should read, and not that something cannot be removed.
+        with suppress(RunError, OSError):
+            was_tried = any(names(run.commits_directory)) or run.failed_shards()
+            if isinstance(run.path, Path) and not was_tried:
+                remove(run)
+        raise
+
+
+def _is_directory(path: Place) -> bool:
+    """Whether there is a directory at a path, or objects under an address."""
+    if isinstance(path, Path):
+        return path.is_dir()
+    return path.filesystem.get_file_info(path.key).type is pafs.FileType.Directory
+
+
+def _delete(path: Place) -> None:
+    """Delete a file, or a directory with everything in it; do nothing if there is none."""
+    if not isinstance(path, Path):
+        kind = path.filesystem.get_file_info(path.key).type
+        if kind is pafs.FileType.Directory:
+            path.filesystem.delete_dir(path.key)
+        elif kind is pafs.FileType.File:
+            path.unlink()
+    elif path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,370 @@
+"""Runs opened in Python: questions in SQL, tables, and cards of heads. `headcount.open` opens them.
+
+It needs neither torch nor Ray. A mistake is an error of `schemas.errors` with one line.
+
+```python
+runs = headcount.open("runs")
+runs.sql("SELECT label, avg(sink_mass) FROM heads GROUP BY ALL").df()
+runs.head("L5H1").show()
+```
+"""
+
+from __future__ import annotations
+
+import html
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from operator import is_
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
+
+import pyarrow as pa
+from pydantic import Field
+
+from headcount.queries.ask.answers import Answer, rows_of, run_query
+from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.ask.formats import check_suffix
+from headcount.queries.ask.named_queries import QUERIES, read_queries
+from headcount.queries.open.connection import MEMORY, OPENED, check_memory, view_descriptions
+from headcount.queries.open.run import read_runs
+from headcount.queries.open.run_memory import RunMemory
+from headcount.queries.run_models import OpenModel, RunModels
+from headcount.schemas.errors import QueryError, printable, unknown
+from headcount.schemas.files.places import absolute
+from headcount.schemas.scans.arguments import Location, Name, checked
+from headcount.schemas.scans.values import Count, Positive
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+
+    from headcount.queries.report.head_card import HeadCard
+
+ROWS_SHOWN = 20
+"""Rows of an answer that a notebook shows; `df()`, `pl()` and `arrow()` have all."""
+
+Question: TypeAlias = Annotated[str, Field(min_length=0)]
+"""An empty one has an error of its own, which says what can be asked."""
+
+MORE_ROWS = "and more rows: df(), pl() and arrow() have all"
+
+CARD_HEIGHT = 900
+"""Height of a card in a notebook, in pixels; it scrolls."""
+
+RUNS_SUMMARY = """
+    SELECT run_id, model, input_family AS input,
+        array_to_string(interventions, ', ') AS interventions, complete,
+        sequences_done || ' of ' || sequences AS sequences, rows
+    FROM runs ORDER BY run_id
+"""
+"""What a notebook shows of opened runs: which they are, and how much of each is in."""
+
+
+class Runs:
+    """Opened runs. They show what was committed when they were opened; `refresh` looks again."""
+
+    @checked(QueryError)
+    def __init__(
+        self,
+        path: Location,
+        open_model: OpenModel | None = None,
+        *,
+        code: Name | None = None,
+        memory: Name = MEMORY,
+    ) -> None:
+        """`open_model` opens the model of a run, whose tokenizer makes tokens readable."""
+        # A notebook may change its working directory, and `refresh` must find the same runs.
+        self.path = absolute(path)
+        self.code = code
+        self.memory = check_memory(memory)
+        self.open_model = open_model
+        self.models = None if open_model is None else RunModels(str(self.path), open_model)
+        self._memory_of_runs = RunMemory()
+        self._database: RunDatabase | None = self._opened()
+
+    def _opened(self) -> RunDatabase:
+        database = open_runs(
+            self.path,
+            code=self.code,
+            memory=self.memory,
+            tell=_warn,
+            read=self._memory_of_runs.read_run,
+        )
+        for line in database.damage():
+            _warn(f"warning: {line}")
+        return database
+
+    @property
+    def database(self) -> RunDatabase:
+        """The views of the runs; an error once they are closed."""
+        if self._database is None:
+            raise QueryError(f"{self.path}: closed; headcount.open opens these runs again")
+        return self._database
+
+    def _has_news(self) -> bool:
+        """Whether runs must be opened again: something was committed, or is or was damaged."""
+        opened = OPENED[self.database.connection]
+        runs, unreadable = read_runs(self.path, self.code, self._memory_of_runs.read_run)
+        is_known = len(runs) == len(opened.runs) and all(map(is_, runs, opened.runs))
+        return bool(unreadable or self.database.damage()) or not is_known
+
+    @checked(QueryError)
+    def sql(
+        self, question: Question, *, timeout: Positive | None = None, **parameters: object
+    ) -> AnswerTable:
+        """Ask in SQL, or by the name of a query with its parameters: `"sink_heads", threshold=0.2`.
+
+        Nothing can be written; `timeout` is in seconds. A mistake in the SQL is an error here. What
+        only the rows show, for example a statistic that no run measured, is one when they are read.
+        """
+        return AnswerTable(self, _with_parameters(question, parameters), timeout)
+
+    @checked(QueryError)
+    def head(self, label: Name, *, run_id: Name | None = None, intervention: Name = "none") -> Head:
+        """The card of a head, such as `L5H1`, of one run. `run_id` may be left out if one is open.
+
+        The card has every statistic with its chance level and its place among the heads. Tokens are
+        numbers if the tokenizer of the model is not there.
+        """
+        from headcount.queries.report.head_card import head_card
+
+        return Head(head_card(self.database, label, run_id, intervention, self.models))
+
+    def refresh(self) -> Self:
+        """Look at the commits again: a scan that runs has written more since."""
+        if not self._has_news():
+            return self
+        opened = self._opened()
+        self.close()
+        self._database = opened
+        return self
+
+    @property
+    def views(self) -> dict[str, str]:
+        """What can be asked by name: every view, and what it is for."""
+        return view_descriptions(self.database.connection)
+
+    def close(self) -> None:
+        """Free the memory and the files of the connection. Nothing can be asked afterwards."""
+        if self._database is not None:
+            self._database.connection.close()
+        self._database = None
+
+    def __enter__(self) -> Self:
+        """Use the runs in a `with` block, which closes them."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, here or in another process, opens the same runs for itself."""
+        return partial(Runs, code=self.code, memory=self.memory), (self.path, self.open_model)
+
+    def __exit__(self, *_: object) -> None:
+        """Close them."""
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._database is None:
+            return f"{self.path} (closed)"
+        return f"{self.path}\n{self.sql(RUNS_SUMMARY)!r}"
+
+    def _repr_html_(self) -> str:
+        table = "" if self._database is None else self.sql(RUNS_SUMMARY)._repr_html_()
+        return f"<p>{html.escape(str(self.path))}</p>{table}"
+
+
+class AnswerTable:
+    """The answer to a question. Its rows are computed once, when they are first asked for."""
+
+    def __init__(self, runs: Runs, question: str, timeout: float | None) -> None:
+        self._runs = runs
+        self._question = question
+        self._timeout = timeout
+        # No row is read, but DuckDB finds what is wrong with the SQL.
+        self.schema: pa.Schema = self._ask(limit=0).schema
+        """Names and types of the columns."""
+
+    def _ask(self, limit: int | None = None) -> Answer:
+        connection = self._runs.database.connection
+        return run_query(connection, self._question, limit, self._timeout)
+
+    @cached_property
+    def _table(self) -> pa.Table:
+        answer = self._ask()
+        # The schema is given because an answer without rows has no batch that would have it.
+        return pa.Table.from_batches(answer.batches(), schema=answer.schema)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        return list(self.schema.names)
+
+    def arrow(self) -> pa.Table:
+        """The rows as an Arrow table."""
+        return self._table
+
+    def df(self) -> pandas.DataFrame:
+        """The rows as a pandas data frame."""
+        try:
+            import pandas  # noqa: F401 - Arrow imports it, and its message names no remedy.
+        except ImportError:
+            raise _not_installed("pandas", "df") from None
+        return self._table.to_pandas()
+
+    def pl(self) -> polars.DataFrame:
+        """The rows as a polars data frame."""
+        try:
+            import polars
+        except ImportError:
+            raise _not_installed("polars", "pl") from None
+        frame = polars.from_arrow(self._table)
+        assert isinstance(frame, polars.DataFrame)
+        return frame
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """The rows as Python values; a row of one column is a tuple too."""
+        return [row for batch in self._table.to_batches() for row in rows_of(batch)]
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        """The rows, one after the other."""
+        return iter(self.rows())
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return self._table.num_rows
+
+    @cached_property
+    def _first_rows(self) -> list[tuple[Any, ...]]:
+        """Those that a notebook shows, and one more if there are more."""
+        return list(self._ask(limit=ROWS_SHOWN + 1).rows())
+
+    def __repr__(self) -> str:
+        # Not the tables of the command line: inside Jupyter, Rich would show them at once.
+        table = text_table(self.columns, self._first_rows[:ROWS_SHOWN])
+        return f"{table}\n… {MORE_ROWS}" if len(self._first_rows) > ROWS_SHOWN else table
+
+    def _repr_html_(self) -> str:
+        table = html_table(self.columns, self._first_rows[:ROWS_SHOWN])
+        more = f"<p>… {MORE_ROWS}</p>" if len(self._first_rows) > ROWS_SHOWN else ""
+        return f"{table}{more}"
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head: its card as data, and as a page to look at."""
+
+    card: HeadCard
+    """Every statistic, distribution and extreme sequence, as plain lists and numbers."""
+
+    def html(self) -> str:
+        """The card as one HTML document, which needs no network."""
+        from headcount.queries.report.head_card import card_html
+
+        return card_html(self.card)
+
+    @checked(QueryError)
+    def save(self, path: Location) -> Path:
+        """Write the card to an HTML file."""
+        file = Path(path)
+        check_suffix(file, ".html", ".htm")
+        try:
+            file.write_text(self.html(), encoding="utf-8")
+        except OSError as error:
+            raise QueryError(f"{file}: cannot be written ({error.strerror})") from None
+        return file
+
+    @checked(QueryError)
+    def show(self, height: Count = CARD_HEIGHT) -> Frame:
+        """The card for the output of a cell, in Jupyter and marimo; `height` is in pixels."""
+        return Frame(self.html(), height)
+
+    def _repr_html_(self) -> str:
+        return self.show()._repr_html_()
+
+
+@dataclass(frozen=True, repr=False)
+class Frame:
+    """An HTML document inside a notebook. Its styles, its scripts and its texts stay inside."""
+
+    document: str
+    height: int
+
+    def __repr__(self) -> str:
+        return (
+            f"a page of {len(self.document):,} characters; a notebook shows it as the last value "
+            "of a cell, and save(FILE) of the head writes it to a file"
+        )
+
+    def _repr_html_(self) -> str:
+        # A sandbox without `allow-same-origin`: a text of a corpus never reaches the notebook.
+        return (
+            f'<iframe srcdoc="{html.escape(self.document)}" sandbox="allow-scripts" '
+            f'style="width: 100%; height: {self.height}px; border: 0" title="card of a head">'
+            "</iframe>"
+        )
+
+
+def _with_parameters(question: str, parameters: dict[str, object]) -> str:
+    """A question in SQL; only named queries take parameters."""
+    if not parameters:
+        return question
+    queries = read_queries(QUERIES)
+    query = queries.get(question.strip())
+    if query is None:
+        raise QueryError(
+            f"{next(iter(parameters))}: only named queries take parameters, and this is SQL; "
+            "write the value into it"
+            if " " in question.strip()
+            else unknown("query", question.strip(), queries)
+        )
+    # As a user would type them: true, not True.
+    values = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in parameters.items()
+    }
+    return query.call(values)
+
+
+def text_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Rows as lines of text, in columns."""
+    cells = [[printable(name) for name in names]]
+    cells += [[printable(_cell(value)) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+    return "\n".join(lines)
+
+
+def html_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Rows as an HTML table."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    lines: list[str] = []
+    for row in rows:
+        cells = "".join(f"<td>{html.escape(_cell(value))}</td>" for value in row)
+        lines.append(f"<tr>{cells}</tr>")
+    # Not every notebook has a style for tables.
+    style = "border-collapse: separate; border-spacing: 12px 2px; text-align: left"
+    body = "".join(lines)
+    return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _cell(value: object) -> str:
+    """A value as a notebook shows it: four digits are enough to look at."""
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _warn(line: str) -> None:
+    """Warn of damaged files: their shards are in no answer."""
+    warnings.warn(line.removeprefix("warning: "), stacklevel=2)
+
+
+def _not_installed(library: str, method: str) -> QueryError:
+    return QueryError(
+        f"{method}() needs {library}, which is not installed: pip install -e '.[notebook]'; or use "
+        "arrow(), which needs nothing more"
+    )

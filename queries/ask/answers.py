@@ -1,0 +1,227 @@
+"""Asking a question: SQL or the name of a view goes in, rows come out, read once."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import duckdb
+import pyarrow as pa
+
+from headcount.queries.ask.mistakes import explained, query_error
+from headcount.queries.open.connection import hold_to_commits, view_descriptions
+from headcount.schemas.errors import QueryError, unknown
+
+BATCH_ROWS = 10_000
+"""Rows that DuckDB hands over at once."""
+
+INTERRUPTS = 300
+"""How often a question is interrupted before it is given up, a tenth of a second apart."""
+
+EXPLAIN = re.compile(r"(?:\s|--.*\n|/\*.*?\*/)*EXPLAIN(?:\s+ANALYZE)?\b", re.IGNORECASE)
+"""What an EXPLAIN begins with, after spaces and comments."""
+
+T = TypeVar("T")
+
+
+class Patience:
+    """Waits for DuckDB, and stops it after some seconds or on Ctrl-C.
+
+    DuckDB computes in a thread of its own, because Python handles no signal while it is inside a
+    library. Only the seconds that DuckDB computes count, not those in which somebody reads rows.
+    """
+
+    def __init__(self, cursor: duckdb.DuckDBPyConnection, seconds: float | None) -> None:
+        self.cursor = cursor
+        self.seconds_allowed = seconds
+        # Python cannot wait longer than this, three centuries.
+        self.seconds_left = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+
+    def wait(self, call: Callable[[], T]) -> T:
+        """What a call to DuckDB returns."""
+        answer: Future[T] = Future()
+        began = time.monotonic()
+        threading.Thread(target=_settle, args=(answer, call), daemon=True).start()
+        try:
+            value = answer.result(self.seconds_left)
+        except TimeoutError:
+            self._stop(answer)
+            raise QueryError(
+                f"stopped after {self.seconds_allowed:g} s without an answer; --timeout SECONDS "
+                "waits longer, --timeout 0 as long as it takes"
+            ) from None
+        except KeyboardInterrupt:
+            self._stop(answer)
+            raise
+        if self.seconds_left is not None:
+            seconds_used = time.monotonic() - began
+            # Never 0: a result that is there already is still worth taking.
+            self.seconds_left = max(self.seconds_left - seconds_used, 0.001)
+        return value
+
+    def _stop(self, answer: Future[Any]) -> None:
+        """Stop DuckDB and wait for its thread: Python cannot end while one is inside a library."""
+        for _ in range(INTERRUPTS):
+            # An interrupt before DuckDB has begun is lost, so one is not enough.
+            self.cursor.interrupt()
+            if wait([answer], timeout=0.1).done:
+                return
+
+
+def _settle(answer: Future[T], call: Callable[[], T]) -> None:
+    """Make the call, and hand its result or its error to the thread that waits."""
+    try:
+        answer.set_result(call())
+    except BaseException as error:
+        answer.set_exception(error)
+
+
+@dataclass
+class Answer:
+    """The rows of an answer, read once, batch by batch."""
+
+    patience: Patience
+    reader: pa.RecordBatchReader
+    facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+    """Metadata of columns, by name, for files that carry some."""
+    rows_read: int = 0
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Names and types of the columns."""
+        return self.reader.schema
+
+    @property
+    def described_schema(self) -> pa.Schema:
+        """The same, with metadata."""
+        fields = [
+            column.with_metadata(dict(self.facts.get(column.name, {}))) for column in self.schema
+        ]
+        return pa.schema(fields)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The rows, as Arrow batches."""
+        while (batch := self._next_batch()) is not None:
+            self.rows_read += batch.num_rows
+            yield batch
+
+    def _next_batch(self) -> pa.RecordBatch | None:
+        try:
+            return self.patience.wait(lambda: next(iter(self.reader), None))
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
+            raise query_error(error) from None
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """The rows, as Python values."""
+        for batch in self.batches():
+            yield from rows_of(batch)
+
+
+def rows_of(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
+    """The rows of a batch, as Python values."""
+    columns = [_python_values(column) for column in batch.columns]
+    return zip(*columns, strict=True)
+
+
+def run_query(
+    connection: duckdb.DuckDBPyConnection,
+    text: str,
+    limit: int | None = None,
+    timeout: float | None = None,
+) -> Answer:
+    """Ask for a view by name, or in SQL. Nothing is computed twice and nothing can be written.
+
+    `timeout` is in seconds. The question runs as a subquery, in which DuckDB itself allows no
+    statement that writes.
+    """
+    if not text.strip():
+        raise QueryError(
+            "the question is empty: expected the name of a view, or SQL; without a question, "
+            "headcount query RUNS lists the views"
+        )
+    views = view_descriptions(connection)
+    is_view = text.strip().lower() in views
+    if not is_view and re.fullmatch(r"\s*\w+\s*", text):
+        raise QueryError(unknown("view", text.strip(), views))
+    explain, sql = _one_question(f"FROM {text}" if is_view else text)
+    # The rows of an EXPLAIN are the plan, not the answer, so a limit would cut the plan.
+    limit_clause = f" LIMIT {limit}" if limit is not None and not explain else ""
+    # On lines of its own: the question may end in a comment.
+    subquery = f"FROM (\n{sql}\n)"
+    hold_to_commits(connection, subquery)
+    cursor = connection.cursor()
+    patience = Patience(cursor, timeout)
+
+    def start() -> pa.RecordBatchReader:
+        # A second lock, beside the subquery: nothing can be written in this transaction.
+        cursor.execute("BEGIN TRANSACTION READ ONLY")
+        return cursor.sql(f"{explain}{subquery}{limit_clause}").to_arrow_reader(BATCH_ROWS)
+
+    try:
+        reader = patience.wait(start)
+    except duckdb.Error as error:
+        raise explained(error, connection, subquery) from None
+    return Answer(patience, reader)
+
+
+def _one_question(text: str) -> tuple[str, str]:
+    """Split a single statement that reads into its EXPLAIN (empty if it has none) and its SQL."""
+    try:
+        statements = duckdb.extract_statements(text)
+    except duckdb.Error as error:
+        raise query_error(error) from None
+    if len(statements) != 1:
+        raise QueryError(
+            f"expected the name of a view or one SQL statement, got {len(statements)} statements"
+        )
+    sql = _without_semicolons(text)
+    statement_type = statements[0].type
+    if statement_type == duckdb.StatementType.EXPLAIN:
+        match = EXPLAIN.match(sql)
+        end = match.end() if match else len(sql)
+        # EXPLAIN ANALYZE runs its statement, so that one must be a question too.
+        _, explained = _one_question(sql[end:])
+        return f"{sql[:end]} ", explained
+    # PIVOT without an IN list counts as several statements.
+    if statement_type not in (duckdb.StatementType.SELECT, duckdb.StatementType.MULTI):
+        word = statement_type.name.replace("_", " ")
+        raise QueryError(
+            f"{word} is refused: queries are read-only; ask with SELECT, FROM, DESCRIBE or "
+            "SUMMARIZE"
+        )
+    return "", sql
+
+
+def _without_semicolons(text: str) -> str:
+    """The one statement in `text` as it can stand in parentheses.
+
+    Semicolons inside strings and comments stay.
+    """
+    content = bytearray(text.encode())
+    for position, token_type in duckdb.tokenize(text):
+        if token_type == duckdb.token_type.operator and content[position] == ord(";"):
+            content[position] = ord(" ")
+    return content.decode()
+
+
+def _python_values(column: pa.Array) -> list[Any]:
+    """Python values of a column.
+
+    A float32 becomes the shortest number that means it: 0.1 and not 0.10000000149011612. Arrow's
+    text of a float32 is that number.
+    """
+    if pa.types.is_float32(column.type):
+        return _floats(column.cast(pa.string()).to_pylist())
+    if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
+        rows = column.cast(pa.list_(pa.string())).to_pylist()
+        return [row and _floats(row) for row in rows]
+    return column.to_pylist()
+
+
+def _floats(texts: list[str | None]) -> list[float | None]:
+    return [None if text is None else float(text) for text in texts]

@@ -1,0 +1,150 @@
+"""Questions one after another, with a history and the names of views and columns completed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headcount.queries.ask.asking import RunDatabase
+from headcount.queries.ask.mistakes import SqlMistake
+from headcount.queries.ask.named_queries import NamedQuery
+from headcount.queries.ask.questions import with_parameters
+from headcount.queries.open.connection import view_descriptions
+from headcount.schemas.errors import HeadcountError
+
+if TYPE_CHECKING:
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.document import Document
+
+PROMPT = "headcount> "
+
+GREETING = (
+    "A question is a named query with its parameters, or SQL. help lists the queries, help NAME "
+    "explains one, Tab completes names, Ctrl-D ends."
+)
+
+WORDS_OF_SQL = (
+    *("SELECT", "FROM", "WHERE", "GROUP", "BY", "ORDER", "LIMIT", "JOIN", "USING", "WITH"),
+    *("DISTINCT", "count", "avg", "median"),
+)
+"""What else is completed."""
+
+
+def converse(
+    database: RunDatabase,
+    queries: Mapping[str, NamedQuery],
+    answer: Callable[[str], None],
+    say: Callable[[str], None],
+) -> None:
+    """Answer questions until there are no more. A mistake is a line, and the next question comes.
+
+    `answer` writes the answer to SQL. `say` writes what is not an answer.
+    """
+    for line in _lines(database, queries, say):
+        question = line.strip().rstrip(";").strip()
+        if question in ("exit", "quit"):
+            return
+        if not question:
+            continue
+        try:
+            _respond(question, database, queries, answer, say)
+        except SqlMistake as mistake:
+            place = f"{mistake.pointer}\n" if mistake.pointer else ""
+            say(f"{place}error: {mistake}")
+        except HeadcountError as error:
+            say(f"error: {error}")
+
+
+def _respond(
+    question: str,
+    database: RunDatabase,
+    queries: Mapping[str, NamedQuery],
+    answer: Callable[[str], None],
+    say: Callable[[str], None],
+) -> None:
+    """Answer one question, or explain what can be asked."""
+    first, _, rest = question.partition(" ")
+    if first == "help" and rest.strip() in queries:
+        say(queries[rest.strip()].help_text())
+    elif first == "help":
+        names = view_descriptions(database.connection)
+        say("\n".join(f"{name:<24} {text.partition('. ')[0]}" for name, text in names.items()))
+    elif first in queries:
+        answer(with_parameters(first, shlex.split(rest), queries))
+    else:
+        answer(question)
+
+
+def _lines(
+    database: RunDatabase, queries: Mapping[str, NamedQuery], say: Callable[[str], None]
+) -> Iterator[str]:
+    """What the user types, or the lines of a pipe."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory
+
+    history = _history_file()
+    history.parent.mkdir(parents=True, exist_ok=True)
+    session: PromptSession[str] = PromptSession(
+        history=FileHistory(str(history)),
+        completer=_completer(database, queries),
+        complete_while_typing=False,
+    )
+    say(GREETING)
+    while True:
+        try:
+            yield session.prompt(PROMPT)
+        except KeyboardInterrupt:
+            # Ctrl-C drops the line that is being typed.
+            continue
+        except EOFError:
+            return
+
+
+def _history_file() -> Path:
+    from platformdirs import user_state_path
+
+    return user_state_path("headcount") / "questions"
+
+
+def _completer(database: RunDatabase, queries: Mapping[str, NamedQuery]) -> Completer:
+    from prompt_toolkit.completion import Completer, Completion
+
+    class NamesCompleter(Completer):
+        """Completes the word before the cursor."""
+
+        def get_completions(
+            self, document: Document, complete_event: CompleteEvent
+        ) -> Iterable[Completion]:
+            for name, start in completions(document.text_before_cursor, database, queries):
+                yield Completion(name, start_position=start)
+
+    return NamesCompleter()
+
+
+def completions(
+    text: str, database: RunDatabase, queries: Mapping[str, NamedQuery]
+) -> list[tuple[str, int]]:
+    """The names that may end a text, each with where it begins, counted back from the end."""
+    word = re.search(r"[\w-]*$", text)
+    typed = word[0] if word else ""
+    first = text.split(maxsplit=1)[0] if text.strip() else ""
+    views = view_descriptions(database.connection)
+    if typed.startswith("--") and first in queries:
+        names = [f"--{parameter.name}" for parameter in queries[first].parameters]
+    elif typed == text:
+        names = [*views, "help", "exit", *WORDS_OF_SQL]
+    else:
+        named = [view for view in views if re.search(rf"\b{re.escape(view)}\b", text)]
+        columns = {column for view in named for column in database.columns(view)}
+        if not named:
+            columns = set(database.columns("heads"))
+        names = [*sorted(columns), *views, *WORDS_OF_SQL]
+    matching = [name for name in names if name.lower().startswith(typed.lower())]
+    return [(name, -len(typed)) for name in dict.fromkeys(matching)]

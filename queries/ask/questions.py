@@ -1,0 +1,94 @@
+"""What a user types, as one question in SQL: a named query with parameters, SQL, or a file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headcount.queries.ask.named_queries import NamedQuery
+from headcount.schemas.errors import QueryError
+
+
+def read_question(question: str | None, file: Path | None) -> str | None:
+    """The question as it was typed, or from a file or stdin. None if nothing was asked."""
+    if file is not None and question is not None:
+        raise QueryError(f"expected one question, got {question!r} and --file {file}")
+    if question == "-" or (file is not None and str(file) == "-"):
+        return sys.stdin.read()
+    if question is not None and question.startswith("@"):
+        file = Path(question.removeprefix("@"))
+    elif question is not None and re.fullmatch(r"[^\s;]+\.sql", question.strip()):
+        file = Path(question.strip())
+    if file is None:
+        return question
+    try:
+        # Editors on Windows may write a byte order mark, which DuckDB does not read.
+        sql = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise QueryError(f"{file}: expected SQL in UTF-8") from None
+    except OSError as error:
+        raise QueryError(f"{file}: cannot be read ({error.strerror})") from None
+    if not sql.strip():
+        raise QueryError(f"{file}: is empty; expected one SQL statement")
+    return sql
+
+
+def with_parameters(
+    question: str,
+    words: Sequence[str],
+    queries: Mapping[str, NamedQuery],
+    options: Sequence[str] = (),
+) -> str:
+    """A question in SQL. `words` are those that set parameters, as `--threshold 0.2`.
+
+    `options` are those of the command, one of which may have been meant.
+    """
+    query = queries.get(question.strip())
+    if query is None:
+        if words:
+            raise QueryError(_unexpected(words[0], question, options))
+        return question
+    values = parameter_values(words)
+    names = [parameter.name for parameter in query.parameters]
+    for name in values:
+        if name not in names and difflib.get_close_matches(f"--{name}", options, n=1, cutoff=0.8):
+            raise QueryError(_unexpected(f"--{name}", question, options))
+    return query.call(values)
+
+
+def parameter_values(words: Sequence[str]) -> dict[str, str]:
+    """The values of parameters by name.
+
+    >>> parameter_values(["--threshold", "0.2", "--at-least=-1"])
+    {'threshold': '0.2', 'at_least': '-1'}
+    """
+    values: dict[str, str] = {}
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        option, has_value, value = word.partition("=")
+        if not option.startswith("--") or option == "--":
+            raise QueryError(f"expected --PARAMETER VALUE, got {word!r}")
+        name = option.removeprefix("--").replace("-", "_")
+        if name in values:
+            raise QueryError(f"{option}: is given twice")
+        if not has_value:
+            if not remaining:
+                raise QueryError(f"{option}: expected a value after it")
+            value = remaining.pop(0)
+        values[name] = value
+    return values
+
+
+def _unexpected(word: str, question: str, options: Sequence[str]) -> str:
+    """Why a word is not understood."""
+    if question.startswith("--"):
+        return f"expected a question before {question}: QUERY --PARAMETER VALUE"
+    if not word.startswith("-"):
+        return f"expected one question, got also {word!r}; SQL with spaces stands in quotes"
+    nearest = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.5)
+    hint = f": did you mean {nearest[0]}?" if nearest else "; only named queries take parameters"
+    return f"unknown option {word}{hint}"

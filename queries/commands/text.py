@@ -1,0 +1,211 @@
+"""The subcommand `text`: a sequence as it reads, and what a head attends to in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
+
+import typer
+
+from headcount.queries.head_label import Head
+from headcount.queries.run_models import LookLike, OpenModel, RunModelLike, RunModels
+from headcount.queries.sql_text import text_literal
+from headcount.schemas.errors import ModelError, QueryError, printable
+
+if TYPE_CHECKING:
+    from headcount.queries.ask.asking import Record, RunDatabase
+
+WIDTH = 100
+"""Characters of a line by default."""
+
+
+def mount(app: typer.Typer, open_model: OpenModel) -> None:
+    """Add the subcommand to the front door."""
+
+    @app.command()
+    def text(  # pyright: ignore[reportUnusedFunction]
+        run: Annotated[
+            str, typer.Argument(metavar="RUN", help="A run directory: a path or a URL.")
+        ],
+        sequence: Annotated[
+            int, typer.Argument(metavar="SEQUENCE", min=0, help="Number of the sequence, from 0.")
+        ],
+        head: Annotated[
+            str | None,
+            typer.Option(metavar="L5H1", help="Say what this head attends to from every token."),
+        ] = None,
+        intervention: Annotated[
+            str, typer.Option(metavar="NAME", help="Under this edit of the model.")
+        ] = "none",
+        width: Annotated[int, typer.Option(min=20, help="Characters of a line.")] = WIDTH,
+        model: Annotated[
+            str | None,
+            typer.Option(metavar="PATH", help="Where the model lies, if it has moved."),
+        ] = None,
+        device: Annotated[
+            Literal["auto", "cpu", "cuda"], typer.Option(help="Device that runs the head.")
+        ] = "auto",
+    ) -> None:
+        """Print a sequence of a run as text, and what a head attends to in it."""
+        # These import duckdb and pyarrow, which `headcount --help` need not wait for.
+        from headcount.queries.ask.asking import open_runs
+        from headcount.queries.ask.formats import writing_to_stdout
+        from headcount.queries.commands.query import tell_user, warn_of_damage
+
+        chosen_head = None if head is None else _parse_head(head)
+        database = open_runs(run, tell=tell_user)
+        warn_of_damage(database)
+        run_record = _only_run(database, run)
+        if chosen_head is not None:
+            _check_head(chosen_head, run_record)
+        sequence_record = _sequence(database, run_record, sequence)
+        tokens: list[int] = sequence_record["tokens"]
+        run_model = RunModels(run, open_model, model)[run_record["run_id"]]
+        texts = _texts(run_model, tokens)
+        with writing_to_stdout() as out:
+            out.write(_heading(run_record, sequence_record))
+            if chosen_head is None:
+                _write_text(texts, out, width)
+                return
+            layer, head_index = chosen_head
+            looks = run_model.looks(sequence, tokens, layer, head_index, intervention, device)
+            _write_statistics(database, sequence, chosen_head, intervention, out)
+            _write_looks(texts, looks, out, width)
+
+
+def _parse_head(label: str) -> Head:
+    """The head that `--head` names."""
+    head = Head.labelled(label)
+    if head is None:
+        raise QueryError(f"--head: expected a layer and a head such as L5H1, got {label!r}")
+    return head
+
+
+def _check_head(head: Head, run: Record) -> None:
+    """Refuse a head that the model does not have."""
+    if head.layer >= run["n_layers"] or head.head >= run["n_heads"]:
+        last_head = Head(run["n_layers"] - 1, run["n_heads"] - 1)
+        raise QueryError(f"--head {head}: {run['model']} has heads L0H0 to {last_head}")
+
+
+def _only_run(database: RunDatabase, place: str) -> Record:
+    """The one run at a place."""
+    runs = database.records("FROM runs")
+    if len(runs) != 1:
+        directories = ", ".join(f"run_id={run['run_id']}" for run in runs[:5])
+        more = " …" if len(runs) > 5 else ""
+        raise QueryError(
+            f"{place}: expected one run, got {len(runs)}; say which directory: {directories}{more}"
+        )
+    return runs[0]
+
+
+def _sequence(database: RunDatabase, run: Record, sequence: int) -> Record:
+    """The row of a sequence."""
+    # A sequence has one row per intervention, all with the same tokens.
+    rows = database.records(f"FROM sequences WHERE sequence = {sequence} LIMIT 1")
+    if rows:
+        return rows[0]
+    (ends,) = database.records("SELECT min(sequence) AS low, max(sequence) AS high FROM sequences")
+    existing = "none yet" if ends["low"] is None else f"{ends['low']} to {ends['high']}"
+    raise QueryError(f"run {run['run_id']} has no sequence {sequence}; it has {existing}")
+
+
+def _texts(model: RunModelLike, tokens: list[int]) -> list[str]:
+    """The text of each token, or its number if the model does not have a tokenizer."""
+    try:
+        return [printable(text) for text in model.texts(tokens)]
+    except ModelError as error:
+        # What a head attends to can be shown without a tokenizer.
+        typer.echo(f"note: token numbers are shown: {error}", err=True)
+        return [str(token) for token in tokens]
+
+
+def _heading(run: Record, sequence: Record) -> str:
+    """Where a sequence comes from, on one line."""
+    facts = [
+        f"sequence {sequence['sequence']} of {run['run_id']}",
+        f"{len(sequence['tokens'])} tokens",
+    ]
+    if sequence["file"] is not None:
+        place = f"{sequence['file']}, row {sequence['row']}, from token {sequence['offset']}"
+        facts.append(place)
+    if sequence["pile_set_name"] is not None:
+        facts.append(sequence["pile_set_name"])
+    return f"{printable('; '.join(facts))}\n\n"
+
+
+def _write_text(texts: list[str], out: TextIO, width: int) -> None:
+    """Write tokens one after the other, with a bar between two.
+
+    Before each line stands the position of its first token.
+    """
+    from rich.cells import cell_len
+
+    # Widths are cells of a terminal, of which a character may take two.
+    position_width = len(str(len(texts)))
+    room = width - position_width - 2
+    line = ""
+    line_width = 0
+    first_position = 0
+    for position, text in enumerate(texts):
+        piece = f"|{text}" if line else text
+        if line and line_width + cell_len(piece) > room:
+            out.write(f"{first_position:>{position_width}}  {line}\n")
+            line = ""
+            line_width = 0
+            first_position = position
+            piece = text
+        line += piece
+        line_width += cell_len(piece)
+    out.write(f"{first_position:>{position_width}}  {line}\n")
+
+
+def _write_statistics(
+    database: RunDatabase, sequence: int, head: Head, intervention: str, out: TextIO
+) -> None:
+    """Write what the run measured of a head on a sequence."""
+    rows = database.records(f"""
+        SELECT
+            * EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label)
+        FROM heads
+        WHERE sequence = {sequence}
+            AND layer = {head.layer}
+            AND head = {head.head}
+            AND intervention = {text_literal(intervention)}
+    """)
+    out.write(f"{head}, intervention {intervention}\n")
+    if not rows:
+        out.write("not measured in this run\n\n")
+        return
+    name_width = max(map(len, rows[0]))
+    for name, value in rows[0].items():
+        out.write(f"{name:<{name_width}}  {'NULL' if value is None else f'{value:.4g}'}\n")
+    out.write("\n")
+
+
+def _write_looks(texts: list[str], looks: Sequence[LookLike], out: TextIO, width: int) -> None:
+    """Write a line for every token: the key with most of its attention, and that to key 0."""
+    from rich.cells import cell_len, set_cell_size
+
+    digits = max(len(str(len(texts))), 3)
+    # Two positions, two shares and the spaces between take the rest of a line.
+    text_width = max((width - 2 * digits - 18) // 2, 5)
+    # Quotes show where a token begins with a space.
+    quoted_texts = [f"'{text}'" for text in texts]
+    text_width = min(text_width, max(*map(cell_len, quoted_texts), 6))
+
+    def fitted(text: str) -> str:
+        is_short = cell_len(text) <= text_width
+        return set_cell_size(text if is_short else f"{text[: text_width - 1]}+", text_width)
+
+    out.write(
+        f"{'pos':>{digits}} {fitted('token')} {'key':>{digits}} {fitted('is')}  share  key 0\n"
+    )
+    for position, (text, look) in enumerate(zip(quoted_texts, looks, strict=True)):
+        if look.key >= 0:
+            key = f"{look.key:>{digits}} {fitted(quoted_texts[look.key])}  {look.mass:5.3f}"
+        else:
+            # An edit may hide all keys of a query.
+            key = f"{'-':>{digits}} {fitted('')}  {'-':>5}"
+        out.write(f"{position:>{digits}} {fitted(text)} {key}  {look.first:5.3f}\n")

@@ -1,0 +1,101 @@
+"""What columns mean and what views need, as the database itself says it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import duckdb
+
+from headcount.queries.open.connection import describe, view_descriptions
+from headcount.queries.open.descriptions import PREFIXES
+from headcount.schemas.scans.kinds import KINDS, TABLES
+
+SAME_RANGE = ("mean_", "max_", "chance_")
+"""Prefixes of columns that have the range of the column that they sum up."""
+
+Facts = dict[str, dict[str, str]]
+"""Description, unit, range and source, by name of the column."""
+
+
+def views_read(connection: duckdb.DuckDBPyConnection, question: str) -> list[str]:
+    """The views whose names stand in a question. DuckDB would name the tables below them."""
+    words = re.findall(r"\w+", question.lower())
+    views = view_descriptions(connection)
+    return [word for word in dict.fromkeys(words) if word in views]
+
+
+def column_facts(connection: duckdb.DuckDBPyConnection, question: str) -> Facts:
+    """Meaning, unit, range and source of all columns, by name.
+
+    If two views differ, the views that the question reads win, then the tables.
+    """
+    describe(connection)
+    sql = """
+        SELECT table_name, column_name, comment FROM duckdb_columns()
+        WHERE schema_name = 'main' AND NOT internal AND comment IS NOT NULL
+    """
+    preferred = [*views_read(connection, question), *TABLES]
+    rank = {view: preferred.index(view) for view in preferred}
+    comments = connection.cursor().execute(sql).fetchall()
+    comments.sort(key=lambda comment: rank.get(comment[0], len(preferred)))
+    facts: Facts = {}
+    for _, column, description in comments:
+        facts.setdefault(column, {"description": description})
+    formula_facts = _formula_facts(connection)
+    for column, facts_of_column in facts.items():
+        base_column = _base_column(column)
+        # The standard deviation of a probability is one in unit, but not in range.
+        has_base_range = column == base_column or column.startswith(SAME_RANGE)
+        for key, text in formula_facts.get(base_column, {}).items():
+            if key != "range" or has_base_range:
+                facts_of_column[key] = text
+    return facts
+
+
+def _formula_facts(connection: duckdb.DuckDBPyConnection) -> Facts:
+    """Unit, source and range of every formula that some run measured."""
+    sql = "SELECT name, unit, source, range_low, range_high FROM formulas"
+    facts: Facts = {}
+    for name, unit, source, low, high in connection.cursor().execute(sql).fetchall():
+        formula_facts = {"unit": unit, "source": source}
+        if low is not None:
+            # JSON does not have infinity: an open end is null.
+            ends = [end if math.isfinite(end) else None for end in (low, high)]
+            formula_facts["range"] = json.dumps(ends)
+        facts[name] = {key: text for key, text in formula_facts.items() if text}
+    return facts
+
+
+def _base_column(column: str) -> str:
+    """The column that another one sums up: `entropy` for `mean_entropy`."""
+    for prefix in (*PREFIXES, "chance_"):
+        if column.startswith(prefix):
+            return column.removeprefix(prefix)
+    return column
+
+
+def why_empty(connection: duckdb.DuckDBPyConnection, question: str) -> list[str]:
+    """For each view that a question reads and that has no rows, what a scan needs to fill it."""
+    lines: list[str] = []
+    for view in views_read(connection, question):
+        need = _need(connection, view)
+        if need and not connection.cursor().execute(f'SELECT 1 FROM "{view}" LIMIT 1').fetchall():
+            lines.append(f"{view} has no rows in these runs; it needs {need}")
+    return lines
+
+
+def _need(connection: duckdb.DuckDBPyConnection, view: str) -> str | None:
+    """What a view needs: the field of a scan that fills a table, or what its description says."""
+    if view in TABLES:
+        if TABLES[view].written == "every shard":
+            return "a shard that is done: headcount status RUN says how far a run is"
+        if TABLES[view].written == "when shards are merged":
+            return "merged shards: headcount compact RUN; head_summaries answers without"
+        fields = [f"{kind.field} = […]" for kind in KINDS if kind.table.name == view]
+        # Two kinds may fill one table.
+        return f"{' or '.join(fields)} in the scan"
+    # The description of a `.sql` file may end in such a sentence.
+    need = re.search(r"Needs: (.+?)\.?$", view_descriptions(connection)[view])
+    return need[1] if need else None

@@ -1,0 +1,473 @@
+"""A DuckDB connection over runs: views of what is committed, and nothing else within reach."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from weakref import WeakKeyDictionary
+
+import duckdb
+import pyarrow as pa
+
+from headcount.queries.open import run_tables
+from headcount.queries.open.descriptions import VIEWS, describe_views
+from headcount.queries.open.rollup_views import (
+    MeasuredStatistic,
+    create_rollup_views,
+    measured_statistics,
+)
+from headcount.queries.open.run import ReadRun, Run, read_run, read_runs
+from headcount.queries.open.shipped_views import BLIND, FOUNDED, QUERIES, ShippedViews
+from headcount.queries.open.standard_errors import create_error_macros
+from headcount.queries.open.stores import CommittedObject, committed_objects, register_stores
+from headcount.queries.open.table_sql import (
+    SOURCES,
+    UNROLLED_HEADS,
+    UNROLLED_SEQUENCES,
+    Source,
+    path_pattern,
+    source_sql,
+)
+from headcount.queries.open.verified_files import Tell, damage_in
+from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.schemas.errors import QueryError
+from headcount.schemas.files.damage import Damage
+from headcount.schemas.files.places import Place, StorePath, place
+from headcount.schemas.files.tables import HEADS, PARTITIONS, Column, Table
+from headcount.schemas.scans.kinds import TABLES
+
+MEMORY = "50%"
+"""Memory that a query may take. What needs more goes to the temporary directory."""
+
+MEMORY_SIZE = re.compile(r"(?=.*[1-9])(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)", re.IGNORECASE)
+"""A size that is not zero, and its unit."""
+
+
+def check_memory(size: str) -> str:
+    """A size of memory as DuckDB reads it."""
+    match = MEMORY_SIZE.fullmatch(size.strip())
+    if match is None or (match[2] == "%" and float(match[1]) > 100):
+        raise QueryError(f"--memory: expected a size such as 4GB or 50%, got {size!r}")
+    return size.strip()
+
+
+@dataclass(eq=False)
+class OpenedRuns:
+    """The runs that a connection reads, without what was found damaged so far."""
+
+    runs: list[Run]
+    left_out: list[str]
+    """For each run that cannot be read at all, why."""
+    tell: Tell
+    shipped: ShippedViews = field(default_factory=lambda: ShippedViews({}))
+    """The named queries, whose views are made when a question names them."""
+    is_described: bool = False
+    """Whether the database holds as comments what its views and columns mean."""
+    unrolled: list[MeasuredStatistic] = field(default_factory=list[MeasuredStatistic])
+    """The statistics that the views of roll-ups read from rows."""
+    committed: dict[str, CommittedObject] = field(default_factory=dict[str, CommittedObject])
+    """What commits say about the objects of stores that count, by key."""
+    lock: Lock = field(default_factory=Lock)
+    """Held while views are made or pointed at other files: threads share them."""
+
+
+OPENED: WeakKeyDictionary[duckdb.DuckDBPyConnection, OpenedRuns] = WeakKeyDictionary()
+"""What each connection reads."""
+
+
+def connect(
+    path: str | Place,
+    queries: Path = QUERIES,
+    code: str | None = None,
+    memory: str = MEMORY,
+    tell: Tell = lambda line: None,
+    *,
+    lazily: bool = False,
+    read: ReadRun = read_run,
+) -> duckdb.DuckDBPyConnection:
+    """Open a run directory, or a directory of runs: views of what is committed, and nothing else.
+
+    `code` reads only the shards that it measured. `memory` is what queries may take: `4GB`, or a
+    share of the machine's, `50%`. `lazily` makes the view of a named query when `run_query` or
+    `hold_to_commits` first meets its name, and comments when a question reads them: that opens in a
+    third of the time. SQL that goes past these two needs all views. `read` may remember runs that
+    were opened before.
+
+    Opening compares the names and sizes of files with their commits. Pass a user's SQL to
+    `queries.ask.answers.run_query`: that also compares the content of the files which the question
+    reads (`tell` hears of damage), and refuses to write.
+    """
+    runs, unreadable = read_runs(place(path), code, read)
+    connection = duckdb.connect()
+    opened = OpenedRuns(runs, [str(error) for error in unreadable], tell, ShippedViews.of(queries))
+    build(connection, opened, lazily)
+    _lock_down(connection, runs, memory)
+    OPENED[connection] = opened
+    return connection
+
+
+def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, lazily: bool = False) -> None:
+    """Create the views of some runs in an empty database."""
+    runs = opened.runs
+    register_stores(connection, [run.directory.path for run in runs], opened.committed)
+    # DuckDB would otherwise take a misspelt view for a Python variable of the caller.
+    connection.execute("SET python_enable_replacements = false")
+    connection.execute("CREATE SCHEMA ledger")
+    # Creating a view opens a file of every run below it. So all views are created over empty
+    # tables, and the tables are pointed at the files last.
+    measured = run_tables.measured_columns(runs)
+    for name, table in TABLES.items():
+        _create_table(connection, name, _empty_table(table, measured[name]))
+    for source in (UNROLLED_HEADS, UNROLLED_SEQUENCES):
+        _create_source(
+            connection, source.name, _empty_table(source.table, measured[source.table.name])
+        )
+    create_error_macros(connection)
+    _create_table(connection, "runs", run_tables.runs_table([]))
+    _create_table(connection, "shards", run_tables.shards_table([]))
+    _create_table(connection, "statistics", run_tables.statistics_table(runs))
+    _create_table(connection, "formulas", run_tables.formulas_table(runs))
+    opened.shipped.foundation = partial(_create_rollup_views, opened=opened)
+    if not lazily:
+        opened.shipped.create(connection)
+        _describe(connection, opened)
+    _point_at_files(connection, opened)
+
+
+def _describe(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
+    """Write what all views and columns mean into the database, as comments."""
+    if not opened.is_described:
+        descriptions = VIEWS | opened.shipped.descriptions
+        describe_views(connection, descriptions, run_tables.measured_columns(opened.runs))
+        opened.is_described = True
+
+
+def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
+    """Every view and what it is for, tables first."""
+    sql = "SELECT view_name FROM duckdb_views() WHERE schema_name = 'main' AND NOT internal"
+    created = {name: "" for (name,) in connection.cursor().execute(sql).fetchall()}
+    descriptions = created | OPENED[connection].shipped.descriptions
+    return VIEWS | dict(sorted((descriptions | VIEWS).items()))
+
+
+def make_views(connection: duckdb.DuckDBPyConnection, question: str | None = None) -> None:
+    """Make the views that a question may stand on and that are not there yet, or all views."""
+    opened = OPENED[connection]
+    with opened.lock:
+        _make_views(connection, opened, question)
+
+
+def describe(connection: duckdb.DuckDBPyConnection) -> None:
+    """Make all views, with comments that say what they and their columns mean."""
+    opened = OPENED[connection]
+    with opened.lock:
+        _make_views(connection, opened, None)
+        _describe(connection.cursor(), opened)
+
+
+def _make_views(
+    connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, question: str | None
+) -> None:
+    cursor = connection.cursor()
+    try:
+        opened.shipped.create(cursor, question)
+    except duckdb.Error:
+        # DuckDB opens a file to create a view. This one was damaged after the runs were opened.
+        opened.runs = [_verified(run, list(TABLES), opened.tell) for run in opened.runs]
+        _point_at_files(cursor, opened)
+        opened.shipped.create(cursor, question)
+    # Such a question may ask the database itself what its views mean.
+    if question is not None and BLIND.search(question.lower()):
+        _describe(cursor, opened)
+
+
+def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
+    """Make the views that a question names, and compare the files that it reads with their commits.
+
+    What is damaged is taken out of every view, and the user is told.
+    """
+    opened = OPENED[connection]
+    with opened.lock:
+        _make_views(connection, opened, sql)
+        if not opened.runs:
+            return
+        sources = _sources_read(connection, sql)
+        if not sources:
+            return
+        verified = [_with_verified_sources(run, sources, opened.tell) for run in opened.runs]
+        if all(new is old for new, old in zip(verified, opened.runs, strict=True)):
+            return
+        known_lines = set(damage_lines(opened))
+        opened.runs = verified
+        _point_at_files(connection.cursor(), opened)
+    for line in damage_lines(opened):
+        if line not in known_lines:
+            opened.tell(f"warning: {line}")
+
+
+def damage_lines(opened: OpenedRuns) -> list[str]:
+    """One line for each run that cannot be read, or has files that are not as committed."""
+    lines = [f"{why}; the run is left out of every view" for why in opened.left_out]
+    for run in opened.runs:
+        path = run.directory.path
+        data_remedy = f"headcount resume {path} --verify measures it anew"
+        rollup_remedy = f"headcount compact {path} writes it again"
+        for damaged, consequence, remedy in (
+            (run.damaged_data, "is left out of every view", data_remedy),
+            (run.damaged_rollups, "its shards are answered from rows", rollup_remedy),
+        ):
+            if not damaged:
+                continue
+            first, *others = damaged
+            more = f"; so are {len(others):,} more files" if others else ""
+            lines.append(f"run {run.directory.run_id}: {first} and {consequence}{more}. {remedy}")
+    return lines
+
+
+def _sources_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
+    """The sources of rows that a question reads, whether it names them or views over them."""
+    cursor = connection.cursor()
+    # To name the tables, DuckDB binds the question, which opens files; these may be damaged. So in
+    # a transaction that is taken back, every source is empty.
+    cursor.execute("BEGIN TRANSACTION")
+    try:
+        for name in SOURCES:
+            cursor.execute(f"CREATE OR REPLACE VIEW ledger.{name} AS FROM ledger.{name}_content")
+        tables = cursor.get_table_names(sql, qualified=True)
+    except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException):
+        # DuckDB names the tables without the columns that USING needs and without the values that
+        # parameters of some macros need. Or the question has a mistake, of which the user hears
+        # when it is asked.
+        code = OPENED[connection].shipped.code_of(sql)
+        # Internal views do not say which tables they read.
+        names_internals = FOUNDED.search(code)
+        return [name for name in SOURCES if names_internals or name in code]
+    except duckdb.Error:
+        # DuckDB cannot tell, for example for PIVOT, which is several statements.
+        return list(TABLES)
+    finally:
+        cursor.execute("ROLLBACK")
+    return [name for name in SOURCES if f"ledger.{name}_content" in tables]
+
+
+def _tables_of(run: Run, sources: Iterable[str]) -> list[str]:
+    """The tables of a run that some sources read. Where all is rolled up, rows are not read."""
+    tables = {
+        SOURCES[name].table.name
+        for name in sources
+        if not SOURCES[name].unrolled or run.files(SOURCES[name].table.name, unrolled=True)
+    }
+    return sorted(tables)
+
+
+def _with_verified_sources(run: Run, sources: list[str], tell: Tell) -> Run:
+    """The run without what is damaged of some sources. The same object if nothing is."""
+    tables = _tables_of(run, sources)
+    run = _verified(run, tables, tell)
+    # Rows that now stand in for a damaged roll-up are compared too.
+    rows_instead = sorted(set(_tables_of(run, sources)) - set(tables))
+    return _verified(run, rows_instead, tell) if rows_instead else run
+
+
+def _verified(run: Run, tables: list[str], tell: Tell) -> Run:
+    """The run without what is damaged of some tables. The same object if nothing is."""
+    damage = _new_damage(run, tables, tell)
+    if not damage:
+        return run
+    # The run may have changed since it was opened: files that were measured again, extended or
+    # merged are not damaged, so look once more with the ledger of now.
+    run_now = read_run(run.directory, run.code)
+    if not run_now.ledger.equals(run.ledger):
+        run = run_now
+        damage = _new_damage(run, tables, tell)
+    return replace(run, damaged=[*run.damaged, *damage]) if damage else run
+
+
+def _new_damage(run: Run, tables: list[str], tell: Tell) -> list[Damage]:
+    """Damaged files of some tables that are not known yet. A run keeps shards of roll-ups."""
+    known_paths = {damage.path for damage in run.damaged}
+    return [damage for damage in damage_in(run, tables, tell) if damage.path not in known_paths]
+
+
+def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
+    """Point the tables at the files that count, and fill the tables that describe the runs."""
+    # Before anything is opened: stores are not asked for what a commit says.
+    _note_committed_objects(opened)
+    # DuckDB opens a file of each run to create a view. If that fails, damage is looked for now; it
+    # takes a shard out of all tables, so all tables are tried again.
+    while unfit_sources := [
+        source for source in SOURCES.values() if _problem_of_view(connection, source, opened.runs)
+    ]:
+        names = [source.table.name for source in unfit_sources]
+        opened.runs = [_verified(run, names, opened.tell) for run in opened.runs]
+        for source in unfit_sources:
+            _leave_out_misfits(connection, source, opened)
+        _note_committed_objects(opened)
+    _store_content(connection, "runs", run_tables.runs_table(opened.runs))
+    _store_content(connection, "shards", run_tables.shards_table(opened.runs))
+    if opened.shipped.foundation is None and _unrolled_statistics(opened) != opened.unrolled:
+        _create_rollup_views(connection, opened)
+
+
+def _note_committed_objects(opened: OpenedRuns) -> None:
+    """Note what the commits of runs in stores say. A shard may have been measured again."""
+    for run in opened.runs:
+        if isinstance(run.directory.path, StorePath):
+            opened.committed |= committed_objects(run.directory.path, run.done)
+
+
+def _create_rollup_views(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
+    """Create the internal views of roll-ups and of the rows that are in none."""
+    opened.unrolled = _unrolled_statistics(opened)
+    create_rollup_views(connection, opened.unrolled)
+
+
+def _unrolled_statistics(opened: OpenedRuns) -> list[MeasuredStatistic]:
+    """The statistics of rows that are in no roll-up. A select of each would take time to plan."""
+    runs = [run for run in opened.runs if run.files(HEADS.name, unrolled=True)]
+    return measured_statistics(runs)
+
+
+def _problem_of_view(
+    connection: duckdb.DuckDBPyConnection, source: Source, runs: list[Run]
+) -> str | None:
+    """Create the view of a source; why that cannot be, or None if it is there."""
+    return _problem(
+        connection, f"CREATE OR REPLACE VIEW ledger.{source.name} AS {source_sql(source, runs)}"
+    )
+
+
+def _misfit(connection: duckdb.DuckDBPyConnection, source: Source, runs: list[Run]) -> str | None:
+    """Why the files of a source do not have its columns. None if they do."""
+    return _problem(connection, f"EXPLAIN {source_sql(source, runs)}")
+
+
+def _problem(connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
+    """The first line of what DuckDB says against a statement. None if it ran."""
+    try:
+        connection.execute(sql)
+    except duckdb.Error as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def _leave_out_misfits(
+    connection: duckdb.DuckDBPyConnection, source: Source, opened: OpenedRuns
+) -> None:
+    """Leave out runs whose files of a source do not fit their manifests.
+
+    It is an error if no run is left.
+    """
+    fitting: list[Run] = []
+    misfits: list[str] = []
+    for run in opened.runs:
+        why = _misfit(connection, source, [run])
+        if why is None:
+            fitting.append(run)
+        else:
+            misfits.append(
+                f"{run.directory.path}: the files of table {source.table.name} do not fit the "
+                f"manifest: {why}; if older code wrote them, read them with that code; else bring "
+                f"back a copy of manifest.json, or headcount rm {run.directory.path}"
+            )
+    if misfits and not fitting:
+        raise QueryError(misfits[0])
+    opened.runs = fitting
+    opened.left_out += misfits
+
+
+def _empty_table(table: Table, measured: Mapping[str, Column]) -> pa.Table:
+    partitions = [pa.field(column.name, pa.string()) for column in PARTITIONS]
+    return pa.schema([*partitions, *table.schema(measured.values())]).empty_table()
+
+
+def _create_table(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
+    """Create a view that users see, over one that can be pointed at files, over the content."""
+    _create_source(connection, name, content)
+    columns = content.schema.names
+    needs_label = {"layer", "head"} <= set(columns) and "label" not in columns
+    label = ", 'L' || layer || 'H' || head AS label" if needs_label else ""
+    connection.execute(f"CREATE VIEW main.{name} AS SELECT *{label} FROM ledger.{name}")
+
+
+def _create_source(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
+    """Create a view that can be pointed at files, over the content."""
+    if content.num_rows:
+        _store_content(connection, name, content)
+    else:
+        # Seven times as fast as a copy of no rows, and most tables are empty.
+        columns = _columns_of(content.schema)
+        connection.execute(f"CREATE TABLE ledger.{name}_content ({columns})")
+    connection.execute(f"CREATE VIEW ledger.{name} AS FROM ledger.{name}_content")
+
+
+SQL_TYPES = {
+    pa.bool_(): "BOOLEAN",
+    pa.int16(): "SMALLINT",
+    pa.int32(): "INTEGER",
+    pa.int64(): "BIGINT",
+    pa.float32(): "FLOAT",
+    pa.float64(): "DOUBLE",
+    pa.string(): "VARCHAR",
+    pa.timestamp("us", "UTC"): "TIMESTAMP WITH TIME ZONE",
+}
+"""What DuckDB makes of the types of our columns, beside lists and structs of them."""
+
+
+def _sql_type(type_: pa.DataType) -> str:
+    if pa.types.is_list(type_):
+        return f"{_sql_type(type_.value_type)}[]"
+    if pa.types.is_struct(type_):
+        return f"STRUCT({_columns_of(type_.fields)})"
+    return SQL_TYPES[type_]
+
+
+def _columns_of(fields: Iterable[pa.Field]) -> str:
+    """Names and types of columns."""
+    return ", ".join(f"{quoted_name(each.name)} {_sql_type(each.type)}" for each in fields)
+
+
+def _store_content(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
+    """Copy rows into the table below a view."""
+    connection.register("content", content)
+    connection.execute(f"CREATE OR REPLACE TABLE ledger.{name}_content AS FROM content")
+    connection.unregister("content")
+
+
+def _lock_down(connection: duckdb.DuckDBPyConnection, runs: list[Run], memory: str) -> None:
+    """Leave the runs readable and nothing else.
+
+    A query too big for its memory may fill half of what is free in the temporary directory.
+    """
+    temporary = tempfile.gettempdir()
+    spill_directory = os.path.join(temporary, f"headcount-{os.getpid()}")
+    free_mebibytes = shutil.disk_usage(temporary).free // 2**20
+    paths = [str(run.directory.path) for run in runs]
+    # DuckDB compares a path with these as the SQL writes it, so the escaped form is allowed too.
+    allowed = dict.fromkeys([*map(text_literal, paths), *map(path_pattern, paths)])
+    # The order matters: directories cannot be allowed once access is closed, and no setting can
+    # change once the configuration is locked.
+    for setting in (
+        "parquet_metadata_cache = true",
+        f"memory_limit = {text_literal(memory)}",
+        f"temp_directory = {text_literal(spill_directory)}",
+        f"max_temp_directory_size = '{free_mebibytes // 2}MiB'",
+        "autoinstall_known_extensions = false",
+        "autoload_known_extensions = false",
+        f"allowed_directories = [{', '.join(allowed)}]",
+        "enable_external_access = false",
+        "lock_configuration = true",
+    ):
+        try:
+            connection.execute(f"SET {setting}")
+        except duckdb.OutOfMemoryException:
+            raise QueryError(
+                f"--memory {memory}: is less than the runs themselves need; try 1GB"
+            ) from None

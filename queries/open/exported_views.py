@@ -1,0 +1,125 @@
+"""A DuckDB file that holds the views of runs and none of their rows, for dashboards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from shlex import quote
+
+import duckdb
+
+from headcount.queries.ask.formats import appearing, check_suffix
+from headcount.queries.open.connection import OpenedRuns, build, damage_lines
+from headcount.queries.open.run import read_runs
+from headcount.queries.open.shipped_views import QUERIES, ShippedViews
+from headcount.schemas.errors import QueryError
+from headcount.schemas.files.places import Place, place
+
+OLDEST_READER = "v1.4.0"
+"""The oldest DuckDB that reads the file. Dashboards bring an older one than ours: Evidence has 1.4.
+An older file cannot hold our macros, because their parameters have types."""
+
+NOTE = (
+    "These views read the Parquet files that were committed when this file was written. Rows that "
+    "a scan has written since are not seen, and files that were merged or removed are missed: run "
+    "the command in `refresh` again. It replaces this file in one step."
+)
+STORE_NOTE = (
+    " The runs lie in an object store: a reader needs INSTALL httpfs; LOAD httpfs; and a secret, "
+    "CREATE SECRET (TYPE s3, PROVIDER credential_chain), with ENDPOINT if it is not Amazon's."
+)
+
+
+@dataclass(frozen=True)
+class ExportedViews:
+    """What was written."""
+
+    views: int
+    macros: int
+    runs: int
+    shards_done: int
+    shards: int
+    bytes: int
+    damage: list[str]
+    """One line for each run that is left out, or of which files are."""
+
+
+def write_views(runs_path: str, output: Path, code: str | None = None) -> ExportedViews:
+    """Write the views of runs, with absolute paths, into a DuckDB file that appears whole.
+
+    A reader that has an older file open goes on with that one.
+    """
+    # It replaces an older one, which should be no other file.
+    check_suffix(output, ".duckdb", ".db")
+    if output.exists() and not output.is_file():
+        raise QueryError(f"{output}: expected a file, or a name that is free")
+    where = place(runs_path)
+    absolute = where.resolve() if isinstance(where, Path) else where
+    runs, unreadable = read_runs(absolute, code)
+    # Damage is found by the sizes of files. Reading them all would take as long as a question.
+    opened = OpenedRuns(runs, [str(why) for why in unreadable], print, ShippedViews.of(QUERIES))
+    with appearing(output) as partial:
+        partial.unlink(missing_ok=True)
+        connection = _new_database(partial, output)
+        try:
+            build(connection, opened)
+            refresh = f"headcount views {quote(str(absolute))} -o {quote(str(output.resolve()))}"
+            refresh += f" --code {quote(code)}" if code else ""
+            _write_notes(connection, absolute, refresh)
+            counts = _counts(connection)
+        finally:
+            # Closing writes what is still in the log beside the file.
+            connection.close()
+        size = partial.stat().st_size
+    views, macros, shards_done, shards = counts
+    damage = damage_lines(opened)
+    return ExportedViews(views, macros, len(opened.runs), shards_done, shards, size, damage)
+
+
+def _new_database(partial: Path, output: Path) -> duckdb.DuckDBPyConnection:
+    """An empty database in a file that will become the output."""
+    try:
+        return duckdb.connect(str(partial), config={"storage_compatibility_version": OLDEST_READER})
+    except duckdb.IOException as error:
+        why = str(error).partition("\n")[0]
+        raise QueryError(f"{output}: cannot be written ({why})") from None
+
+
+def _write_notes(connection: duckdb.DuckDBPyConnection, absolute: Place, refresh: str) -> None:
+    """Write how old the file is, how much of the runs it sees, and how it is renewed."""
+    note = NOTE if isinstance(absolute, Path) else NOTE + STORE_NOTE
+    connection.execute(
+        """
+        CREATE TABLE headcount_notes AS
+        SELECT
+            ?::TIMESTAMP AS written_utc, ? AS runs,
+            sum(shards_done)::BIGINT AS shards_done, sum(shards)::BIGINT AS shards,
+            ? AS refresh, ? AS note
+        FROM runs
+        """,
+        [datetime.now(UTC).replace(tzinfo=None), str(absolute), refresh, note],
+    )
+    connection.execute(
+        "COMMENT ON TABLE headcount_notes IS "
+        "'How old the views of this file are, how much of the runs they see, how to renew them.'"
+    )
+
+
+def _counts(connection: duckdb.DuckDBPyConnection) -> tuple[int, int, int, int]:
+    """Views, queries with parameters, shards that are done, and shards in all."""
+    row = connection.execute(
+        """
+        SELECT
+            (SELECT count(*) FROM duckdb_views() WHERE schema_name = 'main' AND NOT internal),
+            (
+                SELECT count(*) FROM duckdb_functions()
+                WHERE function_type = 'table_macro' AND NOT internal
+            ),
+            coalesce(shards_done, 0), coalesce(shards, 0)
+        FROM headcount_notes
+        """
+    ).fetchone()
+    assert row is not None
+    views, macros, shards_done, shards = row
+    return views, macros, shards_done, shards

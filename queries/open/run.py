@@ -1,0 +1,242 @@
+"""One run as questions see it: its manifest, its ledger, and the files whose rows count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from headcount.schemas.errors import QueryError, RunError, unknown
+from headcount.schemas.files.damage import Damage
+from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.places import Place, absolute
+from headcount.schemas.files.run_directory import RunDirectory, check_merged, find_runs, pc
+from headcount.schemas.files.tables import ROLLUPS
+from headcount.schemas.scans.kinds import WORDS
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its manifest, its ledger, and what of it can be read."""
+
+    directory: RunDirectory
+    manifest: Manifest
+    ledger: pa.Table
+    """One row per commit, in shard order."""
+    code: str | None
+    """Only shards that this code measured are read. None reads all."""
+    damaged: list[Damage]
+    """Committed files that are not as committed. The caller decides whether to tell the user."""
+
+    @property
+    def damaged_rollups(self) -> list[Damage]:
+        """Damaged roll-ups. Their shards are answered from rows."""
+        return [damage for damage in self.damaged if damage.is_of_rollup]
+
+    @property
+    def damaged_data(self) -> list[Damage]:
+        """The other damaged files. No view shows their shards."""
+        return [damage for damage in self.damaged if not damage.is_of_rollup]
+
+    @cached_property
+    def is_whole(self) -> np.ndarray:
+        """For each commit, whether all of its files but roll-ups are as committed."""
+        return ~np.isin(self.ledger["shard"].to_numpy(), _shards_of(self.damaged_data))
+
+    @cached_property
+    def done(self) -> pa.Table:
+        """The commits whose files are as committed. Roll-ups may be damaged."""
+        return self.ledger.filter(pa.array(self.is_whole))
+
+    def files(self, table: str, unrolled: bool = False) -> list[str]:
+        """Full paths of a table's files that count.
+
+        `unrolled` leaves out the files whose rows are in the roll-ups that count.
+        """
+        files = pc.list_flatten(self.done["files"])
+        is_read = pc.equal(pc.struct_field(files, "table"), table)
+        paths = pc.struct_field(files, "path")
+        if table == ROLLUPS.name:
+            is_read = pc.is_in(paths, self._whole_rollups)
+        elif unrolled:
+            is_rolled_up = pa.array(self._is_rolled_up)
+            commit_of_file = pc.list_parent_indices(self.done["files"])
+            is_read = pc.and_not(is_read, is_rolled_up.take(commit_of_file.combine_chunks()))
+        # A merged file has one commit per shard, so its path occurs many times.
+        unique_paths = pc.unique(paths.filter(is_read))
+        return [f"{self.directory.path}/{path}" for path in unique_paths.to_pylist()]
+
+    @cached_property
+    def _whole_rollups(self) -> pa.Array:
+        """Paths of the roll-ups all of whose shards count. Of others nothing can be taken out.
+
+        If the roll-up of one intervention is damaged, those of the others do not count either:
+        rows are read for all interventions of a shard, or for none.
+        """
+        files = pc.list_flatten(self.done["files"])
+        is_rollup = pc.equal(pc.struct_field(files, "table"), ROLLUPS.name)
+        references = pa.table(
+            {name: pc.struct_field(files, name).filter(is_rollup) for name in ("path", "shards")}
+        )
+        counts = references.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
+        is_whole = pc.equal(counts["shards_count"], counts["shards_max"])
+        if self.damaged_rollups:
+            shards = self.done["shard"].take(pc.list_parent_indices(self.done["files"]))
+            is_beside = pc.is_in(
+                shards.filter(is_rollup), pa.array(_shards_of(self.damaged_rollups), shards.type)
+            )
+            beside_damage = pc.unique(references["path"].filter(is_beside))
+            is_whole = pc.and_not(is_whole, pc.is_in(counts["path"], beside_damage))
+        return counts["path"].filter(is_whole).combine_chunks()
+
+    @cached_property
+    def _is_rolled_up(self) -> np.ndarray:
+        """For each commit that counts, whether its rows are in roll-ups that count."""
+        files = pc.list_flatten(self.done["files"])
+        is_whole = pc.is_in(pc.struct_field(files, "path"), self._whole_rollups)
+        rolled_up_commits = pc.list_parent_indices(self.done["files"]).filter(is_whole)
+        return np.isin(np.arange(len(self.done)), rolled_up_commits.to_numpy())
+
+    def damaged_shards_inside(self, table: str) -> list[int]:
+        """Damaged shards that have rows in a merged file of a table which is read for others."""
+        # Nearly every run: the rest walks over all commits. Roll-ups are read whole or not at all.
+        if not self.damaged_data or table == ROLLUPS.name:
+            return []
+        # One entry per commit and file: which shard, which path, and whether the commit is whole.
+        files = pc.list_flatten(self.ledger["files"])
+        commit_of_file = pc.list_parent_indices(self.ledger["files"])
+        of_table = pc.equal(pc.struct_field(files, "table"), table)
+        paths = pc.struct_field(files, "path").filter(of_table)
+        shards = self.ledger["shard"].take(commit_of_file).filter(of_table)
+        is_whole = pa.array(self.is_whole).take(commit_of_file).filter(of_table)
+        # A file that only damaged shards use is not read at all, so it hides nothing.
+        is_read = pc.is_in(paths, pc.unique(paths.filter(is_whole)))
+        return pc.unique(shards.filter(pc.and_not(is_read, is_whole))).to_pylist()
+
+    @property
+    def codes(self) -> list[str]:
+        """The code of every shard that is done, each once. Before the first shard it is the code
+        that began the run.
+        """
+        codes = _named_codes(pc.unique(self.done["code"]), self.manifest)
+        return list(dict.fromkeys(codes)) or [self.manifest.code]
+
+    def shards_of(self, code: str) -> str:
+        """The shards that some code measured, in words."""
+        is_of_code = [own == code for own in _named_codes(self.done["code"], self.manifest)]
+        shards = self.done["shard"].to_numpy()[is_of_code]
+        if len(shards) == 1:
+            return f"shard {shards[0]}"
+        return f"{len(shards):,} shards from {shards.min()} to {shards.max()}"
+
+    @property
+    def scan(self) -> dict[str, Any]:
+        """The resolved scan."""
+        return self.manifest.identity.get("scan", {})
+
+
+def _shards_of(damaged: list[Damage]) -> list[int]:
+    return [shard for damage in damaged for shard in damage.shards]
+
+
+def _named_codes(codes: pa.ChunkedArray, manifest: Manifest) -> list[str]:
+    """The code of each commit. Old commits do not name it: theirs is the one of the manifest."""
+    return [code or manifest.code for code in codes.to_pylist()]
+
+
+def read_run(directory: RunDirectory, code: str | None) -> Run:
+    """Read a manifest and a ledger, and look for files that are gone or have another size."""
+    manifest = directory.manifest()
+    ledger = directory.ledger()
+    # Two compactions of older code at the same time may have left rows that would count twice.
+    check_merged(ledger)
+    if code is not None:
+        codes = _named_codes(ledger["code"], manifest)
+        if code not in codes:
+            raise QueryError(f"run {directory.run_id}: {unknown('code', code, set(codes))}")
+        ledger = ledger.filter(pa.array([own == code for own in codes], pa.bool_()))
+    return Run(directory, manifest, ledger, code, directory.damaged_files([ledger]))
+
+
+ReadRun = Callable[[RunDirectory, str | None], Run]
+"""Reads a run, or the shards of it that some code measured."""
+
+
+def read_runs(
+    path: Place, code: str | None = None, read: ReadRun = read_run
+) -> tuple[list[Run], list[RunError]]:
+    """Read the manifests and ledgers at `path`, and say which runs cannot be read.
+
+    `code` reads only the shards that it measured. `read` may remember runs. It is an error if no
+    run can be read.
+    """
+    runs: list[Run] = []
+    unreadable: list[RunError] = []
+    for directory in find_runs(absolute(path)):
+        try:
+            runs.append(read(directory, code))
+        except RunError as error:
+            # One run that cannot be read must not hide the others.
+            unreadable.append(error)
+    if not runs:
+        raise unreadable[0]
+    _refuse_two_meanings(runs)
+    return runs, unreadable
+
+
+class _Formula(NamedTuple):
+    """What a name means in the shards that one code measured."""
+
+    run: Run
+    code: str
+    fingerprint: str
+
+    def where(self, within_run: bool) -> str:
+        """Where it was measured: the run, or which of its shards."""
+        run_id = self.run.directory.run_id
+        if within_run:
+            return f"{self.run.shards_of(self.code)} of run {run_id}, by code {self.code}"
+        return f"run {run_id}"
+
+
+def _refuse_two_meanings(runs: list[Run]) -> None:
+    """Refuse runs, or shards of one run, that use one name for two formulas."""
+    # A mean over both would be of neither.
+    known: dict[str, _Formula] = {}
+    for run in runs:
+        for code in run.codes:
+            for subject, fingerprint in _fingerprints(run, code):
+                formula = _Formula(run, code, fingerprint)
+                earlier = known.setdefault(subject, formula)
+                if earlier.fingerprint != fingerprint:
+                    raise _two_meanings(subject, earlier, formula)
+
+
+def _fingerprints(run: Run, code: str) -> Iterator[tuple[str, str]]:
+    """What some code measured in a run, such as `statistic 'sink_mass'`, and its fingerprint."""
+    meanings = run.manifest.meanings(code)
+    if meanings is None:
+        raise QueryError(
+            f"run {run.directory.run_id}: {run.shards_of(code)} were measured by code "
+            f"{code}, of which its manifest says nothing; compare manifest.json with a copy"
+        )
+    for field, fingerprints in meanings.items():
+        for name, fingerprint in fingerprints.items():
+            yield f"{WORDS[field]} {name!r}", fingerprint
+
+
+def _two_meanings(subject: str, earlier: _Formula, later: _Formula) -> QueryError:
+    within_run = earlier.run is later.run
+    remedy = (
+        f"--code {later.code} reads the latter alone"
+        if within_run
+        else "query one run directory at a time"
+    )
+    return QueryError(
+        f"{subject} has one formula in {earlier.where(within_run)} ({earlier.fingerprint}) and "
+        f"another in {later.where(within_run)} ({later.fingerprint}); {remedy}"
+    )

@@ -1,0 +1,84 @@
+"""Runs that were read before: a look for news reads again only what may have changed.
+
+A run is reused if the names, sizes and times of its manifest, its commits and its data files are as
+they were when it was read. Two things keep that exact. A new commit is a new name. And a file that
+is written again under its name has another time of change, except within a tick of the clock of its
+file system. So a state of a run counts only once the run was read a tick after the state was first
+seen. That takes a clock which only goes forward, and compares no clocks of two machines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headcount.queries.open.run import Run, read_run
+from headcount.queries.open.verified_files import CLOCK_TICK_SECONDS
+from headcount.schemas.errors import RunError
+from headcount.schemas.files.damage import data_folders
+from headcount.schemas.files.places import (
+    Fingerprint,
+    Place,
+    fingerprint,
+    fingerprint_of_file,
+    reason,
+)
+from headcount.schemas.files.run_directory import RunDirectory
+
+State = dict[str, Fingerprint]
+"""What the manifest and the directories of a run look like, by path in the run."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A run as it was read."""
+
+    run: Run
+    folders: list[str]
+    """The directories of its data files."""
+    state: State
+    first_seen: float
+    """When this state was seen first, on a clock that only goes forward."""
+    is_settled: bool
+    """Whether it was read so late that whatever is written now has another state."""
+
+
+class RunMemory:
+    """Remembers runs. What it returns is what `read_run` would return now."""
+
+    def __init__(self) -> None:
+        self._reads: dict[tuple[Place, str | None], _Read] = {}
+
+    def read_run(self, directory: RunDirectory, code: str | None) -> Run:
+        """The same object as before if nothing has changed."""
+        began = time.monotonic()
+        key = directory.path, code
+        last = self._reads.get(key)
+        # Seen before it is read: what changes meanwhile is another state when it is seen next.
+        state = _state(directory, last.folders if last else [])
+        if last and last.is_settled and last.state == state:
+            return last.run
+        run = read_run(directory, code)
+        folders = data_folders(run.ledger)
+        if last and last.state == state and last.folders == folders:
+            is_settled = began - last.first_seen >= CLOCK_TICK_SECONDS
+            self._reads[key] = _Read(run, folders, state, last.first_seen, is_settled)
+        else:
+            # Directories that were not known are seen after the run was read. That does no harm:
+            # it is read once more before this state counts.
+            seen_later = _state(directory, folders)
+            state = {name: state.get(name, seen_later[name]) for name in seen_later}
+            self._reads[key] = _Read(run, folders, state, time.monotonic(), is_settled=False)
+        return run
+
+
+def _state(directory: RunDirectory, folders: Iterable[str]) -> State:
+    try:
+        return {
+            "manifest.json": fingerprint_of_file(directory.manifest_file),
+            "commits": fingerprint(directory.commits_directory),
+            **{folder: fingerprint(directory.path / folder) for folder in folders},
+        }
+    except OSError as error:
+        raise RunError(f"{directory.path}: cannot be read ({reason(error)})") from None

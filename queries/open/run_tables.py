@@ -1,0 +1,402 @@
+"""The tables that describe the runs: what was scanned, which shards are done, what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from headcount.queries.open.run import Run
+from headcount.schemas.files.commits import COMMITS
+from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.run_directory import holds_whole_shard, pc
+from headcount.schemas.files.tables import Column
+from headcount.schemas.scans.kinds import KINDS, carried_columns, columns_of
+from headcount.schemas.scans.scan import scan_name
+from headcount.schemas.scans.values import LARGEST_INTEGER
+
+STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)s?[-_]?(\d+)", re.IGNORECASE)
+"""How the names of checkpoints tell their step, in the libraries that write them."""
+
+LONGEST_STEP = 15
+"""Digits of the largest number that is taken for a step."""
+
+ColumnTypes = dict[str, tuple[pa.DataType, str]]
+"""Type and description of each column of a table, by name."""
+
+RUNS: ColumnTypes = {
+    "run_id": (pa.string(), "Run: the name of the scan and the fingerprint of what it measures."),
+    "name": (pa.string(), "Name of the scan."),
+    "created": (pa.string(), "When the run was started."),
+    "model": (pa.string(), "Model, as the scan names it."),
+    "step": (
+        pa.int64(),
+        "Step of training: the number in the model's revision or directory (step-1000, "
+        "checkpoint-500). NULL if neither names one.",
+    ),
+    "weight_processing": (
+        pa.string(),
+        "raw: as trained. folded: LayerNorm is folded in and weights are centred, so norms differ.",
+    ),
+    "precision": (
+        pa.string(),
+        "Number formats of the model's products, as measured. Before the first shard is done, the "
+        "one that the scan asked for.",
+    ),
+    "engine": (pa.string(), "Engine that the scan asked for: fused or dense."),
+    "n_ctx": (pa.int32(), "Tokens in every sequence."),
+    "bos": (pa.bool_(), "Whether every sequence begins with the beginning-of-sequence token."),
+    "input_family": (pa.string(), "Family of inputs."),
+    "input_options": (pa.string(), "Options of the input family, as JSON."),
+    "documents": (
+        pa.string(),
+        "What became of the corpus's documents. NULL if there is no corpus, or an old run did not "
+        "record it.",
+    ),
+    "interventions": (pa.list_(pa.string()), "Edits of the model. none is the untouched model."),
+    "statistics": (pa.list_(pa.string()), "Statistics that were measured."),
+    "measured_heads": (
+        pa.string(),
+        "Heads that the scan names, for example: all; layers 0, 3; L0H1, L3H7.",
+    ),
+    "seed": (
+        pa.int64(),
+        "Seed of synthetic input. NULL if it is 2^63 or more, which older versions allowed.",
+    ),
+    "n_layers": (pa.int32(), "Layers of the model."),
+    "n_heads": (pa.int32(), "Heads in a layer."),
+    "n_kv_heads": (
+        pa.int32(),
+        "Heads of a layer with keys and values of their own, which query heads may share. NULL if "
+        "older code began the run.",
+    ),
+    "d_model": (pa.int32(), "Width of the residual stream."),
+    "d_head": (pa.int32(), "Width of a head."),
+    "shards": (pa.int64(), "Shards of the scan."),
+    "shards_done": (pa.int64(), "Shards with a commit and files as committed."),
+    "complete": (pa.bool_(), "Whether every shard is done."),
+    "sequences": (pa.int64(), "Sequences of the scan."),
+    "sequences_done": (pa.int64(), "Sequences of the shards that are done."),
+    "rows": (pa.int64(), "Rows of the shards that are done."),
+    "tokens": (
+        pa.int64(),
+        "Tokens that went through the model, over all interventions, in the shards that are done.",
+    ),
+    "seconds": (
+        pa.float64(),
+        "Seconds of work in the shards that are done, added up over replicas.",
+    ),
+    "tokenizer": (
+        pa.string(),
+        "Fingerprint of the tokenizer: equal in runs with the same one. NULL if the input is not "
+        "text.",
+    ),
+    "model_fingerprint": (
+        pa.string(),
+        "Fingerprint of the model and its weights: equal in runs of the same model.",
+    ),
+    "code": (
+        pa.string(),
+        "Fingerprint of the code that began the run. shards.code has that of each shard.",
+    ),
+}
+
+SHARDS: ColumnTypes = {
+    "run_id": (pa.string(), "Run."),
+    "shard": (pa.int64(), "Shard: the unit of work and of commit."),
+    "start": (pa.int64(), "First sequence of the shard."),
+    "stop": (pa.int64(), "One past the last sequence of the shard."),
+    "status": (
+        pa.string(),
+        "done, missing (no commit yet) or damaged (a file is not as committed, so no view shows "
+        "the shard). Opening compares the sizes of files with their commits. A query also compares "
+        "the content of the tables that it reads; `headcount check` compares all.",
+    ),
+    "damage": (pa.string(), "What is wrong with a damaged shard. NULL for the others."),
+    "rows": (pa.int64(), "Rows that were committed."),
+    "tokens": (pa.int64(), "Tokens that were committed."),
+    "seconds": (
+        pa.float64(),
+        "Seconds that the shard took, from the first forward pass to the last file.",
+    ),
+    "compute_seconds": (
+        pa.float64(),
+        "Seconds of it that went into forward passes and reductions.",
+    ),
+    "idle_seconds": (
+        pa.float64(),
+        "Seconds before the shard in which the replica waited for work.",
+    ),
+    "finished": (
+        pa.timestamp("us", "UTC"),
+        "When the shard was committed, by the clock of its machine.",
+    ),
+    "host": (pa.string(), "Machine that measured it."),
+    "replica": (pa.string(), "Replica that measured it."),
+    "attempt": (pa.int64(), "Number of the attempt that succeeded."),
+    "code": (
+        pa.string(),
+        "Fingerprint of the code that measured it. NULL if the commit does not say.",
+    ),
+    "device": (pa.string(), "Device that computed it. NULL if the commit does not say."),
+    "versions": (
+        COMMITS.field("versions").type,
+        "Libraries that measured it, each with its version.",
+    ),
+    "methods": (
+        COMMITS.field("methods").type,
+        "How each intervention was measured: intervention, engine, precision, attention (tiles, "
+        "kernel or matrix) and the layers whose pattern was built because an edit needs it.",
+    ),
+    "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
+}
+
+FORMULA_FACTS: ColumnTypes = {
+    "unit": (pa.string(), "Unit."),
+    "range_low": (pa.float64(), "Smallest possible value."),
+    "range_high": (pa.float64(), "Largest possible value."),
+    "meaning": (pa.string(), "Meaning, in one sentence."),
+    "formula": (pa.string(), "Formula, in index notation."),
+    "source": (pa.string(), "Where the definition comes from."),
+    "chance": (
+        pa.bool_(),
+        "Whether sequences.chance_<name> holds what uniform attention would score.",
+    ),
+    "description": (pa.string(), "Meaning, formula and when it is NULL, on one line."),
+    "fingerprint": (pa.string(), "Fingerprint of the formula's code."),
+    "runs": (pa.int64(), "Runs that measured it."),
+}
+
+STATISTICS: ColumnTypes = {"name": (pa.string(), "Statistic: a column of heads."), **FORMULA_FACTS}
+
+FORMULAS: ColumnTypes = {
+    "field": (pa.string(), "Field of the scan that names it."),
+    "kind": (
+        pa.string(),
+        "Kind of measurement: statistic, prediction, profile or weight statistic.",
+    ),
+    "table": (pa.string(), "Table that holds its values."),
+    "name": (pa.string(), "Name of a column, or of what a row is about."),
+    "axis": (pa.string(), "What its values run over. NULL if it is one number, or one per token."),
+    **FORMULA_FACTS,
+}
+
+MODEL_SIZES = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_head")
+"""Columns of `runs` that a manifest has under the same names in its description of the model."""
+
+FormulaFacts = dict[str, Any]
+"""What a manifest says of one formula: unit, range, meaning, fingerprint and more."""
+
+
+def formulas(runs: list[Run], field: str) -> dict[str, FormulaFacts]:
+    """Every formula of a field of the scan that some run measured, as its manifest describes it."""
+    facts_by_name: dict[str, FormulaFacts] = {}
+    # Backwards, so that the first run has the last word.
+    for run in reversed(runs):
+        facts_by_name |= run.manifest.kinds.get(field, {})
+    return facts_by_name
+
+
+def measured_columns(runs: list[Run]) -> dict[str, dict[str, Column]]:
+    """The columns that some run measured or carries from its corpus, by table and name."""
+    columns = columns_of({kind.field: formulas(runs, kind.field) for kind in KINDS})
+    for run in runs:
+        fields = run.scan.get("input", {}).get("columns") or []
+        for table, carried in carried_columns(fields).items():
+            columns[table] |= carried
+    return columns
+
+
+def bounds(ends: Sequence[float | str | None] | None) -> tuple[float, float]:
+    """The range of a statistic as two floats, from a manifest's `range`.
+
+    JSON does not have infinity, so a manifest writes it as a word or as null.
+    """
+    low, high = ends or (None, None)
+    return (
+        float("-inf") if low is None else float(low),
+        float("inf") if high is None else float(high),
+    )
+
+
+def runs_table(runs: list[Run]) -> pa.Table:
+    """One row per run."""
+    return _table(RUNS, [_run_row(run) for run in runs])
+
+
+def shards_table(runs: list[Run]) -> pa.Table:
+    """One row per shard, done or not."""
+    # The empty table has the columns, which a view needs even without runs.
+    return pa.concat_tables([_schema(SHARDS).empty_table(), *map(_shards_of_run, runs)])
+
+
+def statistics_table(runs: list[Run]) -> pa.Table:
+    """One row per statistic."""
+    return _table(STATISTICS, _formula_rows(runs, "statistics"))
+
+
+def formulas_table(runs: list[Run]) -> pa.Table:
+    """One row per formula of every kind."""
+    rows: list[FormulaFacts] = []
+    for kind in KINDS:
+        kind_facts = {"field": kind.field, "kind": kind.word, "table": kind.table.name}
+        rows += [row | kind_facts for row in _formula_rows(runs, kind.field)]
+    return _table(FORMULAS, rows)
+
+
+def _formula_rows(runs: list[Run], field: str) -> list[FormulaFacts]:
+    rows: list[FormulaFacts] = []
+    for name, facts in formulas(runs, field).items():
+        # What is not one number has no range, not an infinite one.
+        low, high = bounds(facts["range"]) if "range" in facts else (None, None)
+        run_count = sum(name in run.manifest.kinds.get(field, {}) for run in runs)
+        row = {"name": name, "range_low": low, "range_high": high, "runs": run_count}
+        rows.append({**facts, **row})
+    return rows
+
+
+def _run_row(run: Run) -> dict[str, Any]:
+    manifest = run.manifest
+    scan = run.scan
+    done = run.done
+    input_options = dict(scan.get("input", {}))
+    input_family = input_options.pop("family", None)
+    seed = scan.get("seed")
+    has_corpus = "sources" in manifest.identity.get("corpus", {})
+    fates = run.directory.fates() if has_corpus else None
+    return {
+        **{key: scan.get(key) for key in ("model", "weight_processing", "engine", "n_ctx", "bos")},
+        # Older versions allowed seeds that no column of integers can hold.
+        "seed": seed if seed is None or seed <= LARGEST_INTEGER else None,
+        **{key: manifest.model.get(key) for key in MODEL_SIZES},
+        "step": training_step(scan.get("model", ""), scan.get("revision")),
+        "run_id": run.directory.run_id,
+        "name": scan_name(manifest.run_id),
+        "created": manifest.created,
+        "precision": ", ".join(_precisions(done)) or scan.get("precision"),
+        "input_family": input_family,
+        "input_options": json.dumps(input_options, ensure_ascii=False),
+        "documents": fates.line if fates else None,
+        "interventions": list(scan.get("interventions", ["none"])),
+        "statistics": list(manifest.kinds.get("statistics", {})),
+        "measured_heads": _measured_heads(scan),
+        "shards": manifest.shards,
+        "shards_done": len(done),
+        # After an extension the last shard may be done and still lack its new sequences.
+        "complete": int(holds_whole_shard(manifest, done).sum()) >= manifest.shards,
+        "sequences": manifest.sequences,
+        "sequences_done": int((done["stop"].to_numpy() - done["start"].to_numpy()).sum()),
+        "rows": int(done["rows"].to_numpy().sum()),
+        "tokens": int(done["tokens"].to_numpy().sum()),
+        "seconds": float(done["seconds"].to_numpy().sum()),
+        "tokenizer": manifest.identity.get("tokenizer"),
+        "model_fingerprint": _model_fingerprint(manifest),
+        "code": manifest.code,
+    }
+
+
+def training_step(model: str, revision: str | None) -> int | None:
+    """The step of training that a checkpoint's name tells.
+
+    >>> [training_step(*names) for names in (("EleutherAI/pythia-70m", "step143000"),
+    ...     ("runs/checkpoint-500/", None), ("runs/stage1-step001000-tokens5B", None))]
+    [143000, 500, 1000]
+    >>> training_step("openai-community/gpt2", None) is None
+    True
+    """
+    name = revision or PurePosixPath(model).name
+    match = STEP.search(name)
+    # More digits are no step, and no column holds them.
+    return int(match[1]) if match and len(match[1]) <= LONGEST_STEP else None
+
+
+def _measured_heads(scan: Mapping[str, Any]) -> str:
+    """The heads or layers that a scan names. A scan that measures all names none."""
+    if heads := scan.get("heads"):
+        return ", ".join(heads)
+    if layers := scan.get("layers"):
+        return f"layers {', '.join(map(str, layers))}"
+    return "all"
+
+
+def _precisions(ledger: pa.Table) -> list[str]:
+    """The precisions that some commits were measured in."""
+    # Every commit has a list of methods, one for each intervention.
+    methods = pc.list_flatten(ledger["methods"])
+    return sorted(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
+
+
+def _model_fingerprint(manifest: Manifest) -> str:
+    # Old manifests identify their model by its description alone.
+    model_identity = manifest.identity.get("model", manifest.model)
+    return hashlib.sha256(json.dumps(model_identity, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _shards_of_run(run: Run) -> pa.Table:
+    """One row per shard of a run, in shard order."""
+    return pa.concat_tables([_committed_shards(run), _missing_shards(run)]).sort_by("shard")
+
+
+def _committed_shards(run: Run) -> pa.Table:
+    """The commits of a run, each with its status and what is wrong with it."""
+    schema = _schema(SHARDS)
+    of_commit = [name for name in schema.names if name not in ("status", "damage")]
+    status = pa.array(np.where(run.is_whole, "done", "damaged"), pa.string())
+    shards = run.ledger.select(of_commit).append_column("status", status)
+    shards = shards.append_column("damage", _damage_column(run))
+    for name in ("code", "device"):
+        # A commit of an older version says nothing of these, which a ledger holds as "".
+        known = pc.if_else(pc.equal(shards[name], ""), None, shards[name])
+        shards = shards.set_column(shards.schema.get_field_index(name), name, known)
+    return shards.select(schema.names).cast(schema)
+
+
+def _damage_column(run: Run) -> pa.Array:
+    """For each commit, the first thing that is wrong with its files. NULL if nothing is."""
+    if not run.damaged_data:
+        return pa.nulls(len(run.ledger), pa.string())
+    problems: dict[int, str] = {}
+    for damage in run.damaged_data:
+        for shard in damage.shards:
+            problems.setdefault(shard, f"{damage.path} {damage.why}")
+    shards = run.ledger["shard"].to_pylist()
+    return pa.array([problems.get(shard) for shard in shards], pa.string())
+
+
+def _missing_shards(run: Run) -> pa.Table:
+    """A row for each shard of a run that has no commit: only its place is known."""
+    shards = np.setdiff1d(np.arange(run.manifest.shards), run.ledger["shard"].to_numpy())
+    values: dict[str, Any] = {
+        "run_id": [run.directory.run_id] * len(shards),
+        "shard": shards,
+        "status": ["missing"] * len(shards),
+    }
+    shard_size = run.scan.get("sequences_per_shard")
+    if shard_size:
+        # The last shard may be shorter than the others.
+        values["start"] = shards * shard_size
+        values["stop"] = np.minimum((shards + 1) * shard_size, run.manifest.sequences)
+    schema = _schema(SHARDS)
+    arrays = [
+        pa.array(values[field.name], field.type)
+        if field.name in values
+        else pa.nulls(len(shards), field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _schema(columns: ColumnTypes) -> pa.Schema:
+    return pa.schema([(name, type_) for name, (type_, _) in columns.items()])
+
+
+def _table(columns: ColumnTypes, rows: list[dict[str, Any]]) -> pa.Table:
+    """A table with just these columns. A row may hold more, or lack some."""
+    table_rows = [{name: row.get(name) for name in columns} for row in rows]
+    return pa.Table.from_pylist(table_rows, schema=_schema(columns))

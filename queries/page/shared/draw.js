@@ -1,0 +1,729 @@
+// Figures of our pages as SVG, drawn by hand: each function returns an element.
+//
+// Plain ES modules. The explorer serves these files as they are. `queries/report/html_page.py` joins them
+// for a page that is one file: it takes the words `export` and the imports away, so names are
+// unique over all files of a page. A text from data is only ever set as textContent.
+import { diverging, sequential, seriesColour } from "./colours.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function filled(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+// An element of SVG. `onclick` and the like are listeners, all else are attributes.
+export function svg(name, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, name), attributes, children);
+}
+
+// An element of HTML, in the same way.
+export function html(name, attributes = {}, ...children) {
+  return filled(document.createElement(name), attributes, children);
+}
+
+// A number for people: four digits, a dash if it is undefined.
+export function number(x) {
+  if (x === null || x === undefined || Number.isNaN(x)) return "–";
+  if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
+  if (Number.isInteger(x) || Math.abs(x) >= 1e4)
+    return Math.round(x).toLocaleString("en").replace("-", "−");
+  const short = Number(x.toPrecision(4));
+  return (Math.abs(x) < 1e-5 ? Number(x.toPrecision(3)).toExponential() : String(short)).replaceAll(
+    "-",
+    "−",
+  );
+}
+
+// A number of an axis: short, because its neighbours say the rest.
+function tickText(x) {
+  if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
+  const size = Math.abs(x);
+  if (size >= 1e6 || (size > 0 && size < 1e-3))
+    return Number(x.toPrecision(2)).toExponential().replace("e+", "e").replaceAll("-", "−");
+  return String(Number(x.toPrecision(3))).replace("-", "−");
+}
+
+// About `most` round numbers between two ends.
+function roundTicks(low, high, most = 5, onlyWhole = false) {
+  if (!(high > low)) return [low];
+  // Between layers or positions there is nothing.
+  const rough = Math.max((high - low) / most, onlyWhole ? 1 : 0);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= rough * 0.999);
+  const ticks = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++)
+    ticks.push(i * step);
+  return ticks;
+}
+
+// Powers of ten, with 2 and 5 between them if there are few.
+function decadeTicks(low, high) {
+  const digits = high / low > 1e3 ? [1] : [1, 2, 5];
+  const ticks = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
+    for (const digit of digits) ticks.push(Number(`${digit}e${power}`));
+  }
+  return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+}
+
+// The drawing area of a figure: its parts are placed in units of about a pixel.
+function canvas(width, height, attributes = {}, ...children) {
+  return svg(
+    "svg",
+    { viewBox: `0 0 ${width} ${height}`, width, height, class: "figure", ...attributes },
+    ...children,
+  );
+}
+
+function text(x, y, content, attributes = {}) {
+  const node = svg("text", { x, y, ...attributes });
+  node.textContent = content;
+  return node;
+}
+
+function titled(mark, content) {
+  const title = svg("title");
+  title.textContent = content;
+  mark.append(title);
+  return mark;
+}
+
+const isUndefined = (value) => value === null || value === undefined || Number.isNaN(value);
+const indices = (names) => (typeof names === "number" ? [...Array(names).keys()] : names);
+
+function everyOther(count, most) {
+  const step = Math.max(1, Math.ceil(count / Math.max(1, most)));
+  // 1, 2, 5, 10, … are easier to count in.
+  const round = [1, 2, 5, 10, 20, 50, 100, 200, 500].find((size) => size >= step) ?? step;
+  return (index) => index % round === 0;
+}
+
+// A colour for each value of a range: a function.
+export function colourOf(range, scale) {
+  const [low, high] = range;
+  const colours = scale === "diverging" ? diverging : sequential;
+  return (value) => colours(high > low ? (value - low) / (high - low) : 0.5);
+}
+
+function legend(x, y, width, range, scale) {
+  const group = svg("g", { class: "legend", "aria-hidden": "true" });
+  const colour = colourOf(range, scale);
+  const steps = 32;
+  for (let i = 0; i < steps; i++) {
+    const value = range[0] + ((i + 0.5) / steps) * (range[1] - range[0]);
+    const stripe = { x: x + (i * width) / steps, y, width: width / steps + 0.4, height: 6 };
+    group.append(svg("rect", { ...stripe, fill: colour(value) }));
+  }
+  group.append(text(x, y + 18, tickText(range[0])));
+  group.append(text(x + width, y + 18, tickText(range[1]), { "text-anchor": "end" }));
+  if (scale === "diverging") {
+    const middle = tickText((range[0] + range[1]) / 2);
+    group.append(text(x + width / 2, y + 18, middle, { "text-anchor": "middle" }));
+  }
+  return group;
+}
+
+// Values by row and column, as colours.
+//
+// `rows` and `cols` are names, or how many there are. Arrow keys move between cells, Enter chooses.
+// `faint(row, col)` says which cells are pale. `square` keeps cells square however many there are.
+// `onChoose(row, col)` and `onHover(row, col)` are optional. `cellName(row, col)` names a cell.
+// The element has a method `choose(row, col)`, which moves the mark.
+export function heatmap(options) {
+  const {
+    values,
+    range,
+    scale = "sequential",
+    title = "",
+    onChoose,
+    onHover,
+    chosen,
+    faint,
+  } = options;
+  const rows = indices(options.rows);
+  const cols = indices(options.cols);
+  const { rowName = "layer", colName = "head", width = 340 } = options;
+  const plain = options.cellName ?? ((row, col) => `L${rows[row]}H${cols[col]}`);
+  const longest = Math.max(...rows.map((name) => String(name).length));
+  // Numbers leave room for the name of their axis. Names say themselves what they are.
+  const haveNumbers = rows.every((name) => typeof name === "number");
+  const left = haveNumbers ? 22 + 6 * longest : Math.min(150, 12 + 6 * longest);
+  const top = 4;
+  const widest = (width - left - 2) / cols.length;
+  const across = options.square ? Math.min(26, widest, 420 / rows.length) : Math.min(26, widest);
+  const lowest = haveNumbers ? 5 : 12;
+  const down = options.square ? across : Math.max(lowest, Math.min(across, 340 / rows.length));
+  const gap = Math.min(across, down) > 9 ? 1 : 0;
+  const bottom = top + down * rows.length;
+  const right = left + across * cols.length;
+  const height = bottom + 54;
+  const colour = colourOf(range, scale);
+  const says = (row, col) => {
+    const value = values[row][col];
+    return `${plain(row, col)}  ${isUndefined(value) ? "undefined or not measured" : number(value)}`;
+  };
+  const cells = svg("g", { role: "rowgroup" });
+  const marks = [];
+  rows.forEach((_, row) => {
+    const line = svg("g", { role: "row" });
+    marks.push(
+      cols.map((_, col) => {
+        const value = values[row][col];
+        const cell = svg("rect", {
+          x: (left + col * across).toFixed(2),
+          y: (top + row * down).toFixed(2),
+          width: (across - gap).toFixed(2),
+          height: (down - gap).toFixed(2),
+          "data-cell": `${row}.${col}`,
+          role: "gridcell",
+          tabindex: -1,
+          "aria-label": says(row, col),
+          // Outlines of small cells would run together into a grey ground.
+          class: isUndefined(value) ? `cell empty ${gap ? "" : "small"}` : "cell",
+          fill: isUndefined(value) ? null : colour(value),
+          "fill-opacity": faint?.(row, col) ? 0.3 : null,
+        });
+        line.append(titled(cell, says(row, col)));
+        return cell;
+      }),
+    );
+    cells.append(line);
+  });
+  const figure = canvas(Math.max(right + 2, left + 130), height, {
+    role: "grid",
+    "aria-label": title,
+  });
+  figure.append(cells);
+
+  const shownRow = everyOther(rows.length, (down * rows.length) / 13);
+  const shownCol = everyOther(cols.length, (across * cols.length) / (cols.length > 100 ? 26 : 20));
+  const axes = svg("g", { "aria-hidden": "true" });
+  rows.forEach((name, row) => {
+    if (haveNumbers && !shownRow(row)) return;
+    const limit = Math.floor((left - 14) / 6);
+    const short = String(name).length > limit + 1 ? `${String(name).slice(0, limit)}…` : name;
+    const y = top + row * down + (down - gap) / 2 + 3.6;
+    axes.append(titled(text(left - 5, y, short, { "text-anchor": "end" }), String(name)));
+  });
+  cols.forEach((name, col) => {
+    if (!shownCol(col)) return;
+    const x = left + col * across + (across - gap) / 2;
+    axes.append(text(x, bottom + 12, name, { "text-anchor": "middle" }));
+  });
+  if (haveNumbers && rowName && bottom - top >= 44) {
+    const middle = top + (bottom - top) / 2;
+    const turned = `rotate(-90 9 ${middle})`;
+    axes.append(text(9, middle, rowName, { "text-anchor": "middle", transform: turned }));
+  }
+  axes.append(text((left + right) / 2, bottom + 25, colName, { "text-anchor": "middle" }));
+  figure.append(
+    axes,
+    legend(left, bottom + 32, Math.max(90, Math.min(right - left, 180)), range, scale),
+  );
+
+  const ring = svg("rect", {
+    class: "chosen",
+    width: across - gap + 3,
+    height: down - gap + 3,
+    rx: 2,
+  });
+  figure.append(ring);
+  let current = [0, 0];
+  const enter = (row, col) => {
+    marks[current[0]][current[1]].setAttribute("tabindex", -1);
+    current = [row, col];
+    marks[row][col].setAttribute("tabindex", 0);
+  };
+  enter(0, 0);
+  figure.choose = (row, col) => {
+    const exists = row !== null && row !== undefined && marks[row]?.[col];
+    ring.style.display = exists ? "" : "none";
+    for (const cell of figure.querySelectorAll("[aria-selected]"))
+      cell.removeAttribute("aria-selected");
+    if (!exists) return;
+    marks[row][col].setAttribute("aria-selected", "true");
+    ring.setAttribute("x", left + col * across - 1.5);
+    ring.setAttribute("y", top + row * down - 1.5);
+    enter(row, col);
+  };
+  figure.choose(chosen?.[0], chosen?.[1]);
+
+  const place = (event) => event.target.dataset?.cell?.split(".").map(Number);
+  figure.addEventListener("click", (event) => {
+    const cell = place(event);
+    if (cell && onChoose) onChoose(...cell);
+  });
+  figure.addEventListener("pointerover", (event) => {
+    const cell = place(event);
+    if (onHover) onHover(...(cell ?? [null, null]));
+  });
+  figure.addEventListener("pointerleave", () => onHover?.(null, null));
+  figure.addEventListener("focusin", (event) => {
+    const cell = place(event);
+    if (cell && onHover) onHover(...cell);
+  });
+  const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+  figure.addEventListener("keydown", (event) => {
+    const cell = place(event);
+    if (!cell) return;
+    const [row, col] = cell;
+    if (event.key === "Enter" || event.key === " ") onChoose?.(row, col);
+    else if (event.key === "Home") marks[row][0].focus();
+    else if (event.key === "End") marks[row].at(-1).focus();
+    else if (moves[event.key]) {
+      const next = marks[row + moves[event.key][0]]?.[col + moves[event.key][1]];
+      if (next) {
+        enter(...next.dataset.cell.split(".").map(Number));
+        next.focus();
+      }
+    } else return;
+    event.preventDefault();
+  });
+  return figure;
+}
+
+// How a value is placed on an axis of bins. Bins of one width give a plain axis. Others, such as
+// logarithmic bins, each take the same room, and so do bins without an end.
+function binAxis(edges) {
+  const last = edges.length - 1;
+  const widths = edges.slice(1).map((edge, i) => edge - edges[i]);
+  const isEven = widths.every((width) => Math.abs(width - widths[0]) <= 1e-3 * Math.abs(widths[0]));
+  if (isEven) return { place: (x) => (x - edges[0]) / (edges[last] - edges[0]), isEven };
+  const place = (x) => {
+    let bin = edges.findIndex((edge) => edge > x) - 1;
+    if (bin === -2) bin = last - 1;
+    if (bin < 0) return 0;
+    const low = edges[bin];
+    const high = edges[bin + 1];
+    const share = Number.isFinite(low) && Number.isFinite(high) ? (x - low) / (high - low) : 0.5;
+    return (bin + Math.min(1, share)) / last;
+  };
+  return { place, isEven };
+}
+
+// How many sequences have a value in each bin. `background` is drawn behind it as an outline, as
+// shares: for instance all heads. `marks` are values with a name, such as the mean.
+export function histogram(options) {
+  const {
+    counts,
+    background,
+    title = "",
+    unit = "",
+    marks = [],
+    width = 360,
+    height = 130,
+  } = options;
+  // JSON has no infinity: an axis without an end has null there.
+  const edges = options.edges.map((edge, i) => edge ?? (i === 0 ? -Infinity : Infinity));
+  const left = 8;
+  const right = width - 8;
+  const top = 16;
+  const bottom = height - 34;
+  const axis = binAxis(edges);
+  const x = (value) => left + (right - left) * Math.min(1, Math.max(0, axis.place(value)));
+  const edgeX = (i) =>
+    left + (right - left) * (axis.isEven ? axis.place(edges[i]) : i / (edges.length - 1));
+  const sum = (list) => list.reduce((total, count) => total + count, 0) || 1;
+  const total = sum(counts);
+  const shares = counts.map((count) => count / total);
+  const others = background ? background.map((count) => count / sum(background)) : [];
+  const most = Math.max(...shares, ...others, 1e-12);
+  const y = (share) => bottom - (share / most) * (bottom - top);
+  const group = svg("g", { "data-hist": title });
+  shares.forEach((share, i) => {
+    if (!share) return;
+    // A bin that has anything is visible.
+    const tall = Math.max(1, bottom - y(share));
+    const bar = svg("rect", {
+      x: edgeX(i),
+      y: bottom - tall,
+      width: Math.max(1, edgeX(i + 1) - edgeX(i) - (counts.length < 80 ? 0.6 : 0)),
+      height: tall,
+      class: "bar",
+    });
+    group.append(
+      titled(bar, `${number(edges[i])} to ${number(edges[i + 1])}: ${number(counts[i])}`),
+    );
+  });
+  const figure = canvas(width, height, {
+    role: "img",
+    "aria-label": `${title}, distribution of ${number(total)} values`,
+  });
+  figure.append(svg("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }), group);
+  if (background) {
+    const steps = others.map((share, i) => `L${edgeX(i)} ${y(share)}L${edgeX(i + 1)} ${y(share)}`);
+    const outline = svg("path", {
+      d: `M${left} ${bottom}${steps.join("")}L${right} ${bottom}`,
+      class: "background",
+    });
+    figure.append(titled(outline, "all heads"));
+  }
+  const ticks = axis.isEven
+    ? roundTicks(edges[0], edges.at(-1)).map((tick) => [x(tick), tick])
+    : indices(edges.length)
+        .filter(everyOther(edges.length, 6))
+        .map((i) => [edgeX(i), edges[i]]);
+  for (const [place, tick] of ticks) {
+    const anchor = place < left + 12 ? "start" : place > right - 12 ? "end" : "middle";
+    figure.append(text(place, bottom + 13, tickText(tick), { "text-anchor": anchor }));
+  }
+  const unitText = axis.isEven ? unit : `${unit}${unit ? "; " : ""}each bin has the same width`;
+  figure.append(text((left + right) / 2, height - 6, unitText, { "text-anchor": "middle" }));
+  const isInside = (mark) =>
+    !isUndefined(mark.x) && axis.place(mark.x) >= 0 && axis.place(mark.x) <= 1;
+  // The name of the first mark stands left of it and the others' right of theirs, if there is room.
+  marks
+    .filter(isInside)
+    .toSorted((one, other) => one.x - other.x)
+    .forEach((mark, i, inside) => {
+      const at = x(mark.x);
+      const line = svg("line", {
+        x1: at,
+        x2: at,
+        y1: top - 3,
+        y2: bottom,
+        class: `mark ${mark.kind ?? ""}`,
+      });
+      figure.append(titled(line, `${mark.name}: ${number(mark.x)}`));
+      const room = 6 * mark.name.length;
+      const isLeft = at + room > right || (inside.length > 1 && i === 0 && at - room > left);
+      figure.append(
+        text(at + (isLeft ? -3 : 3), top - 5, mark.name, {
+          "text-anchor": isLeft ? "end" : "start",
+          class: "mark-name",
+        }),
+      );
+    });
+  return figure;
+}
+
+// The frame of a figure with two axes: ticks, grid and names.
+function frame(options) {
+  const { width, height, xRange, yRange, xName, yName, log, names, left = 46, keys = [] } = options;
+  // The names of the series stand above, in as many lines as they need.
+  const keyLines = [[]];
+  let keyX = left;
+  for (const key of keys) {
+    const wide = 26 + 6 * key.length;
+    if (keyX + wide > width - 6 && keyX > left) {
+      keyLines.push([]);
+      keyX = left;
+    }
+    keyLines.at(-1).push([key, keyX]);
+    keyX += wide;
+  }
+  const top = 8 + (keys.length ? 15 * keyLines.length : 0);
+  const bottom = height - 36;
+  const right = width - 10;
+  const scaled = log ? Math.log10 : (value) => value;
+  const [lowX, highX] = xRange;
+  const [lowY, highY] = yRange.map(scaled);
+  const x = (value) => left + ((value - lowX) / (highX - lowX || 1)) * (right - left);
+  const y = (value) => bottom - ((scaled(value) - lowY) / (highY - lowY || 1)) * (bottom - top);
+  const group = svg("g", { "aria-hidden": "true" });
+  for (const tick of log ? decadeTicks(...yRange) : roundTicks(...yRange, 4)) {
+    group.append(
+      svg("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid-line" }),
+    );
+    group.append(text(left - 5, y(tick) + 3.6, tickText(tick), { "text-anchor": "end" }));
+  }
+  const shown = names
+    ? everyOther(
+        names.length,
+        (right - left) / Math.max(24, 6.4 * Math.max(...names.map((name) => String(name).length))),
+      )
+    : null;
+  const xTicks = names
+    ? names.map((name, i) => [i, name]).filter(([i]) => shown(i))
+    : roundTicks(lowX, highX, 6, options.wholeX).map((tick) => [tick, tickText(tick)]);
+  for (const [place, name] of xTicks) {
+    group.append(text(x(place), bottom + 13, name, { "text-anchor": "middle" }));
+  }
+  group.append(svg("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }));
+  group.append(text((left + right) / 2, height - 8, xName, { "text-anchor": "middle" }));
+  const middle = (top + bottom) / 2;
+  group.append(
+    text(9, middle, yName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }),
+  );
+  let keyNumber = 0;
+  keyLines.forEach((line, row) => {
+    for (const [key, at] of line) {
+      const middleY = 9 + 15 * row;
+      group.append(
+        svg("line", {
+          x1: at,
+          x2: at + 14,
+          y1: middleY,
+          y2: middleY,
+          class: "key",
+          stroke: seriesColour(keyNumber),
+          "stroke-dasharray": dashes(keyNumber),
+        }),
+      );
+      group.append(text(at + 18, middleY + 4, key));
+      keyNumber++;
+    }
+  });
+  return { group, x, y, left, right, top, bottom };
+}
+
+// Beside its colour every second series has dashes.
+const dashes = (number) => (number % 2 ? "5 3" : null);
+
+// Lines over numbers or names. An undefined value breaks its line.
+export function lines(options) {
+  const {
+    series,
+    xName = "",
+    yName = "",
+    log = false,
+    title = yName,
+    width = 360,
+    height = 220,
+  } = options;
+  const ownX = (one) => one.x ?? options.x;
+  const allX = series.flatMap((one) => ownX(one));
+  const names = allX.some((value) => typeof value === "string")
+    ? [...new Set(allX.map(String))]
+    : null;
+  const placeOf = (value) => (names ? names.indexOf(String(value)) : value);
+  const places = allX.map(placeOf);
+  const allY = series
+    .flatMap((one) => one.y)
+    .filter((value) => !isUndefined(value) && (!log || value > 0));
+  const low = Math.min(...allY);
+  const high = Math.max(...allY);
+  const yRange =
+    options.yRange ??
+    (log ? [low / 1.15, high * 1.15] : [Math.min(0, low), Math.max(0, high) || 1]);
+  const keys = series.length > 1 ? series.map((one) => String(one.name)) : [];
+  const xRange = [Math.min(...places), Math.max(...places)];
+  const wholeX = places.every(Number.isInteger);
+  const box = frame({ width, height, xRange, yRange, xName, yName, log, names, keys, wholeX });
+  const figure = canvas(width, height, { role: "img", "aria-label": title }, box.group);
+  series.forEach((one, i) => {
+    const group = svg("g", { class: "series", "data-series": one.name });
+    let path = "";
+    let isDrawing = false;
+    one.y.forEach((value, j) => {
+      if (isUndefined(value) || (log && value <= 0)) {
+        isDrawing = false;
+        return;
+      }
+      path += `${isDrawing ? "L" : "M"}${box.x(placeOf(ownX(one)[j])).toFixed(1)} ${box.y(value).toFixed(1)}`;
+      isDrawing = true;
+    });
+    group.append(
+      svg("path", {
+        d: path,
+        class: "line",
+        stroke: seriesColour(i),
+        "stroke-dasharray": dashes(i),
+      }),
+    );
+    one.y.forEach((value, j) => {
+      if (isUndefined(value) || (log && value <= 0)) return;
+      const at = ownX(one)[j];
+      const radius = one.y.length > 40 ? 1.6 : 2.6;
+      const dot = svg("circle", {
+        cx: box.x(placeOf(at)),
+        cy: box.y(value),
+        r: radius,
+        fill: seriesColour(i),
+      });
+      const name = series.length > 1 ? `${one.name}, ` : "";
+      const error = one.errors && !isUndefined(one.errors[j]) ? ` ± ${number(one.errors[j])}` : "";
+      group.append(titled(dot, `${name}${xName} ${at}: ${number(value)}${error}`));
+    });
+    figure.append(group);
+  });
+  return figure;
+}
+
+// Horizontal bars with names, from zero. `errors` are standard errors. Several `series` share the
+// names: `{name, values, errors}`. `reference` is a value with a name, drawn as a line.
+export function bars(options) {
+  const { names, title = "", unit = "", reference, range, onChoose, width = 360 } = options;
+  const series = options.series ?? [{ name: "", values: options.values, errors: options.errors }];
+  const several = series.length > 1;
+  const longest = Math.max(...names.map((name) => String(name).length), 1);
+  const left = Math.min(width * 0.42, 12 + 6.1 * longest);
+  const right = width - 64;
+  const thick = several ? 11 : 13;
+  const room = thick * series.length + 6;
+  const top = several ? 20 : reference && !isUndefined(reference.x) ? 16 : 4;
+  const all = series.flatMap((one) =>
+    one.values.flatMap((value, i) =>
+      [-1, 1].map((side) => (value ?? 0) + side * (one.errors?.[i] ?? 0)),
+    ),
+  );
+  // A whisker may reach below zero where no bar does.
+  const lowest = Math.min(0, ...all, reference?.x ?? 0);
+  const low =
+    range?.[0] ?? (series.some((one) => one.values.some((value) => value < 0)) ? lowest : 0);
+  const high = range?.[1] ?? Math.max(0, ...all, reference?.x ?? 0);
+  const x = (value) => left + ((value - low) / (high - low || 1)) * (right - left);
+  const bottom = top + room * names.length;
+  const figure = canvas(width, bottom + (unit ? 20 : 4), { role: "img", "aria-label": title });
+  const limit = Math.floor((left - 14) / 6.2);
+  names.forEach((name, i) => {
+    const full = String(name);
+    const short = full.length > limit + 1 ? `${full.slice(0, limit)}…` : full;
+    const middle = top + i * room + (thick * series.length) / 2 + 3.8;
+    figure.append(
+      titled(text(left - 6, middle, short, { "text-anchor": "end", class: "name" }), full),
+    );
+    series.forEach((one, j) => {
+      const value = one.values[i];
+      const y = top + i * room + j * thick;
+      const error = one.errors?.[i];
+      const says = `${several ? `${one.name}, ` : ""}${full}: ${number(value)}${isUndefined(error) ? "" : ` ± ${number(error)}`}`;
+      const ends = isUndefined(value)
+        ? [x(0), x(0)]
+        : [x(Math.min(0, value)), x(Math.max(0, value))];
+      const bar = svg("rect", {
+        x: ends[0],
+        y: y + 1,
+        width: Math.max(isUndefined(value) ? 0 : 1, ends[1] - ends[0]),
+        height: thick - 2,
+        // A rule of the page's style would win over the colour of a series.
+        class: several ? null : "bar",
+        fill: several ? seriesColour(j) : null,
+      });
+      const group = titled(svg("g", { "data-bar": full }, bar), says);
+      if (!isUndefined(error) && !isUndefined(value)) {
+        const middleY = y + thick / 2;
+        group.append(
+          svg("line", {
+            x1: x(Math.max(low, value - error)),
+            x2: x(value + error),
+            y1: middleY,
+            y2: middleY,
+            class: "whisker",
+          }),
+        );
+      }
+      if (onChoose) group.addEventListener("click", () => onChoose(i));
+      group.append(
+        text(
+          Math.max(ends[1], isUndefined(error) ? 0 : x(value + error)) + 5,
+          y + thick / 2 + 3.8,
+          number(value),
+          { class: "value" },
+        ),
+      );
+      figure.append(group);
+    });
+  });
+  if (several) {
+    let at = left;
+    series.forEach((one, j) => {
+      figure.append(
+        svg("rect", { x: at, y: 3, width: 10, height: 9, fill: seriesColour(j) }),
+        text(at + 14, 11, one.name, {}),
+      );
+      at += 26 + 6 * String(one.name).length;
+    });
+  }
+  if (low < 0)
+    figure.append(svg("line", { x1: x(0), x2: x(0), y1: top, y2: bottom, class: "axis" }));
+  if (reference && !isUndefined(reference.x)) {
+    const at = x(reference.x);
+    const line = svg("line", { x1: at, x2: at, y1: top - 3, y2: bottom, class: "mark chance" });
+    figure.append(titled(line, `${reference.name}: ${number(reference.x)}`));
+    figure.append(
+      text(at, top - 5, reference.name, {
+        "text-anchor": at > width / 2 ? "end" : "start",
+        class: "mark-name",
+      }),
+    );
+  }
+  if (unit) figure.append(text((left + right) / 2, bottom + 14, unit, { "text-anchor": "middle" }));
+  return figure;
+}
+
+// Points with names: `{x, y, name, on, label}`. `on` sets a point off, `label` writes its name.
+export function points(options) {
+  const { xName = "", yName = "", title = "", onChoose, width = 420, height = 320 } = options;
+  const shown = options.points.filter((point) => !isUndefined(point.x) && !isUndefined(point.y));
+  const ends = (values) => [Math.min(0, ...values), Math.max(...values, 1e-12) * 1.06];
+  const xRange = options.xRange ?? ends(shown.map((point) => point.x));
+  const yRange = options.yRange ?? ends(shown.map((point) => point.y));
+  const box = frame({ width, height, xRange, yRange, xName, yName });
+  const figure = canvas(width, height, { role: "img", "aria-label": title }, box.group);
+  for (const point of shown) {
+    const dot = svg("circle", {
+      cx: box.x(point.x),
+      cy: box.y(point.y),
+      r: 4,
+      class: point.on ? "point on" : "point",
+      onclick: onChoose ? () => onChoose(point) : null,
+    });
+    figure.append(titled(dot, `${point.name}: ${number(point.x)}, ${number(point.y)}`));
+  }
+  // Names come last, so that no point covers one. A name that would lie on another is left out: the
+  // point still has it as its title.
+  const taken = [];
+  for (const point of shown.filter((point) => point.label)) {
+    const wide = 6.5 * point.name.length;
+    const places = [-5, 13].flatMap((down) => [6, -6 - wide].map((right) => [right, down]));
+    const free = places
+      .map(([right, down]) => [box.x(point.x) + right, box.y(point.y) + down])
+      .find(
+        ([x, y]) =>
+          x + wide <= width &&
+          taken.every((other) => Math.abs(other.y - y) > 11 || x > other.end || x + wide < other.x),
+      );
+    if (!free) continue;
+    const [x, y] = free;
+    taken.push({ x, y, end: x + wide });
+    figure.append(text(x, y, point.name, { class: "point-name" }));
+  }
+  return figure;
+}
+
+// A text, token by token. `marked` are indices of tokens that are set off. `weights`, in 0..1, give
+// each token a ground of its own.
+export function tokens(strings, { marked = [], weights = null, names = null } = {}) {
+  const colour = colourOf([0, 1], "sequential");
+  const inMarked = new Set(marked);
+  const pieces = strings.map((string, i) => {
+    const piece = html(inMarked.has(i) ? "mark" : "span", { class: "token" });
+    // A line break or a tab would not be seen.
+    piece.textContent = string.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+    const weight = weights?.[i];
+    if (!isUndefined(weight)) {
+      piece.style.backgroundColor = colour(Math.min(1, weight));
+      if (weight > 0.55) piece.classList.add("strong");
+      piece.title = `${names?.[i] ?? i}: ${number(weight)}`;
+    } else if (names) piece.title = String(names[i]);
+    return piece;
+  });
+  return html("span", { class: "tokens" }, ...pieces);
+}
+
+// The mean of a profile of one head, which `queries/report/head_curves.py` describes as HeadCurve.
+export function headCurve(curve, label) {
+  const length = curve.indices.at(-1) + 1;
+  const isThinned = length > curve.indices.length;
+  const thinned = isThinned ? ` ${curve.indices.length} of ${length} places are drawn.` : "";
+  const figure = lines({
+    x: curve.indices,
+    series: [{ name: curve.profile, y: curve.values, errors: curve.standard_errors }],
+    xName: curve.axis,
+    yName: curve.unit,
+    title: `${curve.profile} of ${label}`,
+    height: 170,
+  });
+  return [
+    html("h4", {}, curve.profile),
+    html("p", { class: "note" }, `${curve.meaning}${thinned}`),
+    html("div", { class: "plot" }, figure),
+  ];
+}

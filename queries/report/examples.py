@@ -1,0 +1,280 @@
+"""The sequences in which a head is most and least active, as excerpts of their text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from headcount.queries.ask.asking import Record, RunDatabase
+from headcount.queries.head_label import Head
+from headcount.queries.report.section import Floats, Section, records
+from headcount.queries.run_models import RunModels
+from headcount.queries.sql_text import quoted_name
+from headcount.schemas.errors import HeadcountError
+
+MOST, LEAST = 3, 1
+"""Sequences of each kind that a card shows."""
+
+EXCERPT_TOKENS = 44
+"""Tokens of an excerpt."""
+
+TOKENS_BEFORE_MARK = 14
+"""Tokens of an excerpt that stand before the first marked one."""
+
+EXAMPLE_STATISTICS = (
+    "sink_mass",
+    "induction_score",
+    "previous_token_score",
+    "duplicate_score",
+    "entropy",
+)
+"""Statistics that a page shows examples of: the first four of them that a run measured."""
+
+MOST_EXAMPLE_STATISTICS = 4
+
+RECEIVED = "attention_received_by_key"
+"""The curve that says which token receives attention."""
+
+NO_TOKENIZER = "Tokens are shown as numbers: the tokenizer of the run was not at hand."
+"""The error itself would tell readers of a page about the places on a machine."""
+
+HeadKey: TypeAlias = tuple[str, int, int]
+"""A statistic, a layer and a head."""
+
+
+class Extreme(NamedTuple):
+    """A sequence in which a statistic of a head is among the largest or smallest."""
+
+    sequence: int
+    value: float
+
+
+@dataclass
+class Excerpt:
+    """A piece of a sequence, and what a head attends to in it."""
+
+    sequence: int
+    value: float
+    start: int
+    """Position of its first token in the sequence."""
+    length: int
+    """Tokens of the whole sequence."""
+    tokens: list[str]
+    """Text of each token, or its number if no tokenizer is at hand."""
+    marked: list[int]
+    """Indices of the tokens that the statistic is about."""
+    weights: list[float] | None
+    """Attention that each token receives. None if the run did not measure it."""
+    pile_set_name: str | None
+
+
+@dataclass
+class Examples:
+    """Excerpts by statistic and head."""
+
+    most: dict[HeadKey, list[Excerpt]] = field(default_factory=dict[HeadKey, list[Excerpt]])
+    least: dict[HeadKey, list[Excerpt]] = field(default_factory=dict[HeadKey, list[Excerpt]])
+    note: str = ""
+    """Why tokens are numbers. Empty if they are text."""
+
+
+def example_statistics(measured: Iterable[str]) -> list[str]:
+    """The statistics whose examples a page shows."""
+    names = set(measured)
+    chosen = [name for name in EXAMPLE_STATISTICS if name in names]
+    return chosen[:MOST_EXAMPLE_STATISTICS]
+
+
+def strongest_heads(means: Floats, count: int) -> list[Head]:
+    """The heads with the largest means. An undefined mean is no mean."""
+    order = np.argsort(-np.where(np.isnan(means), -np.inf, means), axis=None, kind="stable")
+    places = zip(*np.unravel_index(order[:count], means.shape), strict=True)
+    heads = [Head(int(layer), int(head)) for layer, head in places]
+    return [head for head in heads if not np.isnan(means[head])]
+
+
+def read_examples(
+    database: RunDatabase,
+    section: Section,
+    heads: dict[str, list[Head]],
+    models: RunModels | None = None,
+) -> Examples:
+    """Examples of some heads, by statistic."""
+    most: dict[HeadKey, list[Extreme]] = {}
+    least: dict[HeadKey, list[Extreme]] = {}
+    for statistic, some_heads in heads.items():
+        for row in _extremes(database, section, statistic, some_heads):
+            key = (statistic, row["layer"], row["head"])
+            most[key] = [Extreme(**extreme) for extreme in row["most"]]
+            # With few sequences, the least active would be among the most active again.
+            seen = {extreme.sequence for extreme in most[key]}
+            few = [Extreme(**extreme) for extreme in row["least"]]
+            least[key] = [extreme for extreme in few if extreme.sequence not in seen]
+    everything = [
+        (key, extreme) for group in (most, least) for key in group for extreme in group[key]
+    ]
+    sequences = _sequences(database, section, sorted({e.sequence for _, e in everything}))
+    excerpts = _Excerpts(sequences, _received(database, section, everything), section, models)
+    examples = Examples(
+        {key: excerpts.of(key, extremes) for key, extremes in most.items()},
+        {key: excerpts.of(key, extremes) for key, extremes in least.items()},
+    )
+    examples.note = excerpts.note
+    return examples
+
+
+def extremes_sql(section: Section, statistic: str, heads: Sequence[Head]) -> str:
+    """The sequences in which a statistic of some heads is largest and smallest."""
+    value = quoted_name(statistic)
+    pairs = ", ".join(f"({head.layer}, {head.head})" for head in heads)
+    entry = f"{{'sequence': sequence, 'value': {value}}}"
+    # Among equal values the first sequence wins, so that a page is the same every time.
+    return f"""
+        SELECT
+            layer, head,
+            arg_max({entry}, {{'value': {value}, 'place': -sequence}}, {MOST}) AS most,
+            arg_min({entry}, {{'value': {value}, 'place': sequence}}, {LEAST}) AS least
+        FROM heads {section.condition} AND {value} IS NOT NULL AND (layer, head) IN ({pairs})
+        GROUP BY layer, head
+    """
+
+
+def _extremes(
+    database: RunDatabase, section: Section, statistic: str, heads: Sequence[Head]
+) -> list[Record]:
+    if not heads:
+        return []
+    sql = extremes_sql(section, statistic, heads)
+    return records(database, f"examples of {statistic}", sql)
+
+
+def _sequences(
+    database: RunDatabase, section: Section, numbers: Sequence[int]
+) -> dict[int, Record]:
+    """Tokens and part of the Pile of some sequences."""
+    if not numbers:
+        return {}
+    wanted = ", ".join(map(str, numbers))
+    sql = f"""
+        SELECT sequence, pile_set_name, tokens
+        FROM sequences {section.condition} AND sequence IN ({wanted})
+    """
+    rows = records(database, "sequences", sql)
+    return {row["sequence"]: row for row in rows if row["tokens"] is not None}
+
+
+def _received(
+    database: RunDatabase, section: Section, extremes: Sequence[tuple[HeadKey, Extreme]]
+) -> dict[tuple[int, int, int], list[float]]:
+    """Attention that each token receives, by layer, head and sequence."""
+    if RECEIVED not in database.columns("curves") or not extremes:
+        return {}
+    places = {(key[1], key[2], extreme.sequence) for key, extreme in extremes}
+    wanted = ", ".join(map(str, sorted(places)))
+    sql = f"""
+        SELECT layer, head, sequence, {RECEIVED} AS received
+        FROM curves {section.condition} AND (layer, head, sequence) IN ({wanted})
+    """
+    rows = records(database, f"curves of {RECEIVED}", sql)
+    return {(row["layer"], row["head"], row["sequence"]): row["received"] for row in rows}
+
+
+class _Excerpts:
+    """Makes excerpts, and asks for the text of a sequence once."""
+
+    def __init__(
+        self,
+        sequences: dict[int, Record],
+        received: dict[tuple[int, int, int], list[float]],
+        section: Section,
+        models: RunModels | None,
+    ) -> None:
+        self.sequences = sequences
+        self.received = received
+        self.run_id = section.run["run_id"]
+        self.models = models
+        self.note = "" if models else NO_TOKENIZER
+        self.texts: dict[int, list[str]] = {}
+
+    def of(self, key: HeadKey, extremes: Iterable[Extreme]) -> list[Excerpt]:
+        """The excerpts of some sequences."""
+        return list(self._excerpts(key, extremes))
+
+    def _excerpts(self, key: HeadKey, extremes: Iterable[Extreme]) -> Iterator[Excerpt]:
+        statistic, layer, head = key
+        for extreme in extremes:
+            row = self.sequences.get(extreme.sequence)
+            if row is None:
+                continue
+            tokens: list[int] = row["tokens"]
+            received = self.received.get((layer, head, extreme.sequence))
+            marked = marked_keys(statistic, tokens, received)
+            first = max(0, min([*marked, len(tokens)]) - TOKENS_BEFORE_MARK) if marked else 0
+            start = min(first, max(0, len(tokens) - EXCERPT_TOKENS))
+            stop = min(len(tokens), start + EXCERPT_TOKENS)
+            yield Excerpt(
+                extreme.sequence,
+                extreme.value,
+                start,
+                len(tokens),
+                self._text(extreme.sequence, tokens)[start:stop],
+                [key - start for key in marked if start <= key < stop],
+                received[start:stop] if received else None,
+                row["pile_set_name"],
+            )
+
+    def _text(self, sequence: int, tokens: list[int]) -> list[str]:
+        """The text of each token of a sequence, or the numbers of the tokens."""
+        if sequence not in self.texts:
+            self.texts[sequence] = self._read_text(tokens)
+        return self.texts[sequence]
+
+    def _read_text(self, tokens: list[int]) -> list[str]:
+        if self.models is not None and not self.note:
+            try:
+                return self.models[self.run_id].texts(tokens)
+            # A machine that only reads runs has neither the model nor what reads tokenizers.
+            except (HeadcountError, ImportError):
+                self.note = NO_TOKENIZER
+        return [f"{token} " for token in tokens]
+
+
+def marked_keys(
+    statistic: str, tokens: Sequence[int], received: Sequence[float] | None
+) -> list[int]:
+    """The keys of a sequence that a statistic is about.
+
+    If the attention that keys receive was measured, it is the key that receives most. Else it is
+    what the statistic counts, and for most statistics nothing.
+
+    >>> marked_keys("sink_mass", [5, 6, 7], None), marked_keys("entropy", [5, 6], [0.1, 0.9])
+    ([0], [1])
+    >>> marked_keys("induction_score", [5, 6, 7, 5], None)
+    [1]
+    >>> marked_keys("duplicate_score", [5, 6, 7, 5], None)
+    [0]
+    """
+    if statistic.startswith("sink_"):
+        return [0]
+    if statistic.startswith(("induction", "duplicate")):
+        copies = _earlier_copies(tokens)
+        step = 1 if statistic.startswith("induction") else 0
+        return sorted({key + step for key in copies})
+    if received:
+        # What is undefined receives nothing.
+        return [max(range(len(received)), key=lambda key: received[key] or 0.0)]
+    return []
+
+
+def _earlier_copies(tokens: Sequence[int]) -> list[int]:
+    """The positions whose token comes again later."""
+    last_position: dict[int, int] = {}
+    copies: list[int] = []
+    for position, token in enumerate(tokens):
+        if token in last_position:
+            copies.append(last_position[token])
+        last_position[token] = position
+    return copies

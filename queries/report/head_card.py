@@ -1,0 +1,229 @@
+"""The card of one head: all that a run says of it, as plain lists and numbers, and as a page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headcount.queries.ask.asking import Record, RunDatabase
+from headcount.queries.head_label import Head
+from headcount.queries.report.examples import Examples, Excerpt, example_statistics, read_examples
+from headcount.queries.report.head_curves import HeadCurve
+from headcount.queries.report.html_page import CARD, html_text, json_value
+from headcount.queries.report.section import (
+    HeadValues,
+    Histograms,
+    Section,
+    checked_choice,
+    read_section,
+    records,
+    runs_by_id,
+)
+from headcount.queries.run_models import RunModels
+from headcount.schemas.errors import QueryError
+
+
+@dataclass(frozen=True)
+class CardStatistic:
+    """One statistic of a head. None is undefined."""
+
+    name: str
+    meaning: str
+    formula: str
+    unit: str
+    mean: float | None
+    standard_error: float | None
+    """Over documents."""
+    documents: int
+    minimum: float | None
+    maximum: float | None
+    count: int
+    """Sequences on which it is defined."""
+    undefined: int
+    chance: float | None
+    """What uniform attention would score on the same sequences."""
+    percentile: float | None
+    """Share of the other heads of the run with a smaller mean, in percent."""
+    change: float | None
+    """Mean change from the untouched model. None without an intervention."""
+    change_error: float | None
+
+
+@dataclass(frozen=True)
+class CardDistribution:
+    """How many sequences have a value in each bin."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class CardPart:
+    """The mean over one part of the Pile."""
+
+    part: str
+    mean: float | None
+    standard_error: float | None
+    documents: int
+    count: int
+
+
+@dataclass(frozen=True)
+class HeadCard:
+    """What one run says of one head under one intervention."""
+
+    label: str
+    layer: int
+    head: int
+    run_id: str
+    model: str
+    intervention: str
+    input_family: str
+    sequences: int
+    """Sequences of the shards that are done."""
+    n_ctx: int
+    heads: int
+    """Heads that were measured: what percentiles are among."""
+    statistics: list[CardStatistic]
+    distributions: dict[str, CardDistribution]
+    """By statistic."""
+    parts: dict[str, list[CardPart]]
+    """By statistic. Empty if the input has no parts of the Pile."""
+    curves: list[HeadCurve]
+    most: dict[str, list[Excerpt]]
+    """By statistic, the sequences in which the head is most active."""
+    least: dict[str, list[Excerpt]]
+    note: str
+    """Why tokens are numbers. Empty if they are text."""
+
+    def statistic(self, name: str) -> CardStatistic:
+        """One statistic by its name."""
+        names = [statistic.name for statistic in self.statistics]
+        checked_choice("statistic", name, names)
+        return self.statistics[names.index(name)]
+
+
+def head_card(
+    database: RunDatabase,
+    label: str,
+    run_id: str | None = None,
+    intervention: str = "none",
+    models: RunModels | None = None,
+) -> HeadCard:
+    """The card of a head. `run_id` may be left out if there is one run.
+
+    `models` turns tokens into text. Without it they are numbers.
+    """
+    head = Head.labelled(label)
+    if head is None:
+        raise QueryError(f"head {label!r}: expected a layer and a head, such as L5H1")
+    run = _chosen_run(database, run_id)
+    checked_choice(f"run {run['run_id']}: intervention", intervention, run["interventions"])
+    section = read_section(database, run, intervention, head=head)
+    if head.layer >= section.n_layers or head.head >= section.n_heads:
+        raise QueryError(
+            f"run {run['run_id']}: head {head}: expected a head from L0H0 to "
+            f"{Head(section.n_layers - 1, section.n_heads - 1)}"
+        )
+    names = example_statistics(section.statistics)
+    examples = read_examples(database, section, {name: [head] for name in names}, models)
+    return _card(database, section, head, examples)
+
+
+def card_html(card: HeadCard) -> str:
+    """A card as one HTML document, which needs nothing else."""
+    data = json_value(asdict(card))
+    template = Path(__file__).with_suffix("")
+    return html_text(template, {"label": card.label}, data, CARD)
+
+
+def _chosen_run(database: RunDatabase, run_id: str | None) -> Record:
+    runs = runs_by_id(database)
+    if run_id is None and len(runs) == 1:
+        return next(iter(runs.values()))
+    if run_id is None:
+        raise QueryError(
+            f"{len(runs)} runs are open: expected a run_id, such as {next(iter(runs), 'none')}"
+        )
+    return runs[checked_choice("run", run_id, list(runs))]
+
+
+def _card(database: RunDatabase, section: Section, head: Head, examples: Examples) -> HeadCard:
+    facts = {row["name"]: row for row in records(database, "formulas", "FROM formulas")}
+    run = section.run
+    statistics = section.statistics
+    measured = [~np.isnan(values.means.mean) for values in statistics.values()]
+    return HeadCard(
+        label=str(head),
+        layer=head.layer,
+        head=head.head,
+        run_id=run["run_id"],
+        model=run["model"],
+        intervention=section.intervention,
+        input_family=run["input_family"],
+        sequences=run["sequences_done"],
+        n_ctx=run["n_ctx"],
+        heads=int(np.logical_or.reduce(measured).sum()) if measured else 0,
+        statistics=[
+            _card_statistic(facts[name], values, head) for name, values in statistics.items()
+        ],
+        distributions={
+            name: _card_distribution(values.histograms, head)
+            for name, values in statistics.items()
+            if values.histograms is not None
+        },
+        parts={name: _card_parts(values, head) for name, values in statistics.items()},
+        curves=[
+            curve.of_head(*head, facts[curve.profile]["meaning"], facts[curve.profile]["unit"])
+            for curve in section.curves
+        ],
+        most={name: excerpts for (name, *_), excerpts in examples.most.items()},
+        least={name: excerpts for (name, *_), excerpts in examples.least.items()},
+        note=examples.note,
+    )
+
+
+def _defined(value: float) -> float | None:
+    """A number as a card has it: None for NaN."""
+    return None if np.isnan(value) else float(value)
+
+
+def _card_statistic(facts: Record, values: HeadValues, head: Head) -> CardStatistic:
+    changes = values.changes
+    return CardStatistic(
+        name=facts["name"],
+        meaning=facts["meaning"],
+        formula=facts["formula"] or "",
+        unit=facts["unit"],
+        mean=_defined(values.means.mean[head]),
+        standard_error=_defined(values.means.standard_error[head]),
+        documents=int(values.means.documents[head]),
+        minimum=_defined(values.minimum[head]),
+        maximum=_defined(values.maximum[head]),
+        count=int(values.means.count[head]),
+        undefined=int(values.undefined[head]),
+        chance=values.chance,
+        percentile=_defined(values.percentiles[head]),
+        change=_defined(changes.mean[head]) if changes else None,
+        change_error=_defined(changes.standard_error[head]) if changes else None,
+    )
+
+
+def _card_distribution(histograms: Histograms, head: Head) -> CardDistribution:
+    first, size, counts = histograms.groups_of(head)
+    return CardDistribution(histograms.edges_of(first, size, len(counts)), counts)
+
+
+def _card_parts(values: HeadValues, head: Head) -> list[CardPart]:
+    return [
+        CardPart(
+            part,
+            _defined(means.mean[head]),
+            _defined(means.standard_error[head]),
+            int(means.documents[head]),
+            int(means.count[head]),
+        )
+        for part, means in values.parts.items()
+    ]

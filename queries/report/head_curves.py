@@ -1,0 +1,159 @@
+"""Curves of heads: means of profiles by lag, key or query, as report and explorer show them.
+
+A run averages a profile over the sequences of a shard (`profiles`), or keeps it for every sequence
+(`curves`). Either becomes a `Curve`, at the few places of its axis that a page draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.schemas.files.run_directory import pc
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+"""Numbers by layer and head. NaN where nothing was measured, or it is undefined."""
+
+MOST_POINTS = 48
+"""Points of a curve in a page."""
+
+AXES = ("lag", "key", "query")
+"""Axes of the curves that a page draws. Pairs and dimensions are not lines."""
+
+
+@dataclass(frozen=True)
+class HeadCurve:
+    """The mean of a profile by lag, key or query, for one head."""
+
+    profile: str
+    axis: str
+    meaning: str
+    unit: str
+    profiled: bool
+    """Whether the run averaged it. Else it kept it for every sequence."""
+    indices: list[int]
+    values: list[float | None]
+    standard_errors: list[float | None]
+
+
+@dataclass
+class Curve:
+    """The mean of a profile by index, for all heads of a section."""
+
+    profile: str
+    axis: str
+    profiled: bool
+    """Whether the run averaged it. Else it kept it for every sequence."""
+    indices: list[int]
+    values: Floats
+    """By index, layer and head."""
+    standard_errors: Floats
+
+    def of_head(self, layer: int, head: int, meaning: str, unit: str) -> HeadCurve:
+        """The curve of one head, with what a manifest says of the profile."""
+        return HeadCurve(
+            profile=self.profile,
+            axis=self.axis,
+            meaning=meaning,
+            unit=unit,
+            profiled=self.profiled,
+            indices=self.indices,
+            values=_numbers(self.values[:, layer, head]),
+            standard_errors=_numbers(self.standard_errors[:, layer, head]),
+        )
+
+
+def profile_curves_sql(condition: str) -> str:
+    """The entries of all profiles by one axis. `condition` is a WHERE clause."""
+    # A pair has a query and a key, a dimension none of the three.
+    axes_of_row = " + ".join(f"({axis} IS NOT NULL)::INT" for axis in AXES)
+    return f"""
+        SELECT profile, layer, head, {", ".join(AXES)}, mean, standard_error
+        FROM profile_means {condition}
+            AND head IS NOT NULL AND {axes_of_row} = 1
+        ORDER BY profile, lag, key, query
+    """
+
+
+def kept_curve_sql(profile: str, axis: str, condition: str) -> str:
+    """The mean over sequences of what `curves` has for each. `condition` is a WHERE clause."""
+    values = quoted_name(profile)
+    return f"""
+        SELECT
+            {text_literal(profile)} AS profile, layer, head, {axis}, document_mean(sums) AS mean,
+            document_error(sums) AS standard_error
+        FROM (
+            SELECT layer, head, {axis}, document, document_sums(value, document) AS sums
+            FROM (
+                SELECT
+                    run_id, intervention, sequence, layer, head,
+                    generate_subscripts({values}, 1) - 1 AS {axis}, unnest({values}) AS value
+                FROM curves {condition}
+            )
+            JOIN ledger.documents USING (run_id, intervention, sequence)
+            GROUP BY ALL
+        )
+        GROUP BY ALL
+        ORDER BY {axis}
+    """
+
+
+def curves_of_profiles(table: pa.Table, shape: tuple[int, int]) -> Iterator[Curve]:
+    """The curves among the rows of `profile_curves_sql`. `shape` is layers and heads."""
+    for profile in table["profile"].unique().to_pylist():
+        rows = table.filter(pc.equal(table["profile"], profile))
+        axis = next(axis for axis in AXES if rows[axis].null_count < len(rows))
+        yield curve_of(profile, axis, True, rows, shape)
+
+
+def curve_of(
+    profile: str, axis: str, profiled: bool, rows: pa.Table, shape: tuple[int, int]
+) -> Curve:
+    """A curve by head, at the indices that are drawn."""
+    positions = rows[axis].to_numpy()
+    indices = drawn_indices(int(positions.max()) + 1)
+    place_of_index = np.full(int(positions.max()) + 1, -1)
+    place_of_index[indices] = np.arange(len(indices))
+    place_of_row = place_of_index[positions]
+    is_drawn = place_of_row >= 0
+    layers, heads = places(rows)
+    where = (place_of_row[is_drawn], layers[is_drawn], heads[is_drawn])
+
+    def drawn(column: str) -> Floats:
+        values = np.full((len(indices), *shape), np.nan)
+        values[where] = rows[column].cast(pa.float64()).to_numpy()[is_drawn]
+        return values
+
+    return Curve(profile, axis, profiled, indices, drawn("mean"), drawn("standard_error"))
+
+
+def drawn_indices(length: int, most: int = MOST_POINTS) -> list[int]:
+    """The places of an axis that a page draws: all, or the first ones densely and then fewer.
+
+    >>> drawn_indices(4)
+    [0, 1, 2, 3]
+    >>> drawn_indices(1000, 12)
+    [0, 1, 2, 3, 4, 5, 12, 29, 71, 171, 413, 999]
+    """
+    if length <= most:
+        return list(range(length))
+    dense = most // 2
+    sparse = np.geomspace(dense - 1, length - 1, most - dense + 1)
+    return sorted({*range(dense), *(round(place) for place in sparse.tolist())})
+
+
+def places(rows: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Layers and heads of rows, as indices of an array."""
+    layers = rows["layer"].to_numpy().astype(np.int64)
+    return layers, rows["head"].to_numpy().astype(np.int64)
+
+
+def _numbers(values: Floats) -> list[float | None]:
+    """Numbers with None for NaN."""
+    return [None if np.isnan(value) else value for value in values.tolist()]

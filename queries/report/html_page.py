@@ -1,0 +1,144 @@
+"""What our pages share: one HTML file with its style, its scripts and its data, and no network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jinja2
+
+from headcount.queries.ask.asking import Record
+from headcount.queries.ask.formats import check_suffix
+from headcount.queries.open.shipped_views import QUERIES
+from headcount.schemas.errors import QueryError
+
+PAGE = QUERIES / "page"
+"""Style and modules that pages share with the explorer."""
+
+DRAWING = ("colours.js", "draw.js", "data.js")
+CARD = (*DRAWING, "picture.js", "answers.js", "card.js")
+"""Modules of `queries/page`, each after those that it imports."""
+
+
+class Figures:
+    """The figures of a page. Its script draws each where the markup gives the figure's number."""
+
+    def __init__(self) -> None:
+        self.contents: list[Record] = []
+
+    def add(self, **content: object) -> Record:
+        """Keep a figure, and return its number for the markup."""
+        self.contents.append(content)
+        return {"figure": len(self.contents) - 1}
+
+
+def html_text(
+    template: Path, content: Record, data: object, modules: Sequence[str] = DRAWING
+) -> str:
+    """A page as text.
+
+    `TEMPLATE.html.j2` lays it out. `TEMPLATE.js` draws `data` with what the modules export.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([template.parent, QUERIES]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = number
+    files = [*(PAGE / module for module in modules), template.with_suffix(".js")]
+    # Line breaks around the script belong to its element, and so to its digest.
+    script = f"\n{joined(file.read_text(encoding='utf-8') for file in files)}\n"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts = {
+        "style": (PAGE / "page.css").read_text(encoding="utf-8"),
+        "script": script,
+        "script_digest": digest,
+        "data": packed(data),
+    }
+    return environment.get_template(f"{template.name}.html.j2").render(content | parts)
+
+
+def check_writable(output: Path) -> None:
+    """Refuse what is no HTML file, or cannot be written, before the work and not after it."""
+    check_suffix(output, ".html", ".htm")
+    exists = output.exists()
+    try:
+        with output.open("ab"):
+            pass
+    except OSError as error:
+        raise QueryError(f"{output}: cannot be written ({error.strerror})") from None
+    if not exists:
+        output.unlink()
+
+
+def write_html(
+    template: Path, output: Path, content: Record, data: object, modules: Sequence[str] = DRAWING
+) -> None:
+    """Write a page into one file."""
+    page = html_text(template, content, data, modules)
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise QueryError(f"{output}: cannot be written ({error.strerror})") from None
+
+
+def joined(modules: Iterable[str]) -> str:
+    """Modules as one script: without `export`, and without imports of one another.
+
+    >>> joined(['export const one = 1;', 'import { one } from "./one.js";\\nexport let two = one;'])
+    'const one = 1;\\nlet two = one;'
+    """
+    text = "\n".join(modules)
+    text = re.sub(r'^import \{[^}]*\} from "\./[^"]+";\n', "", text, flags=re.MULTILINE)
+    return re.sub(r"^export (?=function|const|let|class|async)", "", text, flags=re.MULTILINE)
+
+
+def packed(data: object) -> str:
+    """Data as compressed JSON in base64: it has no character that markup would read."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    # Without a time, the same data gives the same page.
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def unpacked(page: str) -> object:
+    """The data of a page."""
+    match = re.search(r'<script id="data" type="[^"]+">([^<]*)</script>', page)
+    if match is None:
+        raise QueryError("the page has no data")
+    return json.loads(gzip.decompress(base64.b64decode(match[1])))
+
+
+def json_value(value: object) -> object:
+    """The value as JSON has it: no NaN, no infinities, six digits."""
+    match value:
+        case float():
+            return float(f"{value:.6g}") if math.isfinite(value) else None
+        case dict():
+            return {key: json_value(item) for key, item in value.items()}
+        case list() | tuple():
+            return [json_value(item) for item in value]
+    return value
+
+
+def number(value: object) -> str:
+    """A number for people: four digits, a dash if it is undefined."""
+    match value:
+        case None:
+            return "–"
+        # Before int, which a bool is too.
+        case bool():
+            return "yes" if value else "no"
+        case float() if not math.isfinite(value):
+            return "–"
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+        case int():
+            return f"{value:,}"
+    return str(value)

@@ -1,0 +1,526 @@
+"""One HTML file with what the heads of some runs do. It needs no network and no server.
+
+This file gathers numbers. `report.js` draws them, and `page/card.js` draws the card of a head.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import product, starmap
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headcount.queries.ask.asking import Record, RunDatabase
+from headcount.queries.open.run_tables import bounds
+from headcount.queries.open.shipped_views import QUERIES
+from headcount.queries.report.examples import (
+    LEAST,
+    MOST,
+    Examples,
+    example_statistics,
+    read_examples,
+    strongest_heads,
+)
+from headcount.queries.report.html_page import CARD, check_writable, json_value, write_html
+from headcount.queries.report.section import (
+    Head,
+    HeadValues,
+    Histograms,
+    Means,
+    Section,
+    read_section,
+    records,
+    runs_by_id,
+)
+from headcount.queries.sql_text import text_literal
+from headcount.schemas.predictions import PREDICTIONS
+from headcount.schemas.statistics import STATISTICS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headcount.queries.run_models import RunModels
+
+TOP_HEADS = 10
+"""Heads in a ranking."""
+
+MOST_DETAILED_CELLS = 60_000
+"""Heads times statistics, over all sections, whose distributions and parts fit into one file."""
+
+MOST_EXCERPTS = 2_400
+"""Excerpts of texts in one file."""
+
+
+class Ranking(NamedTuple):
+    """What the report shows of a view that ranks heads."""
+
+    flag: str
+    """The column that says whether a head passes the view's threshold."""
+    columns: list[str]
+    """The columns shown. The view ranks by the first."""
+
+
+RANKINGS = {
+    "sink_heads": Ranking(
+        "is_sink", ["sink_mass", "chance", "sink_alpha", "sink_rate", "value_norm_ratio"]
+    ),
+    "induction_heads": Ranking("is_induction", ["induction_score", "chance", "coverage"]),
+}
+"""The rankings, by view."""
+
+DORMANT_COLUMNS = ["induction_repeated", "sink_repeated", "sink_unrepeated", "sink_text"]
+
+
+class NormChart(NamedTuple):
+    """A chart of the residual stream's length by layer."""
+
+    title: str
+    meaning: str
+    unit: str
+    lines: dict[str, str]
+    """Column of `layer_norms`, by name of the line."""
+
+
+NORM_CHARTS = (
+    NormChart(
+        "Residual stream",
+        "Mean length at position 0 and at the other positions.",
+        "euclidean norm",
+        {
+            "before the layer, position 0": "resid_pre_first",
+            "before the layer, others": "resid_pre_others",
+            "after the layer, position 0": "resid_post_first",
+            "after the layer, others": "resid_post_others",
+        },
+    ),
+    NormChart(
+        "Residual peak",
+        "Length at position 0 over the mean of the others.",
+        "ratio",
+        {"before the layer": "resid_pre_ratio", "after the layer": "resid_post_ratio"},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Detail:
+    """How much of each section one file can hold."""
+
+    distributions: bool
+    heads_with_examples: int
+    """Heads of each statistic whose sequences are shown."""
+
+
+def write_report(database: RunDatabase, output: Path, models: RunModels | None = None) -> None:
+    """Write the report on some runs into one HTML file. `models` turns tokens into text."""
+    check_writable(output)
+    runs = runs_by_id(database)
+    detail = _detail(runs.values())
+    data = {
+        "statistics": _formula_facts(database),
+        "detailed": detail.distributions,
+        "sections": [
+            section for run in runs.values() for section in _sections(database, run, detail, models)
+        ],
+        "dormant": _dormant_blocks(database),
+    }
+    write_html(QUERIES / "report", output, {"runs": list(runs.values())}, json_value(data), CARD)
+
+
+def _detail(runs: Iterable[Record]) -> Detail:
+    """What fits into a file of a few megabytes, however many runs and heads there are."""
+    cells = 0
+    sections = 0
+    for run in runs:
+        heads = (run["n_layers"] or 1) * (run["n_heads"] or 1)
+        cells += heads * len(run["statistics"]) * len(run["interventions"])
+        sections += len(run["interventions"])
+    excerpts_of_head = 4 * (MOST + LEAST)
+    heads_with_examples = MOST_EXCERPTS // (excerpts_of_head * max(1, sections))
+    return Detail(cells <= MOST_DETAILED_CELLS, max(2, heads_with_examples))
+
+
+def _formula_facts(database: RunDatabase) -> dict[str, Record]:
+    """What statistics and profiles mean, by name."""
+    facts: dict[str, Record] = {}
+    for row in records(database, "formulas", "FROM formulas"):
+        low, high = bounds([row["range_low"], row["range_high"]])
+        facts[row["name"]] = {
+            "meaning": row["meaning"],
+            "formula": row["formula"] or "",
+            "source": row["source"],
+            "unit": row["unit"] or "",
+            "low": low,
+            "high": high,
+            "family": _defining_file(row["name"]),
+        }
+    return facts
+
+
+def _defining_file(name: str) -> str:
+    """The file that defines a statistic. One of another version of headcount may be in none."""
+    statistic = STATISTICS.get(name)
+    return statistic.compute.__module__.rpartition(".")[2] if statistic else "other"
+
+
+def _view_records(database: RunDatabase, view: str, clauses: str = "") -> list[Record]:
+    """The rows of a view. None if these runs did not measure a column that it needs."""
+    # Any other error is raised: an empty place on the page means that nothing was measured.
+    if view in database.unmeasured_views(view):
+        return []
+    return records(database, view, f"FROM {view} {clauses}")
+
+
+def _sections(
+    database: RunDatabase, run: Record, detail: Detail, models: RunModels | None
+) -> list[Record]:
+    """One section for each intervention of a run. A run without rows yet has sections too."""
+    in_run = f"WHERE run_id = {text_literal(run['run_id'])}"
+    damaged = records(database, "damaged shards", f"FROM shards {in_run} AND status = 'damaged'")
+    predictions = _predictions(database, in_run)
+    sections: list[Record] = []
+    for intervention in run["interventions"]:
+        section = read_section(
+            database,
+            run,
+            intervention,
+            with_distributions=detail.distributions,
+            with_parts=detail.distributions,
+        )
+        content = _head_facts(section) | {
+            "run_id": run["run_id"],
+            "intervention": intervention,
+            "facts": _run_facts(database, run, intervention),
+            "damaged": [row["shard"] for row in damaged],
+            "predictions": predictions.get(intervention, []),
+            "rankings": _rankings(database, section),
+            "norms": _norm_charts(database, section),
+            "examples": _examples(database, section, detail, models),
+        }
+        sections.append(content)
+    return sections
+
+
+def _run_facts(database: RunDatabase, run: Record, intervention: str) -> Record:
+    """What a reader must know of a run before the numbers."""
+    names = (
+        "name model weight_processing input_family n_ctx n_layers n_heads measured_heads "
+        "precision created shards shards_done complete sequences sequences_done"
+    )
+    facts = {name: run[name] for name in names.split()}
+    return facts | {
+        "options": _input_words(run),
+        "engine": _engine(database, run, intervention),
+    }
+
+
+def _input_words(run: Record) -> str:
+    """The options of a run's input, and what became of its documents."""
+    options: Record = json.loads(run["input_options"])
+    words = [
+        f"{name} {_option_words(value)}" for name, value in options.items() if value is not None
+    ]
+    if run["documents"] is not None:
+        words.append(run["documents"])
+    return ", ".join(words)
+
+
+def _option_words(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_option_words, value))
+    text = str(value)
+    # A report is sent to others, whom the folders of this machine do not concern.
+    is_place = text.startswith("/") or "://" in text
+    return text.rpartition("/")[2] if is_place else text
+
+
+def _engine(database: RunDatabase, run: Record, intervention: str) -> str:
+    """The engine that measured an intervention. Before the first shard, the one that will."""
+    # DISTINCT, because every shard names its method, and usually all name the same.
+    sql = f"""
+        SELECT DISTINCT method.engine, method.built_layers
+        FROM (
+            SELECT unnest(methods) AS method
+            FROM shards
+            WHERE run_id = {text_literal(run["run_id"])}
+        )
+        WHERE method.intervention = {text_literal(intervention)}
+        ORDER BY ALL
+    """
+    methods = records(database, "engines", sql)
+    return "; ".join(map(_engine_words, methods)) or run["engine"]
+
+
+def _engine_words(method: Record) -> str:
+    layers = method["built_layers"]
+    built = f", with built patterns in layers {' '.join(map(str, layers))}" if layers else ""
+    return f"{method['engine']}{built}"
+
+
+def _head_facts(section: Section) -> Record:
+    """Every number by head of a section, as lists in the order of layers and heads."""
+    measured = [~np.isnan(values.means.mean) for values in section.statistics.values()]
+    return {
+        "n_layers": section.n_layers,
+        "n_heads": section.n_heads,
+        "heads": int(np.logical_or.reduce(measured).sum()) if measured else 0,
+        "values": {name: _values(values) for name, values in section.statistics.items()},
+        "curves": [
+            {
+                "profile": curve.profile,
+                "axis": curve.axis,
+                "profiled": curve.profiled,
+                "indices": curve.indices,
+                # By head first, because a card shows one head.
+                "values": _rounded(np.moveaxis(curve.values, 0, -1), 4),
+                "standard_errors": _rounded(np.moveaxis(curve.standard_errors, 0, -1), 2),
+            }
+            for curve in section.curves
+        ],
+    }
+
+
+def _values(values: HeadValues) -> Record:
+    content: Record = {
+        **_mean_lists(values.means),
+        "kind": _kind(values),
+        "chance": values.chance,
+        "percentile": _rounded(values.percentiles, 3),
+        "undefined": values.undefined.ravel().tolist(),
+        "changes": _mean_lists(values.changes) if values.changes else None,
+    }
+    if values.histograms is not None:
+        content |= {
+            "minimum": _rounded(values.minimum, 4),
+            "maximum": _rounded(values.maximum, 4),
+            "edges": _edge_facts(values.histograms),
+            "bins": _bins(values.histograms),
+            "parts": {part: _mean_lists(means) for part, means in values.parts.items()},
+        }
+    return content
+
+
+def _mean_lists(means: Means) -> Record:
+    """Means, with as many digits as a reader or a chart can use."""
+    return {
+        "mean": _rounded(means.mean, 6),
+        "error": _rounded(means.standard_error, 3),
+        "documents": means.documents.ravel().tolist(),
+        "count": means.count.ravel().tolist(),
+    }
+
+
+def _rounded(values: npt.NDArray[np.float64], digits: int) -> list[float | None]:
+    """Numbers with so many digits: short to write. None where they are undefined."""
+    return [
+        float(f"{value:.{digits}g}") if math.isfinite(value) else None
+        for value in values.ravel().tolist()
+    ]
+
+
+def _edge_facts(histograms: Histograms) -> list[float] | Record:
+    """The edges of all bins. Of even ones, only what they follow from."""
+    edges = histograms.edges
+    if histograms.is_even:
+        return {"low": edges[0], "high": edges[-1], "bins": len(edges) - 1}
+    return edges
+
+
+def _bins(histograms: Histograms) -> list[list[int]]:
+    """For each head: its first bin, how many bins are added up, and the sums."""
+    _, n_layers, n_heads = histograms.counts.shape
+    heads = starmap(Head, product(range(n_layers), range(n_heads)))
+    groups = map(histograms.groups_of, heads)
+    return [[first, size, *sums] for first, size, sums in groups]
+
+
+def _kind(values: HeadValues) -> str:
+    """How a statistic is shown.
+
+    heads: it differs between heads. layers: the heads of a layer share it. model: all do, or it is
+    undefined everywhere.
+    """
+    means = values.means.mean
+    is_measured = values.means.count + values.undefined > 0
+    is_defined = is_measured & ~np.isnan(means)
+    if not is_defined.any():
+        return "model"
+    # Means of equal numbers may differ in the order in which they were added up.
+    tolerance = 1e-9 + 1e-6 * np.abs(means[is_defined]).max()
+    largest = np.where(is_defined, means, -np.inf).max(axis=1)
+    smallest = np.where(is_defined, means, np.inf).min(axis=1)
+    measured_layers = is_defined.any(axis=1)
+    # One head of a layer cannot show whether all its heads have the same value.
+    has_several_heads = bool((is_measured.sum(axis=1) > 1).any())
+    is_undefined_in_some = bool((is_measured & ~is_defined)[measured_layers].any())
+    spreads = (largest - smallest)[measured_layers]
+    if not has_several_heads or is_undefined_in_some or (spreads > tolerance).any():
+        return "heads"
+    spread_of_model = largest[measured_layers].max() - smallest[measured_layers].min()
+    return "model" if spread_of_model <= tolerance else "layers"
+
+
+def _rankings(database: RunDatabase, section: Section) -> list[Record]:
+    """The first heads of each ranking that these runs can have, and how many pass."""
+    rankings: list[Record] = []
+    for view, ranking in RANKINGS.items():
+        # A head without a score has no place in a ranking.
+        clauses = f"{section.condition} AND {ranking.columns[0]} IS NOT NULL"
+        rows = _view_records(database, view, clauses)
+        if rows:
+            columns = ["label", *ranking.columns, ranking.flag]
+            rankings.append(
+                {
+                    "view": view,
+                    "statistic": ranking.columns[0],
+                    "columns": ranking.columns,
+                    "flag": ranking.flag,
+                    "passing": sum(bool(row[ranking.flag]) for row in rows),
+                    "rows": [{name: row[name] for name in columns} for row in rows[:TOP_HEADS]],
+                }
+            )
+    return rankings
+
+
+def _predictions(database: RunDatabase, in_run: str) -> dict[str, list[Record]]:
+    """By intervention, the mean of every prediction that is one number a sequence.
+
+    Beside it stands the mean change from the untouched model.
+    """
+    measured = database.columns("sequences")
+    by_intervention: dict[str, list[Record]] = {}
+    for prediction in PREDICTIONS.values():
+        name = prediction.name
+        # What has a number for every token has no mean over sequences.
+        if prediction.per_token or name not in measured:
+            continue
+        for row in records(database, f"prediction {name}", _prediction_sql(name, in_run)):
+            entry = {"name": name, "unit": prediction.unit, "meaning": prediction.meaning, **row}
+            by_intervention.setdefault(row["intervention"], []).append(entry)
+    return by_intervention
+
+
+def _prediction_sql(name: str, in_run: str) -> str:
+    """Mean of a prediction, and of its change on the same sequences, with standard errors."""
+    # The LEFT JOIN keeps the untouched model itself, whose change is NULL.
+    return f"""
+        SELECT
+            intervention,
+            document_mean(value_sums) AS mean,
+            document_error(value_sums) AS standard_error,
+            document_mean(change_sums) AS change,
+            document_error(change_sums) AS change_error
+        FROM (
+            SELECT
+                edited.intervention, documents.document,
+                document_sums(edited.{name}, documents.document) AS value_sums,
+                document_sums(
+                    edited.{name}::DOUBLE - untouched.{name}, documents.document
+                ) AS change_sums
+            FROM (FROM sequences {in_run}) AS edited
+            JOIN ledger.documents USING (run_id, intervention, sequence)
+            LEFT JOIN sequences AS untouched
+                ON untouched.run_id = edited.run_id
+                AND untouched.sequence = edited.sequence
+                AND untouched.intervention = 'none'
+                AND edited.intervention <> 'none'
+            GROUP BY ALL
+        )
+        GROUP BY intervention
+        HAVING mean IS NOT NULL
+    """
+
+
+def _norm_charts(database: RunDatabase, section: Section) -> list[Record]:
+    """Lines of the residual stream's length by layer."""
+    norms = _view_records(database, "layer_norms", section.condition)
+    # Also true if there are no rows, because the runs lack a column of the view.
+    if all(row["resid_pre_first"] is None for row in norms):
+        return []
+    charts: list[Record] = []
+    for chart in NORM_CHARTS:
+        series: list[Record] = []
+        for line_name, column in chart.lines.items():
+            layer_values = {row["layer"]: row[column] for row in norms}
+            line = [layer_values.get(layer) for layer in range(section.n_layers)]
+            series.append({"name": line_name, "column": column, "y": line})
+        charts.append(
+            {"title": chart.title, "meaning": chart.meaning, "unit": chart.unit, "series": series}
+        )
+    return charts
+
+
+def _examples(
+    database: RunDatabase, section: Section, detail: Detail, models: RunModels | None
+) -> Record:
+    """Excerpts of the heads with the largest means, by statistic and head."""
+    heads = {
+        name: strongest_heads(section.statistics[name].means.mean, detail.heads_with_examples)
+        for name in example_statistics(section.statistics)
+    }
+    examples = read_examples(database, section, heads, models)
+    return _packed_examples(examples) | {"heads": detail.heads_with_examples}
+
+
+def _packed_examples(examples: Examples) -> Record:
+    """Excerpts, each once however many heads it stands for."""
+    texts: dict[str, int] = {}
+    packed: Record = {"note": examples.note, "most": {}, "least": {}}
+    for group, by_key in (("most", examples.most), ("least", examples.least)):
+        for (statistic, layer, head), excerpts in by_key.items():
+            entries: list[Record] = []
+            for excerpt in excerpts:
+                entry = asdict(excerpt)
+                text = json.dumps(entry.pop("tokens"), ensure_ascii=False)
+                entry["text"] = texts.setdefault(text, len(texts))
+                entry["value"] = float(f"{excerpt.value:.4g}")
+                if excerpt.weights is not None:
+                    entry["weights"] = _rounded(np.array(excerpt.weights, dtype=float), 2)
+                entries.append(entry)
+            packed[group].setdefault(statistic, {})[f"L{layer}H{head}"] = entries
+    packed["texts"] = [json.loads(text) for text in texts]
+    return packed
+
+
+def _dormant_blocks(database: RunDatabase) -> list[Record]:
+    """One block for each model, intervention and combination of runs."""
+    key_columns = ("model", "intervention", "repeated_run", "unrepeated_run", "text_run")
+    rows_by_key: dict[tuple[str | None, ...], list[Record]] = {}
+    for row in _view_records(database, "dormant_induction_heads"):
+        key = tuple(row[column] for column in key_columns)
+        rows_by_key.setdefault(key, []).append(row)
+    return [
+        {**dict(zip(key_columns, key, strict=True)), **_dormant_block(rows)}
+        for key, rows in rows_by_key.items()
+    ]
+
+
+def _dormant_block(rows: list[Record]) -> Record:
+    """A ranking and a scatter plot: copying where the input repeats against resting elsewhere."""
+    points: list[Record] = []
+    # The view ranks its rows by the induction score, so the first heads are the strongest.
+    for index, row in enumerate(rows):
+        induction = row["induction_repeated"]
+        # Most heads never copy and lie in one crowd, where labels could not be read.
+        has_label = index < TOP_HEADS and (induction or 0) > 0.1
+        points.append(
+            {
+                "name": row["label"],
+                "x": induction,
+                "y": row["sink_unrepeated"],
+                "on": row["is_dormant"],
+                "label": has_label,
+            }
+        )
+    columns = ["label", *DORMANT_COLUMNS, "is_dormant"]
+    return {
+        "columns": DORMANT_COLUMNS,
+        "rows": [{name: row[name] for name in columns} for row in rows[:TOP_HEADS]],
+        "passing": sum(bool(row["is_dormant"]) for row in rows),
+        "points": points,
+    }

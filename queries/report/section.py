@@ -1,0 +1,366 @@
+"""What a page shows of one run under one intervention: for every statistic, numbers by head.
+
+All of it comes from views of sums (`head_summaries`, `part_summaries`, `distributions`), but for
+the chance levels, which `sequences` has. The sequences behind a number are in `examples.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from headcount.queries.ask.asking import Record, RunDatabase
+from headcount.queries.head_label import Head
+from headcount.queries.report.head_curves import (
+    AXES,
+    Curve,
+    Floats,
+    curve_of,
+    curves_of_profiles,
+    kept_curve_sql,
+    places,
+    profile_curves_sql,
+)
+from headcount.queries.sql_text import text_literal
+from headcount.schemas.errors import QueryError
+from headcount.schemas.files.run_directory import pc
+
+Counts: TypeAlias = npt.NDArray[np.int64]
+
+MOST_BINS = 40
+"""Bins of a histogram in a page. Finer ones are added up."""
+
+
+class Means(NamedTuple):
+    """Means over sequences by layer and head, and how sure they are."""
+
+    mean: Floats
+    standard_error: Floats
+    count: Counts
+    """Sequences on which the statistic is defined."""
+    documents: Counts
+    """Documents of these sequences."""
+
+
+@dataclass
+class Histograms:
+    """How many sequences have a value in each bin, for all heads of a section."""
+
+    edges: list[float]
+    is_even: bool
+    """Whether all bins have the same width."""
+    counts: Counts
+    """By bin, layer and head."""
+
+    def groups_of(self, head: Head) -> tuple[int, int, list[int]]:
+        """The histogram of one head: its first bin, how many bins are added up, and the sums.
+
+        A head has an axis of its own, because most heads fill a small part of the common one.
+        """
+        counts = self.counts[:, *head]
+        filled = np.flatnonzero(counts)
+        if not len(filled):
+            return 0, 1, []
+        first, last = int(filled[0]), int(filled[-1])
+        size = -(-(last + 1 - first) // MOST_BINS)
+        sums = np.add.reduceat(counts[first : last + 1], np.arange(0, last + 1 - first, size))
+        return first, size, sums.tolist()
+
+    def edges_of(self, first: int, size: int, groups: int) -> list[float]:
+        """The edges of such groups. The last group may have fewer bins than the others."""
+        last = len(self.edges) - 1
+        return [self.edges[min(last, first + size * group)] for group in range(groups + 1)]
+
+
+@dataclass
+class HeadValues:
+    """One statistic over all heads of a section."""
+
+    means: Means
+    minimum: Floats
+    maximum: Floats
+    undefined: Counts
+    """Sequences on which the statistic is undefined."""
+    chance: float | None = None
+    """What uniform attention would score on the same sequences."""
+    histograms: Histograms | None = None
+    parts: dict[str, Means] = field(default_factory=dict[str, Means])
+    """By part of the Pile."""
+    changes: Means | None = None
+    """What the intervention changes: means over pairs of the same sequence."""
+
+    @property
+    def percentiles(self) -> Floats:
+        """By head, the share of the other heads with a smaller mean, in percent.
+
+        A head with the same mean counts half. NaN for an undefined mean, or for a single head.
+        """
+        means = self.means.mean
+        defined = np.sort(means[~np.isnan(means)])
+        smaller = np.searchsorted(defined, means, "left")
+        not_larger = np.searchsorted(defined, means, "right")
+        others = max(len(defined) - 1, 0) or np.nan
+        # The head itself is among those that are equal to it.
+        shares = 100 * (smaller + (not_larger - smaller - 1) / 2) / others
+        return np.where(np.isnan(means), np.nan, shares)
+
+
+@dataclass
+class Section:
+    """One run under one intervention."""
+
+    run: Record
+    """Its row of the view `runs`."""
+    intervention: str
+    n_layers: int
+    n_heads: int
+    statistics: dict[str, HeadValues] = field(default_factory=dict[str, HeadValues])
+    curves: list[Curve] = field(default_factory=list[Curve])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and heads."""
+        return self.n_layers, self.n_heads
+
+    @property
+    def condition(self) -> str:
+        """The rows of this section in a view, as SQL."""
+        return section_condition(self.run["run_id"], self.intervention)
+
+
+def section_condition(run_id: str, intervention: str) -> str:
+    """A WHERE clause for the rows of a run under an intervention."""
+    return f"WHERE run_id = {text_literal(run_id)} AND intervention = {text_literal(intervention)}"
+
+
+def read_section(
+    database: RunDatabase,
+    run: Record,
+    intervention: str,
+    *,
+    head: Head | None = None,
+    with_distributions: bool = True,
+    with_parts: bool = True,
+) -> Section:
+    """Read what a page shows. `head` limits all but the means, which percentiles need, to it."""
+    summaries = _table(
+        database,
+        "head_summaries",
+        f"FROM head_summaries {section_condition(run['run_id'], intervention)}",
+    )
+    # A manifest may not say the sizes of its model. Then the last measured head is the last one.
+    section = Section(
+        run,
+        intervention,
+        run["n_layers"] or 1 + _largest(summaries, "layer"),
+        run["n_heads"] or 1 + _largest(summaries, "head"),
+    )
+    chance = chance_levels(database, run["run_id"])
+    rows_by_name = dict(_by_statistic(summaries))
+    # In the order of the registry, and not in that of the rows.
+    order = [*run["statistics"], *sorted(rows_by_name)]
+    for name in dict.fromkeys(order):
+        rows = rows_by_name.get(name)
+        if rows is None:
+            continue
+        section.statistics[name] = HeadValues(
+            _means(rows, section.shape),
+            _by_head(rows, "minimum", section.shape),
+            _by_head(rows, "maximum", section.shape),
+            _counts(rows, "undefined", section.shape),
+            chance.get(f"chance_{name}"),
+        )
+    if not section.statistics:
+        return section
+    of_head = f" AND layer = {head.layer} AND head = {head.head}" if head else ""
+    if with_distributions:
+        _read_distributions(database, section, of_head)
+    if with_parts:
+        _read_parts(database, section, of_head)
+    _read_changes(database, section, of_head)
+    section.curves = list(_curves(database, section, of_head))
+    return section
+
+
+def chance_levels(database: RunDatabase, run_id: str) -> Record:
+    """What uniform attention would score, by name of the column in `sequences`."""
+    # DuckDB refuses a COLUMNS that matches nothing.
+    if not any(column.startswith("chance_") for column in database.columns("sequences")):
+        return {}
+    sql = f"""
+        SELECT avg(COLUMNS('^chance_.*')) FROM sequences WHERE run_id = {text_literal(run_id)}
+    """
+    (levels,) = records(database, "chance levels", sql)
+    return levels
+
+
+def records(database: RunDatabase, subject: str, sql: str) -> list[Record]:
+    """The rows of a query. If it fails, the error is one line that names its subject."""
+    try:
+        return database.records(sql)
+    except QueryError as error:
+        raise QueryError(f"report, {subject}: {error}") from None
+
+
+def _table(database: RunDatabase, subject: str, sql: str) -> pa.Table:
+    """The rows of a query as a table. If it fails, the error names its subject."""
+    try:
+        return database.table(sql)
+    except QueryError as error:
+        raise QueryError(f"report, {subject}: {error}") from None
+
+
+def _largest(table: pa.Table, column: str) -> int:
+    values = table[column].to_numpy()
+    return int(values.max()) if len(values) else 0
+
+
+def _by_statistic(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
+    """The rows of each statistic, in the order in which statistics come."""
+    for name in table["statistic"].unique().to_pylist():
+        yield name, table.filter(pc.equal(table["statistic"], name))
+
+
+def _by_head(rows: pa.Table, column: str, shape: tuple[int, int]) -> Floats:
+    values = np.full(shape, np.nan)
+    # NULL becomes NaN.
+    values[places(rows)] = rows[column].cast(pa.float64()).to_numpy()
+    return values
+
+
+def _counts(rows: pa.Table, column: str, shape: tuple[int, int]) -> Counts:
+    counts = np.zeros(shape, np.int64)
+    counts[places(rows)] = rows[column].to_numpy()
+    return counts
+
+
+def _means(rows: pa.Table, shape: tuple[int, int], mean: str = "mean") -> Means:
+    count = "count" if mean == "mean" else "pairs"
+    return Means(
+        _by_head(rows, mean, shape),
+        _by_head(rows, "standard_error", shape),
+        _counts(rows, count, shape),
+        _counts(rows, "documents", shape),
+    )
+
+
+def _read_distributions(database: RunDatabase, section: Section, of_head: str) -> None:
+    """Histograms of all statistics."""
+    # Not `distributions`, which has as many rows for each part of the Pile, and joins sequences.
+    sql = f"""
+        SELECT statistic, layer, head, bin, low, high, count
+        FROM ledger.head_bins {section.condition}{of_head}
+        ORDER BY statistic, bin
+    """
+    for name, rows in _by_statistic(_table(database, "distributions", sql)):
+        if name in section.statistics:
+            section.statistics[name].histograms = _histograms(rows, section.shape)
+
+
+def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
+    """Histograms over one common axis, from rows by bin."""
+    _, first_rows, bin_of_row = np.unique(
+        rows["bin"].to_numpy(), return_index=True, return_inverse=True
+    )
+    lows = rows["low"].to_numpy().astype(float)[first_rows]
+    highs = rows["high"].to_numpy().astype(float)[first_rows]
+    edges, is_even, place_of_bin = _edges(lows, highs)
+    counts = np.zeros((len(edges) - 1, *shape), np.int64)
+    np.add.at(counts, (place_of_bin[bin_of_row], *places(rows)), rows["count"].to_numpy())
+    return Histograms(edges, is_even, counts)
+
+
+def _edges(lows: Floats, highs: Floats) -> tuple[list[float], bool, npt.NDArray[np.int64]]:
+    """Edges of an axis that holds all bins, whether they are even, and the place of each bin."""
+    widths = highs - lows
+    if np.isfinite(widths).all() and np.allclose(widths, widths[0], rtol=1e-3):
+        # Bins of one width: an axis without gaps, however many bins in it are empty.
+        places = np.rint((lows - lows[0]) / widths[0]).astype(np.int64)
+        count = int(places[-1]) + 1
+        return np.linspace(lows[0], highs[-1], count + 1).tolist(), True, places
+    edges = [float(lows[0])]
+    place_of_bin: list[int] = []
+    for low, high in zip(lows, highs, strict=True):
+        # What no head has between two bins is one empty bin.
+        if low > edges[-1] + 1e-9 * abs(low):
+            edges.append(float(low))
+        place_of_bin.append(len(edges) - 1)
+        edges.append(float(high))
+    return edges, False, np.array(place_of_bin)
+
+
+def _read_parts(database: RunDatabase, section: Section, of_head: str) -> None:
+    """Means by part of the Pile. A run whose input has no parts has none."""
+    has_parts = f"""
+        FROM sequences {section.condition} AND pile_set_name IS NOT NULL LIMIT 1
+    """
+    if not records(database, "parts of the Pile", has_parts):
+        return
+    sql = f"""
+        FROM part_summaries {section.condition} AND pile_set_name IS NOT NULL{of_head}
+        ORDER BY pile_set_name
+    """
+    table = _table(database, "part_summaries", sql)
+    for part in table["pile_set_name"].unique().to_pylist():
+        rows_of_part = table.filter(pc.equal(table["pile_set_name"], part))
+        for name, rows in _by_statistic(rows_of_part):
+            if name in section.statistics:
+                section.statistics[name].parts[part] = _means(rows, section.shape)
+
+
+def _read_changes(database: RunDatabase, section: Section, of_head: str) -> None:
+    """What an intervention changes, if the same run also measured the untouched model."""
+    is_edit = section.intervention != "none" and "none" in section.run["interventions"]
+    if not is_edit or "effects" in database.unmeasured_views("effects"):
+        return
+    table = _table(database, "effects", f"FROM effects {section.condition}{of_head}")
+    for name, rows in _by_statistic(table):
+        if name in section.statistics:
+            section.statistics[name].changes = _means(rows, section.shape, "change")
+
+
+def _curves(database: RunDatabase, section: Section, of_head: str) -> Iterator[Curve]:
+    """Means by lag, key or query: of what was profiled, and of curves that were not."""
+    if not database.columns("profile_means") >= {"profile", *AXES}:
+        return
+    condition = section.condition + of_head
+    table = _table(database, "profile_means", profile_curves_sql(condition))
+    profiles = list(curves_of_profiles(table, section.shape))
+    yield from profiles
+    names = {curve.profile for curve in profiles}
+    for profile, axis in _curve_profiles(database):
+        if profile in names:
+            continue
+        rows = _table(database, f"curves of {profile}", kept_curve_sql(profile, axis, condition))
+        if len(rows):
+            yield curve_of(profile, axis, False, rows, section.shape)
+
+
+def _curve_profiles(database: RunDatabase) -> Iterator[tuple[str, str]]:
+    """The curves that some run measured, each with its axis."""
+    for row in records(
+        database, "formulas", "SELECT name, axis FROM formulas WHERE field = 'curves'"
+    ):
+        if row["axis"] in AXES:
+            yield row["name"], row["axis"]
+
+
+def runs_by_id(database: RunDatabase) -> dict[str, Record]:
+    """The rows of the view `runs`, in its order."""
+    return {row["run_id"]: row for row in records(database, "runs", "FROM runs")}
+
+
+def checked_choice(what: str, wanted: str, choices: Sequence[str]) -> str:
+    """A name that is among some, or an error that names the nearest."""
+    if wanted in choices:
+        return wanted
+    nearest = difflib.get_close_matches(wanted, choices, n=3) or list(choices)[:3]
+    raise QueryError(
+        f"{what} {wanted!r}: expected one of {len(choices)}; nearest: {', '.join(nearest)}"
+    )

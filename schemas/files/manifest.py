@@ -1,0 +1,144 @@
+"""The manifest of a run: everything that made it, resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator, model_validator
+
+from headcount.schemas.scans.kinds import KINDS
+from headcount.schemas.scans.scan import CHANGES_NO_ROW, RENAMED
+
+Records = dict[str, dict[str, dict[str, Any]]]
+"""What each name means: a record by name, by the manifest's field that describes the name."""
+
+Meanings = dict[str, dict[str, str]]
+"""Fingerprint by name, by the manifest's field that describes the name."""
+
+Location = str | list[str]
+"""A place, or several of them, as a scan names them."""
+
+
+class _ScanFacts(BaseModel):
+    """The fields of a run's scan that readers of the run need."""
+
+    sequences_per_shard: PositiveInt
+    n_ctx: PositiveInt
+    interventions: list[str]
+
+
+class Manifest(BaseModel):
+    """Everything that made the run, resolved.
+
+    `identity` never changes. A run grows in `shards` and `sequences`. The other fields are for the
+    record.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    run_id: str
+    created: str
+    identity: dict[str, Any]
+    """What the rows mean, apart from the code: the scan, the model and the corpus."""
+    shards: int
+    sequences: int
+    batch_size: int | Literal["auto"] = "auto"
+    """The last setting; it does not change any row."""
+    bad_rows: float = 0.01
+    """The last setting; it does not change any row."""
+    bad_rows_in_a_row: int = 100
+    """The last setting; it does not change any row."""
+    corpora: str | None = None
+    """The last setting; it does not change any row."""
+    kinds: Records
+    """What each formula is, by field of the scan (`schemas.scans.kinds.KINDS`) and name."""
+    inputs: dict[str, dict[str, Any]] = {}
+    interventions: dict[str, dict[str, Any]] = {}
+    model: dict[str, Any]
+    code: str
+    """Fingerprint of the code that began the run."""
+    other_codes: dict[str, Meanings] = {}
+    """Other code that continued the run: by its fingerprint, what every name means in it."""
+    versions: dict[str, str]
+    begun_in: str = ""
+    """Working directory in which the run began; relative paths in the scan start from it."""
+    begun_with: tuple[str, ...] = ()
+    """The words after `headcount scan` that began it: the scan file, and what was set."""
+    places: dict[str, Location] = {}
+    """Where the model and the input files lie, by dotted field of the scan: the last setting."""
+    older: bool = False
+    """Whether older code wrote it, when identities held the batch size and the sequences too."""
+
+    def stops(self, shards: int | np.ndarray) -> np.ndarray:
+        """One past the last sequence of each shard; the last shard of a run may be short."""
+        per_shard = self.identity["scan"]["sequences_per_shard"]
+        return np.minimum((shards + 1) * per_shard, self.sequences)
+
+    @property
+    def records(self) -> Records:
+        """What every name means in the code that began the run."""
+        return {**self.kinds, "inputs": self.inputs, "interventions": self.interventions}
+
+    def meanings(self, code: str) -> Meanings | None:
+        """The fingerprints of every name in some code; None if the run did not use that code.
+
+        Commits of older code do not name their code. It counts as the one that began the run.
+        """
+        # The code that began the run is described by the records, the others only by fingerprints.
+        if code in ("", self.code):
+            return fingerprints(self.records)
+        return self.other_codes.get(code)
+
+    @property
+    def codes(self) -> list[str]:
+        """The code that began the run, then all other code that continued it."""
+        return [self.code, *self.other_codes]
+
+    @field_validator("identity")
+    @classmethod
+    def _has_a_scan(cls, identity: dict[str, Any]) -> dict[str, Any]:
+        # A manifest without these fields fails here, once, and not in whatever reads the run later.
+        _ScanFacts.model_validate(identity.get("scan"))
+        return identity
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate_older_fields(cls, fields: object) -> object:
+        if not isinstance(fields, dict):
+            return fields
+        return _translate_older_manifest(cast("dict[str, Any]", fields))
+
+
+def _translate_older_manifest(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a manifest in today's format; those of today's manifests stay as they are.
+
+    In version 0.1 the identity held sizes and fingerprints, every kind of formula was a field of
+    the manifest itself, and some fields had other names.
+    """
+    identity = cast("dict[str, Any]", fields.get("identity") or {})
+    # Only version 0.1 kept the batch size in the identity.
+    if "batch_size" not in identity.get("scan", {}):
+        return fields
+    scan = {RENAMED.get(name, name): value for name, value in identity["scan"].items()}
+    new_identity = {key: identity[key] for key in ("model", "corpus") if key in identity}
+    new_identity["scan"] = {
+        name: value for name, value in scan.items() if name not in CHANGES_NO_ROW
+    }
+    renamed = {RENAMED.get(name, name): value for name, value in fields.items()}
+    # The identity keeps only what the rows mean. What may change has fields of its own today.
+    return renamed | {
+        "identity": new_identity,
+        "kinds": {kind.field: renamed.get(kind.field, {}) for kind in KINDS},
+        "batch_size": scan["batch_size"],
+        "older": True,
+    }
+
+
+def fingerprints(records: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Meanings:
+    """The fingerprints in some records, by field and name."""
+    return {
+        field: {name: record.get("fingerprint", "") for name, record in described.items()}
+        for field, described in records.items()
+        if described
+    }

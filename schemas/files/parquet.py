@@ -1,0 +1,103 @@
+"""Parquet files in memory, on disks and in stores."""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headcount.schemas.files.places import OpenFile, Place, open_whole
+
+
+def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
+    """A table with the columns of `schema`.
+
+    NaN becomes NULL. A column without values is all NULL. A matrix becomes a column of lists.
+    """
+    rows = len(next(iter(columns.values())))
+    arrays: list[pa.Array] = []
+    for field in schema:
+        if field.name in columns:
+            arrays.append(_array(columns[field.name]).cast(field.type))
+        else:
+            arrays.append(pa.nulls(rows, field.type))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _array(values: np.ndarray | Sequence[Any]) -> pa.Array:
+    if not isinstance(values, np.ndarray) or values.ndim == 1:
+        # from_pandas is what makes NaN a NULL.
+        return pa.array(values, from_pandas=True)
+    # Every list has the length of a row, so the flat values need no copying into lists.
+    offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, pa.array(values.ravel(), from_pandas=True))
+
+
+def parquet_bytes(table: pa.Table, row_group_size: int | None = None) -> pa.Buffer:
+    """A table as the content of a Parquet file."""
+    # Measured values hardly repeat. A dictionary of them would be a third of the file.
+    dictionary_columns: Any = [
+        leaf for field in table.schema for leaf in _leaves_without_floats(field.name, field.type)
+    ]
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        row_group_size=row_group_size,
+        compression="zstd",
+        use_dictionary=dictionary_columns,
+        # Parquet itself would forget which columns are dictionaries.
+        store_schema=True,
+        # Readers that know no commit can tell a damaged page, too.
+        write_page_checksum=True,
+    )
+    return sink.getvalue()
+
+
+def _leaves_without_floats(path: str, data_type: pa.DataType) -> Iterator[str]:
+    """The columns of a file that store a column of a table, except those of floats."""
+    if pa.types.is_list(data_type):
+        yield from _leaves_without_floats(f"{path}.list.element", data_type.value_type)
+    elif pa.types.is_struct(data_type):
+        for i in range(data_type.num_fields):
+            field = data_type.field(i)
+            yield from _leaves_without_floats(f"{path}.{field.name}", field.type)
+    elif not pa.types.is_floating(data_type):
+        yield path
+
+
+def read_parquet(where: Place, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of a file, with all columns or with some."""
+    with open_whole(where) as file:
+        return read_content(file, columns)
+
+
+def read_content(file: OpenFile, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of an open file; raises OSError if a page does not fit its checksum.
+
+    Columns that the file does not have are left out.
+    """
+    content = pq.ParquetFile(file, page_checksum_verification=True)
+    # Callers read many files at once, each in a thread of their own.
+    return content.read(columns=columns, use_threads=False)
+
+
+def ends_whole(file: Path) -> bool:
+    """Whether a file ends with Parquet's mark.
+
+    After a power cut a file can have its full size and none of its content.
+    """
+    try:
+        with file.open("rb", buffering=0) as content:
+            content.seek(-4, os.SEEK_END)
+            return content.read(4) == b"PAR1"
+    except OSError:
+        return False

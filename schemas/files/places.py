@@ -1,0 +1,452 @@
+"""Where runs and corpora lie: a local path, or a path in an object store.
+
+A store path has the few methods of `pathlib.Path` that we need. A file is written whole or not at
+all: a temporary name, fsync and rename on a disk, a single upload in a store.
+"""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from functools import cache
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from headcount.schemas.errors import RunError, ScanError, WriteError
+
+STORES = ("s3", "gs")
+ATTEMPTS = 10
+"""Repetitions of a request that a store refuses for now: 26 s of pauses in all, each twice as long
+as the one before. If nothing answers at all, each attempt also waits for `REQUEST_SECONDS`.
+"""
+
+REQUEST_SECONDS = 30
+"""Time that a request waits for its answer."""
+
+PROBES = 6
+"""Attempts at finding out whether a store answers at all, before the first request to it."""
+
+PROBE_SECONDS = 8.0
+"""Time that one probe waits for an answer. Requests wait far longer, as a scan can afford to."""
+
+PROBING_SECONDS = 20.0
+"""Time for all probes together."""
+
+PAUSE_SECONDS = 0.5
+"""Pause between two probes."""
+
+OpenFile: TypeAlias = BufferedReader
+"""A file that is open for reading: on a disk, in a store or in memory.
+
+pyarrow has no types; its files have the methods of this one.
+"""
+
+
+@dataclass(frozen=True, order=True)
+class StorePath:
+    """A path in an object store: `scheme://bucket/key`."""
+
+    url: str
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(f"{self.url}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> StorePath:
+        """All but the last part."""
+        return StorePath(self.url.rpartition("/")[0])
+
+    @property
+    def key(self) -> str:
+        """The path as the file system wants it: `bucket/key`."""
+        return self.url.partition("://")[2]
+
+    @property
+    def filesystem(self) -> pafs.FileSystem:
+        """The pyarrow file system that reaches it."""
+        scheme, _, key = self.url.partition("://")
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        # pyarrow does not read these variables by itself.
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        return _filesystem(scheme, key.partition("/")[0], region, endpoint)
+
+    def is_file(self) -> bool:
+        """Whether there is such an object; raises `RunError` if the store does not say."""
+        try:
+            return self.filesystem.get_file_info(self.key).type is pafs.FileType.File
+        except OSError as error:
+            raise RunError(f"{self}: cannot be read ({reason(error)})") from None
+
+    def read_bytes(self) -> bytes:
+        """The whole content; raises FileNotFoundError if there is no such object."""
+        with self.open() as file:
+            return file.read()
+
+    def open(self) -> OpenFile:
+        """The object as a file that can be read at any place."""
+        return self.filesystem.open_input_file(self.key)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the object."""
+        try:
+            self.filesystem.delete_file(self.key)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+
+Place = Path | StorePath
+
+
+def place(where: str | Place) -> Place:
+    """The place that a text names: a local path, `file://…`, `s3://bucket/…` or `gs://bucket/…`.
+
+    Anything else raises `ScanError`.
+
+    >>> place("s3://bucket/runs/") / "run_id=a-1"
+    StorePath(url='s3://bucket/runs/run_id=a-1')
+    >>> place("abfs://box/runs")
+    Traceback (most recent call last):
+    headcount.schemas.errors.ScanError: abfs://box/runs: expected a path, file://, s3:// or gs://
+    """
+    if isinstance(where, StorePath):
+        return where
+    text = str(where)
+    scheme, separator, path = text.partition("://")
+    if not separator:
+        return Path(os.path.expanduser(text))
+    if scheme == "file" and path.startswith("/"):
+        return Path(path)
+    if scheme not in STORES:
+        raise ScanError(
+            f"{text}: expected a path, file://, {' or '.join(f'{name}://' for name in STORES)}"
+        )
+    bucket = path.partition("/")[0]
+    if "@" in bucket:
+        raise ScanError(
+            f"{scheme}://…@{path.rpartition('@')[2]}: an address is kept with the run and must "
+            "hold no credentials; set them in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, an "
+            "instance profile)"
+        )
+    if not bucket:
+        raise ScanError(f"{text}: expected {scheme}://BUCKET/PATH")
+    # Two slashes in a row would name another object than one slash does.
+    return StorePath(re.sub(r"(?<!:)/+", "/", text).rstrip("/"))
+
+
+@cache
+def _filesystem(
+    scheme: str, bucket: str, region: str | None, endpoint: str | None
+) -> pafs.FileSystem:
+    """The file system of a bucket; the cache keeps its connections and probes each store once."""
+    _require_answer(f"{scheme}://{bucket}", endpoint or _public_address(scheme, region))
+    if scheme == "gs":
+        return pafs.GcsFileSystem(retry_time_limit=timedelta(seconds=60))
+    if region is None and endpoint is None:
+        try:
+            region = pafs.resolve_s3_region(bucket)
+        except OSError:
+            region = None
+    return pafs.S3FileSystem(
+        region=region,
+        endpoint_override=endpoint,
+        connect_timeout=10,
+        request_timeout=REQUEST_SECONDS,
+        # AWS's standard strategy has a quota: where 30 % of the answers are 503, it soon repeats
+        # nothing any more.
+        retry_strategy=pafs.AwsDefaultS3RetryStrategy(max_attempts=ATTEMPTS),
+        allow_delayed_open=True,  # Small objects are one PUT instead of a multipart upload.
+    )
+
+
+def _public_address(scheme: str, region: str | None) -> str:
+    """The address of a store, if the environment does not name another one."""
+    if scheme == "gs":
+        return os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
+    if region is None:
+        return "https://s3.amazonaws.com"
+    return f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
+
+
+def _require_answer(store: str, address: str) -> None:
+    """Raise `RunError` if a store does not answer at all: a request would wait for minutes.
+
+    Any answer will do. Behind a proxy nothing is asked, because the proxy itself would answer.
+    """
+    url = urlsplit(address if "://" in address else f"http://{address}")
+    if getproxies().get(url.scheme) and not proxy_bypass(url.hostname or ""):
+        return
+    problem: Exception | None = None
+    deadline = time.monotonic() + PROBING_SECONDS
+    for _ in range(PROBES):
+        # A probe that could not end before the deadline is not begun.
+        if time.monotonic() > deadline - PROBE_SECONDS:
+            break
+        problem = _probe(url)
+        if problem is None:
+            return
+        time.sleep(PAUSE_SECONDS)
+    variable = "AWS_ENDPOINT_URL" if store.startswith("s3:") else "STORAGE_EMULATOR_HOST"
+    raise RunError(
+        f"{store}: the store at {address} does not answer ({reason(problem or OSError())}); bring "
+        f"it or the network up, or name another address in {variable}, then run the same command"
+    ) from None
+
+
+def _probe(url: SplitResult) -> Exception | None:
+    """Why a server does not answer; None if it does."""
+    host = url.hostname or ""
+    if url.scheme == "https":
+        connection = HTTPSConnection(
+            host, url.port, timeout=PROBE_SECONDS, context=_without_verification()
+        )
+    else:
+        connection = HTTPConnection(host, url.port, timeout=PROBE_SECONDS)
+    try:
+        connection.request("HEAD", "/")
+        connection.getresponse()
+    except (OSError, HTTPException) as error:
+        return error
+    finally:
+        connection.close()
+    return None
+
+
+def _without_verification() -> ssl.SSLContext:
+    """A context that accepts any certificate: a probe sends nothing that must be protected."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
+    """Make a file visible with all of its content or not at all; raises `WriteError` on failure.
+
+    On a disk the temporary name does not end in .parquet or .json, so no glob takes a half-written
+    file for a whole one.
+    """
+    try:
+        if isinstance(where, StorePath):
+            # One call writes everything. Closing a stream publishes what it has received so far,
+            # so an error between two calls would publish half of the content.
+            with where.filesystem.open_output_stream(where.key, compression=None) as file:
+                file.write(content)
+        else:
+            _write_to_disk(where, content)
+    except OSError as error:
+        if isinstance(where, Path):
+            advice = "free space or choose another place"
+        else:
+            advice = "mend the access or the store"
+        raise WriteError(
+            f"{where}: cannot be written ({reason(error)}); {advice}, then run the same command"
+        ) from None
+
+
+def _write_to_disk(path: Path, content: bytes | pa.Buffer) -> None:
+    # The random part keeps two attempts at the same file apart.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            # Without it a power cut can leave the new name with an empty file.
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def settle(directory: Place) -> None:
+    """Make the names in a directory survive a power cut. Call it before deleting what they replace.
+
+    If nothing is deleted, a lost name does no harm: its shard is measured again. So ordinary
+    commits skip this step, which would halve their speed.
+    """
+    if isinstance(directory, Path):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def open_whole(where: Place) -> Any:  # noqa: ANN401 (pyarrow has no types)
+    """A file that is open for reading; raises FileNotFoundError if there is none."""
+    return where.open("rb") if isinstance(where, Path) else where.open()
+
+
+def open_at_once(where: Place) -> OpenFile:
+    """A file that is open for reading. From a store it is fetched whole, in one request."""
+    return open_whole(where) if isinstance(where, Path) else pa.BufferReader(where.read_bytes())
+
+
+def absolute(where: str | Place) -> Place:
+    """A place that means the same in every working directory.
+
+    Its last part is a real name: "." becomes the name of the working directory.
+    """
+    location = place(where)
+    return Path(os.path.abspath(location)) if isinstance(location, Path) else location
+
+
+def names(directory: Place) -> Iterator[str]:
+    """Names of the files and directories in a directory, unordered; none if it does not exist."""
+    if isinstance(directory, StorePath):
+        selector = pafs.FileSelector(directory.key, allow_not_found=True)
+        try:
+            infos = directory.filesystem.get_file_info(selector)
+        except OSError as error:
+            raise RunError(f"{directory}: cannot be read ({reason(error)})") from None
+        yield from (info.base_name for info in infos)
+        return
+    try:
+        yield from os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def sizes(directory: Place) -> Iterator[tuple[str, int]]:
+    """Names and sizes of the files in a directory, unordered; none if it does not exist."""
+    if isinstance(directory, StorePath):
+        selector = pafs.FileSelector(directory.key, allow_not_found=True)
+        for info in directory.filesystem.get_file_info(selector):
+            if info.type is pafs.FileType.File:
+                yield info.base_name, info.size
+        return
+    for name, status in stats(directory):
+        yield name, status.st_size
+
+
+def stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Names and `os.stat` results of the files and directories in a directory on a disk."""
+    try:
+        entries = os.scandir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with entries:
+        for entry in entries:
+            try:
+                yield entry.name, entry.stat()
+            except FileNotFoundError:
+                continue  # Somebody deleted it after it was listed.
+
+
+Fingerprint: TypeAlias = tuple[int, int]
+"""Tells two states of a file or directory apart: how many entries it has, and a digest of them."""
+
+
+def fingerprint(directory: Place) -> Fingerprint:
+    """Changes with the name, the size and the times of anything in a directory.
+
+    It does not read files: what is written again with the same size within a tick of the clock of
+    the file system may look the same.
+    """
+    count, total = 0, 0
+    # A sum, because the order of a listing is any, and a million names are too many to keep.
+    for entry in _looks(directory):
+        total += _number_of(entry)
+        count += 1
+    return count, total % 2**128
+
+
+def fingerprint_of_file(file: Place) -> Fingerprint:
+    """The same of one file."""
+    if isinstance(file, StorePath):
+        entry = _look_of_object(file.filesystem.get_file_info(file.key))
+    else:
+        try:
+            entry = _look_of_file(file.name, file.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return 0, 0
+    return 1, _number_of(entry)
+
+
+def _number_of(look: tuple[object, ...]) -> int:
+    """128 bits that stand for a look."""
+    return int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=16).digest())
+
+
+def _looks(directory: Place) -> Iterator[tuple[object, ...]]:
+    """What a listing says of each entry of a directory."""
+    if isinstance(directory, StorePath):
+        selector = pafs.FileSelector(directory.key, allow_not_found=True)
+        yield from map(_look_of_object, directory.filesystem.get_file_info(selector))
+    else:
+        for name, status in stats(directory):
+            yield _look_of_file(name, status)
+
+
+def _look_of_object(info: pafs.FileInfo) -> tuple[object, ...]:
+    return info.base_name, info.type.name, info.size, info.mtime_ns
+
+
+def _look_of_file(name: str, status: os.stat_result) -> tuple[object, ...]:
+    # Nobody can set ctime, the time of the last change of the inode.
+    return name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
+    """Objects of a store that match a glob, and their sizes.
+
+    `*` stays within one part of the path, `**/` spans several. Everything below the part before the
+    first wildcard is listed.
+    """
+    parts = pattern.key.split("/")
+    has_wildcard = (i for i, part in enumerate(parts) if re.search(r"[*?[]", part))
+    fixed_parts = next(has_wildcard, len(parts))
+    if fixed_parts == len(parts):
+        info = pattern.filesystem.get_file_info(pattern.key)
+        return [(pattern, info.size)] if info.type is pafs.FileType.File else []
+    directory = "/".join(parts[:fixed_parts])
+    selector = pafs.FileSelector(directory, allow_not_found=True, recursive=True)
+    scheme = pattern.url.partition("://")[0]
+    return [
+        (StorePath(f"{scheme}://{info.path}"), info.size)
+        for info in pattern.filesystem.get_file_info(selector)
+        if info.type is pafs.FileType.File and _matches(info.path.split("/"), parts)
+    ]
+
+
+def _matches(path: list[str], pattern: list[str]) -> bool:
+    """Whether the parts of a path match those of a glob."""
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        # It matches no part at all, or the first part and then perhaps more.
+        return _matches(path, pattern[1:]) or (bool(path) and _matches(path[1:], pattern))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+
+
+def reason(error: BaseException) -> str:
+    """Why something failed, in the words of the system or the store, on one line."""
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return text if len(text) <= 240 else f"{text[:239]}…"

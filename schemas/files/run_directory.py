@@ -1,0 +1,326 @@
+"""What a run directory holds, and which of its files count.
+
+runs/run_id=NAME-HASH/
+├── scan.toml        as submitted
+├── manifest.json    everything resolved: what is measured, with what, by which code
+├── index/           which pieces of the token store it reads, and what became of documents
+├── heads/intervention=none/shard-000000-DIGEST.parquet …     and so in sequences/, profiles/, …
+├── weights/intervention=none/shard-000000-DIGEST.parquet     if the scan names weight statistics
+├── rollups/intervention=none/merged-….parquet             beside files that were merged
+├── failures/shard-000000.json     attempts that failed, and why
+├── compactions/                   in a store: who is compacting the run now
+└── commits/shard-000000.json      written last: a shard is done if and only if its commit is in
+                                   the ledger (commits.py)
+"""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+from pydantic import ValidationError
+
+from headcount.schemas.errors import OtherRunError, RunError, WriteError, counted
+from headcount.schemas.files.commits import (
+    Commit,
+    cannot_be_opened,
+    commit_name,
+    commits_of,
+    listed_again,
+    read_commit,
+    read_ledger,
+    read_oldest,
+    read_parts,
+)
+from headcount.schemas.files.damage import BY_SIZE, Damage, examined_files, files_damaged_by_size
+from headcount.schemas.files.document_fates import Fates
+from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.places import Place, names, place, reason
+from headcount.schemas.scans.kinds import TABLES
+
+pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths of one run, and its ledger."""
+
+    path: Place
+
+    @classmethod
+    def of(cls, out: str | Place, run_id: str) -> RunDirectory:
+        """The directory of a run among the runs in `out`."""
+        return cls(place(out) / f"run_id={run_id}")
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, from the directory's name."""
+        return self.path.name.removeprefix("run_id=")
+
+    @property
+    def scan_file(self) -> Place:
+        """The scan as submitted."""
+        return self.path / "scan.toml"
+
+    @property
+    def manifest_file(self) -> Place:
+        """The manifest."""
+        return self.path / "manifest.json"
+
+    @property
+    def index(self) -> Place:
+        """The directory of what the run keeps of its corpus."""
+        return self.path / "index"
+
+    @property
+    def fates_file(self) -> Place:
+        """What became of the corpus's documents, by part."""
+        return self.index / "fates.json"
+
+    def fates(self) -> Fates | None:
+        """What became of the corpus's documents.
+
+        None if the run has no corpus, or if older code began it and did not keep this.
+        """
+        try:
+            return Fates.read(json.loads(self.fates_file.read_bytes()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return None
+
+    @property
+    def commits_directory(self) -> Place:
+        """The directory of the ledger."""
+        return self.path / "commits"
+
+    def commit_file(self, shard: int) -> Place:
+        """The file with a shard's commit, until thousands of commits are folded into one file."""
+        return self.commits_directory / commit_name(shard)
+
+    def loose_commit(self, shard: int) -> Commit | None:
+        """The commit that a shard has as a file of its own; None without one of this run."""
+        file = self.commit_file(shard)
+        try:
+            return read_commit(file, self.run_id)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise WriteError(
+                f"{file}: cannot be looked for ({reason(error)}); mend the access or the store, "
+                "then run the same command"
+            ) from None
+
+    def failure_file(self, shard: int) -> Place:
+        """The file about the last failed attempt at a shard."""
+        return self.path / "failures" / commit_name(shard)
+
+    def failure(self, shard: int) -> tuple[int, str] | None:
+        """The number of failed attempts at a shard, and the last reason; None without any."""
+        try:
+            record = json.loads(self.failure_file(shard).read_bytes())
+            return int(record["attempts"]), str(record["error"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def failed_shards(self) -> list[int]:
+        """Shards with a failed attempt, whether or not a later one succeeded."""
+        files = [n for n in names(self.path / "failures") if n.startswith("shard-")]
+        numbers = [name.removeprefix("shard-").removesuffix(".json") for name in files]
+        # Other files, for example copies that somebody made, are ignored.
+        return sorted(int(number) for number in numbers if number.isdecimal())
+
+    def manifest(self) -> Manifest:
+        """Read the manifest."""
+        try:
+            return Manifest.model_validate_json(self.manifest_file.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            raise RunError(
+                f"{self.path}: no manifest.json; expected the directory of a run{self._removal}"
+            ) from None
+        except OSError as error:
+            raise RunError(f"{self.manifest_file}: cannot be read ({reason(error)})") from None
+        except ValidationError as error:
+            problems = counted(error.error_count(), "problem")
+            raise OtherRunError(
+                f"{self.manifest_file}: not a manifest ({problems}){self._removal}"
+            ) from None
+
+    @property
+    def _removal(self) -> str:
+        """What to do about a broken run, as the end of an error; empty if this is not a run."""
+        if not self.path.name.startswith("run_id="):
+            return ""
+        return f"; bring back a copy, or headcount rm {self.path} deletes it"
+
+    def ledger(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Some columns of the commits that count, and `folded`, in shard order."""
+        try:
+            return read_ledger(self.commits_directory, self.run_id, columns)
+        except (OSError, pa.ArrowException) as error:
+            raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
+
+    def oldest_commit(self, columns: Sequence[str]) -> dict[str, Any] | None:
+        """Some columns of one of the first commits; None before the first commit."""
+        try:
+            return read_oldest(self.commits_directory, self.run_id, columns)
+        except (OSError, pa.ArrowException) as error:
+            raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
+
+    def ledger_parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """The commits that count, unordered, in parts of bounded size.
+
+        Only for a process that is alone at work on the run: if another one folds meanwhile, it
+        raises `RunError`.
+        """
+        try:
+            yield from read_parts(self.commits_directory, self.run_id, columns)
+        except FileNotFoundError as error:
+            raise cannot_be_opened(error) from None
+        except (OSError, pa.ArrowException) as error:
+            raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
+
+    def commits(self) -> Iterator[Commit]:
+        """The commits that count, in shard order; files that are not commits are ignored."""
+        yield from commits_of(self.ledger())
+
+    def damaged_by_size(self) -> list[Damage]:
+        """Committed files that are gone or have another size.
+
+        Other processes may be at work on the run.
+        """
+        try:
+            return listed_again(
+                lambda: files_damaged_by_size(
+                    self.path, read_parts(self.commits_directory, self.run_id, BY_SIZE)
+                )
+            )
+        except (OSError, pa.ArrowException) as error:
+            raise RunError(f"{self.path}: cannot be read ({reason(error)})") from None
+
+    def damaged_files(
+        self,
+        parts: Iterable[pa.Table],
+        manifest: Manifest | None = None,
+        tables: Iterable[str] = TABLES,
+    ) -> list[Damage]:
+        """Files of a ledger that differ from what was committed.
+
+        They are compared by name and size, or those of some `tables` by content if a `manifest`
+        is given. The `parts` need the columns `schemas.files.damage.BY_SIZE` or `BY_CONTENT`.
+        """
+        try:
+            if manifest is None:
+                return files_damaged_by_size(self.path, parts)
+            return [
+                Damage(file.path, file.shards, why)
+                for file, why in examined_files(self.path, manifest, parts, tables)
+                if why is not None
+            ]
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be read ({reason(error)})") from None
+
+
+def data_path(table: str, intervention: str, name: str) -> str:
+    """Where a data file lies in the run directory."""
+    return f"{table}/intervention={intervention}/{name}"
+
+
+def shard_file_name(shard: int, digest: str) -> str:
+    """Name of a file with a shard's rows, from its number and the digest of the file's content.
+
+    Attempts may differ in the last bit. So no name is ever used for two contents, and the files of
+    a commit stay whatever another attempt writes.
+    """
+    return f"shard-{shard:06d}-{digest[:8]}.parquet"
+
+
+def holds_whole_shard(manifest: Manifest, ledger: pa.Table) -> np.ndarray:
+    """A mask of a ledger: whether each commit holds all sequences of its shard.
+
+    The last shard of a run may be short. It no longer covers its sequences once the run has grown.
+    """
+    shards = ledger["shard"].to_numpy()
+    in_run = (shards >= 0) & (shards < manifest.shards)
+    return in_run & (ledger["stop"].to_numpy() == manifest.stops(shards))
+
+
+def check_merged(ledger: pa.Table) -> None:
+    """Refuse a ledger that counts rows twice.
+
+    Every shard with rows in a merged file must have its commit there. Two compactions of older
+    code that ran at the same time in a store can have broken this rule. Another compaction mends
+    it.
+    """
+    files = pc.list_flatten(ledger["files"])
+    references = pa.table({name: pc.struct_field(files, name) for name in ("path", "shards")})
+    # `shards` is the number of shards in the file, so it is the same in every reference to it.
+    counts = references.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
+    counted_twice = counts.filter(pc.not_equal(counts["shards_count"], counts["shards_max"]))
+    if not len(counted_twice):
+        return
+    first = counted_twice.slice(0, 1).to_pylist()[0]
+    raise RunError(
+        f"{first['path']}: holds the rows of {first['shards_max']} shards, and "
+        f"{first['shards_count']} commits refer to it; expected as many, or rows would be "
+        "counted twice; run headcount compact while nobody else is at work on the run"
+    )
+
+
+def find_runs(path: Place) -> list[RunDirectory]:
+    """The runs at `path`, which is a run directory or holds some; raises `RunError` without any."""
+    try:
+        if (path / "manifest.json").is_file():
+            return [RunDirectory(path)]
+        candidates = [
+            RunDirectory(path / name) for name in sorted(names(path)) if name.startswith("run_id=")
+        ]
+        # A run that lost its manifest still counts as a run. Whoever reads it gets an error instead
+        # of fewer rows.
+        runs = [
+            run for run in candidates if run.manifest_file.is_file() or "commits" in names(run.path)
+        ]
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({reason(error)})") from None
+    if not runs:
+        raise RunError(
+            f"{path}: no run here; expected a run directory, or a directory that holds run_id=… "
+            "directories"
+        )
+    return runs
+
+
+def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Dotted keys whose values differ, with both values.
+
+    >>> differing_keys({"scan": {"n_ctx": 64, "seed": 0}}, {"scan": {"n_ctx": 128, "seed": 0}})
+    ['scan.n_ctx (64, now 128)']
+    """
+    old, new = _flattened(before), _flattened(now)
+    return [
+        f"{key} ({_shortened_json(old.get(key))}, now {_shortened_json(new.get(key))})"
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted key."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            values |= _flattened(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            values[prefix + key] = value
+    return values
+
+
+def _shortened_json(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,0 +1,443 @@
+"""The Parquet tables: what one row is, which columns there are, and how files are sorted.
+
+A table is an object. `schemas.scans.kinds.TABLES` lists all of them. Each kind of measurement fills one.
+"""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from headcount.schemas.formulas import is_list
+
+Written = Literal["every shard", "where asked for", "once", "when shards are merged"]
+"""When a table is written.
+
+every shard: by each shard, under each intervention.
+where asked for: the same, but only if the scan names a formula that fills the table.
+once: with shard 0.
+when shards are merged: by `headcount compact`, from rows of other tables that it merges.
+"""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table or of a view."""
+
+    name: str
+    type: pa.DataType
+    description: str
+    nullable: bool = True
+    facts: tuple[tuple[str, str], ...] = ()
+    """More metadata of the Parquet field: unit, source, range."""
+
+    @property
+    def field(self) -> pa.Field:
+        """The column as a field of a Parquet schema."""
+        metadata = {"description": self.description, **dict(self.facts)}
+        return pa.field(self.name, self.type, nullable=self.nullable, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table. The folder of its files and the view in SQL have its name."""
+
+    name: str
+    grain: tuple[str, ...]
+    """What one row is about, besides its run and its intervention."""
+    content: str
+    """What a row holds, in a few words."""
+    keys: tuple[Column, ...]
+    """Columns that are never NULL, besides those of `PARTITIONS`."""
+    columns: tuple[Column, ...] = ()
+    """Other columns that every scan writes."""
+    order: tuple[str, ...]
+    """Columns by which merged files are sorted, so that readers can skip row groups."""
+    written: Written
+    row_group: int | None = None
+    """Rows of a merged file that a reader reads or skips together, if not as many as usual."""
+
+    @property
+    def description(self) -> str:
+        """What the view holds, in one sentence."""
+        partitions = ("run",) if self.written == "once" else ("run", "intervention")
+        *first_words, last_word = (*partitions, *self.grain)
+        return f"One row per {', '.join(first_words)} and {last_word}: {self.content}"
+
+    @property
+    def own(self) -> dict[str, Column]:
+        """The columns that every scan writes, by name."""
+        return {column.name: column for column in (*self.keys, *self.columns)}
+
+    def has(self, key: str) -> bool:
+        """Whether a column is one of its keys."""
+        return any(column.name == key for column in self.keys)
+
+    def schema(self, measured: Iterable[Column] = ()) -> pa.Schema:
+        """The schema of its rows: its own columns, then the measured ones."""
+        return pa.schema([column.field for column in (*self.own.values(), *measured)])
+
+
+def measured_column(name: str, facts: Mapping[str, Any]) -> Column:
+    """The column of a formula, from its facts or from its record in a manifest."""
+    column_type = pa.list_(pa.float32()) if is_list(facts) else pa.float32()
+    description = facts.get("description", "")
+    if axis := facts.get("axis"):
+        # The column is a list. Its description must say what the index is.
+        description = f"By {axis}, from 0: {description}"
+    return Column(name, column_type, description, facts=_column_facts(facts))
+
+
+COMPONENT = Column(
+    "component",
+    pa.int16(),
+    "Component of a head's queries, from 0, of values along components or pairs of them; NULL for "
+    "the others.",
+)
+
+OPTIONAL_PLACES: dict[str, tuple[Column, ...]] = {
+    "dimension": (
+        Column(
+            "dimension",
+            pa.int32(),
+            "Coordinate of the residual stream, from 0, of values along coordinates; NULL for the "
+            "others.",
+        ),
+    ),
+    "component": (COMPONENT,),
+    "pair of components": (
+        COMPONENT,
+        Column(
+            "other_component",
+            pa.int16(),
+            "The other component, never before the first one, of values along pairs of components; "
+            "NULL for the others.",
+        ),
+    ),
+    "candidate": (
+        Column(
+            "candidate",
+            pa.int16(),
+            "Candidate of a search, from 0, in the order that the profile's formula lists; NULL "
+            "for the others.",
+        ),
+    ),
+    "earlier head": (
+        Column(
+            "earlier_layer",
+            pa.int16(),
+            "Layer of the earlier head, from 0, of values by pair of heads; NULL for the others.",
+        ),
+        Column(
+            "earlier_head",
+            pa.int16(),
+            "The earlier head within its layer, from 0, of values by pair of heads; NULL for the "
+            "others.",
+        ),
+    ),
+}
+"""Columns that say where a value lies on an axis, by axis.
+
+A table that does not have them in every file has them if a formula runs along this axis. So runs
+that were measured before there was such an axis are read and continued as they are.
+"""
+
+
+def chance_column(statistic: str) -> str:
+    """The column of `sequences` that holds a statistic's chance level."""
+    return f"chance_{statistic}"
+
+
+def measured_chance(name: str, facts: Mapping[str, Any]) -> Column:
+    """The column of `sequences` with what uniform attention would score as a statistic."""
+    description = f"What uniform attention would score as {name}."
+    return Column(chance_column(name), pa.float32(), description, facts=_column_facts(facts))
+
+
+def carried_name(field: str) -> str:
+    """The column of `sequences` that carries a field of the corpus's documents.
+
+    >>> carried_name("meta.year"), carried_name("Source URL")
+    ('doc_meta_year', 'doc_source_url')
+    """
+    return "doc_" + re.sub(r"\W+", "_", field.lower())
+
+
+def carried_column(field: str) -> Column:
+    """The column of `sequences` that carries a field of the corpus's documents."""
+    description = (
+        f"{field} of the document that holds the first token of the text, as text; NULL where it "
+        "has none."
+    )
+    return Column(carried_name(field), pa.string(), description)
+
+
+def _column_facts(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What Parquet's metadata says about a formula, besides its description."""
+    column_facts = [(name, facts[name]) for name in ("unit", "source") if name in facts]
+    if facts.get("range"):
+        column_facts.append(("range", json.dumps(facts["range"])))
+    return tuple(column_facts)
+
+
+WORD = pa.dictionary(pa.int32(), pa.string())
+"""Type of a word that a whole file repeats. pandas gives the same type to a directory's name."""
+
+RUN_ID = Column("run_id", WORD, "Run that the row belongs to.", nullable=False)
+INTERVENTION = Column(
+    "intervention",
+    WORD,
+    "Edit of the model under which it was measured; none is the untouched model.",
+    nullable=False,
+)
+PARTITIONS = (RUN_ID, INTERVENTION)
+"""Columns of every file that are also in the names of the directories around it.
+
+Some readers of a glob ignore directories. Without the columns in the file they would mix
+interventions and runs, and no column would tell the rows apart.
+"""
+
+PARTITION_NAMES = [column.name for column in PARTITIONS]
+
+
+def with_partitions(rows: pa.Table, run_id: str, intervention: str) -> pa.Table:
+    """Rows with the columns `run_id` and `intervention` before the others."""
+    # A dictionary of one word, to which every row refers by index 0.
+    indices = pa.array(np.zeros(rows.num_rows, np.int32))
+    partitions = [
+        pa.DictionaryArray.from_arrays(indices, [word]) for word in (run_id, intervention)
+    ]
+    fields = [column.field for column in PARTITIONS]
+    schema = pa.schema([*fields, *rows.schema])
+    return pa.Table.from_arrays([*partitions, *rows.columns], schema=schema)
+
+
+INPUT_FAMILY = Column(
+    "input_family", pa.string(), "Family of inputs that the sequence comes from.", nullable=False
+)
+SHARD = Column(
+    "shard",
+    pa.int32(),
+    "Shard that the sequence belongs to: the unit of work and of commit.",
+    nullable=False,
+)
+SEQUENCE = Column(
+    "sequence",
+    pa.int64(),
+    "Index of the sequence in the scan; with the seed and the options it determines the tokens.",
+    nullable=False,
+)
+LAYER = Column("layer", pa.int16(), "Layer, from 0.", nullable=False)
+HEAD = Column("head", pa.int16(), "Head within the layer, from 0.", nullable=False)
+
+OF_SEQUENCE = (INPUT_FAMILY, SHARD, SEQUENCE)
+"""Keys of a table with a row per sequence."""
+
+OF_HEAD = (*OF_SEQUENCE, LAYER, HEAD)
+"""Keys of a table with a row per sequence, layer and head."""
+
+HEADS = Table(
+    name="heads",
+    grain=("sequence", "layer", "head"),
+    content="every statistic as it was measured.",
+    keys=OF_HEAD,
+    order=("layer", "head", "sequence"),
+    written="every shard",
+)
+
+SEQUENCES = Table(
+    name="sequences",
+    grain=("sequence",),
+    content="where it came from, its tokens, what uniform attention would score, what the model "
+    "predicts.",
+    keys=OF_SEQUENCE,
+    columns=(
+        Column("file", pa.string(), "File that the text comes from; NULL for synthetic input."),
+        Column(
+            "row",
+            pa.int64(),
+            "Row (line) of the file that holds the first token of the text, from 0.",
+        ),
+        Column("offset", pa.int32(), "Token of that row at which the sequence starts, from 0."),
+        Column(
+            "document",
+            pa.int64(),
+            "Document with most tokens of the text, of equal ones the first: its number in the "
+            "corpus, from 0, in the order of the files. Standard errors take documents for "
+            "independent. NULL for synthetic input, where every sequence counts as a document.",
+        ),
+        Column(
+            "pile_set_name",
+            pa.string(),
+            "Part of the Pile that the row belongs to; NULL if the corpus does not say.",
+        ),
+        Column(
+            "n_tokens",
+            pa.int32(),
+            "Tokens in the sequence, the beginning-of-sequence token included.",
+        ),
+        Column("tokens", pa.list_(pa.int32()), "Token ids, as the model saw them."),
+        Column(
+            "labels",
+            pa.list_(pa.string()),
+            "Role of each token in the layout of the input family, '' if it has none; NULL if the "
+            "family does not label tokens.",
+        ),
+    ),
+    order=("sequence",),
+    written="every shard",
+)
+
+CURVES = Table(
+    name="curves",
+    grain=("sequence", "layer", "head"),
+    content="lists with a number for every key, query or lag.",
+    keys=OF_HEAD,
+    order=("layer", "head", "sequence"),
+    written="where asked for",
+)
+
+PROFILES = Table(
+    name="profiles",
+    grain=("shard", "layer", "head", "profile", "entry"),
+    content="means over the shard's sequences.",
+    keys=(SHARD, LAYER),
+    columns=(
+        Column(
+            "head",
+            pa.int16(),
+            "Head within the layer, from 0; NULL if all heads of a layer share the values.",
+        ),
+        Column(
+            "profile",
+            pa.string(),
+            "Name of the profile, which was averaged over the sequences of the shard.",
+        ),
+        Column(
+            "query",
+            pa.int32(),
+            "Query, from 0, of profiles along queries or pairs; NULL for the others.",
+        ),
+        Column(
+            "key",
+            pa.int32(),
+            "Key, from 0, of profiles along keys or pairs; NULL for the others.",
+        ),
+        Column("lag", pa.int32(), "Lag, query - key, of profiles along lags; NULL for the others."),
+        Column("count", pa.int64(), "Number of sequences."),
+        Column("mean", pa.float64(), "Mean over the sequences."),
+        Column(
+            "m2", pa.float64(), "Sum over the sequences of the squared deviation from the mean."
+        ),
+    ),
+    order=("profile", "layer", "head", "query", "key", "lag", "shard"),
+    written="where asked for",
+)
+
+WEIGHTS = Table(
+    name="weights",
+    grain=("layer", "head", "weight statistic", "index"),
+    content="what the weights say without any input.",
+    keys=(),
+    columns=(
+        Column("layer", pa.int16(), "Layer, from 0; NULL for values that a model has only once."),
+        Column(
+            "head",
+            pa.int16(),
+            "Head within the layer, from 0; NULL if heads share the values.",
+        ),
+        Column(
+            "weight",
+            pa.string(),
+            "Name of the weight statistic, which was computed from the weights alone.",
+        ),
+        Column(
+            "position",
+            pa.int32(),
+            "Position, from 0, of statistics along positions; NULL for the others.",
+        ),
+        Column(
+            "dimension",
+            pa.int32(),
+            "Coordinate of the residual stream, from 0, of statistics along coordinates; NULL for "
+            "the others.",
+        ),
+        Column("value", pa.float64(), "Value; NULL if it is not defined."),
+    ),
+    order=("weight", "layer", "head", "position", "dimension"),
+    written="once",
+)
+
+ROLLUPS = Table(
+    name="rollups",
+    grain=("statistic", "layer", "head", "part of the Pile", "merged shards"),
+    content="moments and histogram of the values in heads, over the shards that were merged "
+    "together; the views head_summaries, part_summaries, distributions and head_quantiles add "
+    "them up.",
+    keys=(
+        INPUT_FAMILY,
+        Column("statistic", pa.string(), "Statistic: a column of heads.", nullable=False),
+        LAYER,
+        HEAD,
+    ),
+    columns=(
+        Column(
+            "by_part",
+            pa.bool_(),
+            "Whether the row is of one part of the Pile. If not, it is of all sequences.",
+        ),
+        Column(
+            "pile_set_name",
+            pa.string(),
+            "Part of the Pile that the sequences belong to; NULL if the corpus does not say, or if "
+            "the row is of all sequences.",
+        ),
+        Column(
+            "document",
+            pa.int64(),
+            "Document of the sequences, if it may have others in shards that were not merged with "
+            "these; NULL if the row is of all other documents.",
+        ),
+        Column("count", pa.int32(), "Number of sequences on which the statistic is defined."),
+        Column("undefined", pa.int32(), "Number of sequences on which it is NULL."),
+        Column("mean", pa.float64(), "Mean of the defined values; NULL if there are none."),
+        Column("m2", pa.float64(), "Sum of the squared deviations from the mean."),
+        Column("documents", pa.int32(), "Number of documents with a defined value."),
+        Column(
+            "document_m2",
+            pa.float64(),
+            "Sum over documents d of t_d², where t_d is the sum of d's deviations from the mean.",
+        ),
+        Column(
+            "document_product",
+            pa.float64(),
+            "Sum over documents d of t_d n_d, where n_d is the number of d's defined values.",
+        ),
+        Column("document_squares", pa.float64(), "Sum over documents d of n_d²."),
+        Column("minimum", pa.float32(), "Smallest value."),
+        Column("maximum", pa.float32(), "Largest value."),
+        Column(
+            "range_low",
+            pa.float64(),
+            "Smallest possible value. If it and range_high are finite, the 256 bins between them "
+            "are equal. Otherwise bin b > 0 goes from 2^((b-1)/16 - 40) to 2^(b/16 - 40), bin -b "
+            "is its mirror image, and bin 0 is what lies between.",
+        ),
+        Column("range_high", pa.float64(), "Largest possible value."),
+        Column("bins", pa.list_(pa.int16()), "Numbers of the bins with a value, ascending."),
+        Column("counts", pa.list_(pa.int32()), "Number of values in each of these bins."),
+    ),
+    # Few rows are of all sequences. Of the others, dashboards ask for those of one head.
+    order=("by_part", "layer", "head", "statistic", "pile_set_name", "document"),
+    written="when shards are merged",
+    row_group=4096,
+)

@@ -1,0 +1,127 @@
+"""Interventions as a scan names them: `NAME`, `NAME(1,0.5)`, `A+B`.
+
+A text is parsed once, when the scan is read. Only `workers.interventions` knows which names exist,
+what they edit and which arguments they take.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from headcount.schemas.errors import ScanError
+
+Argument = int | float | str
+"""A number, or a name."""
+
+PART = re.compile(r"(\w+)(?:\(([^()]*)\))?")
+"""An edit: its name, and its arguments if it has some."""
+
+WHOLE_NUMBER = re.compile(r"[+-]?\d+")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+LARGEST_WHOLE = 2**53
+"""Up to here a float holds every whole number exactly."""
+
+
+@dataclass(frozen=True)
+class InterventionPart:
+    """One edit and its arguments."""
+
+    name: str
+    arguments: tuple[Argument, ...] = ()
+
+    def __str__(self) -> str:
+        """The edit in its canonical form: the same edit always has the same text.
+
+        >>> str(InterventionPart("zero_head", (1, 2))), str(InterventionPart("none"))
+        ('zero_head(1,2)', 'none')
+        """
+        arguments = ",".join(map(str, self.arguments))
+        return f"{self.name}({arguments})" if arguments else self.name
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """One edit of the model, or several that are applied in order."""
+
+    parts: tuple[InterventionPart, ...]
+
+    def __str__(self) -> str:
+        """The canonical text: the value of column `intervention`, and of its directory."""
+        return "+".join(map(str, self.parts))
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Tell pydantic to read and write an intervention as its text."""
+        text = core_schema.no_info_after_validator_function(_validated, core_schema.str_schema())
+        return core_schema.json_or_python_schema(
+            json_schema=text,
+            python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), text]),
+            serialization=core_schema.to_string_ser_schema(when_used="always"),
+        )
+
+
+def parse_intervention(text: str) -> Intervention:
+    """The intervention that a text names; whether its edits exist is not checked here.
+
+    >>> parse_intervention("zero_head(1, 2)").parts
+    (InterventionPart(name='zero_head', arguments=(1, 2)),)
+    >>> str(parse_intervention("scale_query_bias(0.50)+blend_first_position(1.0)"))
+    'scale_query_bias(0.5)+blend_first_position(1)'
+    >>> parse_intervention("none+")
+    Traceback (most recent call last):
+    headcount.schemas.errors.ScanError: interventions: expected NAME, NAME(1,0.5) or A+B, got 'none+'
+    """
+    try:
+        return _parsed(text)
+    except ValueError as error:
+        raise ScanError(f"interventions: {error}, got {text!r}") from None
+
+
+def _validated(text: str) -> Intervention:
+    try:
+        return _parsed(text)
+    except ValueError as error:
+        raise PydanticCustomError("intervention", str(error)) from None  # pyright: ignore[reportArgumentType]
+
+
+def _parsed(text: str) -> Intervention:
+    # Split at plus signs outside of parentheses. One inside belongs to a number, as in
+    # scale_query_bias(1e+3).
+    texts = re.split(r"\+(?![^()]*\))", text)
+    return Intervention(tuple(_part(part_text) for part_text in texts))
+
+
+def _part(text: str) -> InterventionPart:
+    match = PART.fullmatch(text)
+    if match is None:
+        raise ValueError("expected NAME, NAME(1,0.5) or A+B")
+    name, argument_list = match.groups()
+    argument_texts = [part.strip() for part in argument_list.split(",")] if argument_list else []
+    if "" in argument_texts:
+        raise ValueError("expected NAME, NAME(1,0.5) or A+B")
+    return InterventionPart(name, tuple(map(_argument, argument_texts)))
+
+
+def _argument(text: str) -> Argument:
+    """A number in its shortest form, or the text itself.
+
+    >>> [_argument(text) for text in ("1.0", "0.50", "1e-3", "-0.0", "entropy")]
+    [1, 0.5, 0.001, 0, 'entropy']
+    """
+    if WHOLE_NUMBER.fullmatch(text):
+        return int(text)
+    if not NUMBER.fullmatch(text):
+        return text
+    number = float(text)
+    # 1.0 and 1 are the same edit, so they must have the same text and the same directory.
+    return int(number) if number.is_integer() and abs(number) <= LARGEST_WHOLE else number
+
+
+NONE = parse_intervention("none")
+"""The untouched model."""

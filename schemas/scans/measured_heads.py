@@ -1,0 +1,214 @@
+"""Which heads of a model are measured, and how a scan names them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from headcount.schemas.errors import ScanError
+
+NUMBER = "(0|[1-9][0-9]{0,5})"
+"""Without zeros in front, so that a head has one name."""
+
+NAME = re.compile(f"L{NUMBER}H{NUMBER}")
+
+ABSENT = -1
+"""Fills up the heads of a layer that has fewer measured heads than another layer."""
+
+
+class ModelSize(Protocol):
+    """The facts of a model that decide which heads it has."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        ...
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        ...
+
+    @property
+    def n_heads(self) -> int:
+        """Number of heads in a layer."""
+        ...
+
+    @property
+    def attention_layers_or_all(self) -> tuple[int, ...]:
+        """The layers that attend, in ascending order. The others have no rows."""
+        ...
+
+
+@dataclass(frozen=True, order=True)
+class Head:
+    """A head. Its text is the same in scans and in the column `label`.
+
+    >>> str(Head(5, 1))
+    'L5H1'
+    """
+
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"L{self.layer}H{self.head}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Tell pydantic to read and write a head as its text."""
+        text = core_schema.no_info_after_validator_function(_head, core_schema.str_schema())
+        return core_schema.json_or_python_schema(
+            json_schema=text,
+            python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), text]),
+            serialization=core_schema.to_string_ser_schema(when_used="always"),
+        )
+
+
+def _head(text: str) -> Head:
+    match = NAME.fullmatch(text)
+    if match is None:
+        raise PydanticCustomError("head", "expected a layer and a head in it, as L5H1")
+    return Head(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True)
+class MeasuredHeads:
+    """The heads that are measured, by layer, in ascending order.
+
+    Their values are arrays `[… layer head …]`. Index i of the axis `layer` is the i-th measured
+    layer, and index j of the axis `head` is the j-th measured head of that layer. `numbers` says
+    which head of the model that is.
+    """
+
+    n_heads: int
+    """Number of heads in a layer of the model, measured or not."""
+    by_layer: Mapping[int, tuple[int, ...]]
+    """The measured heads of each layer that has one."""
+
+    @classmethod
+    def every(cls, n_layers: int, n_heads: int) -> MeasuredHeads:
+        """All heads of a model."""
+        return cls(n_heads, dict.fromkeys(range(n_layers), tuple(range(n_heads))))
+
+    @classmethod
+    def of(cls, n_heads: int, heads: Iterable[Head]) -> MeasuredHeads:
+        """The given heads of a model."""
+        by_layer: dict[int, tuple[int, ...]] = {}
+        for head in sorted(heads):
+            by_layer[head.layer] = (*by_layer.get(head.layer, ()), head.head)
+        return cls(n_heads, by_layer)
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Layers with a measured head."""
+        return tuple(self.by_layer)
+
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        """All measured heads."""
+        return tuple(
+            Head(layer, head)
+            for layer, heads_of_layer in self.by_layer.items()
+            for head in heads_of_layer
+        )
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """The index of each measured layer on the axis `layer`."""
+        return {layer: place for place, layer in enumerate(self.layers)}
+
+    @cached_property
+    def count(self) -> int:
+        """Number of measured heads."""
+        return sum(map(len, self.by_layer.values()))
+
+    @cached_property
+    def width(self) -> int:
+        """Length of the axis `head`: the largest number of measured heads in a layer."""
+        return max(map(len, self.by_layer.values()))
+
+    @cached_property
+    def numbers(self) -> list[list[int]]:
+        """The head at each index of the axes `[layer head]`, filled up with `ABSENT`.
+
+        >>> MeasuredHeads.of(4, [Head(3, 1), Head(0, 2), Head(3, 0)]).numbers
+        [[2, -1], [0, 1]]
+        """
+        # All rows have the same length, so that the axes form one array.
+        rows = [list(heads) for heads in self.by_layer.values()]
+        return [row + [ABSENT] * (self.width - len(row)) for row in rows]
+
+    def part(self, layer: int) -> tuple[int, ...] | None:
+        """The measured heads of a layer; None if these are all of its heads."""
+        # With None a caller takes whole arrays, without a selection that would copy them.
+        heads = self.by_layer[layer]
+        return None if len(heads) == self.n_heads else heads
+
+
+def check_named(layers: tuple[int, ...] | str, heads: tuple[Head, ...] | str) -> None:
+    """Refuse a list that is empty or names something twice, and lists of both layers and heads."""
+    for field, named, noun in (("layers", layers, "layer"), ("heads", heads, "head")):
+        if isinstance(named, str):
+            continue
+        if not named or len(set(named)) < len(named):
+            shown = ", ".join(map(str, named))
+            raise ScanError(
+                f'{field}: expected "all", or at least one {noun} and each once, got [{shown}]'
+            )
+    if layers != "all" and heads != "all":
+        raise ScanError(
+            "heads: these imply their layers, so layers and heads exclude each other; "
+            "leave one of them out"
+        )
+
+
+def find_heads(
+    layers: tuple[int, ...] | str, heads: tuple[Head, ...] | str, model: ModelSize
+) -> MeasuredHeads:
+    """The heads that a scan names; raises `ScanError` if the model lacks one of them."""
+    if isinstance(heads, tuple):
+        _check_heads(heads, model)
+        return MeasuredHeads.of(model.n_heads, heads)
+    if isinstance(layers, tuple):
+        every_head = tuple(range(model.n_heads))
+        for layer in layers:
+            if layer >= model.n_layers:
+                raise ScanError(f"layers: {_lacks(model, 'layer', layer, model.n_layers)}")
+            if layer not in model.attention_layers_or_all:
+                raise ScanError(f"layers: {_does_not_attend(model, layer)}")
+        return MeasuredHeads(model.n_heads, dict.fromkeys(sorted(layers), every_head))
+    every_head = tuple(range(model.n_heads))
+    return MeasuredHeads(model.n_heads, dict.fromkeys(model.attention_layers_or_all, every_head))
+
+
+def _check_heads(heads: tuple[Head, ...], model: ModelSize) -> None:
+    for head in heads:
+        if head.layer >= model.n_layers:
+            missing = _lacks(model, "layer", head.layer, model.n_layers)
+            raise ScanError(f"heads: '{head}': {missing}")
+        if head.layer not in model.attention_layers_or_all:
+            raise ScanError(f"heads: '{head}': {_does_not_attend(model, head.layer)}")
+        if head.head >= model.n_heads:
+            missing = _lacks(model, "head", head.head, model.n_heads)
+            raise ScanError(f"heads: '{head}': {missing}")
+
+
+def _does_not_attend(model: ModelSize, layer: int) -> str:
+    attending = ", ".join(map(str, model.attention_layers_or_all))
+    return f"layer {layer} of {model.name} has no softmax attention; layers {attending} have"
+
+
+def _lacks(model: ModelSize, noun: str, number: int, count: int) -> str:
+    return (
+        f"{noun} {number} of {model.name}, which has {count}; expected {noun}s from 0 to "
+        f"{count - 1}"
+    )

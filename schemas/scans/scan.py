@@ -1,0 +1,488 @@
+"""What a user asks for: one TOML file, validated into one frozen `Scan`."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+import tomllib
+import unicodedata
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from headcount.schemas.errors import ScanError, unknown
+from headcount.schemas.files.places import place
+from headcount.schemas.formulas import Formula
+from headcount.schemas.scans.intervention import NONE, Intervention
+from headcount.schemas.scans.kind import Computed, Kind, check_names
+from headcount.schemas.scans.kinds import KINDS
+from headcount.schemas.scans.measured_heads import (
+    Head,
+    MeasuredHeads,
+    ModelSize,
+    check_named,
+    find_heads,
+)
+from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, PRECISIONS
+from headcount.schemas.scans.values import (
+    LARGEST_INTEGER,
+    Count,
+    Problem,
+    Seed,
+    Share,
+    by_key,
+    shortened,
+    wrong_value,
+)
+
+# Layers and heads are sorted, so that one choice is one run in whatever order a scan names it.
+LayerNumber = Annotated[int, Field(ge=0)]
+Layers = Annotated[tuple[LayerNumber, ...], AfterValidator(lambda layers: tuple(sorted(layers)))]
+Heads = Annotated[tuple[Head, ...], AfterValidator(lambda heads: tuple(sorted(heads)))]
+F = TypeVar("F", bound=Formula)
+Text = Annotated[str, Field(min_length=1)]
+
+MOST_SHARDS = 10_000_000
+"""Shards of a run. Each has a commit, and a reader of the run holds all commits in memory."""
+
+MOST_IN_A_SHARD = 1_000_000
+"""Sequences in a shard. They are held in memory at once."""
+
+LONGEST_FILE_NAME = 255
+"""Longest name of a file or directory that file systems take, in bytes."""
+
+LONGEST_INTERVENTION = 240
+"""Longest text of an intervention, in bytes: it names a directory, after `intervention=`."""
+
+SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+"""Names that directories, addresses, jobs and SQL all take without changes."""
+
+PARTITION_PREFIXES = ("run_id=", "intervention=")
+"""Beginnings of directory names that readers turn into columns, wherever they are in a path."""
+
+LONGEST_NAME = 100
+"""Longest name of a scan. With a fingerprint it names a directory, a job and a part of URLs."""
+
+CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_rows_in_a_row")
+"""Fields that say how, how much and where. A run is found again if only these differ."""
+
+LEFT_OUT = {"layers": "all", "heads": "all", "unused_weights": "refuse"}
+"""Values with which a field is no part of what rows mean."""
+
+RENAMED = {"outputs": "predictions", "weights": "weight_processing"}
+"""Today's names of fields that had another name in version 0.1."""
+
+
+class Input(BaseModel):
+    """Where sequences come from: a family, and that family's own options."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+    family: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options as the scan writes them; the family checks them later."""
+        return dict(self.model_extra or {})
+
+
+class Setting(BaseModel):
+    """The fields of a scan that come before those of `KINDS`: the model and the input."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
+
+    model: Text
+    """A Hub id, a local directory, or bundled:NAME. Of several checkpoints a list, or a pattern of
+    directories such as steps/step-*: a run each.
+    """
+    revision: Text | None = None
+    """Branch, tag or commit on the Hub; a list of them makes a run each. Default: the default
+    branch.
+    """
+    weight_processing: Literal["raw", "folded"] = "raw"
+    """raw: as trained. folded: LayerNorm folded in and weights centred, as older TransformerLens
+    did; norms differ.
+    """
+    unused_weights: Literal["refuse", "ignore"] = "refuse"
+    """What to do about tensors in the model's files that its config.json has no use for, such as
+    those of a further layer.
+    """
+    precision: str = "auto"
+    """Number formats of the model's products. auto: the fastest with acceptable drift
+    (docs/precision.md).
+    """
+    engine: Literal["fused", "dense"] = "fused"
+    """fused: never builds an attention pattern. dense: the reference, which builds every pattern
+    through TransformerLens's hooks.
+    """
+    n_ctx: Count
+    """Tokens in every sequence, the beginning-of-sequence token included."""
+    bos: bool = True
+    """Whether every sequence begins with the model's beginning-of-sequence token."""
+    input: Input
+    """Where sequences come from: a family and its options."""
+    interventions: tuple[Intervention, ...] = (NONE,)
+    """Edits of the model, each measured on the same sequences. none is the untouched model."""
+    layers: Literal["all"] | Layers = "all"
+    """Layers that are measured and stored, from 0: all, or a list such as [0, 3]. A forward pass
+    ends after the last layer that is needed.
+    """
+    heads: Literal["all"] | Heads = "all"
+    """Heads that are measured and stored: all heads of these layers, or a list such as
+    ["L0H1", "L3H7"], which implies its layers.
+    """
+
+
+def _with_kinds(base: type[Setting]) -> type[Setting]:
+    """`base` with a field for each kind of measurement, which holds the names of its formulas."""
+    names = tuple[str, ...]
+    fields: dict[str, Any] = {}
+    for kind in KINDS:
+        # A kind may also take a word for some of its formulas, such as "standard".
+        written = Literal[tuple(kind.sets)] | names if kind.sets else names
+        annotation = Annotated[written, AfterValidator(kind.canonical)]
+        fields[kind.field] = (annotation, Field(kind.default, description=kind.meaning))
+    return create_model("Measured", __base__=base, __module__=__name__, **fields)
+
+
+Measured: type[Setting] = _with_kinds(Setting)
+
+
+class Scan(Measured):
+    """A scan. `headcount plan` prints the text under each field beside its value.
+
+    The formulas that it measures are in one field for each of `KINDS`, such as `statistics`.
+    """
+
+    sequences: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | Literal["all"]
+    """How many sequences; all means as many as the corpus holds."""
+    sequences_per_shard: Annotated[int, Field(ge=1, le=MOST_IN_A_SHARD)] = 256
+    """Sequences in one shard: the unit of work, of retry and of commit."""
+    batch_size: Count | Literal["auto"] = "auto"
+    """Sequences in one forward pass. auto: the scan finds the fastest while it runs."""
+    seed: Seed = 0
+    """Seed of synthetic input. Sequence i depends only on the seed and i."""
+    bad_rows: Share = 0.01
+    """Largest share of a corpus's documents that may be bad. Bad documents are left out."""
+    bad_rows_in_a_row: Count = 100
+    """Largest number of bad documents in a row; a damaged file has many."""
+    out: Text = "runs"
+    """Directory that holds the runs: a path, s3://… or gs://…"""
+    corpora: Text | None = None
+    """Directory that holds the tokens of corpora: a path, s3://… or gs://… Default: corpora in out.
+    """
+
+    def names(self, kind: Kind[Any]) -> str | tuple[str, ...]:
+        """The value of the field of a kind: names of formulas, or a word for some of them."""
+        return getattr(self, kind.field)
+
+    def formulas(self, kind: Kind[F]) -> tuple[F, ...]:
+        """The formulas of a kind that the scan measures, in registry order."""
+        return kind.select(self.names(kind))
+
+    def kinds(self, computed: Computed | None = None) -> list[Kind[Any]]:
+        """The kinds with a formula that the scan measures.
+
+        With `computed`, only those that are computed at that time.
+        """
+        used = [kind for kind in KINDS if self.names(kind)]
+        return [kind for kind in used if computed is None or kind.computed == computed]
+
+    def measured_heads(self, model: ModelSize) -> MeasuredHeads:
+        """The heads that the scan measures; raises `ScanError` if the model lacks one of them."""
+        return find_heads(self.layers, self.heads, model)
+
+    def depth(self, model: ModelSize) -> int:
+        """Number of layers in a forward pass. Predictions need all layers."""
+        if self.kinds("after the pass"):
+            return model.n_layers
+        return self.measured_heads(model).layers[-1] + 1
+
+    def for_model(self, model: ModelSize) -> Self:
+        """The same scan with the shortest description of its layers and heads.
+
+        So a list of all layers is the same run as "all".
+        """
+        measured = self.measured_heads(model)
+        layers: Any = "all"
+        heads: Any = "all"
+        if any(measured.part(layer) is not None for layer in measured.layers):
+            heads = measured.heads
+        elif len(measured.layers) < len(model.attention_layers_or_all):
+            layers = measured.layers
+        return self.model_copy(update={"layers": layers, "heads": heads})
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What rows mean, as a run's manifest keeps it.
+
+        Kinds without a formula, and what `LEFT_OUT` names, are left out. So scans from before these
+        fields existed keep their fingerprint.
+        """
+        unused = {kind.field for kind in KINDS if not self.names(kind)}
+        unused |= {field for field, value in LEFT_OUT.items() if getattr(self, field) == value}
+        return self.model_dump(mode="json", exclude={*CHANGES_NO_ROW, *unused})
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies what the scan measures; it does not depend on where the run is written."""
+        # Sorted, because the order of fields in a file must not matter.
+        content = json.dumps(self.record, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:8]
+
+    def run_id(self, name: str) -> str:
+        """The id of the run of this scan. The same scan has the same id and finds its run again."""
+        return f"{safe_name(name)}-{self.fingerprint}"
+
+
+def safe_name(name: str) -> str:
+    """A scan's name in characters that directories, addresses, jobs and SQL all take.
+
+    Accents are left out. Other characters become '_', unless they are letters, digits, '.', '_' or
+    '-'.
+
+    >>> [safe_name(name) for name in ("lr=0.1", "a%20b", "-x", ".toml", "Größe 3")]
+    ['lr_0.1', 'a_20b', '_x', '_toml', 'Gro_e_3']
+    """
+    # NFKD writes an accented letter as the letter and the accent, and a ligature as its letters.
+    decomposed = unicodedata.normalize("NFKD", name)
+    plain = "".join(letter for letter in decomposed if not unicodedata.combining(letter))
+    return re.sub(r"^[.-]|[^A-Za-z0-9._-]", "_", plain)[:LONGEST_NAME]
+
+
+def scan_name(run_id: str) -> str:
+    """The scan's name in a run's id: NAME-HASH, or NAME-HASH-2 for the second run of a scan.
+
+    >>> [scan_name(run_id) for run_id in ("my-texts-1a2b3c4d", "my-texts-1a2b3c4d-2", "toy")]
+    ['my-texts', 'my-texts', 'toy']
+    """
+    numbered = re.fullmatch(r"(.+-[0-9a-f]{8})-\d{1,7}", run_id)
+    name_and_hash = numbered[1] if numbered else run_id
+    return name_and_hash.rpartition("-")[0] or name_and_hash
+
+
+def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
+    """Read and validate a scan file.
+
+    Each of `overrides` is `key=value` with a dotted key and a TOML value.
+    """
+    fields = read_fields(path, overrides)
+    try:
+        return parse_scan(fields)
+    except ScanError as error:
+        raise ScanError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+
+
+def read_fields(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of a scan file with each `key=value` put in; nothing is validated."""
+    return override_fields(_read_toml(path), overrides)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        # Editors on Windows begin files with a mark of the encoding, which utf-8-sig skips.
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ScanError(
+            f"{path}: cannot be read ({error.strerror}); expected a TOML scan file"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ScanError(f"{path}: not valid TOML: {error}") from None
+    # The two errors above are ValueErrors too. What is left is Python's limit on the digits of int.
+    except ValueError:
+        raise ScanError(f"{path}: not valid TOML: an integer has too many digits") from None
+    except RecursionError:
+        raise ScanError(f"{path}: not valid TOML: nested too deeply") from None
+
+
+def parse_scan(fields: dict[str, Any]) -> Scan:
+    """Validate the fields of a scan; every problem is a line of the `ScanError`.
+
+    >>> fields = {"model": "bundled:gpt2-mini", "input": {"family": "pile"}, "sequences": 1}
+    >>> parse_scan(fields | {"n_ctx": 0})
+    Traceback (most recent call last):
+    headcount.schemas.errors.ScanError: n_ctx: expected 1 or more, got 0
+    """
+    _refuse_control_characters(fields)
+    try:
+        # As JSON, because only there does pydantic's strict mode take an array for a tuple.
+        scan = Scan.model_validate_json(json.dumps(fields, default=str))
+    except ValidationError as error:
+        # In TOML, whatever is written below [input] belongs to it. Fields of the scan often are.
+        below_input = fields.get("input")
+        misplaced = cast("dict[str, Any]", below_input) if isinstance(below_input, dict) else {}
+        lines = [_explain(key, problems, misplaced) for key, problems in by_key(error).items()]
+        raise ScanError("\n".join(lines)) from None
+    # Fields are right by themselves. What follows is about several of them, or about names.
+    for kind in KINDS:
+        kind.selected(scan.names(kind), scan)
+    check_named(scan.layers, scan.heads)
+    _check_interventions(scan)
+    _check_shards(scan)
+    _check_paths(scan)
+    _check_precision(scan)
+    return scan
+
+
+def _refuse_control_characters(fields: dict[str, Any]) -> None:
+    """Refuse control characters and surrogates: no file name or terminal line can hold them."""
+    lines = [
+        f"{key}: expected text without control characters, got {text!a}"
+        for key, text in _texts(fields)
+        if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
+    ]
+    if lines:
+        raise ScanError("\n".join(lines))
+
+
+def _check_interventions(scan: Scan) -> None:
+    """Refuse interventions that are named twice, and texts too long for a directory's name."""
+    texts = tuple(map(str, scan.interventions))
+    check_names("interventions", texts, required=True)
+    for text in texts:
+        if len(text.encode()) > LONGEST_INTERVENTION:
+            raise ScanError(
+                f"interventions: expected at most {LONGEST_INTERVENTION} characters, for it names "
+                f"a directory, got {len(text)}: {text[:60]}…"
+            )
+
+
+def _check_shards(scan: Scan) -> None:
+    if scan.sequences == "all":
+        return
+    shards = -(-scan.sequences // scan.sequences_per_shard)  # rounded up
+    if shards > MOST_SHARDS:
+        raise ScanError(
+            f"sequences: {scan.sequences:,} make {shards:,} shards, expected at most "
+            f"{MOST_SHARDS:,}; raise sequences_per_shard ({scan.sequences_per_shard:,}) or "
+            "lower sequences"
+        )
+
+
+def _check_precision(scan: Scan) -> None:
+    """Refuse unknown precisions, and low ones if TransformerLens computes the forward pass."""
+    if scan.precision not in ("auto", *PRECISIONS):
+        raise ScanError(f"precision: {unknown('precision', scan.precision, ('auto', *PRECISIONS))}")
+    needs_bridge = scan.engine == "dense" or scan.weight_processing == "folded"
+    if needs_bridge and scan.precision not in BRIDGE_PRECISIONS:
+        raise ScanError(
+            "precision: engine = 'dense' and weight_processing = 'folded' compute in "
+            f"{' or '.join(BRIDGE_PRECISIONS[1:])}, got {scan.precision!r}"
+        )
+
+
+def _check_paths(scan: Scan) -> None:
+    """Refuse names that no file system takes, and directories that cannot hold runs."""
+    directories = {"out": scan.out} | ({} if scan.corpora is None else {"corpora": scan.corpora})
+    for key, path in {"model": scan.model, **directories}.items():
+        longest = max(path.split("/"), key=len)
+        if len(longest.encode()) > LONGEST_FILE_NAME:
+            raise ScanError(
+                f"{key}: expected names of at most {LONGEST_FILE_NAME} bytes, got "
+                f"{shortened(repr(longest), 60)}"
+            )
+    for key, path in directories.items():
+        _check_directory(key, path)
+
+
+def _check_directory(key: str, path: str) -> None:
+    """Refuse what cannot be a directory beside runs."""
+    # After expansion, a "~" at the start is the home of a user who does not exist.
+    if not path.strip() or str(place(path)).startswith(("~", "bundled:")):
+        raise ScanError(f"{key}: expected a directory that can be written, got {path!r}")
+    for name in re.split(r"[/\\]", path):
+        if name.startswith(PARTITION_PREFIXES):
+            holds = "runs" if key == "out" else "corpora"
+            raise ScanError(
+                f"{key}: expected a directory that holds {holds}, got {path!r}; a name that begins "
+                f"like {name.partition('=')[0]}= is one of a run"
+            )
+
+
+def override_fields(fields: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of a scan's fields with each `key=value` put in: a dotted key and a TOML value."""
+    # A deep copy, because an override may reach into a nested table of the caller's.
+    changed = copy.deepcopy(fields)
+    for override in overrides:
+        _override(changed, override)
+    return changed
+
+
+def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text of a scan's fields, with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in cast("dict[str, object]", value).items():
+            yield from _texts(item, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for number, item in enumerate(cast("list[object]", value)):
+            yield from _texts(item, f"{key}.{number}")
+
+
+def _override(fields: dict[str, Any], override: str) -> None:
+    """Put one `key=value` into `fields`; tables on the way are created if needed."""
+    key, equals, text = override.partition("=")
+    *parents, last = (part.strip() for part in key.split("."))
+    if not equals or not all((*parents, last)):
+        raise ScanError(f"--set {override}: expected key=value, for instance --set n_ctx=128")
+    value = _override_value(override, text)
+    table = fields
+    for parent in parents:
+        child: Any = table.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ScanError(f"--set {override}: {parent} is a value, not a table")
+        table = cast("dict[str, Any]", child)
+    table[last] = value
+
+
+def _override_value(override: str, text: str) -> object:
+    """A TOML value, or a string without its quotation marks."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        parsed = {}
+    # A text with a line end could hold further keys. Then it is not one value.
+    if list(parsed) == ["value"]:
+        return parsed["value"]
+    stripped = text.strip()
+    # What looks like an array, a table or a string was meant as one, and is not a bare string.
+    if stripped[:1] + stripped[-1:] in ("[]", "{}") or stripped[:1] in ("'", '"'):
+        raise ScanError(
+            f"--set {override}: not a TOML value; strings in it stand in quotation marks, for "
+            """instance --set 'statistics=["entropy"]'"""
+        )
+    return text
+
+
+def _explain(key: str, problems: list[Problem], misplaced: dict[str, Any]) -> str:
+    """One line about what is wrong with a key; `misplaced` are the keys below [input]."""
+    match problems[0]["type"]:
+        case "missing" if key in misplaced:
+            return f"{key}: stands below [input]; move it above"
+        case "extra_forbidden" if key == "family":
+            return "family: stands outside of [input]; move it below"
+        case "extra_forbidden" if key in RENAMED:
+            return f"{key}: this field is now called {RENAMED[key]}; rename it in the scan"
+        case "extra_forbidden":
+            return unknown("key", key, Scan.model_fields)
+        case "missing":
+            return f"{key}: missing; expected {_expected(key)}"
+        case _:
+            return wrong_value(key, problems)
+
+
+def _expected(key: str) -> str:
+    """What a missing key means, as the middle of a sentence."""
+    if key == "input.family":
+        return "the name of an input family"
+    field = Scan.model_fields.get(key)
+    description = field.description if field and field.description else "a value"
+    # The first sentence says what it is; the others say more about it.
+    meaning = " ".join(description.split()).partition(". ")[0]
+    return meaning[0].lower() + meaning[1:].rstrip(".")

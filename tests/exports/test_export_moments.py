@@ -1,0 +1,227 @@
+"""`headcount export` of what is made of queries, columns and diagonals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+import headcount
+from headcount.exports.formats.expected_attention import expected_attention
+from headcount.exports.formats.minference import minference
+from headcount.exports.formats.qfilters import qfilters
+from headcount.exports.registry import export_formats
+from headcount.exports.source import ExportSource, choose_run
+from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.schemas.errors import QueryError
+from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
+from tests.toys.toy_models import family, save_model
+from tests.toys.toy_queries import queries_of
+
+LAYERS, HEADS, KV_HEADS, D_HEAD, N_CTX, SEQUENCES = 2, 4, 2, 8, 24, 6
+FORMATS = ("expected-attention", "qfilters", "minference")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model whose query heads share keys, a run of it, and its exports."""
+    directory = tmp_path_factory.mktemp("exports")
+    save_model(directory / "llama", family("LlamaConfig", num_key_value_heads=KV_HEADS))
+    formats = [export_formats()[name] for name in FORMATS]
+    fields = {
+        "model": str(directory / "llama"),
+        "n_ctx": N_CTX,
+        "sequences": SEQUENCES,
+        "sequences_per_shard": 4,
+        "input": {"family": "uniform_random"},
+        "statistics": ["entropy"],
+        "profiles": [profile for export in formats for profile in export.needs({}).profiles],
+        "out": str(directory / "runs"),
+    }
+    headcount.scan(fields, name="toy", quiet=True).close()
+    for name in FORMATS:
+        words = ["export", name, str(directory / "runs"), "-o", str(directory / name)]
+        result = CliRunner().invoke(headcount.app, words, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        assert "note: " in result.output
+    return directory
+
+
+@pytest.fixture(scope="module")
+def database(home: Path) -> Iterator[RunDatabase]:
+    opened = open_runs(home / "runs")
+    yield opened
+    opened.connection.close()
+
+
+@pytest.fixture(scope="module")
+def queries(home: Path, database: RunDatabase) -> dict[str, np.ndarray]:
+    """Queries of all sequences in float64 `[layer head sequence pos d_head]`, before and after
+    their rotation.
+    """
+    rows = database.rows("SELECT tokens FROM sequences ORDER BY sequence")
+    tokens = np.array([tokens for (tokens,) in rows], np.int32)
+    before, after = queries_of(home / "llama", tokens)
+    layers = {"before": before, "after": after}
+    return {
+        name: np.stack([queries.numpy() for queries in of_layers]).swapaxes(1, 2)
+        for name, of_layers in layers.items()
+    }
+
+
+def opened(database: RunDatabase, name: str, **changes: Any) -> ExportSource:
+    """What a format reads, with some facts of the run changed."""
+    source = choose_run(database, export_formats()[name], {}, Path("nowhere"))
+    return ExportSource(database, {**source.run, **changes}, source.format, {}, Path("nowhere"))
+
+
+def test_expected_attention_has_mean_and_covariance_of_the_queries_of_all_sequences(
+    home: Path, queries: dict[str, np.ndarray]
+) -> None:
+    folder = home / "expected-attention"
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["query_mean"].shape == (LAYERS, HEADS, D_HEAD)
+    assert tensors["query_cov"].shape == (LAYERS, HEADS, D_HEAD, D_HEAD)
+    for layer, head in np.ndindex(LAYERS, HEADS):
+        later = queries["before"][layer, head, :, 4:].reshape(-1, D_HEAD)
+        close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+        np.testing.assert_allclose(tensors["query_mean"][layer, head], later.mean(0), **close)
+        np.testing.assert_allclose(tensors["query_cov"][layer, head], np.cov(later.T), **close)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["headcount"]["model"] == "llama"
+    sizes = {"num_layers": LAYERS, "num_heads": HEADS, "head_dim": D_HEAD, "n_sink": 4}
+    sizes |= {"num_samples": SEQUENCES, "sample_seq_len": N_CTX}
+    assert config.items() >= sizes.items()
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        assert json.loads(file.metadata()["headcount"]) == config["headcount"]
+
+
+def test_qfilters_are_the_first_singular_vectors_of_rotated_queries(
+    home: Path, queries: dict[str, np.ndarray]
+) -> None:
+    filters = load_file(home / "qfilters/model.safetensors")["q_filters"]
+    assert filters.shape == (LAYERS, KV_HEADS, D_HEAD)
+    for layer, kv_head in np.ndindex(LAYERS, KV_HEADS):
+        of_group: list[np.ndarray] = []
+        for head in (2 * kv_head, 2 * kv_head + 1):
+            rotated = queries["after"][layer, head].reshape(-1, D_HEAD)
+            direction = np.linalg.svd(rotated, full_matrices=False).Vh[0]
+            of_group.append(-np.sign(rotated.mean(0) @ direction) * direction)
+        expected = np.mean(of_group, axis=0)
+        np.testing.assert_allclose(filters[layer, kv_head], expected, rtol=1e-4, atol=1e-4)
+    config = json.loads((home / "qfilters/config.json").read_text())
+    assert config.items() >= {"num_kv_heads": KV_HEADS, "kv_head_dim": D_HEAD}.items()
+
+
+def test_minference_takes_the_candidate_with_the_largest_share(
+    home: Path, database: RunDatabase
+) -> None:
+    # MInference reads the list layer by layer, and the keys of an object as heads.
+    layers = [
+        {int(head): pattern for head, pattern in layer.items()}
+        for layer in json.loads((home / "minference").read_text())
+    ]
+    assert len(layers) == LAYERS
+    rows = database.rows(
+        """
+        SELECT layer, head, candidate, sum(count * mean) / sum(count)
+        FROM profiles WHERE profile = 'column_diagonal_attention_by_candidate'
+        GROUP BY ALL ORDER BY ALL
+        """
+    )
+    shares = np.array([share for *_, share in rows]).reshape(LAYERS, HEADS, len(CANDIDATES))
+    for layer, head in np.ndindex(LAYERS, HEADS):
+        kind, n_columns, n_diagonals, share = layers[layer][head]
+        best = CANDIDATES.index((n_columns, n_diagonals))
+        assert kind == "vertical_and_slash"
+        assert share == pytest.approx(shares[layer, head].max(), abs=1e-6)
+        assert shares[layer, head, best] == shares[layer, head].max()
+
+
+def test_what_cannot_be_exported_is_said_in_a_line(database: RunDatabase) -> None:
+    with pytest.raises(QueryError, match="measured layer 0 only, and qfilters describes every"):
+        qfilters(opened(database, "qfilters", measured_heads="layer 0"))
+    with pytest.raises(QueryError, match="n_ctx is 4; expected more than the 4 first tokens"):
+        expected_attention(opened(database, "expected-attention", n_ctx=4))
+    assert minference(opened(database, "minference", n_ctx=30_000)).notes == ()
+
+
+KVPRESS = os.environ.get("HEADCOUNT_KVPRESS")
+"""A Python that has kvpress. Ours cannot: kvpress takes no transformers that headcount takes."""
+
+READ_BY_KVPRESS = """
+import json
+import sys
+
+import torch
+from kvpress import ExpectedAttentionStatsPress, QFilterPress
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("llama").eval()
+tokens = torch.arange(24)[None]
+with torch.no_grad():
+    exec(sys.stdin.read())
+hidden = torch.zeros(*press.streaming_mask.shape, 24, dtype=torch.bool)
+for layer in model.model.layers:
+    # These keys get no attention from the next tokens.
+    _, heads, keys = layer.self_attn.masked_key_indices or ([], [], [])
+    hidden[layer.self_attn.layer_idx, heads, keys] = True
+with torch.no_grad():
+    statistics = ExpectedAttentionStatsPress(0.5, stats_folder="expected-attention")
+    with statistics(model):
+        model(tokens)
+    filters = QFilterPress(0.5)
+    with filters(model):
+        model(tokens)
+moments = load_file("expected-attention/model.safetensors")
+directions = load_file("nthngdy/llama_qfilt/model.safetensors")
+assert torch.equal(statistics.mu, moments["query_mean"])
+assert torch.equal(statistics.cov, moments["query_cov"])
+assert torch.equal(filters.q_filters, directions["q_filters"])
+print(json.dumps(hidden.tolist()))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    KVPRESS is None,
+    reason="kvpress needs an environment of its own: set HEADCOUNT_KVPRESS to its Python",
+)
+def test_kvpress_reads_the_files_as_the_page_says(home: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "shrink-a-kv-cache.md").read_text("utf-8")
+    (example,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    shutil.copytree(home / "llama", tmp_path / "llama")
+    shutil.copytree(home / "expected-attention", tmp_path / "expected-attention")
+    shutil.copytree(home / "qfilters", tmp_path / "nthngdy" / "llama_qfilt")
+    words = ["export", "duo", str(tmp_path / "runs"), "--model", str(home / "llama")]
+    words += ["-o", str(tmp_path / "patterns/my-model"), "--sink", "2", "--recent", "4"]
+    words += ["--sparsity", "0.75", "--set", f"n_ctx={N_CTX}", "--set", "sequences=4"]
+    CliRunner().invoke(headcount.app, words, catch_exceptions=False)
+    finished = subprocess.run(
+        [str(KVPRESS), "-c", READ_BY_KVPRESS],
+        input=example,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    # kvpress prints lines of its own before.
+    hidden = np.array(json.loads(finished.stdout.splitlines()[-1]))
+    whole = np.loadtxt(tmp_path / "patterns/my-model/full_attention_heads.tsv") == 1
+    assert whole.sum() == 1
+    expected = np.zeros((LAYERS, KV_HEADS, N_CTX), bool)
+    expected[~whole, 2:-4] = True
+    np.testing.assert_array_equal(hidden, expected)

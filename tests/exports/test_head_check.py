@@ -1,0 +1,184 @@
+"""The ablation behind a choice of heads: against an independent model, and on trained ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+import headcount
+from headcount.exports.registry import ranked
+from headcount.schemas.errors import ScanError
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.head_check import HeadTrial, verdict
+from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.model.files.model_info import describe
+from tests.reference.reference_edits import run_edited
+from tests.reference.weights import read_weights
+from tests.toys import toy_models as toy
+
+N_CTX = toy.N_CTX
+SINK, RECENT = 2, 5
+
+Row = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, four query heads on two heads of keys."""
+    config = toy.family("LlamaConfig", num_key_value_heads=2)
+    return toy.save_model(tmp_path_factory.mktemp("check") / "llama", config)
+
+
+def sequences(path: Path, family: str) -> tuple[np.ndarray, list[list[str]] | None]:
+    scan = parse_scan(
+        {"model": "m", "n_ctx": N_CTX, "sequences": 3, "seed": 4, "input": {"family": family}}
+    )
+    shard = Sequences(scan, describe(path)).shard(0)
+    return shard.tokens, shard.labels
+
+
+def test_the_table_says_what_an_independent_model_says(llama: Path) -> None:
+    trial = HeadTrial(str(llama), SINK, RECENT, sequences=3)
+    table = trial.table([(1, 0)], random_seeds=(0,), seed=4).to_pylist()
+    weights = read_weights(llama)
+    needles, labels = sequences(llama, "needle")
+    assert labels is not None
+    # 39 tokens besides the first are a block of 20 and the first 19 of its copy.
+    repeats, _ = sequences(llama, "repeated_random")
+    np.testing.assert_array_equal(repeats[:, 1:20], repeats[:, 21:40])
+
+    every = [f"L{layer}H{head}" for layer in range(2) for head in range(4)]
+    whole_by_row = {"every head": every, "chosen heads": ["L1H0", "L1H1"], "no head": []}
+    rows = {row["kept_whole"]: row for row in table}
+    losses: set[float] = set()
+    for kept, whole in whole_by_row.items():
+        edit = f"stream_other_heads({','.join(map(str, (SINK, RECENT, *whole)))})"
+        recalled: list[bool] = []
+        for tokens, names in zip(needles.tolist(), labels, strict=True):
+            logits = run_edited(weights, tokens, edit, tokens).logits
+            answer = [place for place, name in enumerate(names) if name == "answer"]
+            recalled += [int(logits[place - 1].argmax()) == tokens[place] for place in answer]
+        token_losses: list[float] = []
+        for tokens in repeats.tolist():
+            logits = run_edited(weights, tokens, edit, tokens).logits
+            for place in range(22, 40):
+                row = logits[place - 1]
+                token_losses.append(np.log(np.exp(row).sum()) - row[tokens[place]])
+        assert rows[kept]["recall"] == pytest.approx(np.mean(recalled), abs=1e-12)
+        assert rows[kept]["loss_after_repeats"] == pytest.approx(np.mean(token_losses), abs=1e-5)
+        losses.add(round(rows[kept]["loss_after_repeats"], 4))
+    assert len(losses) == 3
+
+
+def test_the_table_counts_heads_and_what_is_kept_of_the_cache(llama: Path) -> None:
+    trial = HeadTrial(str(llama), SINK, RECENT, sequences=2)
+    table = trial.table([(1, 0), (0, 1), (1, 0)], random_seeds=range(6))
+    kept_whole = ["every head", "chosen heads", *["random heads"] * 6, "no head"]
+    assert table["kept_whole"].to_pylist() == kept_whole
+    assert table["seed"].to_pylist() == [None, None, 0, 1, 2, 3, 4, 5, None]
+    # A head that is named twice is one head.
+    assert table["kv_heads"].to_pylist() == [4, *[2] * 7, 0]
+    half = 100 * (2 * 40 + 2 * 7) / (4 * 40)
+    assert table["cache_percent"].to_pylist() == pytest.approx([100, *[half] * 7, 100 * 7 / 40])
+    overlap = table["of_the_chosen"].to_pylist()
+    assert overlap[:2] == [2, 2]
+    assert overlap[-1] == 0
+    assert len(set(overlap[2:8])) > 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "recent", "message"),
+    [
+        ([(2, 0)], 5, "KV head 0 of layer 2: llama has 2 layers of 2 KV heads"),
+        ([(0, 2)], 5, "KV head 2 of layer 0: llama has 2 layers of 2 KV heads"),
+        ([(0, 0)], 20, "expected recent below 20, half of 40 tokens"),
+    ],
+)
+def test_a_check_that_would_say_nothing_is_refused(
+    llama: Path, heads: list[tuple[int, int]], recent: int, message: str
+) -> None:
+    with pytest.raises(ScanError, match=message):
+        HeadTrial(str(llama), SINK, recent, sequences=2).table(heads)
+
+
+def scored_heads(name: str, n_ctx: int, folder: Path) -> list[tuple[int, int]]:
+    """Heads by falling score, as `duo` has them for a cache of 4 first and 16 last keys."""
+    words = ["duo", str(folder / "runs"), "--model", name, "-o", str(folder / "duo")]
+    words += ["--recent", "16", "--set", "sequences=8", "--set", f"n_ctx={n_ctx}"]
+    result = CliRunner().invoke(headcount.app, ["export", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return ranked(np.loadtxt(folder / "duo" / "full_attention_heads.tsv", delimiter="\t"))
+
+
+def test_needle_mini_loses_nothing_with_two_of_its_twelve_heads(tmp_path: Path) -> None:
+    heads = scored_heads("bundled:needle-mini", 128, tmp_path)
+    trial = HeadTrial("bundled:needle-mini", 4, 16, n_ctx=128, sequences=16)
+    assert trial.fewest(heads, seed=1) == 2
+    table = trial.table(heads[:2], random_seeds=range(4), seed=3)
+    full, with_chosen, *random, nothing = table.to_pylist()
+    assert full["recall"] > 0.95
+    assert with_chosen["recall"] >= 0.98 * full["recall"]
+    assert with_chosen["loss_after_repeats"] <= 1.02 * full["loss_after_repeats"]
+    assert with_chosen["cache_percent"] < 30
+    assert {row["of_the_chosen"] for row in random} == {0, 1}
+    for row in [*random, nothing]:
+        without_any = row["of_the_chosen"] == 0
+        assert row["recall"] < (0.25 if without_any else 0.8), row
+        assert row["loss_after_repeats"] > (4 if without_any else 2), row
+    first, second, *_ = verdict(table)
+    assert first.startswith("chosen heads: within 2 % of the full cache (recall 1.000 of 1.000")
+    assert second.endswith(" of the 2 chosen heads among them")
+
+
+def test_gpt2_mini_loses_nothing_with_its_highest_scores(tmp_path: Path) -> None:
+    """Two of its heads attend to no copy, and are found by what a repeat changes in them."""
+    heads = scored_heads("bundled:gpt2-mini", 128, tmp_path)
+    assert {(2, 1), (2, 6)} < {*heads[:7]}
+    trial = HeadTrial("bundled:gpt2-mini", 4, 16, n_ctx=128, sequences=8)
+    kept = trial.fewest(heads, seed=1)
+    assert 7 <= kept <= 10
+    table = trial.table(heads[:kept], random_seeds=(0, 1), seed=3)
+    full, with_chosen, *random, nothing = table.to_pylist()
+    assert full["recall"] > 0.95
+    assert with_chosen["recall"] >= 0.98 * full["recall"]
+    assert with_chosen["loss_after_repeats"] <= 1.02 * full["loss_after_repeats"]
+    assert with_chosen["cache_percent"] < 52
+    for row in [*random, nothing]:
+        assert row["recall"] < 0.7 * full["recall"], row
+        assert row["loss_after_repeats"] > 10 * full["loss_after_repeats"], row
+
+
+def test_more_than_half_of_the_heads_of_attn_only_are_needed(tmp_path: Path) -> None:
+    heads = scored_heads("bundled:attn-only-2l-mini", 128, tmp_path)
+    trial = HeadTrial("bundled:attn-only-2l-mini", 4, 16, n_ctx=128, sequences=8)
+    assert trial.fewest(heads, seed=1) == 9
+    table = trial.table(heads[:9], random_seeds=(0, 1), seed=3)
+    full, with_chosen, *random, _ = table.to_pylist()
+    assert with_chosen["recall"] >= 0.98 * full["recall"]
+    assert with_chosen["loss_after_repeats"] <= 1.02 * full["loss_after_repeats"]
+    for row in random:
+        assert row["of_the_chosen"] >= 3
+        assert row["loss_after_repeats"] > 2 * full["loss_after_repeats"], row
+    assert "more than half of the heads are chosen" in verdict(table)[-1]
+
+
+def test_a_verdict_says_what_is_lost_and_what_cannot_be_told(llama: Path) -> None:
+    """A model of random weights knows nothing with any cache."""
+    trial = HeadTrial(str(llama), SINK, RECENT, sequences=3)
+    table = trial.table([(0, 0)], random_seeds=(0,))
+    full, *rest = table.to_pylist()
+    worse = {"recall": 0.9, "loss_after_repeats": 9.0}
+    known = [full | {"recall": 1.0, "loss_after_repeats": 0.1}, *(row | worse for row in rest)]
+    lost, random = verdict(pa.Table.from_pylist(known, schema=table.schema))
+    expected = "(recall 0.900 of 1.000, loss 9.000 against 0.100)"
+    assert lost == f"chosen heads: not within 2 % of the full cache {expected}"
+    assert random.startswith("random heads: recall 0.900, loss 9.000, with ")
+    alike = [row | worse for row in [full, *rest]]
+    *_, recall, loss = verdict(pa.Table.from_pylist(alike, schema=table.schema))
+    assert "so recall says nothing" in recall
+    assert "so the loss says nothing" in loss

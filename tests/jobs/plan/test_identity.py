@@ -1,0 +1,177 @@
+"""Fingerprints of formulas, input families and interventions tell whether a run may continue."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.queries.open.connection import connect
+from headcount.schemas.errors import QueryError, RunError
+from headcount.schemas.files.fingerprints import fingerprint
+from headcount.schemas.files.places import place
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.inputs import INPUTS
+from headcount.workers.interventions import INTERVENTIONS
+
+CODE = '''
+from functools import cached_property, lru_cache
+from typing import Annotated
+from pydantic import Field
+
+SIZE = 3
+
+class Table:
+    """A table."""
+
+    @cached_property
+    def total(self):
+        return self.half() * 2
+
+    def half(self):
+        return 21
+
+    def other(self):
+        return 5
+
+@lru_cache
+def helper(x):
+    if x < 0:
+        raise ValueError(f"{told(x)} is too small")
+    return x + SIZE
+
+def told(x):
+    return str(x)
+
+def unused():
+    return 1
+
+Size = Annotated[int, Field(ge=0)]
+
+def edit(x, size: int | None = None):
+    """Say something."""
+    table = Table()
+    return helper(x) * table.total
+'''
+COUNT = itertools.count()
+
+
+def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
+    """The fingerprint of `edit` in CODE, as a module of `workers`, after a replacement."""
+    assert old in CODE
+    file = path / f"made_{next(COUNT)}.py"
+    file.write_text(CODE.replace(old, new))
+    spec = importlib.util.spec_from_file_location(f"workers.{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return fingerprint(module.edit)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("helper(x) * ", "helper(x) + "),  # the function
+        ("x + SIZE", "x - SIZE"),  # a helper behind a cache
+        ("SIZE = 3", "SIZE = 4"),  # a constant of a helper
+        ("self.half() * 2", "self.half() * 3"),  # a method that it names
+        ("return 21", "return 22"),  # a method that this method names
+        ("x < 0", "x < 1"),  # what is refused
+    ],
+)
+def test_a_change_of_meaning_shows(tmp_path: Path, old: str, new: str) -> None:
+    assert fingerprint_of(tmp_path, old, new) != fingerprint_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Say something.", "Say something else."),
+        ("x + SIZE", "(x + SIZE)  # why"),
+        ("return 1\n", "return 2\n"),  # a function that nobody calls
+        ("return 5", "return 6"),  # a method likewise
+        ("is too small", "is too low"),  # how it is said
+        ("str(x)", "repr(x)"),  # likewise
+        ("size: int |", "size: Size |"),  # which options are refused
+    ],
+)
+def test_nothing_else_shows(tmp_path: Path, old: str, new: str) -> None:
+    assert fingerprint_of(tmp_path, old, new) == fingerprint_of(tmp_path)
+
+
+def test_every_family_and_intervention_has_a_fingerprint_of_its_own() -> None:
+    for registry in (INPUTS, INTERVENTIONS):
+        fingerprints = [registered.record["fingerprint"] for registered in registry.values()]
+        assert len(set(fingerprints)) == len(registry)
+
+
+def planned(path: Path, name: str) -> Plan:
+    fields = {
+        "model": "bundled:attn-only-2l-mini",
+        "n_ctx": 9,
+        "input": {"family": "ngram_overlap"},
+        "sequences": 2,
+        "out": str(path),
+        "interventions": ["none", "zero_head(0,0)+mean_head(1,1)", "zero_head(0,1)"],
+    }
+    plan = make_plan(parse_scan(fields), name)
+    prepare_run(plan, "")
+    return plan
+
+
+def change(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Edit a run's manifest."""
+    file = Path(str(plan.run.manifest_file))
+    manifest = json.loads(file.read_text())
+    edit(manifest)
+    file.write_text(json.dumps(manifest))
+
+
+def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path) -> None:
+    manifest = planned(tmp_path, "a").run.manifest()
+    assert list(manifest.inputs) == ["ngram_overlap"]
+    assert list(manifest.interventions) == ["none", "zero_head", "mean_head"]
+    for kind, registry in (("inputs", INPUTS), ("interventions", INTERVENTIONS)):
+        records = getattr(manifest, kind)
+        assert records == {name: registry[name].record for name in records}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "word"),
+    [("inputs", "ngram_overlap", "input family"), ("interventions", "mean_head", "intervention")],
+)
+def test_a_run_does_not_continue_with_other_code(
+    tmp_path: Path, kind: str, name: str, word: str
+) -> None:
+    change(
+        planned(tmp_path, "a"), lambda manifest: manifest[kind][name].update(fingerprint="0" * 12)
+    )
+    with pytest.raises(
+        RunError, match=rf'the code of {word} {name} \("000000000000", now "\w+"\); headcount rm '
+    ):
+        planned(tmp_path, "a")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "word"),
+    [("inputs", "ngram_overlap", "input family"), ("interventions", "zero_head", "intervention")],
+)
+def test_two_meanings_under_one_name_are_not_mixed(
+    tmp_path: Path, kind: str, name: str, word: str
+) -> None:
+    first, second = planned(tmp_path, "a"), planned(tmp_path, "b")
+    connect(place(str(tmp_path)))
+    change(second, lambda manifest: manifest[kind][name].update(fingerprint="0" * 12))
+    problem = (
+        rf"{word} '{name}' has one formula in run {first.run.run_id} \(.+\) "
+        rf"and another in run {second.run.run_id} \(0+\)"
+    )
+    with pytest.raises(QueryError, match=problem):
+        connect(place(str(tmp_path)))

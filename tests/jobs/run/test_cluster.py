@@ -1,0 +1,64 @@
+"""A cluster whose machines share nothing but a store (`tests/tools/machines.py`)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.tools.chaos import SCAN, reference
+from tests.tools.committed_rows import compare
+from tests.tools.machines import ROWS_FILE, SCAN_FILE
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = ("ip", "mount", "setpriv", "unshare")
+
+
+def namespaces() -> list[str]:
+    """A command line that runs another one in namespaces of its own.
+
+    It ends when this process ends, however that happens, and the kernel then ends everything in the
+    namespaces. An ordinary user is given a user namespace, in which mounting is allowed.
+    """
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return [
+        "setpriv", "--pdeathsig", "KILL", "unshare", *user, "--net", "--mount", "--uts", "--pid",
+        "--fork", "--kill-child", "--mount-proc",
+    ]  # fmt: skip
+
+
+def missing() -> str | None:
+    """Why this machine cannot do it, if so."""
+    if not sys.platform.startswith("linux"):
+        return "needs Linux"
+    if absent := [program for program in PROGRAMS if shutil.which(program) is None]:
+        return f"needs the programs {', '.join(absent)}"
+    needed = "mount -t tmpfs tmpfs /run && ip link add hcbridge type bridge"
+    tried = subprocess.run(
+        [*namespaces(), "sh", "-c", needed], capture_output=True, text=True, check=False
+    )
+    return None if tried.returncode == 0 else f"no namespaces here ({tried.stderr.strip()})"
+
+
+@pytest.mark.long
+def test_machines_that_share_only_the_store(tmp_path: Path) -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    scan_file = tmp_path / SCAN_FILE
+    scan_file.write_text(SCAN)
+    ended = subprocess.run(
+        [*namespaces(), sys.executable, "-m", "tests.tools.machines", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    expected_rows = reference(scan_file, tmp_path / "undisturbed")
+    assert compare(pq.read_table(tmp_path / ROWS_FILE), expected_rows) == (0, 0, 0)

@@ -1,0 +1,562 @@
+"""Runs as jobs of a real Ray cluster that wants a token: submitted twice, stopped, resumed; what
+goes wrong is one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType
+from typing import get_args
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from headcount.jobs.cluster.submission import JobClient, _forwarded
+from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.plan.portable_scan import portable_scan
+from headcount.jobs.plan.replan import replan
+from headcount.jobs.upkeep.phases import PhaseName
+from headcount.schemas.errors import HeadcountError, RunError
+from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.scans.scan import load_scan
+from tests.tools.processes import (
+    DIES_WITH_ITS_PARENT,
+    Command,
+    Ended,
+    libraries_alone,
+)
+
+ROOT = Path(__file__).parent.parent
+PATIENCE_SECONDS = 240
+"""How long a test waits for what always comes, on a machine that does other things, too."""
+TOKEN = "a-token-of-this-test-and-no-other"
+SECRET = "what-nobody-may-read-in-a-log"
+SHARDS = 8
+SEQUENCES = 2 * SHARDS
+
+SCAN = f"""
+model = "bundled:gpt2-mini"
+n_ctx = 64
+sequences = {SEQUENCES}
+sequences_per_shard = 2
+[input]
+family = "repeated_random"
+"""
+
+
+def free_port() -> int:
+    """A port at which nobody listens.
+
+    Systems hand out ports above these, and Ray's workers take ports below.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port in a hundred")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A Ray head of its own, with its dashboard; yields the dashboard's address."""
+    directory = tempfile.mkdtemp(prefix="hc-")  # Sockets lie in it, and their paths must be short.
+    dashboard = free_port()
+    url = f"http://127.0.0.1:{dashboard}"
+    options = {
+        "node-ip-address": "127.0.0.1",
+        "port": free_port(),
+        "dashboard-host": "127.0.0.1",
+        "dashboard-port": dashboard,
+        "dashboard-agent-listen-port": free_port(),
+        "ray-client-server-port": free_port(),
+        "include-dashboard": "true",
+        "num-cpus": 2,
+        "include-log-monitor": "false",
+        "object-store-memory": 100_000_000,
+        "temp-dir": directory,
+    }
+    # As on a machine of a cluster: no copy of this project but the one that a job brings.
+    programs = libraries_alone(Path(directory) / "venv") / "bin"
+    # As where the environment of a head was not activated: `python` is another one.
+    others = Path(directory) / "others"
+    others.mkdir()
+    (others / "python").write_text("#!/bin/sh\necho this is another Python\nexit 3\n")
+    (others / "python").chmod(0o755)
+    command = [*DIES_WITH_ITS_PARENT, str(programs / "python"), "-m", "ray.scripts.scripts"]
+    command += ["start", "--head", "--block", "--disable-usage-stats", "--no-monitor"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    env = environment() | {
+        "PATH": os.pathsep.join([str(others), "/usr/bin", "/bin"]),
+        # Workers that nobody has asked for would import Ray for nothing.
+        "RAY_prestart_worker_first_driver": "0",
+    }
+    log = Path(directory) / "head.log"
+    with log.open("w") as written:
+        head = psutil.Popen(
+            command, cwd=directory, env=env, stdout=written, stderr=subprocess.STDOUT
+        )
+    try:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not answers(url):
+            assert head.poll() is None, f"the head died: {log.read_text()}"
+            assert time.monotonic() < deadline, f"no dashboard in a minute: {log.read_text()}"
+            time.sleep(0.1)
+        yield url
+    finally:
+        started = [head, *head.children(recursive=True)]
+        head.terminate()
+        _, alive = psutil.wait_procs(started, timeout=1)
+        for process in alive:
+            # It may have ended by itself meanwhile.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def answers(url: str) -> bool:
+    request = urllib.request.Request(
+        f"{url}/api/version", headers={"Authorization": f"Bearer {TOKEN}"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError):
+        return False
+
+
+def environment(token: str | None = TOKEN) -> dict[str, str]:
+    """This one, with a token and without what points to another cluster."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return env | ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {})
+
+
+def start(*words: str, token: str | None = TOKEN, **variables: str) -> Command:
+    return Command(*words, environment=environment(token) | variables, directory=ROOT)
+
+
+def headcount(*words: str, token: str | None = TOKEN, **variables: str) -> Ended:
+    """Run a command to its end."""
+    ended = start(*words, token=token, **variables).ended()
+    assert "Traceback" not in ended.stderr
+    assert SECRET not in ended.stdout + ended.stderr
+    return ended
+
+
+def refused(*words: str, token: str | None = TOKEN, **env: str) -> str:
+    """The one line that a refused command says."""
+    code, out, errors = headcount(*words, token=token, **env)
+    assert (code, out, len(errors.splitlines())) == (2, "", 1), errors
+    assert errors.startswith("error: ")
+    return errors.strip()
+
+
+@pytest.fixture
+def scan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "far.toml"
+    path.write_text(SCAN)
+    return path
+
+
+def test_submitted_twice_is_one_job_that_measures_the_run(
+    cluster: str, scan_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "runs"
+    run = RunDirectory.of(str(out), load_scan(scan_file).run_id("far"))
+    at = ("--address", cluster)
+    submit = ("submit", str(scan_file), "--set", f"out={out}", *at)
+    check_submitted_once(cluster, run.run_id, [headcount(*submit), headcount(*submit)])
+    code, printed, errors = headcount("logs", str(run.path), "-f", *at)
+    assert (code, errors.strip()) == (0, f"{run.run_id}: SUCCEEDED")
+    assert printed.splitlines()[-1] == str(run.path)
+    check_every_row_is_there_once(run)
+
+
+def test_what_only_the_driver_finds_out_is_an_error_of_submit_and_said_by_status(
+    cluster: str, tmp_path: Path
+) -> None:
+    texts, at = tmp_path / "texts.jsonl", ("--address", cluster)
+    texts.write_text(json.dumps({"text": "one two three"}) + "\n")
+    scan_file = tmp_path / "short.toml"
+    fields = f"out = '{tmp_path}/runs'\ninput = {{ family = 'text', files = '{texts}' }}\n"
+    scan_file.write_text(SCAN.partition("[input]")[0] + fields)
+    code, _, errors = headcount("submit", str(scan_file), *at)
+    assert code == 2
+    refusal = "the corpus holds 0 sequences"
+    run = RunDirectory.of(f"{tmp_path}/runs", load_scan(scan_file).run_id("short"))
+    assert refusal in errors, errors
+    (line,) = [
+        line
+        for line in headcount("status", str(run.path), *at).stdout.splitlines()
+        if line.startswith("job ")
+    ]
+    assert re.match(rf"job +FAILED: .*{refusal}", line)
+    status = json.loads(headcount("status", str(run.path), "--format", "json", *at).stdout)
+    assert status["job"] == "FAILED"
+    assert refusal in status["job_error"]
+
+
+@pytest.mark.long
+def test_a_run_that_was_begun_elsewhere_is_resumed_as_a_job(
+    cluster: str, scan_file: Path, tmp_path: Path
+) -> None:
+    plan = make_plan(load_scan(scan_file, [f"out={tmp_path}/runs"]), "far")
+    prepare_run(plan, SCAN)
+    at = ("--address", cluster)
+    code, _, errors = headcount("resume", str(plan.run.path), *at)
+    assert code == 0, errors
+    code, _, errors = headcount("logs", str(plan.run.path), "-f", *at)
+    # Other tests may have had a job for a run of the same id.
+    assert code == 0
+    assert re.fullmatch(rf"{plan.run.run_id}[.\d]*: SUCCEEDED\n", errors), errors
+    check_every_row_is_there_once(plan.run)
+
+
+@pytest.mark.long
+def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
+    cluster: str, scan_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "my runs"
+    earlier = make_plan(load_scan(scan_file, [f"out={out}"]), "far")
+    prepare_run(earlier, SCAN)
+    run = RunDirectory.of(str(out), f"{earlier.run.run_id}-2")
+    name, path, at = run.run_id, str(run.path), ("--address", cluster)
+    submit = ("submit", str(scan_file), "--set", f"out={out}", "--env", "FAR_AWAY", *at)
+    orders = tmp_path / "orders"
+    halting = halt_after_commits(orders, SHARDS // 2)
+
+    # Another run of the same scan, which the same command then means: it is one job.
+    words = (*submit, "--new", *(word for variable in halting for word in ("--env", variable)))
+    variables = {"FAR_AWAY": SECRET, "RAY_ADDRESS": "192.0.2.1:6379"} | halting
+    first = headcount(*words, **variables)
+    second = headcount(*submit, FAR_AWAY=SECRET)
+    for code, printed, errors in (first, second):
+        assert (code, printed.strip()) == (0, name), errors
+    phase = check_submitted_once(cluster, name, [first, second])
+    assert phase in get_args(PhaseName)
+    lines = headcount("status", path, *at).stdout.splitlines()
+    assert any(line.split()[0] in ("phase", "speed") for line in lines), lines
+    (job,) = (line for line in headcount("list", *at).stdout.splitlines() if line.startswith(name))
+    assert job.startswith(f"{name}  RUNNING")
+    assert any(phase in job for phase in get_args(PhaseName))
+
+    # Stopped in the middle, it can be resumed.
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(list(run.commits())) < SHARDS // 2:
+        assert time.monotonic() < deadline, headcount("logs", name, *at)
+        time.sleep(0.1)
+    code, _, errors = headcount("stop", name, *at)
+    assert code == 0
+    assert f"{name}: STOPPED; headcount resume {path}" in errors
+    assert len(list(run.commits())) == SHARDS // 2
+    # Either the driver itself said so, or `stop`, if the driver could not any more.
+    assert re.search(r": (it|its job) was stopped\n", headcount("status", path).stdout)
+    refusal = refused(*submit, FAR_AWAY=SECRET)
+    assert f"{name}: has ended, STOPPED" in refusal
+    assert f"headcount resume {path} --address {cluster} continues the run" in refusal
+
+    # Resumed twice at once, it is one job.
+    both = [start("resume", path, *at) for _ in range(2)]
+    check_submitted_once(cluster, f"{name}.2", [command.ended() for command in both])
+    code, printed, errors = headcount("logs", path, "-f", *at)
+    assert (code, errors.strip()) == (0, f"{name}.2: SUCCEEDED")
+    assert printed.splitlines()[-1] == path
+
+    check_every_row_is_there_once(run)
+
+    check_what_is_said_of_a_run(cluster, run, out)
+    code, printed, errors = headcount(*submit, FAR_AWAY=SECRET)
+    assert (code, printed.strip()) == (0, name)
+    assert f"{name}.2: has ended, SUCCEEDED" in errors
+
+
+def check_every_row_is_there_once(run: RunDirectory) -> None:
+    """Compare shards and rows of a complete run with its plan."""
+    commits = list(run.commits())
+    assert [commit.shard for commit in commits] == list(range(SHARDS))
+    info = replan(run).info
+    files = [file for commit in commits for file in commit.files if file.table == "heads"]
+    rows = sum(pq.read_metadata(str(run.path / file.path)).num_rows for file in files)
+    assert rows == SEQUENCES * info.n_layers * info.n_heads
+
+
+def halt_after_commits(orders: Path, commits: int) -> dict[str, str]:
+    """Variables with which a job commits so many shards, and then waits until it is stopped."""
+    orders.mkdir()
+    # `pass` comes before `wait`: orders are obeyed in the order of their names. A replica works at
+    # a few shards at once, and each of them must wait.
+    for number in range(commits):
+        (orders / f"pass@commit.{number}").touch()
+    for number in range(SHARDS):
+        (orders / f"wait@commit.{number}").touch()
+    return {"PYTHONPATH": str(ROOT / "tests" / "faults"), "FAULTS": str(orders)}
+
+
+def check_submitted_once(cluster: str, job_id: str, commands: list[Ended]) -> str:
+    """Compare what two commands say of which one submitted a job; returns what its driver does."""
+    for command in commands:
+        assert command.code == 0, command.stderr
+        assert "Traceback" not in command.stderr
+        assert SECRET not in command.stdout + command.stderr
+    second, first = sorted((command.stderr.splitlines() for command in commands), key=len)
+    assert len(second) == 1
+    assert f"{job_id}: already submitted to {cluster}" in second[0]
+    assert len(first) == 2
+    assert first[0] == f"{job_id}: submitted to {cluster}"
+    # The command that waits has the phase from the job's log.
+    return first[1].removeprefix(f"{job_id}: its driver is there: ")
+
+
+def test_a_driver_that_dies_at_once_is_said_with_the_last_lines_of_its_log(
+    cluster: str, scan_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "runs"
+    out.mkdir()
+    run = RunDirectory.of(str(out), load_scan(scan_file).run_id("far"))
+    # The head's Python lacks a library.
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\")")
+    submit = ("submit", str(scan_file), "--set", f"out={out}", "--env", "PYTHONPATH")
+    submit += ("--address", cluster)
+    name = run.run_id
+    # The same scan may have run with another `out`: that is another run.
+    code, printed, errors = start_without(tmp_path, *submit).ended()
+    assert (code, printed.strip()) == (2, name), errors
+    check_quoted("the job has ended at once", errors)
+    end = "the job has ended at once, FAILED with exit code 1"
+    for words in (("list", str(out)), ("status", str(run.path))):
+        assert re.search(rf"ended while submitted: {name}[.\d]*: {end}", headcount(*words).stdout)
+
+    # There is nothing to resume, so the same command submits it again. A cluster that takes its
+    # time does not hold the command up.
+    no_patience = {"headcount.jobs.cluster.job_start.DRIVER_SECONDS": 0.0}
+    code, _, errors = start_without(tmp_path, *submit, constants=no_patience).ended()
+    assert code == 0
+    first_line, second_line = errors.splitlines()
+    assert re.fullmatch(rf"{name}\.\d: submitted to {cluster}", first_line)
+    check_quoted("queued: the cluster has not started it", second_line)
+
+
+def check_quoted(title: str, printed: str) -> None:
+    """Compare what was printed with what docs/troubleshooting.md quotes; `…` is anything."""
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    (quoted,) = re.findall(rf"\*\*{re.escape(title)}\*\*\n\n```text\n(.+?)```", page, re.DOTALL)
+    expected = re.escape(" ".join(quoted.split())).replace("…", ".*")
+    assert re.fullmatch(expected, " ".join(printed.split())), printed
+
+
+def start_without(
+    folder: Path, *words: str, constants: Mapping[str, float] = MappingProxyType({})
+) -> Command:
+    """A command whose jobs find the modules of a folder before those that are installed."""
+    return Command(
+        *words,
+        environment=environment() | {"PYTHONPATH": str(folder)},
+        directory=ROOT,
+        constants=constants,
+    )
+
+
+def check_what_is_said_of_a_run(cluster: str, run: RunDirectory, out: Path) -> None:
+    """Compare what the commands say of a run that was stopped and resumed."""
+    name, at = run.run_id, ("--address", cluster)
+    jobs = headcount("list", *at).stdout
+    # Other tests have jobs on this cluster, too.
+    assert [line.split()[:2] for line in jobs.splitlines() if line.startswith(name)] == [
+        [name, "STOPPED"],
+        [f"{name}.2", "SUCCEEDED"],
+    ]
+    runs = {
+        line.split()[0]: line.split()
+        for line in headcount("list", str(out), *at).stdout.splitlines()
+    }
+    assert {f"{SHARDS}/{SHARDS}", "SUCCEEDED"} <= set(runs[name])
+    status = json.loads(headcount("status", str(run.path), "--format", "json", *at).stdout)
+    assert (status["complete"], status["job"]) == (True, "SUCCEEDED")
+    unknown = headcount("logs", f"{name}0", *at)
+    assert unknown.code == 2
+    assert f"unknown job '{name}0': did you mean '{name}'?" in unknown.stderr
+    assert SECRET not in (run.path / "manifest.json").read_bytes().decode()
+
+
+def test_ray_refuses_the_second_of_two_that_ask_at_once(cluster: str, tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from headcount.jobs.cluster.submission import JobClient
+from headcount.schemas.files.run_directory import RunDirectory
+cluster, run = JobClient({cluster!r}), RunDirectory(Path({str(tmp_path / "run_id=both-1")!r}))
+unseen, jobs = [[], []], cluster.jobs
+cluster.jobs = lambda: unseen.pop() if unseen else jobs()
+print(cluster.start(run, ["--help"], {{}}).line)
+print(cluster.start(run, ["--help"], {{}}).line)
+"""
+    ended = subprocess.run(
+        [*DIES_WITH_ITS_PARENT, sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    first, second = ended.stdout.splitlines()
+    assert first == f"both-1: submitted to {cluster}"
+    assert second.startswith(f"both-1: already submitted to {cluster}, ")
+
+
+@pytest.mark.parametrize("token", ["wrong", None])
+def test_a_wrong_or_missing_token_is_one_line(cluster: str, token: str | None) -> None:
+    line = refused("list", "--address", cluster, token=token)
+    assert f"{cluster}: the cluster refused the token" in line
+    assert "RAY_AUTH_TOKEN" in line
+
+
+def test_a_dead_address_is_one_line() -> None:
+    port = free_port()
+    line = refused("list", "--address", f"127.0.0.1:{port}")
+    assert line.startswith(
+        f"error: http://127.0.0.1:{port}: no Ray cluster answers there (Connection refused)"
+    )
+
+
+@pytest.mark.parametrize(
+    "address", ["ray://127.0.0.1:10001", "http://127.0.0.1:99999999", "", "https://"]
+)
+def test_an_impossible_address_is_refused(address: str) -> None:
+    with pytest.raises(
+        RunError,
+        match=f"^{address}: expected http://HOST:8265, the address of the cluster's dashboard$",
+    ):
+        JobClient(address)
+
+
+class Old(BaseHTTPRequestHandler):
+    """A cluster of another version."""
+
+    def do_GET(self) -> None:
+        content = (
+            b'{"version": "4", "ray_version": "2.40.0"}' if self.path == "/api/version" else b"[]"
+        )
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_another_version_of_ray_is_one_line(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Old) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        line = refused("resume", str(tmp_path / "run_id=a-1"), "--address", address)
+        server.shutdown()
+    assert "the cluster runs Ray 2.40.0, this machine 2.6" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "out: runs means another place on every node"),
+        (["out=~/runs"], "out: ~/runs means another place"),
+        (
+            ["out=/r", "input.family=pile", "input.files=a/*.jsonl"],
+            "input.files: a/*.jsonl means another place",
+        ),
+        (
+            ["out=/r", "input.family=text", 'input.files=["/a", "b"]'],
+            "input.files: b means another place",
+        ),
+        (
+            ["out=s3://b/r", "model=models/gpt2-mini"],
+            "model: models/gpt2-mini is a directory of this machine",
+        ),
+        (
+            ["out=s3://b/r", "model=./gpt2-mini"],
+            "model: ./gpt2-mini is a directory of this machine",
+        ),
+        (["out=s3://b/r", "n_ctx=100000"], "n_ctx: 100000 is beyond"),
+        (["out=s3://b/r", "input.periodd=3"], "did you mean 'period'"),
+        (["out=s3://b/r", "input.period=300"], "input.period: expected 1 to"),
+        (["out=s3://b/r", 'interventions=["nome"]'], "did you mean 'none'"),
+        (["out=ftp://b/r"], "expected a path, file://, s3:// or gs://"),
+    ],
+)
+def test_what_the_nodes_cannot_see_or_run_is_refused_here(
+    scan_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(HeadcountError) as caught:
+        portable_scan(scan_file, ["input={family = 'repeated_random'}", *overrides])
+    assert expected in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"out": "s3://bucket/runs"},
+        {"out": "/mnt/runs", "model": "openai-community/gpt2"},
+        {
+            "out": "gs://bucket/runs",
+            "input": "{family = 'pile', files = ['/mnt/a.jsonl', 's3://bucket/*.jsonl']}",
+        },
+    ],
+    ids=lambda overrides: overrides["out"],
+)
+def test_what_every_node_can_see_is_accepted(scan_file: Path, overrides: dict[str, str]) -> None:
+    scan = portable_scan(scan_file, [f"{key}={value}" for key, value in overrides.items()])
+    assert scan.out == overrides["out"]
+    assert scan.model == overrides.get("model", "bundled:gpt2-mini")
+    assert scan.input.family == ("pile" if "input" in overrides else "repeated_random")
+
+
+def test_any_file_name_can_name_a_job(tmp_path: Path) -> None:
+    path = tmp_path / "my scan?.toml"
+    path.write_text(SCAN)
+    run_id = portable_scan(path, ["out=/r"]).run_id(path.stem)
+    assert run_id.startswith("my_scan_-")
+
+
+def test_a_variable_that_is_not_set_is_refused() -> None:
+    with pytest.raises(RunError, match="--env NOT_SET_HERE"):
+        _forwarded(["PATH", "NOT_SET_HERE"])
+
+
+@pytest.mark.parametrize("family", ["repeated_random", "pile", "text"])
+def test_a_plan_is_made_again_from_the_manifest_alone_unless_the_run_was_renamed(
+    tmp_path: Path, scan_file: Path, family: str
+) -> None:
+    texts = tmp_path / "a.jsonl"
+    texts.write_text(json.dumps({"text": "a b " * 200, "meta": {"pile_set_name": "x"}}) + "\n")
+    files = "" if family == "repeated_random" else f", files = '{texts}'"
+    overrides = [f"out={tmp_path}/runs", f"input={{family = '{family}'{files}}}", "sequences=1"]
+    plan = make_plan(load_scan(scan_file, overrides), "far")
+    prepare_run(plan, SCAN)
+    again = replan(plan.run)
+    assert (again.manifest.identity, again.run, again.tokens) == (
+        plan.manifest.identity,
+        plan.run,
+        plan.tokens,
+    )
+    assert again.sequences.shard(0).tokens.tolist() == plan.sequences.shard(0).tokens.tolist()
+    renamed = RunDirectory(Path(str(plan.run.path)).rename(tmp_path / "runs" / "run_id=other-1"))
+    with pytest.raises(RunError, match=f"this is run {plan.run.run_id}"):
+        replan(renamed)

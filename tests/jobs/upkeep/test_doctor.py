@@ -1,0 +1,123 @@
+"""`headcount doctor` says what is wrong with a machine, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headcount.jobs.commands import doctor
+from headcount.jobs.commands.doctor import (
+    DRIFT,
+    MEASURING,
+    READING,
+    check_code,
+    check_library,
+    examine,
+)
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.model.files.bundled_models import BUNDLED
+from headcount.workers.model.files.model_info import describe, find_model
+from headcount.workers.replica import Replica
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_doctor(directory: Path, missing_library: str) -> list[str]:
+    """Lines of `headcount doctor` where a library is not installed."""
+    code = f"""
+import sys
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
+
+real_version = metadata.version
+def version(name):
+    if name == {missing_library!r}:
+        raise PackageNotFoundError(name)
+    return real_version(name)
+metadata.version = version
+sys.argv = ["headcount", "doctor"]
+import headcount
+headcount.main()
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=directory,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.stderr == ""
+    assert process.returncode == (1 if "FAIL" in process.stdout else 0)
+    return process.stdout.splitlines()
+
+
+def test_a_machine_that_runs_these_tests_is_healthy() -> None:
+    checks = list(examine())
+    assert [check for check in checks if not check.ok] == []
+    names = [check.name for check in checks]
+    models = len(BUNDLED)
+    assert names == [
+        "python", "code", *READING, *MEASURING, "device", "memory", "disk", *["model"] * models,
+    ]  # fmt: skip
+    (code,) = [check for check in checks if check.name == "code"]
+    assert code.result == f"all of it from {ROOT}"
+
+
+def test_a_folder_of_the_users_that_hides_ours_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queries").mkdir()
+    (tmp_path / "queries" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "queries", raising=False)
+    check = check_code()
+    assert not check.ok
+    assert check.result == f"queries comes from {tmp_path}/queries, headcount from {ROOT}"
+    assert "PYTHONPATH" in check.advice
+
+
+def test_a_folder_without_code_of_the_same_name_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "schemas").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "schemas")
+    assert check_code().ok
+
+
+def test_a_missing_library_is_said_with_what_to_do(tmp_path: Path) -> None:
+    check = check_library("a_library_that_nobody_wrote")
+    assert (check.ok, check.result) == (False, "not installed")
+    assert "pip install -e '.[scan]'" in check.advice
+    lines = run_doctor(tmp_path, "torch")
+    assert "FAIL  torch            not installed" in lines
+    assert lines[lines.index("FAIL  torch            not installed") + 1].strip() == doctor.INSTALL
+    assert not [line for line in lines if "model " in line], "nothing else can be looked at"
+
+
+def test_engines_are_compared_on_every_standard_probability() -> None:
+    info = describe(find_model("bundled:gpt2-mini"))
+    fields = {
+        "model": "bundled:gpt2-mini",
+        "n_ctx": 32,
+        "sequences": 2,
+        "input": {"family": "repeated_random"},
+    }
+    fused, dense = (
+        Replica(info, parse_scan(fields | {"engine": engine}), "cpu")
+        for engine in ("fused", "dense")
+    )
+    tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, 32)).astype(np.int32)
+    assert doctor._largest_drift(fused, dense, tokens)[1] < DRIFT
+    # A weight that differs in one engine only must show.
+    bare: Any = dense.model.bare
+    bare.transformer.h[2].attn.c_attn.weight.data[:, 0] += 0.5
+    assert doctor._largest_drift(fused, dense, tokens)[1] > 100 * DRIFT

@@ -1,0 +1,228 @@
+"""What Prometheus is told of a run, and the dashboard over it."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from rich.console import Console
+
+from headcount.jobs.cluster.ray_cluster import Resources
+from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.run.loop import run_to_end
+from headcount.jobs.upkeep import metrics
+from headcount.jobs.upkeep.metrics import METRICS, node_name
+from headcount.schemas.scans.scan import parse_scan
+from tests.toys import toy_models as toy
+from tests.toys.toy_replica import ToyReplica
+
+ROOT = Path(__file__).parent.parent
+DASHBOARD = ROOT / "deploy" / "grafana" / "headcount.json"
+SAMPLE = re.compile(r"^(ray_headcount_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="([^"]*)"')
+SHARDS = 4
+N_CTX = 8
+
+Samples = dict[tuple[str, str], float]
+"""Values by the metric's exported name and the tag that its series differ in."""
+
+
+class WatchedReplica(ToyReplica):
+    """Waits in its last shard until the metrics have been read."""
+
+    measured = 0
+
+    def misbehave(self, token: int) -> None:
+        self.measured += 1
+        deadline = time.monotonic() + 60
+        while self.measured == SHARDS and time.monotonic() < deadline:
+            if (Path(self.scan.out) / "watched").exists():
+                return
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """A run over a corpus in which one row cannot be read."""
+    model = toy.save_byte_model(tmp_path / "bytes")
+    rows = ['{"text": "abcdefghijklmnop"}', "no row"]
+    rows += ['{"text": "abcdefghijklmnop"}'] * (SHARDS - 1)
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    fields = {
+        "model": str(model),
+        "n_ctx": N_CTX,
+        "sequences": SHARDS,
+        "sequences_per_shard": 1,
+        "bad_rows": 0.5,
+        "statistics": ["entropy"],
+        "input": {"family": "pile", "files": str(tmp_path / "a.jsonl")},
+        "out": str(tmp_path / "runs"),
+    }
+    new_plan = make_plan(parse_scan(fields), "watched")
+    prepare_run(new_plan, "")
+    return new_plan
+
+
+@pytest.fixture
+def _ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray on this machine that collects metrics often."""
+    monkeypatch.setenv("RAY_metrics_report_interval_ms", "200")
+    yield
+    ray.shutdown()
+
+
+def scraped() -> tuple[str, Samples]:
+    """What Prometheus would read now: the text, and the samples of headcount in it."""
+    port = ray.nodes()[0]["MetricsExportPort"]
+    address = f"http://{ray.nodes()[0]['NodeManagerAddress']}:{port}/metrics"
+    # Ray's collector starts after Ray itself.
+    try:
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return "", {}
+    samples: Samples = {}
+    for name, labels, value in SAMPLE.findall(text):
+        tags = dict(LABEL.findall(labels))
+        different = tags.get("state") or tags.get("phase") or tags.get("reason") or ""
+        samples[name, different] = float(value)
+    return text, samples
+
+
+def watch(plan: Plan, seen: dict[str, Any]) -> None:
+    """Read until all shards but the last are told of, then let the last one end."""
+    deadline = time.monotonic() + 90
+    everything = {
+        ("ray_headcount_tokens_measured_total", ""): (SHARDS - 1) * N_CTX,
+        ("ray_headcount_tokens_prepared_total", ""): 123,
+        ("ray_headcount_shards", "done"): SHARDS - 1,
+        ("ray_headcount_shards", "running"): 1,
+    }
+    seen["expected"] = everything
+    while not ray.is_initialized() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    metrics.tokens_prepared(123)
+    while time.monotonic() < deadline:
+        text, samples = scraped()
+        seen["text"] += text
+        # A gauge is there only if it was set since it was last read.
+        seen["samples"] |= samples
+        has_share = ("ray_headcount_replica_idle_share", "") in seen["samples"]
+        if has_share and everything.items() <= seen["samples"].items():
+            break
+        time.sleep(0.4)
+    (Path(plan.scan.out) / "watched").touch()
+
+
+@pytest.mark.usefixtures("_ray")
+def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan) -> None:
+    seen: dict[str, Any] = {"text": "", "samples": {}}
+    watcher = threading.Thread(target=watch, args=[plan, seen])
+    watcher.start()
+    silent = Console(quiet=True)
+    assert run_to_end(plan, Resources(1, 1, "cpu"), silent, replica_class=WatchedReplica) == []
+    watcher.join()
+    samples: Samples = seen["samples"]
+    assert seen["expected"].items() <= samples.items(), samples
+    assert samples["ray_headcount_shards", "waiting"] == 0
+    assert samples["ray_headcount_shards", "failed"] == 0
+    assert samples["ray_headcount_bad_rows_total", ""] == 1
+    assert 0 <= samples["ray_headcount_replica_idle_share", ""] <= 1
+    for phase in ("reading", "measuring", "writing"):
+        assert 0 < samples["ray_headcount_phase_seconds_total", phase] < 60
+
+    for metric in METRICS:
+        # Nothing was repeated in this run, so there is no such series.
+        if metric is metrics.SHARDS_REPEATED:
+            continue
+        assert f"# TYPE {metric.exported_name} {metric.kind}\n" in seen["text"]
+        series = next(
+            labels
+            for name, labels, _ in SAMPLE.findall(seen["text"])
+            if name == metric.exported_name
+        )
+        tags = dict(LABEL.findall(series))
+        assert set(metric.tags) <= set(tags)
+        assert tags.get("run_id", plan.run.run_id) == plan.run.run_id
+        assert tags.get("node", node_name()) == node_name()
+
+
+def test_without_ray_nothing_is_counted_and_nothing_fails() -> None:
+    assert not ray.is_initialized()
+    metrics.tokens_prepared(5)
+    metrics.show(metrics.SHARDS, 1, {"run_id": "toy", "state": "done"})
+
+
+def test_names_have_units_and_tags_that_are_known() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert metric.name.startswith("headcount_")
+        assert metric.unit.split()[0].rstrip(",") in metric.name
+        assert set(metric.tags) <= {"run_id", "node", "phase", "state", "reason", "replica"}
+        assert metric.meaning.endswith(".")
+
+
+def test_the_page_has_the_table_of_the_code() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    assert metrics.table() in page
+
+
+def panels(dashboard: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in panels(dashboard) for target in panel["targets"]]
+    queries += [variable["definition"] for variable in dashboard["templating"]["list"][1:]]
+    names = {name for query in queries for name in re.findall(r"\bray_\w+", query)}
+    # Every metric is drawn, and nothing else.
+    assert names == {metric.exported_name for metric in METRICS}
+    by_name = {metric.exported_name: metric for metric in METRICS}
+    for query in queries:
+        (metric,) = {by_name[name] for name in re.findall(r"\bray_\w+", query)}
+        tags = set(re.findall(r"(\w+)=~", query))
+        tags |= {tag for tags in re.findall(r"by \(([^)]*)\)", query) for tag in tags.split(", ")}
+        assert tags <= set(metric.tags), query
+        # A counter only grows: what is drawn of it is how fast. increase() would miss rare events:
+        # a counter that appears with its first event has no 0 before it.
+        if metric.kind == "counter" and not query.startswith("label_values"):
+            assert "increase(" not in query
+            assert re.search(r"\brate\(| offset ", query), query
+
+
+def test_the_dashboard_has_what_grafana_needs() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    assert {"title", "uid", "schemaVersion", "panels", "templating", "time", "refresh"} <= set(
+        dashboard
+    )
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        assert {"id", "type", "title", "gridPos"} <= set(panel)
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        # Grafana's grid has 24 columns.
+        assert place["x"] + place["w"] <= 24
+        assert not cells & taken
+        taken |= cells
+    for panel in panels(dashboard):
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert panel["description"]
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references)
+    datasource = dashboard["templating"]["list"][0]
+    assert (datasource["name"], datasource["type"]) == ("datasource", "datasource")

@@ -1,0 +1,111 @@
+"""The shape of the command line: panels, lists of names, the first scan file, the version."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import headcount
+from headcount.exports.registry import export_formats
+from headcount.jobs.commands.help_page import PANELS
+from headcount.jobs.commands.known_names import REGISTRIES, known_names
+from headcount.schemas.statistics import STATISTICS
+from headcount.workers.inputs import INPUTS
+from headcount.workers.interventions import INTERVENTIONS
+from headcount.workers.model.files.bundled_models import BUNDLED
+
+
+def printed(*words: str | Path) -> str:
+    """What a command prints on a terminal of 80 columns."""
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(headcount.app, [*map(str, words)])
+    assert result.exit_code == 0, (words, result.output, result.exception)
+    return result.stdout
+
+
+def test_every_command_is_in_one_panel_and_help_fits_the_terminal() -> None:
+    in_panels = [name for names in PANELS.values() for name in names]
+    assert sorted(in_panels) == sorted(get_command(headcount.app).commands)  # pyright: ignore
+    help_text = printed("--help")
+    assert [f"{panel}:" for panel in PANELS] == [
+        line for line in help_text.splitlines() if line.strip(":") in PANELS
+    ]
+    pages = [help_text, *(printed(name, "--help") for name in in_panels)]
+    assert {len(line) for page in pages for line in page.splitlines() if len(line) > 80} == set()
+    assert "..." not in help_text.partition("Measure:")[2]
+
+
+def test_the_first_command_of_reproduce_need_not_be_named() -> None:
+    assert printed("reproduce", "--list") == printed("reproduce", "systems", "--list")
+    assert "reproduce texts [OPTIONS]" in printed("reproduce", "texts", "--help")
+
+
+def test_what_a_scan_can_name_is_listed_with_its_meaning() -> None:
+    registries = (STATISTICS, INTERVENTIONS, INPUTS, [f"bundled:{name}" for name in BUNDLED])
+    for word, registry in zip(REGISTRIES, registries, strict=True):
+        # In a pipe, each is a line.
+        lines = printed("list", word).splitlines()
+        assert [line.split()[0] for line in lines] == list(registry)
+        assert all(len(line.split()) > 2 and line.endswith(".") for line in lines)
+    assert dict(known_names("statistics"))["sink_mass"].startswith("Mean attention to key 0")
+
+
+def test_these_lists_need_no_torch() -> None:
+    code = """
+        import sys
+        from headcount.jobs.commands.known_names import known_names
+        print([len(known_names(word)) > 3 for word in ("statistics", "inputs", "models")])
+        import headcount
+        print(headcount.bundled["gpt2-mini"].name, headcount.__version__, "torch" in sys.modules)
+    """
+    lines = [line.strip() for line in code.splitlines()]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
+    project = tomllib.loads((Path(headcount.__file__).parent / "pyproject.toml").read_text())
+    version = project["project"]["version"]
+    assert done.stdout.split("\n")[:2] == ["[True, True, True]", f"gpt2-mini {version} False"]
+
+
+def test_a_directory_whose_name_is_one_of_the_words_can_still_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(headcount.app, ["list", "./models"])
+    assert f"{tmp_path / 'models'}: no run here" in str(result.exception)
+
+
+def test_formats_of_exports_are_two_lines_each() -> None:
+    lines = printed("export", "--list").splitlines()
+    formats = export_formats()
+    assert [line.partition(":")[0] for line in lines[::2]] == list(formats)
+    assert [line.strip() for line in lines[1::2]] == [each.read_by for each in formats.values()]
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert printed("-V") == printed("--version")
+    assert printed("-V").startswith(f"headcount {headcount.__version__}, code ")
+
+
+def test_the_first_scan_file_runs_and_is_never_written_over_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert printed("init", "first.toml").splitlines()[1:] == [
+        "  headcount scan first.toml",
+        "  headcount query runs induction_heads",
+    ]
+    for name, problem in {
+        "first.toml": "first.toml: is there already; say another name, or delete it",
+        "first.json": "first.json: expected a name that ends in .toml",
+        "nowhere/first.toml": "nowhere/first.toml: cannot be written (No such file or directory)",
+    }.items():
+        assert str(CliRunner().invoke(headcount.app, ["init", name]).exception) == problem
+    with headcount.scan("first.toml", quiet=True) as runs:
+        (first, *_) = runs.sql("SELECT label, is_induction FROM induction_heads WHERE rank = 1")
+    assert first == ("L1H2", True)

@@ -1,0 +1,415 @@
+"""The wheel holds all that a user needs, the declared dependencies are those that are imported, and
+runs are read without what measures.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Sequence
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from headcount.jobs.cluster.ray_cluster import staged_code
+from headcount.schemas.house import PACKAGES
+from tests.tools.processes import DIES_WITH_ITS_PARENT, Ended, libraries_alone
+from tests.toys.toy_runs import write_run
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+GROUPS = PYPROJECT["dependency-groups"]
+TESTING = ("tests", "benchmarks", "conftest.py")
+MEASURING = ("torch", "ray", "transformers", "transformer_lens", "datasets", "tokenizers")
+"""Libraries of the extra `scan` that reading a run must not need."""
+
+BROUGHT_BY_TORCH = {"triton"}
+"""Imported where it is there: torch's CUDA build brings the one that fits it."""
+
+
+def test_one_list_names_the_packages() -> None:
+    folders = {file.parent.name for file in ROOT.glob("*/__init__.py")}
+    assert folders == {*PACKAGES, "tests", "benchmarks"}
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    packed = tools["setuptools"]["packages"]["find"]["include"]
+    assert sorted(packed) == sorted(f"{name}*" for name in PACKAGES)
+    typed = set(tools["pyright"]["include"])
+    assert typed == {"headcount.py", *PACKAGES, "benchmarks", "tests"}
+
+
+def test_the_code_that_a_cluster_is_sent_has_all_that_every_command_imports(tmp_path: Path) -> None:
+    """On a machine of a cluster there are the libraries, and no copy of this project."""
+    python = libraries_alone(tmp_path / "venv") / "bin" / "python"
+    absent = run_in(tmp_path, python, "-c", IS_INSTALLED)
+    assert absent == "None\n"
+    with staged_code() as code:
+        helps = run_in(code, python, "-c", EVERY_HELP)
+    assert helps.count("Usage: ") > 20
+
+
+IS_INSTALLED = "from importlib.util import find_spec; print(find_spec('headcount'))"
+EVERY_HELP = """
+from typer.testing import CliRunner
+import headcount
+
+def ask_for_help(group, words):
+    for command in group.registered_commands:
+        name = command.name or command.callback.__name__
+        result = CliRunner().invoke(headcount.app, [*words, name, "--help"])
+        assert result.exit_code == 0, result.output
+        print(result.stdout)
+    for inner in group.registered_groups:
+        ask_for_help(inner.typer_instance, [*words, inner.name])
+
+ask_for_help(headcount.app, [])
+"""
+
+
+# The wheel
+
+
+def copy_of_project(source: Path) -> Path:
+    """Copy what is packed: a build leaves a folder that the next one reads."""
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("headcount.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel."""
+    source = copy_of_project(tmp_path_factory.mktemp("source"))
+    target = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", target, source)
+    (built,) = target.iterdir()
+    return built
+
+
+def pip(*words: str | Path) -> None:
+    """Run pip without a network."""
+    call = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    no_network = os.environ | {"PIP_NO_INDEX": "1"}
+    done = subprocess.run(
+        [*call, *words], env=no_network, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_wheel_has_every_file_of_the_packages_but_training_scripts(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    files = {
+        file.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    training = {file for file in files if re.fullmatch(r"models/[^/]+/train\.py", file)}
+    assert training
+    assert packed == {"headcount.py"} | files - training
+
+
+def test_an_editable_install_is_found_from_the_folder_above_a_clone(tmp_path: Path) -> None:
+    """The clone is a folder `headcount`, which Python would take for a package without code."""
+    source = copy_of_project(tmp_path / "headcount")
+    python = libraries_alone(tmp_path / "venv") / "bin" / "python"
+    options = ("--ignore-installed", "--no-deps", "--no-build-isolation")
+    pip("--python", python, "install", *options, "--editable", source)
+    found = run_in(tmp_path, python, "-c", "import headcount; print(headcount.__file__)")
+    assert found == f"{source / 'headcount.py'}\n"
+
+
+def test_the_wheel_is_small(wheel: Path) -> None:
+    bundled = sum(file.stat().st_size for file in (ROOT / "models").rglob("*.safetensors"))
+    assert wheel.stat().st_size < bundled + 1_000_000
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new virtual environment with the wheel, and this environment's libraries behind it."""
+    venv = libraries_alone(tmp_path_factory.mktemp("venv") / "venv")
+    # pip sees this project through the libraries, and would take it for installed.
+    options = ("--ignore-installed", "--no-deps", "--no-compile")
+    pip("--python", venv / "bin" / "python", "install", *options, wheel)
+    return venv
+
+
+def run_in(directory: Path, *words: str | Path, said: str = "") -> str:
+    """What a command prints in another directory, with no way back to this checkout.
+
+    `said` is a pattern of all that it says on stderr: no library adds a warning to it.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env["PYTHONWARNINGS"] = "default"
+    done = subprocess.run(
+        words, cwd=directory, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.fullmatch(said, done.stderr), done.stderr
+    return done.stdout
+
+
+SCANNED = (
+    r"(\S+: [\d,]+ tokens, \d+ shards?, 0 of them done\n"
+    r"(?:[\d,]+ of [\d,]+ tokens, .* left\n)*"
+    r"[\d,]+ tokens in .*\n)"
+)
+"""What a scan says of one run. If it takes more than a moment, it also says how far it is."""
+
+
+@pytest.mark.long
+def test_the_wheel_measures_and_answers_in_an_empty_environment(
+    installed: Path, tmp_path: Path
+) -> None:
+    headcount = installed / "bin" / "headcount"
+    (site,) = installed.glob("lib/python*/site-packages")
+    demo = site / "jobs/scans/demo/attn-only-2l-mini-repeated.toml"
+    (tmp_path / "licence.toml").write_text(
+        'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 2\n'
+        'input = { family = "text", files = "bundled:LICENSE", packing = "concat" }\n'
+    )
+    words = ["scan", demo, "licence.toml", "--replicas", "0", "--set", "sequences=2"]
+    run_in(tmp_path, headcount, *words, said=SCANNED * 2)
+    question = (
+        "SELECT model, count(*) AS n FROM heads JOIN runs USING (run_id) GROUP BY ALL ORDER BY 1"
+    )
+    python = installed / "bin" / "python"
+    answered = run_in(tmp_path, python, "-c", ANSWERING, question)
+    codes, files, answer, report, systems = json.loads(answered)
+    from headcount.workers.provenance.code_fingerprint import code_fingerprint
+
+    assert codes == [code_fingerprint()]
+    assert [file for file in files if not file.startswith(str(installed))] == []
+    assert answer.split() == [
+        "model,n",
+        f"bundled:attn-only-2l-mini,{2 * 2 * 8}",
+        f"bundled:gpt2-mini,{2 * 3 * 8}",
+    ]
+    assert report.startswith("report.html: ")
+    assert (tmp_path / "report.html").stat().st_size > 50_000
+    assert "sink_circuit" in systems
+
+
+ANSWERING = """
+import json, sys
+from pathlib import Path
+
+# Texts of tokens need neither.
+for name in ("torch", "transformers"):
+    sys.modules[name] = None
+
+from typer.testing import CliRunner
+import headcount, models, jobs, queries, reproduce, schemas, workers
+from headcount.schemas.files.run_directory import find_runs
+
+def printed(*words):
+    result = CliRunner().invoke(headcount.app, words, catch_exceptions=False)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout
+
+modules = (headcount, models, jobs, queries, reproduce, schemas, workers)
+print(json.dumps([
+    sorted({run.manifest().code for run in find_runs(Path("runs"))}),
+    [module.__file__ for module in modules],
+    printed("query", "runs", sys.argv[1], "--format", "csv"),
+    printed("report", "runs"),
+    printed("reproduce", "--list"),
+]))
+"""
+"""A program that asks about runs: every process would load the libraries anew."""
+
+
+# What is declared
+
+
+def imported(paths: Sequence[Path]) -> dict[str, list[str]]:
+    """The files that import a library, by its top-level name."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(node.module or "")
+        for name in {name.partition(".")[0] for name in names}:
+            found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
+    ours = {"headcount", "tests", "benchmarks", "conftest", *PACKAGES}
+    return {
+        name: sorted(files)
+        for name, files in found.items()
+        if name not in ours | BROUGHT_BY_TORCH and name not in sys.stdlib_module_names
+    }
+
+
+def declared(*extras: str) -> set[str]:
+    """Names of the distributions that the project asks for, with some of its extras and groups."""
+    lines = [*PYPROJECT["project"]["dependencies"]]
+    for extra in extras:
+        lines += (EXTRAS | GROUPS)[extra]
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+def python_files(*names: str) -> list[Path]:
+    """Every Python file of some folders, or the files of that name."""
+    files: list[Path] = []
+    for name in names:
+        path = ROOT / name
+        files += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return files
+
+
+@pytest.mark.parametrize(
+    ("folders", "extras"),
+    [
+        (("headcount.py", "schemas", "queries"), ("notebook",)),
+        (("workers", "jobs", "reproduce", "models"), ("scan",)),
+        (("exports",), ("export",)),
+        (TESTING, ("scan", "dev")),
+    ],
+    ids=["reading", "measuring", "exporting", "testing"],
+)
+def test_every_library_that_is_imported_is_declared(
+    folders: tuple[str, ...], extras: tuple[str, ...]
+) -> None:
+    distributions = packages_distributions()
+    available = declared(*extras)
+    undeclared = {
+        library: files
+        for library, files in imported(python_files(*folders)).items()
+        if not {canonicalize_name(name) for name in distributions[library]} & available
+    }
+    assert undeclared == {}
+
+
+def test_every_library_that_is_declared_is_imported() -> None:
+    every = imported(python_files("headcount.py", *PACKAGES, *TESTING))
+    distributions = packages_distributions()
+    used = {canonicalize_name(name) for library in every for name in distributions[library]}
+    tools = {"ruff", "pyright", "pytest-xdist", "setuptools", "triton"}
+    assert declared("scan", "dev") - used == tools
+
+
+def test_no_library_is_declared_twice() -> None:
+    base, scan = declared(), declared("scan") - declared()
+    assert base & {canonicalize_name(name) for name in MEASURING} == set()
+    assert len(scan) == len(EXTRAS["scan"])
+
+
+# Reading without what measures
+
+WITHOUT_TORCH = f"""
+import contextlib, io, json, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {MEASURING!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+import headcount
+
+def ended(words):
+    sys.argv = ["headcount", *words]
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        try:
+            headcount.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+    return code, stdout.getvalue(), stderr.getvalue()
+
+json.dump([ended(words) for words in json.loads(sys.argv[1])], sys.stdout)
+"""
+"""A program that runs commands one after the other, and cannot import what measures."""
+
+
+def run_without_torch(directory: Path, commands: Sequence[Sequence[str]]) -> list[Ended]:
+    """How commands end in a process that cannot import what measures."""
+    process = subprocess.run(
+        [*DIES_WITH_ITS_PARENT, sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    return [Ended(*ended) for ended in json.loads(process.stdout)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one run, written without a model."""
+    out = tmp_path_factory.mktemp("read") / "runs"
+    write_run(out, "small", {"sink_mass": lambda row: row.head / 4})
+    return out
+
+
+def test_runs_are_read_without_torch_and_ray(runs: Path) -> None:
+    (run,) = runs.glob("run_id=*")
+    commands = [
+        ["--help"],
+        ["scan", "--help"],
+        ["query", "runs"],
+        ["query", "runs", "SELECT count(*) FROM heads"],
+        ["report", "runs"],
+        ["list", "runs"],
+        ["status", str(run)],
+        ["compact", "runs"],
+    ]
+    for words, ended in zip(commands, run_without_torch(runs.parent, commands), strict=True):
+        assert ended.code == 0, (words, ended.stderr)
+        assert ended.stdout, words
+
+
+def test_measuring_without_torch_names_the_extra_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "toy.toml").write_text(
+        'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n'
+    )
+    commands = [["scan", "toy.toml"], ["plan", "toy.toml"]]
+    for ended in run_without_torch(tmp_path, commands):
+        assert ended.code == 2
+        (line,) = ended.stderr.splitlines()
+        assert re.match(r"error: \w+ is not installed", line)
+        assert "pip install -e '.[scan]'" in line
+    assert list(tmp_path.iterdir()) == [tmp_path / "toy.toml"]
+
+
+def older_pythons() -> list[Path]:
+    """Interpreters of this machine that are too old."""
+    found = [Path(path) for name in OLDER if (path := shutil.which(name)) is not None]
+    installed = Path("~/.pyenv/versions").expanduser()
+    found += [file for name in OLDER for file in installed.glob(f"*/bin/{name}")]
+    # A shim of a version that is not chosen ends with an error.
+    return [
+        file for file in found if subprocess.run([file, "-V"], capture_output=True).returncode == 0
+    ]
+
+
+OLDER = ("python3.8", "python3.9", "python3.10")
+
+
+def test_an_older_python_is_one_line() -> None:
+    pythons = older_pythons()
+    if not pythons:
+        pytest.skip("there is no Python here that is too old")
+    for python in pythons:
+        done = subprocess.run(
+            [python, ROOT / "headcount.py", "list"], capture_output=True, text=True, check=False
+        )
+        expected = r"error: headcount needs Python 3\.11 or newer, and this is 3\.\d+\.\d+\n"
+        assert re.fullmatch(expected, done.stderr), done.stderr
+        assert (done.returncode, done.stdout) == (2, "")

@@ -1,0 +1,194 @@
+"""Paired changes, between interventions and between runs, compared with numpy."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headcount.queries.ask.answers import run_query
+from headcount.queries.open.connection import connect
+from tests.toys.toy_runs import Cell, Row, write_run
+
+INTERVENTIONS = ("none", "zero_query_bias", "zero_mlps")
+
+
+def varied_cell(name: str, missing_every: int) -> Cell:
+    """Numbers that differ everywhere. Every `missing_every`-th has no value."""
+
+    def value(row: Row) -> float | None:
+        place = row.sequence * 31 + row.layer * 7 + row.head * 3 + len(row.intervention) + len(name)
+        return None if place % missing_every == 0 else math.sin(place * 1.7) / 2 + 0.5
+
+    return value
+
+
+def varied_cells(shift: float = 0.0) -> dict[str, Cell]:
+    """Three statistics: one shifted, one not, and one that is never defined."""
+    sink_mass = varied_cell("sink_mass", 5)
+
+    def shifted(row: Row) -> float | None:
+        value = sink_mass(row)
+        return None if value is None else value + shift * (row.sequence + 1)
+
+    return {
+        "sink_mass": shifted,
+        "entropy": varied_cell("entropy", 4),
+        "value_norm": lambda row: None,
+    }
+
+
+def answer_rows(path: Path, question: str) -> list[dict[str, Any]]:
+    answer = run_query(connect(path), question)
+    return [dict(zip(answer.schema.names, row, strict=True)) for row in answer.rows()]
+
+
+def paired_change(
+    before: list[float | None], after: list[float | None]
+) -> dict[str, float | int | None]:
+    """The numbers of a row of a view, from the values on each sequence."""
+    # Files hold float32, so the exact change is that of the rounded values.
+    pairs = [
+        (np.float32(old), np.float32(new))
+        for old, new in zip(before, after, strict=True)
+        if old is not None and new is not None
+    ]
+    old_values, new_values = np.array(pairs, np.float64).T
+    changes = new_values - old_values
+    return {
+        "before": old_values.mean(),
+        "after": new_values.mean(),
+        "change": changes.mean(),
+        "standard_error": changes.std(ddof=1) / math.sqrt(len(pairs)) if len(pairs) > 1 else None,
+        "pairs": len(pairs),
+    }
+
+
+def test_effects_are_those_of_numpy(tmp_path: Path) -> None:
+    cells = varied_cells()
+    write_run(tmp_path, "a-1", cells, sequences=11, interventions=INTERVENTIONS)
+    # A run without interventions has no effects.
+    write_run(tmp_path, "b-2", cells, sequences=3)
+    effects = answer_rows(tmp_path, "effects")
+    assert {row["run_id"] for row in effects} == {"a-1"}
+    # Interventions, layers, heads and statistics; value_norm is never defined.
+    assert len(effects) == 2 * 2 * 3 * 2
+    for row in effects:
+        cell = cells[row["statistic"]]
+        places = [(sequence, row["layer"], row["head"]) for sequence in range(11)]
+        before = [cell(Row("none", *place)) for place in places]
+        after = [cell(Row(row["intervention"], *place)) for place in places]
+        expected = paired_change(before, after)
+        assert row["label"] == f"L{row['layer']}H{row['head']}"
+        assert row["pairs"] == expected["pairs"]
+        assert row["pairs"] < 11
+        for column, key in (
+            ("untouched", "before"),
+            ("edited", "after"),
+            ("change", "change"),
+            ("standard_error", "standard_error"),
+        ):
+            assert row[column] == pytest.approx(expected[key], rel=1e-12, abs=1e-14)
+
+
+def test_a_single_pair_has_no_standard_error_and_no_pair_no_row(tmp_path: Path) -> None:
+    def only_first(row: Row) -> float | None:
+        return 0.5 if row.sequence == 0 or row.intervention == "none" else None
+
+    def never_both(row: Row) -> float | None:
+        return 0.5 if (row.sequence % 2 == 0) == (row.intervention == "none") else None
+
+    cells = {"sink_mass": only_first, "entropy": never_both}
+    write_run(tmp_path, "a-1", cells, interventions=("none", "zero_mlps"), layers=1, heads=1)
+    (effect,) = answer_rows(tmp_path, "effects")
+    assert effect["statistic"] == "sink_mass"
+    assert (effect["change"], effect["standard_error"], effect["pairs"]) == (0, None, 1)
+
+
+def test_run_changes_are_those_of_numpy_in_both_directions(tmp_path: Path) -> None:
+    first_cells = varied_cells()
+    second_cells = varied_cells(shift=0.01)
+    # A statistic that only one of the runs measured has no change.
+    del second_cells["entropy"]
+    write_run(tmp_path, "a-1", first_cells, sequences=9, interventions=INTERVENTIONS[:2])
+    write_run(tmp_path, "b-2", second_cells, sequences=7, heads=2, interventions=INTERVENTIONS)
+    changes = answer_rows(tmp_path, "run_changes")
+    # Directions, interventions, layers and heads that both runs have.
+    assert len(changes) == 2 * 2 * 2 * 2
+    assert {row["statistic"] for row in changes} == {"sink_mass"}
+    for row in changes:
+        places = [Row(row["intervention"], s, row["layer"], row["head"]) for s in range(7)]
+        first_values = [first_cells["sink_mass"](place) for place in places]
+        second_values = [second_cells["sink_mass"](place) for place in places]
+        if row["run_id"] == "a-1":
+            expected = paired_change(before=second_values, after=first_values)
+        else:
+            expected = paired_change(before=first_values, after=second_values)
+        assert row["pairs"] == expected["pairs"]
+        for column, key in (
+            ("other", "before"),
+            ("this", "after"),
+            ("change", "change"),
+            ("standard_error", "standard_error"),
+        ):
+            assert row[column] == pytest.approx(expected[key], rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("different", [{"n_ctx": 6}, {"family": "repeated_random"}])
+def test_runs_on_other_sequences_are_not_compared(
+    tmp_path: Path, different: dict[str, Any]
+) -> None:
+    write_run(tmp_path, "a-1", varied_cells())
+    write_run(tmp_path, "b-2", varied_cells(), **different)
+    assert answer_rows(tmp_path, "run_changes") == []
+
+
+def test_parts_of_the_pile_have_standard_errors_and_sink_rates(tmp_path: Path) -> None:
+    sink_masses = [0.1, 0.2, 0.15, 0.9, 0.4, 0.05]
+
+    def sink_mass(row: Row) -> float | None:
+        return sink_masses[row.sequence] if (row.sequence, row.head) != (5, 1) else None
+
+    write_run(
+        tmp_path,
+        "a-1",
+        {"entropy": lambda row: row.sequence / 8, "sink_mass": sink_mass},
+        sequences=6,
+        layers=1,
+        heads=2,
+        pile_sets=("Github", "ArXiv"),
+    )
+    question = "FROM by_pile_set WHERE pile_set_name = 'ArXiv' ORDER BY head"
+    first, second = answer_rows(tmp_path, question)
+    # Every other sequence is of ArXiv.
+    arxiv_masses = np.array([0.2, 0.9, 0.05], np.float32).astype(float)
+    # sink_alpha of a sequence of 5 tokens.
+    is_sink = ((1 + 4 * arxiv_masses) / 5 > 0.3).astype(float)
+    assert is_sink.tolist() == [1, 1, 0]
+    assert first["sink_rate"] == pytest.approx(2 / 3)
+    assert first["se_sink_rate"] == pytest.approx(is_sink.std(ddof=1) / math.sqrt(3))
+    assert first["se_sink_mass"] == pytest.approx(arxiv_masses.std(ddof=1) / math.sqrt(3))
+    assert first["se_entropy"] == pytest.approx(np.array([1, 3, 5]).std(ddof=1) / 8 / math.sqrt(3))
+    # A sequence without a value counts neither in the rate nor in its error.
+    assert (second["sink_rate"], second["se_sink_rate"], second["sequences"]) == (1, 0, 3)
+
+
+def test_parts_of_the_pile_without_sink_mass_have_no_rate(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"entropy": lambda row: 0.5}, pile_sets=("Github",))
+    rows = answer_rows(tmp_path, "by_pile_set")
+    assert {(row["sink_rate"], row["mean_entropy"]) for row in rows} == {(None, 0.5)}
+
+
+def test_tables_and_views_of_heads_name_them(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.5}, interventions=INTERVENTIONS)
+    connection = connect(tmp_path)
+    for view in ("heads", "by_head", "effects", "inactive_scores", "inactive_flags"):
+        sql = f"SELECT DISTINCT label, layer, head FROM {view} ORDER BY ALL"
+        heads = [(layer, head) for layer in range(2) for head in range(3)]
+        rows = list(run_query(connection, sql).rows())
+        assert rows == [(f"L{layer}H{head}", layer, head) for layer, head in heads]
+    for view in ("curves", "profiles", "profile_means", "weights"):
+        assert "label" in run_query(connection, view).schema.names

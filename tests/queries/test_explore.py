@@ -1,0 +1,925 @@
+"""The explorer as a process: who may ask what, and what its page does in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+from aiohttp import web
+from selenium import webdriver
+from selenium.webdriver import ActionChains, Keys
+from selenium.webdriver.common.by import By
+
+from headcount import main
+from headcount.jobs.upkeep.compaction import compact
+from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.explore import question_engine
+from headcount.queries.explore.question_engine import Engine
+from headcount.queries.explore.server import HEADERS, MOST_BYTES, Guard, make_app
+from headcount.schemas.files.run_directory import RunDirectory
+from tests.pages.browser import chromium, cut_tables
+from tests.queries.test_explore_questions import CURVES, SEQUENCES, no_model, unpacked, write
+from tests.tools.processes import DIES_WITH_ITS_PARENT
+
+ROOT = Path(__file__).parent.parent
+HOSTILE_RUN = "a-b_0.1"
+HOSTILE_PART = "<img src=x onerror=document.title='stolen'>"
+DEADLINE = 20.0
+
+
+class Explorer(NamedTuple):
+    """A running explorer."""
+
+    process: subprocess.Popen[str]
+    address: str
+    runs: Path
+    files: list[Path]
+    """The files of the runs before anybody asked."""
+
+    @property
+    def port(self) -> int:
+        port = urlsplit(self.address).port
+        assert port is not None
+        return port
+
+    @property
+    def token(self) -> str:
+        return urlsplit(self.address).fragment
+
+
+def start(runs: Path, *options: str) -> Explorer:
+    command = [sys.executable, "-m", "headcount", "explore", str(runs), "--no-open", *options]
+    process = subprocess.Popen(
+        [*DIES_WITH_ITS_PARENT, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout
+    files = sorted(path for path in runs.rglob("*") if path.is_file())
+    return Explorer(process, process.stdout.readline().strip(), runs, files)
+
+
+def stop(explorer: Explorer, number: signal.Signals) -> tuple[int, str]:
+    """End an explorer. Returns its exit code and what it said."""
+    explorer.process.send_signal(number)
+    _, said = explorer.process.communicate(timeout=30)
+    return explorer.process.returncode, said
+
+
+@pytest.fixture(scope="module")
+def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explorer]:
+    sets = [HOSTILE_PART, "ArXiv"]
+    runs = write(tmp_path_factory.mktemp("runs"), HOSTILE_RUN, pile_sets=sets, **CURVES)
+    # Something in a run's own directory that is not a row.
+    (runs / "secret.txt").write_text("secret")
+    running = start(runs, "--memory", "300MB")
+    yield running
+    code, said = stop(running, signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM, said
+    assert "Traceback" not in said
+
+
+class Reply(NamedTuple):
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+    @property
+    def error(self) -> str:
+        return json.loads(self.body)["error"]
+
+
+def request(
+    explorer: Explorer,
+    method: str = "POST",
+    path: str = "/ask",
+    body: object = None,
+    headers: Mapping[str, str | None] | None = None,
+) -> Reply:
+    """Send a request as a page sends it, with other headers where some are given."""
+    connection = http.client.HTTPConnection("127.0.0.1", explorer.port, timeout=30)
+    sent = {
+        "Host": f"127.0.0.1:{explorer.port}",
+        "Authorization": f"Bearer {explorer.token}",
+        "Content-Type": "application/json",
+    } | dict(headers or {})
+    content = body if isinstance(body, bytes) else json.dumps(body or {"kind": "overview"}).encode()
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    for name, value in sent.items():
+        if value is not None:
+            connection.putheader(name, value)
+    if method == "POST":
+        connection.putheader("Content-Length", str(len(content)))
+    connection.endheaders(content if method == "POST" else None)
+    response = connection.getresponse()
+    reply = Reply(response.status, response.read(), dict(response.getheaders()))
+    connection.close()
+    return reply
+
+
+def sql(explorer: Explorer, text: str) -> Reply:
+    return request(explorer, body={"kind": "sql", "text": text})
+
+
+REQUESTS: list[tuple[str, dict[str, Any], int]] = [
+    ("another host", {"headers": {"Host": "evil.example"}}, 421),
+    ("another host at our port", {"headers": {"Host": "evil.example:80"}}, 421),
+    ("a host that begins like ours", {"headers": {"Host": "127.0.0.1.evil.example"}}, 421),
+    ("a host with a user", {"headers": {"Host": "127.0.0.1@evil.example"}}, 421),
+    ("a user at our host", {"headers": {"Host": "evil.example@127.0.0.1"}}, 421),
+    ("a host with a wrong port", {"headers": {"Host": "127.0.0.1:x"}}, 421),
+    ("an empty host", {"headers": {"Host": ""}}, 421),
+    ("the page for another host", {"method": "GET", "path": "/", "headers": {"Host": "e.x"}}, 421),
+    ("another origin", {"headers": {"Origin": "http://evil.example"}}, 403),
+    ("the origin null", {"headers": {"Origin": "null"}}, 403),
+    ("our origin at another port", {"headers": {"Origin": "http://127.0.0.1:1"}}, 403),
+    ("our origin with https", {"headers": {"Origin": "https://127.0.0.1"}}, 403),
+    ("from another site", {"headers": {"Sec-Fetch-Site": "cross-site"}}, 403),
+    ("from the same site", {"headers": {"Sec-Fetch-Site": "same-site"}}, 403),
+    (
+        "a preflight",
+        {"method": "OPTIONS", "headers": {"Origin": "http://evil.example"}},
+        403,
+    ),
+    ("no token", {"headers": {"Authorization": None}}, 401),
+    ("a wrong token", {"headers": {"Authorization": "Bearer x"}}, 401),
+    ("a token that is not ASCII", {"headers": {"Authorization": "Bearer \u00e9"}}, 401),
+    ("another scheme", {"headers": {"Authorization": "Basic x"}}, 401),
+    ("plain text", {"headers": {"Content-Type": "text/plain"}}, 415),
+    ("a form", {"headers": {"Content-Type": "application/x-www-form-urlencoded"}}, 415),
+    ("no type", {"headers": {"Content-Type": None}}, 415),
+    ("too many bytes", {"body": b" " * (MOST_BYTES + 1)}, 413),
+    ("no JSON", {"body": b"{"}, 400),
+    ("bytes that are not text", {"body": b"\xff\xfe"}, 400),
+    ("deep JSON", {"body": b"[" * 100_000}, 400),
+    ("a question by GET", {"method": "GET"}, 404),
+    ("a traversal", {"method": "GET", "path": "/../headcount.py"}, 404),
+    ("a coded traversal", {"method": "GET", "path": "/%2e%2e%2fserver.py"}, 404),
+    ("a double traversal", {"method": "GET", "path": "/..%2f..%2fsecret.txt"}, 404),
+    ("an absolute path", {"method": "GET", "path": "//etc/passwd"}, 404),
+    ("a NUL", {"method": "GET", "path": "/index.html%00.js"}, 404),
+    ("our own source", {"method": "GET", "path": "/server.py"}, 404),
+    ("a method that writes", {"method": "PUT", "path": "/index.html"}, 405),
+    ("a method that removes", {"method": "DELETE", "path": "/index.html"}, 405),
+]
+
+STATEMENTS = [
+    "INSERT INTO heads VALUES (1)",
+    "DELETE FROM heads",
+    "UPDATE runs SET model = 'x'",
+    "CREATE TABLE t AS SELECT 1",
+    "CREATE TEMP TABLE t AS SELECT 1",
+    "CREATE OR REPLACE VIEW heads AS SELECT 1",
+    "DROP VIEW heads",
+    "COPY heads TO '{runs}/out.csv'",
+    "COPY (SELECT 1) TO '/tmp/out.csv'",
+    "EXPORT DATABASE '{runs}/x'",
+    "ATTACH '{runs}/x.db'",
+    "ATTACH ':memory:' AS m",
+    "DETACH memory",
+    "INSTALL httpfs",
+    "LOAD httpfs",
+    "SET memory_limit = '100GB'",
+    "RESET ALL",
+    "PRAGMA enable_profiling",
+    "CALL pragma_version()",
+    "CHECKPOINT",
+    "VACUUM",
+    "BEGIN TRANSACTION",
+    "EXECUTE x",
+    "SELECT 1; SELECT 2",
+    "SELECT 1; DROP VIEW heads",
+    "SELECT 1) UNION ALL (SELECT 2",
+    "SELECT 1\n) TO '{runs}/out.csv' --",
+    "SELECT 1 /*",
+    "WITH x AS (INSERT INTO runs VALUES (1) RETURNING *) FROM x",
+    "WITH x AS (COPY (SELECT 1) TO '{runs}/out.csv') FROM x",
+    "EXPLAIN ANALYZE COPY (SELECT 1) TO '{runs}/out.csv'",
+    "FROM read_text('/etc/passwd')",
+    "FROM read_text('{runs}/../../../../../../etc/passwd')",
+    "FROM read_blob('/proc/self/environ')",
+    "FROM read_csv('/etc/passwd')",
+    "FROM '/etc/passwd.csv'",
+    "FROM read_parquet('http://127.0.0.1:{port}/x.parquet')",
+    "FROM read_parquet('s3://bucket/x.parquet')",
+    "FROM glob('/etc/*')",
+    "FROM glob('{runs}/../*')",
+    "FROM sniff_csv('/etc/passwd')",
+    "FROM parquet_metadata('/etc/passwd')",
+    "SELECT getenv('HOME')",
+    "FROM query('DROP VIEW heads')",
+    "SELECT * FROM sqlite_scan('/tmp/x', 't')",
+    "SELECT repeat('x', 3000000) FROM range(5)",
+    "SELECT list(i) FROM range(100000000000) t(i)",
+    "",
+]
+
+
+@pytest.mark.parametrize(
+    ("attack", "status"), [(a, s) for _, a, s in REQUESTS], ids=[name for name, _, _ in REQUESTS]
+)
+def test_a_request_that_is_not_the_page_s_is_refused(
+    explorer: Explorer, attack: dict[str, Any], status: int
+) -> None:
+    reply = request(explorer, **attack)
+    assert reply.status == status, reply.body
+    assert "\n" not in reply.error
+    assert "Traceback" not in reply.error
+    assert HEADERS.items() <= reply.headers.items()
+
+
+@pytest.mark.parametrize("statement", STATEMENTS, ids=lambda text: text[:40])
+def test_sql_that_is_not_a_question_about_the_runs_is_refused(
+    explorer: Explorer, statement: str
+) -> None:
+    began = time.monotonic()
+    reply = sql(explorer, statement.format(runs=explorer.runs, port=explorer.port))
+    assert reply.status == 400, reply.body[:300]
+    assert "\n" not in reply.error
+    assert time.monotonic() - began < DEADLINE
+
+
+def test_after_all_attacks_nothing_is_written_and_questions_are_answered(
+    explorer: Explorer,
+) -> None:
+    assert sorted(path for path in explorer.runs.rglob("*") if path.is_file()) == explorer.files
+    assert not Path("/tmp/out.csv").exists()
+    assert unpacked(sql(explorer, "SELECT count(*) FROM heads").body)["rows"] == [[420]]
+
+
+def test_the_page_is_files_of_ours_alone(explorer: Explorer) -> None:
+    page = request(explorer, "GET", "/", headers={"Authorization": None})
+    assert page.status == 200
+    assert HEADERS.items() <= page.headers.items()
+    assert explorer.token.encode() not in page.body
+    assert b"http" not in page.body.replace(b"http-equiv", b"")
+    for name in ("explore.js", "draw.js", "page.css"):
+        assert request(explorer, "GET", f"/{name}").status == 200
+    # Behind a tunnel the port is another one.
+    assert request(explorer, "GET", "/", headers={"Host": "localhost:1"}).status == 200
+
+
+def test_only_who_opens_the_port_to_others_is_known_by_other_names() -> None:
+    assert not Guard("x", "127.0.0.1").is_known_host("192.0.2.7:80")
+    opened_guard = Guard("x", "0.0.0.0")
+    assert opened_guard.is_known_host("192.0.2.7:80")
+    assert opened_guard.is_known_host(f"{socket.gethostname()}:80")
+    assert not opened_guard.is_known_host("evil.example:80")
+
+
+def test_it_listens_on_this_machine_alone(explorer: Explorer) -> None:
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", explorer.port), timeout=2)
+
+
+def test_a_malformed_request_is_refused_without_a_word_on_the_terminal(explorer: Explorer) -> None:
+    with socket.create_connection(("127.0.0.1", explorer.port), timeout=10) as connection:
+        connection.sendall(b"POST /ask HTTP/1.1\r\n\r\n")
+        assert b" 400 " in connection.recv(100)
+
+
+def test_a_port_that_is_taken_is_one_line(
+    explorer: Explorer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["headcount", "explore", str(explorer.runs), "--port", str(explorer.port), "--no-open"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: --port {explorer.port}: is taken by another program; --port 0 takes a free one\n"
+    )
+
+
+# The page in a browser
+
+
+class Page:
+    """The explorer's page in a browser."""
+
+    def __init__(self, browser: webdriver.Chrome) -> None:
+        self.browser = browser
+
+    def run(self, script: str, *arguments: object) -> Any:
+        return self.browser.execute_script(script, *arguments)
+
+    def wait(self) -> None:
+        """Wait until the page has asked for everything, and got it."""
+        until = time.monotonic() + 30
+        quiet_looks = 0
+        while quiet_looks < 3:
+            assert time.monotonic() < until, "the page still waits for an answer"
+            is_quiet = self.run(
+                "return document.body.dataset.ready === 'yes' && document.body.ariaBusy !== 'true'"
+            )
+            quiet_looks = quiet_looks + 1 if is_quiet else 0
+            time.sleep(0.03)
+
+    def find(self, selector: str) -> Any:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str) -> str:
+        return self.find(selector).text
+
+    @property
+    def questions(self) -> int:
+        """Questions that the page has asked."""
+        return int(self.run("return document.body.dataset.sent"))
+
+    def titles(self) -> dict[str, str]:
+        """What each cell of the heatmap says."""
+        script = """return Object.fromEntries([...document.querySelectorAll('[data-cell]')]
+            .map(cell => [cell.dataset.cell, cell.querySelector('title').textContent]))"""
+        return self.run(script)
+
+    def count(self, statistic: str) -> int:
+        """Values that a histogram shows."""
+        return int(
+            self.run("return arguments[0].dataset.count", self.find(f'[data-hist="{statistic}"]'))
+        )
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    yield from chromium(tmp_path_factory.mktemp("chromium"))
+
+
+@pytest.fixture(scope="module")
+def page(browser: webdriver.Chrome, explorer: Explorer) -> Page:
+    browser.get(explorer.address)
+    page = Page(browser)
+    page.wait()
+    return page
+
+
+@pytest.fixture(scope="module")
+def database(explorer: Explorer) -> RunDatabase:
+    """The same runs, asked in SQL."""
+    return open_runs(explorer.runs)
+
+
+def shown(page: Page, question: str, database: RunDatabase) -> None:
+    """Hold the heatmap to SQL that gives layer, head and mean."""
+    rows = database.rows(question)
+    titles = page.titles()
+    assert len(rows) == len(titles) == 6
+    for layer, head, mean in rows:
+        words = titles[f"{layer}.{head}"].split()
+        number = float(next(word for word in words if word[:1].isdigit()))
+        assert number == pytest.approx(mean, rel=1e-3), (layer, head)
+
+
+OF_RUN = "FROM heads WHERE intervention = 'none'"
+
+
+def test_the_page_opens_with_a_heatmap_and_a_head(
+    page: Page, explorer: Explorer, database: RunDatabase
+) -> None:
+    shown(page, f"SELECT layer, head, avg(sink_mass) {OF_RUN} GROUP BY ALL", database)
+    # The token has left the address.
+    assert explorer.token not in page.browser.current_url
+    assert page.text("#head-name").startswith("Head L")
+    assert page.text("#progress").startswith(f"{SEQUENCES} sequences")
+    assert len(page.browser.find_elements(By.CSS_SELECTOR, "[data-hist]")) == 3
+
+
+def test_a_click_shows_the_card_of_a_head(page: Page, database: RunDatabase) -> None:
+    page.find('[data-cell="1.2"]').click()
+    page.wait()
+    assert page.text("#head-name") == "Head L1H2"
+    ((mean,),) = database.rows(f"SELECT avg(entropy) {OF_RUN} AND layer = 1 AND head = 2")
+    cells = page.text('[data-statistic="entropy"]').split()
+    assert float(cells[1]) == pytest.approx(mean, rel=1e-3)
+    # Percentiles come one after the other.
+    assert cells[4].isdigit()
+    assert "L1H2 has the highest sink_mass" in page.text("#extremes-name")
+    assert page.text("[data-text]").startswith("01234")
+    assert page.text("[data-text] mark") == "0"
+
+
+def test_a_head_has_its_profiles(page: Page, database: RunDatabase) -> None:
+    rows = database.rows(
+        "SELECT lag, mean FROM profile_means WHERE intervention = 'none' AND layer = 1 "
+        "AND head = 2 AND profile = 'attention_by_lag' ORDER BY lag"
+    )
+    points = page.browser.find_elements(
+        By.CSS_SELECTOR, "#curves [data-series=attention_by_lag] circle title"
+    )
+    drawn = [str(point.get_attribute("textContent")) for point in points]
+    assert len(drawn) == len(rows) == 5
+    for words, (_, mean) in zip(drawn, rows, strict=True):
+        assert f"{mean:.4g}" in words
+    assert page.browser.find_elements(By.CSS_SELECTOR, "[data-series=attention_received_by_key]")
+    # The SQL of the figures answers.
+    page.find("#curves-sql").click()
+    page.find("#run-sql").click()
+    page.wait()
+    assert page.text("#sql-note").startswith("10 rows")
+
+
+def test_hostile_text_is_text(page: Page) -> None:
+    # A long name is cut where it is drawn, and whole in the title.
+    assert HOSTILE_PART in str(page.find("#parts").get_attribute("textContent"))
+    assert HOSTILE_PART in page.text("#extremes")
+    assert page.browser.find_elements(By.CSS_SELECTOR, "main img") == []
+    assert page.browser.title == "headcount explorer"
+
+
+def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
+    page: Page, explorer: Explorer, database: RunDatabase
+) -> None:
+    histogram = page.find('[data-hist="value_norm"]')
+    ActionChains(page.browser).scroll_to_element(histogram).perform()
+    # The pointer enters: the page asks for the cube.
+    ActionChains(page.browser).move_to_element(histogram).perform()
+    page.wait()
+    asked = page.questions
+    drag = ActionChains(page.browser, duration=0).move_to_element(histogram).click_and_hold()
+    for _ in range(30):
+        drag.move_by_offset(4, 0)
+    drag.perform()
+    time.sleep(0.1)
+    assert page.questions == asked
+    assert len(page.run("return performance.getEntriesByName('brush')")) > 2
+    ActionChains(page.browser).release().perform()
+    page.wait()
+    grips = page.browser.find_elements(By.CSS_SELECTOR, '[data-hist="value_norm"] .handle')
+    first, end = (int(grip.get_attribute("aria-valuenow") or -1) for grip in grips)
+    low, high = axis_of_page(explorer)
+    edges = [low + (high - low) * edge / 128 for edge in (first, end)]
+    picked = (
+        f"SELECT sequence {OF_RUN} AND layer = 1 AND head = 2 "
+        f"AND value_norm >= {edges[0]} AND value_norm < {edges[1]}"
+    )
+    rows = database.rows(picked)
+    assert 0 < len(rows) < SEQUENCES
+    assert page.count("sink_mass") == len(rows)
+    assert page.count("value_norm") == SEQUENCES
+    shown(
+        page,
+        f"SELECT layer, head, avg(sink_mass) {OF_RUN} AND sequence IN ({picked}) GROUP BY ALL",
+        database,
+    )
+    table = page.browser.find_elements(By.CSS_SELECTOR, "#extremes [data-sequence]")
+    assert len(table) == min(len(rows), 20)
+    assert page.text("#picked") == f"{len(rows)} of {SEQUENCES} sequences picked"
+    assert page.text("#card").startswith(
+        "Every statistic of this head\nOver all sequences, not those that are picked"
+    )
+
+
+def axis_of_page(explorer: Explorer) -> list[float]:
+    question = {
+        "kind": "histograms",
+        "scope": {"run_id": HOSTILE_RUN},
+        "head": {"layer": 1, "head": 2},
+        "statistics": ["value_norm"],
+    }
+    return unpacked(request(explorer, body=question).body)["axes"]["value_norm"]
+
+
+def test_a_brush_moves_with_the_keyboard(page: Page) -> None:
+    page.find("#clear").click()
+    page.wait()
+    assert page.count("sink_mass") == SEQUENCES
+    handle = page.browser.find_elements(By.CSS_SELECTOR, '[data-hist="entropy"] .handle')[0]
+    page.run("arguments[0].focus()", handle)
+    page.wait()
+    keys = ActionChains(page.browser).send_keys(*[Keys.PAGE_DOWN, Keys.PAGE_UP] * 2)
+    keys.send_keys(*[Keys.PAGE_UP] * 4, Keys.ARROW_RIGHT).perform()
+    time.sleep(0.4)
+    page.wait()
+    assert handle.get_attribute("aria-valuenow") in ("33", "41")
+    assert str(handle.get_attribute("aria-valuetext")).endswith("and above")
+    assert 0 < page.count("sink_mass") < SEQUENCES
+    ActionChains(page.browser).send_keys(Keys.ESCAPE).perform()
+    time.sleep(0.4)
+    page.wait()
+    assert page.count("sink_mass") == SEQUENCES
+
+
+def test_menus_search_and_arrow_keys_choose(page: Page, database: RunDatabase) -> None:
+    page.find('#intervention option[value="zero_key_bias"]').click()
+    page.find('#part option[value="ArXiv"]').click()
+    page.wait()
+    page.find('#statistic option[value="value_norm"]').click()
+    page.wait()
+    shown(
+        page,
+        "SELECT layer, head, avg(value_norm) FROM heads JOIN sequences USING (run_id, "
+        "intervention, sequence) WHERE intervention = 'zero_key_bias' AND pile_set_name = 'ArXiv' "
+        "GROUP BY ALL",
+        database,
+    )
+    page.find("#search").send_keys("l0h1", Keys.ENTER)
+    page.wait()
+    assert page.text("#head-name") == "Head L0H1"
+    cell = page.find('[data-cell="0.1"]')
+    page.run("arguments[0].focus()", cell)
+    ActionChains(page.browser).send_keys(Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ENTER).perform()
+    page.wait()
+    assert page.text("#head-name") == "Head L1H2"
+    # A reload keeps the choice and the token.
+    page.browser.refresh()
+    page.wait()
+    assert page.text("#head-name") == "Head L1H2"
+    assert page.find("#part").get_attribute("value") == "ArXiv"
+
+
+def open_tab(page: Page, address: str) -> None:
+    page.browser.switch_to.new_window("tab")
+    page.browser.get(address)
+    page.wait()
+
+
+def close_tab(page: Page) -> None:
+    page.browser.close()
+    page.browser.switch_to.window(page.browser.window_handles[0])
+
+
+def what_is_chosen(page: Page) -> list[Any]:
+    """What the page shows of every choice."""
+    return page.run(
+        """const value = (id) => document.getElementById(id).value;
+        const texts = (css) => [...document.querySelectorAll(css)].map((node) => node.textContent);
+        return [
+            ...["run", "intervention", "statistic", "part", "first-layer", "last-layer"].map(value),
+            ...texts("#head-name, #picked, .histogram h4, .histogram .range"),
+            ...[...document.querySelectorAll("input:checked")].map((input) => input.value),
+            [...document.querySelectorAll("[data-hist]")].map((figure) => figure.dataset.count),
+        ]"""
+    )
+
+
+def test_a_bookmark_opens_all_that_was_chosen_and_back_takes_it_back(page: Page) -> None:
+    page.browser.get("about:blank")
+    page.browser.back()
+    page.wait()
+    seen: list[list[Any]] = []
+
+    def note() -> None:
+        page.wait()
+        seen.append(what_is_chosen(page))
+
+    note()
+    page.find('#first-layer option[value="1"]').click()
+    note()
+    page.find("#shown summary").click()
+    page.find("#shown-list label:nth-child(2) input").click()
+    note()
+    page.find("#shown summary").click()
+    page.find('[name=meaning][value="rows"]').click()
+    page.find('[name=end][value="lowest"]').click()
+    note()
+    page.run("document.querySelector('[data-hist] .handle').focus()")
+    ActionChains(page.browser).send_keys(*[Keys.PAGE_UP] * 2).perform()
+    time.sleep(0.4)
+    note()
+    assert "rows of all heads picked" in str(seen[-1])
+    assert all(one != other for one, other in pairwise(seen))
+    open_tab(page, page.browser.current_url)
+    assert what_is_chosen(page) == seen[-1]
+    close_tab(page)
+    page.browser.refresh()
+    page.wait()
+    assert what_is_chosen(page) == seen[-1]
+    # A brush is no step of its own.
+    page.find('[data-cell="0.0"]').click()
+    page.wait()
+    page.browser.back()
+    page.wait()
+    assert what_is_chosen(page) == seen[-1]
+    page.browser.back()
+    page.browser.back()
+    page.wait()
+    assert what_is_chosen(page) == seen[2]
+    page.browser.back()
+    page.wait()
+    assert what_is_chosen(page) == seen[1]
+
+
+def test_what_the_address_names_and_is_not_here_is_said(page: Page) -> None:
+    assert not page.find("#absent").is_displayed()
+    words = "run=nosuch&intervention=off&statistic=sinks&head=L9H1&layers=1-7&part=x&brush=y:1-3"
+    page.run("location.hash = arguments[0]", words)
+    page.wait()
+    assert page.text("#absent") == (
+        f"run nosuch is not here, {HOSTILE_RUN} is shown; intervention off is not here, none is "
+        "shown; part x is not here, all of the input is shown; layers 1 to 7 is not here, every "
+        "layer is shown; head L9H1 is not here, the head with the largest mean is shown; statistic "
+        "sinks is not here, sink_mass is shown; brush y is not here, every value is shown."
+    )
+    assert page.find("#run").get_attribute("value") == HOSTILE_RUN
+    page.run("location.hash = 'head=first'")
+    page.wait()
+    assert page.text("#absent") == "first cannot be read."
+    page.find('[data-cell="1.2"]').click()
+    page.wait()
+    assert not page.find("#absent").is_displayed()
+
+
+def test_sql_on_the_page(page: Page) -> None:
+    box = page.find("#sql")
+    box.clear()
+    box.send_keys("SELECT layer, count(*) AS n FROM heads GROUP BY layer ORDER BY layer")
+    box.send_keys(Keys.CONTROL, Keys.ENTER)
+    page.wait()
+    assert page.text("#sql-rows tbody").split() == ["0", "210", "1", "210"]
+    box.clear()
+    box.send_keys("DROP VIEW heads", Keys.CONTROL, Keys.ENTER)
+    page.wait()
+    assert "queries are read-only" in page.text("#sql-note")
+
+
+def test_the_page_is_dark_where_the_reader_is(page: Page) -> None:
+    def ground() -> str:
+        return page.run("return getComputedStyle(document.body).backgroundColor")
+
+    def colour() -> str:
+        return page.run("return getComputedStyle(document.querySelector('[data-cell]')).fill")
+
+    light = ground(), colour()
+    media = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    assert ground() != light[0]
+    assert colour() != light[1]
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_no_table_is_cut(page: Page) -> None:
+    for width in (360, 768, 1100, 1366, 1920):
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        assert cut_tables(page.browser) == [], width
+        wide, place = page.run(
+            """const box = document.getElementById("card-rows");
+            return [box.scrollWidth, box.clientWidth]"""
+        )
+        assert wide == place or width == 360
+    page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_histograms_are_a_picture_with_plain_colours(page: Page) -> None:
+    text = page.run(
+        """return import("./picture.js").then(({ picture }) =>
+            picture(document.getElementById("histograms")).text)"""
+    )
+    assert text.count("<path") == 3 * len(
+        page.browser.find_elements(By.CSS_SELECTOR, "[data-hist]")
+    )
+    assert "Distribution of entropy" in text
+    assert "rgb(74, 144, 189)" in text
+    for word in ("light-dark", "var(", "class=", "grip"):
+        assert word not in text
+
+
+def test_names_of_points_do_not_lie_on_one_another(page: Page) -> None:
+    is_clear = page.run(
+        """return import("./draw.js").then(({ points }) => {
+            const near = [["L1H5", 0.9], ["L1H6", 0.91], ["L1H7", 0.92], ["L1H8", 0.3]];
+            const figure = points({
+                points: near.map(([name, x]) => ({ x, y: 0.9, name, label: true })),
+                xRange: [0, 1], yRange: [0, 1],
+            });
+            document.body.append(figure);
+            const names = [...figure.querySelectorAll(".point-name")];
+            const boxes = names.map((name) => name.getBBox());
+            figure.remove();
+            return [names.length, boxes.some((one, i) => boxes.slice(i + 1).some((other) =>
+                one.x < other.x + other.width && other.x < one.x + one.width &&
+                one.y + 3 < other.y + other.height && other.y + 3 < one.y + one.height))];
+        })"""
+    )
+    assert is_clear == [4, False]
+
+
+def test_a_narrow_page_does_not_scroll_sideways(page: Page) -> None:
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    width = page.run("return document.documentElement.scrollWidth")
+    page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert width == 390
+
+
+def test_the_page_asked_its_own_host_alone_and_its_console_is_empty(
+    page: Page, explorer: Explorer
+) -> None:
+    hosts: set[str] = set()
+    for entry in page.browser.get_log("performance"):
+        message = json.loads(entry["message"])["message"]
+        if message["method"] == "Network.requestWillBeSent":
+            address = urlsplit(message["params"]["request"]["url"])
+            if address.scheme in ("http", "https"):
+                hosts.add(address.netloc)
+            assert explorer.token not in message["params"]["request"]["url"].partition("#")[0]
+    assert hosts == {f"127.0.0.1:{explorer.port}"}
+    refusals = [
+        entry
+        for entry in page.browser.get_log("browser")
+        # The refused DROP is logged by the browser itself.
+        if "400 (Bad Request)" not in entry["message"]
+    ]
+    assert refusals == []
+
+
+def test_refreshing_beside_a_running_scan_shows_more_and_never_an_error(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(question_engine, "FRESH_SECONDS", 0.2)
+    scan = write(tmp_path / "scan", "live", per_shard=5)
+    run = write(tmp_path / "runs", "live", per_shard=5, commit=[0])
+    engine = Engine(str(run), no_model)
+    page.browser.switch_to.new_window("tab")
+    with served(engine) as address:
+        page.browser.get(address)
+        page.wait()
+        watch_a_scan(page, scan, run)
+    page.browser.close()
+    page.browser.switch_to.window(page.browser.window_handles[0])
+    engine.close()
+
+
+def watch_a_scan(page: Page, scan: Path, run: Path) -> None:
+    """Commit the other shards of a scan, and refresh the page of its run meanwhile."""
+    assert page.text("#progress").startswith(f"5 of {SEQUENCES} sequences are in")
+
+    has_shown_more = threading.Event()
+
+    def commit_the_others() -> None:
+        # Data files first and the commit last, as a replica writes them.
+        for shard in range(1, SEQUENCES // 5):
+            if shard == 4:
+                # The page must show some of them before all are there.
+                has_shown_more.wait(30)
+            for kind in ("parquet", "json"):
+                for source in sorted((scan / "run_id=live").rglob(f"*{shard:05d}*.{kind}")):
+                    target = run / source.relative_to(scan)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    temporary = target.with_name(f".{target.name}.tmp")
+                    shutil.copy(source, temporary)
+                    temporary.rename(target)
+            time.sleep(0.1)
+
+    writer = threading.Thread(target=commit_the_others, daemon=True)
+    writer.start()
+    shown_sequences: list[int] = []
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        page.find("#refresh").click()
+        page.wait()
+        assert not page.find("#trouble").is_displayed()
+        assert page.text("#damage") == ""
+        shown_sequences.append(int(page.text("#progress").split()[0]))
+        if shown_sequences[-1] > 5:
+            has_shown_more.set()
+        if shown_sequences[-1] == SEQUENCES:
+            break
+        time.sleep(0.1)
+    writer.join()
+    assert shown_sequences == sorted(shown_sequences)
+    assert any(5 < count < SEQUENCES for count in shown_sequences)
+    assert shown_sequences[-1] == SEQUENCES == page.count("sink_mass")
+    assert page.browser.get_log("browser") == []
+
+
+@pytest.fixture
+def large_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine over a merged run of which one sequence of three is the sample."""
+    rows = SEQUENCES * 6
+    monkeypatch.setattr("headcount.queries.explore.opened.LARGE_RUN_ROWS", rows - 1)
+    monkeypatch.setattr("headcount.queries.explore.sample.SAMPLE_ROWS", rows // 3)
+    write(tmp_path, "large")
+    compact(RunDirectory.of(tmp_path, "large"))
+    engine = Engine(str(tmp_path), no_model)
+    yield engine
+    engine.close()
+
+
+@contextmanager
+def served(engine: Engine, token: str = "t" * 24, port: int = 0) -> Iterator[str]:
+    """The address of an engine's page, served by a thread."""
+    guard = Guard(token, "127.0.0.1")
+    addresses: queue.Queue[str] = queue.Queue()
+    has_ended = threading.Event()
+
+    async def serve() -> None:
+        runner = web.AppRunner(make_app(engine, guard), handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, guard.host, port).start()
+        addresses.put(f"http://{guard.host}:{runner.addresses[0][1]}/#{guard.token}")
+        await asyncio.to_thread(has_ended.wait)
+        await engine.stop_reading()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=asyncio.run, args=[serve()], daemon=True)
+    thread.start()
+    try:
+        yield addresses.get(timeout=10)
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+LOOKS_OFTEN = """
+    const wait = window.setTimeout;
+    window.setTimeout = (then, pause) => wait(then, pause / 10);
+    window.asked = [];
+    const send = window.fetch;
+    window.fetch = (address, request) => {
+        window.asked.push(JSON.parse(request.body).kind);
+        return send(address, request);
+    };
+"""
+"""A script that lets a page look for news ten times as often, and notes what it asks."""
+
+
+def test_a_page_is_coarse_until_the_sample_is_in_memory_and_says_so(
+    page: Page, large_engine: Engine
+) -> None:
+    may_read = threading.Event()
+    # The thread that reads samples is busy until the page was looked at.
+    large_engine.sample_thread.submit(may_read.wait)
+    page.browser.switch_to.new_window("tab")
+    page.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": LOOKS_OFTEN})
+    try:
+        with served(large_engine) as address:
+            page.browser.get(address)
+            page.wait()
+            assert page.text("#brush-note").startswith("Coarse histograms of all rows")
+            assert page.count("sink_mass") == SEQUENCES
+            # No brush is drawn over counts of other rows.
+            page.run("document.querySelector('[data-hist] .handle').focus()")
+            page.wait()
+            assert "histograms" in page.run("return window.asked")
+            assert "cube" not in page.run("return window.asked")
+            may_read.set()
+            # The page looks by itself.
+            until = time.monotonic() + 20
+            while page.text("#brush-note").startswith("Coarse"):
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            page.wait()
+            assert page.text("#brush-note").endswith("1 of 3 sequences is read.")
+            assert page.count("sink_mass") == len(range(0, SEQUENCES, 3))
+    finally:
+        may_read.set()
+        page.browser.close()
+        page.browser.switch_to.window(page.browser.window_handles[0])
+
+
+def test_who_has_no_token_is_told_what_to_paste_and_a_token_never_stays_in_the_address(
+    page: Page, tmp_path: Path
+) -> None:
+    engine = Engine(str(write(tmp_path, "again")), no_model)
+    first, second, wrong = "a" * 24, "b" * 24, "c" * 24
+    with served(engine, first) as address:
+        open_tab(page, address)
+        page.find('[data-cell="0.1"]').click()
+        page.wait()
+        bookmark = page.browser.current_url
+        # An address that another site leads to takes nothing from the reader.
+        page.run("location.hash = arguments[0]", wrong)
+        page.wait()
+        assert "paste the address that headcount explore printed" in page.text("#trouble")
+        page.browser.refresh()
+        page.wait()
+        assert page.browser.current_url == bookmark
+        assert page.text("#head-name") == "Head L0H1"
+        page.browser.get("about:blank")
+    port = urlsplit(address).port
+    assert port is not None
+    with served(engine, second, port) as address:
+        page.browser.get(bookmark)
+        page.wait()
+        assert "paste the address that headcount explore printed" in page.text("#trouble")
+        assert not page.find("main").is_displayed()
+        # As a paste into the address bar of the open tab.
+        page.run("location.href = arguments[0]", address)
+        page.wait()
+        assert page.text("#head-name") == "Head L0H1"
+        assert not page.find("#trouble").is_displayed()
+        assert page.browser.current_url == bookmark
+        assert page.run("return document.cookie") == ""
+        # The refused questions are in the browser's own log.
+        assert {"401" in entry["message"] for entry in page.browser.get_log("browser")} == {True}
+    close_tab(page)
+    engine.close()

@@ -1,0 +1,122 @@
+"""`headcount views`: a DuckDB file of views, read as dashboards read it, while a scan goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from headcount.queries.open.connection import connect, view_descriptions
+from headcount.queries.open.exported_views import NOTE, STORE_NOTE, write_views
+from headcount.schemas.errors import HeadcountError, QueryError
+from tests.toys.toy_runs import Cell, Row, data_file, local, write_run
+
+
+def sink(row: Row) -> float:
+    return row.sequence + row.layer / 4 + row.head / 8
+
+
+def rows(reader: duckdb.DuckDBPyConnection, sql: str) -> list[tuple[object, ...]]:
+    return reader.execute(sql).fetchall()
+
+
+def test_the_file_is_read_from_anywhere_and_renewed_while_a_scan_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns: dict[str, Cell] = {"sink_mass": sink, "entropy": lambda row: None}
+    write_run(tmp_path / "my runs", "a-1", columns, commit=[0])
+    monkeypatch.chdir(tmp_path)
+    output = Path("head.duckdb")
+    exported = write_views("my runs", output)
+    assert (exported.runs, exported.shards_done, exported.shards) == (1, 1, 2)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    output = tmp_path / "head.duckdb"
+
+    reader = duckdb.connect(str(output), read_only=True)
+    assert rows(reader, "SELECT count(*), max(sequence) FROM heads") == [(12, 1)]
+    # Sequences 0 and 1 are there, whose mean is a half.
+    card = "SELECT label, mean FROM head_card(label := 'L1H2') WHERE statistic = 'sink_mass'"
+    assert rows(reader, card) == [("L1H2", 1.0)]
+    asked = "SELECT label, rank FROM ranking(ascending := true) LIMIT 1"
+    assert rows(reader, asked) == [("L0H0", 1)]
+    assert rows(reader, "SELECT n_ctx, model FROM by_head LIMIT 1") == [(5, "toy")]
+    # What was not measured is said.
+    with pytest.raises(duckdb.Error, match="needs column 'sink_value_norm'"):
+        rows(reader, "FROM sink_values")
+    views = {
+        name for (name,) in rows(reader, "SELECT view_name FROM duckdb_views() WHERE comment <> ''")
+    }
+    assert {"heads", "by_head", "outliers"} <= views
+    # DuckDB 1.4 reads formats up to 67. The number stands after a checksum and the letters DUCK.
+    header = output.read_bytes()[:20]
+    assert (header[8:12], int.from_bytes(header[12:20], "little")) == (b"DUCK", 67)
+    # No row of a run is in the file.
+    assert rows(reader, "SELECT count(*) FROM ledger.heads_content") == [(0,)]
+    progress, refresh, note = rows(
+        reader, "SELECT shards_done || ' of ' || shards, refresh, note FROM headcount_notes"
+    )[0]
+    assert (progress, note) == ("1 of 2", NOTE)
+    assert refresh == f"headcount views '{tmp_path}/my runs' -o {output}"
+
+    # The scan has gone on. The open file stays as it was, and a new reader sees more.
+    write_run(tmp_path / "more", "a-1", columns)
+    for file in (tmp_path / "more").rglob("shard-000001*"):
+        place = tmp_path / "my runs" / file.relative_to(tmp_path / "more")
+        place.write_bytes(file.read_bytes())
+    write_views(str(tmp_path / "my runs"), output)
+    assert rows(reader, "SELECT count(*) FROM heads") == [(12,)]
+    reader.close()
+    with duckdb.connect(str(output), read_only=True) as renewed:
+        assert rows(renewed, "SELECT count(*) FROM heads") == [(24,)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "elsewhere",
+        "head.duckdb",
+        "more",
+        "my runs",
+    ]
+
+
+def test_it_has_all_views_and_leaves_damage_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs", "a-1", {"sink_mass": sink})
+    file = local(data_file(run, "heads", "none", 1))
+    file.write_bytes(file.read_bytes()[:-1])
+    exported = write_views(str(tmp_path / "runs"), tmp_path / "head.db")
+    assert len(exported.damage) == 1
+    assert "shard-000001.parquet has" in exported.damage[0]
+    with duckdb.connect(str(tmp_path / "head.db"), read_only=True) as reader:
+        assert rows(reader, "SELECT DISTINCT shard FROM heads") == [(0,)]
+        known = set(view_descriptions(connect(tmp_path / "runs", lazily=True)))
+        listed = rows(reader, "SELECT view_name FROM duckdb_views() WHERE schema_name = 'main'")
+        assert known <= {name for (name,) in listed}
+    assert exported.views == len(known)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("head.txt", r"head.txt: expected a name that ends in .duckdb or .db"),
+        ("no/such/head.duckdb", r"head.duckdb: cannot be written"),
+        ("folder.duckdb", r"folder.duckdb: expected a file, or a name that is free"),
+    ],
+)
+def test_places_that_cannot_be_written(tmp_path: Path, output: str, message: str) -> None:
+    write_run(tmp_path / "runs", "a-1", {"sink_mass": sink}, commit=[])
+    (tmp_path / "folder.duckdb").mkdir()
+    with pytest.raises(QueryError, match=message):
+        write_views(str(tmp_path / "runs"), tmp_path / output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.duckdb", "runs"]
+
+
+def test_without_a_run_an_older_file_stays(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "a-1", {"sink_mass": sink})
+    output = tmp_path / "head.duckdb"
+    output.write_bytes(b"older")
+    with pytest.raises(HeadcountError, match="no run"):
+        write_views(str(tmp_path / "nothing"), output)
+    write_run(tmp_path / "runs", "b-2", {"sink_mass": sink}, fingerprints={"sink_mass": "changed"})
+    with pytest.raises(QueryError, match="'sink_mass'"):
+        write_views(str(tmp_path / "runs"), output)
+    assert output.read_bytes() == b"older"
+    assert "httpfs" in STORE_NOTE

@@ -1,0 +1,317 @@
+"""What an answer looks like: on terminals of any width, in files of any format.
+
+Also what happens if a disk is full or a reader leaves.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import duckdb
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from headcount import app, main
+from headcount.queries.ask.answers import run_query
+from headcount.queries.ask.formats import write_csv, write_json
+from headcount.queries.ask.text_tables import write_table
+from headcount.queries.open.connection import connect
+from tests.tools.processes import Command
+from tests.toys.toy_runs import Row, write_run
+
+ROOT = Path(__file__).parent.parent
+
+ENDLESS = (
+    "SELECT count(*) FROM range(100000000000) a, range(10000) b WHERE a.range % 7 = b.range % 3"
+)
+
+SECONDS_BEHIND_THE_BEGINNING = 1.0
+"""Seconds of a processor after which a command has long begun its question."""
+
+
+def sink(row: Row) -> float:
+    return 0.1 + row.head / 10 + row.layer / 10 + row.sequence / 100
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    write_run(path, "a-1", {"sink_mass": sink, "entropy": lambda row: None})
+    return path
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@cache
+def connection_to(runs: Path) -> duckdb.DuckDBPyConnection:
+    """One connection for all questions."""
+    return connect(runs, lazily=True)
+
+
+def table_lines(
+    runs: Path,
+    question: str,
+    width: int | None,
+    limit: int | None = None,
+    *,
+    vertical: bool = False,
+) -> list[str]:
+    """The lines of a table on a terminal, or in a pipe if there is no width."""
+    out = io.StringIO() if width is None else Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", str(width or 80))
+        write_table(run_query(connection_to(runs), question), out, limit, vertical)
+    # The heading of a table is bold on a terminal.
+    return [re.sub("\x1b\\[[01]m", "", line).rstrip() for line in out.getvalue().splitlines()]
+
+
+# Tables
+
+
+def test_constant_columns_are_written_once_and_columns_that_do_not_fit_are_named(
+    runs: Path,
+) -> None:
+    lines = table_lines(
+        runs, "SELECT *, layer + head AS something FROM by_head, range(2) AS t(copied)", 48
+    )
+    assert lines[:5] == [
+        "run_id: a-1",
+        "model: toy",
+        "n_ctx: 5",
+        "intervention: none",
+        "input_family: uniform_random",
+    ]
+    header = lines.index(next(line for line in lines if line.startswith("layer")))
+    assert lines[header].split() == ["layer", "head", "label", "mean_sink_mass"]
+    assert lines[header + 2].split() == ["0", "0", "L0H0", "0.115"]
+    one_line = " ".join(" ".join(lines).split())
+    assert one_line.endswith(
+        "… 2 more columns: copied, something (--vertical or -o FILE.csv has all)"
+    )
+    assert max(map(len, lines)) <= 48
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+@pytest.mark.parametrize(
+    "question", ["by_head", "heads", "FROM heads LIMIT 1", "sequences", "runs", "statistics"]
+)
+def test_a_table_never_is_wider_than_its_terminal(runs: Path, question: str, width: int) -> None:
+    assert max(map(len, table_lines(runs, question, width, limit=30))) <= width
+
+
+def test_a_row_too_wide_for_the_terminal_has_one_column_a_line(runs: Path) -> None:
+    question = "SELECT 'L0H0' AS label, 0.25 AS sink_mass, repeat('ab', 20) AS long, NULL AS none"
+    assert table_lines(runs, question, 40) == [
+        "label      L0H0",
+        "sink_mass  0.25",
+        "long       ababababababababababababababa",
+        "           bababababab",
+        "none       –",
+    ]
+    assert table_lines(runs, question, 200)[0].split() == ["label", "sink_mass", "long", "none"]
+    assert table_lines(runs, question, None, vertical=True) == [
+        "label      L0H0",
+        "sink_mass  0.25",
+        f"long       {'ab' * 20}",
+        "none       –",
+    ]
+
+
+def test_rows_of_a_vertical_table_are_numbered_and_counted(runs: Path) -> None:
+    lines = table_lines(runs, "SELECT i FROM range(5) AS t(i)", None, 2, vertical=True)
+    assert lines == ["row 1", "i  0", "row 2", "i  1", "… 3 more rows (--limit 2)"]
+
+
+def test_wide_characters_are_folded_whole(runs: Path) -> None:
+    lines = table_lines(runs, "SELECT repeat('漢', 20) AS text", 31, vertical=True)
+    assert lines == ["text  " + "漢" * 12, "      " + "漢" * 8]
+
+
+def test_a_terminal_is_shown_no_control_characters(runs: Path) -> None:
+    # Escape, a control character of eight bits, a mark of direction, and the bell.
+    unsafe = "'a' || chr(27) || '[2J' || chr(155) || chr(8238) || chr(7) || 'b'"
+    question = f'SELECT {unsafe} AS "x\x1b[31m", [{unsafe}] AS y'
+    for width in (None, 40, 200):
+        for vertical in (False, True):
+            text = "\n".join(table_lines(runs, question, width, vertical=vertical))
+            assert not any(sign in text for sign in "\x1b\x9b\u202e\x07")
+            assert "a\\x1b[2J\\x9b\\u202e\\x07b" in text.replace("\n", "").replace(" ", "")
+    terminal, file = Terminal(), io.StringIO()
+    write_csv(run_query(connection_to(runs), question), terminal)
+    write_csv(run_query(connection_to(runs), question), file)
+    assert not any(sign in terminal.getvalue() for sign in "\x1b\x9b\u202e\x07")
+    assert "\x1b[2J\x9b\u202e\x07b" in file.getvalue()
+    terminal = Terminal()
+    write_json(run_query(connection_to(runs), question), terminal)
+    assert not any(sign in terminal.getvalue() for sign in "\x1b\x9b\u202e\x07")
+    first, _ = json.loads(terminal.getvalue())[0].values()
+    assert first == "a\x1b[2J\x9b\u202e\x07b"
+
+
+# Files
+
+
+def call(runs: Path, *arguments: str, stdin: str | None = None) -> str:
+    result = CliRunner().invoke(
+        app, ["query", str(runs), *arguments], input=stdin, catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_the_name_of_a_file_says_its_format(runs: Path, tmp_path: Path) -> None:
+    question = "SELECT layer, head FROM heads ORDER BY ALL LIMIT 2"
+    contents = {}
+    for name in ("a.csv", "a.json", "a.jsonl", "a.txt", "a.CSV"):
+        assert call(runs, question, "-o", str(tmp_path / name)) == ""
+        contents[name] = (tmp_path / name).read_text()
+    assert contents["a.csv"] == contents["a.CSV"] == "layer,head\n0,0\n0,0\n"
+    assert json.loads(contents["a.json"]) == [{"layer": 0, "head": 0}] * 2
+    assert contents["a.jsonl"] == '{"layer": 0, "head": 0}\n' * 2
+    assert contents["a.txt"].splitlines()[0].split() == ["layer", "head"]
+    call(runs, question, "-o", str(tmp_path / "odd.dat"), "--format", "csv")
+    assert (tmp_path / "odd.dat").read_text() == contents["a.csv"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*contents, "odd.dat"])
+
+
+def test_parquet_says_what_columns_mean(runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    question = "SELECT label, mean_sink_mass, sd_sink_mass, mean_entropy, 1 AS one FROM by_head"
+    call(runs, question, "-o", str(file))
+    schema = pq.read_schema(file)
+    facts: dict[str, dict[str, str]] = {}
+    for column in schema:
+        metadata = column.metadata or {}
+        facts[column.name] = {key.decode(): text.decode() for key, text in metadata.items()}
+    assert facts["label"]["description"].startswith("Layer and head as people write them")
+    assert facts["mean_sink_mass"]["unit"] == "probability"
+    assert json.loads(facts["mean_sink_mass"]["range"]) == [0, 1]
+    assert facts["mean_sink_mass"]["description"].startswith("Mean over sequences: Mean attention")
+    assert facts["sd_sink_mass"]["unit"] == "probability"
+    # A standard deviation has the unit of the statistic, but not its range.
+    assert "range" not in facts["sd_sink_mass"]
+    assert json.loads(facts["mean_entropy"]["range"]) == [0, None]
+    assert facts["one"] == {}
+    assert pq.read_table(file).num_rows == 6
+
+
+def test_a_file_stays_until_the_answer_is_whole(runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("old")
+    question = (
+        "SELECT CASE WHEN i = 50000 THEN error('broken') ELSE i END AS i FROM range(60000) t(i)"
+    )
+    result = CliRunner().invoke(app, ["query", str(runs), question, "-o", str(file)])
+    assert result.exit_code != 0
+    assert [(left.name, left.read_text()) for left in tmp_path.iterdir()] == [("a.csv", "old")]
+    (tmp_path / "link.csv").symlink_to(file)
+    call(runs, "SELECT 1 AS a", "-o", str(tmp_path / "link.csv"))
+    assert file.read_text() == "a\n1\n"
+    assert (tmp_path / "link.csv").is_symlink()
+
+
+# Questions
+
+
+def test_questions_come_from_files_and_stdin(runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "count.sql"
+    # With a byte order mark, as editors on Windows write it.
+    file.write_text("-- how many\nSELECT count(*) AS n FROM heads;\n", encoding="utf-8-sig")
+    for arguments in ((str(file),), (f"@{file}",), ("-f", str(file)), ("--file", str(file))):
+        assert call(runs, *arguments, "--format", "csv") == "n\n24\n"
+    for arguments in (("-",), ("-f", "-")):
+        answer = call(runs, *arguments, "--format", "csv", stdin="SELECT 2 AS a")
+        assert answer == "a\n2\n"
+
+
+# Processes
+
+
+def headcount(*arguments: str | Path, stdout: Path | None = None) -> Command:
+    """Start a command of headcount."""
+    return Command(*arguments, environment=os.environ, directory=ROOT, stdout=stdout)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [("heads",), ("heads", "--format", "csv"), ()])
+def test_a_full_stdout_is_one_line(runs: Path, arguments: tuple[str, ...]) -> None:
+    ended = headcount("query", runs, *arguments, stdout=Path("/dev/full")).ended()
+    assert ended.stderr == "error: stdout: cannot be written (No space left on device)\n"
+    assert ended.code == 2
+
+
+@pytest.mark.parametrize("answer_format", ["table", "csv", "json"])
+def test_a_reader_may_leave(runs: Path, tmp_path: Path, answer_format: str) -> None:
+    question = "SELECT i, repeat('x', 50) FROM range(20000) t(i)"
+    # More than a pipe holds.
+    options = ["--format", answer_format, "--limit", "2000"]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = headcount("query", runs, question, *options, stdout=pipe)
+    with pipe.open("rb") as reader:
+        assert reader.read(10)
+    assert command.ended() == (0, "", "")
+
+
+def test_any_encoding_is_written(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = "SELECT 'é' AS a, NULL AS b"
+
+    def ended(*options: str) -> tuple[int | str | None, bytes, str]:
+        """Exit code, stdout and stderr of a process whose stdout is ASCII."""
+        written = io.BytesIO()
+        stdout = io.TextIOWrapper(written, encoding="ascii", write_through=True)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "argv", ["headcount", "query", str(runs), question, *options])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, written.getvalue(), capsys.readouterr().err
+
+    code, stdout, stderr = ended()
+    assert stdout.split() == [b"a", b"|", b"b", b"-----+--", b"\\xe9", b"|", b"-"]
+    assert (code, stderr) == (0, "")
+    code, _, stderr = ended("--format", "csv")
+    assert stderr.startswith("error: stdout is ascii, which has no '\\xe9'; -o FILE.csv")
+    assert code == 2
+
+
+def test_ctrl_c_ends_a_question_in_one_line(runs: Path) -> None:
+    command = headcount("query", runs, ENDLESS)
+    process = psutil.Process(command.pid)
+    # Opening the runs takes less, so the question has begun, which has no end.
+    while process.cpu_times().user < SECONDS_BEHIND_THE_BEGINNING:
+        time.sleep(0.05)
+    command.send_signal(signal.SIGINT)
+    code, stdout, stderr = command.ended(60)
+    assert (stdout, stderr.count("\n"), code) == ("", 1, 130)
+    assert stderr.startswith("stopped")
+
+
+def test_markdown_is_a_table_that_no_text_can_leave(runs: Path, tmp_path: Path) -> None:
+    question = (
+        "SELECT 'a|b' AS \"n|m\", '<script>' AS s, 0.1::FLOAT AS x, NULL AS y, [1, NULL] AS l, "
+        "'two' || chr(10) || 'lines' AS t"
+    )
+    path = tmp_path / "answer.md"
+    arguments = ["query", str(runs), question, "-o", str(path)]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    assert path.read_text().splitlines() == [
+        "| n\\|m | s | x | y | l | t |",
+        "|---|---|---:|---|---|---|",
+        "| a\\|b | \\<script\\> | 0.1 | – | \\[1, null\\] | two\\\\nlines |",
+    ]

@@ -1,0 +1,352 @@
+"""Named queries with parameters: their answers against numpy, on the command line and in SQL."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from headcount import app
+from headcount.queries.ask.answers import run_query
+from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.ask.mistakes import SqlMistake
+from headcount.queries.ask.named_queries import QUERIES, read_queries
+from headcount.queries.ask.text_tables import write_table
+from headcount.schemas.errors import QueryError
+from tests.pages import reference_pages
+from tests.pages.page_commands import FileToSave, follow, same_output, steps_of
+from tests.toys.toy_runs import Cell, Row, write_run
+
+LAYERS, HEADS, SEQUENCES = 2, 6, 9
+PARTS = ("ArXiv", "Github", "Wikipedia (en)")
+RUNS = {"a-1": "pile", "b-2": "pile", "c-3": "text"}
+MODELS = {"a-1": "toy", "b-2": "seed 2", "c-3": "toy"}
+
+
+def sink_mass(run: str) -> Cell:
+    def value(row: Row) -> float | None:
+        # Head L1H2 is never defined, and the first sequence is undefined everywhere.
+        if row.sequence == 0 or (row.layer, row.head) == (1, 2):
+            return None
+        # Heads 3 and 4 are equal: they share a rank.
+        head = 3 if row.head == 4 else row.head
+        return (0.31 * head + 0.17 * row.layer + 0.011 * row.sequence**3 * ord(run[0])) % 0.97
+
+    return value
+
+
+def entropy(row: Row) -> float:
+    return float(row.sequence * 7 % 5 + row.head)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs")
+    for run, family in RUNS.items():
+        write_run(
+            out,
+            run,
+            {"sink_mass": sink_mass(run), "entropy": entropy},
+            layers=LAYERS,
+            heads=HEADS,
+            sequences=SEQUENCES,
+            per_shard=4,
+            family=family,
+            model=MODELS[run],
+            pile_sets=PARTS if family == "pile" else (None,),
+            chance=0.125,
+        )
+    return out
+
+
+@pytest.fixture(scope="module")
+def database(path: Path) -> RunDatabase:
+    return open_runs(path)
+
+
+def values(run: str) -> np.ndarray:
+    """`[layer head sequence]`, NaN where undefined, in the precision of the files."""
+    cell = sink_mass(run)
+    flat = [
+        cell(Row("none", sequence, layer, head))
+        for layer in range(LAYERS)
+        for head in range(HEADS)
+        for sequence in range(SEQUENCES)
+    ]
+    array = np.array([np.nan if value is None else value for value in flat], np.float32)
+    return array.astype(float).reshape(LAYERS, HEADS, SEQUENCES)
+
+
+def of_run(rows: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["run_id"] == run]
+
+
+def test_a_ranking_has_means_errors_and_chance_levels(database: RunDatabase) -> None:
+    rows = of_run(database.records("ranking"), "a-1")
+    expected = values("a-1")[:, :, 1:]
+    for row in rows[:-1]:
+        cell = expected[row["layer"], row["head"]]
+        assert row["mean"] == pytest.approx(cell.mean(), rel=1e-12)
+        assert row["sd"] == pytest.approx(cell.std(ddof=1), rel=1e-9)
+        assert row["standard_error"] == pytest.approx(cell.std(ddof=1) / 8**0.5, rel=1e-9)
+        assert row["above_chance"] == pytest.approx(cell.mean() - 0.125)
+        assert (row["defined"], row["sequences"], row["n_ctx"]) == (8, 9, 5)
+    means = [row["mean"] for row in rows[:-1]]
+    assert means == sorted(means, reverse=True)
+    assert [row["rank"] for row in rows[:-1]] == [
+        1 + sum(m > mean for m in means) for mean in means
+    ]
+    assert (rows[-1]["label"], rows[-1]["rank"], rows[-1]["mean"]) == ("L1H2", None, None)
+    ascending = database.records("FROM ranking(statistic := 'entropy', ascending := true)")
+    assert [row["label"] for row in of_run(ascending, "b-2")[:2]] == ["L0H0", "L1H0"]
+    assert {row["statistic"] for row in ascending} == {"entropy"}
+
+
+def test_a_statistic_is_asked_of_the_runs_that_measured_it(tmp_path: Path) -> None:
+    for run, columns in {"a-1": ("entropy",), "b-2": ("entropy", "sink_mass")}.items():
+        write_run(tmp_path, run, dict.fromkeys(columns, lambda row: float(row.head)))
+    without_sinks = open_runs(tmp_path / "run_id=a-1")
+    both = open_runs(tmp_path)
+    for name in ("ranking", "quantiles", "outliers"):
+        with pytest.raises(QueryError, match=r"'sink_mass' was not measured .*; --statistic names"):
+            without_sinks.records(name)
+        assert without_sinks.records(f"FROM {name}(statistic := 'entropy')")
+        assert {row["run_id"] for row in both.records(name)} == {"b-2"}
+    assert both.rows("SELECT label FROM ranking LIMIT 1") == [("L0H2",)]
+
+
+def test_a_head_card_places_a_head_among_the_others(database: RunDatabase) -> None:
+    rows = of_run(database.records("FROM head_card(label := 'l0h3')"), "a-1")
+    card = {row["statistic"]: row for row in rows}
+    assert set(card) == {"entropy", "sink_mass"}
+    means = values("a-1")[:, :, 1:].mean(-1)
+    sink = card["sink_mass"]
+    others = means[~np.isnan(means)]
+    assert sink["mean"] == pytest.approx(means[0, 3])
+    assert sink["percentile"] == pytest.approx(100 * (others < means[0, 3]).sum() / 10)
+    assert (sink["heads"], sink["chance"], sink["defined"], sink["undefined"]) == (11, 0.125, 8, 1)
+    cell = values("a-1")[0, 3, 1:]
+    assert sink["standard_error"] == pytest.approx(cell.std(ddof=1) / 8**0.5, rel=1e-6)
+    assert (sink["minimum"], sink["maximum"]) == pytest.approx((cell.min(), cell.max()))
+    # Four heads of twelve have a smaller entropy than head 2, and one other has the same.
+    entropies = {
+        row["run_id"]: row["percentile"]
+        for row in database.records("FROM head_card('L0H2')")
+        if row["statistic"] == "entropy"
+    }
+    assert entropies == dict.fromkeys(RUNS, pytest.approx(100 * 4 / 11))
+
+
+def test_quantiles_are_those_of_numpy(database: RunDatabase) -> None:
+    rows = of_run(database.records("quantiles"), "b-2")
+    for row in rows:
+        cell = values("b-2")[row["layer"], row["head"], 1:]
+        if row["label"] == "L1H2":
+            assert (row["p50"], row["defined"]) == (None, 0)
+            continue
+        for percent in (1, 5, 25, 50, 75, 95, 99):
+            assert row[f"p{percent:02}"] == pytest.approx(np.percentile(cell, percent))
+    assert len(rows) == LAYERS * HEADS
+
+
+def test_outliers_are_the_most_extreme_sequences_and_the_earliest_of_equals(
+    database: RunDatabase,
+) -> None:
+    rows = [row for row in database.records("FROM outliers(k := 2)") if row["run_id"] == "a-1"]
+    assert len(rows) == (LAYERS * HEADS - 1) * 4
+    cell = values("a-1")[1, 5]
+    order = [int(place) for place in np.argsort(cell[1:]) + 1]
+    found = [row for row in rows if row["label"] == "L1H5"]
+    assert [(row["extreme"], row["rank"], row["sequence"]) for row in found] == [
+        ("largest", 1, order[-1]),
+        ("largest", 2, order[-2]),
+        ("smallest", 1, order[0]),
+        ("smallest", 2, order[1]),
+    ]
+    spread = cell[1:].std(ddof=1)
+    for row in found:
+        value = cell[row["sequence"]]
+        assert row["value"] == value
+        assert row["deviations"] == pytest.approx((value - cell[1:].mean()) / spread)
+        assert row["pile_set_name"] == PARTS[row["sequence"] % 3]
+    # Sequences 0 and 5 share the smallest entropy; 2 and 7 the largest.
+    equals = database.records("FROM outliers(statistic := 'entropy', k := 1)")
+    assert {(row["extreme"], row["sequence"]) for row in equals} == {
+        ("largest", 2),
+        ("smallest", 0),
+    }
+
+
+def welch(this: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    """Difference of two means, and its standard error."""
+    errors = [group.var(ddof=1) / len(group) for group in (this, other)]
+    return float(this.mean() - other.mean()), float(np.sqrt(sum(errors)))
+
+
+def test_contrasts_of_parts_inputs_and_models(database: RunDatabase) -> None:
+    def compared(arguments: str) -> dict[tuple[str | None, str, str, str], dict[str, Any]]:
+        rows = database.records(f"FROM contrasts({arguments}, statistic := 'sink_mass')")
+        return {(row["run_id"], row["label"], row["this"], row["other"]): row for row in rows}
+
+    parts = compared("compare := 'pile_set_name'")
+    assert {key[2:] for key in parts} == {
+        ("ArXiv", "Github"),
+        ("ArXiv", "Wikipedia (en)"),
+        ("Github", "Wikipedia (en)"),
+    }
+    cell = values("a-1")[0, 1]
+    by_part = {part: cell[1:][np.arange(1, SEQUENCES) % 3 == i] for i, part in enumerate(PARTS)}
+    row = parts["a-1", "L0H1", "ArXiv", "Github"]
+    difference, error = welch(by_part["ArXiv"], by_part["Github"])
+    assert row["difference"] == pytest.approx(difference, rel=1e-6)
+    assert row["standard_error"] == pytest.approx(error, rel=1e-6)
+    assert row["z"] == pytest.approx(difference / error, rel=1e-6)
+    assert (row["this_sequences"], row["other_sequences"]) == (2, 3)
+
+    # Groups of several parts are merged: 8 sequences stand against 8.
+    inputs = compared("compare := 'input_family', this := 'text'")
+    row = inputs[None, "L1H4", "text", "pile"]
+    difference, error = welch(values("c-3")[1, 4, 1:], values("a-1")[1, 4, 1:])
+    assert row["model"] == "toy"
+    assert (row["difference"], row["standard_error"]) == pytest.approx((difference, error))
+    models = compared("compare := 'model'")
+    row = models[None, "L1H4", "seed 2", "toy"]
+    difference, error = welch(values("b-2")[1, 4, 1:], values("a-1")[1, 4, 1:])
+    assert row["input_family"] == "pile"
+    assert (row["difference"], row["standard_error"]) == pytest.approx((difference, error))
+    with pytest.raises(QueryError, match=r"^compare: expected pile_set_name, input_family, model"):
+        compared("compare := 'seed'")
+
+
+def ranks(numbers: np.ndarray) -> np.ndarray:
+    """Ranks from 1. Equal numbers have the mean of their ranks."""
+    return np.array([(numbers < x).sum() + ((numbers == x).sum() + 1) / 2 for x in numbers])
+
+
+def test_agreement_of_seeds_is_the_correlation_of_ranks(database: RunDatabase) -> None:
+    rows = database.records("seed_agreement")
+    assert [(row["run_id"], row["other_run"], row["statistic"]) for row in rows] == [
+        ("a-1", "b-2", "entropy"),
+        ("a-1", "b-2", "sink_mass"),
+    ]
+    this, other = (
+        np.nanmean(np.delete(values(run).reshape(-1, SEQUENCES), HEADS + 2, 0), 1)
+        for run in ("a-1", "b-2")
+    )
+    sink = rows[1]
+    assert (sink["heads"], sink["model"], sink["other_model"]) == (11, "toy", "seed 2")
+    assert sink["spearman"] == pytest.approx(np.corrcoef(ranks(this), ranks(other))[0, 1])
+    assert sink["pearson"] == pytest.approx(np.corrcoef(this, other)[0, 1])
+    # The entropies of both runs are equal.
+    assert (rows[0]["spearman"], rows[0]["top"]) == (pytest.approx(1), 1)
+
+
+def test_chance_levels_are_one_row_per_statistic(database: RunDatabase) -> None:
+    rows = database.rows("SELECT DISTINCT statistic, chance, n_ctx FROM chance_levels ORDER BY 1")
+    assert rows == [("entropy", 0.125, 5), ("sink_mass", 0.125, 5)]
+
+
+# Parameters
+
+
+def headcount(*words: str) -> tuple[int, str, str]:
+    try:
+        result = CliRunner().invoke(app, words, catch_exceptions=False)
+    except QueryError as error:
+        return 2, "", str(error)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_parameters_on_the_command_line_and_in_sql_are_the_same(path: Path) -> None:
+    code, out, _ = headcount(
+        "query", str(path), "outliers", "--statistic=entropy", "--limit", "3", "--k", "1",
+        "--format", "csv",
+    )  # fmt: skip
+    sql = "FROM outliers(statistic := 'entropy', k := 1)"
+    assert (code, out) == headcount("query", str(path), sql, "--limit", "3", "--format", "csv")[:2]
+    assert out.count("\n") == 4
+    code, out, _ = headcount("query", str(path), "outliers", "--help")
+    assert code == 0
+    assert "--k WHOLE NUMBER  How many sequences of each head, at either end. (default 3)" in out
+    assert "In SQL: FROM outliers(statistic := 'sink_mass', k := 3)" in out
+    assert "RUNS" in headcount("query", "--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["outliers", "--k", "many"], "--k: expected WHOLE NUMBER, got 'many'"),
+        (["outliers", "--k"], "--k: expected a value after it"),
+        (["outliers", "--k", "1", "--k", "2"], "--k: is given twice"),
+        (["outliers", "--kk", "1"], "--kk: did you mean --k? It takes: --statistic, --k"),
+        (["outliers", "--statistik", "a"], "--statistik: did you mean --statistic?"),
+        (["outliers", "--statistic", "entrop"], "statistic 'entrop': did you mean 'entropy'"),
+        (["outliers", "--statistic", "key_norm"], "was not measured in these runs; add 'key_norm'"),
+        (["ranking", "--ascending", "1"], "--ascending: expected true|false, got '1'"),
+        (["by_head", "--threshold", "1"], "query 'by_head' has no parameter --threshold"),
+        (["by_head", "--limt", "1"], "unknown option --limt: did you mean --limit"),
+        (["SELECT 1", "--k", "1"], "unknown option --k; only named queries take parameters"),
+        (["SELECT", "1"], "expected one question, got also '1'"),
+        (["FROM outliers(kk := 3)"], "unknown parameter of outliers 'kk': … Known: k, statistic"),
+        (["FROM outliers(k := 'x')"], "expected values of the types (statistic VARCHAR"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_parameters_are_one_line(path: Path, words: list[str], message: str) -> None:
+    code, out, error = headcount("query", str(path), *words)
+    assert (code, out) == (2, "")
+    assert error.count("\n") == 0
+    assert all(part in error for part in message.split(" … ")), error
+
+
+def test_a_parameter_without_a_default_must_be_given(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "one_layer.sql").write_text(
+        "-- Heads of a layer.\n-- parameter depth BIGINT: The layer.\n"
+        "-- example: one_layer --depth 1\nFROM heads WHERE layer = $depth"
+    )
+    database = open_runs(path, queries=tmp_path)
+    assert len(database.rows("FROM one_layer(depth := 1)")) == 3 * HEADS * SEQUENCES
+    for question in ("FROM one_layer", "FROM one_layer()", "SELECT label FROM one_layer"):
+        with pytest.raises(QueryError, match=r"needs --depth .*, as in: one_layer --depth 1"):
+            database.records(question)
+    (tmp_path / "one_layer.sql").write_text("-- parameter depth LAYER: The layer.\nFROM heads")
+    with pytest.raises(QueryError, match=r"expected a type of VARCHAR, .* got LAYER"):
+        open_runs(path, queries=tmp_path)
+
+
+def test_a_mistake_points_at_its_place(database: RunDatabase, path: Path) -> None:
+    for sql, pointer in {
+        "SELECT lyer FROM heads": "SELECT lyer FROM heads\n       ^^^^",
+        "SELECT 1\nFROM heads h\nWHERE h.lyer = 1": "WHERE h.lyer = 1\n      ^^^^^^",
+        "SELECT layer frm heads": "SELECT layer frm heads\n                 ^^^^^",
+        "FROM headz": "FROM headz\n     ^^^^^",
+        "SELECT layer, sum(head) FROM heads": "SELECT layer, sum(head) FROM heads\n       ^^^^^",
+        "SELECT error('LINE 1: x')": None,
+    }.items():
+        with pytest.raises(SqlMistake) as mistake:
+            list(run_query(database.connection, sql).rows())
+        assert mistake.value.pointer == pointer
+    with pytest.raises(SqlMistake):
+        CliRunner().invoke(app, ["query", str(path), "FROM headz"], catch_exceptions=False)
+
+
+def test_the_page_has_an_answer_of_every_query_and_it_is_right(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "queries.md").read_text(encoding="utf-8")
+    assert reference_pages.answers_by_query().keys() == read_queries(QUERIES).keys()
+    database: RunDatabase | None = None
+    for step in steps_of(page):
+        if isinstance(step, FileToSave) or step.output is None:
+            follow(step, tmp_path)
+            continue
+        # The runs are opened once. As a command, every question would open them anew.
+        database = database or open_runs(tmp_path / "runs")
+        (command,) = step.commands
+        *_, question = shlex.split(command)
+        printed = io.StringIO()
+        write_table(run_query(database.connection, question), printed)
+        advice = "if this is right: python -m tests.pages.page_commands docs/queries.md"
+        assert same_output(step.output, printed.getvalue()), f"{printed.getvalue()}\n{advice}"

@@ -1,0 +1,633 @@
+"""Notebooks: opening runs, asking them, measuring a model in memory, and scanning from Python."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import html
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+
+import headcount
+from tests.project.test_packaging import MEASURING
+from tests.tools.processes import DIES_WITH_ITS_PARENT
+from tests.toys.toy_models import D_VOCAB, family, gpt2, save_model
+
+ROOT = Path(__file__).parent.parent
+TOLERANCE = 1e-6
+STATISTICS = ["sink_mass", "induction_score", "entropy", "value_norm", "head_result_norm"]
+"""Of patterns and of vectors; one reads weights of the layer."""
+
+N_CTX = 12
+
+
+def fields_of(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    """A scan of a toy model, as a dict."""
+    return {
+        "model": str(model),
+        "n_ctx": N_CTX,
+        "sequences": 6,
+        "sequences_per_shard": 3,
+        "statistics": STATISTICS,
+        "input": {"family": "repeated_random"},
+        "out": str(out),
+    } | changes
+
+
+def numbers(rows: pa.Table) -> dict[str, np.ndarray]:
+    """The columns of statistics, in the order intervention, sequence, layer, head."""
+    order = [(name, "ascending") for name in ("intervention", "sequence", "layer", "head")]
+    words = rows["intervention"].cast(pa.string())
+    in_order = rows.set_column(rows.schema.get_field_index("intervention"), "intervention", words)
+    in_order = in_order.sort_by(order)
+    return {name: in_order[name].to_numpy() for name in STATISTICS}
+
+
+def assert_same(first: pa.Table, second: pa.Table, tolerance: float = TOLERANCE) -> None:
+    expected = numbers(second)
+    for name, values in numbers(first).items():
+        np.testing.assert_allclose(values, expected[name], atol=tolerance, rtol=tolerance)
+        assert np.ptp(values) > 0, name
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a GPT-2 and the runs of a scan of it."""
+    directory = tmp_path_factory.mktemp("python")
+    save_model(directory / "gpt2", gpt2())
+    interventions = ["none", "zero_query_bias"]
+    fields = fields_of(directory / "gpt2", directory / "runs", interventions=interventions)
+    headcount.scan(fields, name="toy", quiet=True).close()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(toy: Path) -> Iterator[Any]:
+    with headcount.open(toy / "runs") as opened:
+        yield opened
+
+
+def loaded(path: Path) -> Any:
+    """A model as a user loads it: no choice of attention, and ready to be trained."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path).train()
+
+
+def tokens_of(runs: Any) -> np.ndarray:
+    question = "SELECT tokens FROM sequences WHERE intervention = 'none' ORDER BY sequence"
+    return np.array([tokens for (tokens,) in runs.sql(question)])
+
+
+# Opening and asking
+
+
+def test_importing_is_light_and_the_names_are_there() -> None:
+    heavy = ("torch", "ray", "duckdb", "pyarrow", "typer", "rich", "pydantic", "jobs", "queries")
+    code = (
+        f"import headcount, sys; print(sorted({heavy} & sys.modules.keys()), "
+        "set(headcount.__all__) <= set(dir(headcount)))"
+    ).replace(str(heavy), repr(set(heavy)))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("[] True\n", "")
+    with pytest.raises(AttributeError, match="no attribute 'opne'"):
+        _ = headcount.opne  # pyright: ignore[reportAttributeAccessIssue]
+
+
+WITHOUT_TORCH = f"""
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {MEASURING!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+import headcount
+with headcount.open(sys.argv[1]) as runs:
+    print(runs.sql("SELECT count(*) FROM heads").rows(), len(runs.sql("by_head")) > 0)
+for name in ("measure", "MeasureCallback"):
+    try:
+        getattr(headcount, name)
+    except ModuleNotFoundError as error:
+        print(error)
+try:
+    headcount.scan({{}})
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_runs_open_where_nothing_that_measures_is_installed(toy: Path) -> None:
+    done = subprocess.run(
+        [*DIES_WITH_ITS_PARENT, sys.executable, "-c", WITHOUT_TORCH, str(toy / "runs")],
+        cwd=toy,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    answer, *refusals = done.stdout.splitlines()
+    assert answer == f"[({6 * 3 * 4 * 2},)] True"
+    assert len(refusals) == 3
+    for line in refusals:
+        assert "pip install -e '.[scan]'" in line
+
+
+def test_one_answer_in_every_form(runs: Any) -> None:
+    answer = runs.sql("SELECT label, avg(sink_mass) AS mass FROM heads GROUP BY ALL ORDER BY 1")
+    assert answer.columns == ["label", "mass"]
+    assert len(answer) == 12
+    assert answer.arrow().num_rows == len(answer.df()) == len(answer.pl()) == 12
+    assert [row[0] for row in answer][:2] == ["L0H0", "L0H1"]
+    assert list(answer.df()["mass"]) == [mass for _, mass in answer.rows()]
+    assert list(answer.pl()["label"]) == list(answer.df()["label"])
+
+
+def test_a_question_by_the_name_of_a_view(runs: Any) -> None:
+    assert "one row per" in runs.views["heads"].lower()
+    assert sorted(runs.sql("by_head").df()["label"]) == sorted(
+        runs.sql("FROM by_head").df()["label"]
+    )
+    assert len(runs.sql("FROM by_head LIMIT 5")) == 5
+    # What these runs cannot answer shows when it is asked for.
+    with pytest.raises(headcount.Error, match="it needs column 'sink_value_norm'"):
+        runs.sql("sink_heads").df()
+
+
+@pytest.mark.parametrize(
+    ("question", "problem"),
+    [
+        ("SELECT 1", "threshold: only named queries take parameters"),
+        ("sinkheads", "unknown query 'sinkheads': did you mean 'sink_heads'"),
+        ("by_head", "query 'by_head' has no parameter --threshold"),
+    ],
+)
+def test_a_parameter_that_nobody_takes_is_one_line(runs: Any, question: str, problem: str) -> None:
+    with pytest.raises(headcount.Error, match=problem):
+        runs.sql(question, threshold=0.2)
+
+
+def test_an_answer_without_rows_has_columns(runs: Any) -> None:
+    empty = runs.sql("SELECT layer, sink_mass FROM heads WHERE false")
+    assert (empty.rows(), len(empty)) == ([], 0)
+    assert list(empty.df().columns) == list(empty.pl().columns) == ["layer", "sink_mass"]
+
+
+@pytest.mark.parametrize(
+    ("question", "problem"),
+    [
+        ("sinkheads", "did you mean 'sink_heads'"),
+        ("SELECT sink_mas FROM heads", "unknown column 'sink_mas'"),
+        ("COPY heads TO 'x.csv'", "read-only"),
+        ("", "the question is empty"),
+        ("FROM '/etc/passwd'", "unknown view"),
+    ],
+)
+def test_a_mistake_is_one_line_and_at_once(runs: Any, question: str, problem: str) -> None:
+    with pytest.raises(headcount.Error, match=f"(?i){problem}") as caught:
+        runs.sql(question)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_without_runs_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(headcount.Error, match="no run here; expected a run directory"):
+        headcount.open(tmp_path)
+
+
+def test_notebooks_show_few_rows_and_escape_them(runs: Any) -> None:
+    question = "SELECT '<script>' AS \"a<b\", 0.123456::DOUBLE AS n, NULL AS nothing"
+    shown = runs.sql(question)._repr_html_()
+    assert "<script>" not in shown
+    assert "<th>a&lt;b</th>" in shown
+    assert "<td>&lt;script&gt;</td><td>0.1235</td><td>–</td>" in shown
+    assert repr(runs.sql(question)) == "a<b       n       nothing\n<script>  0.1235  –"
+    many = runs.sql("SELECT layer, head FROM heads")
+    assert many._repr_html_().count("<tr>") == 21
+    assert "more rows: df(), pl() and arrow() have all" in many._repr_html_()
+    assert "more rows: df(), pl() and arrow() have all" in repr(many)
+    assert len(many) == 144
+
+
+def test_opened_runs_say_how_much_is_in(runs: Any) -> None:
+    for shown in (repr(runs), runs._repr_html_()):
+        assert "6 of 6" in shown
+        assert str(runs.path) in shown
+
+
+def test_damage_is_a_warning_and_its_shard_is_in_no_answer(toy: Path, tmp_path: Path) -> None:
+    fields = fields_of(toy / "gpt2", tmp_path / "runs")
+    headcount.scan(fields, name="damaged", quiet=True).close()
+    file = next((tmp_path / "runs").rglob("heads/**/*.parquet"))
+    file.write_bytes(b"short")
+    with (
+        pytest.warns(UserWarning, match=r"is left out of every view.*measures it anew"),
+        headcount.open(tmp_path / "runs") as opened,
+    ):
+        assert opened.sql("SELECT count(*) FROM heads").rows() == [(3 * 12,)]
+
+
+# Scanning
+
+
+def test_a_scan_file_with_overrides_is_the_run_of_the_command(toy: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(
+        f'model = "{toy}/gpt2"\nn_ctx = 8\nsequences = 2\nstatistics = ["entropy"]\n'
+        f'input.family = "uniform_random"\nout = "{tmp_path}/runs"\n'
+    )
+    changes: dict[str, Any] = {"statistics": ["sink_mass"], "input.family": "repeated_random"}
+    with headcount.scan(file, quiet=True, **changes) as run:
+        (manifest,) = run.sql("SELECT name, input_family, statistics FROM runs").rows()
+        assert manifest == ("own", "repeated_random", ["sink_mass"])
+        kept = (Path(str(run.path)) / "scan.toml").read_text(encoding="utf-8")
+    assert kept.endswith('# --set statistics=["sink_mass"]\n# --set input.family="repeated_random"')
+
+
+def test_the_text_of_a_dict_is_a_scan_file(toy: Path) -> None:
+    from headcount.schemas.scans.scan import load_scan
+
+    (run,) = (toy / "runs").glob("run_id=*")
+    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    kept = load_scan(run / "scan.toml")
+    assert kept.run_id("toy") == manifest["run_id"]
+    assert [str(each) for each in kept.interventions] == ["none", "zero_query_bias"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"sequence": 3}, "unknown key 'sequence': did you mean 'sequences'"),
+        ({"sequences": 0}, "sequences: expected 1 or more"),
+        ({"model": "nowhere/at/all"}, "no such directory"),
+        ({"statistics": {1}}, "expected a text, a number, a list or a dict, got set"),
+    ],
+)
+def test_a_scan_that_cannot_run_is_one_line(
+    toy: Path, tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(headcount.Error, match=problem) as caught:
+        headcount.scan(fields_of(toy / "gpt2", tmp_path / "runs"), quiet=True, **changes)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_run_behind(toy: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(toy / "gpt2", tmp_path / "broken")
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[:1000])
+    with pytest.raises(headcount.Error, match="the weights cannot be loaded"):
+        headcount.scan(fields_of(broken, tmp_path / "runs"), quiet=True)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+# Measuring a model in memory
+
+
+def test_measured_rows_are_those_of_a_scan(toy: Path, runs: Any) -> None:
+    model = loaded(toy / "gpt2")
+    tokens = tokens_of(runs)
+    rows = headcount.measure(
+        model, tokens, STATISTICS, interventions=["none", "zero_query_bias"], run_id="mine"
+    )
+    (run,) = (toy / "runs").glob("run_id=*")
+    files = [pq.ParquetFile(file).read() for file in run.rglob("heads/**/*.parquet")]
+    assert len(files) == 4
+    scanned = pa.concat_tables(files)
+    assert rows.schema.equals(scanned.schema, check_metadata=True)
+    assert set(rows["run_id"].to_pylist()) == {"mine"}
+    assert_same(rows, scanned)
+    # A part of it is the same part, and one sequence may come without its axis.
+    part = headcount.measure(model, tokens[1].tolist(), STATISTICS, layers=[1], batch_size=1)
+    assert part.num_rows == 4
+    condition = "sequence = 1 AND layer = 1 AND intervention = 'none' ORDER BY head"
+    expected = runs.sql(f"SELECT entropy FROM heads WHERE {condition}").arrow()
+    np.testing.assert_allclose(part["entropy"], expected["entropy"], atol=TOLERANCE)
+
+
+def test_a_model_with_rotations_and_shared_keys_is_measured_like_a_scan(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model", family("LlamaConfig", num_key_value_heads=2))
+    fields = fields_of(path, tmp_path / "runs")
+    with headcount.scan(fields, name="llama", quiet=True) as scanned:
+        rows = headcount.measure(loaded(path), torch.tensor(tokens_of(scanned)), STATISTICS)
+        assert_same(rows, scanned.sql("heads").arrow())
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """Everything that somebody may notice of a model and of the generators."""
+    parameters = dict(model.named_parameters())
+    return {
+        "places": {name: weight.data_ptr() for name, weight in parameters.items()},
+        "values": {name: weight.detach().clone() for name, weight in model.state_dict().items()},
+        "learning": {name: weight.requires_grad for name, weight in parameters.items()},
+        "gradients": {name: copy.copy(weight.grad) for name, weight in parameters.items()},
+        "modules": [(name, type(part).__name__) for name, part in model.named_modules()],
+        "training": [part.training for part in model.modules()],
+        "hooks": [
+            {key: list(value) for key, value in vars(part).items() if key.endswith("_hooks")}
+            for part in model.modules()
+        ],
+        "config": model.config.to_dict() | {"attention": model.config._attn_implementation},
+        "random": (torch.get_rng_state(), list(np.random.get_state()), random.getstate()),
+        "settings": (torch.is_grad_enabled(), torch.get_num_threads()),
+    }
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two states are equal to the last bit."""
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, np.ndarray):
+        return np.array_equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+def trained(model: Any) -> torch.optim.Optimizer:
+    """An optimizer after one step, with gradients left in the model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    tokens = torch.arange(2 * N_CTX).reshape(2, N_CTX) % D_VOCAB
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    return optimizer
+
+
+TOKENS = torch.randint(D_VOCAB, (3, N_CTX), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_measured_model_is_left_as_it_was(toy: Path) -> None:
+    model = loaded(toy / "gpt2")
+    calls: list[object] = []
+    model.transformer.h[1].attn.register_forward_hook(lambda *_: calls.append(None))
+    trained(model)
+    calls.clear()
+    output = model.eval()(TOKENS).logits.detach()
+    model.train()
+    model.transformer.h[0].eval()
+    before = state_of(model)
+    calls.clear()
+    headcount.measure(model, TOKENS, STATISTICS, interventions=["none", "zero_query_bias"])
+    headcount.measure(model, TOKENS, ["entropy"])
+    after = state_of(model)
+    assert [key for key in before if not same(before[key], after[key])] == []
+    assert calls == []
+    assert torch.equal(model.eval()(TOKENS).logits, output)
+    # It can still be trained, and its hooks run.
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert len(calls) == 2
+
+
+def test_a_model_is_measured_as_it_is_at_that_step(toy: Path) -> None:
+    model = loaded(toy / "gpt2")
+    before = headcount.measure(model, TOKENS, STATISTICS)
+    trained(model)
+    after = headcount.measure(model, TOKENS, STATISTICS)
+    assert_same(after, headcount.measure(copy.deepcopy(model), TOKENS, STATISTICS))
+    assert np.abs(numbers(after)["entropy"] - numbers(before)["entropy"]).max() > 1e-3
+    # New tensors in the old modules, and values written over the old ones.
+    other = {name: value * 1.5 for name, value in model.state_dict().items()}
+    for assign in (True, False):
+        model.load_state_dict(other, assign=assign)
+        rows = headcount.measure(model, TOKENS, STATISTICS)
+        assert_same(rows, headcount.measure(copy.deepcopy(model), TOKENS, STATISTICS))
+        other = {name: value * 0.5 for name, value in model.state_dict().items()}
+
+
+def test_weights_that_a_bridge_has_copied_are_copied_anew() -> None:
+    """The bridge of GPT-NeoX splits queries, keys and values into weights of its own."""
+    from transformers import AutoModelForCausalLM
+
+    names = ["sink_mass", "sink_score_shift"]  # The second one reads these weights.
+    model = AutoModelForCausalLM.from_config(family("GPTNeoXConfig"))
+    before = headcount.measure(model, TOKENS, names, engine="dense")
+    trained(model)
+    after = headcount.measure(model, TOKENS, names, engine="dense")
+    expected = headcount.measure(copy.deepcopy(model), TOKENS, names, engine="dense")
+    for name in expected.schema.names[7:]:
+        np.testing.assert_array_equal(after[name], expected[name])
+    assert not np.array_equal(before["sink_mass"], after["sink_mass"])
+
+
+def test_half_precision_weights_and_autocast_are_measured_in_float32(toy: Path) -> None:
+    model = loaded(toy / "gpt2").bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = headcount.measure(model, TOKENS, STATISTICS)
+    assert_same(rows, headcount.measure(copy.deepcopy(model).float(), TOKENS, STATISTICS))
+    trained(model)
+    later = headcount.measure(model, TOKENS, STATISTICS)
+    assert_same(later, headcount.measure(copy.deepcopy(model).float(), TOKENS, STATISTICS))
+
+
+def test_what_wraps_a_model_is_looked_through(toy: Path) -> None:
+    class Parallel(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    model = loaded(toy / "gpt2")
+    forward = model.forward
+    # As libraries do that cast what a model returns.
+    model.forward = lambda *words, **named: forward(*words, **named)
+    rows = headcount.measure(Parallel(model), TOKENS, STATISTICS)
+    assert_same(rows, headcount.measure(loaded(toy / "gpt2"), TOKENS, STATISTICS))
+
+
+def test_a_bridge_is_measured_as_it_is(toy: Path) -> None:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    from headcount.workers.model.files.loading import _stub_tokenizer
+
+    model = loaded(toy / "gpt2")
+    with _stub_tokenizer() as tokenizer:
+        bridge = TransformerBridge.boot_transformers(
+            "toy", hf_model=copy.deepcopy(model), tokenizer=tokenizer
+        )
+    calls: list[object] = []
+    bridge.add_hook("blocks.0.attn.hook_z", lambda value, hook: calls.append(None))
+    bridge.train()
+    hooks = {name: len(point.fwd_hooks) for name, point in bridge.hook_dict.items()}
+    values = {name: value.clone() for name, value in bridge.state_dict().items()}
+    rows = headcount.measure(bridge, TOKENS, STATISTICS)
+    assert_same(rows, headcount.measure(model, TOKENS, STATISTICS), 1e-5)
+    assert {name: len(point.fwd_hooks) for name, point in bridge.hook_dict.items()} == hooks
+    assert all(part.training for part in bridge.modules())
+    assert all(torch.equal(value, bridge.state_dict()[name]) for name, value in values.items())
+    # The hooks of a bridge are how it is edited, so they run.
+    assert calls
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "problem"),
+    [
+        ([[1, 2], [1]], {}, "tokens: expected sequences of one length"),
+        (
+            [[0.5, 1.0]],
+            {},
+            r"tokens: expected integers of one sequence or more \[sequence pos\], got float64",
+        ),
+        ([[1, D_VOCAB]], {}, f"tokens: expected ids from 0 to {D_VOCAB - 1}.*got {D_VOCAB}"),
+        ([[-1, 1]], {}, "got -1"),
+        ([[1] * 41], {}, "tokens: 41 in a sequence are beyond the 40 positions"),
+        ([], {}, r"of shape \[1, 0\]"),
+        ([[1, 2]], {"statistics": ["sink_mas"]}, "did you mean 'sink_mass'"),
+        ([[1, 2]], {"heads": ["L9H0"]}, "L9H0"),
+        ([[1, 2]], {"interventions": ["nothing"]}, "unknown intervention"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    toy: Path, tokens: Any, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(headcount.Error, match=problem) as caught:
+        headcount.measure(_shared_model(toy), tokens, **options)
+    assert "\n" not in str(caught.value)
+
+
+_MODELS: dict[Path, Any] = {}
+
+
+def _shared_model(toy: Path) -> Any:
+    """A model that no test changes."""
+    if toy not in _MODELS:
+        _MODELS[toy] = loaded(toy / "gpt2")
+    return _MODELS[toy]
+
+
+@pytest.mark.parametrize("model", ["gpt2", nn.Linear(2, 2), None])
+def test_what_is_no_model_is_one_line(model: object) -> None:
+    with pytest.raises(headcount.Error, match="model: expected a loaded causal language model"):
+        headcount.measure(model, [[1, 2]])
+
+
+# Training
+
+
+def test_the_trainer_measures_before_during_and_after(toy: Path, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = loaded(toy / "gpt2")
+    start = headcount.measure(model, TOKENS, ["sink_mass"])
+    callback = headcount.MeasureCallback(
+        TOKENS, every=2, statistics=["sink_mass"], out=tmp_path / "heads"
+    )
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "training"),
+        max_steps=5,
+        learning_rate=0.01,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    texts: Any = [{"input_ids": tokens, "labels": tokens} for tokens in TOKENS]
+    trainer = Trainer(model, arguments, train_dataset=texts, callbacks=[callback])
+    with pytest.raises(headcount.Error, match="measured nothing yet"):
+        callback.table()
+    trainer.train()
+    rows = callback.table()
+    steps = rows["step"].to_numpy()
+    assert sorted(set(steps.tolist())) == [0, 2, 4, 5]
+    masses = rows["sink_mass"].to_numpy()
+    np.testing.assert_array_equal(masses[steps == 0], start["sink_mass"])
+    end = headcount.measure(model, TOKENS, ["sink_mass"])["sink_mass"]
+    np.testing.assert_array_equal(masses[steps == 5], end)
+    assert not np.array_equal(masses[steps == 0], masses[steps == 5])
+    files = sorted((tmp_path / "heads").iterdir())
+    assert len(files) == 4
+    assert pa.concat_tables(map(pq.read_table, files)).num_rows == rows.num_rows
+
+
+def test_a_callback_without_steps_is_refused() -> None:
+    with pytest.raises(headcount.Error, match="every: expected 1 or more, got 0"):
+        headcount.MeasureCallback(TOKENS, every=0)
+
+
+# The page and the notebook
+
+
+@pytest.fixture
+def as_in_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory of a test's own, with the bundled models."""
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("as_in_a_checkout")
+def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) >= 10
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert "did you mean 'sink_mass'" in capsys.readouterr().out
+    assert names["answer"].columns == ["label", "induction"]
+    means = names["ranking"].df()["mean"].tolist()
+    assert len(means) == 16
+    assert means == sorted(means)
+    assert set(names["edited"]["intervention"].to_pylist()) == {"none", "zero_query_bias"}
+    assert set(names["rows"]["run_id"].to_pylist()) == {"step-0", "step-2"}
+    assert names["callback"].every == 500
+    look_at_a_card(names["head"], names["runs"])
+    names["runs"].close()
+    names["run"].close()
+
+
+def look_at_a_card(head: Any, runs: Any) -> None:
+    """The card of the page, its file, its frame, and a head that is not there."""
+    (mean,) = [each.mean for each in head.card.statistics if each.name == "entropy"]
+    question = "SELECT avg(entropy) FROM heads WHERE label = 'L1H5'"
+    assert mean == pytest.approx(runs.sql(question).rows()[0][0], rel=1e-6)
+    assert Path("L1H5.html").read_text(encoding="utf-8") == head.html()
+    shown = head.show(height=300)._repr_html_()
+    inside = re.fullmatch(r'<iframe srcdoc="([^"]*)" sandbox="allow-scripts" (.*)></iframe>', shown)
+    assert inside is not None
+    assert html.unescape(inside[1]) == head.html()
+    assert "height: 300px" in inside[2]
+    with pytest.raises(headcount.Error, match="expected a head from L0H0 to L1H7"):
+        runs.head("L9H9")
+
+
+def cells_of(notebook: Path) -> Iterator[ast.FunctionDef]:
+    """The cells of a marimo notebook, which is a Python file with a function for each."""
+    for node in ast.parse(notebook.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            yield node
+
+
+@pytest.mark.usefixtures("as_in_a_checkout")
+def test_the_cells_of_the_notebook_run() -> None:
+    """All but three, which need marimo: the title, a menu, and the card that is chosen in it."""
+    names: dict[str, Any] = {}
+    cells_run = 0
+    for cell in cells_of(ROOT / "docs" / "notebook.py"):
+        if {"mo", "choice"} & {node.id for node in ast.walk(cell) if isinstance(node, ast.Name)}:
+            continue
+        body = [line for line in cell.body if not isinstance(line, ast.Return)]
+        exec(compile(ast.Module(body, []), str(cell.lineno), "exec"), names)
+        cells_run += 1
+    assert cells_run == 5
+    assert names["heatmap"].shape == (2, 8)
+    assert names["by_head"].rows()[0][3] > 0.5
+    assert names["effect"].columns.tolist() == ["none", "zero_query_bias"]

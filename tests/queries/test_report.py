@@ -1,0 +1,697 @@
+"""The report, opened from disk in a real browser: what it draws and says, without a network."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import duckdb
+import numpy as np
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.report.head_card import card_html, head_card
+from headcount.queries.report.html_page import packed, unpacked
+from headcount.queries.report.report import _detail, _input_words, _values, write_report
+from headcount.queries.report.section import HeadValues, Histograms, Means
+from headcount.queries.run_models import RunModels
+from headcount.schemas.errors import QueryError
+from headcount.schemas.files.digests import digest_of
+from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.statistics import STATISTICS
+from headcount.workers.replica import Replica
+from headcount.workers.run_model import RunModel
+from headcount.workers.shard import run_shard
+from tests.pages.browser import chromium, cut_tables, requested_urls
+from tests.toys.toy_runs import Cell, Row, data_file, local, write_run
+
+EVIL = "</script><b>Pile & co"
+"""A name that would break the page if it were taken for markup."""
+
+LAYERS, HEADS = 3, 5
+LABELS = [f"L{layer}H{head}" for layer in range(LAYERS) for head in range(HEADS)]
+
+MAPS = ["sink_mass", "induction_score", "sink_logit_margin", "entropy"]
+NORMS = ["resid_pre_norm", "sink_resid_pre_norm", "resid_post_norm", "sink_resid_post_norm"]
+
+
+def cells() -> dict[str, Cell]:
+    """Values of some statistics.
+
+    Norms of the residual stream and the coverage do not differ between the heads of a layer.
+    Duplicates are undefined. Sequences differ by their parity.
+    """
+
+    def score(row: Row) -> float:
+        return (row.layer * HEADS + row.head) / 16 + (row.sequence % 2) / 64
+
+    norms: dict[str, Cell] = {name: lambda row: 4.0 * 4**row.layer for name in NORMS}
+    return {
+        "sink_mass": lambda row: score(row) / (2 if row.intervention != "none" else 1),
+        "induction_score": score,
+        "sink_logit_margin": lambda row: 3.0 if row.head else -1.0,
+        "entropy": lambda row: 1 + score(row),
+        "match_coverage": lambda row: 0.5,
+        "duplicate_score": lambda row: None,
+        "value_norm": lambda row: 2.0,
+        "sink_value_norm": lambda row: 1.0,
+        **norms,
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    size: dict[str, Any] = {"layers": LAYERS, "heads": HEADS, "model": "a <b>model</b>"}
+    write_run(folder, "a-1", cells(), family="pile", pile_sets=[EVIL, "Github"], commit=[0], **size)
+    edits = ("none", "zero_query_bias")
+    write_run(folder, "b-2", cells(), family="repeated_random", interventions=edits, **size)
+    write_run(folder, "c-3", cells(), family="uniform_random", commit=[], **size)
+    write_run(folder, "d-4", cells(), family="uniform_random", **size)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def database(runs: Path) -> RunDatabase:
+    return open_runs(runs)
+
+
+@pytest.fixture(scope="module")
+def report(runs: Path, database: RunDatabase) -> Path:
+    output = runs / "report.html"
+    write_report(database, output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    yield from chromium(tmp_path_factory.mktemp("chromium"))
+
+
+@pytest.fixture(scope="module")
+def _opened(browser: webdriver.Chrome, report: Path) -> None:
+    # Chromium's own new tab page asks for many chrome:// files first.
+    browser.get("about:blank")
+    browser.get_log("performance")
+    browser.get(report.as_uri())
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, _opened: None) -> webdriver.Chrome:
+    """The report at its first section, with all that waits to be seen drawn."""
+    show(browser, "run=a-1")
+    return browser
+
+
+def show(page: webdriver.Chrome, words: str) -> None:
+    """Go to what an address says, and draw all of it."""
+    page.execute_script("location.hash = arguments[0]", words)
+    page.execute_async_script("setTimeout(arguments[0], 0)")
+    page.execute_script("dispatchEvent(new Event('beforeprint'))")
+
+
+def texts(page: webdriver.Chrome, css: str) -> list[str]:
+    script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.textContent)"
+    return page.execute_script(script, css)
+
+
+def attributes(page: webdriver.Chrome, css: str, name: str) -> list[str]:
+    script = """return [...document.querySelectorAll(arguments[0])]
+        .map((node) => node.getAttribute(arguments[1]))"""
+    return page.execute_script(script, css, name)
+
+
+def one(page: webdriver.Chrome, css: str) -> WebElement:
+    return page.find_element(By.CSS_SELECTOR, css)
+
+
+def cell(page: webdriver.Chrome, name: str, label: str) -> WebElement:
+    return one(page, f"[data-map={name}] [aria-label^='{label} ']")
+
+
+def body(page: webdriver.Chrome) -> str:
+    return texts(page, "body")[0]
+
+
+def test_every_statistic_that_differs_between_heads_has_a_heatmap(page: webdriver.Chrome) -> None:
+    assert sorted(attributes(page, "[data-map]", "data-map")) == sorted(MAPS)
+    for name in MAPS:
+        labels = attributes(page, f"[data-map={name}] .cell", "aria-label")
+        assert [label.split()[0] for label in labels] == LABELS
+        # Two colours at least, and a title on every mark.
+        assert len(set(attributes(page, f"[data-map={name}] .cell", "fill"))) >= 2
+        assert texts(page, f"[data-map={name}] .cell title") == labels
+    assert "Mean attention to the keys that follow an earlier copy" in body(page)
+    assert texts(page, "[data-map=induction_score] .readout") == ["Chance: 0.25"]
+
+
+def test_what_heads_share_is_not_a_heatmap(page: webdriver.Chrome) -> None:
+    assert attributes(page, "[data-lines]", "data-lines") == ["Residual stream", "Residual peak"]
+    titles = texts(page, "[data-series='before the layer, others'] circle title")
+    assert [title.rpartition(": ")[2] for title in titles] == ["4", "16", "64"]
+    # The axis has decades: 5, 10, 20 and 50.
+    ticks = texts(page, "[data-lines='Residual stream'] text[text-anchor=end]")
+    assert ticks == ["5", "10", "20", "50"]
+    shared = dict(zip(texts(page, "main dt"), texts(page, "main dd"), strict=True))
+    assert shared["duplicate_score"] == "undefined here"
+    assert shared["match_coverage"] == "0.5"
+
+
+def test_signed_statistics_diverge_around_zero(page: webdriver.Chrome) -> None:
+    legend = texts(page, "[data-map=sink_logit_margin] .legend text")
+    assert sorted(legend) == ["0", "3", "−3"]
+
+
+def test_colours_can_run_over_the_own_range(page: webdriver.Chrome) -> None:
+    assert texts(page, "[data-map=sink_mass] .legend text") == ["0", "1"]
+    one(page, "#own").click()
+    page.execute_script("dispatchEvent(new Event('beforeprint'))")
+    # Score n/16 for n = 0 … 14, plus 1/128 on average over the two parities.
+    assert texts(page, "[data-map=sink_mass] .legend text") == ["0.00781", "0.883"]
+    assert "range=own" in page.current_url
+
+
+def test_it_says_what_was_scanned_what_stands_out_and_how_sure_that_is(
+    page: webdriver.Chrome,
+) -> None:
+    assert texts(page, "h1") == ["What the attention heads of a <b>model</b> do"]
+    assert (
+        "15 heads over 2 sequences of 5 tokens (10 in all), input pile" in texts(page, "#lead")[0]
+    )
+    warning = "1 of 2 shards are done: the numbers below cover 2 of 4 sequences."
+    assert warning in texts(page, ".warning")[0]
+    finding = texts(page, "[data-standout=sink_mass] .finding")[0]
+    # The values are 14/16 and 14/16 + 1/64: mean 0.8828, standard error 1/128. L2H3 is 1/16 lower.
+    assert finding.startswith("L2H4 leads with 0.8828 ± 0.0078, 3.5 times chance. It is 5.7 stand")
+    # sink_alpha is above 0.3 if sink_mass is above 1/8: all but the two lowest heads.
+    assert "13 of 15 heads pass the threshold of sink_heads" in finding
+    show(page, "run=c-3")
+    assert texts(page, "#lead") == ["No rows yet."]
+    show(page, "run=b-2")
+    assert texts(page, ".warning") == []
+
+
+def test_a_click_marks_a_head_in_all_heatmaps_and_shows_its_card(page: webdriver.Chrome) -> None:
+    target = cell(page, "entropy", "L1H2")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", target)
+    ActionChains(page).move_to_element(target).perform()
+    assert texts(page, "[data-map=entropy] .readout") == ["L1H2  1.445 ± 0.0078"]
+    target.click()
+    marked = attributes(page, "[aria-selected=true].cell", "aria-label")
+    assert [label.split()[0] for label in marked] == ["L1H2"] * len(MAPS)
+    assert texts(page, "#card h2") == ["L1H2"]
+    assert texts(page, "#card .detail-name") == ["entropy"]
+    assert "run=a-1&head=L1H2&statistic=entropy" in page.current_url
+
+
+def test_a_heatmap_is_walked_with_keys(page: webdriver.Chrome) -> None:
+    start = cell(page, "sink_mass", "L0H0")
+    start.send_keys(Keys.ARROW_RIGHT)
+    focused = page.switch_to.active_element
+    assert str(focused.get_attribute("aria-label")).startswith("L0H1 ")
+    focused.send_keys(Keys.ARROW_DOWN)
+    page.switch_to.active_element.send_keys(Keys.ENTER)
+    assert texts(page, "#card h2") == ["L1H1"]
+    # One cell of a map is reached by Tab, the others by arrows.
+    assert attributes(page, "[data-map=sink_mass] .cell", "tabindex").count("0") == 1
+    one(page, "#card [data-statistic=induction_score]").send_keys(Keys.ENTER)
+    assert texts(page, "#card .detail-name") == ["induction_score"]
+
+
+def test_a_head_is_found_by_its_name(page: webdriver.Chrome) -> None:
+    search = one(page, "#search")
+    search.clear()
+    search.send_keys("l2h1", Keys.ENTER)
+    assert texts(page, "#card h2") == ["L2H1"]
+    search = one(page, "#search")
+    search.clear()
+    search.send_keys("L9H1", Keys.ENTER)
+    assert search.get_property("validationMessage") == "Expected a head from L0H0 to L2H4"
+    assert texts(page, "#card h2") == ["L2H1"]
+
+
+def test_the_card_says_what_the_rows_say(page: webdriver.Chrome, runs: Path) -> None:
+    show(page, "run=d-4&head=L1H3&statistic=sink_mass")
+    files = f"{runs}/run_id=d-4/heads/**/*.parquet"
+    sql = f"""
+        SELECT avg(sink_mass), stddev_samp(sink_mass) / sqrt(count(*)), count(*)
+        FROM read_parquet('{files}') WHERE layer = 1 AND head = 3
+    """
+    mean, error, count = duckdb.execute(sql).fetchall()[0]
+    row = next(row for row in card_rows(page) if row[0] == "sink_mass")
+    # Eight of the other fourteen heads have a smaller mean.
+    percentile = str(round(100 * 8 / 14))
+    assert row == ["sink_mass", f"{mean:.4g} ± {error:.2g}", "0.25", percentile]
+    titles = texts(page, "#card [data-hist=sink_mass] title")
+    assert sum(int(title.rpartition(": ")[2]) for title in titles) == count == 4
+    assert f"{count} sequences, from 0.5 to 0.5156." in body(page)
+
+
+def card_rows(page: webdriver.Chrome) -> list[list[str]]:
+    script = """return [...document.querySelectorAll("#card .statistics tbody tr")]
+        .map((row) => [...row.cells].map((cell) => cell.textContent))"""
+    return page.execute_script(script)
+
+
+def test_the_card_of_the_page_is_the_card_of_python(
+    page: webdriver.Chrome, database: RunDatabase
+) -> None:
+    show(page, "run=b-2&intervention=zero_query_bias&head=L2H0")
+    card = head_card(database, "L2H0", "b-2", "zero_query_bias")
+    names = [statistic.name for statistic in card.statistics]
+    rows = card_rows(page)
+    assert [row[0] for row in rows] == names
+    for row, statistic in zip(rows, card.statistics, strict=True):
+        if statistic.mean is not None:
+            assert float(row[1].split()[0].replace("−", "-")) == pytest.approx(statistic.mean, 1e-3)
+    change = card.statistic("sink_mass").change
+    assert change == pytest.approx(-(10 / 16 + 1 / 128) / 2)
+    with pytest.raises(QueryError, match=r"statistic 'sink_mas': expected one of .* sink_mass"):
+        card.statistic("sink_mas")
+
+
+def test_an_intervention_beside_the_untouched_model(
+    page: webdriver.Chrome, database: RunDatabase
+) -> None:
+    show(page, "run=b-2&head=L2H0&with=b-2/zero_query_bias")
+    captions = texts(page, "[data-map=sink_mass] figcaption")
+    assert captions == ["b-2", "b-2 · zero_query_bias", "second minus first"]
+    labels = attributes(page, "[data-map=sink_mass] figure:nth-child(3) .cell", "aria-label")
+    effects = database.rows(
+        "SELECT change FROM effects WHERE statistic = 'sink_mass' ORDER BY layer, head"
+    )
+    shown = [float(label.split("  ")[1].replace("−", "-")) for label in labels]
+    assert shown == pytest.approx([change for (change,) in effects], rel=1e-3)
+    # The entropy does not change: every cell is pale.
+    pale = attributes(page, "[data-map=entropy] figure:nth-child(3) .cell", "fill-opacity")
+    assert pale == [None] * len(LABELS)
+    row = next(row for row in card_rows(page) if row[0] == "sink_mass")
+    assert row[1:4] == ["0.6328", "0.3164", "−0.3164 ± 0.0023"]
+
+
+def test_two_runs_side_by_side(page: webdriver.Chrome) -> None:
+    show(page, "run=a-1&with=d-4/none&head=L0H1")
+    cell(page, "sink_mass", "L0H1").send_keys(Keys.ARROW_LEFT)
+    # L0H0 has 0 and 1/64 in both. Its error over two sequences is 1/128, over four 1/128 · √(1/3).
+    error = math.hypot(1 / 128, 1 / 128 / math.sqrt(3))
+    assert texts(page, "[data-map=sink_mass] .readout")[0].endswith(f"difference 0 ± {error:.2g}")
+    pale = attributes(page, "[data-map=sink_mass] figure:nth-child(3) .cell", "fill-opacity")
+    assert pale == ["0.3"] * len(LABELS)
+
+
+def test_parts_of_the_pile_and_names_that_are_never_markup(
+    page: webdriver.Chrome, report: Path
+) -> None:
+    show(page, "run=a-1&head=L2H0&statistic=sink_mass")
+    assert f"{EVIL} (1)" in texts(page, "[data-parts] text title")
+    assert attributes(page, "#card [data-bar]", "data-bar") == [f"{EVIL} (1)", "Github (1)"]
+    assert page.find_elements(By.TAG_NAME, "b") == []
+    assert EVIL not in report.read_text(encoding="utf-8")
+
+
+def test_every_figure_has_its_sql_which_answers(
+    page: webdriver.Chrome, database: RunDatabase
+) -> None:
+    questions: set[str] = set()
+    for words in ("run=a-1&head=L2H0", "run=b-2&with=b-2/zero_query_bias", "run=b-2&with=d-4/none"):
+        show(page, words)
+        figures = page.execute_script(
+            "return document.querySelectorAll('figure.card, [data-standout]').length"
+        )
+        assert len(texts(page, "main .behind")) >= figures
+        questions |= set(texts(page, ".behind pre"))
+    assert len(questions) > 25
+    for sql in questions:
+        assert database.rows(f"FROM ({sql}) LIMIT 1"), sql
+
+
+KEEP_FILES = """window.files = []; window.make ??= URL.createObjectURL;
+    URL.createObjectURL = (blob) => { files.push(blob); return make(blob); };"""
+"""A script that keeps what the page gives to the reader."""
+
+
+def test_the_data_of_a_figure_is_a_file(page: webdriver.Chrome) -> None:
+    page.execute_script(KEEP_FILES)
+    button = "[data-parts] button[data-csv]"
+    page.execute_script("document.querySelector(arguments[0]).click()", button)
+    content = page.execute_async_script("files[0].text().then(arguments[0])")
+    lines = content.split("\r\n")
+    assert lines[0] == "head,pile_set_name,mean,standard_error,documents,count"
+    assert lines[1] == f"L0H0,{EVIL},0,,1,1"
+    assert len(lines) == 1 + 2 * len(LABELS) + 1
+
+
+def test_dormant_heads(page: webdriver.Chrome) -> None:
+    # Scores are n/16 + 1/128. Those from 0.4 on are n = 7 … 14.
+    sentence = (
+        "8 heads pass both thresholds (induction score 0.4, sink mass 0.3), from b-2, d-4, a-1"
+    )
+    assert sentence in texts(page, "[data-dormant] .note")[0]
+    assert len(page.find_elements(By.CSS_SELECTOR, "[data-dormant] .point")) == len(LABELS)
+    assert len(page.find_elements(By.CSS_SELECTOR, "[data-dormant] .point.on")) == 8
+
+
+def test_an_address_opens_what_it_says(page: webdriver.Chrome, report: Path) -> None:
+    words = "run=b-2&intervention=zero_query_bias&head=L1H4&statistic=entropy"
+    page.get("about:blank")
+    page.get(f"{report.as_uri()}#{words}")
+    assert texts(page, "#card h2") == ["L1H4"]
+    assert texts(page, "#card .detail-name") == ["entropy"]
+    assert "intervention" in texts(page, "dt")
+    assert "zero_query_bias" in texts(page, "#facts dd")
+    # What is not there leaves the first run with rows, and is said.
+    show(page, "run=nothing&intervention=off&head=L99H0&with=b-2/nothing&statistic=x")
+    assert "a-1" in texts(page, "#facts dd")
+    assert texts(page, "#absent") == [
+        "run nothing is not here, a-1 is shown; intervention off is not here, another is shown; "
+        "with b-2/nothing is not here, no comparison is shown; head L99H0 is not here, the leading "
+        "head is shown; statistic x is not here, another is shown."
+    ]
+
+
+def test_back_takes_a_choice_back(page: webdriver.Chrome) -> None:
+    show(page, "run=b-2&head=L1H4")
+    assert texts(page, "#absent") == []
+    cell(page, "sink_mass", "L2H1").click()
+    one(page, "#compare option[value='0']").click()
+    assert texts(page, "#card h2 , #compare option:checked") == ["a-1", "L2H1"]
+    page.back()
+    assert texts(page, "#card h2 , #compare option:checked") == ["nothing", "L2H1"]
+    page.back()
+    assert texts(page, "#card h2 , #compare option:checked") == ["nothing", "L1H4"]
+
+
+def shown_at(page: webdriver.Chrome, width: int) -> Iterator[None]:
+    """The page in a window of a width, with all that is folded."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    unfold = "document.querySelectorAll('details').forEach((part) => { part.open = true; })"
+    page.execute_script(unfold)
+    yield
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_no_table_is_cut(page: webdriver.Chrome) -> None:
+    show(page, "run=a-1&head=L2H0")
+    for width in (360, 768, 1100, 1366, 1920):
+        for _ in shown_at(page, width):
+            assert cut_tables(page) == [], width
+            box = "const box = document.querySelector('.statistics-scroll');"
+            assert page.execute_script(f"{box} return box.scrollWidth - box.clientWidth") == 0
+
+
+def test_a_figure_is_a_picture_with_plain_colours(page: webdriver.Chrome) -> None:
+    show(page, "run=a-1&head=L2H0")
+    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+    page.execute_script(KEEP_FILES)
+    card = one(page, "[data-map=sink_mass]")
+    for kind in ("svg", "png"):
+        button = card.find_element(By.CSS_SELECTOR, f"[data-picture={kind}]")
+        page.execute_script("arguments[0].click()", button)
+    text = page.execute_async_script("files[0].text().then(arguments[0])")
+    for word in ("light-dark", "var(", "class=", "style="):
+        assert word not in text
+    whole = ElementTree.fromstring(text)
+    cells = whole.findall(".//*[@data-cell]")
+    assert len(cells) == len(LABELS)
+    # The blue of a light page, however dark this one is: the mean of L0H0 is 1/128.
+    assert cells[0].get("fill") == "rgb(238, 243, 245)"
+    assert whole[0][0].text == "sink_mass by layer and head"
+    until = time.monotonic() + 10
+    while page.execute_script("return files.length") < 2:
+        assert time.monotonic() < until
+    head = page.execute_async_script(
+        "files[1].slice(0, 24).arrayBuffer().then((b) => arguments[0]([...new Uint8Array(b)]))"
+    )
+    assert bytes(head[:8]) == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(bytes(head[at : at + 4]), "big") for at in (16, 20))
+    assert (width, height) == (3 * int(whole.attrib["width"]), 3 * int(whole.attrib["height"]))
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_dark_narrow_and_printed(page: webdriver.Chrome) -> None:
+    def ground(theme: str) -> str:
+        media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        return page.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    assert ground("light") == "rgb(250, 250, 248)"
+    assert ground("dark") == "rgb(20, 24, 27)"
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        widths = "return [document.documentElement.scrollWidth, innerWidth]"
+        assert page.execute_script(widths) == [390, 390]
+        assert one(page, "#card").is_displayed() == (
+            "open" in attributes(page, "#card", "class")[0]
+        )
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    printed = page.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+    assert len(printed["data"]) > 20_000
+
+
+def test_places_of_the_input_are_names() -> None:
+    options = json.dumps({"files": ["/home/me/pile/00.jsonl", "s3://mine/b/*.txt", "docs/*.md"]})
+    assert _input_words({"input_options": options, "documents": None}) == (
+        "files 00.jsonl *.txt docs/*.md"
+    )
+
+
+def test_it_asks_for_nothing_and_complains_about_nothing(
+    page: webdriver.Chrome, report: Path
+) -> None:
+    """Runs last: it reads what all tests before it left in the logs."""
+    allowed = (report.as_uri(), "about:blank")
+    assert [url for url in requested_urls(page) if not url.startswith(allowed)] == []
+    assert page.get_log("browser") == []
+    text = report.read_text(encoding="utf-8")
+    assert "default-src 'none'" in text
+    markup = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"""(src|href|url|action)\s*[=(]\s*["']?(https?:)?//""", markup)
+    assert str(report.parent) not in json.dumps(unpacked(text))
+    assert str(report.parent) not in markup
+
+
+# Without a browser
+
+
+def test_the_data_of_a_model_of_the_size_of_gpt2_is_small() -> None:
+    rng = np.random.default_rng(0)
+    shape = (12, 12)
+
+    def means() -> Means:
+        # All heads have the same sequences and documents.
+        count, documents = np.full(shape, 100_000), np.full(shape, 30_000)
+        return Means(rng.random(shape), rng.random(shape) / 50, count, documents)
+
+    def histograms() -> Histograms:
+        # A head fills about a quarter of 256 bins.
+        places = np.clip(rng.normal(rng.random(shape), 0.06, (500, *shape)), 0, 0.999)
+        counts = np.stack([(places * 256 // 1 == place).sum(0) for place in range(256)])
+        return Histograms(np.linspace(0, 1, 257).tolist(), True, counts)
+
+    shared = histograms()
+    values = {
+        str(i): _values(
+            HeadValues(
+                means(),
+                rng.random(shape),
+                rng.random(shape),
+                np.zeros(shape, np.int64),
+                0.1,
+                shared,
+                {str(part): means() for part in range(22)},
+            )
+        )
+        for i in range(3)
+    }
+    # 24 statistics of GPT-2 small over 22 parts of the Pile, beside a page of 60 KB.
+    assert len(packed(values)) * 24 / 3 < 1_400_000
+
+
+def test_many_runs_leave_out_what_one_file_cannot_hold() -> None:
+    def run(layers: int, heads: int) -> dict[str, Any]:
+        lists = {"statistics": ["s"] * 24, "interventions": ["none"]}
+        return {"n_layers": layers, "n_heads": heads, **lists}
+
+    assert _detail([run(12, 12)]).distributions
+    assert _detail([run(48, 25)]).distributions
+    detail = _detail([run(48, 25)] * 8)
+    assert not detail.distributions
+    assert _detail([run(12, 12)]).heads_with_examples == 150
+    assert detail.heads_with_examples < 20
+
+
+def test_a_report_that_cannot_be_written(database: RunDatabase, runs: Path) -> None:
+    with pytest.raises(QueryError, match="cannot be written"):
+        write_report(database, runs / "no" / "such" / "folder.html")
+
+
+@pytest.mark.parametrize(
+    ("label", "run", "intervention", "problem"),
+    [
+        ("H1", "a-1", "none", "head 'H1': expected a layer and a head, such as L5H1"),
+        ("L3H0", "a-1", "none", "run a-1: head L3H0: expected a head from L0H0 to L2H4"),
+        ("L0H0", None, "none", "4 runs are open: expected a run_id, such as a-1"),
+        ("L0H0", "a-2", "none", "run 'a-2': expected one of 4; nearest: "),
+        ("L0H0", "b-2", "zero", "run b-2: intervention 'zero': expected one of 2; nearest: "),
+    ],
+)
+def test_a_card_that_is_not_there(
+    database: RunDatabase, label: str, run: str | None, intervention: str, problem: str
+) -> None:
+    with pytest.raises(QueryError) as mistake:
+        head_card(database, label, run, intervention)
+    assert str(mistake.value).startswith(problem)
+
+
+HOSTILE = "So </script><img src=x onerror=alert(1)> they say. <b>And on</b> it goes, & on. " * 6
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Replica, Any]:
+    """A run of a bundled model over a hostile text, with curves, profiles and predictions."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text(HOSTILE, encoding="utf-8")
+    fields = {
+        "model": "bundled:gpt2-mini",
+        "n_ctx": 40,
+        "sequences": 6,
+        "input": {"family": "text", "files": [str(folder / "text.txt")], "packing": "concat"},
+        "interventions": ["none", "zero_head(1,6)", "head_to_first(1,0)"],
+        "statistics": ["sink_mass", "induction_score"],
+        "predictions": ["loss", "losses"],
+        "curves": ["attention_received_by_key"],
+        "profiles": ["attention_by_lag"],
+        "out": str(folder),
+    }
+    plan = make_plan(parse_scan(fields), "small")
+    prepare_run(plan, "")
+    replica = Replica(plan.info, plan.scan)
+    shard = plan.sequences.shard(0)
+    run_shard(replica, plan.run, shard)
+    return local(plan.run.path), replica, shard
+
+
+def test_the_report_of_a_text(
+    browser: webdriver.Chrome, text_run: tuple[Path, Replica, Any], tmp_path: Path
+) -> None:
+    path, replica, shard = text_run
+    output = tmp_path / "report.html"
+    write_report(open_runs(path), output, RunModels(str(path), RunModel))
+    browser.get(f"{output.as_uri()}#head=L1H5&statistic=sink_mass")
+    # The text of the most active sequence, from its first token on, which is framed.
+    (excerpt, *_) = texts(browser, ".excerpt .tokens")
+    start = excerpt.removeprefix("<|endoftext|>")
+    assert start != excerpt
+    assert start[:30] in HOSTILE
+    assert attributes(browser, ".excerpt img, .excerpt b", "src") == []
+    assert texts(browser, ".excerpt mark") == ["<|endoftext|>"] * len(texts(browser, ".excerpt"))
+    assert len(texts(browser, "#card [data-series=attention_by_lag] circle")) == 40
+    assert len(texts(browser, "#card [data-series=attention_received_by_key] circle")) == 40
+    engines = [section["facts"]["engine"] for section in unpacked_page(output)["sections"]]
+    assert engines == ["fused", "fused", "fused, with built patterns in layers 1"]
+    browser.execute_script("location.hash = 'intervention=zero_head(1,6)'")
+    browser.execute_async_script("setTimeout(arguments[0], 0)")
+    untouched, edited = (
+        replica.measure(shard.tokens, intervention).sequences["loss"].astype(float)
+        for intervention in replica.scan.interventions[:2]
+    )
+    row = texts(browser, "[data-predictions] tbody td")
+    assert row[:2] == ["loss", "nats"]
+    # All sequences are of one document, so the means have no errors.
+    assert numbers(row[2]) == pytest.approx([edited.mean()], rel=0.06)
+    assert numbers(row[3]) == pytest.approx([(edited - untouched).mean()], rel=0.06)
+    assert browser.get_log("browser") == []
+
+
+def unpacked_page(page: Path) -> Any:
+    return unpacked(page.read_text(encoding="utf-8"))
+
+
+def numbers(text: str) -> list[float]:
+    return [float(word) for word in text.replace("−", "-").split(" ± ")]
+
+
+def test_a_card_as_a_document(
+    browser: webdriver.Chrome, text_run: tuple[Path, Replica, Any], tmp_path: Path
+) -> None:
+    path, *_ = text_run
+    card = head_card(open_runs(path), "L1H5")
+    assert card.note == "Tokens are shown as numbers: the tokenizer of the run was not at hand."
+    assert card.most["sink_mass"][0].tokens[0].strip().isdigit()
+    assert {curve.profile for curve in card.curves} == {
+        "attention_by_lag",
+        "attention_received_by_key",
+    }
+    (tmp_path / "card.html").write_text(card_html(card), encoding="utf-8")
+    browser.get((tmp_path / "card.html").as_uri())
+    assert texts(browser, "h2") == ["L1H5"]
+    one(browser, "[data-statistic=induction_score]").click()
+    assert texts(browser, ".detail-name") == ["induction_score"]
+    assert browser.get_log("browser") == []
+
+
+# Damage
+
+
+def damage_content(file: Path) -> str:
+    """Overwrite the data of a Parquet file, but keep its size and footer. Returns its digest."""
+    content = bytearray(file.read_bytes())
+    content[4:200] = bytes(196)
+    file.write_bytes(content)
+    return digest_of(bytes(content))
+
+
+@pytest.mark.parametrize("table", ["heads", "sequences"])
+def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table: str) -> None:
+    run = write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=["Github"])
+    # The commit is changed to the damaged content: otherwise its shard would be left out.
+    digest = damage_content(local(data_file(run, table, "none", 0)))
+    commit = json.loads(run.commit_file(0).read_bytes())
+    for file in commit["files"]:
+        file["digest"] = digest if file["table"] == table else file["digest"]
+    local(run.commit_file(0)).write_text(json.dumps(commit))
+    with pytest.raises(QueryError, match=r"^report, [\w ]+: .*Invalid data") as mistake:
+        write_report(open_runs(tmp_path), tmp_path / "report.html")
+    assert "\n" not in str(mistake.value)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_report_leaves_out_damaged_shards_and_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=["Github"])
+    damage_content(local(data_file(run, "heads", "none", 0)))
+    warnings: list[str] = []
+    write_report(open_runs(tmp_path, tell=warnings.append), tmp_path / "report.html")
+    assert warnings == [
+        "warning: run a-1: shard 0: heads/intervention=none/shard-000000.parquet has other content "
+        f"than was committed and is left out of every view. headcount resume {run.path} --verify "
+        "measures it anew"
+    ]
+
+
+def test_a_report_leaves_out_what_was_not_measured(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"entropy": lambda row: 1.0 + row.head}, pile_sets=["Github"])
+    write_report(open_runs(tmp_path), tmp_path / "report.html")
+    (section,) = unpacked_page(tmp_path / "report.html")["sections"]
+    assert list(section["values"]) == ["entropy"]
+    assert (section["rankings"], section["norms"], section["curves"]) == ([], [], [])
+
+
+def test_there_are_as_many_statistics_as_the_registry_names() -> None:
+    assert set(cells()) <= set(STATISTICS)

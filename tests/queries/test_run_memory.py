@@ -1,0 +1,227 @@
+"""A look for news finds every commit and every damage, and reads again only what changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import headcount
+from headcount.jobs.upkeep.compaction import compact
+from headcount.queries.open import run_memory
+from headcount.queries.open.run import Run, read_run
+from headcount.queries.open.run_memory import RunMemory
+from headcount.schemas.files import places
+from headcount.schemas.files.commits import Commit, read_commit
+from headcount.schemas.files.places import Place, write_whole
+from headcount.schemas.files.run_directory import RunDirectory
+from tests.tools.s3_server import S3Server
+from tests.toys.toy_runs import Row, data_file, local, write_run
+
+TICK = 0.2
+"""Seconds that a tick is taken to last here. Clocks of this machine tick in thousandths."""
+
+
+@pytest.fixture
+def short_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run be remembered for good after a short tick."""
+    monkeypatch.setattr(run_memory, "CLOCK_TICK_SECONDS", TICK)
+
+
+class Looks(NamedTuple):
+    """A run and what remembers it."""
+
+    directory: RunDirectory
+    memory: RunMemory
+
+    def look(self) -> Run:
+        """The run as it is returned, which must be what reading it now returns."""
+        run = self.memory.read_run(self.directory, None)
+        now = read_run(self.directory, None)
+        assert run.ledger.equals(now.ledger)
+        assert run.damaged == now.damaged
+        assert run.manifest == now.manifest
+        return run
+
+    def settle(self) -> Run:
+        """Look until the run is remembered for good."""
+        self.look()
+        time.sleep(run_memory.CLOCK_TICK_SECONDS)
+        run = self.look()
+        assert self.look() is run
+        return run
+
+
+def toy_run(out: Path) -> RunDirectory:
+    """Four shards of two sequences."""
+
+    def entropy(row: Row) -> float:
+        return float(row.sequence)
+
+    return write_run(out, "a-1", {"entropy": entropy}, sequences=8, per_shard=2)
+
+
+@pytest.fixture
+def looks(tmp_path: Path) -> Looks:
+    return Looks(toy_run(tmp_path), RunMemory())
+
+
+def other_commit(file: Place, run_id: str) -> Commit:
+    """Another commit for a file, of the same size."""
+    commit = read_commit(file, run_id)
+    assert commit is not None
+    return commit.model_copy(update={"tokens": 9 - commit.tokens % 10 + commit.tokens // 10 * 10})
+
+
+@pytest.mark.usefixtures("short_tick")
+def test_an_unchanged_run_is_read_twice_and_then_never(looks: Looks) -> None:
+    first = looks.look()
+    # Within a tick of the clock, something may have changed and look the same.
+    assert looks.look() is not first
+    run = looks.settle()
+    for _ in range(3):
+        assert looks.look() is run
+
+
+@pytest.mark.usefixtures("short_tick")
+def test_every_change_is_seen(looks: Looks, tmp_path: Path) -> None:
+    directory = looks.directory
+    heads = local(data_file(directory, "heads", "none", 1))
+    content = heads.read_bytes()
+    commit = local(directory.commit_file(3)).read_bytes()
+    run = looks.settle()
+
+    def changed() -> None:
+        nonlocal run
+        before, run = run, looks.look()
+        assert run is not before
+        run = looks.settle()
+
+    local(directory.commit_file(3)).unlink()
+    changed()
+    assert len(run.ledger) == 3
+    write_whole(directory.commit_file(3), commit)
+    changed()
+    assert len(run.ledger) == 4
+    heads.write_bytes(content[:-9])
+    changed()
+    assert [damage.shards for damage in run.damaged] == [[1]]
+    write_whole(heads, content)
+    changed()
+    assert run.damaged == []
+    compact(directory)
+    changed()
+    assert run.ledger["folded"].to_pylist() == [True] * 4
+    manifest = local(directory.manifest_file)
+    manifest.write_text(manifest.read_text().replace("2026-01-02", "2026-01-03"))
+    changed()
+    assert run.manifest.created.startswith("2026-01-03")
+
+
+class CoarseStatus(NamedTuple):
+    """What a file system says that keeps whole ticks, and whose inodes are used again."""
+
+    st_size: int
+    st_mtime_ns: int
+    st_ctime_ns: int
+    st_ino: int = 0
+
+
+@pytest.fixture
+def coarse_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let listings say of times what FAT says, whose ticks last two seconds, in shorter ticks."""
+    exact = places.stats
+
+    def coarse(directory: Path) -> Iterator[tuple[str, CoarseStatus]]:
+        tick = int(TICK * 1e9)
+        for name, status in exact(directory):
+            mtime, ctime = (t // tick * tick for t in (status.st_mtime_ns, status.st_ctime_ns))
+            yield name, CoarseStatus(status.st_size, mtime, ctime)
+
+    monkeypatch.setattr(places, "stats", coarse)
+
+
+@pytest.mark.usefixtures("short_tick", "coarse_clock")
+def test_a_commit_in_the_same_tick_of_a_coarse_clock_is_seen(looks: Looks) -> None:
+    file = looks.directory.commit_file(2)
+    # Any phase of the tick, with looks between the commits.
+    for pause in (0.0, 0.15, 0.35, 0.55, 0.95):
+        for _ in range(3):
+            other = other_commit(file, "a-1").model_dump_json().encode()
+            assert len(other) == local(file).stat().st_size
+            write_whole(file, other)
+            looks.look()
+        time.sleep(pause * TICK)
+        looks.look()
+    run = looks.settle()
+    write_whole(file, other_commit(file, "a-1").model_dump_json().encode())
+    assert looks.look() is not run
+
+
+@pytest.mark.usefixtures("short_tick")
+def test_a_run_without_commits_is_seen_to_begin(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, "a-1", {"entropy": lambda row: 1.0}, commit=[])
+    looks = Looks(directory, RunMemory())
+    assert len(looks.settle().ledger) == 0
+    other = write_run(tmp_path / "b", "a-1", {"entropy": lambda row: 1.0})
+    for file in local(other.path).rglob("*.*"):
+        if file.is_file() and file.name != "manifest.json":
+            write_whole(
+                directory.path / str(file.relative_to(local(other.path))), file.read_bytes()
+            )
+    assert len(looks.look().ledger) == 2
+    assert looks.settle().damaged == []
+
+
+def test_in_a_store_a_commit_of_the_same_second_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_run = toy_run(tmp_path)
+    with S3Server() as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        places._filesystem.cache_clear()
+        directory = RunDirectory.of("s3://bucket/runs", "a-1")
+        for file in local(local_run.path).rglob("*.*"):
+            if file.is_file():
+                write_whole(directory.path / str(file.relative_to(local(local_run.path))),
+                            file.read_bytes())  # fmt: skip
+        looks = Looks(directory, RunMemory())
+        file = directory.commit_file(2)
+        for _ in range(4):
+            write_whole(file, other_commit(file, "a-1").model_dump_json().encode())
+            looks.look()
+        looks.settle()
+        server.clear()
+        looks.memory.read_run(directory, None)
+        # The manifest, and listings of the commits, of `heads` and of `sequences`.
+        assert len(server.requests()) == 4
+        write_whole(file, other_commit(file, "a-1").model_dump_json().encode())
+        looks.look()
+    places._filesystem.cache_clear()
+
+
+@pytest.mark.usefixtures("short_tick")
+def test_refreshed_runs_are_opened_again_only_for_news(tmp_path: Path) -> None:
+    directory = toy_run(tmp_path)
+    commit = local(directory.commit_file(3))
+    content = commit.read_bytes()
+    commit.unlink()
+    question = "SELECT shards_done FROM runs"
+    with headcount.open(tmp_path) as runs:
+        time.sleep(TICK)
+        database = runs.refresh().database
+        assert runs.refresh().database is database
+        write_whole(commit, content)
+        assert runs.refresh().sql(question).rows() == [(4,)]
+        assert runs.database is not database
+        toy = write_run(tmp_path, "b-1", {"entropy": lambda row: 1.0})
+        assert len(runs.refresh().sql(question)) == 2
+        os.unlink(local(data_file(toy, "heads", "none", 0)))
+        with pytest.warns(UserWarning, match="is gone"):
+            runs.refresh()
+        assert sorted(runs.sql(question).rows()) == [(1,), (4,)]

@@ -1,0 +1,292 @@
+"""Every example of docs/sql.md has an answer, and keeps runs and interventions apart."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.run.loop import missing_shards
+from headcount.queries.ask.answers import run_query
+from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.schemas.scans.scan import load_scan, parse_scan
+from headcount.workers.replica import Replica
+from headcount.workers.shard import run_shard
+from tests.toys import toy_models as toy
+from tests.toys.toy_runs import Cell, Row, write_run
+
+Array = np.ndarray
+N_CTX = 9
+
+
+class Measured(NamedTuple):
+    """A measured run among others."""
+
+    database: RunDatabase
+    tokens: Array
+    """`[sequence pos]`."""
+    patterns: Array
+    """By the model's own library: `[sequence layer head query key]`."""
+
+    def records(self, sql: str, **condition: str) -> list[dict[str, Any]]:
+        """The rows of an answer that are of this run, and fulfil other conditions."""
+        return [
+            row
+            for row in self.database.records(sql)
+            if row["run_id"].startswith("gpt2")
+            and all(row[name] == value for name, value in condition.items())
+        ]
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "sql.md"
+PYTHON_EXAMPLES = re.findall(
+    r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL
+)
+BEFORE, KEYS_AND_TOKENS, AFTER = PAGE.read_text(encoding="utf-8").partition("## Keys and tokens")
+OF_STATISTICS, OF_MORE = (
+    re.findall(r"```sql\n(.*?)```", part, flags=re.DOTALL) for part in (BEFORE, AFTER)
+)
+SQL_EXAMPLES = [*OF_STATISTICS, *OF_MORE]
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> RunDatabase:
+    path = tmp_path_factory.mktemp("runs")
+
+    def value(row: Row) -> float:
+        place = row.sequence * 31 + row.layer * 7 + row.head * 3 + len(row.intervention)
+        return place * 0.37 % 1
+
+    # The runs differ in entropy, so an example that mixes them gives other rows.
+    entropies: dict[str, Cell] = {"a-1": lambda row: 3 * value(row) ** 2, "b-2": value}
+    for name, entropy in entropies.items():
+        write_run(
+            path,
+            name,
+            {"sink_mass": value, "entropy": entropy},
+            heads=6,
+            sequences=8,
+            interventions=("none", "zero_query_bias"),
+            pile_sets=("Github", "ArXiv"),
+            family="pile",
+        )
+    return open_runs(path)
+
+
+def save_models(path: Path) -> list[Path]:
+    """A toy GPT-2, and one that differs in the size of a coordinate."""
+
+    def enlarge(weights: dict[str, torch.Tensor]) -> None:
+        weights["transformer.wpe.weight"][0, 5] = 90
+        weights["transformer.h.0.mlp.c_proj.weight"][:] = 0
+
+    model = toy.save_model(path / "gpt2", toy.gpt2())
+    return [model, toy.copy_of(model, path / "other", lambda to: toy.change_weights(to, enlarge))]
+
+
+def measure(path: Path, models: list[Path]) -> None:
+    """Runs with curves, profiles, predictions and weight statistics."""
+    for model in models:
+        fields = {
+            "model": str(model),
+            "out": str(path),
+            "n_ctx": N_CTX,
+            "sequences": 5,
+            "sequences_per_shard": 2,
+            "bos": False,
+            "input": {"family": "uniform_random", "high": 7},
+            "statistics": ["sink_mass", "entropy", "resid_post_spread", "resid_post_spread_share"],
+            "predictions": ["losses"],
+            "curves": ["attention_received_by_key", "sink_attention_by_query"],
+            "profiles": [
+                "attention_by_pair",
+                "attention_received_by_key",
+                "sink_resid_post_by_dimension",
+            ],
+            "weight_statistics": ["key_composition", "first_effective_position"],
+        }
+        plan = make_plan(parse_scan(fields), model.name)
+        prepare_run(plan, "")
+        replica = Replica(plan.info, plan.scan, "cpu")
+        for shard in missing_shards(plan).tolist():
+            run_shard(replica, plan.run, plan.sequences.shard(shard))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def measured_runs(tmp_path_factory: pytest.TempPathFactory, models: list[Path]) -> RunDatabase:
+    path = tmp_path_factory.mktemp("measured")
+    measure(path, models)
+    return open_runs(path)
+
+
+@pytest.fixture(scope="module")
+def measured(measured_runs: RunDatabase, models: list[Path]) -> Measured:
+    database, model = measured_runs, models[0]
+    rows = database.records(
+        "SELECT tokens FROM sequences WHERE run_id[:4] = 'gpt2' ORDER BY sequence"
+    )
+    tokens = np.array([row["tokens"] for row in rows])
+    gpt2: Any = GPT2LMHeadModel.from_pretrained(model, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        output = gpt2(torch.from_numpy(tokens).long(), output_attentions=True)
+    return Measured(database, tokens, torch.stack(output.attentions, 1).double().numpy())
+
+
+def test_the_examples_in_python_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "runs", "a-1", {"sink_mass": lambda row: 0.5 + row.head / 10})
+    monkeypatch.chdir(tmp_path)
+    asking, saving = PYTHON_EXAMPLES
+    # The second example continues the first: it uses its variables.
+    variables: dict[str, Any] = {}
+    exec(asking, variables)
+    assert sorted(variables["heads"].df()["sink_mass"]) == pytest.approx(
+        [0.5, 0.5, 0.6, 0.6, 0.7, 0.7]
+    )
+    assert "L1H2" in capsys.readouterr().out
+    exec(saving, variables)
+    (tmp_path / "scan.toml").write_text(
+        'model = "x"\nn_ctx = 16\nsequences = 2\nstatistics = ["sink_mass"]\n'
+        'bos = false\nout = "measured"\n[input]\nfamily = "uniform_random"\n'
+    )
+    scan = load_scan(tmp_path / "scan.toml", ["model=./my-model"])
+    plan = make_plan(scan, "scan")
+    assert (plan.info.n_layers, plan.info.n_heads) == (2, 4)
+
+
+def test_the_page_has_examples() -> None:
+    assert len(SQL_EXAMPLES) >= 12
+    text = "\n".join(SQL_EXAMPLES)
+    for word in ("bar(", "histogram(", "PIVOT", "SUMMARIZE", "quantile", "label", "tokens"):
+        assert word in text
+
+
+@pytest.mark.parametrize("sql", SQL_EXAMPLES, ids=lambda sql: sql.split("\n")[0][:50])
+def test_an_example_is_answered_and_mixes_nothing(
+    database: RunDatabase, measured_runs: RunDatabase, sql: str
+) -> None:
+    runs = database if sql in OF_STATISTICS else measured_runs
+    answer = run_query(runs.connection, sql)
+    rows = list(answer.rows())
+    assert rows
+    # These are about columns, not about rows of a run.
+    if "FROM statistics" in sql or "SUMMARIZE" in sql:
+        return
+    assert "run_id" in answer.schema.names
+    assert "intervention" in answer.schema.names or "intervention = 'none'" in sql or "none" in sql
+
+
+# What the page says of keys and tokens, against the patterns of the model's own library
+
+
+def test_attention_by_token_is_the_sum_over_pairs(
+    measured: Measured,
+) -> None:
+    _, tokens, patterns = measured
+    rows = measured.records("attention_by_token", label="L1H2")
+    groups = {(row["token"], row["first"]) for row in rows}
+    assert groups == {(t, k == 0) for text in tokens.tolist() for k, t in enumerate(text)}
+    total = 0.0
+    for row in rows:
+        keys = [
+            (i, k)
+            for i, text in enumerate(tokens.tolist())
+            for k, token in enumerate(text)
+            if (token, k == 0) == (row["token"], row["first"])
+        ]
+        received = [patterns[i, 1, 2, k:, k] for i, k in keys]
+        uniform = [1 / (q + 1) for _, k in keys for q in range(k, N_CTX)]
+        assert row["keys"] == len(keys)
+        assert row["attention"] == pytest.approx(np.concatenate(received).mean(), rel=1e-5)
+        assert row["chance"] == pytest.approx(np.mean(uniform), rel=1e-9)
+        assert row["attention_ratio"] == pytest.approx(row["attention"] / row["chance"])
+        assert row["sink_keys"] == np.mean([values.mean() > 0.3 for values in received])
+        assert row["share"] == pytest.approx(np.concatenate(received).sum() / tokens.size, rel=1e-5)
+        total += row["share"]
+    assert total == pytest.approx(1)
+
+
+def test_bars_of_keys_have_the_variance_over_queries(
+    measured: Measured,
+) -> None:
+    patterns = measured.patterns
+    rows = measured.records("key_bars", label="L2H1")
+    assert [row["key"] for row in rows] == list(range(N_CTX))
+    for key, row in enumerate(rows):
+        received = patterns[:, 2, 1, key:, key]
+        assert row["queries"] == N_CTX - key
+        assert row["received_mean"] == pytest.approx(received.mean(), rel=1e-5)
+        assert row["received_variance"] == pytest.approx(received.var(), rel=1e-4, abs=1e-9)
+        assert row["is_bar"] == (received.mean() > 0.018 and received.var() < 0.01)
+    means = [row["received_mean"] for row in rows]
+    assert [row["decay"] for row in rows[1:]] == pytest.approx(np.divide(means[1:], means[:-1]))
+
+
+def example(words: str) -> str:
+    """The example of the page that holds some words."""
+    (sql,) = [sql for sql in OF_MORE if words in sql]
+    return sql
+
+
+def test_margins_and_peaks_follow_from_curves(measured: Measured) -> None:
+    _, tokens, patterns = measured
+    sinks = patterns[:, 1, 2, 1:, 0]  # Query 0 sees one key, so its margin is infinite.
+    margins = [row["margin"] for row in measured.records(example("AS margin"))]
+    assert margins == pytest.approx(np.log(sinks / (1 - sinks)).mean(0), rel=1e-4, abs=1e-4)
+    rows = measured.records(example("AS sink_attention,"))
+    by_token = {row["token"]: row["sink_attention"] for row in rows}
+    assert by_token == pytest.approx(
+        {token: sinks[tokens[:, 1:] == token].mean() for token in np.unique(tokens[:, 1:]).tolist()}
+    )
+    seen_by = N_CTX - np.arange(N_CTX // 2)
+    peaks = (patterns[:, 0, 3].sum(-2)[:, : N_CTX // 2] / seen_by).argmax(-1)
+    shares = {
+        row["peak_key"]: row["share_of_sequences"]
+        for row in measured.records(example("AS peak_key"), label="L0H3")
+    }
+    assert shares == pytest.approx({key: (peaks == key).mean() for key in set(peaks.tolist())})
+
+
+def test_the_mean_pattern_of_a_shard_with_one_sequence_is_that_of_the_sequence(
+    measured: Measured,
+) -> None:
+    query, key = np.tril_indices(N_CTX)
+    # Of five sequences in shards of two, the last shard has one.
+    for shard, sequences in ((0, slice(0, 2)), (2, slice(4, 5))):
+        sql = example("AS attention\nFROM profiles").replace("shard = 0", f"shard = {shard}")
+        rows = measured.records(sql)
+        assert [(row["query"], row["key"]) for row in rows] == list(zip(query, key, strict=True))
+        expected = measured.patterns[sequences, 1, 2].mean(0)[query, key]
+        np.testing.assert_allclose([row["attention"] for row in rows], expected, atol=1e-6)
+
+
+def test_massive_coordinates_have_a_place_and_an_overlap(measured: Measured) -> None:
+    effective = measured.database.records(
+        "SELECT run_id, dimension, value FROM weights "
+        "WHERE weight = 'first_effective_position' ORDER BY run_id, dimension"
+    )
+    massive: dict[str, set[int]] = {}
+    for run in {row["run_id"] for row in effective}:
+        sizes = np.abs([row["value"] for row in effective if row["run_id"] == run])
+        massive[run] = set(np.flatnonzero(sizes > sizes.mean() + 3 * sizes.std()).tolist())
+    assert any(5 in dimensions for dimensions in massive.values())
+    overlaps = {
+        (one, other): len(massive[one] & massive[other]) / len(massive[one] | massive[other])
+        for one in massive
+        for other in massive
+        if massive[one] and massive[other]
+    }
+    rows = measured.database.records(example("AS jaccard"))
+    assert {(row["run_id"], row["other_run"]): row["jaccard"] for row in rows} == overlaps

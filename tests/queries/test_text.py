@@ -1,0 +1,170 @@
+"""The text of sequences, and what a head attends to, compared with the whole pattern."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from headcount import app
+from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.run.in_process import measure_in_process
+from headcount.queries.open.connection import connect
+from headcount.schemas.errors import HeadcountError
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.engine.dense_engine import DenseEngine
+from headcount.workers.model.files.loading import load_model
+from headcount.workers.model.files.model_info import describe
+from headcount.workers.run_model import RunModel
+from tests.toys import toy_models as toy
+
+TEXTS = "text\nHello there!\x1b[2J and on it goes\nDer Bär ißt große Äpfel heute\n"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model and a run of it, on two texts, untouched and edited."""
+    folder = tmp_path_factory.mktemp("text")
+    model = toy.save_byte_model(folder / "bytes")
+    (folder / "texts.csv").write_text(TEXTS, encoding="utf-8")
+    scan = parse_scan(
+        {
+            "model": str(model),
+            "n_ctx": 20,
+            "sequences": 2,
+            "out": str(folder / "runs"),
+            "interventions": ["none", "mask_keys(0,2)"],
+            "bos": False,
+            "statistics": ["sink_mass", "entropy"],
+            "input": {"family": "csv_texts", "files": str(folder / "texts.csv")},
+        }
+    )
+    plan = make_plan(scan, "texts")
+    prepare_run(plan, "")
+    commits = list(measure_in_process(plan, np.arange(plan.manifest.shards), "cpu"))
+    assert [type(commit).__name__ for commit in commits] == ["Commit"]
+    return folder
+
+
+def call(*arguments: str | Path) -> str:
+    """What a command prints on stdout."""
+    words = [str(argument) for argument in arguments]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def run_of(home: Path) -> Path:
+    return next((home / "runs").glob("run_id=*"))
+
+
+def test_a_sequence_reads_as_its_text_without_control_characters(home: Path) -> None:
+    lines = call("text", run_of(home), "0", "--width", "24").splitlines()
+    assert re.match(r"sequence 0 of texts-\w+; 20 tokens; .*texts\.csv, row 0, ", lines[0])
+    assert lines[1] == ""
+    # The escape of the text would clear a terminal.
+    assert "\x1b" not in "".join(lines)
+    assert max(map(len, lines[2:])) <= 24
+    assert [line.split("  ", 1)[0].strip() for line in lines[2:]] == ["0", "10", "19"]
+    pieces = "|".join(line[4:] for line in lines[2:]).split("|")
+    assert pieces == [*"Hello there!", "\\x1b", *"[2J and"]
+
+
+def test_a_query_decodes_tokens(home: Path) -> None:
+    sql = "SELECT sequence, tokens FROM sequences WHERE intervention = 'none' ORDER BY ALL"
+    text = call("query", home / "runs", sql, "--text", "--format", "json")
+    assert '"Hello there!\\u001b[2J and"' in text
+    assert '"Der Bär ißt große' in text
+    call("query", home / "runs", sql, "--text", "-o", home / "texts.parquet")
+    exported = pq.read_table(home / "texts.parquet")["tokens"].to_pylist()
+    assert exported == ["Hello there!\x1b[2J and", "Der Bär ißt große"]
+
+
+def test_a_part_of_a_character_is_its_bytes(home: Path) -> None:
+    assert "|B|\\xc3|\\xa4|r|" in call("text", run_of(home), "1")
+
+
+@pytest.mark.parametrize("intervention", ["none", "mask_keys(0,2)", "zero_query_bias"])
+@pytest.mark.parametrize("head", [0, 1])
+def test_the_keys_of_a_head_are_those_of_its_pattern(
+    home: Path, intervention: str, head: int
+) -> None:
+    lines = call(
+        "text", run_of(home), "1", "--head", f"L0H{head}", "--intervention", intervention
+    ).splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("pos "))
+    pattern = whole_pattern(home, intervention)[head]
+    look_lines = lines[header + 1 :]
+    assert len(look_lines) == 20
+    for position, line in enumerate(look_lines):
+        look = re.fullmatch(r" *(\d+) '.+' +(\d+) '.+' +([\d.]+) +([\d.]+)", line)
+        assert look is not None
+        attention = pattern[position]
+        assert int(look[1]) == position
+        # Two keys may tie, so the key itself is compared by its attention.
+        assert attention[int(look[2])] == pytest.approx(attention.max(), abs=1e-6)
+        # Shares are printed with three digits.
+        assert float(look[3]) == pytest.approx(attention.max(), abs=5.1e-4)
+        assert float(look[4]) == pytest.approx(attention[0], abs=5.1e-4)
+    measured = dict(line.split() for line in lines[3:header] if len(line.split()) == 2)
+    if intervention == "zero_query_bias":
+        assert "not measured in this run" in lines
+    else:
+        assert float(measured["sink_mass"]) == pytest.approx(pattern[1:, 0].mean(), abs=1e-4)
+
+
+def whole_pattern(home: Path, intervention: str) -> np.ndarray:
+    """The pattern of layer 0 on sequence 1: `[head query key]`."""
+    from headcount.schemas.scans.intervention import parse_intervention
+    from headcount.workers.interventions import bind, edited_weights
+
+    model = load_model(describe(home / "bytes"), "raw", "cpu", torch.float32)
+    bound = bind(parse_intervention(intervention))
+    sql = "SELECT tokens FROM sequences WHERE sequence = 1 AND intervention = 'none'"
+    ((tokens,),) = connect(home / "runs").execute(sql).fetchall()
+    patterns: list[torch.Tensor] = []
+
+    def keep_pattern(layer: int, activations: Any) -> None:
+        patterns.append(activations["pattern"].dense())
+
+    with torch.inference_mode(), edited_weights(model, bound):
+        DenseEngine(model, bound.edits(model)).run(torch.tensor([tokens]), {}, keep_pattern)
+    return patterns[0][0].numpy()
+
+
+def test_a_model_that_has_moved_is_named_and_another_one_is_refused(
+    home: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(home, moved)
+    run = run_of(moved)
+    manifest = run / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(str(home / "bytes"), "/nowhere/bytes"))
+    with pytest.raises(HeadcountError, match="no such directory; --model PATH says where"):
+        call("text", run, "0", "--head", "L0H0")
+    shown = call("text", run, "0", "--model", moved / "bytes")
+    assert shown.endswith(call("text", run_of(home), "0").partition("\n")[2])
+    other = toy.save_byte_model(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    toy.write_config(other, config | {"layer_norm_epsilon": 0.5})
+    with pytest.raises(HeadcountError, match="was measured with"):
+        RunModel(run, str(other)).text([1])
+
+
+def test_a_model_without_a_tokenizer_shows_numbers(home: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(home, moved)
+    (moved / "bytes" / "tokenizer.json").unlink()
+    result = CliRunner().invoke(
+        app, ["text", str(run_of(moved)), "0", "--model", str(moved / "bytes")]
+    )
+    assert "note: token numbers are shown: " in result.stderr
+    assert re.search(r"^ 0  \d+\|\d+\|", result.stdout, flags=re.MULTILINE)

@@ -1,0 +1,219 @@
+"""Controls of figures: what passes for random weights or for edits that do nothing is found, and a
+model that is right passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headcount.models.random_model import LIVELY
+from headcount.reproduce.control_runs import (
+    FULL,
+    QUICK,
+    ControlRuns,
+    Extent,
+    as_if_untouched,
+    as_measured,
+    short_system,
+    with_untouched,
+)
+from headcount.reproduce.controls import Control, SystemControls, passing_share, scatter_problems
+from headcount.reproduce.published_values import PublishedValue
+from headcount.reproduce.system import System, systems
+from headcount.reproduce.system_runs import open_system_runs
+
+SYSTEMS = systems()
+
+# The one-layer toy has uniform attention if it is untrained: 1/2 for the first key of 2, and so on.
+TOY = {
+    "title": "",
+    "source": "",
+    "measured": "",
+    "published_model": "m",
+    "published_sizes": {"n_layers": 2, "n_heads": 2, "n_ctx": 16, "d_vocab": 300},
+    "bundled_model": "bundled:gpt2-mini",
+    "scan": {
+        "edits": {
+            "n_ctx": 8,
+            "sequences": 2,
+            "bos": False,
+            "statistics": ["sink_mass_late"],
+            "input": {"family": "uniform_random"},
+            "interventions": ["none", "zero_positions", "zero_head(0,0)"],
+        }
+    },
+    "view": {
+        "means": "SELECT intervention AS edit, avg(sink_mass_late) AS mean FROM system_heads "
+        "GROUP BY ALL",
+    },
+}
+
+RATIO = "SELECT edit || ' ratio', mean / (SELECT mean FROM means WHERE edit = 'none') FROM means"
+
+
+def toy_system(**check: object) -> System:
+    return System.model_validate(TOY | {"check": [check]})
+
+
+def names(controls: Iterable[Control], control: str = "random") -> list[str]:
+    """What passes a control of this kind, and must not."""
+    return [each.name for each in controls if each.is_wrong and each.control == control]
+
+
+def controls_of(system: System, directory: Path) -> list[Control]:
+    return SystemControls("toy", system, ControlRuns(directory, QUICK)).measure()
+
+
+def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(tmp_path: Path) -> None:
+    # The mean of 1/5, 1/6, 1/7 and 1/8: attention that is the same everywhere.
+    uniform = np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8])
+    check = {"sql": "SELECT edit, mean FROM means", "tolerance": 0.02}
+    published = {"none": uniform, "zero_positions": 0.9}
+    system = toy_system(**check, published=published)
+    assert names(controls_of(system, tmp_path / "a")) == ["none"]
+    excused = toy_system(**check, published=published, passes_random={"no*": "a control"})
+    (control,) = controls_of(excused, tmp_path / "b")
+    assert (control.is_wrong, control.text) == (False, "a control")
+
+
+def test_a_figure_that_an_edit_without_effect_passes_is_found(tmp_path: Path) -> None:
+    values = {"none ratio": 1.0, "zero_positions ratio": 0.9, "zero_head(0,0) ratio": 0.5}
+    system = toy_system(sql=RATIO, tolerance=0.2, published=values)
+    # The untouched model depends on no edit, and 0.5 is too far from 1.
+    assert names(controls_of(system, tmp_path / "a"), "null") == ["zero_positions ratio"]
+    absolute = {"none": 0.6, "zero_positions": 0.55, "zero_head(0,0)": 0.1}
+    sql = "SELECT edit, mean FROM means"
+    system = toy_system(sql=sql, tolerance=0.1, published=absolute)
+    # Doing nothing gives what was published for the untouched model, 0.6.
+    assert names(controls_of(system, tmp_path / "b"), "null") == ["zero_positions"]
+
+
+def test_an_edit_that_does_nothing_has_the_rows_of_the_untouched_model(tmp_path: Path) -> None:
+    system = toy_system(sql="", tolerance=1, published={"a": 1})
+    # One scan has the untouched model, and one lacks it.
+    alone = system.scan["edits"] | {"interventions": ["zero_positions"]}
+    system = system.model_copy(update={"scan": system.scan | {"alone": alone}})
+    runs = ControlRuns(tmp_path, QUICK)
+    short = short_system(system, system.published_sizes, QUICK)
+    model = runs.model(short, LIVELY)
+    plans = runs.measure("toy", short.system, model)
+    untouched = runs.measure("toy", with_untouched(short.system), model)
+    assert [plan.run == other.run for plan, other in zip(plans, untouched, strict=True)] == [
+        True,
+        False,
+    ]
+    database = open_system_runs(system, str(runs.runs("toy")))
+    sql = "SELECT scan, intervention, count(*), list(sink_mass_late ORDER BY sequence, label) "
+    sql += "FROM system_heads GROUP BY ALL ORDER BY ALL"
+    as_measured(plans).show(database)
+    edited = {(scan, edit): (count, values) for scan, edit, count, values in database.rows(sql)}
+    assert [*edited] == [
+        ("alone", "zero_positions"), ("edits", "none"), ("edits", "zero_head(0,0)"),
+        ("edits", "zero_positions"),
+    ]  # fmt: skip
+    assert edited["edits", "none"] != edited["edits", "zero_positions"]
+    as_if_untouched(plans, untouched).show(database)
+    null = {(scan, edit): (count, values) for scan, edit, count, values in database.rows(sql)}
+    assert null == dict.fromkeys(edited, edited["edits", "none"])
+
+
+def test_a_run_that_two_models_share_is_measured_once(tmp_path: Path) -> None:
+    runs = ControlRuns(tmp_path, QUICK)
+    sizes = TOY["published_sizes"]
+    check = {"sql": RATIO, "tolerance": 0.2, "published": {"none ratio": 3}}
+    # Longer contexts than the controls measure are one model to them.
+    other = check | {"sizes": sizes | {"n_ctx": 4096}}
+    another = check | {"sizes": sizes | {"n_ctx": 8192}}
+    system = System.model_validate(TOY | {"check": [other, another]})
+    SystemControls("toy", system, runs).measure()
+    # 16 positions and the most; each with weights of two kinds.
+    assert len(list(runs.runs("toy").rglob("manifest.json"))) == 4
+
+
+def test_what_would_take_too_long_is_smaller_and_says_so() -> None:
+    sizes = {"n_layers": 12, "n_heads": 12, "n_ctx": 1024, "d_vocab": 50257}
+    short = short_system(SYSTEMS["masked_keys"], sizes, QUICK)
+    assert short.notes == (
+        "4 of 12 layers and 1 of 12 heads",
+        "a vocabulary of 1,024, published 50,257",
+    )
+    # Positions and lengths stay as published: checks refer to them.
+    published = SYSTEMS["masked_keys"].scan
+    assert {name: scan["n_ctx"] for name, scan in short.system.scan.items()} == {
+        name: scan["n_ctx"] for name, scan in published.items()
+    }
+    assert (
+        short.system.scan["tokens-1024"]["interventions"]
+        == published["tokens-1024"]["interventions"]
+    )
+    assert short_system(SYSTEMS["first_keys"], sizes, QUICK).notes == ()
+
+
+def test_a_model_has_its_published_layers_if_a_figure_is_of_one_of_its_heads() -> None:
+    def layers(name: str, extent: Extent) -> int:
+        return short_system(SYSTEMS[name], SYSTEMS[name].published_sizes, extent).n_layers
+
+    assert (layers("sink_rates", QUICK), layers("sink_rates", FULL)) == (12, 48)
+    medium = {"n_layers": 24, "n_heads": 16, "n_ctx": 1024, "d_vocab": 50257}
+    assert short_system(SYSTEMS["first_keys"], medium, QUICK).n_layers == 24
+
+
+UNMEASURED = {
+    # No token of a text that stands for another is the trigger t.
+    "active_dormant_one_layer": 1,
+    # No head of random weights is of these classes.
+    "first_keys": 4,
+    # Coordinates beyond the width of narrow heads, and biases that are 0 before training.
+    "sink_circuit_models": 9,
+    "sink_circuit_structure": 9,
+    "sink_circuit_training": 2,
+}
+"""Published figures that have no value for random weights, so that they fail there."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> ControlRuns:
+    """Models with random weights that systems of the same sizes share."""
+    return ControlRuns(tmp_path_factory.mktemp("controls"), QUICK)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_no_figure_passes_that_must_not(name: str, runs: ControlRuns) -> None:
+    # Phenomena under edits that do nothing are tried on the miniatures: test_reproduce.
+    controls = SystemControls(name, SYSTEMS[name], runs)
+    wrong = [control for control in controls.measure() if control.is_wrong]
+    assert [f"{control.control}: {control.name}: {control.text}" for control in wrong] == []
+    assert {*controls.without_null} <= {*controls.unmeasured}
+    assert len(controls.unmeasured) == UNMEASURED.get(name, 0), controls.unmeasured
+
+
+@pytest.mark.parametrize(
+    ("scale", "tolerance", "expected"),
+    [
+        # The difference of two values has √2 times their standard error.
+        ("absolute", 2.5758 * math.sqrt(2) * 0.1, 0.99),
+        ("absolute", math.sqrt(2) * 0.1, 0.683),
+        ("relative", math.sqrt(2) * 0.1, 0.683),
+        ("log10", math.sqrt(2) * 0.1 / math.log(10), 0.683),
+    ],
+)
+def test_the_share_of_right_models_that_pass(scale: str, tolerance: float, expected: float) -> None:
+    published = PublishedValue("p", 1.0, tolerance, scale, standard_error=0.1)  # type: ignore[arg-type]
+    assert passing_share(published) == pytest.approx(expected, abs=0.01)
+    assert passing_share(PublishedValue("p", 1.0, tolerance)) == 1
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_no_figure_fails_a_model_that_is_right(name: str) -> None:
+    assert scatter_problems(name, SYSTEMS[name]) == []
+
+
+def test_a_figure_that_is_too_narrow_is_found() -> None:
+    system = toy_system(sql="", tolerance=0.1, published={"a": 1.0}, standard_error=0.1)
+    assert names(scatter_problems("toy", system), "scatter") == ["a"]

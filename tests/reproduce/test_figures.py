@@ -1,0 +1,305 @@
+"""The page of a system: its table word for word, data that is never markup, figures that fail, and
+a real browser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import duckdb
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from typer.testing import CliRunner
+
+from headcount import app
+from headcount.queries.ask.asking import open_runs
+from headcount.queries.report.html_page import unpacked
+from headcount.reproduce.reproduce_commands import _judge
+from headcount.reproduce.reproduction import PlannedSystem
+from headcount.reproduce.system import Figure, systems
+from headcount.reproduce.system_figures import Heading, write_page
+from headcount.reproduce.system_runs import plan_system
+from headcount.reproduce.verdicts import Finding, Verdict, warning
+from headcount.schemas.errors import QueryError, RunError
+from tests.pages.browser import chromium, requested_urls
+from tests.toys import toy_models as toy
+from tests.toys.toy_runs import without_runs, write_run
+
+EVIL = "</script><b>Eve & co"
+HEADING = Heading(system="toy", title="A toy", source="Someone 2020", model="m", runs="1234abcd")
+FEW = ("--set", "sequences=40", "--set", "sequences_per_shard=40")
+
+
+def finding(
+    name: str,
+    published: float | str,
+    measured: float | None,
+    tolerance: float | None,
+    verdict: Verdict,
+) -> Finding:
+    return Finding("toy", name, published, measured, tolerance, verdict, "m")
+
+
+def figure(title: str, sql: str, kind: Literal["line", "bar", "heat"] = "line") -> Figure:
+    return Figure(title=title, sql=sql, kind=kind, x="key", y="attention")
+
+
+def written_page(
+    folder: Path,
+    *figures: Figure,
+    heading: Heading = HEADING,
+    findings: Sequence[Finding] = (),
+) -> str:
+    """A page whose figures ask an empty database; EVIL is its parameter `evil()`."""
+    connection = duckdb.connect()
+    connection.execute(f"CREATE MACRO evil() AS '{EVIL}'")
+    output = folder / "page.html"
+    write_page(output, heading, findings, figures, without_runs(connection))
+    return output.read_text(encoding="utf-8")
+
+
+def markup(page: str) -> str:
+    return re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+
+
+def drawn_figures(page: str) -> list[Any]:
+    return cast(list[Any], unpacked(page))
+
+
+def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None:
+    findings = [
+        finding("L0H3 to 7", 0.5026, 0.49876, 0.015, "pass"),
+        finding("loss", 200.0, float("nan"), 20.0, "fail"),
+        finding("P(B)", 7.26e-06, None, 1.452e-06, "not comparable"),
+        finding("it is so", "holds", 124.1, None, "pass"),
+    ]
+    page = markup(written_page(tmp_path, findings=findings))
+    judged, others = re.findall(r"<tbody>\n(.*?)</tbody>", page, flags=re.DOTALL)
+    assert judged.splitlines() == [
+        "<tr><td>L0H3 to 7</td><td>0.5026</td><td>0.4988</td><td>0.015</td>"
+        '<td class="pass">pass</td></tr>',
+        '<tr><td>loss</td><td>200</td><td>–</td><td>20</td><td class="fail">fail</td></tr>',
+        "<tr><td>it is so</td><td>holds</td><td>124.1</td><td>–</td>"
+        '<td class="pass">pass</td></tr>',
+    ]
+    assert others.splitlines() == [
+        "<tr><td>P(B)</td><td>7.26e-06</td><td>–</td><td>1.452e-06</td>"
+        '<td class="not-comparable">not comparable</td></tr>',
+    ]
+    assert "<details><summary>1 not comparable</summary>" in page
+    assert "2 pass, 1 fail, 1 not comparable" in page
+    assert markup(written_page(tmp_path, findings=findings[2:3])).count("<tbody>") == 1
+    for text in ("toy: A toy", "Someone 2020", "m", "1234abcd"):
+        assert f">{text}<" in page
+
+
+def test_the_banner(tmp_path: Path) -> None:
+    warned = written_page(tmp_path, heading=replace(HEADING, warning="a miniature"))
+    assert '<p class="warning"><strong>a miniature</strong></p>' in warned
+    assert "warning" not in markup(written_page(tmp_path))
+
+
+def test_what_the_banner_says() -> None:
+    system = systems()["previous_token"]
+    same = toy.toy_info(**system.published_sizes)
+    other = toy.toy_info(n_layers=99)
+    assert warning(system, other, system.published_model) == ""
+    other_warning = "its numbers are not comparable with the published ones"
+    assert warning(system, other, system.bundled_model) == f"a miniature: {other_warning}"
+    assert warning(system, other, "else") == f"another model: {other_warning}"
+    assert warning(system, same, "same").startswith("a model of the sizes of a published one: ")
+
+
+def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
+    page = written_page(
+        tmp_path,
+        figure(EVIL, "SELECT evil(), evil(), 1.0"),
+        figure(EVIL, "SELECT 1, 2, 3 WHERE false"),
+        heading=Heading(EVIL, EVIL, EVIL, EVIL, EVIL, EVIL),
+        findings=[finding(EVIL, EVIL, None, None, "fail")],
+    )
+    assert EVIL not in page
+    assert "<b>" not in markup(page)
+    assert drawn_figures(page)[0]["series"] == [{"name": EVIL, "labels": [EVIL], "values": [1.0]}]
+
+
+def test_figures_without_numbers_say_so(tmp_path: Path) -> None:
+    page = written_page(
+        tmp_path,
+        figure("none", "SELECT 1, 2, 3 WHERE false"),
+        figure("undefined", "VALUES ('a', 0, NULL), ('a', 1, 'NaN'::FLOAT)"),
+        figure("good", "VALUES ('a', 1, 0.5)"),
+    )
+    assert re.findall(r'<h3>(.*?)</h3>\n<p class="missing">Not drawn: (.*?)</p>', page) == [
+        ("none", "its query gives no rows"),
+        ("undefined", "its query gives no numbers, only undefined values"),
+    ]
+    assert len(drawn_figures(page)) == 1
+
+
+@pytest.mark.parametrize(
+    ("sql", "problem"),
+    [
+        ("SELECT 'a', 1", "expected 3 columns, got 2"),
+        ("SELECT 'a', 1, 'many'", "expected a number in its third column, got 'many'"),
+        (
+            "SELECT 1, 2, heigth FROM (SELECT 1 AS height)",
+            "unknown column 'heigth': did you mean 'height'? Nearest: height",
+        ),
+        ("SELECT 'a', 1, 1 // 0", "Division by zero in expression (1 // 0)"),
+        ("SELEC 1", 'Parser Error: syntax error at or near "SELEC"'),
+    ],
+)
+def test_a_mistake_in_the_sql_of_a_figure_is_an_error_that_names_it(
+    tmp_path: Path, sql: str, problem: str
+) -> None:
+    with pytest.raises(RunError) as mistake:
+        written_page(tmp_path, figure("by key", sql))
+    assert str(mistake.value).startswith(f"toy, figure 'by key': {problem}")
+    assert "\n" not in str(mistake.value)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_rows_become_series_and_cells(tmp_path: Path) -> None:
+    lines_sql = """VALUES ('b', 2::DECIMAL(9, 1), 0.25::DECIMAL(9, 2)::DOUBLE), ('a', 1, 1),
+        ('b', 3.5, 'inf'::DOUBLE), (NULL, 0, 2.0)"""
+    lines, bars, cells = drawn_figures(
+        written_page(
+            tmp_path,
+            figure("lines", lines_sql),
+            figure("bars", "VALUES ('', 'x', 1.0::DECIMAL(9, 1)), ('', NULL, 2.0)", "bar"),
+            figure("cells", "VALUES (1, 'q', 0.5), (0, 'q', 0.25), (1, 'p', -2.0)", "heat"),
+        )
+    )
+    assert lines["series"] == [
+        {"name": "b", "labels": [2, 3.5], "values": [0.25, None]},
+        {"name": "a", "labels": [1], "values": [1.0]},
+        {"name": "", "labels": [0], "values": [2.0]},
+    ]
+    assert bars["series"] == [{"name": "", "labels": ["x", "–"], "values": [1.0, 2.0]}]
+    assert (cells["columns"], cells["rows"], cells["z"]) == (
+        [0, 1],
+        ["q", "p"],
+        [[0.25, 0.5], [None, -2.0]],
+    )
+    assert (cells["low"], cells["high"], cells["scale"]) == (-2.0, 2.0, "diverging")
+
+
+def test_runs_on_a_disk_have_a_page_and_runs_in_a_store_have_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    system = systems()["previous_token"].model_copy(
+        update={"view": {}, "check": (), "phenomenon": (), "figure": ()}
+    )
+    write_run(tmp_path / "1234abcd", "a-1", {"sink_mass": lambda row: 1.0})
+    database = open_runs(tmp_path / "1234abcd")
+    monkeypatch.setattr("headcount.reproduce.system_runs.open_runs", lambda *_, **__: database)
+    (plan, *_) = plan_system(system, system.bundled_model, str(tmp_path / "plans"))
+    for home in (str(tmp_path / "1234abcd"), "s3://bucket/previous_token/1234abcd"):
+        moved = replace(plan, scan=plan.scan.model_copy(update={"out": home}))
+        planned = PlannedSystem("t", system, system.bundled_model, plan.info, [moved], False)
+        assert _judge(planned) == []
+    assert [path.name for path in tmp_path.glob("*.html")] == ["1234abcd.html"]
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(QueryError, match="cannot be written"):
+        written_page(tmp_path / "no")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    yield from chromium(tmp_path_factory.mktemp("chromium"))
+
+
+def opened_page(browser: webdriver.Chrome, page: Path) -> None:
+    """Show a page that must ask for nothing and complain about nothing."""
+    browser.get("about:blank")
+    browser.get_log("performance")
+    browser.get(page.as_uri())
+    assert requested_urls(browser) == [page.as_uri()]
+    assert browser.get_log("browser") == []
+
+
+def texts(browser: webdriver.Chrome, css: str) -> list[str]:
+    script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.textContent)"
+    return browser.execute_script(script, css)
+
+
+def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    command = CliRunner().invoke(app, ["reproduce", "previous_token", "--out", str(tmp_path), *FEW])
+    (page,) = tmp_path.rglob("*.html")
+    (home,) = (path for path in (tmp_path / "previous_token").iterdir() if path.is_dir())
+    assert page == home.with_suffix(".html")
+    assert f"figures in {page}" in command.output
+    opened_page(browser, page)
+    system = systems()["previous_token"]
+    assert texts(browser, "figure h3") == [figure.title for figure in system.figure]
+    drawn = browser.execute_script(
+        """return [...document.querySelectorAll(".plot")].map((plot) => ({
+          line: plot.querySelectorAll("path.line").length,
+          bar: plot.querySelectorAll("[data-bar]").length,
+          heat: plot.querySelectorAll("[data-cell]").length,
+        }))"""
+    )
+    # Each figure has marks of its own kind, and of no other.
+    for figure, marks in zip(system.figure, drawn, strict=True):
+        assert marks[figure.kind] > 0
+        assert sum(count > 0 for count in marks.values()) == 1
+    first = browser.find_element(By.CSS_SELECTOR, ".plot")
+    series = first.find_elements(By.CSS_SELECTOR, "[data-series]")
+    assert [line.get_attribute("data-series") for line in series] == [
+        "none",
+        "zero_positions",
+        "zero_tokens",
+    ]
+    assert [len(line.find_elements(By.TAG_NAME, "circle")) for line in series] == [9, 9, 9]
+    assert browser.find_element(By.CSS_SELECTOR, ".warning").text == (
+        "a miniature: its numbers are not comparable with the published ones"
+    )
+    assert str(tmp_path) not in markup(page.read_text(encoding="utf-8"))
+
+
+def test_every_kind_is_drawn_and_reads_names_as_they_are(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    three_lines = (
+        "SELECT i || ' ' || evil(), x, i + x FROM range(3) a(i), range(2) b(x) ORDER BY ALL"
+    )
+    bars_by_name = (
+        "SELECT s, n, 1.0 FROM (VALUES ('a'), ('b')) a(s), (VALUES (evil()), ('10'), ('2')) b(n)"
+    )
+    written_page(
+        tmp_path,
+        figure("lines", three_lines),
+        figure("bars", bars_by_name, "bar"),
+        figure("one", "VALUES ('a', 1, 1.0), ('a', 2, 2.0)", "bar"),
+        figure("cells", "SELECT x, evil(), 0.5 * x FROM range(3) b(x)", "heat"),
+    )
+    opened_page(browser, tmp_path / "page.html")
+    plots = browser.find_elements(By.CSS_SELECTOR, ".plot")
+    strokes = {
+        line.get_attribute("stroke") for line in plots[0].find_elements(By.CSS_SELECTOR, ".line")
+    }
+    assert len(strokes) == 3
+    names = [
+        [
+            mark.get_attribute("data-bar")
+            for mark in plot.find_elements(By.CSS_SELECTOR, "[data-bar]")
+        ]
+        for plot in plots
+    ]
+    assert names[1] == [EVIL, EVIL, "10", "10", "2", "2"]
+    assert names[2] == ["key 1", "key 2"]
+    cells = plots[3].find_elements(By.CSS_SELECTOR, ".cell")
+    assert [cell.get_attribute("aria-label") for cell in cells] == [
+        f"key {x}, attention {EVIL}  {value}" for x, value in enumerate(("0", "0.5", "1"))
+    ]
+    shown = browser.find_element(By.TAG_NAME, "body").get_property("textContent")
+    assert all(f"{i} {EVIL}" in str(shown) for i in range(3))
+    assert browser.find_elements(By.TAG_NAME, "b") == []

@@ -1,0 +1,246 @@
+"""`headcount reproduce texts`: published texts are built again from their data sets."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from headcount.reproduce import texts_commands
+from headcount.reproduce.published_texts import (
+    DATA_SETS,
+    GPT2_TOKENS,
+    RECIPES,
+    Sources,
+    Text,
+    fingerprints,
+    gpt2_tokenizer,
+    how_to_get,
+    short_texts,
+)
+from headcount.schemas.errors import CorpusError, ModelError, RunError, ScanError
+from headcount.workers.inputs.corpus.documents import Source
+from tests.toys import published
+from tests.toys.toy_models import byte_tokenizer
+
+app = typer.Typer()
+app.command()(texts_commands.texts)
+
+ROWS = 200
+"""Rows of each toy data set. A few are too short to be drawn."""
+
+
+def toy_rows(name: str) -> list[str]:
+    """Texts with untidy white space, of 20 to 89 bytes when they are tidied."""
+    letters = random.Random(name)
+    rows: list[str] = []
+    for length in (letters.randrange(20, 90) for _ in range(ROWS)):
+        words = "".join(letters.choice("abcdefgh   ") for _ in range(length))
+        rows.append(f"\n {words}\t\n")
+    return rows
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Local copies of the three data sets, each in another format."""
+    from datasets import Dataset, DatasetDict
+
+    directory = tmp_path_factory.mktemp("copies")
+    (directory / "sst2").mkdir()
+    table = pa.table({"sentence": toy_rows("sst2"), "label": [0] * ROWS})
+    pq.write_table(table, directory / "sst2" / "train-00000-of-00001.parquet")
+    (directory / "gsm8k" / "main").mkdir(parents=True)
+    lines = [json.dumps({"question": text, "answer": "1"}) for text in toy_rows("gsm8k")]
+    (directory / "gsm8k" / "main" / "train.jsonl").write_text("\n".join(lines))
+    code = Dataset.from_dict({"prompt": toy_rows("humaneval")})
+    DatasetDict({"test": code}).save_to_disk(str(directory / "openai_humaneval"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of bytes with as many tokens as GPT-2's."""
+    directory = byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    content = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    # The end of text is a token beside the vocabulary.
+    vocabulary |= {f"<{number}>": number for number in range(257, GPT2_TOKENS)}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    return directory
+
+
+def run_texts(*words: object) -> tuple[str, Exception | None]:
+    """What the command prints, and its error."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    error = result.exception
+    assert error is None or isinstance(error, Exception)
+    return result.output, error
+
+
+def tidied(name: str) -> list[str]:
+    return [" ".join(row.split()) for row in toy_rows(name)]
+
+
+def read_csv(file: Path) -> list[Text]:
+    """The rows of a file that the command wrote."""
+    with file.open(newline="") as lines:
+        return [
+            Text(row["dataset"], int(row["source_index"]), row["text"])
+            for row in csv.DictReader(lines)
+        ]
+
+
+def test_short_texts_are_drawn_by_one_generator_from_all_three(
+    copies: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "texts.csv"
+    options = ["--from", copies, "--tokenizer", tokenizer, "-o", file]
+    output, error = run_texts("sink_circuit", *options, "--seed", 7)
+    assert error is None
+    assert "no texts were published to compare these with" in output
+    generator = random.Random(7)
+    expected: list[Text] = []
+    for name in ("sst2", "gsm8k", "humaneval"):
+        places = [place for place, row in enumerate(tidied(name)) if len(row) >= 40]
+        assert f"{name}: {ROWS} rows with text, {len(places)} of at least 40 tokens" in output
+        generator.shuffle(places)
+        expected += [Text(name, place, tidied(name)[place][:40]) for place in places[:100]]
+    assert read_csv(file) == expected
+    # What a scan reads is what was written.
+    documents = list(Source("csv", str(file), 0).documents())
+    assert [(document.text, document.pile_set_name) for document in documents] == [
+        (text.text, text.dataset) for text in expected
+    ]
+    output, error = run_texts("sink_circuit", *options)
+    assert isinstance(error, RunError)
+    assert "the texts of sst2 are not the published ones" in str(error)
+    assert read_csv(file) != expected
+
+
+def test_long_texts_are_rows_continued_by_rows_of_the_same_data_set(
+    copies: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "texts.csv"
+    options = ["--from", copies, "--tokenizer", tokenizer, "-o", file]
+    assert run_texts("sink_circuit_long", *options, "--seed", 3)[1] is None
+    texts = read_csv(file)
+    names = ["sst2", "gsm8k", "humaneval"]
+    assert [text.dataset for text in texts] == names * 100
+    assert all(len(text.text) >= 1024 for text in texts)
+    for number, name in enumerate(names):
+        rows = tidied(name)
+        beginnings = [place for place, row in enumerate(rows) if len(row) >= 40]
+        random.Random(3 * 1009 + number * 9176).shuffle(beginnings)
+        assert [text.source_index for text in texts[number::3]] == beginnings[:100]
+        for place in (0, 57):
+            order = list(range(ROWS))
+            random.Random(3 * 1000003 + number * 9176 + place * 7919).shuffle(order)
+            joined = "".join(rows[row] for row in [beginnings[place], *order])
+            text = texts[3 * place + number].text
+            assert joined.startswith(text)
+            # No row is added to what is long enough.
+            assert len(text) < 1024 + 90
+
+
+def test_the_sentence_needs_no_data_set(tmp_path: Path) -> None:
+    file = tmp_path / "sentence.csv"
+    output, error = run_texts("sink_circuit_sentence", "-o", file, "--tokenizer", "no/model")
+    assert error is None
+    assert str(file) in output
+    (text,) = read_csv(file)
+    assert text.text.startswith("It was the best of times")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "line"),
+    [
+        (["sink"], ScanError, "unknown texts 'sink'"),
+        (["sink_circuit", "-o", "no/such/x.csv"], RunError, "no/such is no directory"),
+        (["sink_circuit", "--from", "nowhere"], CorpusError, "expected a directory sst2"),
+        (["sink_circuit", "--from", "odd"], CorpusError, "'sentence' is missing"),
+        (["sink_circuit", "--from", "few"], CorpusError, "expected 100 rows or more"),
+    ],
+)
+def test_mistakes_are_lines(
+    words: list[str],
+    kind: type[Exception],
+    line: str,
+    tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, field in (("odd", "text"), ("few", "sentence")):
+        (tmp_path / name / "sst2").mkdir(parents=True)
+        (tmp_path / name / "sst2" / "train.jsonl").write_text(json.dumps({field: "word " * 60}))
+    _, error = run_texts(*words, "--tokenizer", tokenizer)
+    assert isinstance(error, kind)
+    assert line in str(error)
+    assert "\n" not in str(error)
+
+
+def test_another_tokenizer_is_refused() -> None:
+    with pytest.raises(ModelError, match="its tokenizer has 257 tokens and the model 50,257"):
+        gpt2_tokenizer("bundled:gpt2-mini")
+
+
+def test_a_message_that_names_a_file_leads_to_its_command() -> None:
+    for name, recipe in RECIPES.items():
+        command = f"headcount reproduce texts {name} -o {recipe.file}"
+        assert how_to_get(f"input.files: no file matches {recipe.file!r} (in /x)") == command
+    assert how_to_get("input.files: no file matches 'tinyshakespeare.txt'") == ""
+
+
+def test_rows_are_drawn_in_the_published_order(tokenizer: Path) -> None:
+    with published.data_file("sink_circuit_300_texts.csv").open(newline="") as lines:
+        rows = [(row["dataset"], int(row["source_index"])) for row in csv.DictReader(lines)]
+    # How many rows of each data set have 40 tokens. Only these numbers give the published order.
+    counts = {"sst2": 986, "gsm8k": 5671, "humaneval": 159}
+    sources = Sources(
+        lambda data_set: ["a" * 40] * counts[data_set.name],
+        lambda: gpt2_tokenizer(str(tokenizer)),
+        lambda line: None,
+    )
+    drawn = short_texts(sources, RECIPES["sink_circuit"].seed)
+    for name in counts:
+        # A row that comes later in the data set comes later among those of 40 tokens.
+        published_places = np.argsort([index for dataset, index in rows if dataset == name])
+        places = np.argsort([text.source_index for text in drawn if text.dataset == name])
+        assert places.tolist() == published_places.tolist()
+
+
+def test_the_published_texts_are_cut_from_the_data_sets_that_are_here() -> None:
+    tokenizer = gpt2_tokenizer(str(published.data_file("gpt2-tokenizer/tokenizer.json").parent))
+    texts = read_csv(published.data_file("sink_circuit_300_texts.csv"))
+    assert fingerprints(texts) == RECIPES["sink_circuit"].fingerprints
+    assert {len(tokens) for tokens in tokenizer.encode_many([text.text for text in texts])} == {40}
+    rows: dict[str, list[str]] = {data_set.name: [] for data_set in DATA_SETS}
+    names = {"GSM8K": "gsm8k", "HumanEval": "humaneval"}
+    directory = published.data_file("pile-mini/00.jsonl.zst").parent
+    for file in sorted(directory.glob("*.jsonl.zst")):
+        for document in Source("jsonl", str(file), 0).documents():
+            if document.pile_set_name in names:
+                rows[names[document.pile_set_name]].append(document.text)
+    # The questions come with their answers here. 400 characters are more than 40 tokens.
+    cut = {
+        name: {
+            tokenizer.text(tokens[:40])
+            for tokens in tokenizer.encode_many([" ".join(row.split())[:400] for row in rows[name]])
+            if len(tokens) >= 40
+        }
+        for name in names.values()
+    }
+    counts = {
+        name: sum(text.text in cut[name] for text in texts if text.dataset == name)
+        for name in names.values()
+    }
+    # pile-mini has 120 of the 164 problems of HumanEval.
+    assert counts == {"gsm8k": 100, "humaneval": 74}

@@ -1,0 +1,236 @@
+"""`headcount reproduce --all`: what fits runs, what does not is said and skipped, the file of
+findings is always written, and one model is loaded and hashed once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headcount import app
+from headcount.jobs.run.progress import WholeProgress
+from headcount.reproduce.reproduce_commands import SOMETHING_SKIPPED, texts_of_systems
+from headcount.reproduce.system import StandInText, systems
+from headcount.schemas.errors import RunError, ScanError
+from headcount.workers.model.files import known_models
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.loading import load_model
+from tests.toys import toy_models as toy
+
+SCANS = """
+[defaults]
+n_ctx = 8
+sequences = 2
+statistics = ["sink_mass"]
+input = { family = "uniform_random" }
+[scan.random]
+[scan.longer]
+n_ctx = 12
+"""
+
+CHECK = """
+[[check]]
+published = { sink = %s }
+tolerance = 1
+sql = "SELECT 'sink', avg(sink_mass) FROM system_heads"
+"""
+
+
+def system_file(layers: int, scans: str = SCANS, published: float = 0.5) -> str:
+    """A system that was published for a model of so many layers."""
+    return f"""title = "Toy"
+source = ""
+measured = ""
+published_model = "owner/toy"
+published_sizes = {{ n_layers = {layers}, n_heads = 4 }}
+bundled_model = "bundled:gpt2-mini"
+{scans}
+{CHECK % published}
+"""
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A GPT-2 with random weights, as the Hub lays it out."""
+    return str(toy.save_model(tmp_path_factory.mktemp("models") / "gpt2", toy.gpt2()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The systems of these tests, in place of ours."""
+    systems = tmp_path / "systems"
+    systems.mkdir()
+    monkeypatch.setattr("headcount.reproduce.system.SYSTEMS", systems)
+    monkeypatch.chdir(tmp_path)
+    return systems
+
+
+def reproduce(*words: str) -> tuple[int, str, list[dict[str, Any]]]:
+    """Exit code, output with the error, and the findings that were written."""
+    result = CliRunner().invoke(app, ["reproduce", *words, "--json", "findings.json"])
+    error = "" if result.exception is None else str(result.exception)
+    file = Path("findings.json")
+    findings = json.loads(file.read_text()) if file.is_file() else []
+    return result.exit_code, result.output + error, findings
+
+
+def test_what_does_not_fit_or_lacks_something_is_skipped_and_the_rest_is_measured(
+    folder: Path, gpt2: str
+) -> None:
+    no_file = SCANS.replace('"uniform_random"', '"csv_texts", files = "absent.csv"')
+    no_steps = SCANS.replace("[scan.random]", '[scan.random]\ncheckpoints = "step-*"')
+    (folder / "absent.toml").write_text(system_file(3, no_file))
+    (folder / "fits.toml").write_text(system_file(3))
+    (folder / "other.toml").write_text(system_file(9))
+    (folder / "steps.toml").write_text(system_file(3, no_steps))
+    exit_code, output, findings = reproduce("--all", "--model", gpt2)
+    assert exit_code == SOMETHING_SKIPPED
+    verdicts = {finding["system"]: finding["verdict"] for finding in findings}
+    assert verdicts == {
+        "absent": "skipped", "fits": "pass", "other": "skipped", "steps": "skipped"
+    }  # fmt: skip
+    reasons = {finding["system"]: finding["reason"] for finding in findings}
+    assert "no file matches 'absent.csv'" in reasons["absent"]
+    assert reasons["other"] == (
+        "published for owner/toy (n_layers 9, n_heads 4), and this model has n_layers 3, n_heads 4"
+    )
+    assert "no checkpoints step-*" in reasons["steps"]
+    flat_output = output.replace("\n", " ")
+    assert all(f"{name}: skipped: " in flat_output for name in ("absent", "other", "steps"))
+    assert "1 system measured, 3 skipped" in output
+
+
+def test_a_failing_figure_and_a_skipped_system_end_with_different_codes(
+    folder: Path, gpt2: str
+) -> None:
+    (folder / "a.toml").write_text(system_file(3, published=7))
+    (folder / "b.toml").write_text(system_file(3))
+    (folder / "c.toml").write_text(system_file(9))
+    exit_code, output, findings = reproduce("--all", "--model", gpt2)
+    assert "1 of 2 findings differ from what was published" in output
+    # The front door makes 2 of an error of ours.
+    assert exit_code == 1
+    assert [finding["verdict"] for finding in findings] == ["fail", "pass", "skipped"]
+    # Another model's systems are no reason for a code of their own.
+    (folder / "a.toml").unlink()
+    assert reproduce("--all", "--model", gpt2)[0] == 0
+
+
+def test_a_single_system_that_cannot_run_is_its_own_error(folder: Path, gpt2: str) -> None:
+    no_file = SCANS.replace('"uniform_random"', '"csv_texts", files = "absent.csv"')
+    (folder / "absent.toml").write_text(system_file(3, no_file))
+    exit_code, output, findings = reproduce("absent", "--model", gpt2)
+    assert exit_code == 1
+    assert "no file matches" in output
+    assert [finding["verdict"] for finding in findings] == ["skipped"]
+
+
+def test_a_system_whose_sql_is_wrong_does_not_stop_the_others(folder: Path, gpt2: str) -> None:
+    (folder / "a.toml").write_text(system_file(3).replace("avg(sink_mass)", "avg(sink_mas)"))
+    (folder / "b.toml").write_text(system_file(3))
+    exit_code, _, findings = reproduce("--all", "--model", gpt2)
+    assert exit_code == SOMETHING_SKIPPED
+    assert {finding["system"]: finding["verdict"] for finding in findings} == {
+        "a": "skipped",
+        "b": "pass",
+    }
+
+
+def test_a_model_is_hashed_once_and_loaded_once(
+    folder: Path, gpt2: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    descriptions: list[str] = []
+    describe = known_models.describe
+
+    def counted_describe(path: Path) -> Any:
+        descriptions.append(str(path))
+        return describe(path)
+
+    def counted_load(info: Any, *options: Any) -> Any:
+        loads.append(info.path)
+        return load_model(info, *options)
+
+    monkeypatch.setattr("headcount.workers.model.files.known_models.describe", counted_describe)
+    monkeypatch.setattr("headcount.workers.model.files.known_models.load_model", counted_load)
+    # Nothing else may describe the model.
+    monkeypatch.setattr("headcount.jobs.plan.resolved_scan.describe", None)
+    (folder / "a.toml").write_text(system_file(3))
+    (folder / "b.toml").write_text(system_file(3).replace("n_ctx = 12", "n_ctx = 16"))
+    exit_code, output, _ = reproduce("--all", "--model", gpt2)
+    assert exit_code == 0, output
+    assert (descriptions, loads) == ([gpt2], [gpt2])
+
+
+def test_few_models_stay_in_memory(gpt2: str) -> None:
+    models = KnownModels()
+    info = models.describe(gpt2)
+    raw = models.load(info, "raw", "cpu")
+    assert models.load(info, "raw", "cpu") is raw
+    models.load(info, "folded", "cpu")
+    assert models.load(info, "raw", "cpu") is raw
+    # A third one takes the place of the one that was used longest ago.
+    models.load(models.describe("bundled:gpt2-mini"), "raw", "cpu")
+    assert models.load(info, "raw", "cpu") is raw
+
+
+def test_an_override_of_one_systems_scan_leaves_the_others_alone(folder: Path, gpt2: str) -> None:
+    (folder / "a.toml").write_text(system_file(3))
+    (folder / "b.toml").write_text(system_file(3, SCANS.replace("longer", "own")))
+    exit_code, output, _ = reproduce("--all", "--model", gpt2, "--set", "own.sequences=3")
+    assert exit_code == 0, output
+    sequences = {
+        manifest["run_id"].rpartition("-")[0]: manifest["sequences"]
+        for manifest in (json.loads(f.read_text()) for f in Path("runs").rglob("manifest.json"))
+    }
+    assert sequences == {"random": 2, "longer": 2, "own": 3}
+    assert "unknown scan or field 'owm'" in reproduce("--all", "--set", "owm.sequences=3")[1]
+
+
+def test_a_text_is_for_systems_that_read_one(folder: Path, gpt2: str) -> None:
+    (folder / "a.toml").write_text(system_file(3))
+    assert "none of these systems reads a text" in reproduce("a", "--text", "own.txt")[1]
+    with_text = system_file(3).replace("[defaults]", '[text]\nwhat = "a poem"\n[defaults]')
+    (folder / "a.toml").write_text(with_text)
+    assert "own.txt: no such file; expected a poem" in reproduce("a", "--text", "own.txt")[1]
+
+
+def test_a_text_is_for_all_systems_that_were_published_for_the_same(tmp_path: Path) -> None:
+    poem, novel = (tmp_path / name for name in ("poem.txt", "novel.txt"))
+    poem.write_text("a")
+    novel.write_text("b")
+    system = systems()["first_keys"]
+    selection = {
+        "a": system.model_copy(update={"text": StandInText(what="a poem")}),
+        "b": system.model_copy(update={"text": StandInText(what="a novel")}),
+        "c": system.model_copy(update={"text": StandInText(what="a poem")}),
+        "d": system.model_copy(update={"text": None}),
+    }
+    options = [f"c={poem}", f"b={novel}"]
+    assert texts_of_systems(options, selection) == {"a": str(poem), "c": str(poem), "b": str(novel)}
+    assert texts_of_systems([str(poem)], {"a": selection["a"], "d": selection["d"]}) == {
+        "a": str(poem)
+    }
+    with pytest.raises(ScanError, match="different texts; expected NAME=FILE"):
+        texts_of_systems([str(poem)], selection)
+
+
+def test_the_time_left_is_that_of_all_scans(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("headcount.jobs.run.progress.time.monotonic", lambda: now[0])
+    whole = WholeProgress(1000)
+    assert whole.line() == ""
+    now[0] += 30
+    whole.add(250)
+    assert whole.line() == "all scans: 25%, 1 min 30 s left"
+
+
+def test_a_cluster_needs_replicas() -> None:
+    with pytest.raises(RunError, match="--replicas 0 measures in this process"):
+        CliRunner().invoke(
+            app, ["reproduce", "previous_token", "--address", "h:1"], catch_exceptions=False
+        )

@@ -1,0 +1,549 @@
+"""A thousand random damages: none is returned as data, and no other row is left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from headcount import app
+from headcount.jobs.upkeep.checking import check_run
+from headcount.jobs.upkeep.compaction import compact
+from headcount.queries.ask.answers import run_query
+from headcount.queries.ask.asking import open_runs
+from headcount.queries.open import verified_files
+from headcount.schemas.errors import HeadcountError, RunError
+from headcount.schemas.files import damage
+from headcount.schemas.files.commits import fold
+from headcount.schemas.files.digests import digest_of
+from headcount.schemas.files.parquet import parquet_bytes, read_parquet
+from headcount.schemas.files.run_directory import RunDirectory
+from tests.toys.toy_runs import Entry, Row, data_file, local, write_run
+
+DAMAGES = int(os.environ.get("HEADCOUNT_DAMAGES", "36"))
+"""How many damages are drawn; `make chaos` draws a thousand."""
+
+FILES_AT_ONCE = 12
+SHARDS, PER_SHARD, LAYERS, HEADS = 10, 1, 2, 2
+INTERVENTIONS = ("none", "zero_query_bias")
+RUNS = ("a-1", "b-1")
+TABLES = ("heads", "sequences", "profiles", "weights")
+
+
+def write_toy_run(out: Path, name: str, weights: int) -> RunDirectory:
+    """A run whose numbers depend on `weights`; the files have about the same size."""
+    generator = np.random.default_rng(weights)
+    values = generator.random((2, SHARDS * PER_SHARD, LAYERS, HEADS), np.float32)
+
+    def value(row: Row) -> float:
+        return float(
+            values[INTERVENTIONS.index(row.intervention), row.sequence, row.layer, row.head]
+        )
+
+    def profiles(shard: int) -> list[Entry]:
+        entry = {"layer": 1, "head": 1, "profile": "attention_by_lag", "count": PER_SHARD}
+        return [entry | {"lag": lag, "mean": weights / (lag + 1), "m2": 0.5} for lag in range(2)]
+
+    return write_run(
+        out,
+        name,
+        {"sink_mass": value, "entropy": lambda row: 1 + value(row)},
+        layers=LAYERS,
+        heads=HEADS,
+        sequences=SHARDS * PER_SHARD,
+        per_shard=PER_SHARD,
+        interventions=INTERVENTIONS,
+        profiles=profiles,
+        weights=[{"weight": "position_norm", "position": i, "value": weights} for i in range(3)],
+    )
+
+
+def leave_loose(run: RunDirectory) -> None:
+    """Leave the commits as they are."""
+
+
+def fold_all(run: RunDirectory) -> None:
+    fold(run.commits_directory, list(run.commits()))
+
+
+def compact_in_groups(run: RunDirectory) -> None:
+    compact(run, 3 * PER_SHARD * LAYERS * HEADS)
+
+
+@dataclass
+class Prepared:
+    """Two runs as they were committed, and the same files with other numbers."""
+
+    home: Path
+    files: dict[Path, bytes]
+    older: dict[Path, bytes]
+    """Content with other numbers, by path of the file that it could be taken for."""
+    shards: dict[Path, tuple[str, frozenset[int]]]
+    """Run, and shards with rows in the file."""
+    rows: dict[str, dict[tuple[str, int], list[str]]]
+    """Rows by table, and by run and shard."""
+
+
+def query_everything(home: Path) -> tuple[dict[str, dict[tuple[str, int], list[str]]], list[str]]:
+    """Every row that queries return, and their warnings."""
+    warnings: list[str] = []
+    # Without the shipped views, which take most of the time.
+    database = open_runs(home, queries=home / "no views", tell=warnings.append)
+    warnings += [f"warning: {line}" for line in database.damage()]
+    # The rows of roll-ups are of no shard alone, so they are only read.
+    counts = ", ".join(f"(SELECT count(*) FROM {table})" for table in (*TABLES, "rollups"))
+    database.rows(f"SELECT {counts}")
+    rows: dict[str, dict[tuple[str, int], list[str]]] = {}
+    for table in TABLES:
+        # The rows of `weights` lie with shard 0.
+        shard = "0" if table == "weights" else "shard"
+        sql = f"SELECT run_id, {shard}, t::TEXT FROM {table} t ORDER BY ALL"
+        rows[table] = {}
+        for run, number, text in database.rows(sql):
+            rows[table].setdefault((run, number), []).append(text)
+    return rows, warnings
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[Prepared]:
+    found: list[Prepared] = []
+    for change in (leave_loose, fold_all, compact_in_groups):
+        home, before = (tmp_path_factory.mktemp(f"{change.__name__}{i}") for i in (1, 2))
+        files: dict[Path, bytes] = {}
+        older: dict[Path, bytes] = {}
+        shards: dict[Path, tuple[str, frozenset[int]]] = {}
+        for number, name in enumerate(RUNS):
+            now, then = write_toy_run(home, name, number), write_toy_run(before, name, number + 10)
+            for run in (now, then):
+                change(run)
+            paths = {
+                (f.table, f.intervention, commit.shard): (f.path, f.shards)
+                for commit in then.commits()
+                for f in commit.files
+            }
+            for commit in now.commits():
+                for f in commit.files:
+                    path = local(now.path) / f.path
+                    files[path] = path.read_bytes()
+                    _, known = shards.get(path, (name, frozenset()))
+                    shards[path] = name, known | {commit.shard}
+                    other, _ = paths[f.table, f.intervention, commit.shard]
+                    older[path] = (local(then.path) / other).read_bytes()
+        rows, warnings = query_everything(home)
+        assert warnings == []
+        found.append(Prepared(home, files, older, shards, rows))
+    return found
+
+
+def with_flipped_bytes(content: bytes, count: int, generator: random.Random) -> bytes:
+    """The content with `count` bytes changed, in one place."""
+    start = generator.randrange(max(1, len(content) - count))
+    changed = bytearray(content)
+    for i in range(start, min(len(content), start + count)):
+        changed[i] ^= generator.randrange(1, 256)
+    return bytes(changed)
+
+
+def similar_files(state: Prepared, path: Path, kind: str) -> list[Path]:
+    """Files that could be taken for a file: of another shard, intervention, table or run."""
+    run, table, intervention, name = path.parts[-4:]
+    same = {
+        "shard": lambda p: p[:3] == (run, table, intervention),
+        "intervention": lambda p: p[:2] == (run, table) and p[3][:12] == name[:12],
+        "table": lambda p: p[0] == run and p[1] != table,
+        "run": lambda p: p[0] != run and p[1:3] == (table, intervention),
+    }[kind]
+    return [other for other in state.files if other != path and same(other.parts[-4:])]
+
+
+def apply_damage(
+    state: Prepared, path: Path, how: str, generator: random.Random
+) -> dict[Path, bytes | None]:
+    """The content of files after one damage, by path; None if the file is gone."""
+    content = state.files[path]
+    if how.startswith("flip"):
+        return {path: with_flipped_bytes(content, int(how[4:]), generator)}
+    if how == "cut":
+        return {path: content[: generator.randrange(len(content))]}
+    if how == "longer":
+        return {path: content + generator.randbytes(generator.choice([1, 16, 512]))}
+    if how == "older":
+        return {path: state.older[path]}
+    if how.startswith("swap "):
+        others = similar_files(state, path, how[5:])
+        other = generator.choice(others) if others else path
+        return {path: state.files[other], other: content}
+    return {path: None if how == "gone" else b""}
+
+
+KINDS_OF_DAMAGE = (
+    *("flip1", "flip16", "flip512") * 3,
+    *("cut", "longer", "older", "gone", "empty") * 2,
+    *("swap shard", "swap intervention", "swap table", "swap run"),
+)
+
+
+def replace_file(path: Path, content: bytes | None, hide: bool) -> None:
+    """Change a file; `hide` gives it the times that it had."""
+    before = path.stat()
+    if content is None:
+        path.unlink()
+        return
+    path.write_bytes(content)
+    if hide:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_no_damage_is_returned_as_data(
+    prepared: list[Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path])
+    generator = random.Random(1)
+    count = 0
+    while count < DAMAGES:
+        state = generator.choice(prepared)
+        damages: dict[Path, bytes | None] = {}
+        for path in generator.sample(sorted(state.files), FILES_AT_ONCE):
+            damages |= apply_damage(state, path, generator.choice(KINDS_OF_DAMAGE), generator)
+            count += 1
+        for path, content in damages.items():
+            replace_file(path, content, hide=generator.random() < 0.5)
+        changed_paths = {path for path, content in damages.items() if content != state.files[path]}
+        # Shards of a damaged roll-up are answered from their rows.
+        damaged_shards = {
+            (state.shards[path][0], shard)
+            for path in changed_paths
+            if "rollups" not in path.parts
+            for shard in state.shards[path][1]
+        }
+        rows, warnings = query_everything(state.home)
+        for table in TABLES:
+            expected = {
+                key: kept for key, kept in state.rows[table].items() if key not in damaged_shards
+            }
+            assert rows[table] == expected, (table, damages.keys())
+        for name in {name for name, _ in damaged_shards}:
+            lines = [line for line in warnings if line.startswith(f"warning: run {name}: shard")]
+            assert lines
+            for line in lines:
+                remedy = "writes it again" if ": rollups/" in line else "--verify measures"
+                assert remedy in line
+        assert changed_paths or not warnings
+        for path in damages:
+            path.write_bytes(state.files[path])
+    for state in prepared:
+        assert query_everything(state.home) == (state.rows, [])
+
+
+def flip_middle_bit(file: Path) -> None:
+    """Change one bit in the middle; size and times stay."""
+    before = file.stat()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDirectory]:
+    """The runs of which tests damage copies, by name."""
+    out = tmp_path_factory.mktemp("written")
+    return {name: write_toy_run(out, name, number) for number, name in enumerate(RUNS)}
+
+
+def copy_of(run: RunDirectory, home: Path) -> RunDirectory:
+    return RunDirectory(Path(shutil.copytree(local(run.path), home / run.path.name)))
+
+
+@pytest.fixture
+def run(
+    written: dict[str, RunDirectory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> RunDirectory:
+    monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path / "memory"])
+    return copy_of(written["a-1"], tmp_path / "runs")
+
+
+def heads_file(run: RunDirectory, shard: int) -> Path:
+    return local(data_file(run, "heads", "none", shard))
+
+
+def test_a_checked_file_is_remembered_until_it_changes(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def problem(*arguments: Any) -> str | None:
+        read.append(arguments[2].path)
+        return damage.problem(*arguments)
+
+    monkeypatch.setattr(verified_files, "problem", problem)
+
+    def files_read(sql: str, **options: Any) -> int:
+        read.clear()
+        open_runs(run.path, **options).rows(sql)
+        return len(read)
+
+    heads_files = 2 * SHARDS
+    # Files that have just been written could change again and look the same.
+    monkeypatch.setattr(verified_files, "CLOCK_TICK_SECONDS", 3600.0)
+    assert [files_read("FROM heads") for _ in range(2)] == [heads_files, heads_files]
+    monkeypatch.setattr(verified_files, "CLOCK_TICK_SECONDS", -1.0)
+    assert files_read("FROM runs") == 0
+    assert [files_read("FROM heads") for _ in range(2)] == [heads_files, 0]
+    assert [files_read("FROM sequences") for _ in range(2)] == [2 * SHARDS, 0]
+    flip_middle_bit(heads_file(run, 3))
+    assert [files_read("FROM heads") for _ in range(2)] == [1, 1]
+    # If the memory is lost, whole or in parts, only time is lost.
+    (memory,) = (local(run.path).parents[1] / "memory").iterdir()
+    memory.write_bytes(memory.read_bytes()[:-21])
+    assert files_read("FROM heads, sequences LIMIT 1") in (2, 3)
+    memory.write_bytes(b"")
+    assert files_read("FROM heads") == heads_files
+    monkeypatch.setattr(verified_files, "_key_folders", lambda: [Path("/proc/nowhere")])
+    assert [files_read("FROM heads") for _ in range(2)] == [heads_files, heads_files]
+
+
+def test_a_question_checks_only_the_tables_that_it_reads(run: RunDirectory) -> None:
+    flip_middle_bit(heads_file(run, 3))
+    database = open_runs(run.path)
+    assert len(database.rows("FROM sequences")) == 2 * SHARDS
+    assert database.damage() == []
+    assert len(database.rows("FROM heads")) == 8 * (SHARDS - 1)
+    # From now on it is in no view.
+    assert len(database.rows("FROM sequences")) == 2 * (SHARDS - 1)
+    (line,) = database.damage()
+    assert line.startswith("run a-1: shard 3: heads/intervention=none/shard-000003.parquet has oth")
+    sql = "SELECT status, damage FROM shards WHERE status <> 'done'"
+    why = "heads/intervention=none/shard-000003.parquet has other content than was committed"
+    assert database.rows(sql) == [("damaged", why)]
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "FROM by_head",
+        "PIVOT heads ON layer USING count(*) GROUP BY head",
+        "FROM query_table('heads')",
+        "FROM query('FROM heads')",
+        "SUMMARIZE heads",
+        "WITH sequences AS (FROM main.heads) FROM sequences",
+        "EXPLAIN ANALYZE FROM heads",
+        "SELECT entropy, row FROM heads JOIN sequences USING (run_id, intervention, sequence)",
+    ],
+)
+def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory, question: str) -> None:
+    flip_middle_bit(heads_file(run, 3))
+    warnings: list[str] = []
+    list(run_query(open_runs(run.path, tell=warnings.append).connection, question).rows())
+    assert [line[:26] for line in warnings] == ["warning: run a-1: shard 3:"]
+
+
+def test_a_connection_continues_after_a_compaction(run: RunDirectory) -> None:
+    database = open_runs(run.path)
+    before = database.rows("FROM heads ORDER BY ALL")
+    commits = list(run.commits())
+    compact_in_groups(run)
+    assert database.rows("FROM heads ORDER BY ALL") == before
+    assert database.damage() == []
+    assert commits != list(run.commits())
+
+
+def test_a_long_check_is_announced(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified_files, "SECONDS_BEFORE_NOTICE", 0.0)
+    warnings: list[str] = []
+    open_runs(run.path, tell=warnings.append).rows("FROM heads")
+    assert warnings == ["checking 0.0 GB against the commits, once"]
+
+
+def run_command(arguments: list[str]) -> tuple[int, list[str]]:
+    done = CliRunner().invoke(app, arguments)
+    return done.exit_code, done.stdout.splitlines()
+
+
+def test_check_names_the_damage_and_the_command_that_mends_it(
+    run: RunDirectory, written: dict[str, RunDirectory], tmp_path: Path
+) -> None:
+    home = str(tmp_path / "runs")
+    size = r"61 files, 0\.3 MB"
+    code, (line,) = run_command(["check", home])
+    assert (code, re.fullmatch(f"a-1: 10 shards, {size}, as committed", line) is None) == (0, False)
+    flip_middle_bit(heads_file(run, 3))
+    heads_file(run, 5).unlink()
+    heads_file(run, 4).with_name(".shard-000004.parquet.1a2b.tmp").write_bytes(b"half")
+    copy_of(written["b-1"], tmp_path / "runs")
+    code, lines = run_command(["check", home])
+    assert code == 1
+    folder = "heads/intervention=none"
+    assert lines[:3] == [
+        f"a-1: shard 3: {folder}/shard-000003.parquet has other content than was committed",
+        f"a-1: shard 5: {folder}/shard-000005.parquet is gone",
+        f"a-1: 1 file that no commit refers to; headcount compact {run.path} deletes what it may",
+    ]
+    mend = re.escape(f"headcount resume {run.path} --verify")
+    assert re.fullmatch(f"a-1: 2 shards of 10 damaged, in {size}; {mend} measures .*", lines[3])
+    assert re.fullmatch(f"b-1: 10 shards, {size}, as committed", lines[4])
+
+
+def remove_digests(run: RunDirectory) -> None:
+    """Commits as older code wrote them."""
+    for commit in run.commits():
+        text = re.sub(r'"digest":"\w*"', '"digest":""', commit.model_dump_json())
+        local(run.commit_file(commit.shard)).write_text(text)
+
+
+def rewrite_file(run: RunDirectory, shard: int, change: Callable[[pa.Table], pa.Table]) -> None:
+    """Write other rows into a file, and commit its size."""
+    commit = {c.shard: c for c in run.commits()}[shard]
+    path = f"heads/intervention=none/shard-{shard:06d}.parquet"
+    table = read_parquet(run.path / path)
+    content = parquet_bytes(change(table).replace_schema_metadata(table.schema.metadata))
+    (local(run.path) / path).write_bytes(content)
+    files = [
+        f.model_copy(update={"bytes": content.size}) if f.path == path else f for f in commit.files
+    ]
+    text = commit.model_copy(update={"files": files}).model_dump_json()
+    local(run.commit_file(shard)).write_text(text)
+
+
+def with_column(table: pa.Table, name: str, values: list[Any]) -> pa.Table:
+    position = table.schema.get_field_index(name)
+    field = table.schema.field(position)
+    return table.set_column(position, field, pa.array(values, field.type))
+
+
+OLDER_DAMAGE: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
+    "value": (
+        lambda table: with_column(table, "sink_mass", [0.5, None, 0.25, 1124.2]),
+        "has sink_mass from 0.25 to 1124.2, outside of its range from 0 to 1",
+    ),
+    "negative": (
+        lambda table: with_column(table, "entropy", [0.5, None, -0.25, 1]),
+        "has entropy from -0.25 to 1, outside of its range from 0 to inf",
+    ),
+    "shard": (
+        lambda table: with_column(table, "shard", [4] * 4),
+        "has shard from 4 to 4 where 3 to 3 were committed",
+    ),
+    "sequence": (
+        lambda table: with_column(table, "sequence", [2, 3, 3, 3]),
+        "has sequence from 2 to 3 where 3 to 3 were committed",
+    ),
+    "layer": (
+        lambda table: with_column(table, "layer", [0, 0, 1, 2]),
+        "has layer from 0 to 2 where 0 to 1 were committed",
+    ),
+    "rows": (lambda table: table.slice(1), "holds 3 rows where 4 were committed"),
+    "column": (lambda table: table.drop_columns(["entropy"]), "has no column entropy"),
+}
+
+
+@pytest.mark.parametrize("what", OLDER_DAMAGE)
+def test_files_of_older_code_are_checked_by_their_values(run: RunDirectory, what: str) -> None:
+    remove_digests(run)
+    assert check_run(run).damaged == []
+    assert check_run(run).without_digest == 6 * SHARDS + 1
+    change, why = OLDER_DAMAGE[what]
+    rewrite_file(run, 3, change)
+    assert [str(found) for found in check_run(run).damaged] == [
+        f"shard 3: heads/intervention=none/shard-000003.parquet {why}"
+    ]
+
+
+def test_a_value_outside_its_range_is_damage_even_if_the_digest_fits(run: RunDirectory) -> None:
+    rewrite_file(run, 3, OLDER_DAMAGE["value"][0])
+    commit = json.loads(local(run.commit_file(3)).read_bytes())
+    for file in commit["files"]:
+        file["digest"] = digest_of((local(run.path) / file["path"]).read_bytes())
+    local(run.commit_file(3)).write_text(json.dumps(commit))
+    (found,) = check_run(run).damaged
+    assert found.why == OLDER_DAMAGE["value"][1]
+    assert len(open_runs(run.path).rows("FROM heads")) == 8 * (SHARDS - 1)
+
+
+def test_a_damaged_fold_is_refused_with_advice(run: RunDirectory) -> None:
+    fold_all(run)
+    (file,) = local(run.commits_directory).iterdir()
+    whole = file.read_bytes()
+    for i in random.Random(0).sample(range(len(whole)), 40):
+        file.write_bytes(whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :])
+        with pytest.raises(
+            RunError, match=r"fold-000000-\w+\.parquet: damaged .* headcount resume"
+        ):
+            run.ledger()
+    file.write_bytes(whole)
+    assert len(run.ledger()) == SHARDS
+
+
+def spoil_manifest(run: RunDirectory, text: str) -> None:
+    local(run.manifest_file).write_text(text)
+
+
+def spoil_ledger(run: RunDirectory) -> None:
+    (local(run.commits_directory) / "fold-000000-1a2b3c4d.parquet").write_bytes(b"PAR1")
+
+
+BREAKAGES: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
+    "no JSON": (lambda run: spoil_manifest(run, "{"), "not a manifest"),
+    "empty": (lambda run: spoil_manifest(run, ""), "not a manifest"),
+    "a list": (lambda run: spoil_manifest(run, "[]"), "not a manifest"),
+    "no scan": (
+        lambda run: spoil_manifest(
+            run, re.sub('"scan":', '"scam":', local(run.manifest_file).read_text())
+        ),
+        "not a manifest",
+    ),
+    "gone": (lambda run: local(run.manifest_file).unlink(), "no manifest.json"),
+    "a fold": (lambda run: spoil_ledger(run), "damaged"),
+    "another column": (
+        lambda run: spoil_manifest(
+            run,
+            re.sub(
+                r'"statistics":\{"',
+                '"statistics":{"no_column":{},"',
+                local(run.manifest_file).read_text(),
+            ),
+        ),
+        "do not fit the manifest",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKAGES)
+def test_a_broken_run_does_not_hide_other_runs(
+    run: RunDirectory, what: str, written: dict[str, RunDirectory], tmp_path: Path
+) -> None:
+    home = tmp_path / "runs"
+    other = copy_of(written["b-1"], home)
+    breaks, why = BREAKAGES[what]
+    breaks(run)
+    warnings: list[str] = []
+    database = open_runs(home, tell=warnings.append)
+    assert database.rows("SELECT run_id, count(*) FROM heads GROUP BY 1") == [("b-1", 8 * SHARDS)]
+    assert database.rows("SELECT run_id FROM runs") == [("b-1",)]
+    (line,) = database.damage()
+    assert str(run.path) in line
+    assert why in line
+    assert "headcount rm" in line
+    for command in ("query", "list", "compact"):
+        done = CliRunner().invoke(app, [command, str(home)], env={"COLUMNS": "1000"})
+        # Reading leaves the broken run out; compaction fails because it could not do its work.
+        fine = command != "compact" or what == "another column"
+        assert (done.exit_code == 0) == fine, done.output
+        if not (what == "another column" and command != "query"):
+            assert why in f"{done.stderr}{done.exception}"
+    assert database.rows("SELECT run_id, count(*) FROM heads GROUP BY 1") == [("b-1", 8 * SHARDS)]
+    assert [name[:6] for name in os.listdir(local(other.commits_directory))] == ["fold-0"]
+    shutil.rmtree(local(other.path))
+    with pytest.raises(HeadcountError, match=why):
+        open_runs(home)

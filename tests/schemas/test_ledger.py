@@ -1,0 +1,300 @@
+"""The ledger: commits in files and in folds.
+
+Its meaning is the same after every order of deaths, and if something is done twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import headcount.schemas.files.commits as ledger
+from headcount.jobs.run.lock import locked
+from headcount.jobs.run.loop import fold_commits
+from headcount.jobs.run.spans import Spans
+from headcount.schemas.errors import RunError, ScanError
+from headcount.schemas.files.commits import COMMITS, Commit, Failure, drop, fold
+from headcount.schemas.files.damage import Damage
+from headcount.schemas.files.places import StorePath, names, place
+from headcount.schemas.files.run_directory import RunDirectory
+from tests.toys.toy_runs import Row, data_file, local, write_run
+
+
+def constant_statistic(_: Row) -> float:
+    return 1.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Ten shards of one sequence each, done."""
+    return write_run(tmp_path, "a-1", {"sink_mass": constant_statistic}, sequences=10, per_shard=1)
+
+
+def ledger_files(run: RunDirectory, prefix: str) -> list[str]:
+    """Names of the files of a ledger that begin with `fold-` or `shard-`."""
+    return sorted(name for name in names(run.commits_directory) if name.startswith(prefix))
+
+
+def committed_shards(run: RunDirectory) -> list[int]:
+    """The shards that a reader counts as done."""
+    return run.ledger([])["shard"].to_pylist()
+
+
+def test_folding_changes_where_commits_are_and_nothing_else(run: RunDirectory) -> None:
+    commits_before = list(run.commits())
+    fold(run.commits_directory, commits_before[2:7])
+    assert list(run.commits()) == commits_before
+    assert len(ledger_files(run, "fold-")) == 1
+    assert ledger_files(run, "shard-") == [f"shard-{shard:06d}.json" for shard in (0, 1, 7, 8, 9)]
+    assert run.ledger([])["folded"].to_pylist() == [2 <= shard < 7 for shard in range(10)]
+    assert run.ledger(["rows", "host"]).column_names == ["shard", "rows", "host", "folded"]
+
+
+@pytest.mark.parametrize("deletions", range(4))
+def test_a_fold_may_be_killed_before_all_commit_files_are_deleted(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, deletions: int
+) -> None:
+    commits_before = list(run.commits())
+
+    def die(paths: Any) -> None:
+        for path, _ in zip(paths, range(deletions), strict=False):
+            path.unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ledger, "delete", die)
+    with pytest.raises(KeyboardInterrupt):
+        fold(run.commits_directory, commits_before[:3])
+    assert list(run.commits()) == commits_before
+
+
+def test_a_fold_may_fail_before_it_is_there(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits_before = list(run.commits())
+
+    def fill_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fill_disk)
+    with pytest.raises(RunError, match=r"fold-000000-.*No space left on device"):
+        fold(run.commits_directory, commits_before)
+    assert list(run.commits()) == commits_before
+
+
+def test_two_may_fold_at_once_and_each_commit_counts_once(run: RunDirectory) -> None:
+    commits_before = list(run.commits())
+    # The folds overlap, and the third says what the first says.
+    fold(run.commits_directory, commits_before[:6])
+    fold(run.commits_directory, commits_before[4:8])
+    fold(run.commits_directory, commits_before[:6])
+    assert list(run.commits()) == commits_before
+
+
+def test_a_late_attempt_at_a_folded_shard_does_not_count(run: RunDirectory) -> None:
+    first = next(run.commits())
+    fold(run.commits_directory, [first])
+    # Its clock is ahead by far: clocks do not decide.
+    late_commit = first.model_copy(
+        update={"attempt": 2, "finished": first.finished + timedelta(days=300)}
+    )
+    local(run.commit_file(0)).write_text(late_commit.model_dump_json())
+    assert next(run.commits()) == first
+
+
+def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(
+    run: RunDirectory,
+) -> None:
+    commits_before = list(run.commits())
+    fold(run.commits_directory, commits_before)
+    drop(run.commits_directory, run.run_id, [3, 5])
+    assert committed_shards(run) == [0, 1, 2, 4, 6, 7, 8, 9]
+    second_commit = commits_before[3].model_copy(update={"attempt": 2})
+    local(run.commit_file(3)).write_text(second_commit.model_dump_json())
+    assert [commit.attempt for commit in run.commits() if commit.shard == 3] == [2]
+    fold(run.commits_directory, [second_commit])
+    assert [(commit.shard, commit.attempt) for commit in run.commits()][3:5] == [(3, 2), (4, 1)]
+    assert 5 not in committed_shards(run)
+
+
+def test_a_reader_that_is_overtaken_by_a_fold_reads_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits_before = list(run.commits())
+    real_names = ledger.names
+    names_listed_first: list[str] = []
+
+    def list_then_fold(directory: Any) -> Any:
+        """List the ledger; the first time, somebody folds it before the reader opens a file."""
+        listed_names = list(real_names(directory))
+        if not names_listed_first:
+            names_listed_first.extend(listed_names)
+            fold(run.commits_directory, commits_before)
+        return listed_names
+
+    monkeypatch.setattr(ledger, "names", list_then_fold)
+    assert list(run.commits()) == commits_before
+    assert len(names_listed_first) == 10
+
+
+@pytest.mark.parametrize(
+    "spoil_commit",
+    [
+        lambda commit: commit | {"run_id": "other-1"},
+        lambda commit: commit | {"shard": 4},
+        lambda commit: {key: value for key, value in commit.items() if key != "rows"},
+        lambda commit: [],
+    ],
+)
+def test_a_file_that_is_no_commit_of_this_run_is_skipped(
+    run: RunDirectory, spoil_commit: Callable[[Any], Any]
+) -> None:
+    file = local(run.commit_file(3))
+    file.write_text(json.dumps(spoil_commit(json.loads(file.read_bytes()))))
+    assert committed_shards(run) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_fold_holds_every_field_of_a_commit(run: RunDirectory) -> None:
+    assert set(Commit.model_fields) == set(COMMITS.names)
+    commit = next(run.commits()).model_copy(
+        update={"bad_rows": ["a.jsonl:7 (text is null)"], "seconds": 0.1234}
+    )
+    fold(run.commits_directory, [commit])
+    assert next(run.commits()) == commit
+
+
+def test_a_driver_folds_while_outcomes_pass(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headcount.jobs.run.loop.COMMITS_PER_FOLD", 4)
+    commits_before = list(run.commits())
+    outcomes: list[Commit | Failure] = [
+        *commits_before[:5],
+        Failure(99, "why"),
+        *commits_before[5:],
+    ]
+    assert list(fold_commits(run, outcomes)) == outcomes
+    assert len(ledger_files(run, "fold-")) == 2
+    assert ledger_files(run, "shard-") == ["shard-000008.json", "shard-000009.json"]
+    assert list(run.commits()) == commits_before
+
+
+def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory) -> None:
+    fold(run.commits_directory, list(run.commits())[:5])
+    local(data_file(run, "heads", "none", 2)).unlink()
+    local(data_file(run, "heads", "none", 3)).write_bytes(b"")
+    local(data_file(run, "heads", "none", 7)).write_bytes(b"")
+    table = run.ledger()
+    heads = "heads/intervention=none/shard-{:06d}.parquet".format
+    gone_damage = Damage(heads(2), [2], "is gone")
+    sizes = {file.path: file.bytes for commit in run.commits() for file in commit.files}
+    short_damage = [
+        Damage(heads(shard), [shard], f"has 0 bytes where {sizes[heads(shard)]:,} were committed")
+        for shard in (3, 7)
+    ]
+    assert run.damaged_files([table]) == [gone_damage, *short_damage]
+    for shard in (4, 8):
+        local(data_file(run, "heads", "none", shard)).write_bytes(bytes(sizes[heads(shard)]))
+    endless_damage = Damage(heads(8), [8], "does not end as a Parquet file does")
+    assert run.damaged_files([table]) == [gone_damage, *short_damage, endless_damage]
+    content_damage = [
+        Damage(heads(shard), [shard], "has other content than was committed") for shard in (4, 8)
+    ]
+    damages = run.damaged_files([table], run.manifest())
+    assert sorted(damages, key=lambda damage: damage.path) == sorted(
+        [gone_damage, *short_damage, *content_damage], key=lambda damage: damage.path
+    )
+
+
+def test_one_driver_at_a_time(run: RunDirectory) -> None:
+    with (
+        locked(run),
+        pytest.raises(RunError, match="another process is at work on this run"),
+        locked(run),
+    ):
+        pass
+    with locked(run):
+        pass
+
+
+def test_spans_give_each_shard_once_in_any_order_of_owners() -> None:
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 7, 100):
+        open_shards = np.sort(rng.choice(1000, size, replace=False))
+        spans = Spans(open_shards)
+        owners = rng.integers(5, size=10 * size).tolist()
+        taken_shards = [
+            (owner, shard) for owner in owners if (shard := spans.take(owner)) is not None
+        ]
+        assert sorted(shard for _, shard in taken_shards) == open_shards.tolist()
+
+
+def test_an_owner_goes_forward_except_when_it_steals() -> None:
+    spans = Spans(np.arange(1000))
+    taken_shards: dict[int, list[int]] = {owner: [] for owner in range(4)}
+    for turn in range(1000):
+        shard = spans.take(turn % 4)
+        assert shard is not None
+        taken_shards[turn % 4].append(shard)
+    for shards_of_owner in taken_shards.values():
+        jumps = np.flatnonzero(np.diff(shards_of_owner) != 1)
+        # Each theft halves the longest span, so an owner steals a logarithmic number of times.
+        assert len(jumps) <= 12
+
+
+@pytest.mark.parametrize(
+    ("location", "message"),
+    [
+        ("abfs://box/runs", "expected a path, file://, s3:// or gs://"),
+        ("http://localhost/runs", "expected a path, file://, s3:// or gs://"),
+        ("s3://", "expected s3://BUCKET/PATH"),
+        ("s3://AKIA:secret@bucket/runs", "must hold no credentials"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_without_its_secrets(location: str, message: str) -> None:
+    with pytest.raises(ScanError, match=message) as refusal:
+        place(location)
+    assert "secret" not in str(refusal.value)
+
+
+def test_places() -> None:
+    assert place("file:///data/runs") == Path("/data/runs")
+    assert place("~/runs") == Path.home() / "runs"
+    assert place("runs") == Path("runs")
+    store = place("s3://bucket//runs/")
+    assert store == StorePath("s3://bucket/runs")
+    assert (str((store / "a") / "b"), (store / "a").name, (store / "a").parent) == (
+        "s3://bucket/runs/a/b",
+        "a",
+        store,
+    )
+
+
+@pytest.mark.parametrize("name", ["shard-000003.json", f"fold-000000-{'0' * 32}.parquet"])
+def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(ledger, "LISTING_PAUSE", 0.001)
+    link = Path(str(run.commits_directory / name))
+    link.unlink(missing_ok=True)
+    link.symlink_to("nowhere")
+    expected = (
+        f"{link}: is listed and cannot be opened (No such file or directory); delete it, and "
+        "headcount resume measures anew the shards that it committed"
+    )
+    for read in (
+        run.ledger,
+        run.damaged_by_size,
+        lambda: run.oldest_commit(["methods"]),
+        lambda: list(run.ledger_parts(["stop"])),
+    ):
+        with pytest.raises(RunError) as caught:
+            read()
+        assert str(caught.value) == expected
+    link.unlink()
+    assert len(committed_shards(run)) == (9 if "shard" in name else 10)

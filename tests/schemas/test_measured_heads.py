@@ -1,0 +1,421 @@
+"""A scan of some layers or heads: the same numbers as a scan of all of them, and nothing else
+computed, kept or written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from headcount.jobs.plan.cost import measure_cost
+from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.plan.replan import replan
+from headcount.jobs.plan.resolved_scan import resolve
+from headcount.jobs.upkeep.compaction import compact
+from headcount.queries.ask.answers import run_query
+from headcount.queries.ask.asking import open_runs
+from headcount.queries.open.connection import connect
+from headcount.queries.report.html_page import unpacked
+from headcount.queries.report.report import write_report
+from headcount.schemas.errors import MeasureError, RunError
+from headcount.schemas.profiles import PROFILES
+from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.statistics import LAYER_VALUES
+from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
+from headcount.workers.engine.fused_pattern import FusedPattern
+from headcount.workers.inputs.sequences import ShardInput
+from headcount.workers.interventions import INTERVENTIONS, intervention, intervention_registry
+from headcount.workers.measurements.layer_formulas import HEAD_AXIS
+from headcount.workers.shard import intervention_tables, run_shard
+from tests.toys import toy_models as toy
+
+T = 12
+TOKENS = toy.repeating_tokens(T, batch=3)
+EDITS = ["none", "mask_keys(0,1)", "zero_random_heads(entropy,1.2)"]
+SUBSETS: dict[str, dict[str, Any]] = {
+    "first layer": {"layers": [0]},
+    "two layers": {"layers": [2, 0]},
+    "last layer": {"layers": [2]},
+    "one head": {"heads": ["L1H3"]},
+    "heads": {"heads": ["L2H0", "L0H1", "L2H3"]},
+}
+EVERYTHING: dict[str, Any] = {
+    "statistics": "all",
+    "profiles": list(PROFILES),
+    "curves": [profile.name for profile in PROFILES.values() if profile.axis != "pair"],
+    "weight_statistics": list(WEIGHT_STATISTICS),
+}
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.save_model(tmp_path_factory.mktemp("gpt2") / "toy", toy.gpt2())
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = toy.family("LlamaConfig", num_key_value_heads=2, num_hidden_layers=3)
+    return toy.save_model(tmp_path_factory.mktemp("llama") / "toy", config)
+
+
+def tables(replica: toy.TextReplica, intervention: str) -> dict[str, pa.Table]:
+    """Every table that a shard of the tokens would be written to."""
+    shard = ShardInput(0, 0, TOKENS, {}, [])
+    measured = replica.measure(TOKENS, intervention)
+    return intervention_tables(replica.scan, shard, measured) | replica.weights()
+
+
+def chosen(table: pa.Table, subset: dict[str, Any]) -> pa.Table:
+    """The rows of a subset; those of a whole layer or model have no head or no layer."""
+    if "layer" not in table.column_names:
+        return table
+    heads = set(subset.get("heads", ()))
+    layers = set(subset.get("layers", ())) | {int(name[1 : name.index("H")]) for name in heads}
+
+    def belongs(layer: int | None, head: int | None) -> bool:
+        of_layer = layer is None or layer in layers
+        return of_layer and (head is None or not heads or f"L{layer}H{head}" in heads)
+
+    places = zip(table["layer"].to_pylist(), table["head"].to_pylist(), strict=True)
+    return table.filter(pa.array([belongs(*place) for place in places], pa.bool_()))
+
+
+def assert_same(actual: pa.Table, expected: pa.Table, exact: bool) -> None:
+    """Equal rows, in equal order; numbers of sliced products may round otherwise."""
+    assert actual.num_rows == expected.num_rows
+    assert actual.schema == expected.schema
+    for name in actual.column_names:
+        actual_column, expected_column = (
+            actual[name].combine_chunks(),
+            expected[name].combine_chunks(),
+        )
+        if exact or not pa.types.is_floating(_leaf(actual_column.type)):
+            assert actual_column.equals(expected_column), name
+            continue
+        assert actual_column.is_null().equals(expected_column.is_null()), name
+        actual_numbers, expected_numbers = (
+            np.array(_flat(column).to_pylist(), float)
+            for column in (actual_column, expected_column)
+        )
+        np.testing.assert_allclose(
+            actual_numbers, expected_numbers, rtol=2e-6, atol=1e-6, err_msg=name
+        )
+
+
+def _leaf(type_: pa.DataType) -> pa.DataType:
+    return type_.value_type if pa.types.is_list(type_) else type_
+
+
+def _flat(column: pa.Array) -> pa.Array:
+    return column.flatten() if isinstance(column, pa.ListArray) else column
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("gpt2", "fused"),
+        ("gpt2", "dense"),
+        ("llama", "fused"),
+        # Each of its two parts is in another case.
+        pytest.param("llama", "dense", marks=pytest.mark.long),
+    ],
+)
+def test_every_number_of_some_heads_is_that_of_the_whole_scan(
+    name: str, engine: str, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(name)
+    fields = {"n_ctx": T, "engine": engine, **EVERYTHING}
+    whole = toy.replica(path, **fields)
+    expected = {edit: tables(whole, edit) for edit in EDITS}
+    for subset in SUBSETS.values():
+        part = toy.replica(path, **fields, **subset)
+        for edit in EDITS:
+            tables_of_part = tables(part, edit)
+            assert tables_of_part.keys() == expected[edit].keys()
+            assert all(tables_of_part[table].num_rows for table in ("heads", "curves", "profiles"))
+            for table, rows in tables_of_part.items():
+                assert_same(rows, chosen(expected[edit][table], subset), "layers" in subset)
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, engine: str) -> None:
+    fields = {"n_ctx": T, "engine": engine, "predictions": ["loss", "final_logits"]}
+    whole = toy.replica(gpt2, **fields).measure(TOKENS, "zero_head(2,1)")
+    part = toy.replica(gpt2, **fields, layers=[0]).measure(TOKENS, "zero_head(2,1)")
+    for name, values in whole.sequences.items():
+        assert np.array_equal(part.sequences[name], values, equal_nan=True), name
+    for name, values in part.heads.items():
+        assert np.array_equal(values, whole.heads[name][:, :1], equal_nan=True), name
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+def test_a_patched_head_of_a_measured_layer_shows_in_the_next(gpt2: Path, engine: str) -> None:
+    partner = (TOKENS * 7 + 1) % toy.D_VOCAB
+    edit, fields = "patch_head(0,1)", {"n_ctx": T, "engine": engine}
+    whole = toy.replica(gpt2, **fields).measure(TOKENS, edit, partner=partner)
+    part = toy.replica(gpt2, **fields, layers=[1]).measure(TOKENS, edit, partner=partner)
+    for name, values in part.heads.items():
+        assert np.array_equal(values, whole.heads[name][:, 1:2], equal_nan=True), name
+
+
+def blocks_run(replica: toy.TextReplica, *arguments: Any, **options: Any) -> list[int]:
+    """The layers that a measurement begins, in order."""
+    layers_run: list[int] = []
+
+    def noting(layer: int) -> Any:
+        return lambda _module, _args: layers_run.append(layer)
+
+    hooks = [
+        block.register_forward_pre_hook(noting(layer))
+        for layer, block in enumerate(replica.model.blocks)
+    ]
+    try:
+        replica.measure(*arguments, **options)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return layers_run
+
+
+def test_a_pass_ends_after_the_last_layer_that_something_needs(gpt2: Path) -> None:
+    assert blocks_run(toy.replica(gpt2, n_ctx=T), TOKENS) == [0, 1, 2]
+    assert blocks_run(toy.replica(gpt2, n_ctx=T, layers=[1]), TOKENS) == [0, 1]
+    assert blocks_run(toy.replica(gpt2, n_ctx=T, heads=["L0H3"]), TOKENS) == [0]
+    predicting = toy.replica(gpt2, n_ctx=T, layers=[0], predictions=["loss"])
+    assert blocks_run(predicting, TOKENS) == [0, 1, 2]
+
+
+def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervention_registry, "INTERVENTIONS", dict(INTERVENTIONS))
+
+    @intervention
+    def patch_layers(z: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
+        """The outputs of all heads come from the partner."""
+        return partner
+
+    replica = toy.replica(gpt2, n_ctx=T, layers=[1])
+    assert blocks_run(replica, TOKENS, "patch_layers", partner=TOKENS) == [0, 1] * 2
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+def test_only_measured_layers_are_shown(gpt2: Path, engine: str) -> None:
+    replica = toy.replica(gpt2, n_ctx=T, engine=engine)
+    layers_shown: list[int] = []
+    with torch.inference_mode():
+        replica.engine.run(
+            torch.from_numpy(TOKENS).long(),
+            {},
+            lambda layer, _: layers_shown.append(layer),
+            (),
+            layers=[1],
+        )
+    assert set(layers_shown) == {1}
+
+
+def test_the_pattern_of_a_layer_between_is_not_questioned(
+    gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = toy.replica(gpt2, n_ctx=T, layers=[0, 2], statistics="standard")
+    replica.measure(TOKENS)
+    questions_of_sweeps: list[set[str]] = []
+    sweep = FusedPattern._sweep
+
+    def recording_sweep(self: FusedPattern, questions: set[str]) -> None:
+        questions_of_sweeps.append(set(questions))
+        sweep(self, questions)
+
+    monkeypatch.setattr(FusedPattern, "_sweep", recording_sweep)
+    replica.measure(TOKENS)
+    # The last one is of the uniform pattern, for chance levels.
+    everything = {"entropy", "copies", "successors"}
+    by_layer = [questions & everything for questions in questions_of_sweeps[:3]]
+    assert by_layer == [everything, set(), everything]
+
+
+def test_built_layers_are_those_that_a_pass_reaches(gpt2: Path) -> None:
+    replica = toy.replica(gpt2, n_ctx=T, layers=[1])
+    assert replica.measure(TOKENS, "mask_keys(0,1)").method.built_layers == [0, 1]
+
+
+def test_a_number_that_is_none_is_in_the_layer_and_the_head_of_the_model(tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        (name,) = [
+            tensor_name for tensor_name in tensors if tensor_name.endswith("h.2.attn.c_attn.weight")
+        ]
+        tensors[name][:, 8:16] = torch.nan
+
+    path = toy.copy_of(
+        toy.save_model(tmp_path / "toy", toy.gpt2()),
+        tmp_path / "broken",
+        lambda copy: toy.change_weights(copy, spoil),
+    )
+    toy.replica(path, n_ctx=T, layers=[0, 1]).measure(TOKENS)
+    with pytest.raises(MeasureError, match="layer 2, head 1: "):
+        toy.replica(path, n_ctx=T, heads=["L0H0", "L2H0", "L2H1"]).measure(TOKENS)
+
+
+def test_what_has_an_axis_of_heads_says_so() -> None:
+    with_heads = {
+        name for name, meaning in LAYER_VALUES.items() if "head" in meaning.split("[")[-1]
+    }
+    assert with_heads - {"pattern"} == HEAD_AXIS.keys()
+    for name, axis in HEAD_AXIS.items():
+        axes = LAYER_VALUES[name].partition("[")[2].partition("]")[0].split()
+        if name == "z":  # Its meaning has brackets of its own.
+            axes = ["batch", "pos", "head", "d_head"]
+        assert axes[axis] == "head", name
+
+
+# Runs
+
+
+def fields_of(out: Path, model: Path, **changes: Any) -> dict[str, Any]:
+    base = {
+        "model": str(model), "n_ctx": T, "sequences": 4, "sequences_per_shard": 2,
+        "input": {"family": "repeated_random"}, "out": str(out),
+    }  # fmt: skip
+    return base | changes
+
+
+def begin(out: Path, model: Path, **changes: Any) -> Plan:
+    plan = make_plan(parse_scan(fields_of(out, model, **changes)), "toy")
+    prepare_run(plan, "")
+    return plan
+
+
+def finish(plan: Plan) -> Plan:
+    replica = toy.TextReplica(plan.info, plan.scan, "cpu")
+    for shard in range(plan.manifest.shards):
+        run_shard(replica, plan.run, plan.sequences.shard(shard))
+    return plan
+
+
+def ask(path: Any, question: str) -> list[tuple[Any, ...]]:
+    return list(run_query(connect(path, lazily=True), question).rows())
+
+
+def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path) -> None:
+    def run_id(**changes: Any) -> str:
+        return make_plan(parse_scan(fields_of(tmp_path, gpt2, **changes)), "toy").run.run_id
+
+    every_head = [f"L{layer}H{head}" for layer in range(3) for head in range(4)]
+    assert run_id() == run_id(layers="all") == run_id(layers=[0, 2, 1]) == run_id(heads=every_head)
+    assert run_id(layers=[2]) == run_id(heads=every_head[8:]) != run_id()
+    assert (
+        run_id(heads=["L2H1", "L0H3"]) == run_id(heads=["L0H3", "L2H1"]) != run_id(heads=["L0H3"])
+    )
+    assert run_id(layers=[0]) != run_id(layers=[1])
+
+
+def test_a_scan_of_everything_says_nothing_of_layers_and_heads(gpt2: Path, tmp_path: Path) -> None:
+    whole = resolve(parse_scan(fields_of(tmp_path, gpt2, layers=[0, 1, 2])))
+    assert not {"layers", "heads"} & whole.identity["scan"].keys()
+    part = resolve(parse_scan(fields_of(tmp_path, gpt2, heads=["L2H1", "L0H3"])))
+    assert part.identity["scan"]["heads"] == ["L0H3", "L2H1"]
+
+
+def test_a_run_of_other_heads_is_not_gone_on_with(tmp_path: Path, gpt2: Path) -> None:
+    plan = begin(tmp_path, gpt2, layers=[1])
+    assert replan(plan.run).scan.layers == (1,)
+    with pytest.raises(RunError, match="measured something else: layers"):
+        make_plan(parse_scan(fields_of(tmp_path, gpt2)), "toy", plan.run.run_id)
+
+
+def test_a_plan_counts_the_rows_of_the_chosen_heads_alone(tmp_path: Path, gpt2: Path) -> None:
+    plan = begin(tmp_path, gpt2, heads=["L2H0", "L0H1", "L2H3"], **EVERYTHING)
+    assert plan.rows == 4 * 3
+    cost = measure_cost(plan, passes=2, patience=0)
+    finish(plan)
+    rows_of_table = {
+        table: pa.concat_tables(
+            [
+                pq.read_table(file)
+                for file in sorted(Path(str(plan.run.path)).glob(f"{table}/*/*.parquet"))
+            ]
+        ).num_rows
+        for table in TABLES.keys() - {"rollups"}
+    }
+    assert {table_cost.table: table_cost.rows for table_cost in cost.tables} == rows_of_table
+    assert rows_of_table["heads"] == rows_of_table["curves"] == 4 * 3
+
+
+def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path) -> None:
+    plan = finish(
+        begin(tmp_path, gpt2, heads=["L2H0", "L0H1", "L2H3"], profiles=["key_norm_by_key"])
+    )
+    heads = [(0, 1), (2, 0), (2, 3)]
+    for _ in range(2):
+        assert ask(plan.run.path, "SELECT DISTINCT layer, head FROM heads ORDER BY ALL") == heads
+        assert ask(plan.run.path, "SELECT layer, head, label FROM by_head") == [
+            (layer, head, f"L{layer}H{head}") for layer, head in heads
+        ]
+        assert ask(plan.run.path, "SELECT layer, heads FROM by_layer") == [(0, 1), (2, 2)]
+        assert ask(plan.run.path, "SELECT layer FROM layer_norms") == [(0,), (2,)]
+        assert ask(plan.run.path, "SELECT DISTINCT layer, head FROM profiles ORDER BY ALL") == heads
+        assert sorted(ask(plan.run.path, "SELECT rank FROM sink_heads")) == [(1,), (2,), (3,)]
+        assert compact(plan.run).problems == []
+
+
+def test_a_run_says_which_heads_it_measured(tmp_path: Path, gpt2: Path) -> None:
+    for changes in ({}, {"layers": [2, 0]}, {"heads": ["L2H0", "L0H1"]}):
+        finish(begin(tmp_path, gpt2, **changes))
+    assert sorted(ask(tmp_path, "SELECT measured_heads, rows FROM runs")) == [
+        ("L0H1, L2H0", 8),
+        ("all", 48),
+        ("layers 0, 2", 32),
+    ]
+
+
+def test_a_mean_over_a_layer_needs_all_of_its_heads(tmp_path: Path, gpt2: Path) -> None:
+    question = (
+        "SELECT DISTINCT score, layer FROM inactive_scores WHERE score LIKE 'AVVN%' ORDER BY ALL"
+    )
+    whole = finish(begin(tmp_path / "a", gpt2, layers=[1]))
+    assert ask(whole.run.path, question) == [("AVVN", 1), ("AVVN (LN)", 1)]
+    incomplete_heads = ["L1H0", "L2H0", "L2H1", "L2H2", "L2H3"]
+    part = finish(begin(tmp_path / "b", gpt2, heads=incomplete_heads))
+    assert ask(part.run.path, question) == [("AVVN", 1), ("AVVN", 2), ("AVVN (LN)", 2)]
+
+
+def test_what_is_kept_of_a_batch_has_no_place_for_other_layers(gpt2: Path) -> None:
+    fields = {"n_ctx": T, "profiles": ["key_norm_by_key"], "curves": ["key_norm_by_key"]}
+    measured = toy.replica(gpt2, **fields, heads=["L2H1", "L0H0", "L2H3"]).measure(TOKENS)
+    assert {values.shape for values in measured.heads.values()} == {(3, 2, 2)}
+    assert measured.tables["curves"]["key_norm_by_key"].shape == (3, 2, 2, T)
+    assert measured.means["profiles"]["key_norm_by_key"].mean.shape == (2, 2, T)
+
+
+def reported(out: Path, plan: Plan) -> dict[str, Any]:
+    """What a report holds of the one section of a run."""
+    write_report(open_runs(str(plan.run.path)), out / "report.html")
+    data = cast(dict[str, Any], unpacked((out / "report.html").read_text("utf-8")))
+    (section,) = data["sections"]
+    return section
+
+
+def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2: Path) -> None:
+    plan = finish(begin(tmp_path, gpt2, heads=["L2H0", "L0H1", "L2H3"]))
+    section = reported(tmp_path, plan)
+    maps = [values["mean"] for values in section["values"].values() if values["kind"] == "heads"]
+    assert len(maps) > 10
+    for means in maps:
+        assert len(means) == 3 * 4
+        assert [place for place, mean in enumerate(means) if mean is not None] == [1, 8, 11]
+    assert section["norms"]
+    for series in (series for chart in section["norms"] for series in chart["series"]):
+        assert [value is None for value in series["y"]] == [False, True, False]
+    assert section["facts"]["measured_heads"] == "L0H1, L2H0, L2H3"
+    assert section["heads"] == 3
+
+
+def test_a_report_of_one_head_of_each_layer_draws_cells(tmp_path: Path, gpt2: Path) -> None:
+    section = reported(tmp_path, finish(begin(tmp_path, gpt2, heads=["L0H1", "L1H2"])))
+    kinds = [values["kind"] for values in section["values"].values()]
+    assert kinds.count("heads") > 10

@@ -1,0 +1,468 @@
+"""The fused pattern answers every question as the matrix would, and never holds the matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.engine.fused_pattern import FusedPattern, uniform_pattern
+from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Swept
+from headcount.workers.engine.token_pairs import STORED_PER_QUERY, TokenPairs, find_matches
+from headcount.workers.model.attention_facts import AttentionFacts
+
+
+def both_patterns(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tensor
+) -> tuple[FusedPattern, DensePattern]:
+    """The two patterns of q, k, v `[batch head pos d_head]`; the dense one is made in float64."""
+    scale = q.shape[-1] ** -0.5
+    # The dense one has no rounding of its own, so what differs is the fused one's error.
+    facts = AttentionFacts(scale)
+    fused = FusedPattern(q, k, v, facts, find_matches(tokens))
+    scores = (q.double() @ k.double().mT) * scale
+    causal = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return fused, DensePattern(causal.softmax(-1), causal, q.double(), k.double(), facts)
+
+
+def random_inputs(
+    batch: int, heads: int, n_ctx: int, d_head: int, spread: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(n_ctx)
+    q, k, v = (
+        spread * torch.randn(batch, heads, n_ctx, d_head, generator=generator) for _ in range(3)
+    )
+    return q, k, v, torch.randint(5, (batch, n_ctx), generator=generator)
+
+
+DISTANT = ((0, 1), (4, 3), (3, 64), (80, 500))
+"""Options of distant keys: within a tile, over tiles, and beyond every sequence."""
+
+
+def masks(n_ctx: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Some keys, and some queries: none in the first of several sequences or of several tiles."""
+    place = torch.arange(n_ctx)
+    keys = (place % 5 < 2).expand(batch, -1)
+    queries = (place[None] + torch.arange(batch)[:, None]) % 7 == 3
+    queries = queries & (place % 128 >= 64 if n_ctx > 100 else place >= 0)
+    return keys, queries & (torch.arange(batch) > 0)[:, None] if batch > 1 else queries
+
+
+def all_answers(
+    pattern: FusedPattern | DensePattern, matches: dict[str, TokenPairs]
+) -> dict[str, Tensor]:
+    answers = {f"key {k}": pattern.key(k) for k in range(min(4, pattern.n_ctx))}
+    answers |= {f"lag {d}": pattern.lag(d) for d in range(min(3, pattern.n_ctx))}
+    answers |= {name: pattern.mass(pairs) for name, pairs in matches.items()}
+    answers |= {
+        "entropy": pattern.entropy(),
+        "distance": pattern.distance(),
+        "score 0": pattern.score(0),
+    }
+    answers |= {
+        "received": pattern.received(),
+        "by lag": pattern.by_lag(),
+        "row": pattern.row(pattern.n_ctx // 2),
+    }
+    answers["rows"] = pattern.rows(max(pattern.n_ctx - 5, 0))
+    keys, queries = masks(pattern.n_ctx, len(answers["received"]))
+    answers |= {f"distant {s} {r}": pattern.distant(s, r) for s, r in DISTANT}
+    answers |= {
+        "largest score": pattern.largest_score(),
+        "labelled mass": pattern.labelled_mass(keys, queries),
+        "strongest key": pattern.strongest_key(queries),
+        "labelled seen": pattern.labelled_seen(keys),
+    }
+    answers |= {"row scores": pattern.row_scores(pattern.n_ctx - 1)}
+    return answers | {"earlier score": pattern.earlier_score()[..., 2:]}
+
+
+# 64 queries make a tile: one short of it, exactly, one more, and two with a remainder.
+@pytest.mark.parametrize("n_ctx", [1, 2, 3, 63, 64, 65, 131])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_fused_equals_dense(n_ctx: int, batch: int) -> None:
+    q, k, v, tokens = random_inputs(batch, 2, n_ctx, 7)
+    fused, dense = both_patterns(q, k, v, tokens)
+    matches = find_matches(tokens)
+    expected = all_answers(dense, matches)
+    for name, answer in all_answers(fused, matches).items():
+        torch.testing.assert_close(
+            answer.double(),
+            expected[name].double(),
+            rtol=1e-5,
+            atol=2e-6,
+            equal_nan=True,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+    torch.testing.assert_close(fused.z.double(), dense.pattern @ v.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_fused_equals_dense_where_the_matrix_itself_is_asked_for() -> None:
+    q, k, v, tokens = random_inputs(3, 2, 11, 7)
+    fused, dense = both_patterns(q, k, v, tokens)
+    torch.testing.assert_close(fused.dense().double(), dense.dense(), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(
+        fused.dense_scores().double().tril(), dense.dense_scores().tril(), rtol=1e-5, atol=2e-6
+    )
+
+
+def test_both_take_a_bias_out_of_the_queries() -> None:
+    q, k, v, tokens = random_inputs(2, 3, 70, 4)
+    bias = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    expected, _ = both_patterns(q - bias[:, None], k, v, tokens)
+    for pattern in both_patterns(q, k, v, tokens):
+        assert pattern.scale == 0.5
+        pattern_without_bias = pattern.without(bias)
+        torch.testing.assert_close(
+            pattern_without_bias.dense().float(), expected.dense(), rtol=1e-5, atol=2e-6
+        )
+
+
+def test_a_score_of_the_future_may_be_huge() -> None:
+    q = torch.ones(1, 1, 3, 1)
+    k = torch.tensor([0.0, 0.0, 400.0])[None, None, :, None]
+    pattern = FusedPattern(q, k, k, AttentionFacts(1.0), {})
+    assert pattern.dense()[0, 0].tolist() == [[1, 0, 0], [0.5, 0.5, 0], [0, 0, 1]]
+    assert pattern.received()[0, 0].tolist() == [0.5, 0.25, 1]
+    assert pattern.row(1)[0, 0].tolist() == [0.5, 0.5, 0]
+    assert pattern.rows(1)[0, 0, 0].tolist() == [0.5, 0.5, 0]
+
+
+def test_tiles_of_several_sequences_equal_tiles_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, tokens = random_inputs(5, 2, 100, 4)
+    matches = find_matches(tokens)
+    together = all_answers(FusedPattern(q, k, v, AttentionFacts(0.5), matches), matches)
+    monkeypatch.setattr("headcount.workers.engine.fused_pattern.TILE_BYTES", {"cpu": 1})
+    alone = all_answers(FusedPattern(q, k, v, AttentionFacts(0.5), matches), matches)
+    for name, answer in together.items():
+        torch.testing.assert_close(answer, alone[name], rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_scores_of_ten_thousand_stay_finite_and_entropy_stays_positive() -> None:
+    q, k, v, tokens = random_inputs(1, 2, 70, 8, spread=80.0)
+    fused, dense = both_patterns(q, k, v, tokens)
+    assert dense.scores[dense.scores.isfinite()].abs().max() > 1e4
+    assert (fused.entropy() >= 0).all()
+    torch.testing.assert_close(fused.entropy().double(), dense.entropy(), rtol=1e-3, atol=2e-3)
+    # float32 holds a score of 1e4 to 1e-3, and no answer can be better than its scores.
+    torch.testing.assert_close(fused.key(0).double(), dense.key(0), rtol=0, atol=3e-3)
+    assert fused.z.isfinite().all()
+    attention = {
+        "key": fused.key(0),
+        "lag": fused.lag(0),
+        "row": fused.row(40),
+        "rows": fused.rows(3),
+        "matrix": fused.dense(),
+    }
+    assert {name for name, answer in attention.items() if answer.max() > 1} == set()
+
+
+def test_all_attention_on_one_key_has_no_entropy() -> None:
+    k = torch.zeros(1, 1, 9, 2)
+    k[..., 0, 0] = 50
+    q = torch.zeros(1, 1, 9, 2)
+    q[..., 0] = 50
+    pattern = FusedPattern(q, k, k, AttentionFacts(1.0), {})
+    assert pattern.entropy().tolist() == [[[0.0] * 9]]
+    assert pattern.key(0).tolist() == [[[1.0] * 9]]
+
+
+def test_uniform_pattern_attends_to_all_keys_alike() -> None:
+    tokens = torch.tensor([[7, 8, 7, 8, 7]])
+    matches = find_matches(tokens)
+    pattern = uniform_pattern(matches, tokens)
+    torch.testing.assert_close(pattern.key(0)[0, 0], torch.tensor([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]))
+    torch.testing.assert_close(
+        pattern.mass(matches["copies"])[0, 0], torch.tensor([0, 0, 1 / 3, 1 / 4, 2 / 5])
+    )
+    torch.testing.assert_close(
+        pattern.entropy()[0, 0], torch.tensor([math.log(n) for n in range(1, 6)])
+    )
+
+
+def test_matches_are_the_earlier_copies_and_what_follows_them() -> None:
+    matches = find_matches(torch.tensor([[7, 8, 7, 7]]))
+    pairs = {
+        name: torch.stack(p.members(slice(0, 1), 0, 4), dim=1).tolist()
+        for name, p in matches.items()
+    }
+    assert pairs["copies"] == [[0, 2, 0], [0, 3, 0], [0, 3, 2]]
+    assert pairs["successors"] == [[0, 2, 1], [0, 3, 1], [0, 3, 3]]
+    assert matches["copies"].count.tolist() == [[0, 0, 1, 2]]
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("n_ctx", [1024, 4096])
+@pytest.mark.parametrize("alphabet", [1, 97])
+def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int) -> None:
+    heads, d_head = 2, 16
+    q, k, v, _ = random_inputs(1, heads, n_ctx, d_head)
+    with Largest() as largest:
+        # A single token repeated makes all pairs copies of one another.
+        matches = find_matches(torch.arange(n_ctx)[None] % alphabet)
+        questions = {"entropy", "received", "largest score", *matches}
+        questions |= {f"distant {sink} {recent}" for sink, recent in DISTANT}
+        all_answers(FusedPattern(q, k, v, AttentionFacts(0.25), matches, questions), matches)
+    # The largest are the tile [head 64 key], its pairs [pair 3] and the values with their two extra
+    # columns.
+    assert largest.numel <= max(max(heads, 3) * 64 * n_ctx, heads * n_ctx * (d_head + 2))
+    stored_numbers = sum(
+        m.numel()
+        for pairs in matches.values()
+        for found in pairs._stored_members.values()
+        for m in found
+    )
+    assert stored_numbers <= len(matches) * 3 * STORED_PER_QUERY * n_ctx
+    assert (stored_numbers > 0) == (alphabet > 1)
+
+
+def test_a_question_asked_once_is_answered_by_the_next_sweep() -> None:
+    q, k, v, tokens = random_inputs(1, 2, 40, 4)
+    matches = find_matches(tokens)
+    questions: set[str] = set()
+    first = FusedPattern(q, k, v, AttentionFacts(0.5), matches, questions)
+    first.entropy()
+    first.mass(matches["copies"])
+    assert questions == {"entropy", "copies"}
+    second = FusedPattern(q, k, v, AttentionFacts(0.5), matches, questions)
+    assert {"entropy", "copies"} <= set(second._answers)
+    assert "successors" not in second._answers
+
+
+# Facts of a layer
+
+
+def facts_of(**facts: Any) -> AttentionFacts:
+    """Facts of four query heads."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = {name: torch.randn(4, generator=generator) for name in ("slopes", "sink")}
+    drawn["slopes"] = drawn["slopes"].abs() / 4
+    chosen: dict[str, Any] = {name: drawn[name] for name in drawn if facts.pop(name, False)}
+    return AttentionFacts(0.5, **facts, **chosen)
+
+
+FACTS = {
+    "window": facts_of(window=5),
+    "window of one tile": facts_of(window=64),
+    "window over tiles": facts_of(window=90),
+    "cap": facts_of(soft_cap=1.5),
+    "slopes": facts_of(slopes=True),
+    "sink": facts_of(sink=True),
+    "all": facts_of(window=70, soft_cap=2.0, slopes=True, sink=True),
+    "window beyond n_ctx": facts_of(window=500, sink=True),
+}
+
+
+def grouped_inputs(n_ctx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four query heads on two key heads, and values of another width."""
+    generator = torch.Generator().manual_seed(n_ctx)
+    q = torch.randn(2, 4, n_ctx, 6, generator=generator)
+    k = torch.randn(2, 2, n_ctx, 6, generator=generator)
+    v = torch.randn(2, 2, n_ctx, 3, generator=generator)
+    return q, k, v, torch.randint(5, (2, n_ctx), generator=generator)
+
+
+def defined_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts, tokens: Tensor
+) -> dict[str, Tensor]:
+    """Every answer in float64 with a mask written by hand, one query head at a time."""
+    n_ctx, group = q.shape[2], q.shape[1] // k.shape[1]
+    window = n_ctx if facts.window is None else facts.window
+    seen = torch.tensor([[0 <= i - j < window for j in range(n_ctx)] for i in range(n_ctx)])
+    behind = torch.arange(n_ctx)[:, None] - torch.arange(n_ctx)
+    patterns: list[Tensor] = []
+    scores: list[Tensor] = []
+    for head in range(q.shape[1]):
+        s = q[:, head].double() @ k[:, head // group].double().mT * facts.scale
+        if facts.soft_cap is not None:
+            s = facts.soft_cap * (s / facts.soft_cap).tanh()
+        if facts.slopes is not None:
+            s = s - facts.slopes[head].double() * behind
+        s = s.masked_fill(~seen, -torch.inf)
+        exponentials = s.exp()
+        total = exponentials.sum(-1, keepdim=True)
+        if facts.sink is not None:
+            total = total + facts.sink[head].double().exp()
+        patterns.append(exponentials / total)
+        scores.append(s)
+    A, S = torch.stack(patterns, 1), torch.stack(scores, 1)
+    past = seen | (behind < 0)  # What lies behind the window is NaN, the future is not.
+    shown = A.masked_fill(~past, torch.nan)
+    n_seen = seen.sum(0)
+    answers = {f"key {key}": shown[..., key] for key in range(min(4, n_ctx))}
+    answers |= {f"lag {d}": shown.diagonal(-d, dim1=-2, dim2=-1) for d in range(min(3, n_ctx))}
+    by_lag = [shown.diagonal(-d, dim1=-2, dim2=-1).mean(-1) for d in range(n_ctx)]
+    earlier = [S[..., i, 1:i].mean(-1) for i in range(2, n_ctx)]
+    v = v.double().repeat_interleave(group, 1)
+    return answers | {
+        "copies": (A * ((tokens[:, :, None] == tokens[:, None]) & (behind > 0))[:, None]).sum(-1),
+        "entropy": -torch.xlogy(A, A).sum(-1),
+        "distance": (A * behind).sum(-1),
+        "score 0": S[..., 0].masked_fill(~seen[:, 0], torch.nan),
+        "received": A.sum(-2) / n_seen,
+        "by lag": torch.stack(by_lag, -1),
+        "row": shown[..., n_ctx // 2, :],
+        "rows": A[..., max(n_ctx - 5, 0) :, :],
+        "row scores": S[..., n_ctx - 1, :].masked_fill(~seen[-1], torch.nan),
+        "earlier score": torch.stack(earlier, -1).masked_fill(~seen[2:, 1], torch.nan),
+        "gate": 1 - A.sum(-1),
+        "matrix": shown,
+        "z": A @ v,
+        **distant_by_hand(A, seen),
+        **labelled_by_hand(A, seen),
+        "largest score": S.amax(-1),
+    }
+
+
+def distant_by_hand(A: Tensor, seen: Tensor) -> dict[str, Tensor]:
+    """The mass on distant keys, one query at a time."""
+    n_ctx = len(seen)
+    answers: dict[str, Tensor] = {}
+    for sink, recent in DISTANT:
+        masses: list[Tensor] = []
+        for query in range(n_ctx):
+            keys = [k for k in range(sink, query - recent + 1) if seen[query, k]]
+            masses.append(A[:, :, query, keys].sum(-1) if keys else A[:, :, 0, 0] * math.nan)
+        answers[f"distant {sink} {recent}"] = torch.stack(masses, -1)
+    return answers
+
+
+def labelled_by_hand(A: Tensor, seen: Tensor) -> dict[str, Tensor]:
+    """What is asked of some keys and of some queries."""
+    keys, queries = masks(len(seen), len(A))
+    mass = torch.einsum("bhqk,bk,bq->bhq", A, keys.double(), queries.double())
+    strongest = A.argmax(-1) * queries[:, None]
+    counts = (seen.tril()[None] & keys[:, None]).sum(-1)
+    return {"labelled mass": mass, "strongest key": strongest, "labelled seen": counts}
+
+
+def tiles_as_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    facts: AttentionFacts,
+    labels: Sequence[PairLabels],
+    entropy: bool,
+    number_format: str,
+) -> Swept:
+    """What a kernel answers, which is not everything that a pattern is asked."""
+    pairs = {
+        f"pair {i}": TokenPairs(f"pair {i}", *label_of_pair)
+        for i, label_of_pair in enumerate(labels)
+    }
+    pattern = FusedPattern(q, k, v, facts, pairs, {"entropy", *pairs})
+    masses = tuple(pattern.mass(pair) for pair in pairs.values())
+    return Swept(pattern.z, pattern.lse, pattern.distance(), pattern.entropy(), masses)
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_what_a_kernel_does_not_answer_is_answered_after_it(name: str) -> None:
+    q, k, v, tokens = grouped_inputs(131)
+    facts = FACTS[name]
+    expected = defined_by_hand(q, k, v, facts, tokens)
+    matches = {"copies": find_matches(tokens)["copies"]}
+    questions: set[str] = set()
+    for _ in range(2):  # The second time, the questions are known before the sweep.
+        pattern = FusedPattern(q, k, v, facts, matches, questions, sweep=tiles_as_kernel)
+        for question, answer in all_answers(pattern, matches).items():
+            torch.testing.assert_close(
+                answer.double(), expected[question].double(), rtol=1e-5, atol=4e-6, equal_nan=True
+            )
+    assert {"largest score", "received", "distant 4 3"} <= questions
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.05, 0.2])
+def test_a_tiny_distant_mass_is_exact(slope: float) -> None:
+    n_ctx, sink, recent = 2048, 4, 64
+    q, k, v, _ = random_inputs(1, 1, n_ctx, 8)
+    facts = AttentionFacts(8**-0.5, slopes=torch.tensor([slope]))
+    mass = FusedPattern(q, k, v, facts, {}).distant(sink, recent)[0, 0].double()
+    place = torch.arange(n_ctx)
+    behind = place[:, None] - place
+    scores = q[0, 0].double() @ k[0, 0].double().mT * 8**-0.5 - slope * behind
+    pattern = scores.masked_fill(behind < 0, -torch.inf).softmax(-1)
+    expected = (pattern * ((behind >= recent) & (place >= sink))).sum(-1)[sink + recent :]
+    torch.testing.assert_close(mass[sink + recent :], expected, rtol=1e-5, atol=0)
+    # What is left by 1 - first - recent keys could not be this exact where it is small.
+    assert (expected.median() < 1e-4) == (slope == 0.2)
+
+
+@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.parametrize("n_ctx", [7, 131])
+def test_both_patterns_know_the_facts_of_a_layer(name: str, n_ctx: int) -> None:
+    q, k, v, tokens = grouped_inputs(n_ctx)
+    facts = FACTS[name]
+    expected = defined_by_hand(q, k, v, facts, tokens)
+    matches = {"copies": find_matches(tokens)["copies"]}
+    fused = FusedPattern(q, k, v, facts, matches)
+    dense = DensePattern.of(q.double(), k.double(), facts)
+    assert fused.window == dense.window == min(facts.window or n_ctx, n_ctx)
+    for pattern in (fused, dense, fused.only([0, 1, 2, 3])):
+        answers = all_answers(pattern, matches)
+        answers |= {"gate": pattern.gate(), "matrix": pattern.dense(), "z": fused.z}
+        assert set(answers) == set(expected)
+        if facts.sink is None:
+            assert answers.pop("gate").isnan().all()
+        for question, answer in answers.items():
+            torch.testing.assert_close(
+                answer.double(),
+                expected[question].double(),
+                rtol=1e-5,
+                atol=4e-6,
+                equal_nan=True,
+                msg=lambda m, n=question: f"{n}: {m}",
+            )
+        n_seen = pattern.seen(matches["copies"])
+        assert (n_seen > 0).equal(expected["copies"].sum(1) > 0)
+
+
+def test_what_a_layer_adds_to_products_is_left_out_without_the_bias() -> None:
+    q, k, v, _ = grouped_inputs(20)
+    bias = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    plain = DensePattern.of(q.double() - bias[:, None], k.double(), AttentionFacts(0.5, window=8))
+    facts = facts_of(window=8, soft_cap=2.0, slopes=True, sink=True)
+    for pattern in (FusedPattern(q, k, v, facts, {}), DensePattern.of(q, k, facts)):
+        torch.testing.assert_close(
+            pattern.without(bias).dense().double(), plain.dense(), atol=2e-6, rtol=0, equal_nan=True
+        )
+
+
+def test_some_heads_have_the_facts_and_the_keys_of_these_heads() -> None:
+    q, k, v, _ = grouped_inputs(20)
+    whole = FusedPattern(q, k, v, FACTS["all"], {})
+    some = whole.only([3, 1])
+    assert some.gate().equal(whole.gate()[:, [3, 1]])
+    torch.testing.assert_close(some.row(19), whole.row(19)[:, [3, 1]])
+    torch.testing.assert_close(
+        some.earlier_score(), whole.earlier_score()[:, [3, 1]], equal_nan=True
+    )
+
+
+def test_the_tiles_of_a_window_hold_no_keys_behind_it() -> None:
+    n_ctx, window = 2048, 100
+    q, k, v, tokens = random_inputs(1, 2, n_ctx, 16)
+    with Largest() as largest:
+        matches = find_matches(tokens)
+        all_sizes = FusedPattern(q, k, v, AttentionFacts(0.25, window=window), {}, {"entropy"})
+        all_sizes.received()
+    assert largest.numel <= 2 * n_ctx * 18  # The values with their two columns.
+    assert 2 * 64 * (window + 63) < 2 * n_ctx * 18
+    assert matches["copies"].count_within(window).max() < window

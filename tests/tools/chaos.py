@@ -1,0 +1,492 @@
+"""Runs under seeded schedules of faults, and whether each row is there once in the end.
+
+`make chaos SCHEDULES=200 SEED=7`, or `python -m tests.tools.chaos`. A schedule is a scan on a real Ray
+cluster of a head and two nodes, on a disk or in a store that can have faults. Faults hit it at
+random moments. Then the same command is given until it succeeds, and its rows are compared with
+those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pyarrow as pa
+from ray.cluster_utils import Cluster
+
+from headcount.jobs.cluster.ray_cluster import SYSTEM_CONFIG
+from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.upkeep import phases
+from headcount.jobs.upkeep.checking import check_run
+from headcount.schemas.files.places import StorePath, names
+from headcount.schemas.files.run_directory import RunDirectory, shard_file_name
+from headcount.schemas.scans.scan import load_scan
+from headcount.workers.process import prepare_process
+from headcount.workers.replica import Replica
+from headcount.workers.shard import run_shard
+from tests.tools.committed_rows import compare, rows_of
+from tests.tools.processes import MARK, Command, kill, marked
+from tests.tools.s3_server import Action, Rule, S3Server
+from tests.tools.workers import FORKED, NODE_OPTIONS, forked_workers
+
+ROOT = Path(__file__).parent.parent
+FAULTS = Path(__file__).parent / "faults"
+SHARDS = 24
+SCAN = f"""
+model = "bundled:attn-only-2l-mini"
+n_ctx = 128
+batch_size = 4
+sequences = {SHARDS * 4 - 1}
+sequences_per_shard = 4
+[input]
+family = "repeated_random"
+"""
+PATIENCE_SECONDS = 240.0
+"""Longer than any driver lives, and any fault is waited for."""
+
+POLL_SECONDS = 0.05
+
+
+class PlannedFault(NamedTuple):
+    """A fault, and after how many committed shards it strikes."""
+
+    after_shards: int
+    kind: str
+
+
+Life = list[PlannedFault]
+"""The faults in the life of one driver."""
+
+
+@dataclass
+class World:
+    """A cluster, a store, and the scan that is run on them."""
+
+    folder: Path
+    rng: random.Random
+    store: S3Server
+    node_options: Mapping[str, Any]
+    """Options of each node of the cluster."""
+    cluster: Cluster | None = None
+    out: str = ""
+    n_replicas: int = 2
+    main: str = "headcount.main"
+    """What a driver runs. A toy replica has a main of its own."""
+    errors: str = ""
+    """What the drivers of this schedule have printed to stderr."""
+    in_store: bool | None = None
+    """Whether runs are written to the store. None draws it for each run."""
+    bad_requests: int = 20
+    """How many requests the store refuses when it falters. It loses half as many answers."""
+    driver: Command | None = None
+    second_drivers: list[Command] = field(default_factory=list)
+    suspended: list[psutil.Process] = field(default_factory=list)
+    struck: Counter[str] = field(default_factory=Counter)
+    """How often each fault has happened, over all schedules."""
+
+    @property
+    def scan_file(self) -> Path:
+        """The scan that every driver is given."""
+        return self.folder / "chaos.toml"
+
+    @property
+    def orders(self) -> Path:
+        """The folder of the orders that `faults/sitecustomize.py` obeys."""
+        return self.folder / "orders"
+
+    @property
+    def run(self) -> RunDirectory:
+        """The run of this schedule."""
+        return RunDirectory.of(self.out, load_scan(self.scan_file).run_id("chaos"))
+
+    def begin_schedule(self) -> None:
+        """Choose an empty place to write to, on this disk or in the store."""
+        name = f"{self.rng.getrandbits(32):08x}"
+        in_store = self.rng.choice([False, True]) if self.in_store is None else self.in_store
+        self.out = f"s3://bucket/{name}" if in_store else str(self.folder / name)
+        self.errors = ""
+        self.withdraw_faults()
+
+    def withdraw_faults(self) -> None:
+        """Withdraw the orders that nobody has obeyed, and let suspended processes continue."""
+        self.store.set_rules()
+        for order in self.orders.iterdir():
+            order.unlink(missing_ok=True)
+        for process in self.suspended:
+            if process.is_running():
+                process.send_signal(signal.SIGCONT)
+        self.suspended.clear()
+
+    def ensure_cluster(self) -> Cluster:
+        """A head and two nodes of one core each. Nodes that are gone are replaced."""
+        if self.cluster is None:
+            head_options = {**self.node_options, "_system_config": SYSTEM_CONFIG, "num_cpus": 0}
+            self.cluster = Cluster(initialize_head=True, head_node_args=head_options)
+        while len(self.cluster.worker_nodes) < 2:
+            self.add_node(self.cluster)
+        self.cluster.wait_for_nodes()
+        return self.cluster
+
+    def add_node(self, cluster: Cluster) -> None:
+        """Add a node of one core, and do not wait for it."""
+        cluster.add_node(**self.node_options, num_cpus=1, wait=False)
+
+    def start_driver(self) -> Command:
+        """Give the user's command: a new driver of the run."""
+        cluster = self.ensure_cluster()
+        words = ["scan", str(self.scan_file), "--set", f"out={self.out}"]
+        words += ["--replicas", str(self.n_replicas), "--address", cluster.address]
+        self.driver = Command(
+            *words,
+            # A driver in a job sends no code. The nodes of this machine have it.
+            environment=os.environ | {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"},
+            directory=ROOT,
+            main=self.main,
+        )
+        return self.driver
+
+    def replicas(self) -> list[psutil.Process]:
+        """The processes of the replicas."""
+        return list(marked(str(self.folder), "ray::ReplicaActor"))
+
+    def committed_shards(self) -> int:
+        """How many shards are committed.
+
+        The commits of so few shards are never merged, so their files are counted: reading them
+        twenty times a second would keep the store from its work.
+        """
+        return sum(name.startswith("shard-") for name in names(self.run.commits_directory))
+
+    def wait_for_drivers(self) -> int:
+        """Wait until all drivers have ended; returns the exit code of the last one."""
+        assert self.driver is not None
+        for driver in (*self.second_drivers, self.driver):
+            code, _, errors = driver.ended(PATIENCE_SECONDS)
+            self.errors += errors
+        self.second_drivers.clear()
+        return code
+
+
+FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {}
+
+
+def fault(function: Callable[[World], None]) -> Callable[[World], None]:
+    """Register something that may happen."""
+    FAULTS_BY_NAME[function.__name__] = function
+    return function
+
+
+@fault
+def replica_killed(world: World) -> None:
+    """kill -9, whatever it is doing."""
+    for process in world.replicas()[:1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+@fault
+def replica_terminated(world: World) -> None:
+    """SIGTERM: the notice of a preemption."""
+    for process in world.replicas()[:1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+
+
+@fault
+def replica_killed_while_writing(world: World) -> None:
+    """Just before a data file appears."""
+    _strike_at_write(world, "kill", "data", r"/heads/")
+
+
+@fault
+def replica_killed_before_its_commit(world: World) -> None:
+    """Between the data files and the commit."""
+    _strike_at_write(world, "kill", "commit", r"/commits/")
+
+
+@fault
+def disk_full_for_data(world: World) -> None:
+    """No space left on device, or the store says 500, for a data file."""
+    _strike_at_write(world, "full", "data", r"/sequences/")
+
+
+@fault
+def disk_full_for_a_commit(world: World) -> None:
+    """The same for a commit."""
+    _strike_at_write(world, "full", "commit", r"/commits/")
+
+
+@fault
+def store_answers_503(world: World) -> None:
+    """Some requests are refused, some answers are lost, some take long."""
+    seed = world.rng.getrandbits(16)
+    few = max(1, world.bad_requests // 2)
+    world.store.set_rules(
+        Rule({"status": 503}, count=world.bad_requests, probability=0.2, seed=seed),
+        Rule({"cut": "after"}, count=few, probability=0.1, seed=seed + 1),
+        Rule({"cut": "before"}, count=few, probability=0.1, seed=seed + 2),
+        Rule({"delay": 0.5}, count=few, probability=0.1, seed=seed + 3),
+    )
+
+
+@fault
+def replica_slow(world: World) -> None:
+    """A replica stands still until the run is over."""
+    for process in world.replicas()[:1]:
+        process.suspend()
+        world.suspended.append(process)
+
+
+@fault
+def node_lost(world: World) -> None:
+    """kill -9 of a raylet; another node comes in its place."""
+    cluster = world.ensure_cluster()
+    # A node whose replica stands still would not be missed.
+    idle_raylets = {process.ppid() for process in world.suspended if process.is_running()}
+    nodes = [
+        node
+        for node in cluster.worker_nodes
+        if node.all_processes["raylet"][0].process.pid not in idle_raylets
+    ]
+    cluster.remove_node(world.rng.choice(nodes), allow_graceful=False)
+    world.add_node(cluster)
+
+
+@fault
+def driver_killed(world: World) -> None:
+    """kill -9 of the driver."""
+    assert world.driver is not None
+    world.driver.send_signal(signal.SIGKILL)
+
+
+@fault
+def driver_terminated(world: World) -> None:
+    """SIGTERM of the driver."""
+    assert world.driver is not None
+    world.driver.send_signal(signal.SIGTERM)
+
+
+@fault
+def head_lost(world: World) -> None:
+    """The head and everything on the cluster dies; the next command finds a new one."""
+    assert world.driver is not None
+    if world.cluster is not None:
+        # A driver waits a minute for a head that is gone.
+        for driver in (world.driver, *world.second_drivers):
+            driver.send_signal(signal.SIGKILL)
+        world.cluster.shutdown()
+        world.cluster = None
+
+
+@fault
+def second_driver(world: World) -> None:
+    """The same command is given twice at once."""
+    first = world.driver
+    # In a store it would be refused. Both may also have begun at the same moment.
+    phases.forget(world.run)
+    world.second_drivers.append(world.start_driver())
+    world.driver = first
+
+
+@fault
+def left_behind(world: World) -> None:
+    """What a dead worker may leave: half a temporary file, a data file without its commit."""
+    if isinstance(world.run.path, StorePath):
+        return
+    heads = world.run.path / "heads" / "intervention=none"
+    heads.mkdir(parents=True, exist_ok=True)
+    # The first is never looked at; the second is deleted when all shards are done.
+    (heads / f".shard-{world.rng.randrange(SHARDS):06d}.parquet.dead.tmp").write_bytes(b"PAR1 half")
+    (heads / shard_file_name(SHARDS - 1, "0" * 32)).write_bytes(b"PAR1 half")
+
+
+def _strike_at_write(world: World, action: str, point: str, path: str) -> None:
+    """Strike at the next such write, and wait until that has happened or the driver has ended.
+
+    On a disk a replica strikes itself, because it is the one that knows the moment; the order is a
+    file. In a store the server does.
+    """
+    if isinstance(world.run.path, StorePath):
+        replica_pids = [process.pid for process in world.replicas()]
+        kill_replicas, refuse = Action(kill=replica_pids), Action(status=500)
+        server_action = kill_replicas if action == "kill" else refuse
+        world.store.set_rules(Rule(server_action, method="PUT", path=path, count=1))
+
+        def is_pending() -> bool:
+            return world.store.spent() == [0]
+    else:
+        order = world.orders / f"{action}@{point}.{world.rng.getrandbits(16)}"
+        order.touch()
+        is_pending = order.exists
+
+    assert world.driver is not None
+    while world.driver.poll() is None and is_pending():
+        time.sleep(POLL_SECONDS)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a schedule."""
+
+    faults: list[str]
+    expected: int
+    lost: int
+    doubled: int
+    wrong: int
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """Whether each row is there once, with its value."""
+        return not (self.lost or self.doubled or self.wrong)
+
+
+def draw_lives(rng: random.Random) -> list[Life]:
+    """One or two drivers' lives, each with up to three faults."""
+    # The last shards are left to the end of the run, so that every fault finds it at work.
+    kinds = [
+        rng.choices(list(FAULTS_BY_NAME), k=rng.randint(1, 3)) for _ in range(rng.randint(1, 2))
+    ]
+    return [
+        sorted(PlannedFault(rng.randrange(SHARDS - 4), kind) for kind in kinds_of_life)
+        for kinds_of_life in kinds
+    ]
+
+
+def run_schedule(world: World, expected: pa.Table, lives: list[Life]) -> Result:
+    """Bring one scan to its end, with faults in the first lives of its driver."""
+    began = time.monotonic()
+    world.begin_schedule()
+    faults: list[str] = []
+    exit_codes = [_run_driver(world, life, faults) for life in lives]
+    world.withdraw_faults()
+    # A user who meets an error gives the same command again.
+    while exit_codes[-1] != 0 and len(exit_codes) < len(lives) + 4:
+        world.start_driver()
+        exit_codes.append(world.wait_for_drivers())
+    lost, doubled, wrong = compare(rows_of(world.run), expected)
+    # A file that is not what its commit says would be left out by every query.
+    checked = check_run(world.run)
+    wrong += sum(len(damage.shards) for damage in checked.damaged)
+    # A bare glob would count one that no commit refers to.
+    wrong += checked.unreferenced
+    return Result(faults, len(expected), lost, doubled, wrong, time.monotonic() - began)
+
+
+def _run_driver(world: World, life: Life, struck: list[str]) -> int:
+    """Run one driver through the faults of its life; returns its exit code.
+
+    Adds each fault that happens to `struck`.
+    """
+    driver = world.start_driver()
+    for planned in life:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        # Most faults strike a replica, so one must be alive.
+        while world.committed_shards() < planned.after_shards or not world.replicas():
+            if driver.poll() is not None or time.monotonic() > deadline:
+                break
+            time.sleep(POLL_SECONDS)
+        if driver.poll() is not None:
+            break
+        struck.append(planned.kind)
+        world.struck[planned.kind] += 1
+        FAULTS_BY_NAME[planned.kind](world)
+    return world.wait_for_drivers()
+
+
+def reference(scan_file: Path, out: Path, replica_class: type[Replica] = Replica) -> pa.Table:
+    """The rows of a run that nothing disturbs: shard by shard in this process, without Ray."""
+    prepare_process(threads=1)
+    plan = make_plan(load_scan(scan_file, [f"out={out}"]), "chaos")
+    prepare_run(plan, "")
+    replica = replica_class(plan.info, plan.scan, "cpu")
+    for shard in range(plan.manifest.shards):
+        run_shard(replica, plan.run, plan.sequences.shard(shard))
+    return rows_of(plan.run)
+
+
+@contextmanager
+def open_world(
+    seed: int,
+    replica_class: type[Replica] = Replica,
+    main: str = "headcount.main",
+    *,
+    with_forked_workers: bool = False,
+) -> Iterator[tuple[World, pa.Table]]:
+    """Everything that schedules need, and the rows of an undisturbed run.
+
+    `main` is headcount with replicas of this class. Forked workers start at once.
+    Changes the environment of this process.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        store = stack.enter_context(S3Server())
+        # Drivers, Ray's processes and replicas inherit these: whoever writes obeys orders, and
+        # whoever is left behind in the end is found by the mark.
+        os.environ |= store.env() | {
+            "PYTHONPATH": str(FAULTS),
+            "FAULTS": str(folder / "orders"),
+            MARK: str(folder),
+        }
+        node_options = NODE_OPTIONS
+        if with_forked_workers:
+            stack.enter_context(forked_workers())
+            node_options = NODE_OPTIONS | FORKED
+        world = World(folder, random.Random(seed), store, node_options, main=main)
+        world.orders.mkdir()
+        world.scan_file.write_text(SCAN)
+        expected = reference(world.scan_file, folder / "undisturbed", replica_class)
+        try:
+            yield world, expected
+        finally:
+            if world.driver is not None:
+                world.driver.send_signal(signal.SIGKILL)
+            if world.cluster is not None:
+                world.cluster.shutdown()
+            kill(str(folder))
+
+
+def main() -> None:
+    """Run schedules, and say what became of them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--schedules", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    results: list[Result] = []
+    with open_world(options.seed) as (world, expected):
+        for number in range(1, options.schedules + 1):
+            result = run_schedule(world, expected, draw_lives(world.rng))
+            results.append(result)
+            verdict = "ok"
+            if not result.good:
+                verdict = f"LOST {result.lost}, DOUBLED {result.doubled}, WRONG {result.wrong}"
+            where = world.out.partition("://")[0] if "://" in world.out else "disk"
+            print(
+                f"{number}: {where}, {', '.join(result.faults)}: {verdict} in "
+                f"{result.seconds:.0f} s",
+                flush=True,
+            )
+        print(", ".join(f"{kind} {count}" for kind, count in world.struck.most_common()))
+    print(
+        f"{options.schedules} schedules, {sum(r.expected for r in results):,} rows expected, "
+        f"{sum(r.lost for r in results)} rows lost, {sum(r.doubled for r in results)} rows "
+        f"doubled, {sum(r.wrong for r in results)} rows with other values"
+    )
+    sys.exit(not all(result.good for result in results))
+
+
+if __name__ == "__main__":
+    main()

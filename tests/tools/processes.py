@@ -1,0 +1,222 @@
+"""Processes that tests start: how they are started, found and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import psutil
+
+MARK = "HEADCOUNT_TEST"
+"""A variable that marks processes: children, those of Ray too, inherit it."""
+
+DIES_WITH_ITS_PARENT = (
+    ("setpriv", "--pdeathsig", "KILL")
+    if sys.platform.startswith("linux") and shutil.which("setpriv")
+    else ()
+)
+"""The beginning of a command that the kernel kills if the test that started it is killed.
+
+Ray starts its own processes in the same way, so those of a driver end with the driver.
+"""
+
+
+def marked(mark: str, part_of_command: str = "") -> Iterator[psutil.Process]:
+    """The processes that have MARK=mark in their environment and this in their command line."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            command_line = " ".join(process.cmdline())
+            if part_of_command in command_line and process.environ().get(MARK) == mark:
+                yield process
+
+
+def libraries_alone(venv: Path) -> Path:
+    """Make a virtual environment with this one's libraries and without this project."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    # A .pth file inside a directory that a .pth file names is not read, so the editable install of
+    # this project stays out.
+    libraries = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "libraries.pth").write_text("\n".join(sorted(libraries)))
+    return venv
+
+
+def kill(mark: str) -> None:
+    """End all marked processes. A driver that was killed may leave its Ray behind."""
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Command:
+    """`headcount …` in a process of its own, which is forked from one that has imported everything.
+
+    Starting Python and importing torch takes longer than most commands. Tests of what happens while
+    Python starts, such as of files that hide modules, need a real start.
+    """
+
+    def __init__(
+        self,
+        *words: str | Path,
+        environment: Mapping[str, str],
+        directory: Path,
+        constants: Mapping[str, float] = MappingProxyType({}),
+        main: str = "headcount.main",
+        stdout: Path | None = None,
+    ) -> None:
+        """`constants` are set first, by `module.NAME`: seconds that no test should wait.
+
+        `main` is the function to run, by `module.name`. `stdout` is a device or a pipe that is
+        there, if a test wants to see what happens to it.
+        """
+        self._output = Path(tempfile.mkdtemp(prefix="headcount-command-"))
+        # A process that is killed at once opens neither.
+        for name in ("stdout", "stderr"):
+            (self._output / name).touch()
+        self._stdout = stdout or self._output / "stdout"
+        command = _Command([*map(str, words)], dict(environment), directory, dict(constants), main)
+        outputs = (self._stdout, self._output / "stderr")
+        self._process = start_fork(_run_command, command, outputs)
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the number of the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the command has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def ended(self, timeout: float = 120) -> Ended:
+        """Wait until the command has ended. After the timeout it is killed."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        code = self._process.exitcode
+        assert code is not None
+        written = self._stdout.parent == self._output
+        stdout = self._stdout.read_text() if written else ""
+        stderr = (self._output / "stderr").read_text()
+        shutil.rmtree(self._output)
+        return Ended(code, stdout, stderr)
+
+
+def start_fork(function: Callable[..., None], *arguments: object) -> ForkServerProcess:
+    """A process that runs a function, forked from one that has imported everything."""
+    process = fork_server().Process(target=function, args=arguments)
+    with warnings.catch_warnings():
+        # A helper process of Python's that was killed beside a test is started again.
+        warnings.filterwarnings("ignore", "resource_tracker: process died", UserWarning)
+        process.start()
+    return process
+
+
+@cache
+def fork_server() -> ForkServerContext:
+    """What commands and workers are forked from: a process that ends when this one has ended."""
+    context = multiprocessing.get_context("forkserver")
+    # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again.
+    context.set_forkserver_preload(
+        [
+            # Ray imports these three, and pyarrow the fourth.
+            "aiohttp",
+            "jsonschema",
+            "requests",
+            "pandas",
+            "headcount",
+            "headcount.jobs.commands.cluster",
+            "headcount.jobs.plan.plan",
+            "headcount.jobs.commands.scan",
+            "headcount.jobs.upkeep.status",
+            "headcount.queries.ask.asking",
+            "headcount.queries.ask.formats",
+            "tests.tools.preloaded",
+            "tests.tools.processes",
+            "tests.toys.toy_replica",
+        ]
+    )
+    return context
+
+
+class _Command(NamedTuple):
+    """What a process is told to become."""
+
+    words: list[str]
+    environment: dict[str, str]
+    directory: Path
+    constants: dict[str, float]
+    main: str
+
+
+def _run_command(command: _Command, outputs: tuple[Path, Path]) -> None:
+    """Become `headcount …`. `outputs` are its stdout and its stderr."""
+    end_with_the_tests()
+    for descriptor, path in enumerate(outputs, start=1):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    # The old one believes that it can be told to go back, which is not true of a pipe.
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(command.environment)
+    os.chdir(command.directory)
+    sys.argv = ["headcount", *command.words]
+    # Python would import it when it starts; a forked process has started.
+    if "FAULTS" in os.environ:
+        import_module("tests.faults.sitecustomize")
+    for path, seconds in command.constants.items():
+        module_name, _, name = path.rpartition(".")
+        module = import_module(module_name)
+        assert hasattr(module, name), path
+        setattr(module, name, seconds)
+    module_name, _, name = command.main.rpartition(".")
+    getattr(import_module(module_name), name)()
+
+
+def end_with_the_tests() -> None:
+    """Let the kernel kill this process, which `fork_server` has forked, when the tests have ended.
+
+    The process that it is forked from ends when nobody holds the other end of a pipe any more. It
+    hands that end to its children, too, so that a child would keep it alive.
+    """
+    alive = forkserver._forkserver._forkserver_alive_fd  # pyright: ignore[reportAttributeAccessIssue]
+    os.close(alive)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the one that started it has ended."""
+    if sys.platform.startswith("linux"):
+        death_signal_option = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal_option, signal.SIGKILL)

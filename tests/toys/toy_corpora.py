@@ -1,0 +1,182 @@
+"""Small corpora whose tokens are bytes, and what their sequences must be."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from headcount.schemas.errors import CorpusError, HeadcountError, ScanError
+from headcount.workers.inputs.input_registry import CHOICE
+from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.inputs.store.portions import portions_of
+from headcount.workers.inputs.store.preparation import prepare_portion
+from headcount.workers.model.files.model_info import ModelInfo
+from tests.toys.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
+
+LENGTH = 6
+
+CORPORA = tempfile.TemporaryDirectory(prefix="headcount-corpora-")
+"""Where the token stores of these corpora lie. They are told apart by the paths of their files."""
+
+Row = tuple[str, str | None]
+"""Text and pile_set_name."""
+
+
+def document(number: int, length: int) -> Row:
+    """A text of `length` bytes that differs from those of other numbers."""
+    if length <= 2:
+        text = "xy"[:length]
+    else:
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        # The last letter is two bytes long, so bytes and letters are not the same count.
+        text = "".join(letters[(number * 7 + i * i) % 26] for i in range(length - 2)) + "ä"
+    return text, [None, "ArXiv", "Pile-CC"][number % 3]
+
+
+def documents(*lengths: int, first: int = 0) -> list[Row]:
+    """Documents of these lengths, numbered from `first` on."""
+    return [document(first + i, length) for i, length in enumerate(lengths)]
+
+
+def as_json(rows: Iterable[Row]) -> list[str]:
+    return [
+        json.dumps(
+            {"text": text} | ({"meta": {"pile_set_name": pile_set_name}} if pile_set_name else {}),
+            ensure_ascii=False,
+        )
+        for text, pile_set_name in rows
+    ]
+
+
+def write_jsonl(path: Path, rows: Iterable[Row]) -> Path:
+    path.write_text("".join(f"{line}\n" for line in as_json(rows)), encoding="utf-8")
+    return path
+
+
+def write_lines(path: Path, lines: Iterable[bytes]) -> Path:
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def open_corpus(
+    info: ModelInfo, files: Any, packing: str = "document", family: str = "pile", **changes: Any
+) -> Sequences:
+    """The sequences of LENGTH tokens of some files, indexed; changes of the scan, or options of the
+    family.
+    """
+    files = [str(file) for file in files] if isinstance(files, list | tuple) else str(files)
+    choice = {
+        parameter.name: changes.pop(parameter.name)
+        for parameter in CHOICE
+        if parameter.name in changes
+    }
+    options = {"family": family, "files": files, "packing": packing, **choice}
+    fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "input": options} | changes
+    sequences = Sequences(toy_scan(**fields), info)
+    make_index(sequences)
+    sequences.check_index()
+    return sequences
+
+
+def make_index(sequences: Sequences) -> None:
+    """Prepare as much of a corpus as its sequences need, and give them their index."""
+    assert sequences.corpus is not None
+    store = sequences.store(Path(CORPORA.name))
+    store.create()
+    builder = sequences.index_builder(store)
+    for portion in portions_of(sequences.corpus.sources):
+        for piece in prepare_portion(store, portion, sequences.tokenizer):
+            if not builder.may_stop:
+                builder.add(portion, [piece])
+    sequences.use_index(builder.index())
+
+
+def all_tokens(sequences: Sequences) -> list[list[int]]:
+    return np.concatenate([sequences.shard(i).tokens for i in range(sequences.shards)]).tolist()
+
+
+def all_origins(sequences: Sequences) -> dict[str, list[Any]]:
+    shards = [sequences.shard(i).origin for i in range(sequences.shards)]
+    return {key: [value for origin in shards for value in origin[key]] for key in shards[0]}
+
+
+def problems(sequences: Sequences) -> list[str]:
+    """The bad documents of a corpus."""
+    assert sequences.findings is not None
+    return list(sequences.findings.problems)
+
+
+def cut(files: Iterable[Iterable[Row]], packing: str, length: int = LENGTH) -> list[list[int]]:
+    """The expected sequences: bytes of documents, or of documents joined by the end of text."""
+    sequences: list[list[int]] = []
+    for rows in files:
+        texts = [list(text.encode()) for text, _ in rows]
+        if packing == "document":
+            sequences += [ids[:length] for ids in texts if len(ids) >= length]
+        else:
+            joined = [token for ids in texts for token in [*ids, BYTE_BOS]]
+            sequences += [
+                joined[i : i + length] for i in range(0, len(joined) - length + 1, length)
+            ]
+    return sequences
+
+
+def problem_of(info: ModelInfo, files: Any, **changes: Any) -> str:
+    """The one line that a corpus is refused with, by its index or by one of its shards."""
+    with pytest.raises(HeadcountError) as caught:
+        all_tokens(open_corpus(info, files, **changes))
+    assert isinstance(caught.value, CorpusError | ScanError)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def byte_info(path: Path) -> ModelInfo:
+    """A model that reads bytes, in a directory; its weights are never asked for."""
+    byte_tokenizer(path)
+    return toy_info(
+        path=str(path),
+        name="bytes",
+        n_ctx=1024,
+        d_vocab=257,
+        bos_token_id=BYTE_BOS,
+        eos_token_id=BYTE_BOS,
+    )
+
+
+def write_zst(path: Path, *frames: bytes) -> Path:
+    path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames))
+    return path
+
+
+def write_parquet(path: Path, rows: Iterable[Row], meta: str = "struct", **options: Any) -> Path:
+    texts, names = zip(*rows, strict=True)
+    metas: dict[str, list[Any]] = {
+        "struct": [{"pile_set_name": name} for name in names],
+        "json": [json.dumps({"pile_set_name": name}) for name in names],
+        "absent": [],
+    }
+    columns: dict[str, list[Any]] = {"id": list(range(len(texts))), "text": list(texts)}
+    if metas[meta]:
+        columns["meta"] = metas[meta]
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def plain_bytes(rows: Iterable[Row]) -> bytes:
+    return "".join(f"{line}\n" for line in as_json(rows)).encode()
+
+
+def write_csv(path: Path, rows: Iterable[Sequence[str]], encoding: str = "utf-8") -> Path:
+    with path.open("w", encoding=encoding, newline="") as file:
+        csv.writer(file).writerows(rows)
+    return path

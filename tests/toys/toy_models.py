@@ -1,0 +1,271 @@
+"""Models, tokenizers and scans that are small enough to make in a moment, with random weights of
+sensible scale.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headcount.schemas.scans.intervention import NONE, Intervention, parse_intervention
+from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.workers.interventions import BoundIntervention, bind
+from headcount.workers.model.files.loading import load_model
+from headcount.workers.model.files.model_info import ModelInfo, describe
+from headcount.workers.model.model import Model
+from headcount.workers.replica import InterventionMeasurements, Replica
+
+D_VOCAB, N_CTX, BOS, EOS = 61, 40, 0, 1
+BYTE_BOS = 256
+"""End-of-text token of the byte tokenizer; below it, a token is a byte."""
+
+
+def gpt2(**changes: Any) -> Any:
+    """Configuration of a three-layer GPT-2."""
+    sizes = {"vocab_size": D_VOCAB, "n_positions": N_CTX, "n_embd": 32, "n_layer": 3, "n_head": 4}
+    return _config("GPT2Config", sizes | changes)
+
+
+def family(name: str, **changes: Any) -> Any:
+    """Configuration of a two-layer model of another family, most of which have rotary positions."""
+    sizes = {
+        "vocab_size": D_VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": N_CTX,
+    }  # fmt: skip
+    return _config(name, sizes | changes)
+
+
+def _config(name: str, fields: dict[str, Any]) -> Any:
+    import transformers
+
+    return getattr(transformers, name)(**{"bos_token_id": BOS, "eos_token_id": EOS} | fields)
+
+
+def save_model(path: Path, config: Any) -> Path:
+    """Write a Hugging Face model with random weights: config.json and model.safetensors."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            scale = 0.3 if weight.dim() > 1 else 0.2
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+            # The weight of a norm is about 1.
+            if weight.dim() == 1 and name.endswith("weight"):
+                weight.add_(1)
+    model.save_pretrained(path)
+    return path
+
+
+def legacy_state(d_mlp: int | None = None) -> dict[str, torch.Tensor]:
+    """Weights of a two-layer model, named and shaped as in old TransformerLens checkpoints."""
+    generator = torch.Generator().manual_seed(0)
+    heads, d_model, d_head = 4, 32, 8
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.3
+
+    state = {"embed.W_E": draw(D_VOCAB, d_model), "pos_embed.W_pos": draw(N_CTX, d_model)}
+    for layer in range(2):
+        block = f"blocks.{layer}"
+        state |= {f"{block}.ln1.w": 1 + draw(d_model), f"{block}.ln1.b": draw(d_model)}
+        for name in "QKV":
+            state |= {
+                f"{block}.attn.W_{name}": draw(heads, d_model, d_head),
+                f"{block}.attn.b_{name}": draw(heads, d_head),
+            }
+        state |= {
+            f"{block}.attn.W_O": draw(heads, d_head, d_model),
+            f"{block}.attn.b_O": draw(d_model),
+        }
+    return state | {
+        "ln_final.w": 1 + draw(d_model),
+        "ln_final.b": draw(d_model),
+        "unembed.W_U": draw(d_model, D_VOCAB),
+    }
+
+
+LEGACY_CONFIG = {
+    "n_layers": 2,
+    "n_heads": 4,
+    "d_model": 32,
+    "d_head": 8,
+    "n_ctx": N_CTX,
+    "d_vocab": D_VOCAB,
+    "act_fn": "relu",
+    "attn_only": True,
+    "normalization_type": "LN",
+    "eps": 1e-5,
+    "positional_embedding_type": "standard",
+    "bos_token_id": BOS,
+}
+
+
+def save_legacy(path: Path, ending: str, **changes: Any) -> Path:
+    """Write an attention-only model as TransformerLens did: config.json and a .pth, or the same as
+    safetensors.
+    """
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True)
+    write_config(path, LEGACY_CONFIG | changes)
+    if ending == "pth":
+        torch.save(legacy_state(), path / "toy_final.pth")
+    else:
+        save_file(legacy_state(), path / "model.safetensors")
+    return path
+
+
+def byte_tokenizer(path: Path, special: str = "<|endoftext|>") -> Path:
+    """Write tokenizer.json of 257 tokens: one for each byte, in the order of the bytes, and the end
+    of text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # Byte-level pre-tokenisers stand printable bytes for themselves and shift the others beyond
+    # 255.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = iter(range(256, 512))
+    letters = [chr(byte if byte in printable else next(shifted)) for byte in range(256)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([special])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def save_byte_model(path: Path) -> Path:
+    """Write a one-layer GPT-2 that reads bytes."""
+    config = gpt2(
+        vocab_size=257,
+        n_positions=64,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=BYTE_BOS,
+        eos_token_id=BYTE_BOS,
+    )
+    return byte_tokenizer(save_model(path, config))
+
+
+def copy_of(path: Path, to: Path, edit: Callable[[Path], object] = lambda _: None) -> Path:
+    """A copy of a model directory, edited."""
+    shutil.copytree(path, to)
+    edit(to)
+    return to
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write a model's config.json."""
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    """Change fields of a model's config.json."""
+    write_config(path, json.loads((path / "config.json").read_text(encoding="utf-8")) | changes)
+
+
+def change_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Edit the tensors of a model.safetensors."""
+    from safetensors.torch import load, save_file
+
+    tensors = load((path / "model.safetensors").read_bytes())
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def toy_scan(**changes: Any) -> Scan:
+    """A scan with little in it."""
+    fields = {
+        "model": "toy",
+        "n_ctx": 8,
+        "input": {"family": "uniform_random"},
+        "sequences": 4,
+        "statistics": "all",
+    }
+    return parse_scan(fields | changes)
+
+
+def toy_info(**changes: Any) -> ModelInfo:
+    """What a model says of itself, without a model."""
+    sizes: dict[str, Any] = {
+        "n_layers": 1,
+        "n_heads": 2,
+        "d_model": 8,
+        "d_head": 4,
+        "n_ctx": 64,
+        "d_vocab": D_VOCAB,
+    }
+    other_fields: dict[str, Any] = {
+        "path": "/nowhere/toy",
+        "name": "toy",
+        "layout": "huggingface",
+        "sha256": "0" * 16,
+    }
+    return ModelInfo(**sizes | other_fields | {"bos_token_id": BOS, "eos_token_id": EOS} | changes)  # pyright: ignore
+
+
+class TextReplica(Replica):
+    """A replica that is asked for interventions by their text."""
+
+    def measure(
+        self,
+        tokens: np.ndarray,
+        intervention: Intervention | str = NONE,
+        labels: list[list[str]] | None = None,
+        partner: np.ndarray | None = None,
+    ) -> InterventionMeasurements:
+        """Measure under an intervention."""
+        if isinstance(intervention, str):
+            intervention = parse_intervention(intervention)
+        return super().measure(tokens, intervention, labels, partner)
+
+
+def bound(text: str) -> BoundIntervention:
+    """An intervention by its text, ready to be made."""
+    return bind(parse_intervention(text))
+
+
+def replica(path: Path, **changes: Any) -> TextReplica:
+    """A replica of a model on one CPU core."""
+    scan = toy_scan(model=str(path), **{"n_ctx": N_CTX} | changes)
+    return TextReplica(describe(path), scan, "cpu")
+
+
+def measure(path: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasurements:
+    """Measure tokens `[sequence pos]` with a model, which is loaded once however often it is asked.
+
+    Nobody else gets hold of the loaded model, so nobody changes it.
+    """
+    scan = toy_scan(model=str(path), **{"n_ctx": N_CTX} | changes)
+    return TextReplica(describe(path), scan, "cpu", _load_once).measure(tokens)
+
+
+_LOADED: dict[tuple[str, str, str, str, torch.dtype], Model] = {}
+"""Models by path, weights on the disk, processing, device and format."""
+
+
+def _load_once(info: ModelInfo, weights: str, device: str, dtype: torch.dtype) -> Model:
+    key = (info.path, info.sha256, weights, device, dtype)
+    if key not in _LOADED:
+        _LOADED[key] = load_model(info, weights, device, dtype)
+    return _LOADED[key]
+
+
+def repeating_tokens(n_ctx: int, batch: int = 1, distinct: int = 7) -> np.ndarray:
+    """Random tokens out of a few, so that many have earlier copies: `[batch n_ctx]`."""
+    return (
+        np.random.default_rng(n_ctx).integers(2, 2 + distinct, size=(batch, n_ctx)).astype(np.int32)
+    )

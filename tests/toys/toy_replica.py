@@ -1,0 +1,103 @@
+"""Replicas that compute nothing, for tests of what happens around a replica.
+
+`tests.tools.processes.Command` with the main `tests.toys.toy_replica.main` is headcount with such a replica.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headcount.schemas.files.commits import Method
+from headcount.schemas.files.tables import chance_column
+from headcount.schemas.scans.intervention import NONE, Intervention
+from headcount.schemas.scans.measured_heads import MeasuredHeads
+from headcount.schemas.statistics import KIND
+from headcount.workers.interventions.settlement import Settlement
+from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.replica import InterventionMeasurements, Replica
+
+PACE = 0.25
+"""Seconds for each shard, so that there is time to disturb a run."""
+
+SCALE = np.float32(2**26)
+"""Numbers of less than 24 bits that are divided by this fit every statistic's range, exactly."""
+
+
+class ToyReplica(Replica):
+    """A replica that needs no model. Its numbers differ by sequence, layer, head and statistic."""
+
+    def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
+        self.info = info
+        self.scan = scan
+        self.free_since = None
+        self.device = "cpu"
+        self.settlement = Settlement("float32", {})
+
+    def measure(
+        self,
+        tokens: np.ndarray,
+        intervention: Intervention = NONE,
+        labels: list[list[str]] | None = None,
+        partner: np.ndarray | None = None,
+    ) -> InterventionMeasurements:
+        """Numbers made of the tokens, after `misbehave`."""
+        self.misbehave(int(tokens[0, 1]))
+        statistics = self.scan.formulas(KIND)
+        # Whole numbers below 2**24: float32 holds their sums exactly, wherever they are computed.
+        places = np.arange(1, tokens.shape[1] + 1)
+        of_sequence = (tokens * places).sum(1).astype(np.float32)
+        n_layers, n_heads = self.info.n_layers, self.info.n_heads
+        of_head = np.arange(n_layers * n_heads, dtype=np.float32).reshape(1, n_layers, -1) / 64
+        heads = {
+            statistic.name: (of_sequence[:, None, None] + of_head + number) / SCALE
+            for number, statistic in enumerate(statistics)
+        }
+        chance = {
+            chance_column(statistic.name): of_sequence / SCALE
+            for statistic in statistics
+            if statistic.chance
+        }
+        method = Method(
+            intervention=str(intervention),
+            engine="none",
+            precision="float32",
+            attention="",
+            built_layers=[],
+        )
+        every_head = MeasuredHeads.every(n_layers, n_heads)
+        return InterventionMeasurements(
+            {"heads": heads, "sequences": chance}, {}, every_head, method
+        )
+
+    def misbehave(self, token: int) -> None:
+        """What goes wrong with a shard, here nothing. `token` tells the shards apart."""
+
+
+class SteadyReplica(ToyReplica):
+    """Takes its time for every shard.
+
+    It never measures a shard that begins with the token in a file `poison` beside the runs.
+    """
+
+    def misbehave(self, token: int) -> None:
+        """Sleep, or fail."""
+        time.sleep(PACE)
+        poison = Path(self.scan.out) / "poison"
+        if poison.is_file() and token == int(poison.read_text(encoding="utf-8")):
+            raise MemoryError(f"poisoned by token {token}")
+
+
+def main() -> None:
+    """`headcount …` with steady replicas."""
+    import headcount
+    import headcount.jobs.run.loop
+
+    headcount.jobs.run.loop.run_to_end = partial(
+        headcount.jobs.run.loop.run_to_end, replica_class=SteadyReplica
+    )
+    headcount.main()

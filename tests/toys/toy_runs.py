@@ -1,0 +1,377 @@
+"""Small runs with the real layout and schemas, and numbers that are easy to check by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import product, starmap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import duckdb
+import pyarrow as pa
+
+from headcount.queries.ask.asking import RunDatabase
+from headcount.queries.open.connection import OPENED, OpenedRuns, connect
+from headcount.schemas.files.commits import Commit, DataFile, Method, Version
+from headcount.schemas.files.digests import digest_of
+from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.parquet import parquet_bytes
+from headcount.schemas.files.places import Place, names
+from headcount.schemas.files.run_directory import RunDirectory, data_path
+from headcount.schemas.files.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, chance_column
+from headcount.schemas.files.tables import PROFILES as PROFILES_TABLE
+from headcount.schemas.profiles import PROFILES
+from headcount.schemas.scans.kinds import table_schema
+from headcount.schemas.statistics import KIND, Statistic
+from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
+
+
+class Row(NamedTuple):
+    """Where a toy number belongs."""
+
+    intervention: str
+    sequence: int
+    layer: int
+    head: int
+
+
+def local(where: Place) -> Path:
+    """A place on this disk, as a path."""
+    assert isinstance(where, Path)
+    return where
+
+
+def connect_to_tables(path: str | Place) -> duckdb.DuckDBPyConnection:
+    """A connection without the shipped views and comments: it opens in a fraction of the time."""
+    # This folder has no `.sql` files.
+    return connect(path, queries=Path(__file__).parent, lazily=True)
+
+
+Cell = Callable[[Row], float | None]
+Entry = dict[str, Any]
+"""A row of `profiles`, but for its shard, or a row of `weights`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyRun:
+    """What a toy run is of. Shards that are not committed are not written at all."""
+
+    name: str
+    columns: Mapping[str, Cell]
+    """The value of each statistic for each row."""
+    layers: int = 2
+    heads: int = 3
+    n_ctx: int = 5
+    family: str = "uniform_random"
+    sequences: int = 4
+    per_shard: int = 2
+    commit: Iterable[int] | None = None
+    """The shards to write. Default: all."""
+    interventions: Sequence[str] = ("none",)
+    chance: float = 0.25
+    pile_sets: Sequence[str | None] = (None,)
+    """Parts of the Pile, which the sequences take in turn."""
+    documents: Sequence[int | None] = (None,)
+    """The documents of the sequences, likewise."""
+    model: str = "toy"
+    fingerprints: Mapping[str, str] | None = None
+    """Fingerprints of statistics that differ from their own."""
+    profiles: Callable[[int], list[Entry]] | None = None
+    """The rows of `profiles` of a shard."""
+    curves: Mapping[str, Callable[[Row], list[float]]] | None = None
+    """The lists of each row of `curves`."""
+    weights: Sequence[Entry] = ()
+    """The rows of `weights`, which are written with shard 0."""
+
+    @property
+    def shards(self) -> int:
+        return -(-self.sequences // self.per_shard)
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return KIND.select(list(self.columns))
+
+    @property
+    def cells(self) -> dict[str, Cell]:
+        """The values by column: a statistic with options has these in its name."""
+        return {KIND.find(text).name: cell for text, cell in self.columns.items()}
+
+    @property
+    def kinds(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """What the manifest says of every formula."""
+        every_row = _rows(self.interventions, range(self.sequences), self.layers, self.heads)
+        kinds = {
+            "statistics": {
+                statistic.name: statistic.record
+                | _range(statistic, map(self.cells[statistic.name], every_row))
+                | _fingerprint(statistic.name, self.fingerprints)
+                for statistic in self.statistics
+            }
+        }
+        if self.profiles:
+            names = {entry["profile"] for entry in self.profiles(0)}
+            kinds["profiles"] = {name: PROFILES[name].record for name in names}
+        if self.curves:
+            kinds["curves"] = {name: PROFILES[name].record for name in self.curves}
+        if self.weights:
+            names = {entry["weight"] for entry in self.weights}
+            kinds["weight_statistics"] = {name: WEIGHT_STATISTICS[name].record for name in names}
+        return kinds
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest(
+            run_id=self.name,
+            created="2026-01-02T03:04:05Z",
+            identity={
+                "scan": {
+                    "model": self.model,
+                    "weight_processing": "raw",
+                    "precision": "float32",
+                    "engine": "fused",
+                    "n_ctx": self.n_ctx,
+                    "bos": True,
+                    "input": {"family": self.family, "period": 2},
+                    "interventions": list(self.interventions),
+                    "sequences_per_shard": self.per_shard,
+                    "seed": 7,
+                },
+                "model": {"fingerprint": f"weights of {self.model}"},
+                "statistics": {
+                    statistic.name: statistic.fingerprint for statistic in self.statistics
+                },
+            },
+            shards=self.shards,
+            sequences=self.sequences,
+            kinds=self.kinds,
+            model={
+                "name": self.model,
+                "n_layers": self.layers,
+                "n_heads": self.heads,
+                "d_model": 12,
+                "d_head": 4,
+                "n_ctx": 64,
+                "d_vocab": 9,
+            },
+            code="c0de",
+            versions={},
+        )
+
+    def span(self, shard: int) -> range:
+        """The sequences of a shard."""
+        return range(shard * self.per_shard, min((shard + 1) * self.per_shard, self.sequences))
+
+    def tables(self, shard: int, intervention: str) -> dict[str, pa.Table]:
+        """The rows of a shard under an intervention, by table."""
+        span = self.span(shard)
+        rows = _rows([intervention], span, self.layers, self.heads)
+        origins = [self.pile_sets[sequence % len(self.pile_sets)] for sequence in span]
+        documents = [self.documents[sequence % len(self.documents)] for sequence in span]
+        tables = {
+            "heads": _heads(rows, self.cells, self.statistics, self.family, shard),
+            "sequences": _sequences(
+                span,
+                self.statistics,
+                self.family,
+                shard,
+                self.n_ctx,
+                origins,
+                documents,
+                self.chance,
+            ),
+        }
+        if self.profiles:
+            entries = [{**entry, "shard": shard} for entry in self.profiles(shard)]
+            tables["profiles"] = pa.Table.from_pylist(entries, schema=PROFILES_TABLE.schema())
+        if self.curves:
+            tables["curves"] = _curves(rows, self.curves, self.family, shard)
+        return tables
+
+
+def write_run(
+    out: Path,
+    name: str,
+    columns: Mapping[str, Cell],
+    **facts: Any,
+) -> RunDirectory:
+    """Write a toy run. `facts` are the fields of `ToyRun` that differ from the default."""
+    toy = ToyRun(name=name, columns=columns, **facts)
+    run = RunDirectory.of(out, name)
+    local(run.path).mkdir(parents=True)
+    local(run.manifest_file).write_text(toy.manifest.model_dump_json())
+    for shard in range(toy.shards) if toy.commit is None else toy.commit:
+        files = [
+            _write(run, table, intervention, shard, content)
+            for intervention in toy.interventions
+            for table, content in toy.tables(shard, intervention).items()
+        ]
+        if toy.weights and shard == 0:
+            content = pa.Table.from_pylist(list(toy.weights), schema=WEIGHTS.schema())
+            files.append(_write(run, "weights", "none", shard, content))
+        write_commit(run, shard, toy.span(shard), files, toy.n_ctx * len(toy.interventions))
+    return run
+
+
+def _rows(interventions: Sequence[str], sequences: range, layers: int, heads: int) -> list[Row]:
+    """The rows of some sequences, in the order of a file."""
+    return list(starmap(Row, product(interventions, sequences, range(layers), range(heads))))
+
+
+def write_commit(
+    directory: RunDirectory, shard: int, span: range, files: list[DataFile], tokens: int
+) -> None:
+    """Write the record that makes a shard done.
+
+    `tokens` are those of one sequence under all interventions.
+    """
+    commit = Commit(
+        run_id=directory.run_id,
+        shard=shard,
+        start=span.start,
+        stop=span.stop,
+        rows=sum(file.rows for file in files if file.table == "heads"),
+        tokens=len(span) * tokens,
+        seconds=1.5,
+        compute_seconds=1.25,
+        idle_seconds=0.25,
+        finished=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+        host="toy",
+        replica="toy-1",
+        attempt=1,
+        code="c0de",
+        device="cpu toy",
+        versions=[Version(library="torch", version="2.0")],
+        methods=[
+            Method(
+                intervention=intervention,
+                engine="fused",
+                precision="float32",
+                attention="tiles",
+                built_layers=[],
+            )
+            for intervention in dict.fromkeys(file.intervention for file in files)
+        ],
+        bad_rows=[],
+        files=files,
+    )
+    path = local(directory.commit_file(shard))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(commit.model_dump_json())
+
+
+def without_runs(connection: duckdb.DuckDBPyConnection) -> RunDatabase:
+    """A database that reads no run."""
+    OPENED[connection] = OpenedRuns([], [], print)
+    return RunDatabase(connection)
+
+
+def _heads(
+    rows: list[Row],
+    columns: Mapping[str, Cell],
+    statistics: tuple[Statistic, ...],
+    family: str,
+    shard: int,
+) -> pa.Table:
+    content = _keys(rows, family, shard)
+    content |= {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    return pa.table(content, schema=table_schema(HEADS, {KIND.field: statistics}))
+
+
+def _curves(
+    rows: list[Row], curves: Mapping[str, Callable[[Row], list[float]]], family: str, shard: int
+) -> pa.Table:
+    content = _keys(rows, family, shard)
+    content |= {name: [curve(row) for row in rows] for name, curve in curves.items()}
+    profiles = [PROFILES[name] for name in curves]
+    return pa.table(content, schema=table_schema(CURVES, {"curves": profiles}))
+
+
+def _keys(rows: list[Row], family: str, shard: int) -> dict[str, list[Any]]:
+    """The columns that say what a row is about."""
+    return {
+        "input_family": [family] * len(rows),
+        "shard": [shard] * len(rows),
+        "sequence": [row.sequence for row in rows],
+        "layer": [row.layer for row in rows],
+        "head": [row.head for row in rows],
+    }
+
+
+def _sequences(
+    span: range,
+    statistics: tuple[Statistic, ...],
+    family: str,
+    shard: int,
+    n_ctx: int,
+    origins: list[str | None],
+    documents: list[int | None],
+    chance: float,
+) -> pa.Table:
+    n = len(span)
+    content: dict[str, list[Any]] = {
+        "input_family": [family] * n,
+        "shard": [shard] * n,
+        "sequence": list(span),
+        "file": [None] * n,
+        "row": [None] * n,
+        "offset": [None] * n,
+        "document": documents,
+        "pile_set_name": origins,
+        "n_tokens": [n_ctx] * n,
+        "tokens": [list(range(n_ctx))] * n,
+        "labels": [None] * n,
+    }
+    for statistic in statistics:
+        if statistic.chance:
+            content[chance_column(statistic.name)] = [chance] * n
+    return pa.table(content, schema=table_schema(SEQUENCES, {KIND.field: statistics}))
+
+
+def _write(
+    run: RunDirectory, table: str, intervention: str, shard: int, content: pa.Table
+) -> DataFile:
+    # Digests in names would make each expected text unreadable. Readers follow any name.
+    path = local(run.path) / data_path(table, intervention, f"shard-{shard:06d}.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"run_id": run.run_id, "intervention": intervention}
+    file = parquet_bytes(content.replace_schema_metadata(metadata))
+    path.write_bytes(file)
+    relative = str(path.relative_to(local(run.path)))
+    return DataFile(
+        table=table,
+        intervention=intervention,
+        path=relative,
+        rows=content.num_rows,
+        bytes=file.size,
+        digest=digest_of(file),
+    )
+
+
+def _range(statistic: Statistic, values: Iterable[float | None]) -> dict[str, list[float | None]]:
+    """A statistic's range, widened to hold the toy numbers."""
+    low, high = statistic.facts["range"]
+    defined = [value for value in values if value is not None]
+    # None is a range without an end.
+    lowest = None if low is None else min([low, *defined])
+    highest = None if high is None else max([high, *defined])
+    return {"range": [lowest, highest]}
+
+
+def _fingerprint(name: str, fingerprints: Mapping[str, str] | None) -> dict[str, str]:
+    """The fingerprint that a statistic has instead of its own, if there is one."""
+    return {"fingerprint": fingerprints[name]} if fingerprints and name in fingerprints else {}
+
+
+def data_file(run: RunDirectory, table: str, intervention: str, shard: int) -> Place:
+    """The only file with a shard's rows of one table, whatever its digest is."""
+    directory = (run.path / data_path(table, intervention, "any")).parent
+    (name,) = [n for n in names(directory) if n.startswith(f"shard-{shard:06d}")]
+    return directory / name
+
+
+def read_manifest(directory: RunDirectory) -> dict[str, Any]:
+    """The manifest as JSON, for tests that edit it."""
+    return json.loads(directory.manifest_file.read_bytes())

@@ -1,0 +1,207 @@
+"""How many sequences go through the model at once: found by measuring, halved where memory ends."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headcount.schemas.statistics import STATISTICS, Statistic
+from headcount.workers.engine.number_formats import LinearProducts
+from headcount.workers.measurements.batch import measure_batch
+from headcount.workers.measurements.batch_size import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
+from tests.tools.processes import Command
+from tests.toys import toy_models as toy
+
+
+def sizes_of(batch: BatchSize, seconds_of: dict[int, float], passes: int = 40) -> list[int]:
+    """The sizes that are used one after another, where a pass of each size takes so long."""
+    sizes: list[int] = []
+    for _ in range(passes):
+        sizes.append(batch.size)
+        batch.note(batch.size, seconds_of.get(batch.size, 0.01 * batch.size))
+    return list(dict.fromkeys(sizes))
+
+
+def test_a_size_that_was_asked_for_stays() -> None:
+    batch = BatchSize(6, "cpu", 128)
+    assert sizes_of(batch, {6: 1.0}) == [6]
+    assert not batch.searching
+
+
+def test_sizes_double_while_that_is_faster_and_the_best_stays() -> None:
+    first = FIRST_TOKENS["cpu"] // 128
+    # Per sequence: 10, 8, 7.9 ms; the last gain is below 5 %.
+    batch = BatchSize("auto", "cpu", 128)
+    times = {first: 10.0 * first, 2 * first: 8.0 * 2 * first, 4 * first: 7.9 * 4 * first}
+    assert sizes_of(batch, times) == [first, 2 * first, 4 * first]
+    assert batch.size == 2 * first
+    assert not batch.searching
+
+
+def test_no_batch_is_larger_than_the_device_should_hold() -> None:
+    batch = BatchSize("auto", "cpu", 1024)
+    speedier = {size: size**0.5 for size in range(1, 200)}
+    assert max(sizes_of(batch, speedier)) == batch.size == MOST_TOKENS["cpu"] // 1024
+    assert not batch.searching
+    assert BatchSize("auto", "cuda", 2 * MOST_TOKENS["cuda"]).size == 1
+
+
+def test_a_slow_first_try_does_not_decide() -> None:
+    batch = BatchSize("auto", "cpu", 128)
+    first = batch.size
+    for seconds in [9.0] + [1.0] * (TRIALS - 1):
+        batch.note(first, seconds)
+    for seconds in [9.0] + [1.0] * (TRIALS - 1):
+        batch.note(2 * first, seconds)
+    assert batch.size == 4 * first
+
+
+def test_a_batch_that_is_not_full_says_nothing() -> None:
+    batch = BatchSize("auto", "cpu", 128)
+    for _ in range(10):
+        batch.note(batch.size - 1, 1e-9)
+    assert batch.size == FIRST_TOKENS["cpu"] // 128
+    assert batch.searching
+
+
+def test_halving_is_for_good() -> None:
+    batch = BatchSize("auto", "cpu", 128)
+    size = batch.size
+    batch.halve()
+    assert (batch.size, batch.searching) == (size // 2, False)
+    assert sizes_of(batch, {}) == [size // 2]
+
+
+@pytest.mark.parametrize("size", [1, 3, "auto"])
+def test_rows_do_not_depend_on_the_batches(tmp_path: Path, size: int | str) -> None:
+    path = toy.save_model(tmp_path / "toy", toy.gpt2())
+    tokens = toy.repeating_tokens(20, batch=7)
+    in_one_batch = toy.measure(path, tokens, batch_size=7)
+    in_batches = toy.measure(path, tokens, batch_size=size)
+    for name in STATISTICS:
+        np.testing.assert_allclose(
+            in_batches.heads[name], in_one_batch.heads[name], rtol=1e-5, atol=1e-6, err_msg=name
+        )
+    for name, values in in_one_batch.sequences.items():
+        np.testing.assert_allclose(in_batches.sequences[name], values, rtol=1e-6, err_msg=name)
+
+
+def with_parameters(function: Callable[..., Any]) -> Statistic:
+    """A statistic that is in no registry."""
+    parameters = tuple(inspect.signature(function).parameters)
+    return Statistic(
+        name=function.__name__,
+        compute=function,
+        parameters=parameters,
+        unit="",
+        range=(0, 1),
+        source="",
+        meaning="",
+        formula="",
+        chance=False,
+        standard=True,
+    )
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+def test_a_statistic_may_read_activations_from_both_ends_of_a_layer(
+    tmp_path: Path, engine: str
+) -> None:
+    def added(resid_pre: Any, resid_post: Any, q: Any) -> Any:
+        return (resid_post - resid_pre).norm(dim=-1).mean(1)[:, None] + 0 * q.mean((1, 3))
+
+    def attended(z: Any) -> Any:
+        return z.norm(dim=-1).mean(1)
+
+    replica = toy.replica(toy.save_model(tmp_path / "toy", toy.gpt2()), engine=engine)
+    tokens = torch.from_numpy(toy.repeating_tokens(12, batch=2)).long()
+    streams: list[torch.Tensor] = []
+    with torch.inference_mode():
+        heads = measure_batch(
+            replica.engine, [with_parameters(added), with_parameters(attended)], tokens
+        ).heads
+        replica.engine.run(
+            tokens,
+            {},
+            lambda _, seen: streams.append(seen["resid_post"]) if "resid_post" in seen else None,
+        )
+    assert heads["added"].shape == (2, 3, 4)
+    expected = (streams[1] - streams[0]).norm(dim=-1).mean(1).numpy()
+    np.testing.assert_allclose(heads["added"][:, 1], np.tile(expected[:, None], 4), rtol=1e-5)
+    assert (heads["attended"] > 0).all()
+
+
+def test_what_nobody_reads_later_is_forgotten_after_the_attention(tmp_path: Path) -> None:
+    replica = toy.replica(toy.save_model(tmp_path / "toy", toy.gpt2()))
+    tokens = torch.from_numpy(toy.repeating_tokens(12)).long()
+    shown: list[set[str]] = []
+    with torch.inference_mode():
+        replica.engine.run(
+            tokens, {}, lambda _, activations: shown.append(set(activations)), {"resid_post", "q"}
+        )
+    assert shown == [{"resid_pre", "pattern", "q", "k", "v", "z"}, {"q", "resid_post"}] * 3
+
+
+@pytest.mark.parametrize(
+    ("statistics", "products"), [("all", 3 * 4), (["sink_mass", "value_norm"], 2 * 4 + 1)]
+)
+def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
+    tmp_path: Path, statistics: Any, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = toy.save_model(tmp_path / "toy", toy.gpt2())
+    replica, whole_replica = toy.replica(path, statistics=statistics), toy.replica(path)
+    calls: list[int] = []
+
+    def counting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(1)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(
+        "headcount.workers.engine.fused_engine.linears_in", lambda *_: LinearProducts(counting)
+    )
+    tokens = toy.repeating_tokens(12)
+    measured = replica.measure(tokens)
+    assert len(calls) == products
+    whole = whole_replica.measure(tokens)
+    for name, values in measured.heads.items():
+        np.testing.assert_array_equal(values, whole.heads[name])
+
+
+def measure_in_little_memory() -> None:
+    """Measure 32 sequences in one batch, and grow by 120 MB at most.
+
+    The command line names the model.
+    """
+    replica = toy.replica(Path(sys.argv[1]), batch_size=32)
+    tokens = toy.repeating_tokens(512, batch=32)
+    replica.measure(tokens[:1])
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * 4096 + 120_000_000
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    heads = replica.measure(tokens).heads
+    assert 1 <= replica.batch.size < 32, replica.batch.size
+    first = replica.measure(tokens[:1]).heads
+    assert all(len(v) == 32 for v in heads.values())
+    np.testing.assert_allclose(heads["entropy"][:1], first["entropy"], rtol=1e-5)
+    print("halved to", replica.batch.size)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_when_memory_ends_the_batch_is_halved_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = toy.save_model(tmp_path / "toy", toy.gpt2(n_positions=512, n_embd=256))
+    ended = Command(
+        path,
+        environment=os.environ,
+        directory=tmp_path,
+        main="tests.workers.engine.test_batch.measure_in_little_memory",
+    ).ended()
+    assert "halved to" in ended.stdout, ended.stderr[-2000:]

@@ -1,0 +1,629 @@
+"""The GPU's sweep answers what the definitions say, and compiles for a GPU.
+
+What it answers is tested on a GPU where there is one, and everywhere in Triton's interpreter, which
+is chosen before triton is imported and therefore has a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headcount.schemas.errors import ModelError
+from headcount.schemas.statistics import STATISTICS
+from headcount.workers.engine.kernel import sweep_kernel as kernel
+from headcount.workers.engine.kernel.kernel_check import ALLOWED, DRAWN_FACTS, Shape, compare
+from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Swept, available, sweep
+from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.files.model_info import describe
+from headcount.workers.replica import InterventionMeasurements, Replica
+from tests.reference.attention_answers import defined_answers
+from tests.toys import toy_models as toy
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+
+
+UNSCALED = AttentionFacts(1.0)
+
+
+def of_scale(facts: AttentionFacts | float) -> AttentionFacts:
+    return AttentionFacts(facts) if isinstance(facts, int | float) else facts
+
+
+def answers_of(swept: Swept) -> dict[str, Tensor]:
+    answers = {"z": swept.z, "lse": swept.lse, "distance": swept.distance}
+    answers |= {} if swept.entropy is None else {"entropy": swept.entropy}
+    return answers | {f"mass {i}": mass for i, mass in enumerate(swept.masses)}
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    facts: AttentionFacts | float,
+    labels: Sequence[PairLabels],
+    atol: float = 5e-6,
+    **other_tolerances: float,
+) -> Swept:
+    """Sweep, and compare every answer with its definition, to 1e-5 and `atol`; `others` has another
+    atol for some answers.
+    """
+    swept = sweep(q, k, v, of_scale(facts), labels, entropy=True, number_format="float32")
+    answers, definitions = answers_of(swept), defined_answers(q, k, v, of_scale(facts), labels)
+    assert list(answers) == list(definitions)
+    for name, answer in answers.items():
+        assert answer.dtype == torch.float32
+        torch.testing.assert_close(
+            answer.double(),
+            definitions[name],
+            rtol=1e-5,
+            atol=other_tolerances.get(name, atol),
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+    assert swept.entropy is not None
+    assert (swept.entropy >= 0).all()
+    return swept
+
+
+def random_qkv(
+    batch: int, heads: int, kv_heads: int, n_ctx: int, d_head: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as a model has them: views of a projection `[batch pos 3·head d_head]`."""
+    generator = torch.Generator().manual_seed(n_ctx)
+    projected = torch.randn(batch, n_ctx, heads + 2 * kv_heads, d_head, generator=generator).to(
+        DEVICE
+    )
+    q, k, v = projected.transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+    return q, k, v
+
+
+def match_labels(tokens: Tensor) -> Sequence[PairLabels]:
+    """Earlier keys with the query's token, and keys that follow one."""
+    tokens = tokens.int()
+    token_before = torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=-1)
+    return [PairLabels(tokens, tokens, 1), PairLabels(tokens, token_before, 0)]
+
+
+def random_tokens(batch: int, n_ctx: int) -> Tensor:
+    return torch.randint(5, (batch, n_ctx), generator=torch.Generator().manual_seed(n_ctx)).to(
+        DEVICE
+    )
+
+
+@pytest.fixture
+def _interpret_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as integers, and its products would multiply those."""
+    if not INTERPRETED:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # pyright: ignore[reportMissingImports]
+
+    multiply = InterpreterBuilder.create_dot
+
+    def wide(x: TensorHandle) -> TensorHandle:
+        if x.dtype != triton.language.bfloat16:
+            return x
+        return TensorHandle(
+            (x.data.astype("uint32") << 16).view("float32"), triton.language.float32
+        )
+
+    monkeypatch.setattr(
+        InterpreterBuilder,
+        "create_dot",
+        lambda self, a, b, *rest: multiply(self, wide(a), wide(b), *rest),
+    )
+
+
+class TestSweep:
+    __test__ = INTERPRETED or DEVICE == "cuda"
+
+    # One tile of keys and less, exactly two, and more than four.
+    @pytest.mark.parametrize("n_ctx", [1, 2, 17, 64, 130])
+    @pytest.mark.parametrize(
+        ("batch", "heads", "kv_heads", "d_head"),
+        [(1, 1, 1, 8), (2, 2, 1, 24), (1, 4, 2, 64)],
+        ids=str,
+    )
+    def test_every_answer_is_its_definition(
+        self, n_ctx: int, batch: int, heads: int, kv_heads: int, d_head: int
+    ) -> None:
+        q, k, v = random_qkv(batch, heads, kv_heads, n_ctx, d_head)
+        swept = check(q, k, v, d_head**-0.5, match_labels(random_tokens(batch, n_ctx)))
+        assert swept.z.transpose(1, 2).is_contiguous()
+
+    @pytest.mark.parametrize("d_head", [1, 65, 80, 128, 200, 256])
+    def test_heads_of_any_size(self, d_head: int) -> None:
+        q, k, v = random_qkv(1, 1, 1, 35, d_head)
+        check(q, k, v, d_head**-0.5, match_labels(random_tokens(1, 35)))
+
+    @pytest.mark.parametrize(
+        "facts",
+        [
+            {"window": 1},
+            {"window": 33},
+            {"window": 100, "sink": True},
+            {"soft_cap": 2.0, "slopes": True},
+            {"window": 70, "soft_cap": 2.0, "slopes": True, "sink": True},
+        ],
+        ids=str,
+    )
+    def test_the_facts_of_a_layer(self, facts: dict[str, Any]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        drawn = {name: torch.rand(4, generator=generator) for name in ("slopes", "sink")}
+        given: dict[str, Any] = {
+            name: drawn[name].to(DEVICE) if value is True else value
+            for name, value in facts.items()
+        }
+        q, k, _ = random_qkv(1, 4, 2, 170, 24)
+        v = torch.randn(1, 2, 170, 40, generator=generator).to(DEVICE)
+        labels = match_labels(random_tokens(1, 170))
+        check(q, k, v, AttentionFacts(0.2, **given), labels, atol=2e-5)
+
+    def test_any_strides(self) -> None:
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(n, 24, 2, 70, device=DEVICE).permute(2, 0, 3, 1) for n in (4, 2, 2))
+        check(q, k, v, 0.2, match_labels(random_tokens(2, 70)))
+        check(q, k[:, :1].expand(2, 4, 70, 24), v[:1, 1:].expand(2, 4, 70, 24), 0.2, [])
+        wide = torch.randn(2, 2, 70, 96, device=DEVICE)
+        check(wide[..., ::2], wide[..., 1::2], wide[..., :48].contiguous(), 0.2, [])
+
+    @pytest.mark.parametrize("d_head", [24, 72])
+    def test_nothing_beyond_the_tensors_is_read(self, d_head: int) -> None:
+        storage = torch.full((3, 1, 1, 100, d_head + 8), torch.nan, device=DEVICE)
+        storage[..., :97, :d_head] = torch.stack(random_qkv(1, 1, 1, 97, d_head))
+        q, k, v = storage[..., :97, :d_head]
+        check(q, k, v, 0.2, match_labels(random_tokens(1, 97)))
+
+    def test_one_attended_key_exactly(self) -> None:
+        q, k, v = torch.full((3, 1, 1, 1, 2), 3.0, device=DEVICE)
+        label = torch.full((1, 1), 7, dtype=torch.int32, device=DEVICE)
+        swept = sweep(
+            q,
+            k,
+            v,
+            AttentionFacts(math.log(2)),
+            [PairLabels(label, label, 0), PairLabels(label, label, 1)],
+            entropy=True,
+            number_format="float32",
+        )
+        answers = {name: answer.item() for name, answer in answers_of(swept).items() if name != "z"}
+        assert swept.z.tolist() == [[[[3.0, 3.0]]]]
+        assert answers.pop("lse") == pytest.approx(18 * math.log(2))
+        assert answers == {"distance": 0, "entropy": 0, "mass 0": 1, "mass 1": 0}
+
+    def test_uniform_attention_exactly(self) -> None:
+        zeros = torch.zeros(1, 1, 128, 1, device=DEVICE)
+        one = torch.ones(1, 128, dtype=torch.int32, device=DEVICE)
+        v = torch.arange(128.0, device=DEVICE)[:, None].expand(1, 1, 128, 1)
+        swept = sweep(
+            zeros,
+            zeros,
+            v,
+            AttentionFacts(1.0),
+            [PairLabels(one, one, 1)],
+            entropy=True,
+            number_format="float32",
+        )
+        assert swept.entropy is not None
+        for n in (1, 2, 4, 8, 16, 32, 64, 128):
+            assert swept.z[0, 0, n - 1].item() == swept.distance[0, 0, n - 1] == (n - 1) / 2
+            assert swept.masses[0][0, 0, n - 1] == 1 - 1 / n
+            assert (
+                swept.entropy[0, 0, n - 1].item()
+                == swept.lse[0, 0, n - 1]
+                == pytest.approx(math.log(n))
+            )
+
+    def test_labels_choose_the_members(self) -> None:
+        n_ctx = 97
+        zeros = torch.zeros(2, 1, n_ctx, 8, device=DEVICE)
+        unique = torch.arange(n_ctx, device=DEVICE).int().repeat(2, 1)
+        negative = torch.full((2, n_ctx), -1).int().to(DEVICE)
+        constant = torch.full_like(unique, 3)
+        q = torch.arange(n_ctx, device=DEVICE)
+        one, no_key = torch.ones_like(q), torch.zeros_like(q)
+        # Labels, and how many keys are members for each query.
+        members = [
+            (PairLabels(unique, unique, 0), one),
+            (PairLabels(unique, unique, 1), no_key),
+            # A negative label fits nothing, itself included.
+            (PairLabels(negative, negative, 0), no_key),
+            (PairLabels(unique, negative, 0), no_key),
+            # Lags within a tile and beyond it.
+            (PairLabels(constant, constant, -2), q + 1),
+            (PairLabels(constant, constant, 2), q - 1),
+            (PairLabels(constant, constant, 40), q - 39),
+            (PairLabels(constant, constant, 96), q - 95),
+            (PairLabels(constant, constant, 200), no_key),
+        ]
+        swept = check(zeros, zeros, zeros, 1.0, [labels for labels, _ in members])
+        for mass, (_, count) in zip(swept.masses, members, strict=True):
+            torch.testing.assert_close(mass[1, 0], count.clamp(min=0) / (q + 1.0))
+
+    def test_only_what_was_requested_is_answered(self) -> None:
+        q, k, v = random_qkv(1, 2, 2, 50, 8)
+        labels = match_labels(random_tokens(1, 50))
+        facts = AttentionFacts(0.3)
+        full = answers_of(sweep(q, k, v, facts, labels, entropy=True, number_format="float32"))
+        for entropy, requested in ((False, []), (True, []), (False, labels[:1]), (False, labels)):
+            swept = sweep(q, k, v, facts, requested, entropy=entropy, number_format="float32")
+            assert (swept.entropy is None) != entropy
+            assert len(swept.masses) == len(requested)
+            for name, answer in answers_of(swept).items():
+                torch.testing.assert_close(answer, full[name], rtol=0, atol=0)
+
+    @pytest.mark.parametrize("order", ["rising", "falling", "random"])
+    def test_scores_of_ten_thousand_cost_nothing_but_their_own_rounding(self, order: str) -> None:
+        # Integers in base 2, so that the scores are exact and any loss is the sweep's own: two or
+        # three near each other.
+        steps = torch.arange(130) // 3 * 473.0 - 10_000 + torch.arange(130) % 3
+        shuffled = torch.randperm(130, generator=torch.Generator().manual_seed(0))
+        steps = {"rising": steps, "falling": steps.flip(0), "random": steps[shuffled]}[order].to(
+            DEVICE
+        )
+        assert -1e4 <= steps.min() < -9e3
+        assert steps.max() > 9e3
+        k = torch.stack([steps, steps], -1)[None, None]
+        q = torch.full((1, 1, 130, 2), 0.5, device=DEVICE)
+        v = torch.randn(1, 1, 130, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        check(q, k, v, math.log(2), match_labels(random_tokens(1, 130)), atol=1e-6)
+
+    def test_large_random_scores(self) -> None:
+        q, k, v = random_qkv(1, 2, 2, 130, 8)
+        # float32 holds a score of 1e4 to 1e-3, and no answer can be better than its scores.
+        swept = check(
+            80 * q, 80 * k, v, 8**-0.5, match_labels(random_tokens(1, 130)), atol=5e-3, distance=0.1
+        )
+        assert swept.lse.max() > 1e4
+
+    @pytest.mark.parametrize(
+        ("q_size", "k_size", "v_size"),
+        # float16 holds 6e-8 to 65504, of which only those above 6e-5 have all their bits.
+        [(1e6, 1e-6, 1e6), (1e-7, 1e7, 1e-7), (1e-12, 1e5, 1e12), (0.0, 1.0, 0.0)],
+        ids=str,
+    )
+    def test_split_factors_of_any_size(self, q_size: float, k_size: float, v_size: float) -> None:
+        q, k, v = random_qkv(2, 2, 1, 70, 24)
+        # The second sequence is a million times as small: each head has a scaling of its own.
+        smaller = torch.tensor([1.0, 1e-6], device=DEVICE)[:, None, None, None]
+        swept = check(
+            q * q_size, k * k_size * smaller, v, 0.3, match_labels(random_tokens(2, 70)), atol=1e-5
+        )
+        scaled = sweep(
+            q * q_size, k * k_size * smaller, v * v_size * smaller, of_scale(0.3), [],
+            entropy=False, number_format="float32",
+        )  # fmt: skip
+        torch.testing.assert_close(
+            scaled.z, swept.z * v_size * smaller, rtol=1e-5, atol=2e-6 * v_size
+        )
+
+    def test_three_products_of_halves_have_the_error_of_float32(self) -> None:
+        # A few numbers of a head are far above the others, as in trained models.
+        q, k, v = random_qkv(1, 2, 2, 130, 64)
+        outliers = torch.ones(64, device=DEVICE)
+        outliers[[3, 40]] = torch.tensor([200.0, 0.002], device=DEVICE)
+        k, v = k * outliers, v * outliers
+        q = q / outliers
+        swept = sweep(q, k, v, of_scale(0.125), [], entropy=True, number_format="float32")
+        exact = defined_answers(q, k, v, of_scale(0.125), [])
+        in_float32 = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=0.125
+        )
+        error = (swept.z - exact["z"]).abs().amax((0, 1, 2))
+        # In proportion to each component's size, however small beside the largest of the head.
+        sizes = v.abs().amax((0, 1, 2))
+        assert (error / sizes).max() < 2e-6
+        assert error.max() < 4 * (in_float32 - exact["z"]).abs().max() + 1e-6
+        assert (swept.lse - exact["lse"]).abs().max() < 3e-6
+
+    @pytest.mark.parametrize("height", [10.0, 20.0, 88.0, 200.0, 1e4])
+    def test_the_entropy_of_nearly_one_key_is_never_negative(self, height: float) -> None:
+        q, k, v = random_qkv(1, 1, 1, 130, 8)
+        q = torch.nn.functional.pad(q[..., 1:] / 100, (1, 0), value=1.0)
+        k = torch.nn.functional.pad(k[..., 1:] / 100, (1, 0))
+        k[:, :, [0, 70], 0], k[:, :, 100, 0] = height, 2 * height
+        rounding = 5e-6 + height * 2e-7
+        check(
+            q,
+            k,
+            v,
+            1.0,
+            match_labels(random_tokens(1, 130)),
+            atol=rounding,
+            distance=130 * rounding,
+        )
+
+    def test_a_short_distance_is_as_precise_as_a_long_one(self) -> None:
+        # Scores rise by 16 a key, so nearly all attention is on the query itself.
+        k = 16 * torch.arange(130.0, device=DEVICE)[None, None, :, None]
+        facts = AttentionFacts(math.log(2))
+        distance = sweep(
+            torch.ones_like(k),
+            k,
+            k,
+            facts,
+            [],
+            entropy=True,
+            number_format="float32",
+        ).distance
+        definitions = defined_answers(torch.ones_like(k), k, k, facts, [])["distance"]
+        assert 0 < definitions[0, 0, 1:].max() < 2e-5
+        torch.testing.assert_close(distance.double(), definitions, rtol=2e-6, atol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("d_head", [24, 64])
+    @pytest.mark.usefixtures("_interpret_bfloat16")
+    def test_half_precision_rounds_only_the_weights_of_v(
+        self, dtype: torch.dtype, d_head: int
+    ) -> None:
+        q, k, v = (x.to(dtype) for x in random_qkv(1, 2, 1, 130, d_head))
+        check(
+            q,
+            k,
+            v,
+            d_head**-0.5,
+            match_labels(random_tokens(1, 130)),
+            atol=1e-5,
+            z=torch.finfo(dtype).eps,
+        )
+
+    def test_one_tf32_product_is_near(self) -> None:
+        q, k, v = random_qkv(1, 2, 2, 97, 64)
+        definitions = defined_answers(q, k, v, of_scale(0.125), [])
+        for name, answer in answers_of(
+            sweep(q, k, v, AttentionFacts(0.125), [], entropy=True, number_format="tf32")
+        ).items():
+            torch.testing.assert_close(answer.double(), definitions[name], rtol=5e-3, atol=5e-3)
+
+    @pytest.mark.parametrize("precision", ["float32", "tf32", "float16", "bfloat16_linears"])
+    @pytest.mark.usefixtures("_interpret_bfloat16")
+    def test_a_replica_measures_with_it_what_it_measures_in_tiles(
+        self, precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        # The interpreter is slow, and every layer is measured alike.
+        one_layer = toy.family("LlamaConfig", num_key_value_heads=2, num_hidden_layers=1)
+        path = toy.save_model(tmp_path / "toy", one_layer)
+        tokens = toy.repeating_tokens(21, batch=1)
+        measurements: list[InterventionMeasurements] = []
+        for use in (True, False):
+            monkeypatch.setattr(kernel, "available", lambda _, use=use: use)
+            measurements.append(
+                Replica(
+                    describe(path), toy.toy_scan(n_ctx=21, precision=precision), DEVICE
+                ).measure(tokens)
+            )
+        assert [measured.method.attention for measured in measurements] == ["kernel", "tiles"]
+        # Half formats round the weights of v before or after they are normalised.
+        tolerance = {"float32": 1e-5, "bfloat16_linears": 1e-5}.get(precision, 2e-3)
+        for name in STATISTICS:
+            by_kernel, in_tiles = (measured.heads[name] for measured in measurements)
+            torch.testing.assert_close(
+                torch.from_numpy(by_kernel),
+                torch.from_numpy(in_tiles),
+                rtol=tolerance,
+                atol=tolerance,
+                equal_nan=True,
+                msg=lambda message, name=name: f"{name}: {message}",
+            )
+
+    @pytest.mark.parametrize("factors", ALLOWED)
+    @pytest.mark.usefixtures("_interpret_bfloat16")
+    def test_it_agrees_with_the_tiles_as_first_contact_demands(self, factors: str) -> None:
+        for shape in (Shape(2, 2, 97, 24), Shape(4, 1, 37, 64), Shape(1, 1, 130, 128)):
+            comparison = compare(sweep, shape, factors, torch.device(DEVICE))
+            assert comparison.agrees, comparison
+
+    def test_errors_name_what_arrived(self) -> None:
+        q, k, v = random_qkv(1, 4, 2, 7, 8)
+        label = torch.zeros(1, 7, dtype=torch.int32)
+
+        def refused(
+            match: str,
+            *tensors: Tensor,
+            labels: Sequence[PairLabels] = (),
+            number_format: str = "float32",
+        ) -> None:
+            q, k, v = tensors
+            facts = AttentionFacts(1.0)
+            with pytest.raises(ModelError, match=match):
+                sweep(q, k, v, facts, labels, entropy=False, number_format=number_format)
+
+        refused(
+            r"k \[1, 2, 6, 8\].*expected \[batch head pos d_head\]", q, k[:, :, 1:], v[:, :, 1:]
+        )
+        refused("multiple of k's", q[:, :3], k, v)
+        refused("and v's d_head", q, k[..., 1:], v)
+        refused("expected", q[0], k, v)
+        refused("d_head 257: the kernel takes at most 256", *[torch.zeros(1, 1, 2, 257)] * 3)
+        refused("float64", q.double(), k.double(), v.double())
+        refused("float16", q, k.half(), v.half())
+        refused("did you mean 'tf32'", q, k, v, number_format="tf3")
+        refused("int64", q, k, v, labels=[PairLabels(label.long(), label, 0)])
+        refused(
+            r"\[1, 6\]: expected int32 \[batch pos\] = \[1, 7\]",
+            q,
+            k,
+            v,
+            labels=[PairLabels(label, label[:, 1:], 0)],
+        )
+
+
+@pytest.mark.long
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="they have run in this process")
+def test_all_of_the_above_in_the_interpreter() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "TestSweep",
+        __file__,
+    ]
+    process = subprocess.run(
+        command,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="TestSweep has run in this process")
+def test_every_fact_once_in_the_interpreter() -> None:
+    code = """if True:
+        import torch
+        from headcount.workers.engine.kernel.kernel_check import DRAWN_FACTS, SINK, WINDOW, Shape, compare
+        from headcount.workers.engine.kernel.sweep_kernel import sweep
+        # Two tiles of queries, of which the second sees no key of the first tile of keys.
+        shape = Shape(3, 1, 70, 8, d_v=5)
+        for facts in DRAWN_FACTS:
+            factors = "float16" if facts == {WINDOW, SINK} else "float32"
+            comparison = compare(sweep, shape, factors, torch.device("cpu"), facts)
+            print(comparison.agrees, sorted(facts), comparison.difference, comparison.error)
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    lines = process.stdout.splitlines()
+    assert len(lines) == len(DRAWN_FACTS), process.stderr
+    assert all(line.startswith("True ") for line in lines), process.stdout
+
+
+def compiled_for_h100(dtype: str, d_head: int, split: bool, with_facts: bool = False) -> Any:
+    """The kernel for an H100, as `sweep` would have it compiled, with two kinds of labels."""
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+
+    function: Any = kernel._sweep_tile
+    torch_dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    tiles = kernel.TILE_SIZES[torch_dtype][d_head]
+    constants_by_name = {
+        "HEADS_PER_KV_HEAD": 1,
+        "D_HEAD": d_head,
+        "D_V": d_head,
+        "PADDED_D_V": d_head,
+        **dict.fromkeys(["CAPPED", "SLOPED", "GATED", "WINDOWED"], with_facts),
+        "DIMS": tiles.dims,
+        "QUERIES": tiles.queries,
+        "KEYS": tiles.keys,
+        "LAGS": (1, 0),
+        "ENTROPY": True,
+        "SPLIT": split,
+    }
+    types = dict.fromkeys("qkv", f"*{dtype}") | {
+        "z": "*fp32",
+        "row_sums": "*fp32",
+        "slopes": "*fp32",
+        "sinks": "*fp32",
+        **dict.fromkeys(["q_factors", "k_factors", "v_factors"], "*fp32"),
+        "scale": "fp32",
+        "cap": "fp32",
+        "window": "i32",
+        "n_ctx": "i32",
+    }
+    types |= dict.fromkeys(["query_labels", "key_labels"], ("*i32", "*i32"))
+    types |= dict.fromkeys(["q_stride", "k_stride", "v_stride"], ("i32", "i32", "i32", "constexpr"))
+    types |= dict.fromkeys(constants_by_name, "constexpr")
+    signature = {name: types[name] for name in function.arg_names}
+    constants: dict[Any, Any] = {
+        (function.arg_names.index(name),): value for name, value in constants_by_name.items()
+    }
+    # Triton compiles another kernel for pointers and numbers that 16 divides. Those of `sweep` are
+    # of that kind, and a stride of 1 is a constant.
+    divisible: dict[Any, Any] = {}
+    for i, kind in enumerate(signature.values()):
+        for j, part in enumerate(kind if isinstance(kind, tuple) else [kind]):
+            path = (i, j) if isinstance(kind, tuple) else (i,)
+            if part == "constexpr":
+                constants.setdefault(path, 1)
+            elif part != "fp32":
+                divisible[path] = [["tt.divisibility", 16]]
+    return triton.compile(
+        ASTSource(function, signature, constants, divisible),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": tiles.warps, "num_stages": tiles.stages},
+    )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(
+    ("dtype", "split", "d_head"),
+    [
+        # Of 64, the kernel with every fact is compiled below. Each branch of the kernel is
+        # compiled every time, and the other sizes of its tiles in `make long`.
+        ("bf16", False, 256),
+        ("fp32", False, 128),
+        pytest.param("bf16", False, 128, marks=pytest.mark.long),
+        pytest.param("fp16", False, 64, marks=pytest.mark.long),
+        *(pytest.param("fp32", True, d_head, marks=pytest.mark.long) for d_head in (128, 256)),
+    ],
+)
+def test_it_compiles_for_an_h100(
+    dtype: str, split: bool, d_head: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_compiled(dtype, split, d_head, False, tmp_path, monkeypatch)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(("dtype", "split"), [("fp32", True), ("bf16", False)])
+def test_it_compiles_with_every_fact(
+    dtype: str, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_compiled(dtype, split, 64, True, tmp_path, monkeypatch)
+
+
+def check_compiled(
+    dtype: str,
+    split: bool,
+    d_head: int,
+    with_facts: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel_binary = compiled_for_h100(dtype, d_head, split, with_facts)
+    # The instruction of Hopper's tensor cores, and the formats that it multiplies.
+    products = re.findall(r"wgmma\.mma_async\S*?\.f32\.(\w+)\.\w+", kernel_binary.asm["ptx"])
+    assert {*products} == {
+        {"fp32": "f16" if split else "tf32", "fp16": "f16", "bf16": "bf16"}[dtype]
+    }
+    assert kernel_binary.metadata.shared <= kernel.H100_SHARED_BYTES
+    cubin = tmp_path / "sweep.cubin"
+    cubin.write_bytes(kernel_binary.asm["cubin"])
+    dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run(
+        [dump, "-res-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    # Bytes of a thread's registers that did not fit and went to memory.
+    spilled = int(re.findall(r"STACK:(\d+)", usage)[0])
+    assert spilled <= 8
+
+
+def test_without_triton_it_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not available(torch.device("cpu"))
+    assert available(torch.device("cuda")) == torch.cuda.is_available()
+    # The module once more, as it would be where triton cannot be imported.
+    monkeypatch.setitem(sys.modules, "triton", None)
+    without_triton = runpy.run_path(str(kernel.__file__))
+    assert without_triton["triton"] is None
+    assert not without_triton["available"](torch.device("cuda"))

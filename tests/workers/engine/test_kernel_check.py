@@ -1,0 +1,334 @@
+"""First contact with a GPU: a kernel that does not compile or does not agree measures nothing.
+
+Kernels are functions here; `test_kernel.py` has the real one, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from headcount import app
+from headcount.jobs.commands.kernel_table import COMPARISON_HEAD, compare_kernel, comparison_line
+from headcount.schemas.statistics import STATISTICS
+from headcount.workers.engine.kernel import sweep_kernel
+from headcount.workers.engine.kernel.kernel_check import (
+    ALLOWED,
+    D_HEADS,
+    DRAWN_FACTS,
+    EVERY_FACT,
+    SINK,
+    SLOPES,
+    SOFT_CAP,
+    WINDOW,
+    FactNames,
+    Shape,
+    compare,
+    every_layer,
+    in_words,
+    layers_of,
+    proven_sweep,
+)
+from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Sweep, Swept
+from headcount.workers.model.attention_facts import AttentionFacts
+from tests.reference.attention_answers import defined_answers
+from tests.toys import toy_models as toy
+
+CPU = torch.device("cpu")
+SHAPE = Shape(4, 2, 37, 24)
+
+
+def by_definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    facts: AttentionFacts,
+    labels: Sequence[PairLabels],
+    *,
+    entropy: bool,
+    number_format: str,
+) -> Swept:
+    """What a kernel should answer, from the whole matrix."""
+    answers = {
+        name: answer.float() for name, answer in defined_answers(q, k, v, facts, labels).items()
+    }
+    return Swept(
+        answers["z"],
+        answers["lse"],
+        answers["distance"],
+        answers["entropy"] if entropy else None,
+        tuple(answers[f"mass {i}"] for i in range(len(labels))),
+    )
+
+
+def kernel_with(**changes: Callable[[Swept], Any]) -> Sweep:
+    """A kernel some of whose answers are others."""
+
+    def sweep(*arguments: Any, **options: Any) -> Swept:
+        swept = by_definition(*arguments, **options)
+        return Swept(**vars(swept) | {name: change(swept) for name, change in changes.items()})
+
+    return sweep
+
+
+def failing_kernel(*_: Any, **__: Any) -> Swept:
+    raise RuntimeError("ptxas: out of registers\nand much more")
+
+
+@pytest.mark.parametrize("factors", ALLOWED)
+def test_a_kernel_that_answers_the_definitions_agrees(factors: str) -> None:
+    for shape in (SHAPE, Shape(1, 1, 1, 8), Shape(4, 4, 130, 64)):
+        comparison = compare(by_definition, shape, factors, CPU)
+        assert comparison.agrees, comparison
+        assert comparison.difference < 1e-6 < comparison.allowed
+
+
+@pytest.mark.parametrize(
+    ("sweep", "difference"),
+    [
+        (kernel_with(z=lambda s: s.z * 1.01), 0.01),
+        (kernel_with(lse=lambda s: s.lse + 0.5), 0.5),
+        (kernel_with(distance=lambda s: s.distance * math.nan), math.inf),
+        (kernel_with(entropy=lambda s: None if s.entropy is None else s.entropy + 0.25), 0.25),
+        (kernel_with(masses=lambda s: tuple(m + 0.125 for m in s.masses)), 0.125),
+    ],
+    ids=["z", "lse", "distance", "entropy", "masses"],
+)
+def test_any_answer_that_differs_is_seen(sweep: Sweep, difference: float) -> None:
+    comparison = compare(sweep, SHAPE, "float32", CPU)
+    assert not comparison.agrees
+    assert comparison.error == ""
+    assert comparison.difference == pytest.approx(difference, rel=0.7)
+
+
+def test_a_kernel_that_does_not_compile_or_leaves_answers_out_is_seen() -> None:
+    comparison = compare(failing_kernel, SHAPE, "float32", CPU)
+    assert (comparison.agrees, comparison.error) == (False, "RuntimeError: ptxas: out of registers")
+    missing = compare(kernel_with(masses=lambda s: s.masses[1:]), SHAPE, "float32", CPU)
+    assert missing.error.startswith("ValueError: zip()")
+
+
+def with_other_facts(**changes: Callable[[Any], Any]) -> Sweep:
+    """A kernel that takes some facts for others, where a layer has them."""
+
+    def sweep(
+        q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts, *arguments: Any, **options: Any
+    ) -> Swept:
+        wrong = {
+            name: change(getattr(facts, name))
+            for name, change in changes.items()
+            if getattr(facts, name) is not None
+        }
+        return by_definition(q, k, v, replace(facts, **wrong), *arguments, **options)
+
+    return sweep
+
+
+def with_other_groups(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Swept:
+    """A kernel whose query head h reads kv head h % kv_heads."""
+    groups = q.shape[1] // k.shape[1]
+    return by_definition(
+        q, k.repeat(1, groups, 1, 1), v.repeat(1, groups, 1, 1), *arguments, **options
+    )
+
+
+WRONG_FACTS = {
+    "a soft cap": with_other_facts(soft_cap=lambda cap: 1.1 * cap),
+    "a window": with_other_facts(window=lambda window: window + 1),
+    "a shorter window": with_other_facts(window=lambda window: window - 1),
+    "ALiBi slopes": with_other_facts(slopes=lambda slopes: slopes.flip(0)),
+    "a learned sink": with_other_facts(sink=lambda _: None),
+}
+
+
+@pytest.mark.parametrize("factors", ALLOWED)
+@pytest.mark.parametrize("shape", [Shape(6, 2, 37, 24, d_v=40), Shape(2, 1, 257, 16)], ids=str)
+def test_every_fact_is_drawn_and_seen_if_it_is_wrong(factors: str, shape: Shape) -> None:
+    for facts in DRAWN_FACTS:
+        assert compare(by_definition, shape, factors, CPU, facts).difference < 1e-6
+        for wrong, sweep in WRONG_FACTS.items():
+            if wrong.replace("shorter ", "") in facts:
+                comparison = compare(sweep, shape, factors, CPU, facts)
+                assert not comparison.agrees, (comparison, wrong)
+
+
+def test_keys_that_are_shared_by_the_wrong_heads_are_seen() -> None:
+    for heads, kv_heads in ((6, 2), (15, 5)):
+        comparison = compare(with_other_groups, Shape(heads, kv_heads, 37, 24), "bfloat16", CPU)
+        assert not comparison.agrees
+
+
+GPT_OSS = {"head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4}
+GEMMA2 = {"head_dim": 8, "num_key_value_heads": 1}
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (toy.gpt2(), ["heads 4, n_ctx 20, d_head 8"]),
+        (toy.family("LlamaConfig", num_key_value_heads=2), ["heads 4/2, n_ctx 20, d_head 8"]),
+        # A window that no query of this length reaches hides nothing.
+        (
+            toy.family("MistralConfig", num_key_value_heads=2, sliding_window=20),
+            ["heads 4/2, n_ctx 20, d_head 8"],
+        ),
+        (
+            toy.family("Gemma2Config", sliding_window=7, **GEMMA2),
+            [
+                "heads 4/1, n_ctx 20, d_head 8",
+                "heads 4/1, n_ctx 20, d_head 8, a soft cap",
+                "heads 4/1, n_ctx 20, d_head 8, a window",
+                "heads 4/1, n_ctx 20, d_head 8, a soft cap, a window",
+            ],
+        ),
+        (
+            toy.family("GptOssConfig", sliding_window=7, **GPT_OSS),
+            [
+                "heads 4/2, n_ctx 20, d_head 8",
+                "heads 4/2, n_ctx 20, d_head 8, a learned sink",
+                "heads 4/2, n_ctx 20, d_head 8, a window",
+                "heads 4/2, n_ctx 20, d_head 8, a window, a learned sink",
+            ],
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_the_kernel_is_tried_with_the_layers_that_a_model_has(
+    config: Any, layers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = toy.replica(toy.save_model(tmp_path / "toy", config), n_ctx=20).model
+    assert [in_words(shape, facts) for shape, facts in layers_of(model, 20)] == layers
+    launches: list[int] = []
+
+    def counting(*arguments: Any, **options: Any) -> Swept:
+        launches.append(1)
+        return by_definition(*arguments, **options)
+
+    monkeypatch.setattr(sweep_kernel, "available", lambda _: True)
+    monkeypatch.setattr(sweep_kernel, "sweep", counting)
+    assert proven_sweep(model, 20, "float32", "cpu") is counting
+    # Without facts it is asked every question and none.
+    assert len(launches) == 1 + len(layers)
+
+
+class ReplicaHere:
+    """A replica on a CPU that takes itself for a GPU with some kernel."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.monkeypatch = path, monkeypatch
+
+    def measure(self, sweep: Sweep, **changes: Any) -> tuple[str, dict[str, np.ndarray]]:
+        self.monkeypatch.setattr(sweep_kernel, "available", lambda _: True)
+        self.monkeypatch.setattr(sweep_kernel, "sweep", sweep)
+        measured = toy.replica(self.path, **changes).measure(toy.repeating_tokens(21, batch=2))
+        return measured.method.attention, measured.heads
+
+
+@pytest.fixture
+def replica_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReplicaHere:
+    path = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", num_key_value_heads=2))
+    return ReplicaHere(path, monkeypatch)
+
+
+def test_a_replica_uses_a_kernel_that_agrees(
+    replica_here: ReplicaHere, caplog: pytest.LogCaptureFixture
+) -> None:
+    attention, heads = replica_here.measure(by_definition)
+    assert (attention, caplog.messages) == ("kernel", [])
+    plain = toy.measure(replica_here.path, toy.repeating_tokens(21, batch=2), engine="dense")
+    assert plain.method.attention == "matrix"
+    for name in STATISTICS:
+        np.testing.assert_allclose(heads[name], plain.heads[name], rtol=1e-5, atol=1e-5)
+    assert replica_here.measure(by_definition, precision="float64")[0] == "tiles"
+
+
+@pytest.mark.parametrize(
+    ("sweep", "problem"),
+    [
+        (failing_kernel, "does not compile or run (RuntimeError: ptxas: out of registers); tiles"),
+        (kernel_with(z=lambda s: s.z * 1.5), "differs from the tiles by 0."),
+    ],
+    ids=["uncompiled", "wrong"],
+)
+def test_a_replica_falls_back_to_tiles_and_says_so_once(
+    replica_here: ReplicaHere, caplog: pytest.LogCaptureFixture, sweep: Sweep, problem: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        attention, heads = replica_here.measure(sweep)
+    assert attention == "tiles"
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"the GPU kernel is not used: with heads 4/2, n_ctx 40, d_head 8 in float32 it {problem}"
+    )
+    replica_here.monkeypatch.undo()
+    plain = toy.measure(replica_here.path, toy.repeating_tokens(21, batch=2))
+    for name in STATISTICS:
+        np.testing.assert_array_equal(heads[name], plain.heads[name])
+
+
+@pytest.mark.parametrize(
+    ("config", "fact"),
+    [
+        (toy.family("Gemma2Config", sliding_window=7, **GEMMA2), "a soft cap"),
+        (toy.family("Gemma2Config", sliding_window=7, **GEMMA2), "a window"),
+        (toy.family("GptOssConfig", sliding_window=7, **GPT_OSS), "a learned sink"),
+        (toy.family("BloomConfig", n_head=4, n_layer=2), "ALiBi slopes"),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+def test_the_fact_that_a_kernel_has_wrong_is_named(
+    config: Any,
+    fact: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = toy.save_model(tmp_path / "toy", config)
+    replica_here = ReplicaHere(path, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        attention, _ = replica_here.measure(WRONG_FACTS[fact], n_ctx=21)
+    assert attention == "tiles"
+    (line,) = caplog.messages
+    assert f"d_head 8, {fact} in float32 it differs from the tiles by " in line
+
+
+def test_the_doctor_compares_every_shape_in_every_format() -> None:
+    shapes = {shape for shape, _ in every_layer()}
+    assert {facts for _, facts in every_layer()} == set(DRAWN_FACTS)
+    assert set(EVERY_FACT) == {SOFT_CAP, WINDOW, SLOPES, SINK}
+    assert {shape.d_head for shape in shapes} == set(D_HEADS)
+    assert {shape.heads // shape.kv_heads for shape in shapes} == {1, 2, 3, 4}
+    assert {shape.d_v for shape in shapes} > {None}
+    assert {shape.n_ctx for shape in shapes} == {1, 37, 257, 1024}
+    good, bad = (
+        list(compare_kernel("cpu", s, [(SHAPE, FactNames({SINK}))]))
+        for s in (by_definition, failing_kernel)
+    )
+    assert [c.factors for c in good] == ["float32", "tf32", "float16", "bfloat16"]
+    assert COMPARISON_HEAD.split() == [
+        "layer", "precision", "compiled", "difference", "allowed", "verdict",
+    ]  # fmt: skip
+    line = comparison_line(good[0])
+    assert line.startswith("heads 4/2, n_ctx 37, d_head 24, a learned sink")
+    assert line.split()[9:11] == ["float32", "yes"]
+    assert line.endswith("2.0e-05  ok")
+    assert comparison_line(bad[0]).endswith("FAIL RuntimeError: ptxas: out of registers")
+    assert comparison_line(bad[0]).split()[9:11] == ["float32", "no"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_doctor_says_in_one_line_that_there_is_no_gpu() -> None:
+    answer = CliRunner().invoke(app, ["doctor", "--device", "cuda"])
+    assert answer.exit_code == 1
+    assert answer.output == "no CUDA device is here, so there is no kernel to compare\n"

@@ -1,0 +1,208 @@
+"""What a shard writes: whole files, the right types, the keys of the run, and the record that makes
+it count.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from headcount.jobs.plan.identity import begun_precisions
+from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.run.in_process import measure_in_process
+from headcount.jobs.run.loop import missing_shards
+from headcount.schemas.errors import RunError
+from headcount.schemas.files.places import write_whole
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.replica import Replica
+from headcount.workers.shard import record_failure, run_shard
+from tests.toys.toy_runs import data_file, local
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """A run of two shards of the attention-only model, done."""
+    fields = {
+        "model": "bundled:attn-only-2l-mini",
+        "out": str(tmp_path_factory.mktemp("runs")),
+        "n_ctx": 5,
+        "sequences": 5,
+        "sequences_per_shard": 3,
+        "input": {"family": "uniform_random", "distinct": True},
+    }
+    prepared_plan = make_plan(parse_scan(fields), "small")
+    prepare_run(prepared_plan, "# as submitted\n")
+    replica = Replica(prepared_plan.info, prepared_plan.scan)
+    for shard in range(2):
+        run_shard(replica, prepared_plan.run, prepared_plan.sequences.shard(shard))
+    return prepared_plan
+
+
+def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
+    for commit in plan.run.commits():
+        assert [(m.engine, m.precision) for m in commit.methods] == [("fused", "float32")]
+        assert 0 < commit.compute_seconds < commit.seconds
+    first, second = plan.run.commits()
+    # One replica, one shard after the other: it had nothing to wait for first, and then for the
+    # first one's files.
+    assert first.idle_seconds == 0
+    assert second.idle_seconds >= first.seconds - first.compute_seconds - 1e-3
+
+
+def test_a_run_goes_on_in_the_precision_it_was_begun_in(plan: Plan) -> None:
+    assert begun_precisions(plan.run) == {"float32"}
+    tf32_plan = replace(plan, scan=plan.scan.model_copy(update={"precision": "tf32"}))
+    with pytest.raises(RunError, match=r"begun in float32, and precision = 'auto' means tf32"):
+        next(measure_in_process(tf32_plan, np.array([0]), "cpu"))
+
+
+def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:
+    names = sorted(
+        p.relative_to(local(plan.run.path)).as_posix()
+        for p in local(plan.run.path).rglob("*")
+        if p.is_file()
+    )
+    files = [file for commit in plan.run.commits() for file in commit.files]
+    assert names == sorted(
+        [
+            "commits/shard-000000.json",
+            "commits/shard-000001.json",
+            "manifest.json",
+            "scan.toml",
+            *(file.path for file in files),
+        ]
+    )
+    # No name is ever used for two contents.
+    assert [file.path for file in files] == [
+        f"{table}/intervention=none/shard-{shard:06d}-{files[2 * shard + i].digest[:8]}.parquet"
+        for shard in range(2)
+        for i, table in enumerate(("heads", "sequences"))
+    ]
+    assert plan.run.scan_file.read_bytes() == b"# as submitted\n"
+
+
+def test_heads_has_one_row_per_sequence_layer_and_head(plan: Plan) -> None:
+    table = pq.ParquetFile(data_file(plan.run, "heads", "none", 1)).read()
+    assert table.num_rows == 2 * 2 * 8
+    keys = list(
+        zip(*(table[name].to_pylist() for name in ("layer", "sequence", "head")), strict=True)
+    )
+    assert keys == [
+        (layer, sequence, head) for layer in range(2) for sequence in (3, 4) for head in range(8)
+    ]
+    assert set(table["shard"].to_pylist()) == {1}
+    assert table.schema.field("layer").type == pa.int16()
+    assert table.schema.field("entropy").type == pa.float32()
+
+
+def test_every_file_says_its_run_and_its_intervention(plan: Plan) -> None:
+    for table in ("heads", "sequences"):
+        rows = pq.ParquetFile(data_file(plan.run, table, "none", 1)).read()
+        assert rows.column_names[:2] == ["run_id", "intervention"]
+        assert set(rows["run_id"].to_pylist()) == {plan.run.run_id}
+        assert set(rows["intervention"].to_pylist()) == {"none"}
+
+
+def test_files_say_what_their_columns_mean(plan: Plan) -> None:
+    schema = pq.read_schema(data_file(plan.run, "heads", "none", 0))
+    field = schema.field("sink_mass").metadata
+    assert field[b"unit"] == b"probability"
+    assert field[b"range"] == b"[0, 1]"
+    assert "Σ_{q≥1} A[q,0]" in field[b"description"].decode()
+
+
+def test_undefined_is_null_and_never_zero(plan: Plan) -> None:
+    heads = pq.ParquetFile(data_file(plan.run, "heads", "none", 0)).read()
+    sequences = pq.ParquetFile(data_file(plan.run, "sequences", "none", 0)).read()
+    # Distinct tokens: nothing repeats, so there is nothing to score.
+    assert heads["induction_score"].null_count == heads.num_rows
+    assert heads["match_coverage"].to_pylist() == [0.0] * heads.num_rows
+    assert sequences["chance_induction_score"].null_count == 3
+    assert sequences["file"].null_count == 3
+    assert (
+        sequences["chance_sink_mass"].to_pylist()
+        == [pytest.approx((1 / 2 + 1 / 3 + 1 / 4 + 1 / 5) / 4)] * 3
+    )
+
+
+def test_sequences_hold_the_tokens(plan: Plan) -> None:
+    table = pq.ParquetFile(data_file(plan.run, "sequences", "none", 1)).read()
+    assert table["tokens"].to_pylist() == plan.sequences.shard(1).tokens.tolist()
+    assert table["n_tokens"].to_pylist() == [5, 5]
+
+
+def test_a_commit_counts_what_was_written(plan: Plan) -> None:
+    first, second = plan.run.commits()
+    assert (first.start, first.stop, first.rows, first.tokens, first.attempt) == (0, 3, 48, 15, 1)
+    assert (second.start, second.stop, second.rows, second.tokens) == (3, 5, 32, 10)
+    for file in first.files:
+        assert (local(plan.run.path) / file.path).stat().st_size == file.bytes
+    assert math.isfinite(first.seconds)
+
+
+def test_a_damaged_file_makes_its_shard_missing_again(plan: Plan) -> None:
+    assert missing_shards(plan).tolist() == []
+    path = local(data_file(plan.run, "heads", "none", 1))
+    commit = local(plan.run.commit_file(1))
+    content, committed = path.read_bytes(), commit.read_bytes()
+    try:
+        for damaged in (content[:-1], content[:-4] + b"\0\0\0\0", b"", None):
+            # None: the file is gone.
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            assert missing_shards(plan).tolist() == [1]
+            assert not commit.exists()
+            commit.write_bytes(committed)
+        # One bit differs: the length says nothing, only the digest does.
+        path.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+        assert missing_shards(plan).tolist() == []
+        assert missing_shards(plan, verify=True).tolist() == [1]
+        commit.write_bytes(committed)
+    finally:
+        path.write_bytes(content)
+    assert missing_shards(plan, verify=True).tolist() == []
+
+
+def test_the_last_failure_is_noted(plan: Plan) -> None:
+    record_failure(plan.run, 7, 1, "first reason")
+    record_failure(plan.run, 7, 2, "second reason")
+    assert plan.run.failure(7) == (2, "second reason")
+    assert plan.run.failure(6) is None
+    assert plan.run.failed_shards() == [7]
+    plan.run.failure_file(7).unlink()
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_seen_and_the_old_one_stays(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "shard-000000.parquet"
+    write_whole(path, b"old")
+    limits, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(
+            RunError, match=r"shard-000000\.parquet: cannot be written \(File too large\)"
+        ):
+            write_whole(path, b"x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == b"old"
+
+
+def test_an_out_that_is_a_file_is_one_clear_line(tmp_path: Path, plan: Plan) -> None:
+    (tmp_path / "out").write_text("")
+    scan = plan.scan.model_copy(update={"out": str(tmp_path / "out")})
+    with pytest.raises(RunError, match=r"out/run_id=.*: cannot be written \(Not a directory\)"):
+        prepare_run(make_plan(scan, "small"), "")

@@ -1,0 +1,246 @@
+"""Labelled layouts: which token stands where, what the labels say, and that both reach the
+sequences table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.schemas.errors import ScanError
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.inputs.sequences import Sequences, ShardInput
+from headcount.workers.replica import Replica
+from headcount.workers.shard import run_shard
+from tests.toys.toy_models import BOS, gpt2, save_model, toy_info, toy_scan
+from tests.toys.toy_runs import data_file
+
+LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
+    ("abac", {"second": 4}, ". . A B A C . . . . . . A"),
+    ("abac", {"second": 7}, ". . A B . . . A C . . . A"),
+    ("abac", {"second": 10}, ". . A B . . . . . . A C A"),
+    ("induction_pos0", {}, ". A B . . . . . . A"),
+    ("induction_pos0", {}, ". A B A"),
+    ("ngram_overlap", {"n": 2}, ". A B C D A"),
+    ("ngram_overlap", {}, ". A X1 B C X1 D A X1"),
+    ("ngram_overlap", {"n": 4}, ". A X1 X2 B C X1 X2 D A X1 X2"),
+    ("ngram_corrupt", {}, ". A X1 B C X1 D C X1"),
+    ("ngram_corrupt", {"n": 4}, ". A X1 X2 B C X1 X2 D C X1 X2"),
+    ("ngram_reversed", {}, ". C X1 D A X1 B A X1"),
+    ("ngram_order", {}, ". A . X1 B C X1 X2 D A . X1 B C X1 X2 D . A X1"),
+    ("ngram_order", {"random_context": True}, ". A . X1 B C X1 X2 D A . X1 B C X1 X2 D . . X1"),
+]
+"""Family, options and the labels with BOS; a dot has none."""
+
+
+def shard_of(
+    family: str, n_ctx: int, options: dict[str, Any] | None = None, **changes: Any
+) -> ShardInput:
+    scan = toy_scan(n_ctx=n_ctx, input={"family": family} | (options or {}), **changes)
+    return Sequences(scan, toy_info()).shard(0)
+
+
+def positions(labels: list[str], label: str) -> list[int]:
+    return [i for i, label_here in enumerate(labels) if label_here == label]
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize(("family", "options", "expected"), LAYOUTS)
+def test_a_layout_is_as_its_source_says(
+    family: str, options: dict[str, Any], expected: str, bos: bool
+):
+    symbols = [symbol.replace(".", "") for symbol in expected.split()][1 - bos :]
+    shard = shard_of(family, len(symbols), options, bos=bos, sequences=20)
+    assert shard.labels == [symbols] * 20
+    for row in shard.tokens.tolist():
+        tokens = {
+            label: {row[i] for i in positions(symbols, label)} for label in set(symbols) - {""}
+        }
+        assert [len(tokens_of_symbol) for tokens_of_symbol in tokens.values()] == [1] * len(tokens)
+        assert len(set[int]().union(*tokens.values())) == len(tokens)
+        assert (row[0] == BOS) == bos
+    assert len({tuple(row) for row in shard.tokens.tolist()}) == 20
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "expected"), [case for case in LAYOUTS if case[0] != "ngram_order"]
+)
+def test_unlabelled_tokens_are_fresh(family: str, options: dict[str, Any], expected: str):
+    symbols = expected.split()
+    for row in shard_of(family, len(symbols), options, sequences=20).tokens.tolist():
+        assert len(set(row)) == len(set(symbols) - {"."}) + symbols.count(".")
+
+
+def test_the_order_test_has_the_reference_positions():
+    tokens_in_order = shard_of("ngram_order", 20, sequences=20).tokens
+    # A X2 X1 B C X1 X2 D, twice, then X2 A X1, with BOS at 0.
+    assert (tokens_in_order[:, [2, 7, 10, 15]] == tokens_in_order[:, [17]]).all()
+    assert (tokens_in_order[:, [1, 9]] == tokens_in_order[:, [18]]).all()
+    assert (tokens_in_order[:, 1:9] == tokens_in_order[:, 9:17]).all()
+    random = shard_of("ngram_order", 20, {"random_context": True}, sequences=20).tokens
+    assert (random[:, :17] == tokens_in_order[:, :17]).all()
+    assert (random[:, 19] == tokens_in_order[:, 19]).all()
+    assert all(not set(row[17:19]) & set(row[:17] + row[19:]) for row in random.tolist())
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_the_corrupted_partner_differs_in_one_token(n: int):
+    clean, corrupt = (
+        shard_of(family, 3 * n, {"n": n}, seed=3, sequences=20).tokens
+        for family in ("ngram_overlap", "ngram_corrupt")
+    )
+    assert np.argwhere((clean != corrupt).any(0)).ravel().tolist() == [2 * n + 1]
+    assert (clean[:, 2 * n + 1] == clean[:, 1]).all()
+    assert (corrupt[:, 2 * n + 1] == clean[:, n + 1]).all()
+
+
+def test_the_reversed_layout_exchanges_the_first_two_sub_sequences():
+    clean, reverse = (
+        shard_of(family, 12, {"n": 4}, sequences=20).tokens
+        for family in ("ngram_overlap", "ngram_reversed")
+    )
+    assert (reverse[:, [0, 5, 6, 7, 8, 1, 2, 3, 4, 9, 10, 11]] == clean).all()
+
+
+@pytest.mark.parametrize(("family", "options", "expected"), LAYOUTS)
+def test_a_sequence_does_not_depend_on_its_shard(
+    family: str, options: dict[str, Any], expected: str
+):
+    n_ctx = len(expected.split())
+    input_ = {"family": family} | options
+    whole = Sequences(toy_scan(n_ctx=n_ctx, sequences=7, seed=2, input=input_), toy_info()).shard(0)
+    parts = Sequences(
+        toy_scan(n_ctx=n_ctx, sequences=7, sequences_per_shard=3, seed=2, input=input_), toy_info()
+    )
+    for number in (2, 0, 1):
+        shard = parts.shard(number)
+        assert shard.tokens.tolist() == whole.tokens[3 * number : 3 * number + 3].tolist()
+        assert shard.labels == (whole.labels or [])[3 * number : 3 * number + 3]
+
+
+def test_with_replacement_tokens_may_meet():
+    options = {"second": 6, "low": 2, "high": 5}
+    shard = shard_of("abac", 13, options | {"distinct": False})
+    assert set(shard.tokens[:, 1:].ravel().tolist()) <= {2, 3, 4}
+    assert (shard.tokens[:, [2, 6]] == shard.tokens[:, [12]]).all()
+    with pytest.raises(
+        ScanError,
+        match=r"below high = 5: expected 10 or more, got 3; widen low and high",
+    ):
+        shard_of("abac", 13, options)
+
+
+@pytest.mark.parametrize(
+    ("family", "n_ctx", "options", "message"),
+    [
+        (
+            "abac",
+            13,
+            {"second": 3},
+            "input.second: expected 4 to 10, so that the second A and its C stand between the "
+            "first and the last; got 3",
+        ),
+        (
+            "abac",
+            13,
+            {"second": 11},
+            "input.second: expected 4 to 10, so that the second A and its C stand between the "
+            "first and the last; got 11",
+        ),
+        (
+            "abac",
+            6,
+            {"second": 4},
+            (
+                "n_ctx: abac needs 6 tokens besides the beginning-of-sequence token, got 5; "
+                "raise n_ctx"
+            ),
+        ),
+        (
+            "induction_pos0",
+            3,
+            {},
+            "n_ctx: induction_pos0 needs 3 tokens besides the beginning-of-sequence token, got 2; "
+            "raise n_ctx",
+        ),
+        (
+            "ngram_overlap",
+            9,
+            {"n": 1},
+            "input.n: expected 2 or more, the tokens of a sub-sequence, got 1",
+        ),
+        (
+            "ngram_overlap",
+            10,
+            {"n": 3},
+            "n_ctx: the layout has 8 tokens besides the beginning-of-sequence token, the sequence "
+            "has room for 9; change n_ctx by -1",
+        ),
+        (
+            "ngram_order",
+            13,
+            {},
+            "n_ctx: the layout has 19 tokens besides the beginning-of-sequence token, the "
+            "sequence has room for 12; change n_ctx by +7",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(
+    family: str, n_ctx: int, options: dict[str, Any], message: str
+):
+    with pytest.raises(ScanError) as caught:
+        shard_of(family, n_ctx, options)
+    assert str(caught.value) == message
+
+
+def sequences_tables(
+    tmp_path: Path, family: str, options: dict[str, Any], bos: bool
+) -> list[dict[str, Any]]:
+    """The rows of the sequences table of two shards, measured and committed."""
+    fields = {
+        "model": str(save_model(tmp_path / "model", gpt2())),
+        "n_ctx": 12 + bos,
+        "bos": bos,
+        "sequences": 3,
+        "sequences_per_shard": 2,
+        "statistics": ["sink_mass"],
+        "input": {"family": family} | options,
+        "out": str(tmp_path / "runs"),
+    }
+    plan = make_plan(parse_scan(fields), "layout")
+    prepare_run(plan, "")
+    replica = Replica(plan.info, plan.scan, "cpu")
+    rows: list[dict[str, Any]] = []
+    for number in range(plan.sequences.shards):
+        run_shard(replica, plan.run, plan.sequences.shard(number))
+        rows += pq.ParquetFile(data_file(plan.run, "sequences", "none", number)).read().to_pylist()
+    return rows
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_labels_stand_beside_the_tokens_in_the_sequences_table(tmp_path: Path, bos: bool):
+    rows = sequences_tables(tmp_path, "abac", {"second": 8}, bos)
+    assert [row["sequence"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert row["labels"] == ["", "", "A", "B", "", "", "", "", "A", "C", "", "", "A"][1 - bos :]
+        assert (
+            len(
+                {
+                    token
+                    for token, label in zip(row["tokens"], row["labels"], strict=True)
+                    if label == "A"
+                }
+            )
+            == 1
+        )
+    assert list(rows[0]).index("labels") == list(rows[0]).index("tokens") + 1
+
+
+def test_labels_are_null_where_the_family_has_none(tmp_path: Path):
+    rows = sequences_tables(tmp_path, "uniform_random", {}, True)
+    assert [row["labels"] for row in rows] == [None] * 3

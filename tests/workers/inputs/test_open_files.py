@@ -1,0 +1,129 @@
+"""Every example of docs/files.md runs, and every reader of the files keeps run and intervention."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas
+import polars
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.replica import Replica
+from headcount.workers.shard import run_shard
+
+PAGE = (Path(__file__).parent.parent / "docs" / "files.md").read_text(encoding="utf-8")
+HEADINGS = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+SEQUENCES = 4
+MASKED = "mask_keys(0,1)"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two finished runs with different columns, one of them under two interventions."""
+    folder = tmp_path_factory.mktemp("files") / "two runs"
+    fields_by_name = {
+        "a": {"statistics": ["sink_mass", "entropy"], "interventions": ["none", MASKED]},
+        "b": {"statistics": ["sink_mass", "previous_token_score"]},
+    }
+    for name, fields in fields_by_name.items():
+        scan = parse_scan(
+            {
+                "model": "bundled:attn-only-2l-mini",
+                "n_ctx": 8,
+                "sequences": SEQUENCES,
+                "sequences_per_shard": 2,
+                "input": {"family": "uniform_random"},
+                "out": str(folder / "runs"),
+                **fields,
+            }
+        )
+        plan = make_plan(scan, name)
+        prepare_run(plan, "")
+        replica = Replica(plan.info, scan)
+        for shard in range(plan.manifest.shards):
+            run_shard(replica, plan.run, plan.sequences.shard(shard))
+    return folder
+
+
+def row_counts(origins: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """How many rows there are, by the name of their run and by intervention."""
+    return dict(Counter((run_id.partition("-")[0], edit) for run_id, edit in origins))
+
+
+def origins(heads: Any) -> list[tuple[str, str]]:
+    """Run and intervention of every row, for rows in any library."""
+    if isinstance(heads, duckdb.DuckDBPyRelation):
+        return heads.project("run_id, intervention").fetchall()
+    run_ids, interventions = heads["run_id"], heads["intervention"]
+    if isinstance(heads, pa.Table):
+        # A column of a pyarrow table holds pyarrow's scalars, not strings.
+        run_ids, interventions = run_ids.to_pylist(), interventions.to_pylist()
+    return list(zip(run_ids, interventions, strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(runs: Path) -> dict[tuple[str, str], int]:
+    """How many rows each run has under each intervention."""
+    model = json.loads(next((runs / "runs").glob("run_id=a-*/manifest.json")).read_bytes())["model"]
+    rows = SEQUENCES * model["n_layers"] * model["n_heads"]
+    return {("a", "none"): rows, ("a", MASKED): rows, ("b", "none"): rows}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_runs_and_keeps_run_and_intervention(
+    example: str,
+    runs: Path,
+    expected: dict[tuple[str, str], int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    # Examples name `runs`, the directory that a user stands beside.
+    monkeypatch.chdir(runs)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    variables: dict[str, Any] = {}
+    exec(example, variables)
+    if "run_id=a-*" in example:
+        expected = {key: count for key, count in expected.items() if key[0] == "a"}
+    assert row_counts(origins(variables["heads"])) == expected
+
+
+def test_every_reader_of_the_table_has_an_example() -> None:
+    table = PAGE[PAGE.index("| reader |") : PAGE.index("`runs/**/*.parquet`")]
+    # The first row of the table is its heading.
+    readers = re.findall(r"^\| (\w+) \|", table, re.MULTILINE)[1:]
+    assert [heading.split()[-1] for heading in HEADINGS] == readers
+
+
+def test_what_the_page_warns_of_is_an_error_and_never_a_silent_loss(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs)
+    with pytest.raises(duckdb.Error, match="union_by_name"):
+        duckdb.execute("FROM 'runs/*/heads/**/*.parquet'").fetchall()
+    with pytest.raises(polars.exceptions.SchemaError, match="extra column"):
+        polars.read_parquet("runs/*/heads/**/*.parquet")
+    with pytest.raises(pa.ArrowInvalid):
+        pandas.read_parquet("runs")
+    (run,) = Path("runs").glob("run_id=a-*")
+    with pytest.raises(pa.ArrowTypeError, match="intervention"):
+        ds.dataset(run / "heads", partitioning="hive").to_table()
+
+
+def test_a_single_file_says_what_it_is_of(runs: Path) -> None:
+    (file,) = (runs / "runs").glob(f"run_id=a-*/heads/intervention={MASKED}/shard-000001-*.parquet")
+    assert set(pandas.read_parquet(file)["intervention"]) == {MASKED}
+    assert set(polars.read_parquet(file)["run_id"]) == {file.parts[-4].removeprefix("run_id=")}
+    assert pq.read_schema(file).field("run_id").metadata[b"description"]

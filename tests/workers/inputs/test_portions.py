@@ -1,0 +1,776 @@
+"""Portions: the records are those of the files, whatever the ranges and the place to go on at."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from headcount.schemas.errors import CorpusError
+from headcount.schemas.files import places
+from headcount.workers.inputs.corpus import documents, file_content
+from headcount.workers.inputs.corpus.documents import Document, Reading, Source, hub_version
+from headcount.workers.inputs.corpus.file_content import content_bytes_of
+from headcount.workers.inputs.store import portions
+from headcount.workers.inputs.store.portions import (
+    FileState,
+    Portion,
+    PortionReader,
+    Position,
+    file_states,
+    portions_of,
+)
+from tests.tools.s3_server import ROOT, S3Server
+from tests.toys.toy_corpora import Row, write_parquet, write_zst
+
+READING = Reading()
+
+LINES = (
+    b'\xef\xbb\xbf{"text": "first"}\r\n'
+    b"\n"
+    b'{"text": "second \xc3\xa4"}\n'
+    b"  \t \r\n"
+    b"\n\n"
+    b'{"text": "a third one that is longer"}\r\n'
+    b'{"text": "4"}\n'
+    b"\n"
+    b"not JSON\n"
+    b'{"text": "the last one has no line end"}'
+)
+"""Lines with a byte order mark, blank lines and both line ends."""
+
+
+def source_of(path: Path, kind: str = "jsonl") -> Source:
+    return Source(kind, str(path), path.stat().st_size)
+
+
+def write(path: Path, content: bytes) -> Source:
+    """A file of lines, compressed as its name says."""
+    if path.name.endswith(".gz"):
+        content = gzip.compress(content)
+    elif path.name.endswith(".zst"):
+        content = zstandard.compress(content)
+    path.write_bytes(content)
+    return source_of(path)
+
+
+def documents_by_hand(content: bytes) -> list[tuple[int, str | None]]:
+    """Row and text of every line that is not blank; None for a line that is not JSON."""
+    expected: list[tuple[int, str | None]] = []
+    for row, line in enumerate(content.decode("utf-8-sig").split("\n")):
+        if line.strip():
+            expected.append((row, json.loads(line)["text"] if line.startswith("{") else None))
+    return expected
+
+
+def read(
+    parts: Iterable[Portion], reading: Reading = READING, step: int | None = None
+) -> list[tuple[int, int, Document]]:
+    """Number of the source, row in the source, and document.
+
+    Reading begins anew behind every `step` records, from the position that was reached.
+    """
+    found: list[tuple[int, int, Document]] = []
+    rows_before = 0
+    for portion in parts:
+        rows_before = 0 if portion.begins_source else rows_before
+        position = Position()
+        ended = False
+        while not ended:
+            reader = PortionReader(pickle.loads(pickle.dumps(portion)), reading, position)
+            for count, (number, record) in enumerate(reader, 1):
+                document = portion.sources[number].document_of(record, reading)
+                row = record.row + (0 if number else rows_before)
+                found.append((portion.first_source + number, row, document))
+                if count == step:
+                    break
+            ended = reader.ended
+            # A reader that ends exactly with its last record does not know that it has ended.
+            assert ended or reader.position > position
+            position = reader.position
+        rows_before += position.row
+    return found
+
+
+def rows_and_texts(
+    parts: Iterable[Portion], step: int | None = None
+) -> list[tuple[int, str | None]]:
+    return [
+        (row, None if document.problem else document.text)
+        for _, row, document in read(parts, step=step)
+    ]
+
+
+def problem(action: Callable[[], object]) -> str:
+    """The one line that something is refused with."""
+    with pytest.raises(CorpusError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many bytes a range has, whether the file is compressed or not."""
+
+    def set_bytes(size: int) -> None:
+        monkeypatch.setattr(portions, "RANGE_BYTES", size)
+        monkeypatch.setattr(portions, "COMPRESSED_RANGE_BYTES", size)
+        monkeypatch.setattr(portions, "COMPRESSED_RANGES", 1000)
+
+    return set_bytes
+
+
+# Lines
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_ranges_of_any_size_hold_every_line_once(
+    tmp_path: Path, ranges: Callable[[int], None], name: str
+) -> None:
+    expected = documents_by_hand(LINES)
+    for content in (LINES, LINES + b"\n", LINES + b"\n \n\n"):
+        source = write(tmp_path / name, content)
+        source = Source("json" if name == "a.json" else "jsonl", source.path, source.bytes)
+        for size in [*range(1, 40), 77, 100, len(content) - 1, len(content), 1000]:
+            ranges(size)
+            parts = portions_of([source])
+            assert len(parts) == -(-len(content) // size)
+            assert rows_and_texts(parts) == expected, size
+            assert sum(part.bytes for part in parts) <= len(content)
+            # The rows of all ranges are the lines of the file.
+            assert sum(rows_of(part) for part in parts) == content.count(b"\n") + (
+                not content.endswith(b"\n")
+            )
+
+
+def rows_of(portion: Portion) -> int:
+    reader = PortionReader(portion, READING)
+    list(reader)
+    assert reader.ended
+    return reader.position.row
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz"])
+def test_ranges_of_a_compressed_file_hold_every_line_once(
+    tmp_path: Path, ranges: Callable[[int], None], name: str
+) -> None:
+    source = write(tmp_path / name, LINES)
+    for size in (1, 2, 7, 16, 30, 60, len(LINES) - 1):
+        ranges(size)
+        parts = portions_of([source])
+        assert len(parts) == -(-len(LINES) // size)
+        assert rows_and_texts(parts) == documents_by_hand(LINES), size
+
+
+def test_a_compressed_file_that_holds_less_or_more_than_estimated_is_read_once(
+    tmp_path: Path,
+) -> None:
+    source = write(tmp_path / "a.jsonl.zst", LINES)
+    state = FileState.of(source)
+    for cuts in ([0, 10, 20], [0, len(LINES), 2 * len(LINES), 5 * len(LINES)]):
+        parts = [
+            Portion(0, (source,), (state,), start, stop)
+            for start, stop in zip(cuts, [*cuts[1:], None], strict=True)
+        ]
+        assert rows_and_texts(parts) == documents_by_hand(LINES)
+
+
+def frame(content: bytes, says_size: bool = True, checksum: bool = False) -> bytes:
+    compressor = zstandard.ZstdCompressor(write_content_size=says_size, write_checksum=checksum)
+    return compressor.compress(content)
+
+
+def skippable(content: bytes) -> bytes:
+    return b"\x52\x2a\x4d\x18" + len(content).to_bytes(4, "little") + content
+
+
+def test_frames_of_every_kind_are_entered_where_a_range_begins(
+    tmp_path: Path, ranges: Callable[[int], None]
+) -> None:
+    first, second, third, fourth = LINES[:20], LINES[20:61], LINES[61:62], LINES[62:]
+    path = tmp_path / "a.jsonl.zst"
+    frames = [
+        skippable(b"1234"), frame(first, checksum=True), frame(b""), frame(second), skippable(b""),
+        frame(third), frame(fourth), skippable(b"a table of the frames"),
+    ]  # fmt: skip
+    path.write_bytes(b"".join(frames))
+    assert content_bytes_of(str(path), path.stat().st_size) == len(LINES)
+    for size in (3, 20, 50):
+        ranges(size)
+        assert rows_and_texts(portions_of([source_of(path)])) == documents_by_hand(LINES)
+    path.write_bytes(frame(first) + frame(second, says_size=False) + frame(third + fourth))
+    for size in (3, 20, 50):
+        ranges(size)
+        assert rows_and_texts(portions_of([source_of(path)])) == documents_by_hand(LINES)
+
+
+def test_frames_before_a_range_are_not_decompressed(tmp_path: Path) -> None:
+    # Blocks that are not compressed are longer than 128 KiB together, so there are several.
+    lines = b"".join(b'{"text": "%s"}\n' % os.urandom(75_000).hex().encode() for _ in range(4))
+    half = len(lines) // 2
+    stored = bytearray(frame(lines[:half], checksum=True) + frame(lines[half:]))
+    stored[10_000] ^= 255
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(stored)
+    source = source_of(path)
+    state = FileState.of(source)
+    # It begins a little behind the second frame, inside its first line.
+    in_second_frame = Portion(0, (source,), (state,), half + 10)
+    assert [row for row, _ in rows_and_texts([in_second_frame])] == [0]
+    in_first_frame = Portion(0, (source,), (state,), half - 10)
+    assert "cannot be read" in problem(lambda: read([in_first_frame]))
+
+
+def test_the_size_of_the_content_is_estimated_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_content, "SAMPLE_BYTES", (100_000, 100_000))
+    # A block of 128 KiB that a sample cuts in two is lost, so the sample has several.
+    same = "what is the same in every line " * 5
+    rows = (f'{{"text": "{os.urandom(20).hex()} {same}"}}\n' for _ in range(12_000))
+    content = "".join(rows).encode()
+    files = {
+        "says.zst": frame(content),
+        "silent.zst": frame(content, says_size=False),
+        "frames.zst": b"".join(frame(content[i : i + 9000]) for i in range(0, len(content), 9000)),
+        "a.gz": gzip.compress(content),
+    }
+    for name, stored in files.items():
+        (tmp_path / name).write_bytes(stored)
+        estimate = content_bytes_of(str(tmp_path / name), len(stored))
+        assert estimate == pytest.approx(len(content), rel=0.25), name
+    assert content_bytes_of(str(tmp_path / "says.zst"), len(files["says.zst"])) == len(content)
+
+
+def test_one_frame_of_any_size_and_a_line_of_any_length_take_little_memory(tmp_path: Path) -> None:
+    compressor = zstandard.ZstdCompressor(
+        compression_params=zstandard.ZstdCompressionParameters.from_level(1, window_log=22)
+    )
+    frame_in_parts = compressor.compressobj()
+    line = b'{"text": "%s"}\n' % (b"what is said again " * 50_000)
+    with (tmp_path / "a.jsonl.zst").open("wb") as file:
+        for _ in range(150):
+            file.write(frame_in_parts.compress(line))
+        for _ in range(150):
+            file.write(frame_in_parts.compress(line[:-1]))
+        file.write(frame_in_parts.compress(b"\n" + line) + frame_in_parts.flush())
+    program = (
+        "import resource, sys\n"
+        "from headcount.workers.inputs.corpus.documents import Reading, Source\n"
+        "from headcount.workers.inputs.store.portions import FileState, Portion, PortionReader\n"
+        "source = Source('jsonl', sys.argv[1], 1)\n"
+        "portion = Portion(0, (source,), (FileState.of(source),), start=int(sys.argv[2]))\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
+        "before = peak()\n"
+        "records = list(PortionReader(portion, Reading()))\n"
+        "print(before, peak(), *(len(record.content) for _, record in records))\n"
+    )
+    start = 149 * len(line)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "a.jsonl.zst"), str(start)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    before, after, *lengths = map(int, done.stdout.split())
+    assert lengths == [len(line), len(documents.TOO_LARGE), len(line)]
+    # The largest line that is read is held twice for a moment. The content has 285 MB.
+    assert after - before < 2 * (documents.LARGEST_RECORD >> 20) + 30
+
+
+# Records that are too large
+
+
+@pytest.fixture
+def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LARGEST_RECORD", 1000)
+    monkeypatch.setattr(documents, "PIECE_BYTES", 64)
+
+
+TEXTS = ["before it", "x" * 3000, "behind it", "é" * 990, "", "y" * 1001, "z" * 900]
+FITTING = [0, 2, 4, 6]
+
+
+def texts_in_lines(path: Path) -> Source:
+    return write(path, b"".join(b"%s\n" % json.dumps({"text": text}).encode() for text in TEXTS))
+
+
+def texts_in_array(path: Path) -> Source:
+    path.write_text(json.dumps([{"text": text} for text in TEXTS]))
+    return source_of(path, "json")
+
+
+def texts_in_csv(path: Path, texts: Iterable[str] = TEXTS) -> Source:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["n", "text"], *enumerate(texts)])
+    return source_of(path, "csv")
+
+
+def texts_in_parquet(path: Path) -> Source:
+    rows: list[Row] = [(text, None) for text in TEXTS]
+    return source_of(write_parquet(path, rows, row_group_size=4), "parquet")
+
+
+@pytest.mark.usefixtures("small_records")
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (texts_in_lines, "a.jsonl"),
+        (texts_in_lines, "a.jsonl.zst"),
+        (texts_in_lines, "a.jsonl.gz"),
+        (texts_in_array, "a.json"),
+        (texts_in_csv, "a.csv"),
+        (texts_in_parquet, "a.parquet"),
+    ],
+)
+def test_a_record_that_is_too_large_is_a_bad_row(
+    tmp_path: Path, make: Callable[[Path], Source], name: str
+) -> None:
+    # A letter of two bytes counts as two; CSV counts letters first, so `é` passes there.
+    parts = portions_of([make(tmp_path / name)])
+    for step in (None, 1):
+        rows = {row: document for _, row, document in read(parts, step=step)}
+        assert list(rows) == list(range(len(TEXTS)))
+        assert {row: rows[row].text for row in FITTING} == {row: TEXTS[row] for row in FITTING}
+        assert {row for row in rows if rows[row].problem == documents.TOO_LARGE} == {1, 3, 5}
+
+
+def test_an_array_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = texts_in_array(tmp_path / "a.json")
+    monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes)
+    assert len(read(portions_of([source]))) == len(TEXTS)
+    monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes - 1)
+    told = problem(lambda: read(portions_of([source])))
+    assert told.startswith(f"{source.path}: an array of more than ")
+    assert told.endswith("; write an object in each line (.jsonl)")
+
+
+@pytest.mark.usefixtures("small_records")
+@pytest.mark.parametrize("kind", ["text", "flowing text"])
+def test_a_text_file_that_is_too_large_is_a_bad_row(tmp_path: Path, kind: str) -> None:
+    sources: list[Source] = []
+    for number, size in enumerate([1000, 1001, 10]):
+        (tmp_path / str(number)).write_bytes(b"t" * size)
+        sources.append(source_of(tmp_path / str(number), kind))
+    found = read(portions_of(sources))
+    assert [document.problem for _, _, document in found] == [None, documents.TOO_LARGE, None]
+
+
+@pytest.mark.usefixtures("small_records")
+def test_the_end_of_a_csv_row_that_is_too_large_is_found(tmp_path: Path) -> None:
+    # Quotes, line ends within quotes and blank lines around the rows.
+    long_texts = [
+        "word\n" * 500,
+        "\n\n" + "x" * 3000 + "\r\n\r\n",
+        'a "quoted, text"\n' * 200,
+        "x" * 995 + '"\n"' + "y" * 100,
+    ]
+    for text in long_texts:
+        source = texts_in_csv(tmp_path / "a.csv", ["first", text, 'the "last"\none'])
+        with_blanks = Path(source.path).read_bytes().replace(b'\r\n1,"', b'\r\n\r\n\n1,"')
+        for content in (Path(source.path).read_bytes(), with_blanks):
+            Path(source.path).write_bytes(content)
+            found = [document for _, _, document in read(portions_of([source]))]
+            assert [document.problem for document in found] == [None, documents.TOO_LARGE, None]
+            assert [found[0].text, found[2].text] == ["first", 'the "last"\none']
+
+
+# Going on from any position
+
+
+def hub_of(folder: Path, files: int = 1) -> list[Source]:
+    """A local data set, in several files with some row groups."""
+    folder.mkdir()
+    for number in range(files):
+        rows: list[Row] = [(f"text {number} {row}", "ArXiv") for row in range(7)]
+        write_parquet(folder / f"train-{number}.parquet", rows, row_group_size=2)
+    return [Source("hub", str(folder), 0, "train", part, files) for part in range(files)]
+
+
+@pytest.fixture
+def every_kind(tmp_path: Path) -> list[Source]:
+    """A source of every kind of file, each with several records if it can have them."""
+    array = [{"text": f"text {row}"} for row in range(5)]
+    (tmp_path / "array.json").write_text(json.dumps(array))
+    (tmp_path / "a.txt").write_text("one\n text")
+    rows: list[Row] = [(f"text {row}", None) for row in range(11)]
+    return [
+        write(tmp_path / "a.jsonl", LINES),
+        write(tmp_path / "b.jsonl.zst", LINES),
+        write(tmp_path / "c.jsonl.gz", LINES + b"\n\n"),
+        source_of(tmp_path / "array.json", "json"),
+        Source("json", write(tmp_path / "lines.json", LINES).path, len(LINES)),
+        texts_in_csv(tmp_path / "a.csv"),
+        source_of(write_parquet(tmp_path / "a.parquet", rows, row_group_size=3), "parquet"),
+        source_of(tmp_path / "a.txt", "text"),
+        source_of(tmp_path / "a.txt", "flowing text"),
+    ]
+
+
+def test_reading_goes_on_at_any_position_of_any_source(
+    every_kind: list[Source], ranges: Callable[[int], None]
+) -> None:
+    expected = [
+        (number, document.row, document)
+        for number, source in enumerate(every_kind)
+        for document in source.documents()
+    ]
+    assert len(expected) == 4 * 6 + 5 + len(TEXTS) + 11 + 2
+    for size in (1 << 20, 60):
+        ranges(size)
+        parts = portions_of(every_kind)
+        for step in (None, 1, 3):
+            found = read(parts, step=step)
+            assert [(n, row) for n, row, _ in found] == [(n, row) for n, row, _ in expected]
+            assert [content_of(d) for _, _, d in found] == [content_of(d) for _, _, d in expected]
+
+
+def content_of(document: Document) -> tuple[str, str | None, str | None]:
+    return document.text, document.pile_set_name, document.problem
+
+
+def test_positions_do_not_depend_on_where_reading_began(
+    every_kind: list[Source], ranges: Callable[[int], None]
+) -> None:
+    ranges(60)
+    for portion in portions_of(every_kind):
+        reader = PortionReader(portion, READING)
+        positions = [reader.position for _ in reader]
+        assert positions == sorted(set(positions))
+        for i in range(len(positions) - 1):
+            later = PortionReader(portion, READING, positions[i])
+            next(iter(later))
+            assert later.position == positions[i + 1]
+            assert not later.ended
+
+
+def test_a_reader_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    (portion,) = portions_of([write(tmp_path / "a.jsonl", LINES)])
+    reader = PortionReader(portion, READING)
+    rows = [record.row for _, record in zip(range(3), (r for _, r in reader), strict=False)]
+    assert [*rows, *(record.row for _, record in reader)] == [0, 2, 6, 7, 9, 10]
+    assert reader.position == Position(0, len(LINES), 11)
+
+
+# Which portions there are
+
+
+def test_small_files_are_joined_in_order(
+    tmp_path: Path, ranges: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [30, 30, 0, 30, 200, 10, 10, 10, 10, 10, 10, 0, 90, 15]
+    line = b'{"text": ""}\n'
+    sources: list[Source] = []
+    for number, length in enumerate(lengths):
+        content = line * (length // len(line)) + b" " * (length % len(line))
+        sources.append(write(tmp_path / f"{number:02}.jsonl", content))
+    ranges(100)
+    monkeypatch.setattr(portions, "FILES_IN_PORTION", 5)
+    parts = portions_of(sources)
+    assert [(part.first_source, len(part.sources), part.bytes) for part in parts] == [
+        (0, 4, 90), (4, 1, 100), (4, 1, 100), (5, 5, 50), (10, 3, 100), (13, 1, 15),
+    ]  # fmt: skip
+    assert [(part.start, part.stop) for part in parts[:3]] == [(0, None), (0, 100), (100, None)]
+    assert [part.begins_source for part in parts] == [True, True, False, True, True, True]
+    assert [part.ends_source for part in parts] == [True, False, True, True, True, True]
+    assert len({part.key for part in parts}) == len(parts)
+    assert [number for number, _, _ in read(parts)] == [
+        number for number, length in enumerate(lengths) for _ in range(length // len(line))
+    ]
+    assert portions_of([]) == []
+
+
+def test_a_parquet_file_is_cut_between_row_groups(
+    tmp_path: Path, ranges: Callable[[int], None]
+) -> None:
+    path = tmp_path / "a.parquet"
+    schema = pa.schema({"text": pa.string()})
+    with pq.ParquetWriter(path, schema) as writer:
+        row = 0
+        for rows in (30, 3, 4, 0, 1, 2, 3):
+            texts = [f"text {number}" for number in range(row, row + rows)]
+            writer.write_table(pa.table({"text": texts}, schema), row_group_size=100)
+            row += rows
+    source = source_of(path, "parquet")
+    ranges(-(-source.bytes // 4))
+    parts = portions_of([source])
+    assert [(part.start, part.stop) for part in parts] == [(0, 30), (30, 40), (40, None)]
+    for step in (None, 1, 4):
+        assert rows_and_texts(parts, step) == [(row, f"text {row}") for row in range(43)]
+
+
+def test_a_range_of_rows_may_end_inside_a_row_group(tmp_path: Path) -> None:
+    rows: list[Row] = [(f"text {row}", None) for row in range(20)]
+    source = source_of(write_parquet(tmp_path / "a.parquet", rows, row_group_size=6), "parquet")
+    state = FileState.of(source)
+    for start, stop in [(0, 5), (3, 12), (6, 7), (8, 20), (19, 20), (7, None)]:
+        expected = [(row, f"text {start + row}") for row in range((stop or 20) - start)]
+        portion = Portion(0, (source,), (state,), start, stop)
+        assert [
+            (record.row, cast("dict[str, str]", record.content)["text"])
+            for _, record in PortionReader(portion, READING)
+        ] == expected
+
+
+def test_a_file_that_cannot_be_cut_is_one_portion(
+    tmp_path: Path, ranges: Callable[[int], None]
+) -> None:
+    (tmp_path / "broken.parquet").write_bytes(b"x" * 500)
+    (tmp_path / "broken.jsonl.zst").write_bytes(b"x" * 500)
+    (tmp_path / "array.json").write_text(json.dumps([{"text": "x" * 50} for _ in range(9)]))
+    sources = [
+        source_of(tmp_path / "broken.parquet", "parquet"),
+        source_of(tmp_path / "broken.jsonl.zst"),
+        source_of(tmp_path / "array.json", "json"),
+        texts_in_csv(tmp_path / "a.csv"),
+    ]
+    ranges(100)
+    parts = portions_of(sources)
+    assert [part.first_source for part in parts] == [0, 1, 2, 3]
+    for part in parts[:2]:
+        assert problem(lambda part=part: read([part])).startswith(part.sources[0].path)
+
+
+def test_the_key_of_a_portion_says_what_is_in_its_files(
+    tmp_path: Path, ranges: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges(60)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.jsonl"
+
+    def keys(name: str = str(path)) -> list[str]:
+        return [part.key for part in portions_of([Source("jsonl", name, 0)])]
+
+    write(path, LINES)
+    before = keys()
+    assert len(set(before)) == len(before) == 3
+    assert keys("a.jsonl") == keys("./a.jsonl") == before
+    # A day later, a byte longer, of another kind, elsewhere: every key is another one.
+    time_ns = path.stat().st_mtime_ns
+    os.utime(path, ns=(time_ns, time_ns + 1))
+    assert not set(keys()) & set(before)
+    os.utime(path, ns=(time_ns, time_ns))
+    assert keys() == before
+    write(path, LINES + b"\n")
+    os.utime(path, ns=(time_ns, time_ns))
+    assert not set(keys()) & set(before)
+    write(tmp_path / "b.jsonl", LINES)
+    os.utime(tmp_path / "b.jsonl", ns=(time_ns, time_ns))
+    assert not set(keys(str(tmp_path / "b.jsonl"))) & set(before)
+
+
+# Data sets
+
+
+def test_every_part_of_a_data_set_is_a_portion_and_knows_its_files(tmp_path: Path) -> None:
+    sources = hub_of(tmp_path / "set", files=3)
+    parts = portions_of(sources)
+    assert [part.first_source for part in parts] == [0, 1, 2]
+    texts = [(number, document.text) for number, _, document in read(parts, step=4)]
+    assert texts == [(number, f"text {number} {row}") for number in range(3) for row in range(7)]
+    keys = [part.key for part in parts]
+    assert len(set(keys)) == 3
+    assert [part.key for part in portions_of(sources)] == keys
+    parts[0].check_unchanged()
+    file = tmp_path / "set" / "train-1.parquet"
+    os.utime(file, (1, 1))
+    assert not {part.key for part in portions_of(sources)} & set(keys)
+    assert "changed while it was read" in problem(parts[0].check_unchanged)
+    # A data set that another version of the code, or another commit, reads is another one.
+    assert hub_version(str(tmp_path / "set"), "train") == FileState.of(sources[0]).version
+
+
+def test_a_data_set_that_stops_half_way_keeps_what_was_read(tmp_path: Path) -> None:
+    hub_of(tmp_path / "set", files=2)
+    path = tmp_path / "set" / "train-1.parquet"
+    first_column = pq.ParquetFile(path).metadata.row_group(0).column(1)
+    content = bytearray(path.read_bytes())
+    begin = first_column.dictionary_page_offset or first_column.data_page_offset
+    length = first_column.total_compressed_size
+    content[begin : begin + length] = b"\xff" * length
+    path.write_bytes(content)
+    # One part that has both files.
+    (portion,) = portions_of([Source("hub", str(tmp_path / "set"), 0)])
+    reader = PortionReader(portion, READING)
+    rows: list[int] = []
+
+    def read_on() -> None:
+        for _, record in reader:
+            rows.append(record.row)
+
+    told = problem(read_on)
+    # The library reads ahead, so the last rows before the broken ones may be lost, too.
+    assert rows == list(range(len(rows)))
+    assert 3 <= len(rows) <= 7
+    where = f"data set '{tmp_path / 'set'}', split 'train'"
+    assert told.startswith(f"{where}: cannot be read further than {len(rows)} rows (")
+    assert told.endswith("; run the same command again")
+    assert reader.position == Position(0, len(rows), len(rows))
+    assert not reader.ended
+
+
+# Files that change
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(
+    tmp_path: Path, ranges: Callable[[int], None]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    changed = f"{path}: changed while it was read; run the same command again"
+    for change in (path.unlink, lambda: write(path, LINES[:70]), lambda: os.utime(path, (1, 1))):
+        source = write(path, LINES)
+        ranges(60)
+        parts = portions_of([source])
+        for part in parts:
+            part.check_unchanged()
+        change()
+        for part in parts:
+            assert problem(part.check_unchanged) == changed
+    write(path, LINES)
+    parts = portions_of([source_of(path)])
+    write(path, LINES[:70])
+    # Its beginning can still be read. What ends early, or is broken, is no other reason.
+    assert problem(lambda: read([parts[1]])) == changed
+    path.unlink()
+    assert problem(lambda: read([parts[0]])) == changed
+
+
+def test_a_parquet_file_that_lost_rows_is_named(
+    tmp_path: Path, ranges: Callable[[int], None]
+) -> None:
+    rows: list[Row] = [(f"text {row}", None) for row in range(20)]
+    path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=5)
+    source = source_of(path, "parquet")
+    ranges(-(-source.bytes // 2))
+    first, second = portions_of([source])
+    write_parquet(path, rows[:5])
+    for part in (first, second):
+        assert "changed while it was read" in problem(part.check_unchanged)
+    assert "changed while it was read" in problem(lambda: read([first]))
+
+
+def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
+    (portion,) = portions_of([Source("jsonl", str(tmp_path / "absent.jsonl"), 0)])
+    portion.check_unchanged()
+    assert problem(lambda: read([portion])) == (
+        f"{tmp_path / 'absent.jsonl'}: cannot be read (No such file or directory); is the file "
+        "complete?"
+    )
+
+
+def test_a_zst_file_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    write_zst(path, LINES, LINES)
+    content = path.read_bytes()
+    path.write_bytes(content[:-5])
+    told = problem(lambda: read(portions_of([source_of(path)])))
+    assert told == f"{path}: the zstd stream ends in the middle; fetch the file again"
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        3, window_log=28, write_content_size=False
+    )
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    frame_in_parts = compressor.compressobj()
+    path.write_bytes(frame_in_parts.compress(LINES) + frame_in_parts.flush())
+    told = problem(lambda: read(portions_of([source_of(path)])))
+    assert "with a window of more than 128 MiB" in told
+
+
+# Fields
+
+
+def test_fields_are_kept_as_json(tmp_path: Path) -> None:
+    lines = [
+        {"text": "a", "year": 2020, "meta": {"lang": "de", "pile_set_name": "ArXiv"}, "no": None},
+        {"text": "b", "year": 2020.5, "meta": '{"lang": ["ä", "\\ud800"]}', "no": False},
+        {"text": "c"},
+    ]
+    content = b"".join(b"%s\n" % json.dumps(line).encode() for line in lines)
+    reading = Reading(fields=("lang", "meta", "no", "year"))
+    found = [d for _, _, d in read(portions_of([write(tmp_path / "a.jsonl", content)]), reading)]
+    assert [document.fields for document in found] == [
+        ('"de"', '{"lang": "de", "pile_set_name": "ArXiv"}', None, "2020"),
+        ('["\\u00e4", "\\ud800"]', '{"lang": ["\\u00e4", "\\ud800"]}', "false", "2020.5"),
+        (None, None, None, None),
+    ]
+    assert [document.pile_set_name for document in found] == ["ArXiv", None, None]
+    # A document without any of the fields is known by its text alone.
+    assert found[2].content_hash == Document(0, "c").content_hash
+    assert len({document.content_hash for document in found}) == 3
+
+
+def test_a_field_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path) -> None:
+    # Whether it can be parsed and written again depends on how deep the program already is.
+    lines = [b'{"text": "a", "f": %s}\n' % (b"[" * n + b"]" * n) for n in range(900, 1000)]
+    source = write(tmp_path / "a.jsonl", b"".join(lines))
+    found = [document for _, _, document in read(portions_of([source]), Reading(fields=("f",)))]
+    assert len(found) == 100
+    assert {document.problem for document in found} <= {
+        None,
+        "invalid JSON",
+        "has a field that is nested too deeply",
+    }
+
+
+def test_the_part_of_a_parquet_row_is_a_column_or_in_meta(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    columns = {"text": ["a", "b"], "pile_set_name": ["ArXiv", None], "more": [1, 2]}
+    pq.write_table(pa.table(columns), path)
+    found = [document for _, _, document in read(portions_of([source_of(path, "parquet")]))]
+    assert [document.pile_set_name for document in found] == ["ArXiv", None]
+
+
+# Files in a store
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with S3Server() as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        places._filesystem.cache_clear()
+        yield server
+    places._filesystem.cache_clear()
+
+
+def test_files_in_a_store_are_listed_once_and_read_by_ranges(
+    store: S3Server, ranges: Callable[[int], None]
+) -> None:
+    contents = {
+        **{f"small/{number:02}.jsonl": LINES[:20] for number in range(20)},
+        "large/a.jsonl": LINES,
+        "large/b.jsonl.zst": frame(LINES[:80]) + frame(LINES[80:]),
+        "large/c.jsonl.gz": gzip.compress(LINES),
+    }
+    for name, content in contents.items():
+        assert store.request("PUT", f"/bucket/{name}", content)[0] == 200
+    store.clear()
+    sources = [Source("jsonl", f"s3://bucket/{name}", 0) for name in sorted(contents)]
+    states = file_states(sources)
+    assert [state.bytes for state in states] == [len(contents[name]) for name in sorted(contents)]
+    assert all(state.changed > 0 for state in states)
+    # One listing, and a question for each of the three others.
+    lists = [request for request in store.requests() if "list-type" in str(request)]
+    assert len(lists) <= 1 + 3
+    ranges(60)
+    parts = portions_of(sources)
+    for number in range(3):
+        of_source = [part for part in parts if part.first_source == number]
+        assert len(of_source) == 3
+        assert rows_and_texts(of_source, step=2) == documents_by_hand(LINES)
+    assert store.request("PUT", "/bucket/large/a.jsonl", LINES[:30])[0] == 200
+    assert problem(parts[0].check_unchanged) == (
+        "s3://bucket/large/a.jsonl: changed while it was read; run the same command again"
+    )

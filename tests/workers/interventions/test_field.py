@@ -1,0 +1,424 @@
+"""Inactive heads, attention of the last queries to the first keys, and masked keys, against direct
+computation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import GPT2LMHeadModel
+
+from headcount.jobs.cluster.ray_cluster import Resources
+from headcount.jobs.plan.plan import make_plan
+from headcount.queries.ask.answers import run_query
+from headcount.queries.open.connection import connect as connect_eagerly
+from headcount.reproduce.system_runs import measure_runs
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.model.files.model_info import describe, find_model
+from tests.toys import toy_models as toy
+from tests.toys.toy_corpora import make_index
+from tests.toys.toy_runs import Entry, write_run
+
+# All questions here go through `run_query`, which makes the views that they name.
+connect = partial(connect_eagerly, lazily=True)
+
+COLUMNS = [
+    "sink_alpha",
+    "entropy",
+    "head_output_norm",
+    "head_output_norm_last",
+    "sink_value_norm",
+    "value_norm",
+    "head_result_norm",
+]
+QUANTILES = [0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3]
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.save_model(tmp_path_factory.mktemp("gpt2") / "toy", toy.gpt2())
+
+
+def connect_to_new_run(out: Path, model: Path, **changes: Any) -> duckdb.DuckDBPyConnection:
+    fields = {
+        "model": str(model),
+        "out": str(out),
+        "n_ctx": 21,
+        "sequences": 7,
+        "sequences_per_shard": 4,
+        "seed": 3,
+    }
+    scan = parse_scan(
+        fields | {"input": {"family": "uniform_random"}, "statistics": COLUMNS} | changes
+    )
+    measure_runs([make_plan(scan, "field")], Resources(0, device="cpu"), Console(quiet=True))
+    return connect(str(out))
+
+
+def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any, ...]]:
+    return list(run_query(connection, question).rows())
+
+
+def library_attention(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Patterns `[layer sequence head query key]`, values `[layer sequence head key d_head]`, W_O
+    `[layer head d_head d_model]`.
+    """
+    model: Any = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager").double().eval()
+    projected: list[torch.Tensor] = []
+    for block in model.transformer.h:
+        block.attn.c_attn.register_forward_hook(lambda m, a, out: projected.append(out))
+    with torch.no_grad():
+        patterns = model(torch.from_numpy(tokens).long(), output_attentions=True).attentions
+        heads = model.config.n_head
+        values = [
+            # GPT-2 projects to q, k and v at once.
+            projection.chunk(3, dim=-1)[2].unflatten(-1, (heads, -1)).transpose(1, 2)
+            for projection in projected
+        ]
+        W_O = [block.attn.c_proj.weight.unflatten(0, (heads, -1)) for block in model.transformer.h]
+    return (
+        torch.stack(patterns).numpy(),
+        torch.stack(values).numpy(),
+        torch.stack(W_O).detach().numpy(),
+    )
+
+
+# Inactive heads
+
+
+def scores_by_definition(path: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """The scores of Sandoval-Segura et al., `[layer sequence head]`."""
+    a, v, W_O = library_attention(path, tokens)
+    z = a @ v
+    norms = np.linalg.norm
+    plain = {
+        "AWFT": a[..., 0].mean(-1),
+        "AHON": norms(z, axis=-1).mean(-1),
+        "AEQD": -np.where(a > 0, a * np.log(np.where(a > 0, a, 1)), 0).sum(-1).mean(-1),
+        "FTVVN": norms(v[..., 0, :], axis=-1),
+        "AVVN": norms(v, axis=-1).mean(-1),
+        "FullHeadOutput": norms(z @ W_O[:, None], axis=-1).mean(-1),
+    }
+    normalised = {
+        f"{name} (LN)": score / score.mean(-1, keepdims=True) for name, score in plain.items()
+    }
+    last, average = norms(z[..., -1, :], axis=-1), plain["AHON"]
+    # What DuckDB's `md5_number_lower` gives, as a number from 0 to 1.
+    drawn = np.empty(last.shape)
+    for layer, sequence, head in np.ndindex(*last.shape):
+        digest = hashlib.md5(f"{sequence} {layer} {head}".encode()).digest()
+        drawn[layer, sequence, head] = int.from_bytes(digest[8:], "little") / 2**64
+    return {
+        **plain,
+        **normalised,
+        "LTHON": last,
+        "LTHON (LN)": last / average.mean(-1, keepdims=True),
+        "LTHON (HN)": last / average,
+        "Random": drawn,
+    }
+
+
+@pytest.fixture(scope="module")
+def inactive(
+    gpt2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, dict[str, np.ndarray]]:
+    """A run of the toy model, and the scores of its sequences."""
+    connection = connect_to_new_run(tmp_path_factory.mktemp("inactive"), gpt2, bos=False)
+    tokens = np.array(
+        [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
+        np.int32,
+    )
+    return connection, scores_by_definition(gpt2, tokens)
+
+
+def test_inactive_scores_equal_their_definitions(
+    inactive: tuple[Any, dict[str, np.ndarray]],
+) -> None:
+    connection, expected = inactive
+    rows = ask(
+        connection,
+        "SELECT score, inactive, value FROM inactive_scores ORDER BY score, layer, sequence, head",
+    )
+    values_of_score: dict[str, list[float]] = {}
+    for score, inactive_end, value in rows:
+        assert inactive_end == ("above" if score in ("AWFT", "AWFT (LN)") else "below")
+        values_of_score.setdefault(score, []).append(value)
+    assert sorted(values_of_score) == sorted(expected)
+    assert len(values_of_score) == 16
+    for score, values in expected.items():
+        np.testing.assert_allclose(
+            values_of_score[score], values.ravel(), rtol=1e-5, atol=1e-5, err_msg=score
+        )
+
+
+def test_flags_shares_and_overlaps_follow_from_the_scores(
+    inactive: tuple[Any, dict[str, np.ndarray]],
+) -> None:
+    connection, _ = inactive
+    scores: dict[str, list[float]] = {}
+    for score, value in ask(
+        connection, "SELECT score, value FROM inactive_scores ORDER BY layer, sequence, head"
+    ):
+        scores.setdefault(score, []).append(value)
+    columns = "score, quantile, inactive_share, threshold, sequences"
+    shares: dict[tuple[str, float], list[tuple[float, ...]]] = {}
+    for score, quantile, *row in ask(
+        connection, f"SELECT {columns} FROM inactive_heads ORDER BY layer, head"
+    ):
+        shares.setdefault((score, quantile), []).append(tuple(row))
+    flags: dict[tuple[str, float], np.ndarray] = {}
+    for score, values in scores.items():
+        for quantile in QUANTILES:
+            above = score.startswith("AWFT")
+            threshold = np.quantile(values, 1 - quantile if above else quantile)
+            passed = np.array(values) > threshold if above else np.array(values) < threshold
+            flags[score, quantile] = passed.reshape(3, 7, 4)
+            expected = [(share, threshold, 7) for share in flags[score, quantile].mean(1).ravel()]
+            np.testing.assert_allclose(shares[score, quantile], expected, rtol=1e-9)
+    assert shares.keys() == flags.keys()
+    assert not any(flags[score, 0].any() for score in scores)
+    assert {flags[score, 0.25].sum() for score in scores} == {21}
+    overlaps = ask(
+        connection,
+        "SELECT score, other_score, quantile, n, other_n, n_both, iou FROM inactive_overlap",
+    )
+    assert len(overlaps) == 16 * 16 * 6
+    for score, other, quantile, *counts, iou in overlaps:
+        inactive_by_score, inactive_by_other = flags[score, quantile], flags[other, quantile]
+        assert counts == [
+            inactive_by_score.sum(),
+            inactive_by_other.sum(),
+            (inactive_by_score & inactive_by_other).sum(),
+        ]
+        assert iou == pytest.approx(
+            (inactive_by_score & inactive_by_other).sum()
+            / (inactive_by_score | inactive_by_other).sum()
+        )
+
+
+def test_scores_without_columns_are_left_out(tmp_path: Path) -> None:
+    # Heads 0, 1, 2 give 0.1, 0.2 and 0.3, in both layers and all sequences.
+    write_run(tmp_path, "a-1", {"sink_alpha": lambda row: (row.head + 1) / 10})
+    write_run(
+        tmp_path, "b-1", {"value_norm": lambda row: 0.0, "entropy": lambda row: row.sequence + 1.0}
+    )
+    connection = connect(str(tmp_path))
+    scores = dict(
+        ask(
+            connection,
+            "SELECT run_id, list(DISTINCT score ORDER BY score) FROM inactive_scores GROUP BY 1",
+        )
+    )
+    # A layer without any length has no mean to be compared with.
+    assert scores == {
+        "a-1": ["AWFT", "AWFT (LN)", "Random"],
+        "b-1": ["AEQD", "AEQD (LN)", "AVVN", "Random"],
+    }
+    question = (
+        "SELECT head, value FROM inactive_scores WHERE score = 'AWFT (LN)' "
+        "GROUP BY ALL ORDER BY ALL"
+    )
+    np.testing.assert_allclose(ask(connection, question), [(0, 0.5), (1, 1), (2, 1.5)], atol=1e-6)
+    question = (
+        "SELECT head, inactive_share FROM inactive_heads "
+        "WHERE score = 'AWFT' AND quantile = 0.3 AND layer = 1"
+    )
+    # A third of the numbers are 0.3, so the threshold is that, and nothing is above it.
+    assert ask(connection, f"{question} ORDER BY ALL") == [(0, 0), (1, 0), (2, 0)]
+    question = (
+        "SELECT threshold FROM inactive_heads WHERE score = 'AEQD' AND quantile = 0.25 GROUP BY ALL"
+    )
+    assert ask(connection, question) == [(1.75,)]
+
+
+def test_where_nothing_was_measured_there_are_no_inactive_heads(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"sink_alpha": lambda row: 0.5}, commit=[])
+    connection = connect(str(tmp_path))
+    for view in (
+        "inactive_scores",
+        "inactive_flags",
+        "inactive_heads",
+        "inactive_overlap",
+        "first_keys",
+    ):
+        assert ask(connection, f"FROM {view}") == []
+
+
+# The last queries and the first keys
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+@pytest.mark.parametrize("n_ctx", [1, 21, 64, 100])
+def test_the_tail_profile_is_the_mean_of_the_last_rows(engine: str, n_ctx: int) -> None:
+    path = find_model("bundled:gpt2-mini")
+    tokens = toy.repeating_tokens(n_ctx, batch=2)
+    measured = toy.measure(
+        path, tokens, engine=engine, statistics=["sink_alpha"], profiles=["tail_attention_by_key"]
+    )
+    expected = library_attention(path, tokens)[0][..., -64:, :].mean((1, -2))
+    np.testing.assert_allclose(
+        measured.means["profiles"]["tail_attention_by_key"].mean, expected, atol=1e-6
+    )
+
+
+def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
+    path, n_ctx = find_model("bundled:gpt2-mini"), 100
+    connection = connect_to_new_run(
+        tmp_path,
+        path,
+        n_ctx=n_ctx,
+        sequences=3,
+        sequences_per_shard=1,
+        profiles=["tail_attention_by_key"],
+    )
+    tokens = np.array(
+        [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
+        np.int32,
+    )
+    tails = library_attention(path, tokens)[0][..., -64:, :].mean(-2).swapaxes(0, 1)
+    uniform = np.tril(np.ones((n_ctx, n_ctx)) / np.arange(1, n_ctx + 1)[:, None])[-64:].mean(0)
+    expected = {f"first_{k}": tails[..., :k].sum(-1) for k in (1, 4, 8)}
+    expected |= {f"boost_{k}": tails[..., :k].sum(-1) / uniform[:k].sum() for k in (1, 4, 8)}
+    expected |= {"peak_key": tails.argmax(-1), "peak_mass": tails.max(-1)}
+    expected["tail_entropy"] = -(tails * np.log(tails + 1e-300)).sum(-1) / math.log(n_ctx)
+    for name, values in expected.items():
+        values_in_sql = np.array(
+            ask(connection, f"SELECT {name} FROM first_keys ORDER BY shard, layer, head")
+        )[:, 0]
+        np.testing.assert_allclose(
+            values_in_sql, values.ravel(), rtol=1e-5, atol=1e-5, err_msg=name
+        )
+
+
+def tail_profile(head: int, masses: dict[int, float], n_ctx: int) -> list[Entry]:
+    entry = {"layer": 0, "head": head, "profile": "tail_attention_by_key", "count": 1, "m2": 0.0}
+    return [entry | {"key": key, "mean": masses.get(key, 0.0)} for key in range(n_ctx)]
+
+
+def test_classes_of_heads(tmp_path: Path) -> None:
+    n_ctx = 10
+    heads = [
+        ({3: 0.625, 9: 0.375}, "strong_sink"),
+        # Half is not more than half.
+        ({0: 0.25, 3: 0.25, 9: 0.5}, "moderate"),
+        (dict.fromkeys(range(2, 10), 0.125) | {2: 0.125, 3: 0.0625, 4: 0.1875}, "distributed"),
+        ({3: 0.125, 9: 0.875}, "recency"),
+        # Key 8 is not beyond 0.8 T.
+        ({3: 0.125, 8: 0.875}, "mixed"),
+    ]
+    entries = [
+        entry
+        for head, (masses, _) in enumerate(heads)
+        for entry in tail_profile(head, masses, n_ctx)
+    ]
+    write_run(
+        tmp_path,
+        "a-1",
+        {"sink_alpha": lambda row: 0.5},
+        n_ctx=n_ctx,
+        heads=5,
+        profiles=lambda shard: entries,
+    )
+    classes = ask(
+        connect(str(tmp_path)),
+        "SELECT head_class, peak_key, peak_mass FROM first_keys WHERE shard = 1 ORDER BY head",
+    )
+    assert [row[0] for row in classes] == [head_class for _, head_class in heads]
+    assert [row[1:] for row in classes] == [
+        (3, 0.625),
+        (9, 0.5),
+        (4, 0.1875),
+        (9, 0.875),
+        (8, 0.875),
+    ]
+    harmonic = sum(1 / (q + 1) for q in range(n_ctx)) / n_ctx
+    boosts = ask(
+        connect(str(tmp_path)),
+        "SELECT boost_1, first_8 FROM first_keys WHERE shard = 0 AND head = 1",
+    )
+    assert boosts == [(pytest.approx(0.25 / harmonic), 0.5)]
+
+
+def test_uniform_attention_is_the_published_expectation(tmp_path: Path) -> None:
+    """The columns uniform_first_1, 4 and 8 of attention-sink-profiler, which a boost divides by."""
+    entries = tail_profile(0, {0: 1.0}, 64)
+    write_run(
+        tmp_path,
+        "a-1",
+        {"sink_alpha": lambda row: 0.5},
+        n_ctx=64,
+        heads=1,
+        profiles=lambda shard: entries,
+    )
+    expectations = ask(
+        connect(str(tmp_path)),
+        "SELECT 1 / boost_1, 1 / boost_4, 1 / boost_8 FROM first_keys WHERE shard = 0",
+    )
+    np.testing.assert_allclose(
+        expectations[0], (0.0741232954, 0.2287848482, 0.3782542201), rtol=1e-7
+    )
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_chunk_may_be_repeated_with_its_bos(tmp_path: Path, bos: bool) -> None:
+    (tmp_path / "a.txt").write_text("abcdefgh")
+    info = describe(toy.save_byte_model(tmp_path / "model"))
+    options = {"family": "repeated_text", "files": str(tmp_path / "a.txt"), "chunk": 3}
+    tokens: list[list[int]] = []
+    for repeat_bos in (True, False) if bos else (False,):
+        scan = toy.toy_scan(
+            n_ctx=9, bos=bos, sequences=1, input=options | {"repeat_bos": repeat_bos}
+        )
+        sequences = Sequences(scan, info)
+        make_index(sequences)
+        tokens.append(sequences.shard(0).tokens[0].tolist())
+    a, b, c = b"abc"
+    if bos:
+        first = toy.BYTE_BOS
+        assert tokens == [[first, a, b, c, first, a, b, c, first], [first, a, b, c, a, b, c, a, b]]
+    else:
+        assert tokens == [[a, b, c] * 3]
+
+
+# Masked keys
+
+
+def hidden_keys(path: Path, name: str, n_ctx: int = 17) -> list[int]:
+    """The keys that nobody attends to."""
+    replica = toy.replica(path, profiles=["attention_received_by_key"])
+    received = (
+        replica.measure(toy.repeating_tokens(n_ctx), name)
+        .means["profiles"]["attention_received_by_key"]
+        .mean
+    )
+    np.testing.assert_allclose(received @ (n_ctx - np.arange(n_ctx)), n_ctx, rtol=1e-5)
+    nothing = (received == 0).all((0, 1))
+    assert ((received > 0).all((0, 1)) | nothing).all()
+    return np.flatnonzero(nothing).tolist()
+
+
+def test_masked_keys_are_seen_by_nobody_and_all_others_are(gpt2: Path) -> None:
+    assert hidden_keys(gpt2, "none") == []
+    assert hidden_keys(gpt2, "mask_keys(-4,4)") == [13, 14, 15, 16]
+    assert hidden_keys(gpt2, "mask_keys(-9,3)") == hidden_keys(gpt2, "mask_keys(8,3)") == [8, 9, 10]
+    assert hidden_keys(gpt2, "mask_keys(1,16)") == list(range(1, 17))
+    draws = [hidden_keys(gpt2, f"mask_random_span(4,{draw})") for draw in (0, 1, 0)]
+    assert draws[0] == draws[2] != draws[1]
+    for keys in draws:
+        assert keys == list(range(keys[0], keys[0] + 4))
+        assert keys[0] >= 4
+
+
+@pytest.mark.parametrize("name", ["mask_keys", "mask_random_span"])
+def test_a_sequence_of_one_token_keeps_its_key(gpt2: Path, name: str) -> None:
+    assert hidden_keys(gpt2, name, n_ctx=1) == []

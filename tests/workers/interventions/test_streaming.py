@@ -1,0 +1,144 @@
+"""Heads that see the first keys and the last ones alone: both engines, with and without a matrix of
+scores, against the definition.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headcount.schemas.errors import ScanError
+from headcount.schemas.scans.intervention import parse_intervention
+from headcount.workers.engine.attention_scores import MASKED, all_scores, softmax_of, unseen_keys
+from headcount.workers.engine.edits import Streaming
+from headcount.workers.engine.streamed_attention import streamed_attention
+from headcount.workers.model.attention_facts import AttentionFacts
+from tests.toys import toy_models as toy
+
+N_CTX = toy.N_CTX
+STREAMED = "stream_other_heads(2,5,L0H1,L1H0,L1H1)"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, four query heads on two heads of keys."""
+    config = toy.family("LlamaConfig", num_key_value_heads=2)
+    return toy.save_model(tmp_path_factory.mktemp("streaming") / "llama", config)
+
+
+FACTS: dict[str, AttentionFacts] = {
+    "plain": AttentionFacts(0.35),
+    "window": AttentionFacts(0.35, window=11),
+    "narrow window": AttentionFacts(0.35, window=3),
+    "capped, with a learned sink and ALiBi": AttentionFacts(
+        0.35,
+        soft_cap=2.0,
+        slopes=torch.tensor([0.5, 0.1, 0.02, 0.3]),
+        sink=torch.tensor([0.5, -1.0, 2.0, 0.0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("facts", FACTS.values(), ids=FACTS)
+@pytest.mark.parametrize(("sink", "recent"), [(2, 5), (0, 4), (3, 1)])
+def test_two_pieces_make_the_output_of_the_hidden_matrix(
+    facts: AttentionFacts, sink: int, recent: int
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    q = torch.randn(3, 4, N_CTX, 8, generator=generator)
+    k, v = torch.randn(2, 3, 2, N_CTX, 8, generator=generator).unbind()
+    streaming = Streaming(sink, recent, {1: (0, 3)})
+
+    # The definition: every score in float64, those between the first and the last keys hidden.
+    every = [tensor.double().repeat_interleave(2, 1) for tensor in (k, v)]
+    scores = all_scores(q.double(), every[0], facts)
+    scores = scores.masked_fill(unseen_keys(N_CTX, facts, q.device), MASKED)
+    for query in range(N_CTX):
+        for key in range(sink, max(sink, query - recent + 1)):
+            scores[:, [0, 3], query, key] = MASKED
+    expected = softmax_of(scores, facts) @ every[1]
+
+    z = streamed_attention(q, k, v, facts, streaming, layer=1)
+    torch.testing.assert_close(z.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def stream_at_the_end(replica: toy.TextReplica, intervention: str, tokens: np.ndarray) -> Tensor:
+    """The stream after the last norm under an intervention, if no layer is shown."""
+    streams: list[Tensor] = []
+    with replica.engine_under(parse_intervention(intervention), None) as engine:
+        engine.run(
+            torch.from_numpy(tokens).long(), {}, lambda *_: None, (), streams.append, layers=()
+        )
+    return streams[0]
+
+
+def test_a_pass_that_shows_no_layer_builds_no_pattern(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = toy.repeating_tokens(N_CTX, batch=2, distinct=30)
+    exact = toy.replica(llama, engine="dense", precision="float64")
+    expected = stream_at_the_end(exact, STREAMED, tokens)
+    untouched = stream_at_the_end(exact, "none", tokens)
+    assert (expected - untouched).abs().max() > 1e-3
+
+    calls: list[int] = []
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(arguments[5])
+        return streamed_attention(*arguments)
+
+    monkeypatch.setattr("headcount.workers.engine.fused_engine.streamed_attention", counted)
+    replica = toy.replica(llama)
+    measured = stream_at_the_end(replica, STREAMED, tokens)
+    assert calls == [0, 1]
+    torch.testing.assert_close(measured.double(), expected, rtol=1e-5, atol=1e-5)
+    # A second edit of the scores is one that the two pieces do not know.
+    both = f"{STREAMED}+mask_keys(7,1)"
+    measured = stream_at_the_end(replica, both, tokens)
+    assert calls == [0, 1]
+    expected_of_both = stream_at_the_end(exact, both, tokens)
+    torch.testing.assert_close(measured.double(), expected_of_both, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_say_what_a_head_that_streams_sees(llama: Path) -> None:
+    tokens = toy.repeating_tokens(N_CTX, batch=2, distinct=30)
+    replica = toy.replica(
+        llama, statistics=["sink_logit_margin", "entropy"], profiles=["attention_by_lag"]
+    )
+    heads = replica.measure(tokens, STREAMED)
+    is_whole = np.array([[False, True, False, False], [True, True, False, False]])
+    # The margin averages the scores of all earlier keys, some of which are hidden.
+    is_null = np.isnan(heads.heads["sink_logit_margin"]).all(0)
+    assert np.array_equal(is_null, ~is_whole)
+    by_lag = heads.means["profiles"]["attention_by_lag"].mean  # [layer head lag]
+    # At lag N - 3 the key is one of the first two or nothing; N - 1 - 2 is the first hidden one.
+    assert (by_lag[..., 5 : N_CTX - 2] > 0).all()
+    middle = by_lag[..., 5:20].sum(-1)
+    assert middle[is_whole].min() > middle[~is_whole].max()
+    named = "stream_heads(2,5,L0H0,L0H2,L0H3,L1H2,L1H3)"
+    same = replica.measure(tokens, named)
+    np.testing.assert_array_equal(heads.heads["entropy"], same.heads["entropy"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stream_heads(4,8)", "needs heads; expected stream_heads(sink,recent,heads)"),
+        ("stream_heads(4,8,L1)", "heads: expected a layer and a head in it, as L5H1, got 'L1'"),
+        ("stream_heads(4,8,L9H0)", "'L9H0': layer 9 of llama, which has 2"),
+        ("stream_heads(4,8,L1H4)", "'L1H4': head 4 of llama, which has 4"),
+        ("stream_heads(4,8,L1H1,L0H1)", "expected in order and each once, L0H1,L1H1"),
+        ("stream_heads(4,8,L1H1,L1H1)", "expected in order and each once, L1H1"),
+        ("stream_other_heads(4,0)", "recent: expected 1 or more, got 0"),
+        ("stream_other_heads(8,32)", "sink + recent below n_ctx = 40, got 40"),
+    ],
+)
+def test_what_means_nothing_is_refused(llama: Path, text: str, message: str) -> None:
+    with pytest.raises(ScanError) as refused:
+        toy.replica(llama, interventions=[text])
+    assert message in str(refused.value)

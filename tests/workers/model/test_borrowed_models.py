@@ -1,0 +1,270 @@
+"""Models in memory that are not what their library made: adapters, foreign layers, threads."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import peft
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+
+import headcount
+from headcount.workers.model.rotations import IS_NOTED
+from tests.toys.toy_models import D_VOCAB, family, gpt2
+
+TOKENS = torch.randint(D_VOCAB, (3, 12), generator=torch.Generator().manual_seed(1))
+FAMILIES = {
+    "gpt2": gpt2(),
+    "gpt_neox": family("GPTNeoXConfig"),
+    "llama": family("LlamaConfig", num_key_value_heads=2),
+    "qwen2": family("Qwen2Config", num_key_value_heads=2),
+}
+FEW = ["sink_mass", "entropy", "value_norm", "head_result_norm", "sink_value_result_norm"]
+
+
+def model_of(name: str) -> Any:
+    """A model of a family, with weights that no two layers share and biases that are not 0."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(FAMILIES[name]).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
+    return model
+
+
+@contextmanager
+def in_words_of_its_own() -> Iterator[None]:
+    """Within it, PEFT may warn of transformers' names and of how it adapts a layer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def adapted(name: str, **options: Any) -> Any:
+    """A model with a LoRA on every linear layer, whose factors are random."""
+    lora = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"} | options
+    with in_words_of_its_own():
+        return peft.get_peft_model(model_of(name), peft.LoraConfig(**lora, init_lora_weights=False))
+
+
+def merged(model: Any) -> Any:
+    with in_words_of_its_own():
+        return copy.deepcopy(model).merge_and_unload()
+
+
+def assert_same_columns(first: pa.Table, second: pa.Table) -> None:
+    for name in first.schema.names[7:]:
+        ours, expected = (table[name].to_numpy() for table in (first, second))
+        np.testing.assert_allclose(ours, expected, atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_column_of_an_adapted_model_is_that_of_the_merged_one(name: str, engine: Any) -> None:
+    model = adapted(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    rows = headcount.measure(model, TOKENS, "all", engine=engine)
+    assert_same_columns(rows, headcount.measure(merged(model), TOKENS, "all", engine=engine))
+    base = headcount.measure(copy.deepcopy(model).unload(), TOKENS, FEW, engine=engine)
+    for column in FEW:
+        assert np.abs(rows[column].to_numpy() - base[column].to_numpy()).max() > 1e-3, column
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def two_adapters() -> Any:
+    model = adapted("llama")
+    second = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    with in_words_of_its_own():
+        model.add_adapter("second", second)
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+ADAPTED: dict[str, Callable[[], Any]] = {
+    "DoRA": lambda: adapted("llama", use_dora=True),
+    "two at once": two_adapters,
+    "on embeddings": lambda: adapted("llama", target_modules=["embed_tokens"]),
+    "on MLPs": lambda: adapted("gpt2", target_modules=["c_fc", "mlp.c_proj"]),
+    "trained modules": lambda: adapted("llama", modules_to_save=["embed_tokens", "lm_head"]),
+    "trained tokens": lambda: adapted("gpt_neox", trainable_token_indices=[1, 2]),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_every_kind_of_adapter_is_measured_merged(kind: str) -> None:
+    model = ADAPTED[kind]()
+    expected = headcount.measure(merged(model), TOKENS, FEW)
+    assert_same_columns(headcount.measure(model, TOKENS, FEW), expected)
+
+
+def test_adapters_are_measured_as_they_are_switched() -> None:
+    model = adapted("llama")
+    on = headcount.measure(merged(model), TOKENS, FEW)
+    off = headcount.measure(copy.deepcopy(model).unload(), TOKENS, FEW)
+    assert_same_columns(headcount.measure(model, TOKENS, FEW), on)
+    with model.disable_adapter():
+        assert_same_columns(headcount.measure(model, TOKENS, FEW), off)
+    assert_same_columns(headcount.measure(model, TOKENS, FEW), on)
+    model.merge_adapter()
+    assert_same_columns(headcount.measure(model, TOKENS, FEW), on)
+    # Switched off, a layer would take the adapter out of the user's weights when it runs.
+    model.base_model.disable_adapter_layers()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert_same_columns(headcount.measure(model, TOKENS, FEW), off)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_an_edit_of_weights_leaves_those_under_an_adapter_alone() -> None:
+    model = adapted("gpt2")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    edits = ["none", "zero_query_bias", "scale_massive_keys"]
+    rows = headcount.measure(model, TOKENS, FEW, interventions=edits)
+    expected = headcount.measure(merged(model), TOKENS, FEW, interventions=edits)
+    assert_same_columns(rows, expected)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "method", [peft.PrefixTuningConfig, peft.PromptTuningConfig], ids=["prefix", "prompt"]
+)
+def test_learned_vectors_before_a_sequence_are_refused(method: Any) -> None:
+    prompts = method(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with in_words_of_its_own():
+        model = peft.get_peft_model(model_of("llama"), prompts)
+    with pytest.raises(headcount.Error, match="puts learned vectors before every sequence") as told:
+        headcount.measure(model, TOKENS, FEW)
+    assert "\n" not in str(told.value)
+
+
+def test_an_adapter_that_cannot_be_merged_is_one_line() -> None:
+    model = adapted("llama")
+    for part in model.modules():
+        if hasattr(part, "lora_A"):
+            part.get_delta_weight = lambda adapter: torch.zeros(())
+    with pytest.raises(headcount.Error, match=r"adapters \(Linear\) cannot be merged.*differ by"):
+        headcount.measure(model, TOKENS, FEW)
+
+
+class Doubled(nn.Linear):
+    """A layer that computes something else than its weight says, as quantised ones do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Around(nn.Module):
+    """The same around a layer, whose weight it shows as its own."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.inner.weight
+
+    @property
+    def bias(self) -> torch.Tensor:
+        return self.inner.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.inner(x)
+
+
+def with_foreign(name: str, ending: str, kind: Any) -> Any:
+    """A model in which every module of a name is replaced by a foreign one."""
+    model = model_of(name)
+    for path, part in list(model.named_modules()):
+        if path.endswith(ending):
+            foreign = Around(part)
+            if kind is Doubled:
+                foreign = Doubled(part.in_features, part.out_features, part.bias is not None)
+                foreign.load_state_dict(part.state_dict())
+            model.set_submodule(path, foreign)
+    return model
+
+
+@pytest.mark.parametrize("kind", [Doubled, Around])
+@pytest.mark.parametrize("name", ["o_proj", "q_proj"])
+def test_no_weight_is_read_of_a_layer_that_is_not_plain(name: str, kind: Any) -> None:
+    model = with_foreign("llama", name, kind)
+    told = rf"W_O of layer 0 cannot be read, because {name} \({kind.__name__}\) is no plain layer"
+    for engine in ("fused", "dense"):
+        with pytest.raises(headcount.Error, match=told):
+            headcount.measure(model, TOKENS, ["head_result_norm"], engine=engine)
+    rows = [headcount.measure(model, TOKENS, ["entropy"], engine=e) for e in ("fused", "dense")]
+    assert_same_columns(*rows)
+
+
+def test_position_embeddings_that_are_not_plain_are_not_read() -> None:
+    model = with_foreign("gpt2", "wpe", Around)
+    with pytest.raises(headcount.Error, match=r"positions cannot be read, because Around"):
+        headcount.measure(model, TOKENS, ["sink_position_cosine"])
+
+
+@pytest.mark.parametrize("kind", [Doubled, Around])
+def test_a_bridge_with_other_logits_does_not_measure(kind: Any) -> None:
+    """It splits GPT-NeoX's one projection by its weight, whatever the module computes."""
+    model = with_foreign("gpt_neox", "query_key_value", kind)
+    with pytest.raises(headcount.Error, match=r"does not compute the logits of GPTNeoXForCausalLM"):
+        headcount.measure(model, TOKENS, ["entropy"], engine="dense")
+    assert np.ptp(headcount.measure(model, TOKENS, ["entropy"])["entropy"].to_numpy()) > 0
+
+
+# What a measurement leaves behind
+
+
+def test_four_threads_measure_one_model_alike() -> None:
+    model = model_of("llama")
+    expected = headcount.measure(copy.deepcopy(model), TOKENS, FEW)
+    with ThreadPoolExecutor(4) as threads:
+        measured = [threads.submit(headcount.measure, model, TOKENS, FEW) for _ in range(12)]
+    for rows in measured:
+        assert rows.result().equals(expected)
+
+
+def gradients_of_a_step(model: Any) -> dict[str, torch.Tensor]:
+    """The gradients of one training step of a copy."""
+    copied = copy.deepcopy(model).train()
+    torch.manual_seed(0)  # For dropout.
+    copied(TOKENS, labels=TOKENS).loss.backward()
+    return {name: weight.grad for name, weight in copied.named_parameters()}
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_libraries_are_as_before_when_a_model_is_measured(name: str, engine: Any) -> None:
+    from transformer_lens.model_bridge.sources.transformers import helpers, source
+
+    model = model_of(name)
+    files = [sys.modules[type(model).__module__], sys.modules["transformers.activations"]]
+    before = [vars(file).copy() for file in [*files, helpers, source]]
+    assert not any(hasattr(value, IS_NOTED) for names in before for value in names.values())
+    gradients = gradients_of_a_step(model)
+    headcount.measure(model, TOKENS, "all", engine=engine)
+    for file, names in zip([*files, helpers, source], before, strict=True):
+        assert all(vars(file)[key] is value for key, value in names.items())
+    for key, gradient in gradients_of_a_step(model).items():
+        assert torch.equal(gradient, gradients[key]), key
+
+
+def test_a_pass_that_fails_leaves_the_libraries_as_before() -> None:
+    from transformers.models.llama import modeling_llama
+
+    model = model_of("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(torch.nan)
+    with pytest.raises(headcount.Error):
+        headcount.measure(model, TOKENS, FEW)
+    assert not hasattr(modeling_llama.apply_rotary_pos_emb, IS_NOTED)

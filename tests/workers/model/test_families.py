@@ -1,0 +1,63 @@
+"""Every family of causal language models that transformers knows, held against docs/models.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.toys import model_families
+
+EXPECTED = model_families.expected_lines()
+"""The row of each family in docs/models.md."""
+
+MOST_ALIKE = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet_libraries() -> None:
+    model_families.prepare_libraries()
+
+
+def cases() -> list[Any]:
+    """All families; of those whose rows say the same, `make long` tries all but three."""
+    alike: Counter[str] = Counter()
+    families: list[Any] = []
+    for family in model_families.families():
+        says = EXPECTED.get(family, "").replace(f"| {family} |", "")
+        alike[says] += 1
+        is_long = alike[says] > MOST_ALIKE
+        families.append(pytest.param(family, marks=[pytest.mark.long] if is_long else []))
+    return families
+
+
+@pytest.mark.parametrize("family", cases())
+def test_a_family_is_measured_as_transformers_computes_it_or_refused_as_its_page_says(
+    tmp_path: Path, family: str
+) -> None:
+    row = model_families.family_row(family, tmp_path)
+    assert row.difference < 1e-5, row
+    assert row.line == EXPECTED.get(family, "no row: run python -m tests.toys.model_families")
+
+
+def test_the_page_has_the_families_of_transformers_and_no_others() -> None:
+    assert list(EXPECTED) == model_families.families()
+    engines = [line.split("|")[2].strip() for line in EXPECTED.values()]
+    assert set(engines) <= set(model_families.ENGINES)
+    assert engines.count("fused") >= 140
+
+
+def test_loading_a_model_installs_nothing() -> None:
+    """TransformerLens installs torchvision for models that also see images, and torch with it."""
+    from transformer_lens.model_bridge.sources.transformers import helpers, source
+
+    from headcount.workers.model.files import loading
+
+    library: Any = source
+    own = (helpers._ensure_torchvision, library.load_modality_processor)
+    with loading._without_installs():
+        assert not helpers._ensure_torchvision()
+        assert library.load_modality_processor("a model") is None
+    assert (helpers._ensure_torchvision, library.load_modality_processor) == own

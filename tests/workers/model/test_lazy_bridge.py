@@ -1,0 +1,140 @@
+"""TransformerLens is imported, and a bridge booted, only where something asks for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headcount
+from headcount.schemas.scans.kinds import KINDS
+from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.workers.model.files.loading import load_model
+from headcount.workers.model.files.model_info import describe
+from headcount.workers.model.layer_weights import READ_THROUGH_BRIDGE
+from headcount.workers.replica import Replica
+from tests.tools.processes import Command
+from tests.toys import toy_models as toy
+from tests.toys.model_families import tiny_model
+
+N_CTX = 16
+TOKENS = np.random.default_rng(0).integers(50, size=(2, N_CTX)).astype(np.int32)
+
+SCAN = """
+model = "bundled:gpt2-mini"
+n_ctx = 16
+sequences = 4
+input.family = "uniform_random"
+"""
+
+
+def scan_of(model: Path, **fields: Any) -> Scan:
+    base = {
+        "model": str(model),
+        "n_ctx": N_CTX,
+        "sequences": len(TOKENS),
+        "input": {"family": "uniform_random"},
+    }
+    return parse_scan(base | fields)
+
+
+def replica_of(model: Path, **fields: Any) -> Replica:
+    return Replica(describe(model), scan_of(model, **fields), "cpu")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny models: positions are embedded in one, and rotate q and k in the other."""
+    path = tmp_path_factory.mktemp("models")
+    toy.save_model(path / "gpt2", toy.gpt2())
+    toy.save_model(path / "llama", toy.family("LlamaConfig"))
+    return path
+
+
+def test_a_standard_scan_does_not_import_transformerlens(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(SCAN)
+    done = Command(
+        *("scan", "own.toml", "--replicas", "0"),
+        environment=os.environ,
+        directory=tmp_path,
+        main="tests.tools.listed_modules.main",
+    ).ended()
+    modules = done.stdout.split()
+    assert (done.code, "torch" in modules) == (0, True), done.stderr
+    assert "transformer_lens" not in modules
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_reads_no_weight_boots_no_bridge(models: Path, name: str) -> None:
+    names = {
+        kind.field: [
+            formula.text
+            for formula in kind.registry.values()
+            if not {*formula.parameters, *formula.conditions} & {*READ_THROUGH_BRIDGE}
+            and (kind.field == "profiles" or not formula.name.endswith("_by_pair"))
+        ]
+        for kind in KINDS
+        if kind.computed != "from the weights"
+    }
+    replica = replica_of(models / name, **names)
+    assert not replica.model.has_booted
+    replica.measure(TOKENS)
+    assert not replica.model.has_booted
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"statistics": ["head_result_norm"]},
+        {"statistics": ["sink_position_cosine"]},
+        {"predictions": ["position_cosine_mlp"]},
+        {"weight_statistics": ["query_key_norm"]},
+        {"engine": "dense"},
+        {"weight_processing": "folded"},
+        {"interventions": ["zero_query_bias"]},
+    ],
+    ids=str,
+)
+def test_what_reads_weights_or_runs_the_bridge_boots_it_with_the_replica(
+    models: Path, fields: dict[str, Any]
+) -> None:
+    assert replica_of(models / "gpt2", **fields).model.has_booted
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_positions_are_known_without_the_bridge_as_with_it(models: Path, name: str) -> None:
+    model = load_model(describe(models / name), "raw", "cpu")
+    rotary = model.rotary
+    assert not model.has_booted
+    model.boot_bridge()
+    del model.rotary
+    assert model.rotary == rotary == (name == "llama")
+
+
+def test_a_bridge_is_booted_the_same_in_the_middle_of_a_pass(models: Path) -> None:
+    first, late = (load_model(describe(models / "gpt2"), "raw", "cpu") for _ in range(2))
+    first.boot_bridge()
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with torch.inference_mode():
+        late.boot_bridge()
+    assert torch.equal(torch.get_rng_state(), state)
+    for own, expected in zip(late.all_weights(), first.all_weights(), strict=True):
+        assert torch.equal(own, expected)
+        assert not own.is_inference()
+    assert [late.scale(layer) for layer in range(2)] == [first.scale(layer) for layer in range(2)]
+
+
+def test_a_model_without_a_bridge_is_measured_in_memory_as_from_files(tmp_path: Path) -> None:
+    model = tiny_model("helium")
+    model.save_pretrained(tmp_path / "helium")  # pyright: ignore[reportCallIssue]
+    replica = replica_of(tmp_path / "helium", statistics=["entropy"])
+    expected = replica.measure(TOKENS).heads["entropy"]
+    assert not replica.model.has_bridge
+    rows = headcount.measure(model, TOKENS, ["entropy"])
+    # Rows are ordered by layer, then by sequence.
+    np.testing.assert_array_equal(rows["entropy"].to_numpy(), expected.swapaxes(0, 1).ravel())

@@ -1,0 +1,198 @@
+"""`headcount doctor --model NAME` says how a model would be measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from headcount import app
+from headcount.jobs.commands.model_report import report_model
+from headcount.schemas.errors import HeadcountError, ModelError
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.model.files.model_info import describe
+from headcount.workers.replica import Replica
+from tests.toys import model_families, toy_models
+
+
+@pytest.fixture(autouse=True)
+def _quiet_libraries() -> None:
+    model_families.prepare_libraries()
+
+
+@pytest.fixture(scope="module")
+def unbridged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that TransformerLens has no bridge for."""
+    path = tmp_path_factory.mktemp("models") / "dbrx"
+    model_families.tiny_model("dbrx").save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    return path
+
+
+def replica_of(path: Path, change: dict[str, Any]) -> Replica:
+    """A replica of a small scan."""
+    fields = {
+        "model": str(path),
+        "n_ctx": 16,
+        "sequences": 2,
+        "input": {"family": "uniform_random"},
+    }
+    return Replica(describe(path), parse_scan(fields | change), "cpu")
+
+
+def report_of(family: str, folder: Path) -> dict[str, list[str]]:
+    """The texts of a tiny model's report, by their words."""
+    path = folder / family
+    model_families.tiny_model(family).save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    texts: dict[str, list[str]] = {}
+    for word, text in report_model(str(path)):
+        texts.setdefault(word, []).append(text)
+    return texts
+
+
+def test_layers_with_windows_and_sinks_are_told_apart(tmp_path: Path) -> None:
+    report = report_of("gpt_oss", tmp_path)
+    assert report["model"] == ["gpt_oss: 2 layers of 4 heads, d_head 8, up to 64 tokens"]
+    assert report["engine"] == ["fused, and dense"]
+    assert report["attention"] == [
+        "layer 0: scale 0.3536, window of 8 tokens, learned sinks",
+        "layer 1: scale 0.3536, learned sinks",
+    ]
+    names, reason = report["NULL"][0].split(": ")
+    assert reason == "positions rotate queries and keys"
+    assert "score_shift" in names.split(", ")
+    assert not any("sink_gate" in text for text in report["NULL"])
+    behind_window, chance = report["NULL"][-2:]
+    names, rest = behind_window.split(": ")
+    assert rest == (
+        "layer 0, from n_ctx = 18 on; no query sees what they are about in its window of 8 tokens"
+    )
+    assert chance.startswith("chance levels: from n_ctx = 9 on; the layers differ in their window")
+    # As it is when they are measured.
+    behind = names.split(", ")
+    replica = replica_of(tmp_path / "gpt_oss", {"statistics": ["all"], "n_ctx": 18})
+    tokens = np.random.default_rng(0).integers(64, size=(2, 18)).astype(np.int32)
+    measured = replica.measure(tokens)
+    first, second = (
+        {name for name, values in measured.heads.items() if np.isfinite(values[:, layer]).any()}
+        for layer in (0, 1)
+    )
+    lost = second - first
+    # The tokens that these are about lie too far back for 18.
+    assert {*behind} - lost == {"distant_mass_4_64", "distant_mass_last_4_64"}
+    assert lost <= {*behind}
+    chances = {name: values for name, values in measured.sequences.items() if "chance_" in name}
+    assert chances
+    assert all(np.isnan(values).all() for values in chances.values())
+
+
+def test_layers_that_do_not_attend_and_a_missing_bridge_are_named(tmp_path: Path) -> None:
+    report = report_of("bailing_hybrid", tmp_path)
+    assert report["engine"][0].startswith("fused alone: TransformerLens has no bridge for Bailing")
+    assert report["attention"] == ["layer 0: none, so no rows", "layer 1: scale 0.2887"]
+    assert "sink_gate: the layer has no learned sink" in report["NULL"]
+
+
+def test_a_model_that_only_the_bridge_measures_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "llama4_text"
+    model_families.tiny_model("llama4_text").save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ModelError) as caught:
+        list(report_model(str(path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bridge_that_measures_another_scale_is_named(tmp_path: Path) -> None:
+    # TransformerLens scales the scores of this model although its files say not to.
+    path = toy_models.save_model(tmp_path / "raw", toy_models.gpt2(scale_attn_weights=False))
+    engine = dict(report_model(str(path)))["engine"]
+    assert engine.startswith("fused alone: raw: the scores of layer 0 could not be made as 1 · q·k")
+
+
+def test_the_command_prints_the_report_or_one_line(tmp_path: Path) -> None:
+    answer = CliRunner().invoke(app, ["doctor", "--model", "bundled:attn-only-2l-mini"])
+    assert answer.exit_code == 0, answer.output
+    assert [line.split()[0] for line in answer.output.splitlines()][:3] == [
+        "model", "engine", "attention",
+    ]  # fmt: skip
+    refused = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path)])
+    assert str(refused.exception) == (
+        f"{tmp_path}: no readable config.json; expected a model directory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"engine": "dense"},
+            "interventions: 'none' needs the dense engine (engine is 'dense'), and dbrx has none: "
+            "TransformerLens has no bridge for DbrxForCausalLM",
+        ),
+        (
+            {"weight_processing": "folded"},
+            "dbrx: TransformerLens has no bridge for DbrxForCausalLM, which folds weights",
+        ),
+        (
+            {"interventions": ["zero_query_bias"]},
+            "dbrx: layer 0 has no b_Q for zero_query_bias to edit",
+        ),
+    ],
+)
+def test_what_needs_a_bridge_is_refused_where_there_is_none(
+    unbridged: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(HeadcountError) as caught:
+        replica_of(unbridged, change)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [
+        ("openai-gpt", "fused alone: layer 0, head 0: sink_mass is not finite"),
+        ("jetmoe", "fused alone: jetmoe: TransformerLens does not show q, k and pattern"),
+        ("qwen3_next", "fused, and dense"),
+    ],
+)
+def test_the_dense_engine_is_named_where_it_measures(
+    tmp_path: Path, family: str, engine: str
+) -> None:
+    report = report_of(family, tmp_path)
+    assert report["engine"][0].startswith(engine)
+    is_gated = any("z is changed before W_O" in text for text in report["NULL"])
+    assert is_gated == (family == "qwen3_next")
+
+
+def test_a_model_that_float64_alone_cannot_run_is_refused_with_that_word(tmp_path: Path) -> None:
+    path = tmp_path / "gpt_oss"
+    model_families.tiny_model("gpt_oss").save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(HeadcountError, match=r"transformers cannot run it in float64 \("):
+        replica_of(path, {"precision": "float64"})
+
+
+@pytest.mark.parametrize(
+    ("family", "is_known"),
+    [
+        # Its modules have names of their own.
+        ("dbrx", False),
+        # It multiplies z by a gate, so z W_O is not what a head writes.
+        ("qwen3_next", False),
+        # Its keys come from a latent space, and its heads write as others do.
+        ("deepseek_v3", True),
+    ],
+)
+def test_statistics_of_unknown_weights_are_null(
+    tmp_path: Path, family: str, is_known: bool
+) -> None:
+    model_families.tiny_model(family).save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    replica = replica_of(
+        tmp_path, {"statistics": ["head_result_norm", "score_shift", "head_output_norm"]}
+    )
+    tokens = np.random.default_rng(0).integers(64, size=(2, 16)).astype(np.int32)
+    heads = replica.measure(tokens).heads
+    assert np.isfinite(heads["head_result_norm"]).all() == is_known
+    assert np.isnan(heads["head_result_norm"]).all() != is_known
+    assert np.isfinite(heads["head_output_norm"]).all()
+    assert np.isnan(heads["score_shift"]).all()

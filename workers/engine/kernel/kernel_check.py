@@ -1,0 +1,303 @@
+"""First contact with a GPU: the kernel is compared with the tiles before it measures anything.
+
+Both get the same q, k and v, in the kernel's format, and the tiles compute in float64. So what
+differs is the kernel's own rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headcount.schemas.errors import ModelError
+from headcount.schemas.scans.precision import PRECISIONS
+from headcount.workers.engine.fused_pattern import FusedPattern
+from headcount.workers.engine.kernel import sweep_kernel
+from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Sweep
+from headcount.workers.engine.number_formats import HALVES, rounded
+from headcount.workers.engine.token_pairs import TokenPairs, find_matches
+from headcount.workers.model.attention_facts import AttentionFacts
+
+if TYPE_CHECKING:
+    from headcount.workers.model.model import Model
+
+log = logging.getLogger(__name__)
+
+ALLOWED = {"float32": 2e-5, "tf32": 5e-3, "float16": 2e-3, "bfloat16": 1.6e-2}
+"""Largest difference of an answer from the tiles, in proportion where an answer is above 1.
+
+A split float32 product comes within 1e-6, and sums of a thousand terms add to that. One tf32
+product comes within 1e-3. Halves round A before it meets v: to 5e-4 in float16, to 4e-3 in
+bfloat16, each with room for a few terms.
+"""
+
+MOST_TOKENS = 1024
+"""Tokens of the compared sequences, at most: every later tile is computed in the same way."""
+
+EVERY_FACT = ("a soft cap", "a window", "ALiBi slopes", "a learned sink")
+SOFT_CAP, WINDOW, SLOPES, SINK = EVERY_FACT
+
+FactNames = frozenset[str]
+"""Which facts a layer has besides its scale."""
+
+PLAIN = FactNames()
+
+DRAWN_FACTS = [
+    PLAIN,
+    *(FactNames({name}) for name in EVERY_FACT),
+    FactNames({SOFT_CAP, WINDOW}),
+    FactNames({WINDOW, SINK}),
+]
+"""What layers of models have: each fact alone, and those that models have together."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of q, k and v that a sweep gets."""
+
+    heads: int
+    kv_heads: int
+    n_ctx: int
+    d_head: int
+    d_v: int | None = None
+    """The width of v; None if it is d_head."""
+
+    def __str__(self) -> str:
+        heads = str(self.heads)
+        if self.kv_heads != self.heads:
+            heads += f"/{self.kv_heads}"
+        sizes = f"heads {heads}, n_ctx {self.n_ctx}, d_head {self.d_head}"
+        return sizes if self.d_v is None else f"{sizes}, d_v {self.d_v}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of a kernel on one shape with some facts, in one format of factors."""
+
+    shape: Shape
+    facts: FactNames
+    factors: str
+    error: str
+    """Why it did not compile or run; empty if it did."""
+    difference: float
+    """The largest from the tiles; infinite if an answer is not finite, or if there is none."""
+
+    @property
+    def layer(self) -> str:
+        """The sizes and the facts, in words."""
+        return in_words(self.shape, self.facts)
+
+    @property
+    def allowed(self) -> float:
+        """The largest difference with which the kernel is used."""
+        return ALLOWED[self.factors]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the kernel may measure."""
+        return not self.error and self.difference <= self.allowed
+
+    @property
+    def problem(self) -> str:
+        """Why it may not."""
+        if self.error:
+            return f"does not compile or run ({self.error})"
+        return f"differs from the tiles by {self.difference:.2g} (allowed {self.allowed:g})"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Random factors of attention and random tokens, the same for the kernel and the tiles."""
+
+    q: Tensor
+    """`[batch head pos d_head]`; k and v have `kv_heads` of these heads."""
+    k: Tensor
+    v: Tensor
+    facts: AttentionFacts
+    tokens: Tensor
+    """`[batch pos]`, few different ones, so that many pairs match."""
+
+
+def in_words(shape: Shape, facts: FactNames) -> str:
+    """The sizes and the facts of a layer, as a line of the log names it."""
+    return ", ".join([str(shape), *sorted(facts, key=EVERY_FACT.index)])
+
+
+def compare(
+    sweep: Sweep, shape: Shape, factors: str, device: torch.device, facts: FactNames = PLAIN
+) -> Comparison:
+    """Ask a kernel every question, and compare its answers with those of the tiles.
+
+    The questions change how a kernel is compiled. So without facts it is also asked none.
+    """
+    drawn = _drawn(shape, factors, device, facts)
+    matches = find_matches(drawn.tokens)
+    questions_asked = [{"entropy", *matches}]
+    if facts == PLAIN:
+        questions_asked.append(set())
+    try:
+        difference = max(
+            _difference(sweep, drawn, factors, matches, questions) for questions in questions_asked
+        )
+    except torch.AcceleratorError:
+        raise  # The device has failed for good; only a new process mends that.
+    except Exception as error:  # Compilers raise all kinds of errors; all mean "use the tiles".
+        lines = str(error).strip().splitlines() or [""]
+        return Comparison(shape, facts, factors, f"{type(error).__name__}: {lines[0]}", math.inf)
+    return Comparison(shape, facts, factors, "", difference)
+
+
+def proven_sweep(model: Model, n_ctx: int, precision: str, device: str) -> Sweep | None:
+    """The kernel, if the device can run it and it agrees with the tiles; None means tiles.
+
+    It is tried with the sizes and the facts of the model's layers, in the scan's precision: how
+    many heads share keys and which facts there are is constant in a compiled kernel.
+    """
+    factors = PRECISIONS[precision].scores
+    torch_device = torch.device(device)
+    if factors == "float64" or not sweep_kernel.available(torch_device):
+        return None
+    layers = layers_of(model, n_ctx)
+    if not layers:  # The fused engine cannot run this model, so nothing can be proved.
+        return None
+    for shape, facts in layers:
+        comparison = compare(sweep_kernel.sweep, shape, factors, torch_device, facts)
+        if not comparison.agrees:
+            log.warning(
+                "the GPU kernel is not used: with %s in %s it %s; tiles measure instead, which is "
+                "slower",
+                comparison.layer,
+                factors,
+                comparison.problem,
+            )
+            return None
+    return sweep_kernel.sweep
+
+
+def layers_of(model: Model, n_ctx: int) -> list[tuple[Shape, FactNames]]:
+    """The different layers that the kernel will meet, those with fewer facts first."""
+    layers: set[tuple[Shape, FactNames]] = set()
+    for layer in model.info.attention_layers_or_all:
+        layer_facts, sizes = model.facts(layer), model.sizes(layer)
+        if layer_facts is None or sizes is None:
+            continue
+        d_v = None if sizes.d_v == sizes.d_qk else sizes.d_v
+        shape = Shape(sizes.heads, sizes.kv_heads, min(n_ctx, MOST_TOKENS), sizes.d_qk, d_v)
+        facts = _named(layer_facts, n_ctx)
+        # `FusedPattern.without` leaves a layer its window alone.
+        layers |= {(shape, PLAIN), (shape, facts & {WINDOW}), (shape, facts)}
+    return sorted(layers, key=lambda layer: (len(layer[1]), str(layer[0]), sorted(layer[1])))
+
+
+def _named(facts: AttentionFacts, n_ctx: int) -> FactNames:
+    """The names of the facts that a layer has in sequences of this length."""
+    has = {
+        SOFT_CAP: facts.soft_cap is not None,
+        WINDOW: facts.window is not None and facts.window < n_ctx,
+        SLOPES: facts.slopes is not None,
+        SINK: facts.sink is not None,
+    }
+    return FactNames(name for name, is_there in has.items() if is_there)
+
+
+def _drawn(shape: Shape, factors: str, device: torch.device, facts: FactNames) -> Drawn:
+    """q, k and v as a projection leaves them, rounded to the format, and tokens."""
+    generator = torch.Generator().manual_seed(shape.n_ctx)
+    heads = [shape.heads, shape.kv_heads, shape.kv_heads]
+    # A model projects to q, k and v at once, so these are slices with large strides.
+    width = max(shape.d_head, shape.d_v or 0)
+    projected = torch.randn(2, shape.n_ctx, sum(heads), width, generator=generator)
+    tokens = torch.randint(7, (2, shape.n_ctx), generator=generator).to(device)
+    q, k, v = projected.to(device).transpose(1, 2).split(heads, 1)
+    q, k, v = q[..., : shape.d_head], k[..., : shape.d_head], v[..., : shape.d_v or shape.d_head]
+    if factors in HALVES:
+        # Rounded before, so that what differs is the rounding of products alone.
+        q, k, v = rounded(q, factors), rounded(k, factors), rounded(v, factors)
+    return Drawn(q, k, v, _drawn_facts(shape, facts, device), tokens)
+
+
+def _drawn_facts(shape: Shape, facts: FactNames, device: torch.device) -> AttentionFacts:
+    """Facts that change every answer: scores have a standard deviation of 1."""
+    generator = torch.Generator().manual_seed(shape.heads)
+    head = torch.arange(1, shape.heads + 1)
+    # About as high as a row's log-sum-exp, so that the sink takes about half of a row.
+    sinks = math.log(shape.n_ctx) + torch.randn(shape.heads, generator=generator)
+    return AttentionFacts(
+        shape.d_head**-0.5,
+        soft_cap=1.5 if SOFT_CAP in facts else None,
+        # Of no tile's size, and short enough that late queries leave out whole tiles.
+        window=max(1, shape.n_ctx // 3) if WINDOW in facts else None,
+        slopes=torch.exp2(-8 * head / shape.heads).to(device) if SLOPES in facts else None,
+        sink=sinks.to(device) if SINK in facts else None,
+    )
+
+
+def _difference(
+    sweep: Sweep,
+    drawn: Drawn,
+    factors: str,
+    matches: dict[str, TokenPairs],
+    questions: set[str],
+) -> float:
+    """The largest difference between a kernel's answers to some questions and the tiles'."""
+    requested_pairs = [pairs for name, pairs in matches.items() if name in questions]
+    dtype = HALVES.get(factors, torch.float32)
+    swept = sweep(
+        drawn.q.to(dtype),
+        drawn.k.to(dtype),
+        drawn.v.to(dtype),
+        drawn.facts,
+        [PairLabels(pairs.query_label, pairs.key_label, pairs.lag) for pairs in requested_pairs],
+        entropy="entropy" in questions,
+        number_format=factors,
+    )
+    tiles = FusedPattern(
+        drawn.q, drawn.k, drawn.v, drawn.facts, matches, set(questions), number_format="float64"
+    )
+    answers = [(swept.z, tiles.z), (swept.lse, tiles.lse), (swept.distance, tiles.distance())]
+    if swept.entropy is not None:
+        answers.append((swept.entropy, tiles.entropy()))
+    tile_masses = [tiles.mass(pairs) for pairs in requested_pairs]
+    answers += zip(swept.masses, tile_masses, strict=True)
+    expected_count = 3 + len(questions)
+    if len(answers) != expected_count:
+        raise ModelError(f"the kernel gave {len(answers)} answers, expected {expected_count}")
+    return max(_largest_difference(*pair) for pair in answers)
+
+
+def _largest_difference(answer: Tensor, reference: Tensor) -> float:
+    """In proportion where the reference is above 1; infinite if the answer is not finite."""
+    if answer.shape != reference.shape:
+        raise ModelError(f"an answer is {list(answer.shape)}, expected {list(reference.shape)}")
+    difference = (answer - reference).abs() / reference.abs().clamp(min=1)
+    return difference.nan_to_num(nan=math.inf).max().item()
+
+
+D_HEADS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+QUERY_HEADS_PER_KEY = (1, 2, 3, 4)
+LENGTHS = (1, 37, 257, 1024)
+
+
+def every_layer() -> list[tuple[Shape, FactNames]]:
+    """What `headcount doctor` compares.
+
+    Every size of heads, for two of them shared keys and sequences that fill no tile, values of
+    another width, and every fact.
+    """
+    shapes = [Shape(4, 4, 257, d_head) for d_head in D_HEADS]
+    shapes += [
+        Shape(2 * query_heads, 2, n_ctx, d_head)
+        for d_head in (64, 128)
+        for query_heads in QUERY_HEADS_PER_KEY
+        for n_ctx in LENGTHS
+    ]
+    shapes += [Shape(4, 2, 257, 64, d_v=80), Shape(4, 4, 257, 192, d_v=128)]
+    with_facts = (Shape(6, 2, 257, 64), Shape(4, 2, 1024, 128, d_v=80))
+    return [(shape, PLAIN) for shape in shapes] + [
+        (shape, facts) for shape in with_facts for facts in DRAWN_FACTS
+    ]

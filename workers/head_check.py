@@ -1,0 +1,372 @@
+"""Whether the chosen KV heads are the ones that need a whole cache: an ablation of a model.
+
+The chosen heads keep their whole cache. All others keep the first keys and the last ones, as a
+cache that was cut by the choice would. Then the model is asked for needles, and to go on with a
+repeated block. As many random heads are kept whole for comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from headcount.schemas.errors import ScanError, counted
+from headcount.schemas.scans.intervention import NONE, Intervention, InterventionPart
+from headcount.schemas.scans.measured_heads import Head
+from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.workers.engine.engine import Activations, Engine
+from headcount.workers.engine.prediction_inputs import PredictionInputs, check_unembedding
+from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.replica import Replica
+
+MOST_TOKENS = 16_384
+"""Tokens of a batch."""
+
+MOST_N_CTX = 1024
+"""Tokens of a sequence if nobody says how many."""
+
+TOLERANCE = 0.02
+"""The share of recall that a cut may cost, and of loss that it may add, so that nothing is lost."""
+
+SEARCHED_TOLERANCE = TOLERANCE / 2
+"""The same while a number of heads is looked for: on other sequences it may be a little worse."""
+
+MOST_STEPS = 32
+"""Numbers of heads that are tried at most."""
+
+SEARCHED_SEED = 1
+"""The seed of the sequences on which a number of heads is looked for."""
+
+JUDGED_SEED = 2
+"""The seed of those on which it is judged. Scores are measured with seed 0 by default."""
+
+
+class KVHead(NamedTuple):
+    """A head of keys and values."""
+
+    layer: int
+    kv_head: int
+
+
+class Question(NamedTuple):
+    """Sequences, and the tokens of them that the model should know."""
+
+    tokens: np.ndarray
+    """`[sequence pos]`."""
+    asked: np.ndarray
+    """Whether a token is one of these: `[sequence pos]`. The first token never is."""
+
+
+class Questions(NamedTuple):
+    """What a model is asked."""
+
+    needles: Question
+    repeats: Question
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which KV heads keep a whole cache."""
+
+    kept: str
+    """In words, for the table."""
+    seed: int | None
+    """The seed of a random choice."""
+    heads: tuple[KVHead, ...]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model says of its tokens."""
+
+    recall: float
+    """Share of the tokens of needles that it predicts first."""
+    loss: float
+    """Mean loss after repeats, in nats."""
+
+    def loses_nothing(self, full: Answers, tolerance: float = TOLERANCE) -> bool:
+        """Whether they are as good as those of the full cache, within the tolerance."""
+        recalls = self.recall >= (1 - tolerance) * full.recall
+        return recalls and self.loss <= (1 + tolerance) * full.loss
+
+
+class HeadTrial:
+    """A model that answers with a cache that is cut.
+
+    The heads that are named keep their whole cache, and all others the first `sink` and the last
+    `recent` keys.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        sink: int,
+        recent: int,
+        *,
+        n_ctx: int | None = None,
+        sequences: int = 64,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+    ) -> None:
+        models = KnownModels()
+        self.info = models.describe(model)
+        self.model = model
+        self.sink = sink
+        self.recent = recent
+        self.n_ctx = min(self.info.n_ctx, MOST_N_CTX) if n_ctx is None else n_ctx
+        self.sequences = sequences
+        _check_window(recent, self.n_ctx)
+        self.kv_heads = _kv_heads(self.info)
+        # The scan of any needles stands for all: its replica runs any tokens of this length.
+        self.replica = Replica(self.info, self._scan("needle", 0), device, models.load)
+        check_unembedding(self.replica.model)
+
+    def table(
+        self,
+        heads: Collection[tuple[int, int]],
+        random_seeds: Sequence[int] = (0, 1, 2),
+        seed: int = 0,
+    ) -> pa.Table:
+        """What is lost if only some KV heads `(layer, kv_head)` keep their whole cache.
+
+        One row for the full cache, one for the chosen heads, one for as many random heads by each
+        of `random_seeds`, and one for no head. `recall` is the share of the tokens of needles that
+        are predicted first (family `needle`). `loss_after_repeats` is the mean loss in the second
+        copy of a random block, from its second token on (family `repeated_random`).
+        `cache_percent` is what is kept of a full cache of `n_ctx` tokens.
+        """
+        questions = self._questions(seed)
+        cuts = list(_cuts(self.info, heads, random_seeds))
+        rows: list[dict[str, object]] = []
+        for cut in cuts:
+            answers = self._answers(cut.heads, questions)
+            rows.append(
+                {
+                    "kept_whole": cut.kept,
+                    "seed": cut.seed,
+                    "kv_heads": len(cut.heads),
+                    "of_the_chosen": len({*cut.heads} & {*cuts[1].heads}),
+                    "recall": answers.recall,
+                    "loss_after_repeats": answers.loss,
+                    "cache_percent": self._cache_percent(cut),
+                }
+            )
+        return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+    def fewest(self, ranked_heads: Sequence[tuple[int, int]], seed: int = 0) -> int:
+        """How many of ranked heads are enough: the smallest number with which nothing is lost.
+
+        Many heads are counted in steps, so that at most `MOST_STEPS` numbers are tried. Heads that
+        the model does not have count, and change nothing.
+        """
+        questions = self._questions(seed)
+        full = self._answers(self.kv_heads, questions)
+        step = -(-len(ranked_heads) // MOST_STEPS)
+        # Not by halving: more heads may lose more, as L2H3 of gpt2-mini does beside ten others.
+        for kept in range(0, len(ranked_heads), step):
+            heads = {KVHead(*head) for head in ranked_heads[:kept]} & {*self.kv_heads}
+            answers = self._answers(tuple(sorted(heads)), questions)
+            if answers.loses_nothing(full, SEARCHED_TOLERANCE):
+                return kept
+        return len(ranked_heads)
+
+    def _scan(self, family: str, seed: int) -> Scan:
+        """The scan whose sequences a question is made of. It is never run."""
+        return parse_scan(
+            {
+                "model": self.model,
+                "n_ctx": self.n_ctx,
+                "sequences": self.sequences,
+                "sequences_per_shard": self.sequences,
+                "seed": seed,
+                "input": {"family": family},
+            }
+        )
+
+    def _questions(self, seed: int) -> Questions:
+        needles = _needles(self._scan("needle", seed), self.info)
+        return Questions(needles, _repeats(self._scan("repeated_random", seed), self.info))
+
+    def _answers(self, heads: tuple[KVHead, ...], questions: Questions) -> Answers:
+        """What the model says if these heads keep their whole cache."""
+        intervention = _intervention(heads, self.info, self.sink, self.recent)
+        device = self.replica.device
+        with self.replica.engine_under(intervention, None) as engine:
+            recall, _ = _recall_and_loss(engine, questions.needles, device)
+            _, loss = _recall_and_loss(engine, questions.repeats, device)
+        return Answers(recall, loss)
+
+    def _cache_percent(self, cut: Cut) -> float:
+        """What is kept of the keys and values that a full cache has, in percent."""
+        full = kept = 0
+        for head in self.kv_heads:
+            facts = self.replica.model.facts(head.layer)
+            window = None if facts is None else facts.window
+            keys = self.n_ctx if window is None else min(window, self.n_ctx)
+            full += keys
+            kept += keys if head in cut.heads else min(keys, self.sink + self.recent)
+        return 100 * kept / full
+
+
+def verdict(table: pa.Table) -> list[str]:
+    """What the table of a trial says, in lines."""
+    rows = table.to_pylist()
+    answers = [Answers(row["recall"], row["loss_after_repeats"]) for row in rows]
+    full, with_chosen, *with_random, with_none = answers
+    is_within = "within" if with_chosen.loses_nothing(full) else "not within"
+    lines = [
+        f"chosen heads: {is_within} {100 * TOLERANCE:.0f} % of the full cache "
+        f"(recall {with_chosen.recall:.3f} of {full.recall:.3f}, "
+        f"loss {with_chosen.loss:.3f} against {full.loss:.3f})"
+    ]
+    if with_random:
+        recalls = ", ".join(f"{one.recall:.3f}" for one in with_random)
+        losses = ", ".join(f"{one.loss:.3f}" for one in with_random)
+        overlaps = ", ".join(str(row["of_the_chosen"]) for row in rows[2:-1])
+        lines.append(
+            f"random heads: recall {recalls}, loss {losses}, with {overlaps} of the "
+            f"{rows[1]['kv_heads']} chosen heads among them"
+        )
+    if 2 * rows[1]["kv_heads"] > rows[0]["kv_heads"]:
+        lines.append("more than half of the heads are chosen, so any random ones hold many of them")
+    if full.recall <= with_none.recall:
+        lines.append("every head recalls no more than none does, so recall says nothing here")
+    if full.loss >= with_none.loss:
+        lines.append("every head has no lower loss than none has, so the loss says nothing here")
+    return lines
+
+
+SCHEMA = pa.schema(
+    [
+        ("kept_whole", pa.string()),
+        ("seed", pa.int64()),
+        ("kv_heads", pa.int64()),
+        ("of_the_chosen", pa.int64()),
+        ("recall", pa.float64()),
+        ("loss_after_repeats", pa.float64()),
+        ("cache_percent", pa.float64()),
+    ]
+)
+
+
+# The inputs
+
+
+def _check_window(recent: int, n_ctx: int) -> None:
+    """Refuse a window from which the first copy of a block can be seen: nothing would be lost."""
+    if recent >= n_ctx // 2:
+        raise ScanError(
+            f"check: expected recent below {n_ctx // 2}, half of {counted(n_ctx, 'token')}, so "
+            f"that a repeated block is out of sight, got {recent}; lower it, or raise n_ctx"
+        )
+
+
+def _needles(scan: Scan, info: ModelInfo) -> Question:
+    """Needles in random tokens; the answers at the end are asked for."""
+    shard = Sequences(scan, info).shard(0)
+    assert shard.labels is not None
+    return Question(shard.tokens, np.array(shard.labels) == "answer")
+
+
+def _repeats(scan: Scan, info: ModelInfo) -> Question:
+    """A block of random tokens twice; the second copy from its second token on is asked for."""
+    tokens = Sequences(scan, info).shard(0).tokens
+    # The first token of the second copy cannot be known: nothing says that a copy begins.
+    period = (scan.n_ctx - scan.bos + 1) // 2
+    asked = np.zeros(tokens.shape, dtype=bool)
+    asked[:, scan.bos + period + 1 :] = True
+    return Question(tokens, asked)
+
+
+# The cuts
+
+
+def _cuts(
+    info: ModelInfo, chosen: Collection[tuple[int, int]], random_seeds: Sequence[int]
+) -> Iterator[Cut]:
+    """The full cache, the chosen heads, as many random ones for each seed, and no head."""
+    every = _kv_heads(info)
+    chosen_heads = tuple(sorted(KVHead(*head) for head in set(chosen)))
+    for head in chosen_heads:
+        if head not in every:
+            raise ScanError(
+                f"check: KV head {head.kv_head} of layer {head.layer}: {info.name} has "
+                f"{counted(info.n_layers, 'layer')} of {counted(_n_kv_heads(info), 'KV head')}"
+            )
+    yield Cut("every head", None, every)
+    yield Cut("chosen heads", None, chosen_heads)
+    for seed in random_seeds:
+        places = np.random.default_rng(seed).permutation(len(every))[: len(chosen_heads)]
+        yield Cut("random heads", seed, tuple(sorted(every[place] for place in places)))
+    yield Cut("no head", None, ())
+
+
+def _kv_heads(info: ModelInfo) -> tuple[KVHead, ...]:
+    """All KV heads of a model."""
+    return tuple(
+        KVHead(layer, kv_head)
+        for layer in info.attention_layers_or_all
+        for kv_head in range(_n_kv_heads(info))
+    )
+
+
+def _n_kv_heads(info: ModelInfo) -> int:
+    return info.n_kv_heads or info.n_heads
+
+
+def _intervention(
+    heads: tuple[KVHead, ...], info: ModelInfo, sink: int, recent: int
+) -> Intervention:
+    """The edit that leaves a whole cache to some KV heads alone."""
+    if heads == _kv_heads(info):
+        return NONE
+    group = info.n_heads // _n_kv_heads(info)
+    whole = [
+        Head(layer, kv_head * group + member) for layer, kv_head in heads for member in range(group)
+    ]
+    arguments = (sink, recent, *map(str, whole))
+    return Intervention((InterventionPart("stream_other_heads", arguments),))
+
+
+# The answers
+
+
+def _recall_and_loss(engine: Engine, question: Question, device: str) -> tuple[float, float]:
+    """How well a model knows the tokens that it is asked for: share predicted first, mean loss."""
+    losses: list[Tensor] = []
+    is_first: list[Tensor] = []
+    size = max(1, MOST_TOKENS // question.tokens.shape[1])
+    for start in range(0, len(question.tokens), size):
+        tokens = torch.from_numpy(question.tokens[start : start + size]).long().to(device)
+        asked = torch.from_numpy(question.asked[start : start + size]).to(device)
+        hidden = _final_stream(engine, tokens)
+        # A token is predicted at the position before it.
+        streams = hidden[:, :-1][asked[:, 1:]]
+        targets = tokens[:, 1:][asked[:, 1:]]
+        inputs = PredictionInputs(engine.model, hidden, tokens)
+        pieces = zip(inputs.chunks(streams), inputs.chunks(targets), strict=True)
+        for stream, target in pieces:
+            logits = inputs.unembed(stream)
+            losses.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
+            is_first.append(logits.argmax(-1) == target)
+    recall = torch.cat(is_first).double().mean().item()
+    return recall, torch.cat(losses).double().mean().item()
+
+
+def _final_stream(engine: Engine, tokens: Tensor) -> Tensor:
+    """The stream after the last norm `[batch pos d_model]`."""
+    streams: list[Tensor] = []
+    # No layer is shown, so no pattern is asked anything, and none is built.
+    engine.run(tokens, {}, _ignore, read_late=(), on_final=streams.append, layers=())
+    return streams[0]
+
+
+def _ignore(_layer: int, _activations: Activations) -> Any:  # noqa: ANN401 - nothing is shown
+    return None

@@ -1,0 +1,99 @@
+"""Files that inputs read: the project's own, and the text that a synthetic family takes its
+statistics from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from importlib.metadata import distribution
+from pathlib import Path
+
+from headcount.schemas.errors import ScanError
+from headcount.schemas.files.places import place, reason
+from headcount.workers.inputs.corpus.documents import COMPRESSED, Source, flowing
+
+BUNDLED_PREFIX = "bundled:"
+BUNDLED_LICENSE = f"{BUNDLED_PREFIX}LICENSE"
+"""The licence as running text. Its indents and line ends are a third of its tokens to GPT-2, and
+nearly all of its first passage, so they are joined to single spaces.
+"""
+TABLES = {".jsonl": "jsonl", ".parquet": "parquet", ".csv": "csv"}
+"""Kind of a file of many texts by its ending, without .zst or .gz."""
+
+PROJECT = Path(__file__).parent.parent.parent
+
+
+def located(path: str) -> str:
+    """Where a file lies: `bundled:PATH` among the project's own files, other paths as they are."""
+    if not path.startswith(BUNDLED_PREFIX):
+        return path
+    name = path.removeprefix(BUNDLED_PREFIX)
+    file = PROJECT / name
+    if name == "LICENSE" and not file.is_file():
+        # A wheel puts the licence beside its metadata.
+        installed = distribution("headcount").files or []
+        return next(str(f.locate()) for f in installed if f.name == name)
+    return str(file)
+
+
+def check_bundled(key: str, path: str) -> None:
+    """Refuse a bundled path that is neither LICENSE nor a file of the bundled models."""
+    if not path.startswith(BUNDLED_PREFIX):
+        return
+    parts = Path(path.removeprefix(BUNDLED_PREFIX)).parts
+    if parts == ("LICENSE",) or (parts[:1] == ("models",) and ".." not in parts):
+        return
+    raise ScanError(
+        f"{key}: {path} is no file of headcount; expected {BUNDLED_LICENSE}, or one in "
+        f"{BUNDLED_PREFIX}models/"
+    )
+
+
+@lru_cache(maxsize=4)
+def read_text(path: str) -> str:
+    """The content of a UTF-8 text file; that of `BUNDLED_LICENSE` as running text.
+
+    A process reads it once, so that all its sequences come from the same content.
+    """
+    try:
+        content = place(located(path)).read_bytes()
+    except OSError as error:
+        raise ScanError(
+            f"input.text: {path} cannot be read ({reason(error)}); expected a UTF-8 text file"
+        ) from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ScanError(
+            f"input.text: {path} is not UTF-8 (byte {error.start}); expected a UTF-8 text file"
+        ) from None
+    if not text:
+        raise ScanError(f"input.text: {path} is empty; expected a UTF-8 text file")
+    return flowing(text) if path == BUNDLED_LICENSE else text
+
+
+def read_texts(path: str) -> list[str]:
+    """The texts of a file: one for each document of a .jsonl, .parquet or .csv file, which may be
+    packed (.zst, .gz); else the whole content.
+    """
+    kind = _kind_of_table(path)
+    if kind is None:
+        return [read_text(path)]
+    documents = Source(kind, located(path), 0).documents()
+    return [document.text for document in documents if document.problem is None]
+
+
+def _kind_of_table(path: str) -> str | None:
+    """What is in a file of many texts; None if it is one text."""
+    name = path.rpartition(".")[0] if path.endswith(COMPRESSED) else path
+    return next((kind for ending, kind in TABLES.items() if name.endswith(ending)), None)
+
+
+def text_record(path: str) -> dict[str, str]:
+    """The name and the fingerprint of a text file, without its place on this machine."""
+    if _kind_of_table(path) is None:
+        content = read_text(path).encode()
+    else:
+        content = place(located(path)).read_bytes()
+    return {"name": Path(path).name, "sha256": hashlib.sha256(content).hexdigest()[:16]}

@@ -1,0 +1,271 @@
+"""Bigram-Backcopy: a chain of bigrams in which a trigger is followed by the token before it (Guo et
+al. 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from headcount.schemas.errors import ScanError
+from headcount.workers.inputs.corpus.text_files import read_text
+from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
+
+BUNDLED_TEXT = "bundled:backcopy-3l-mini"
+"""Instead of a text: the table that this model and the other small ones were trained on."""
+
+Alphabet = Literal["sorted", "tokenizer"]
+Variant = Literal["backcopy", "markov", "dormant_markov", "interpolate", "uniform"]
+
+Array = Any
+"""An array of numpy or a tensor of torch: a chain is followed with either."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bigrams:
+    """How often each symbol follows each other one. A symbol is the number of a row."""
+
+    symbols: tuple[str, ...]
+    """The characters; empty if the table is not made from a text."""
+    unigram: np.ndarray
+    """`[symbol]`, P(first symbol of the sequence)."""
+    rows: np.ndarray
+    """`[symbol next]`, P(next | symbol)."""
+    triggers: frozenset[int]
+    first_id: int = 0
+    """Token id of the first symbol, if ids are in the order of the symbols."""
+
+    @property
+    def start(self) -> np.ndarray:
+        """`[symbol]`, the unigram distribution without the triggers."""
+        without_triggers = self.unigram.copy()
+        without_triggers[list(self.triggers)] = 0
+        return without_triggers / without_triggers.sum()
+
+    def is_trigger(self, symbols: np.ndarray) -> np.ndarray:
+        """Which of the symbols are triggers."""
+        return np.isin(symbols, list(self.triggers))
+
+
+class Chain(NamedTuple):
+    """What symbols are drawn from, in arrays of numpy or in tensors of torch."""
+
+    rows: Array
+    """`[symbol next]`, cumulative. The last row, behind those of the symbols, is that of the
+    beginning of the sequence.
+    """
+    wakes: Array
+    """`[symbol]`, whether the next symbol depends on the one before this one."""
+    copies: bool
+    """Whether that earlier symbol is copied. If not, the next one is drawn from its row."""
+
+
+@input_family
+def backcopy(
+    draw: Draw,
+    *,
+    text: str,
+    triggers: int = 3,
+    variant: Variant = "backcopy",
+    mix: float | None = None,
+    alphabet: Alphabet = "sorted",
+) -> Labelled:
+    """Bigram-Backcopy: characters follow the bigrams of a `text`, a trigger is followed by the
+    token before it (Guo et al. 2024).
+
+    The triggers are the most frequent characters of the text. The first token is drawn by its
+    frequency and is no trigger. Variants differ in what follows a trigger: in `markov` its own
+    bigram; in `dormant_markov` the bigram of the token before it; in `interpolate` a copy with
+    probability `mix`, else its own bigram. In `markov` and `dormant_markov` the first token may be
+    a trigger. `uniform` copies nothing: the next token is drawn uniformly from the tokens that can
+    follow the current one, and a trigger is never followed by a trigger. Triggers are labelled
+    "trigger" in every variant.
+
+    `alphabet` says which token a character is. With `sorted` it is the character's place among the
+    sorted characters of the text (BOS and other special tokens must have higher ids). With
+    `tokenizer` it is what the model's tokenizer makes of it. `text = "bundled:backcopy-3l-mini"` is
+    the table that this model was trained on: triggers 1 to 3, others 4 to 64.
+
+    * `triggers`: how many characters are triggers.
+    * `mix`: a probability. The variant `interpolate` needs it, the others do not allow it.
+    """
+    if (variant == "interpolate") != (mix is not None):
+        raise ScanError(
+            f"input.mix: expected with variant = 'interpolate' only, got mix = {mix} and variant = "
+            f"{variant!r}"
+        )
+    if mix is not None and not 0 <= mix <= 1:
+        raise ScanError(f"input.mix: expected a probability, 0 to 1, got {mix}")
+    table = bigrams_of(text, triggers)
+    ids = _ids(draw, table, text, alphabet)
+    uniforms = draw.rng.random(draw.length)
+    is_copied = draw.rng.random(draw.length) < (1.0 if mix is None else mix)
+    symbols = np.array(follow(chain_of(table, variant), uniforms, is_copied))
+    return Labelled(ids[symbols], {"trigger": np.flatnonzero(table.is_trigger(symbols))})
+
+
+@input_family
+def backcopy_test(
+    draw: Draw, *, text: str, triggers: int = 3, alphabet: Alphabet = "sorted"
+) -> Labelled:
+    """All tokens of Bigram-Backcopy except the triggers, in order, then token i: does it wake a
+    head? (Guo et al. 2024).
+
+    i is the index of the sequence; after the last token the sequences begin again with the first.
+    Options as in `backcopy`. The last position is labelled "trigger" if its token is one.
+    """
+    table = bigrams_of(text, triggers)
+    ids = _ids(draw, table, text, alphabet)
+    others = np.flatnonzero(~table.is_trigger(np.arange(len(ids))))
+    if draw.length != len(others) + 1:
+        raise ScanError(
+            f"n_ctx: backcopy_test has {len(others) + 1} tokens besides the beginning-of-sequence "
+            f"token, the sequence has room for {draw.length}; change n_ctx by "
+            f"{len(others) + 1 - draw.length:+d}"
+        )
+    last_symbol = draw.sequence % len(ids)
+    symbols = np.append(others, last_symbol)
+    return Labelled(ids[symbols], {"trigger": np.flatnonzero(table.is_trigger(symbols))})
+
+
+@lru_cache(maxsize=4)
+def bigrams_of(text: str, triggers: int) -> Bigrams:
+    """The bigrams of a text file, or the table of the bundled model.
+
+    The triggers are its most frequent characters, `triggers` of them.
+    """
+    if text == BUNDLED_TEXT:
+        return _bundled(triggers)
+    # In UTF-32 every character is one number, so numpy can count them.
+    code_points = np.frombuffer(read_text(text).encode("utf-32-le"), np.uint32)
+    characters, symbols, counts = np.unique(code_points, return_inverse=True, return_counts=True)
+    n_symbols = len(characters)
+    if not 1 <= triggers < n_symbols:
+        raise ScanError(
+            f"input.triggers: expected 1 to {n_symbols - 1}, of the {n_symbols} characters of "
+            f"{text}, got {triggers}"
+        )
+    unigram = counts / counts.sum()
+    pair_numbers = symbols[:-1] * n_symbols + symbols[1:]
+    pair_counts = np.bincount(pair_numbers, minlength=n_symbols**2).astype(float)
+    pairs = pair_counts.reshape(n_symbols, n_symbols)
+    # Nothing follows a character that occurs only at the very end. It gets the unigrams.
+    pairs[pairs.sum(1) == 0] = unigram
+    most_frequent = np.argsort(-counts, kind="stable")[:triggers].tolist()
+    return Bigrams(
+        tuple(chr(character) for character in characters.tolist()),
+        unigram,
+        pairs / pairs.sum(1, keepdims=True),
+        frozenset(most_frequent),
+    )
+
+
+def _bundled(triggers: int) -> Bigrams:
+    """61 symbols whose rows are drawn at random, and three triggers.
+
+    Each trigger follows each of the 61 with probability 0.05.
+    """
+    if triggers != 3:
+        raise ScanError(f"input.triggers: {BUNDLED_TEXT} has 3, got {triggers}; leave it out")
+    n_others = 61
+    trigger_share = 0.15
+    # RandomState, because its stream is frozen across numpy versions.
+    drawn_rows = np.random.RandomState(0).dirichlet(np.full(n_others, 0.08), size=n_others)
+    rows = np.zeros((3 + n_others, 3 + n_others))
+    rows[:3, 3:] = 1 / n_others
+    rows[3:, 3:] = (1 - trigger_share) * drawn_rows
+    rows[3:, :3] = trigger_share / 3
+    # The first token is drawn like one that follows a trigger: any of the 61.
+    return Bigrams((), rows[0], rows, frozenset({0, 1, 2}), first_id=1)
+
+
+@lru_cache(maxsize=4)
+def chain_of(table: Bigrams, variant: Variant = "backcopy") -> Chain:
+    """The chain of a variant."""
+    copies = variant in ("backcopy", "interpolate")
+    rows = _uniform_rows(table) if variant == "uniform" else table.rows
+    # If triggers copy, the first token is none, because it would have nothing to copy.
+    first_row = table.unigram if variant in ("markov", "dormant_markov") else table.start
+    cumulative = np.vstack([rows, first_row]).cumsum(1)
+    # Rounding may leave the last sum below 1. Divided by it, every number below 1 falls on a symbol
+    # that can occur.
+    cumulative /= cumulative[:, -1:]
+    # Row -1, of the beginning, is the number len(rows) and therefore no trigger.
+    is_trigger = table.is_trigger(np.arange(len(cumulative)))
+    wakes = is_trigger & (copies or variant == "dormant_markov")
+    return Chain(cumulative, wakes, copies)
+
+
+def follow(chain: Chain, uniforms: Array, is_copied: Array) -> list[Array]:
+    """Symbols by position, each drawn from the row that the symbols before it call for.
+
+    `uniforms` are numbers in [0, 1): the symbol is where the number falls in the cumulative row.
+    `is_copied` says whether a copy happens at a position if a trigger stands before it. Both are
+    `[pos …]`; further axes are sequences, which are followed side by side.
+    """
+    symbols: list[Array] = []
+    # -1 stands for the beginning of the sequence: the last row of the chain.
+    second_last = last = -1
+    for uniform, may_copy in zip(uniforms, is_copied, strict=True):
+        wakes = chain.wakes[last]
+        # `wakes` picks one of two symbols by arithmetic, because it may be an array.
+        drawn_after = last if chain.copies else last + wakes * (second_last - last)
+        row = chain.rows[drawn_after]
+        if uniform.ndim:
+            symbol = (row <= uniform[..., None]).sum(-1)
+        else:
+            # The same number, faster for one sequence.
+            symbol = row.searchsorted(uniform, "right")
+        if chain.copies:
+            symbol = symbol + (wakes & may_copy) * (second_last - symbol)
+        symbols.append(symbol)
+        second_last, last = last, symbol
+    return symbols
+
+
+def _uniform_rows(table: Bigrams) -> np.ndarray:
+    """`[symbol next]`, uniform over what can follow, but no trigger after a trigger."""
+    can_follow = table.rows > 0
+    is_trigger = table.is_trigger(np.arange(len(can_follow)))
+    can_follow &= ~(is_trigger[:, None] & is_trigger)
+    if not can_follow.any(1).all():
+        raise ScanError(
+            "input.variant: 'uniform' needs triggers that others follow; take fewer triggers, or "
+            "another text"
+        )
+    return can_follow / can_follow.sum(1, keepdims=True)
+
+
+def _ids(draw: Draw, table: Bigrams, text: str, alphabet: Alphabet) -> np.ndarray:
+    """The token id of every symbol."""
+    if alphabet == "sorted":
+        ids = table.first_id + np.arange(len(table.unigram))
+    elif table.symbols:
+        ids = _tokens_of(draw, table.symbols, text)
+    else:
+        raise ScanError(f"input.alphabet: {text} has tokens and no characters; leave it out")
+    not_ordinary = ids[~np.isin(ids, draw.ordinary)]
+    if len(not_ordinary):
+        first_ids = ", ".join(map(str, not_ordinary[:3])) + (" …" if len(not_ordinary) > 3 else "")
+        raise ScanError(
+            f"input.text: {text} needs the token ids {ids.min()} to {ids.max()}, and "
+            f"{first_ids} of them are no ordinary tokens of the model: its vocabulary is too "
+            "small, or they are special; take the model that the task was made for, or another "
+            "alphabet"
+        )
+    return ids
+
+
+def _tokens_of(draw: Draw, symbols: tuple[str, ...], text: str) -> np.ndarray:
+    """The token id of each character; one that is several tokens is refused."""
+    encoded = draw.load_tokenizer().encode_many(list(symbols))
+    for symbol, tokens in zip(symbols, encoded, strict=True):
+        if len(tokens) != 1:
+            raise ScanError(
+                f"input.alphabet: the character {symbol!r} of {text} is {len(tokens)} tokens to "
+                "the model's tokenizer, expected 1"
+            )
+    return np.array([tokens[0] for tokens in encoded])

@@ -1,0 +1,227 @@
+"""Corpus families: text in files, or in a data set on the Hub."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from headcount.schemas.errors import CorpusError, ScanError, printable
+from headcount.schemas.files.places import StorePath, matching, place, reason
+from headcount.schemas.scans.values import Count, Index, TokenId
+from headcount.workers.inputs.corpus.corpus import Corpus, CountedTokens, ReplacedToken
+from headcount.workers.inputs.corpus.documents import COMPRESSED, Source, open_hub
+from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, located
+from headcount.workers.inputs.input_registry import input_family
+
+Packing = Literal["document", "concat"]
+
+PILE = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
+CSV = {".csv": "csv"}
+TEXT = {"": "text"}
+ANY_TEXT = PILE | CSV | TEXT
+"""Kind of a file by its ending, without .zst or .gz. The empty ending fits every file, so it stands
+last.
+"""
+
+
+def _split_of_files(options: dict[str, Any]) -> str | None:
+    """Why `split` means nothing with `files`; None if it is not given."""
+    if options["files"] is None or options["split"] == "train":
+        return None
+    return "input.split: expected with a dataset only, got files; leave it out"
+
+
+@input_family(refuse=_split_of_files)
+def pile(
+    *,
+    files: str | list[str] | None = None,
+    dataset: str | None = None,
+    split: str = "train",
+    packing: Packing = "document",
+) -> Corpus:
+    """Documents with fields, as the Pile has them (`text`, `meta.pile_set_name`): .jsonl, .json or
+    .parquet files, or a Hub data set.
+
+    * `dataset`: a data set of the Hub, for example `NeelNanda/pile-10k`, instead of `files`.
+    * `split`: the part of the data set that is read.
+    """
+    if (files is None) == (dataset is None):
+        raise ScanError(
+            "input: the family pile needs either files (paths or globs) or dataset (a Hub name)"
+        )
+    if dataset is not None:
+        parts = open_hub(dataset, split).num_shards
+        return Corpus(
+            tuple(Source("hub", dataset, 0, split, part, parts) for part in range(parts)), packing
+        )
+    return Corpus(_sources(files or [], PILE), packing)
+
+
+@input_family
+def csv_texts(*, files: str | list[str], packing: Packing = "document") -> Corpus:
+    """Rows of .csv files with a column text; a column dataset, if there is one, becomes
+    `pile_set_name`.
+
+    Made for the 300 texts of Ran-Milo et al. 2026, of 40 tokens each (n_ctx = 40, bos = false).
+    """
+    return Corpus(_sources(files, CSV), packing)
+
+
+@input_family
+def shuffled_text(*, files: str | list[str], packing: Packing = "document") -> Corpus:
+    """Text whose tokens are permuted within each sequence: natural text without its order.
+
+    After Mahmood's reproduction of Ran-Milo et al. 2026. The permutation depends on the seed and
+    the sequence.
+    """
+    return Corpus(_sources(files, ANY_TEXT), packing, tokens_shuffled=True)
+
+
+@input_family
+def repeated_text(
+    *,
+    files: str | list[str],
+    chunk: int,
+    repeat_bos: bool = False,
+    after_space: bool = False,
+    packing: Packing = "document",
+) -> Corpus:
+    """The first `chunk` tokens of a text, repeated to the end of the sequence (Scheuer,
+    attention-sink-profiler).
+
+    With packing by document, each text gives one chunk. If the scan has BOS, it stands at position
+    0 and is not counted in `chunk`; with `repeat_bos` it stands before every copy. With
+    `after_space` the text is read with a space before it, which many tokenizers join to its first
+    word.
+    """
+    if chunk < 1:
+        raise ScanError(f"input.chunk: expected 1 or more tokens, got {chunk}")
+    before = " " if after_space else ""
+    return Corpus(
+        _sources(files, ANY_TEXT), packing, chunk=chunk, repeat_bos=repeat_bos, before=before
+    )
+
+
+@input_family
+def text_with_token(
+    *,
+    files: str | list[str],
+    token: TokenId | None = None,
+    position: Index = 0,
+    packing: Packing = "document",
+) -> Corpus:
+    """Text in which one position of every sequence has another token: `token`, or a random one for
+    each sequence (after Gu et al. 2024, who train with a random first token, and with a fixed one
+    at another position).
+
+    * `token`: a token id, which may be a special one; a random ordinary one if it is left out.
+    * `position`: counted from 0, the beginning-of-sequence token included, which stays.
+    """
+    return Corpus(_sources(files, ANY_TEXT), packing, replaced=ReplacedToken(position, token))
+
+
+def _order_of_counted(options: dict[str, Any]) -> str | None:
+    """Why an order of documents means nothing where all are counted; None if there is none."""
+    for option in ("shuffle", "skip"):
+        if options[option]:
+            return (
+                f"input.{option}: unigram_text counts the tokens of all documents, so their order "
+                "means nothing; leave it out"
+            )
+    return None
+
+
+@input_family(stream="unigram_random", is_endless=True, refuse=_order_of_counted)
+def unigram_text(*, files: str | list[str], low: TokenId = 0, high: Count | None = None) -> Corpus:
+    """Independent tokens, each as frequent as in a corpus.
+
+    p(id) ∝ occurrences of id in all documents that `where` selects. Without order, a token says
+    nothing about the next one (after Mahmood's reproduction of Ran-Milo et al. 2026). There are as
+    many sequences as the scan asks for, however small the corpus.
+    """
+    # One token makes a document count as used.
+    return Corpus(_sources(files, ANY_TEXT), "document", chunk=1, counted=CountedTokens(low, high))
+
+
+@input_family
+def text(*, files: str | list[str], packing: Packing = "document") -> Corpus:
+    """Plain UTF-8 text files, each one document.
+
+    `bundled:LICENSE` is the licence of this project as running text: its white space is joined to
+    single spaces. To GPT-2 it has 2,066 tokens, none of them white space; as it lies in the file it
+    would have 3,169, of which 35 % are white space.
+
+    A long text is a stream with `packing = "concat"`: sequence i is its window number i, and no
+    token is left out between two windows. In every window positions begin at 0.
+    """
+    return Corpus(_sources(files, TEXT), packing)
+
+
+def _sources(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...]:
+    """The files of paths and globs, each once, in the order of their names."""
+    patterns = [files] if isinstance(files, str) else files
+    if not patterns:
+        raise ScanError("input.files: expected at least one path or glob, got []")
+    size_of: dict[str, int] = {}
+    path_of_real_file: dict[str, str] = {}
+    flowing_path = ""
+    for pattern in patterns:
+        path = place(located(pattern))
+        if isinstance(path, StorePath):
+            size_of |= {str(key): size for key, size in _matching_objects(path)}
+            continue
+        for file in _matching_files(str(path), pattern):
+            # Two patterns, or two links, may lead to one file. The path that comes first counts.
+            first_path = path_of_real_file.setdefault(os.path.realpath(file), file)
+            size_of[first_path] = os.path.getsize(first_path)
+            if pattern == BUNDLED_LICENSE:
+                flowing_path = first_path
+    # Names count before directories: the order is the same wherever the files lie.
+    in_order = sorted(size_of, key=lambda path: (Path(path).name, path))
+    kind_of = {path: _kind(path, kinds) for path in in_order}
+    if flowing_path:
+        kind_of[flowing_path] = "flowing text"
+    return tuple(Source(kind_of[path], path, size_of[path]) for path in in_order)
+
+
+def _matching_files(path: str, pattern: str) -> list[str]:
+    """The files of a local path or glob; `pattern` is how the scan names it."""
+    if os.path.isdir(path):
+        raise CorpusError(
+            f"input.files: {pattern!r} is a directory; expected files, for instance "
+            f"{pattern.rstrip('/')}/*"
+        )
+    # A file comes before a glob, because its name may hold signs such as [ or *.
+    if os.path.isfile(path):
+        return [path]
+    files = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
+    if not files:
+        raise CorpusError(f"input.files: no file matches {pattern!r} (in {Path.cwd()})")
+    return files
+
+
+def _kind(path: str, kinds: dict[str, str]) -> str:
+    """What is in a file, by its ending."""
+    is_compressed = path.endswith(COMPRESSED)
+    name = path.rpartition(".")[0] if is_compressed else path
+    kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), None)
+    # Parquet compresses its columns itself, and cannot be entered inside a compressed file.
+    if kind is None or (is_compressed and kind == "parquet"):
+        raise CorpusError(
+            f"{printable(path)}: expected a file that ends in {', '.join(kinds)}; those of text "
+            "may also be packed (.zst, .gz)"
+        )
+    return kind
+
+
+def _matching_objects(pattern: StorePath) -> list[tuple[StorePath, int]]:
+    """The objects of a store that match, each with its size in bytes."""
+    try:
+        objects = matching(pattern)
+    except OSError as error:
+        raise CorpusError(f"input.files: {pattern} cannot be listed ({reason(error)})") from None
+    if not objects:
+        raise CorpusError(f"input.files: no object matches {str(pattern)!r}")
+    return objects

@@ -1,0 +1,193 @@
+"""Layouts: random tokens in an order that asks one question, with a label on every token that the
+question is about.
+
+A layout is a list of symbols. A symbol stands for one token, and it labels its positions. "-X" is
+the token of X without the label, and "" is a token that occurs nowhere else. The last token is the
+query.
+
+By default all tokens of a sequence differ, so that a label means one token. The sources draw with
+replacement from large vocabularies, which is `distinct = false`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headcount.schemas.errors import ScanError, counted
+from headcount.schemas.scans.values import Count, SubSequence, TokenId
+from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
+
+
+@input_family
+def abac(
+    draw: Draw, *, second: int, low: TokenId = 0, high: Count | None = None, distinct: bool = True
+) -> Labelled:
+    """`R A B R… A C R… A`: which of two continuations of A the last A calls for (Farrell 2023,
+    recency bias).
+
+    `second` is the position of the second A. As in the source it is counted with BOS at 0, even if
+    the scan has no BOS: the first A stands at 2, C at `second` + 1. Without BOS everything stands
+    one position earlier. The source has n_ctx = 13 with BOS and `second` from 4 to 10.
+    """
+    last_second = draw.length - 2
+    if last_second < 4:
+        raise ScanError(
+            "n_ctx: abac needs 6 tokens besides the beginning-of-sequence token, got "
+            f"{draw.length}; raise n_ctx"
+        )
+    if not 4 <= second <= last_second:
+        raise ScanError(
+            f"input.second: expected 4 to {last_second}, so that the second A and its C stand "
+            f"between the first and the last; got {second}"
+        )
+    # The layout has no BOS, so its positions are one less than those of the source.
+    layout = [""] * draw.length
+    layout[1:3] = "A", "B"
+    layout[second - 1 : second + 1] = "A", "C"
+    layout[-1] = "A"
+    return _lay_out(draw, layout, "ABC", low, high, distinct)
+
+
+@input_family
+def induction_pos0(
+    draw: Draw, *, low: TokenId = 0, high: Count | None = None, distinct: bool = True
+) -> Labelled:
+    """`A B R… A`: induction whose first A is the first token of the text (Farrell 2023,
+    previous-token heads).
+
+    Without BOS the first A is at position 0, where no previous-token head can tell B what came
+    before it.
+    """
+    if draw.length < 3:
+        raise ScanError(
+            "n_ctx: induction_pos0 needs 3 tokens besides the beginning-of-sequence token, got "
+            f"{draw.length}; raise n_ctx"
+        )
+    return _lay_out(draw, ["A", "B", *[""] * (draw.length - 3), "A"], "AB", low, high, distinct)
+
+
+@input_family(partner="ngram_corrupt")
+def ngram_overlap(
+    draw: Draw,
+    *,
+    n: SubSequence = 3,
+    low: TokenId = 0,
+    high: Count | None = None,
+    distinct: bool = True,
+) -> Labelled:
+    """`A X… B C X… D A X…`: two sub-sequences of `n` tokens share a middle; the last asks for B
+    (Farrell 2023, longer sequences).
+
+    3n-1 tokens besides BOS. The n-2 tokens of the middle are X1, X2, … The partner sequence is that
+    of `ngram_corrupt`.
+    """
+    return _ngrams(draw, n, "AB CD A", low, high, distinct)
+
+
+@input_family(stream="ngram_overlap", partner="ngram_overlap")
+def ngram_corrupt(
+    draw: Draw,
+    *,
+    n: SubSequence = 3,
+    low: TokenId = 0,
+    high: Count | None = None,
+    distinct: bool = True,
+) -> Labelled:
+    """`A X… B C X… D C X…`: `ngram_overlap` with the last A made C, which asks for D (Farrell 2023,
+    longer sequences).
+
+    The tokens are those of `ngram_overlap` for the same seed and sequence, which is the partner
+    sequence.
+    """
+    return _ngrams(draw, n, "AB CD C", low, high, distinct)
+
+
+@input_family(stream="ngram_overlap")
+def ngram_reversed(
+    draw: Draw,
+    *,
+    n: SubSequence = 3,
+    low: TokenId = 0,
+    high: Count | None = None,
+    distinct: bool = True,
+) -> Labelled:
+    """`C X… D A X… B A X…`: `ngram_overlap` with the first two sub-sequences exchanged (Farrell
+    2023, longer sequences).
+
+    The tokens are those of `ngram_overlap` for the same seed and sequence.
+    """
+    return _ngrams(draw, n, "CD AB A", low, high, distinct)
+
+
+@input_family
+def ngram_order(
+    draw: Draw,
+    *,
+    random_context: bool = False,
+    low: TokenId = 0,
+    high: Count | None = None,
+    distinct: bool = True,
+) -> Labelled:
+    """`A X2 X1 B C X1 X2 D`, twice, then `X2 A X1`: does the order of the context matter? (Farrell
+    2023, longer sequences).
+
+    X1 was followed by B and by X2 twice each. The two tokens before the query are those before B,
+    in the other order. With `random_context` they are random, as in the source's saved notebook.
+    The label X2 is on the rivals of B only, which are the X2 that follow X1. 19 tokens besides BOS.
+    """
+    passage = ["A", "-X2", "X1", "B", "C", "X1", "X2", "D"]
+    context = ["-R1", "-R2"] if random_context else ["-X2", "A"]
+    # R1 and R2 are always drawn, so both versions have the same other tokens.
+    symbols = ("A", "B", "C", "D", "X1", "X2", "R1", "R2")
+    return _lay_out(draw, [*passage, *passage, *context, "X1"], symbols, low, high, distinct)
+
+
+def _ngrams(draw: Draw, n: int, ends: str, low: int, high: int | None, distinct: bool) -> Labelled:
+    """Sub-sequences that share a middle of n-2 tokens.
+
+    `ends` has the first and the last token of each, for example "AB CD A" for `A X… B C X… D A X…`.
+    """
+    if n < 2:
+        raise ScanError(f"input.n: expected 2 or more, the tokens of a sub-sequence, got {n}")
+    middle = [f"X{i + 1}" for i in range(n - 2)]
+    layout: list[str] = []
+    for first, *last in ends.split():
+        # The last sub-sequence is the question, so it has no last token.
+        layout += [first, *middle, *last]
+    return _lay_out(draw, layout, ("A", "B", "C", "D", *middle), low, high, distinct)
+
+
+def _lay_out(
+    draw: Draw,
+    layout: Sequence[str],
+    symbols: Sequence[str],
+    low: int,
+    high: int | None,
+    distinct: bool,
+) -> Labelled:
+    """A sequence of the layout, with its labels.
+
+    A token is drawn for each of `symbols`, even if the symbol does not occur, so that families of
+    one stream get the same tokens.
+    """
+    if len(layout) != draw.length:
+        raise ScanError(
+            f"n_ctx: the layout has {counted(len(layout), 'token')} besides the "
+            f"beginning-of-sequence token, the sequence has room for {draw.length}; "
+            f"change n_ctx by {len(layout) - draw.length:+d}"
+        )
+    drawn = draw.tokens(len(symbols) + layout.count(""), low, high, distinct)
+    token_of_symbol = dict(zip(symbols, drawn, strict=False))
+    fresh_tokens = iter(drawn[len(symbols) :])
+    tokens: list[int] = []
+    labels: dict[str, list[int]] = {}
+    for position, symbol in enumerate(layout):
+        if not symbol:
+            tokens.append(next(fresh_tokens))
+            continue
+        tokens.append(token_of_symbol[symbol.removeprefix("-")])
+        if not symbol.startswith("-"):
+            labels.setdefault(symbol, []).append(position)
+    return Labelled(np.array(tokens), labels)

@@ -1,0 +1,297 @@
+"""A needle in a haystack: a fact among other tokens, which is asked for at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from headcount.schemas.errors import ScanError, counted
+from headcount.schemas.scans.values import Count, TokenId
+from headcount.workers.inputs.corpus.corpus import Tokenizer
+from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts
+from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
+
+Depth = Annotated[float, Field(ge=0, le=1)]
+
+FACT = "The lighthouse of {key} was built from {value}."
+QUESTION = "What was the lighthouse of {key} built from? The lighthouse of {key} was built from"
+KEYS = (
+    "Aldermouth", "Brinhaven", "Corviston", "Dunwater", "Eastmarrow", "Fallowby", "Garnholm",
+    "Hesterwick", "Ironsey", "Jessamy", "Kelderport", "Lindisfold",
+)  # fmt: skip
+VALUES = tuple(
+    f"{colour} {material}"
+    for colour in ("black", "white", "red", "green", "blue", "yellow", "silver", "purple")
+    for material in ("granite", "marble", "copper", "glass", "oak", "slate", "clay", "ivory")
+)
+
+GOLDEN_RATIO = (np.sqrt(5) - 1) / 2
+"""Its multiples, modulo 1, fill 0 to 1 evenly, however many there are."""
+
+
+def _too_many_questions(options: dict[str, Any]) -> str | None:
+    """Why there cannot be more questions than needles; None if there are not."""
+    if options["questions"] <= options["needles"]:
+        return None
+    return (
+        f"input.questions: expected at most {options['needles']}, the number of needles, got "
+        f"{options['questions']}"
+    )
+
+
+@input_family(refuse=_too_many_questions)
+def needle(
+    draw: Draw,
+    *,
+    key: Count = 4,
+    value: Count = 4,
+    needles: Count = 1,
+    questions: Count = 1,
+    depth: Depth | None = None,
+    text: str | None = None,
+    low: TokenId = 0,
+    high: Count | None = None,
+) -> Labelled:
+    """A fact in a haystack: `key value` stands in other tokens, and at the end the key comes again,
+    then the value (after Wu et al. 2024, retrieval heads).
+
+    The key at the end is the question, the value behind it the answer, so that a model that
+    retrieves can say every token of it. Labels: "gold" on the value in the haystack, "query" on the
+    question, "answer" on the answer. With more `needles` than `questions`, the values that nobody
+    asks for are labelled "other". All tokens of needles are random, differ from one another, and
+    occur nowhere else in the haystack.
+
+    The haystack is random tokens, or a piece of a `text`. The gold needle's depth in it can be read
+    off its label: `list_position(labels, 'gold') / len(labels)`.
+
+    * `key`: tokens of a key.
+    * `value`: tokens of a value.
+    * `needles`: how many facts stand in the haystack, each with a key of its own. They stand at
+      equal distances, in random order behind the first; the end is followed by the beginning.
+    * `questions`: how many of them are asked for, one after the other.
+    * `depth`: where the needle of the first question stands: 0 is the beginning of the haystack, 1
+      its end. Without it the depths of all sequences are spread evenly.
+    * `text`: a file, or `bundled:LICENSE`; a piece of it, as the model's tokenizer reads it, is the
+      haystack. Of a .jsonl, .parquet or .csv file (also .zst, .gz) it is a piece of one of its
+      documents. Every replica reads the whole file, so some megabytes of a corpus will do.
+    """
+    lengths = (key, value)
+    haystack_length = draw.length - (needles + questions) * sum(lengths)
+    # Each needle has at least one token of haystack to stand in.
+    if haystack_length < needles:
+        raise _no_room(draw, needles, questions, draw.length - haystack_length + needles)
+    facts, haystack = _facts_and_haystack(
+        draw, (needles, *lengths), haystack_length, text, low, high
+    )
+    return _lay_out(draw, haystack, facts, questions, depth)
+
+
+def _wrong_sentences(options: dict[str, Any]) -> str | None:
+    """What is wrong with the sentences of a text needle, or with how many there are."""
+    fact, question = options["fact"], options["question"]
+    if fact.count("{key}") != 1 or fact.count("{value}") != 1:
+        return f"input.fact: expected {{key}} and {{value}} once each, got {fact!r}"
+    if "{key}" not in question or "{value}" in question:
+        return (
+            f"input.question: expected {{key}} and no {{value}}, which follows it, got {question!r}"
+        )
+    for name, default in (("keys", KEYS), ("values", VALUES)):
+        n_different = len(_different(options[name] or default))
+        if n_different < options["needles"]:
+            return (
+                f"input.{name}: expected {options['needles']} or more, as many as needles, got "
+                f"{n_different} different ones"
+            )
+    return _too_many_questions(options)
+
+
+@input_family(refuse=_wrong_sentences)
+def text_needle(
+    draw: Draw,
+    *,
+    text: str = BUNDLED_LICENSE,
+    fact: str = FACT,
+    question: str = QUESTION,
+    keys: list[str] | None = None,
+    values: list[str] | None = None,
+    needles: Count = 1,
+    questions: Count = 1,
+    depth: Depth | None = None,
+) -> Labelled:
+    """A sentence in a text, then a question whose answer is in the sentence (after Kamradt 2023 and
+    Wu et al. 2024, with a sentence of our own).
+
+    Like `needle`, with the same labels, for models of language. The sentence may stand in the
+    middle of another one. The answer has the same tokens at both places. Facts of one sequence
+    differ in key and value. `needles`, `questions` and `depth` are as in `needle`.
+
+    * `text`: a file, or `bundled:LICENSE`; a piece of it is the haystack, as in `needle`.
+    * `fact`: the sentence, with the places {key} and {value}.
+    * `question`: what stands before the answer, with the place {key}.
+    * `keys`: what may stand at {key}. By default twelve names of towns that do not exist.
+    * `values`: what may stand at {value}, the answer. By default 64 building materials.
+    """
+    key_words = draw.rng.choice(_different(keys or KEYS), needles, replace=False).tolist()
+    value_words = draw.rng.choice(_different(values or VALUES), needles, replace=False).tolist()
+    tokenizer = draw.load_tokenizer()
+    facts = [
+        _fact_of_text(tokenizer, fact.replace("{key}", key), question.replace("{key}", key), value)
+        for key, value in zip(key_words, value_words, strict=True)
+    ]
+    lengths_of_needles = [len(fact.needle) for fact in facts]
+    lengths_of_questions = [len(fact.question) + len(fact.value) for fact in facts[:questions]]
+    haystack_length = draw.length - sum(lengths_of_needles + lengths_of_questions)
+    if haystack_length < needles:
+        raise _no_room(draw, needles, questions, draw.length - haystack_length + needles)
+    haystack = text_window(draw, text, haystack_length)
+    return _lay_out(draw, haystack, facts, questions, depth)
+
+
+class Fact(NamedTuple):
+    """The tokens of a needle and of the question about it."""
+
+    before: np.ndarray
+    """What stands before the value."""
+    value: np.ndarray
+    after: np.ndarray
+    """What stands behind the value."""
+    question: np.ndarray
+    """The question, which the value answers."""
+
+    @property
+    def needle(self) -> np.ndarray:
+        """What stands in the haystack."""
+        return np.concatenate([self.before, self.value, self.after])
+
+
+def _lay_out(
+    draw: Draw, haystack: np.ndarray, facts: list[Fact], questions: int, depth: float | None
+) -> Labelled:
+    """Facts in a haystack, then the questions about the first facts, each with its answer."""
+    gaps = _gaps(draw, len(facts), len(haystack), depth)
+    labels: dict[str, list[int]] = {"gold": [], "other": [], "query": [], "answer": []}
+    tokens: list[int] = []
+    haystack_used = 0
+    for number in np.argsort(gaps, kind="stable").tolist():
+        fact = facts[number]
+        tokens += haystack[haystack_used : gaps[number]].tolist()
+        haystack_used = gaps[number]
+        start = len(tokens) + len(fact.before)
+        labels["gold" if number < questions else "other"] += range(start, start + len(fact.value))
+        tokens += fact.needle.tolist()
+    tokens += haystack[haystack_used:].tolist()
+
+    for fact in facts[:questions]:
+        start = len(tokens) + len(fact.question)
+        labels["query"] += range(len(tokens), start)
+        labels["answer"] += range(start, start + len(fact.value))
+        tokens += [*fact.question.tolist(), *fact.value.tolist()]
+    return Labelled(np.array(tokens), labels)
+
+
+def _different(words: Sequence[str]) -> list[str]:
+    """Words in their order, each once."""
+    return list(dict.fromkeys(words))
+
+
+def _fact_of_text(tokenizer: Tokenizer, sentence: str, question: str, value: str) -> Fact:
+    """A fact from a sentence with the place {value}, and the question about it."""
+    before, _, after = sentence.partition("{value}")
+    # Tokenizers join a space to the word behind it. Each part is read alone, so that the value has
+    # the same tokens in the needle and in the answer.
+    if before.endswith(" "):
+        before, value = before.removesuffix(" "), f" {value}"
+        question = question.removesuffix(" ")
+    parts = (f" {before}", value, after, f" {question}")
+    return Fact(*(np.array(tokenizer.encode(part), int) for part in parts))
+
+
+def _no_room(draw: Draw, needles: int, questions: int, needed: int) -> ScanError:
+    """The error of needles that do not fit into a sequence."""
+    return ScanError(
+        f"n_ctx: {counted(needles, 'needle')}, {counted(questions, 'question')} and a haystack "
+        f"need {needed} tokens besides the beginning-of-sequence token, got {draw.length}; raise "
+        "n_ctx, or take fewer or shorter ones"
+    )
+
+
+def _facts_and_haystack(
+    draw: Draw,
+    shape: tuple[int, int, int],
+    haystack_length: int,
+    text: str | None,
+    low: int,
+    high: int | None,
+) -> tuple[list[Fact], np.ndarray]:
+    """Facts of random tokens, as many and as long as `shape` says, and a haystack.
+
+    They share no token id.
+    """
+    needles, key, value = shape
+    n_tokens = needles * (key + value)
+    if text is None:
+        drawn = draw.tokens(n_tokens, low, high, distinct=True)
+        other_ids = _without(draw.ids(low, high), drawn)
+        _check_ids(other_ids, 1, f"for a haystack without the {n_tokens} of its needles")
+        haystack = draw.rng.choice(other_ids, haystack_length)
+    else:
+        haystack = text_window(draw, text, haystack_length)
+        other_ids = _without(draw.ids(low, high), haystack)
+        _check_ids(other_ids, n_tokens, "for needles, which are not in the haystack")
+        drawn = draw.rng.choice(other_ids, n_tokens, replace=False)
+    nothing = drawn[:0]
+    facts = [
+        Fact(before=tokens[:key], value=tokens[key:], after=nothing, question=tokens[:key])
+        for tokens in drawn.reshape(needles, key + value)
+    ]
+    return facts, haystack
+
+
+def _without(ids: np.ndarray, taken: np.ndarray) -> np.ndarray:
+    """The ids that are not taken."""
+    return ids[~np.isin(ids, taken)]
+
+
+def _check_ids(ids: np.ndarray, least: int, purpose: str) -> None:
+    """Refuse a choice of too few token ids."""
+    if len(ids) < least:
+        raise ScanError(
+            f"input: ordinary token ids {purpose}: expected {least} or more, got {len(ids)}; widen "
+            "low and high, or lower key, value or needles"
+        )
+
+
+def _gaps(draw: Draw, needles: int, haystack_length: int, depth: float | None) -> np.ndarray:
+    """Behind how many tokens of the haystack each needle stands, the first gold one first."""
+    first_depth = (draw.sequence * GOLDEN_RATIO) % 1 if depth is None else depth
+    places = 1 + draw.rng.permutation(needles - 1)
+    other_depths = (first_depth + places / needles) % 1
+    depths = np.concatenate([[first_depth], other_depths])
+    return np.rint(depths * haystack_length).astype(int)
+
+
+def text_window(draw: Draw, text: str, length: int) -> np.ndarray:
+    """Some tokens of a text in their order, each place of the text equally likely."""
+    documents = text_tokens(text, draw.load_tokenizer())
+    windows = np.array([max(0, len(tokens) - length + 1) for tokens in documents])
+    if not windows.any():
+        longest = max(map(len, documents), default=0)
+        raise ScanError(
+            f"input.text: expected {length} tokens in a row, the longest text of {text} has "
+            f"{longest}; lower n_ctx, or take a longer text"
+        )
+    ends = np.cumsum(windows)
+    number = int(draw.rng.integers(ends[-1]))
+    document = int(np.searchsorted(ends, number, side="right"))
+    start = number - int(ends[document] - windows[document])
+    return documents[document][start : start + length]
+
+
+@lru_cache(maxsize=4)
+def text_tokens(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
+    """The tokens of each text in a file. A process reads it whole, and once."""
+    return tuple(np.array(tokens, int) for tokens in tokenizer.encode_many(read_texts(text)))

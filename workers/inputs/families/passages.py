@@ -1,0 +1,122 @@
+"""Passages and a query about one of them: what re-rankers ask of attention."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from headcount.schemas.errors import ScanError, counted
+from headcount.schemas.scans.values import Count, Index, TokenId
+from headcount.workers.inputs.families.needles import text_tokens
+from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
+
+Passages = Annotated[int, Field(ge=2)]
+
+
+def _wrong_together(options: dict[str, Any]) -> str | None:
+    """What is wrong with the gold passage or a text, given the other options; None if nothing."""
+    gold, last = options["gold"], options["passages"] - 1
+    if gold is not None and gold > last:
+        return f"input.gold: expected 0 to {last}, the numbers of the passages, got {gold}"
+    text = options["text"]
+    for name, default in (("low", 0), ("high", None), ("distinct", False)):
+        # They are about random tokens.
+        if text is not None and options[name] != default:
+            return f"input.{name}: expected without a text only, got text = {text!r}; leave out one"
+    return None
+
+
+@input_family(refuse=_wrong_together)
+def passages(
+    draw: Draw,
+    *,
+    passages: Passages = 4,
+    query: Count = 8,
+    gold: Index | None = None,
+    shuffled: bool = False,
+    text: str | None = None,
+    low: TokenId = 0,
+    high: Count | None = None,
+    distinct: bool = False,
+) -> Labelled:
+    """Several passages, then a query made of tokens of one of them (after Zhang et al. 2025,
+    query-focused retrieval heads, whose questions and documents are by people).
+
+    Labels: "gold" on the passage that the query is from, "other" on the other passages, "query" on
+    the query. The lengths of passages differ by one token at most. The passages are random tokens,
+    or pieces of a `text` that do not overlap.
+
+    * `passages`: how many there are.
+    * `query`: tokens of the query.
+    * `gold`: the number of the gold passage, from 0. Without it every passage is gold in as many
+      sequences: it is the number of the sequence modulo `passages`.
+    * `shuffled`: the query is a random choice of the gold passage's tokens in random order. By
+      default it is a part of the passage as it stands there.
+    * `text`: a file, or `bundled:LICENSE`; pieces of it, as the model's tokenizer reads it, are
+      the passages. Each is a piece of one document of a .jsonl, .parquet or .csv file.
+    * `distinct`: whether no token of the passages occurs twice. Like `low` and `high`, not allowed
+      with a `text`.
+    """
+    lengths = _lengths(draw, passages, query)
+    if text is None:
+        tokens = draw.tokens(sum(lengths), low, high, distinct)
+        blocks = np.split(tokens, np.cumsum(lengths)[:-1])
+    else:
+        blocks = _pieces_of_text(draw, text, lengths)
+    gold_number = draw.sequence % passages if gold is None else gold
+    question = _question(draw, blocks[gold_number], query, shuffled)
+
+    labels: dict[str, list[int]] = {"gold": [], "other": []}
+    start = 0
+    for number, length in enumerate(lengths):
+        label = "gold" if number == gold_number else "other"
+        labels[label] += range(start, start + length)
+        start += length
+    query_label = {"query": range(start, draw.length)}
+    return Labelled(np.concatenate([*blocks, question]), labels | query_label)
+
+
+def _lengths(draw: Draw, n_passages: int, query: int) -> list[int]:
+    """The length of each passage; together with the query they fill the sequence."""
+    length, extra = divmod(draw.length - query, n_passages)
+    if length < query:
+        raise ScanError(
+            f"n_ctx: {counted(n_passages, 'passage')} that hold a query of "
+            f"{counted(query, 'token')} and the query need {(n_passages + 1) * query} tokens "
+            f"besides the beginning-of-sequence token, got {draw.length}; raise n_ctx, or lower "
+            "passages or query"
+        )
+    return [length + (number < extra) for number in range(n_passages)]
+
+
+def _question(draw: Draw, passage: np.ndarray, length: int, shuffled: bool) -> np.ndarray:
+    """The query about a passage."""
+    if shuffled:
+        return draw.rng.choice(passage, length, replace=False)
+    start = int(draw.rng.integers(len(passage) - length + 1))
+    return passage[start : start + length]
+
+
+def _pieces_of_text(draw: Draw, text: str, lengths: list[int]) -> list[np.ndarray]:
+    """Pieces of a text that do not overlap, each within one text of the file."""
+    longest = max(lengths)
+    documents = text_tokens(text, draw.load_tokenizer())
+    # Every text is cut into pieces of one length, of which some are chosen.
+    piece_ends = np.cumsum([len(tokens) // longest for tokens in documents])
+    n_pieces = int(piece_ends[-1]) if len(piece_ends) else 0
+    if n_pieces < len(lengths):
+        raise ScanError(
+            f"input.text: expected {len(lengths)} pieces of {longest} tokens, {text} has "
+            f"{n_pieces}; lower n_ctx, or take a longer text"
+        )
+    pieces: list[np.ndarray] = []
+    for number, length in zip(
+        draw.rng.choice(n_pieces, len(lengths), replace=False).tolist(), lengths, strict=True
+    ):
+        document = int(np.searchsorted(piece_ends, number, side="right"))
+        number_in_document = number - (int(piece_ends[document - 1]) if document else 0)
+        start = number_in_document * longest
+        pieces.append(documents[document][start : start + length])
+    return pieces

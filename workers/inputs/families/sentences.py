@@ -1,0 +1,151 @@
+"""Sentences of a template with names: indirect object identification (Wang et al. 2022)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from headcount.schemas.errors import ScanError, counted
+from headcount.workers.inputs.corpus.corpus import Tokenizer
+from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
+
+TEMPLATE = "When {1} and {2} went to the store, {3} gave a drink to"
+PLACES = ("{1}", "{2}", "{3}")
+"""Where a template has its three names."""
+
+NAMES = (
+    "Mary", "John", "Tom", "James", "Dan", "Martin", "Amy", "David", "Michael", "Sarah", "Emily",
+    "Paul", "Mark", "Anna", "Kate", "Laura", "Peter", "Alice", "Robert", "Linda", "Jack", "Susan",
+    "George", "Emma", "Henry", "Lucy", "Simon", "Jane", "Andrew", "Rachel", "Adam", "Grace",
+    "Kevin", "Maria", "Steven", "Julia", "Brian", "Lisa", "Daniel",
+)  # fmt: skip
+"""Common first names. Each is one token to GPT-2 with a space before it."""
+
+NAMES_DRAWN = 5
+"""Two for the sentence, three for its partner."""
+
+Order = Literal["ABBA", "BABA", "both"]
+
+
+def _wrong_template(options: dict[str, Any]) -> str | None:
+    """Why a template does not have three places for names, in order; None if it has."""
+    template = options["template"]
+    found = [template.find(place) for place in PLACES]
+    if -1 not in found and found == sorted(found) and template.count("{") == len(PLACES):
+        return None
+    return f"input.template: expected the places {', '.join(PLACES)} in this order, got {template}"
+
+
+@input_family(partner="ioi_other_names", refuse=_wrong_template)
+def ioi(
+    draw: Draw, *, order: Order = "both", template: str = TEMPLATE, names: list[str] | None = None
+) -> Labelled:
+    """`When A and B went to the store, B gave a drink to`: which name comes next? (Wang et al.
+    2022, indirect object identification).
+
+    B is the subject. A is the indirect object, the right answer. Labels: "IO" on A, "S1" and "S2"
+    on B. The probability of A is `final_probabilities[list_position(labels, 'IO')]`, that of B is
+    the same with 'S1'. With GPT-2's tokenizer the sentence has 14 tokens: n_ctx is 15 with BOS. The
+    partner sequence is that of `ioi_other_names`.
+
+    * `order`: "ABBA" names A first and "BABA" names B first. "both" is either, with equal chance.
+    * `template`: a text with the places {1}, {2} and {3} for names. B stands at {3}.
+    * `names`: at least five names that are one token each in the template. By default 39 common
+      first names are tried.
+    """
+    chosen = _names_of(draw, order, template, names)
+    a, b = chosen.answer, chosen.subject
+    filled, labels = ((a, b, b), ("IO", "S1", "S2"))
+    if not chosen.is_abba:
+        filled, labels = ((b, a, b), ("S1", "IO", "S2"))
+    return _sentence(draw, template, names, filled, labels)
+
+
+@input_family(stream="ioi", partner="ioi", refuse=_wrong_template)
+def ioi_other_names(
+    draw: Draw, *, order: Order = "both", template: str = TEMPLATE, names: list[str] | None = None
+) -> Labelled:
+    """`When D and E went to the store, F gave a drink to`: the sentence of `ioi` with three other
+    names, so that no name stands twice and none is the answer (Wang et al. 2022).
+
+    The partner sequence is that of `ioi` for the same seed and sequence. The names are labelled
+    "N1", "N2" and "N3". Options as in `ioi`.
+    """
+    chosen = _names_of(draw, order, template, names)
+    return _sentence(draw, template, names, chosen.others, ("N1", "N2", "N3"))
+
+
+class _Chosen(NamedTuple):
+    """The names of one sequence and of its partner."""
+
+    answer: str
+    subject: str
+    others: tuple[str, ...]
+    is_abba: bool
+
+
+class _Fitting(NamedTuple):
+    """The names that are one token each in a template."""
+
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    """The positions of the three names in the tokens of a sentence."""
+
+
+def _names_of(draw: Draw, order: Order, template: str, names: list[str] | None) -> _Chosen:
+    """The names of a sequence, the same for both families."""
+    fitting = _fitting(template, tuple(names or NAMES), draw.load_tokenizer()).names
+    answer, subject, *others = draw.rng.choice(fitting, NAMES_DRAWN, replace=False).tolist()
+    # Drawn in every order, so that sequences of all orders have the same names.
+    is_first = bool(draw.rng.random() < 0.5)
+    return _Chosen(answer, subject, tuple(others), is_first if order == "both" else order == "ABBA")
+
+
+def _sentence(
+    draw: Draw,
+    template: str,
+    names: list[str] | None,
+    filled: tuple[str, ...],
+    labels: tuple[str, ...],
+) -> Labelled:
+    """The tokens of a template with names, each of which has a label."""
+    tokenizer = draw.load_tokenizer()
+    tokens = tokenizer.encode(_filled(template, filled))
+    if len(tokens) != draw.length:
+        raise ScanError(
+            f"n_ctx: the sentence has {counted(len(tokens), 'token')} besides the "
+            f"beginning-of-sequence token, the sequence has room for {draw.length}; "
+            f"change n_ctx by {len(tokens) - draw.length:+d}"
+        )
+    places = _fitting(template, tuple(names or NAMES), tokenizer).places
+    return Labelled(np.array(tokens), dict(zip(labels, places, strict=True)))
+
+
+@lru_cache(maxsize=4)
+def _fitting(template: str, names: tuple[str, ...], tokenizer: Tokenizer) -> _Fitting:
+    """The names that are one token each in a template."""
+    sentences = tokenizer.encode_many([_filled(template, (name,) * 3) for name in names])
+    shortest = min(map(len, sentences))
+    one_token_names = [
+        (name, tokens)
+        for name, tokens in zip(names, sentences, strict=True)
+        if len(tokens) == shortest
+    ]
+    # The sentences differ where they have their names: at three positions if these are one token.
+    table = np.array([tokens for _, tokens in one_token_names])
+    places = np.flatnonzero((table != table[0]).any(0)).tolist()
+    if len(one_token_names) < NAMES_DRAWN or len(places) != len(PLACES):
+        raise ScanError(
+            f"input.names: expected {NAMES_DRAWN} or more names that the model's tokenizer takes "
+            f"for one token each in {template!r}, got too few in {', '.join(names)}"
+        )
+    return _Fitting(tuple(name for name, _ in one_token_names), tuple(places))
+
+
+def _filled(template: str, names: tuple[str, ...]) -> str:
+    """A template with its three names."""
+    for place, name in zip(PLACES, names, strict=True):
+        template = template.replace(place, name)
+    return template

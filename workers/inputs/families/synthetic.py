@@ -1,0 +1,137 @@
+"""Random tokens: drawn uniformly, repeated, corrupted, or drawn as often as they occur in text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headcount.schemas.errors import ScanError
+from headcount.schemas.scans.values import Count, TokenId, Zipf
+from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
+
+
+@input_family
+def uniform_random(
+    draw: Draw, *, low: TokenId = 0, high: Count | None = None, distinct: bool = False
+) -> np.ndarray:
+    """Tokens drawn uniformly from `low .. high-1` (or the vocabulary); with `distinct`, none occurs
+    twice.
+    """
+    return draw.tokens(draw.length, low, high, distinct)
+
+
+@input_family
+def repeated_random(
+    draw: Draw,
+    *,
+    period: int | None = None,
+    low: TokenId = 0,
+    high: Count | None = None,
+    distinct: bool = False,
+) -> np.ndarray:
+    """A block of `period` random tokens, repeated to the end; twice if no period is given.
+
+    * `period`: tokens in the block. The default is half of the sequence, rounded up.
+    """
+    return np.resize(draw.tokens(_period(draw, period), low, high, distinct), draw.length)
+
+
+@input_family(stream="repeated_random")
+def corrupted_repeat(
+    draw: Draw,
+    *,
+    rate: float,
+    replacement: int | None = None,
+    period: int | None = None,
+    low: TokenId = 0,
+    high: Count | None = None,
+    distinct: bool = False,
+) -> Labelled:
+    """A repeated block in whose copies each token is replaced with probability `rate` (after
+    induction-under-erasures).
+
+    The block is the one of `repeated_random` for the same seed and sequence. A replaced token
+    becomes `replacement`. If none is given, it becomes a random one, which may be the same again.
+    Its position is labelled "replaced".
+
+    * `period`: tokens in the block. The default is half of the sequence, rounded up.
+    * `rate`: a probability, 0 to 1.
+    * `replacement`: a token id.
+    """
+    if not 0 <= rate <= 1:
+        raise ScanError(f"input.rate: expected a probability, 0 to 1, got {rate}")
+    period = _period(draw, period)
+    tokens = np.resize(draw.tokens(period, low, high, distinct), draw.length)
+    is_replaced = draw.rng.random(draw.length) < rate
+    # The block itself stays; only its copies are corrupted.
+    is_replaced[:period] = False
+    replaced = np.flatnonzero(is_replaced)
+    if replacement is None:
+        # One token for every position is drawn, whatever the number of replaced ones.
+        tokens[replaced] = draw.tokens(draw.length, low, high)[replaced]
+    else:
+        tokens[replaced] = _ordinary(draw, "replacement", replacement)
+    return Labelled(tokens, {"replaced": replaced})
+
+
+def _token_and_range(options: dict[str, Any]) -> str | None:
+    """Why a token and a range cannot both be given; None if they are not."""
+    if options["token"] is None or (options["low"], options["high"]) == (0, None):
+        return None
+    return "input: single_token_repeat takes token, or low and high, got both; leave out one"
+
+
+@input_family(refuse=_token_and_range)
+def single_token_repeat(
+    draw: Draw, *, token: int | None = None, low: TokenId = 0, high: Count | None = None
+) -> np.ndarray:
+    """One token, over and over: `token`, or a random one for each sequence (Gu et al. 2024)."""
+    if token is None:
+        repeated_token = draw.tokens(1, low, high)[0]
+    else:
+        repeated_token = _ordinary(draw, "token", token)
+    return np.full(draw.length, repeated_token)
+
+
+@input_family
+def unigram_random(
+    draw: Draw,
+    *,
+    exponent: Zipf = 1,
+    low: TokenId = 0,
+    high: Count | None = None,
+) -> np.ndarray:
+    """Independent tokens, as frequent as Zipf's law says in the order of their ids.
+
+    p(id) ∝ rank(id)^-exponent, with rank 1 for the lowest id. `unigram_text` takes the frequencies
+    of a corpus instead.
+
+    * `exponent`: of Zipf's law.
+    """
+    ids = draw.ids(low, high)
+    weights = np.arange(1, len(ids) + 1, dtype=float) ** -exponent
+    if not weights.sum() > 0:
+        end = "" if high is None else f" and below high = {high}"
+        raise ScanError(f"input: no token to draw from low = {low} on{end}; widen low and high")
+    return draw.rng.choice(ids, size=draw.length, p=weights / weights.sum())
+
+
+def _period(draw: Draw, period: int | None) -> int:
+    """The period in tokens; by default half of the sequence, rounded up."""
+    period = (draw.length + 1) // 2 if period is None else period
+    if not 1 <= period <= draw.length:
+        raise ScanError(
+            f"input.period: expected 1 to {draw.length}, the tokens in a sequence, got {period}"
+        )
+    return period
+
+
+def _ordinary(draw: Draw, option: str, token: int) -> int:
+    """The token of an option; a special one is refused."""
+    if token not in draw.ordinary:
+        raise ScanError(
+            f"input.{option}: expected an ordinary token id of the model ({draw.ordinary[0]} to "
+            f"{draw.ordinary[-1]}), got {token}"
+        )
+    return token

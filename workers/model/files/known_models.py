@@ -1,0 +1,43 @@
+"""The models that one command reads: each is described once, and loaded once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+from headcount.workers.model.files.loading import load_model
+from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
+from headcount.workers.model.model import Model
+
+MOST_LOADED = 2
+"""Models in memory: the raw and the folded weights of one."""
+
+
+class KnownModels:
+    """Models by name, for a command with many scans of few models.
+
+    A description needs a hash of all weights, which takes seconds, and a load takes longer.
+    """
+
+    def __init__(self) -> None:
+        self._descriptions: dict[str, ModelInfo] = {}
+        self._loaded: OrderedDict[tuple[object, ...], Model] = OrderedDict()
+
+    def describe(self, model: str) -> ModelInfo:
+        """What a model is. It may be a Hub id, a directory or bundled:NAME."""
+        if model not in self._descriptions:
+            self._descriptions[model] = describe(find_model(model))
+        return self._descriptions[model]
+
+    def load(
+        self, info: ModelInfo, weights: str, device: str, dtype: torch.dtype = torch.float32
+    ) -> Model:
+        """A loaded model. The one that was used longest ago makes room for a new one."""
+        key = (info.path, info.sha256, weights, device, dtype)
+        if key not in self._loaded:
+            while len(self._loaded) >= MOST_LOADED:
+                self._loaded.popitem(last=False)
+            self._loaded[key] = load_model(info, weights, device, dtype)
+        self._loaded.move_to_end(key)
+        return self._loaded[key]

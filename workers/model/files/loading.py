@@ -1,0 +1,361 @@
+"""From a model's files to a `Model`: its bare modules, and how their `TransformerBridge` is booted.
+
+A model in Hugging Face's layout is loaded by transformers, and its bridge is booted when something
+asks for it. One in TransformerLens's old layout is converted to modules of TransformerLens's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from headcount.schemas.errors import ModelError
+from headcount.schemas.files.places import reason
+from headcount.workers.model.attention_layers import native_attention, take_over_attention
+from headcount.workers.model.attention_modules import take_over_modules
+from headcount.workers.model.bare_modules import find_blocks, find_modules
+from headcount.workers.model.files.model_info import LEGACY_PLAIN, ModelInfo, weight_files
+from headcount.workers.model.model import BootedBridge, Model
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+LEGACY_FIELDS = (
+    "n_layers",
+    "n_heads",
+    "d_model",
+    "d_head",
+    "n_ctx",
+    "d_vocab",
+    "act_fn",
+    "attn_only",
+    "final_rms",
+    "eps",
+)
+"""Fields of a legacy config.json that have the same name in TransformerLens's config of today."""
+
+
+STORED_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
+"""Names of causal masks, which older versions of transformers stored for GPT-2 and GPT-Neo."""
+
+
+class LoadedModules(NamedTuple):
+    """The bare modules, those of them that are the layers, and how their bridge is booted."""
+
+    bare: nn.Module
+    blocks: list[nn.Module]
+    known: dict[str, list[nn.Module]]
+    """Modules by activation, as far as they are known without the bridge."""
+    boot: Callable[[], BootedBridge]
+    has_booted: bool = False
+    """Whether the bridge is there already."""
+    unused: tuple[str, ...] = ()
+    """Names of tensors in the files that have no place in the modules."""
+
+
+def load_model(
+    info: ModelInfo, weights: str, device: str, dtype: torch.dtype = torch.float32
+) -> Model:
+    """Load a model with its weights as `dtype`; `weights` is `raw` or `folded`."""
+    load = _load_hugging_face if info.layout == "huggingface" else _load_legacy
+    return model_of(info, load(info, device, dtype), weights)
+
+
+def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
+    """A model from its modules; `weights` is `raw` or `folded`."""
+    unused = loaded.unused
+    if weights == "folded":
+        loaded = _folded(info, loaded)
+    model = Model(info, loaded.bare, loaded.blocks, loaded.known, loaded.boot, unused)
+    model.settle_attention()
+    if loaded.has_booted:
+        model.boot_bridge()  # It costs no more than its check.
+    return model
+
+
+def _folded(info: ModelInfo, loaded: LoadedModules) -> LoadedModules:
+    """The same modules, with a bridge whose weights are folded."""
+    booted = loaded.boot()
+    if booted.bridge is None:
+        raise ModelError(f"{info.name}: {booted.problem}, which folds weights")
+    # Only the bridge gets folded weights. The bare modules keep the weights as trained, so whatever
+    # is folded must not be asked of them.
+    booted.bridge.enable_compatibility_mode()
+    known = loaded.known | {"unembed": [_folded_unembedding(booted.bridge)], "mlp_out": []}
+    return LoadedModules(loaded.bare, loaded.blocks, known, lambda: booted, has_booted=True)
+
+
+def _folded_unembedding(bridge: TransformerBridge) -> nn.Module:
+    """A module that unembeds with the folded weights of the bridge."""
+    d_model, d_vocab = bridge.W_U.shape
+    # On the device "meta" no memory is taken for weights that are replaced at once.
+    unembedding = nn.Linear(d_model, d_vocab, device="meta")
+    unembedding.weight = nn.Parameter(bridge.W_U.T, requires_grad=False)
+    unembedding.bias = nn.Parameter(bridge.b_U, requires_grad=False)
+    return unembedding
+
+
+# Hugging Face's layout
+
+
+def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
+    model, unused = _pretrained(info, dtype)
+    return bridgeable(info, model, device, dtype)._replace(unused=unused)
+
+
+def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtype) -> LoadedModules:
+    """The bare modules of a model of transformers. The model itself is kept for the bridge."""
+    model.eval().requires_grad_(False).to(device)
+    # A bridge replaces modules in place, so the bare modules are a copy. The memo makes the copy
+    # share the tensors.
+    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    bare = copy.deepcopy(model, memo=tensors)
+    _fuse_gelu(bare, in_place=True)
+    take_over_attention(bare)
+    take_over_modules(bare)
+    blocks = find_blocks(bare, info)
+
+    def boot() -> BootedBridge:
+        return _boot_hugging_face(info, model, bare, blocks, device, dtype)
+
+    found = find_modules(bare, blocks)
+    known = {activation: found[activation] for activation in ("embed", "unembed")}
+    return LoadedModules(bare, blocks, known, boot)
+
+
+def _boot_hugging_face(
+    info: ModelInfo,
+    model: nn.Module,
+    bare: nn.Module,
+    blocks: list[nn.Module],
+    device: str,
+    dtype: torch.dtype,
+) -> BootedBridge:
+    """The bridge of a model of transformers, which is used up, and shares the tensors of `bare`."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    _fuse_gelu(model)
+    try:
+        with _stub_tokenizer() as tokenizer, _without_installs():
+            bridge = TransformerBridge.boot_transformers(
+                info.path, hf_model=model, tokenizer=tokenizer, device=device, dtype=dtype
+            )
+        components: Any = bridge.adapter.component_mapping
+        layers: Any = bare.get_submodule(components["blocks"].name)
+        if list(layers) != blocks:
+            raise ModelError(f"{info.name}: TransformerLens finds other layers in it")
+        modules = _modules_by_activation(bridge, bare, blocks)
+    except Exception:
+        # Its message lists every architecture that it knows. Ours says what follows from it.
+        problem = f"TransformerLens has no bridge for {type(bare).__name__}"
+        return BootedBridge(None, find_modules(bare, blocks), problem)
+    # Again, because the bridge has put modules of its own in.
+    model.requires_grad_(False)
+    return BootedBridge(bridge, modules)
+
+
+@contextmanager
+def _without_installs() -> Iterator[None]:
+    """Within it, TransformerLens installs no packages while it loads a model.
+
+    For a model that also sees images it runs `pip install torchvision`, which brings another torch.
+    """
+    from transformer_lens.model_bridge.sources.transformers import helpers, source
+
+    # The first installs; the second asks for it, to prepare images that nobody shows the model.
+    with (
+        mock.patch.object(helpers, "_ensure_torchvision", return_value=False),
+        mock.patch.object(source, "load_modality_processor", return_value=None),
+    ):
+        yield
+
+
+def _pretrained(info: ModelInfo, dtype: torch.dtype) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model of the library transformers, and which tensors it does not use; missing weights are
+    refused.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            info.path,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:
+        raise ModelError(f"{info.path}: the weights cannot be loaded ({reason(error)})") from None
+    model, report = loaded
+    # transformers draws such weights at random and only warns.
+    mismatched = [name for name, *_ in report["mismatched_keys"]]
+    absent = sorted({*report["missing_keys"], *mismatched})
+    if absent:
+        raise ModelError(
+            f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} "
+            f"({len(absent)} in all)"
+        )
+    # What the library knows to ignore is not among them.
+    unused = (name for name in report["unexpected_keys"] if not STORED_MASK.search(name))
+    return model, tuple(sorted(unused))
+
+
+class _InPlaceGelu(nn.Module):
+    """PyTorch's tanh GELU in one pass, written over its input.
+
+    The input is the output of a linear layer, which nothing else reads.
+    """
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """GELU of the inputs, in their memory."""
+        return torch.ops.aten.gelu_(inputs, approximate="tanh")
+
+
+def _fuse_gelu(model: nn.Module, in_place: bool = False) -> None:
+    """Replace transformers' tanh GELU, which takes eight passes, by the same formula in one."""
+    from transformers.activations import NewGELUActivation
+
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                fused = _InPlaceGelu() if in_place else nn.GELU(approximate="tanh")
+                setattr(module, name, fused)
+
+
+@contextmanager
+def _stub_tokenizer() -> Iterator[Any]:
+    """The smallest tokenizer that a bridge accepts. It needs one, but we tokenise ourselves."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    stub = Tokenizer(models.WordLevel({"<unk>": 0, "<bos>": 1}, unk_token="<unk>"))
+    with tempfile.TemporaryDirectory() as path:
+        PreTrainedTokenizerFast(
+            tokenizer_object=stub, bos_token="<bos>", eos_token="<bos>"
+        ).save_pretrained(path)
+        yield AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+# TransformerLens's old layout
+
+
+def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
+    path = Path(info.path)
+    fields = _legacy_config(path)
+    tensors = _legacy_tensors(path, info)
+    try:
+        bridge = _legacy_bridge(info, fields, tensors, device, dtype)
+    except Exception as error:
+        raise ModelError(f"{path}: the weights do not fit config.json ({reason(error)})") from None
+    bridge.original_model.eval().requires_grad_(False)
+    attention_class = native_attention()
+    for block in bridge.blocks:
+        # The weights stay where they are; only `forward` changes.
+        block.attn.original_component.__class__ = attention_class
+    # These modules are TransformerLens's own, so bridge and bare modules are the same.
+    return modules_of_bridge(bridge)
+
+
+def _legacy_config(path: Path) -> dict[str, Any]:
+    """The fields of a legacy config.json; one that would change the pattern is refused."""
+    fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    for key, supported in LEGACY_PLAIN.items():
+        if fields.get(key) not in (None, supported):
+            raise ModelError(
+                f"{path}/config.json: {key} is {fields[key]!r}; only {supported!r} is supported "
+                "for legacy files"
+            )
+    return fields
+
+
+def _legacy_tensors(path: Path, info: ModelInfo) -> dict[str, torch.Tensor]:
+    """The weights of all files, by their old names."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weight_files(path, info.layout):
+        try:
+            if file.suffix == ".safetensors":
+                tensors |= load_file(file)
+            else:
+                # A .pth file is a pickle. `weights_only` runs no code from it.
+                tensors |= torch.load(file, "cpu", weights_only=True)
+        except Exception as error:
+            raise ModelError(f"{file}: the weights cannot be read ({reason(error)})") from None
+    return tensors
+
+
+def _legacy_bridge(
+    info: ModelInfo,
+    fields: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    device: str,
+    dtype: torch.dtype,
+) -> TransformerBridge:
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge.sources.native import boot
+    from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
+
+    config = TransformerBridgeConfig(
+        **{name: fields[name] for name in LEGACY_FIELDS if fields.get(name) is not None},
+        d_mlp=fields.get("d_mlp"),
+        normalization_type=fields.get("normalization", fields.get("normalization_type")),
+        positional_embedding_type="standard",
+        init_weights=False,
+        architecture="TransformerLensNative",
+    )
+    bridge = boot(config, device=device, dtype=dtype)
+    in_dtype = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    converted = convert_tl_checkpoint(in_dtype, config)
+    # Files of this family often leave out the unembedding's bias, which is then zero.
+    converted.setdefault("unembed.bias", torch.zeros(info.d_vocab, dtype=dtype))
+    bridge.load_state_dict(converted, strict=True)
+    return bridge
+
+
+# Either layout
+
+
+def modules_of_bridge(bridge: TransformerBridge) -> LoadedModules:
+    """The modules of a bridge that is there, and that has no other bare modules than its own."""
+    bare, blocks = bridge.original_model, list(bridge.blocks)
+    booted = BootedBridge(bridge, _modules_by_activation(bridge, bare, blocks))
+    return LoadedModules(bare, blocks, {}, lambda: booted, has_booted=True)
+
+
+def _modules_by_activation(
+    bridge: TransformerBridge, bare: nn.Module, blocks: list[nn.Module]
+) -> dict[str, list[nn.Module]]:
+    """The bare modules whose output is an activation, by activation; none if there is no module."""
+    # The adapter names where each component lies in the bare modules of its architecture.
+    components: Any = bridge.adapter.component_mapping
+    modules: dict[str, list[nn.Module]] = {}
+    for activation, name in (
+        ("embed", "embed"),
+        ("pos_embed", "pos_embed"),
+        ("normed_final", "ln_final"),
+        ("unembed", "unembed"),
+    ):
+        present = name in components
+        modules[activation] = [bare.get_submodule(components[name].name)] if present else []
+    components_of_block = components["blocks"].submodules
+    for activation, name in (("normed", "ln1"), ("attn_out", "attn"), ("mlp_out", "mlp")):
+        component = components_of_block.get(name)
+        # Some architectures have an MLP that is not a module: its component has no name.
+        attribute = None if component is None else component.name
+        modules[activation] = [
+            getattr(block, attribute) for block in blocks if attribute and hasattr(block, attribute)
+        ]
+    return modules

@@ -1,0 +1,388 @@
+"""Where a model lies and what it is, read from its files without loading it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headcount.schemas.errors import ModelError, unknown
+from headcount.schemas.files.places import reason
+from headcount.workers.model.files.bundled_models import BUNDLED, BUNDLED_MODELS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
+"""What is downloaded of a model. Pickled weights are not, except those of legacy models."""
+
+LEGACY_SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
+"""Fields of a legacy config.json that say the model's shape."""
+
+LEGACY_PLAIN = {
+    "positional_embedding_type": "standard",
+    "shortformer_pos": False,
+    "attention_dir": "causal",
+    "use_attn_scale": True,
+    "use_local_attn": False,
+    "parallel_attn_mlp": False,
+    "scale_attn_by_inverse_layer_idx": False,
+}
+"""Fields of a legacy config.json that would change the pattern, each with its one supported value.
+"""
+
+TOKENIZER_BOS = {"NeelNanda/gpt-neox-tokenizer-digits": 1}
+"""Beginning-of-sequence tokens by tokenizer, for legacy models whose config.json names a tokenizer
+but no token.
+"""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a model's files say about it, in TransformerLens's words."""
+
+    path: str
+    name: str
+    layout: str
+    sha256: str
+    n_layers: int
+    n_heads: int
+    d_model: int
+    d_head: int
+    n_ctx: int
+    d_vocab: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+    files: tuple[tuple[str, str], ...] = ()
+    """Name and fingerprint of each file that `sha256` covers."""
+    attention_layers: tuple[int, ...] | None = None
+    """The layers that attend; None if all do. Others are recurrent or convolve: they have no rows.
+    """
+    n_kv_heads: int | None = None
+    """Heads of a layer that have keys and values of their own; several query heads may share one.
+    """
+
+    @property
+    def attention_layers_or_all(self) -> tuple[int, ...]:
+        """The layers that attend."""
+        return (
+            tuple(range(self.n_layers)) if self.attention_layers is None else self.attention_layers
+        )
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The description for a run's manifest, without the place it was loaded from."""
+        fields = asdict(self)
+        del fields["path"]
+        fields["files"] = dict(self.files)
+        # Left out where it says nothing, so that runs from before keep their identity.
+        if self.attention_layers is None:
+            del fields["attention_layers"]
+        else:
+            fields["attention_layers"] = list(self.attention_layers)
+        return fields
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes it the same model; `sha256` stands for its files."""
+        # Runs from before `n_kv_heads` was recorded keep their identity; the files imply it.
+        implied = ("files", "n_kv_heads")
+        return {key: value for key, value in self.record.items() if key not in implied}
+
+
+def find_model(spec: str, revision: str | None = None) -> Path:
+    """The directory of a model: bundled, local, or from the Hub.
+
+    A model of the Hub is downloaded once, which needs the network.
+    """
+    local = Path(os.path.expanduser(spec))
+    if revision is not None and (spec.startswith("bundled:") or local.is_dir()):
+        kind = "a directory of this machine" if local.is_dir() else "a model of headcount"
+        raise ModelError(
+            f"revision: expected with a model of the Hub only, and {spec} is {kind}, got "
+            f"{revision!r}; leave it out"
+        )
+    if spec.startswith("bundled:"):
+        name = spec.removeprefix("bundled:")
+        directory = BUNDLED_MODELS / name
+        is_inside = ".." not in directory.parts and not os.path.isabs(name)
+        if not is_inside or not (directory / "config.json").is_file():
+            raise ModelError(f"model: {unknown('bundled model', name, BUNDLED)}")
+        return directory
+    if local.is_dir():
+        return local
+    # A name on the Hub is OWNER/NAME, so this was meant as a path.
+    if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
+        raise ModelError(f"model {spec!r}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(spec, revision=revision, allow_patterns=HUB_FILES))
+    except Exception as error:
+        raise ModelError(
+            f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub "
+            f"({reason(error)})"
+        ) from None
+
+
+def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
+    """What a model is, from its config.json, with fingerprints of its files. Nothing is loaded.
+
+    `digests` are those of the files, if they are known: to read all weights takes time.
+    """
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise ModelError(f"{path}: no readable config.json; expected a model directory") from None
+    except ValueError as error:
+        raise ModelError(f"{path}/config.json: not valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}/config.json: expected an object, got {type(config).__name__}")
+    if "model_type" in config:
+        layout, shape = "huggingface", _hugging_face_shape(path)
+    else:
+        layout, shape = "legacy", _legacy_shape(path, config)
+    digests = digests or file_digests(path, layout)
+    files = tuple((name, digest.hex()[:16]) for name, digest in digests.items())
+    return ModelInfo(str(path), path.name, layout, sha256_of(digests), **shape, files=files)
+
+
+def no_token(info: ModelInfo, field: str, word: str) -> str:
+    """Why a model does not have a special token.
+
+    `field` is the field of config.json that names the token, `word` what the token is called.
+    """
+    try:
+        config = json.loads((Path(info.path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    token = config.get(field)
+    if token is None:
+        return f"{info.name} names no {word} token"
+    return (
+        f"{info.name}: {field} is {token!r} in its config.json, expected 0 to {info.d_vocab - 1}, "
+        f"so it has no {word} token"
+    )
+
+
+def weight_files(path: Path, layout: str) -> list[Path]:
+    """The files that a model's weights are read from: safetensors, or a legacy `.pth`."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files and layout == "legacy":
+        files = sorted(path.glob("*final.pth"))
+    if not files:
+        names = sorted(file.name for file in path.iterdir())
+        raise ModelError(
+            f"{path}: expected weights as *.safetensors, found "
+            f"{', '.join(names[:8]) or 'nothing'}; convert them, nothing is "
+            "unpickled"
+        )
+    return files
+
+
+def sha256_of(digests: dict[str, bytes]) -> str:
+    """What stands for a model's files, from the digests of them."""
+    return hashlib.sha256(b"".join(digests.values())).hexdigest()[:16]
+
+
+def file_digests(path: Path, layout: str) -> dict[str, bytes]:
+    """SHA-256 of the configuration and of every file of weights, by name."""
+    digests: dict[str, bytes] = {}
+    # The configuration counts: other settings make another model of the same weights.
+    for file in [path / "config.json", *weight_files(path, layout)]:
+        with file.open("rb") as stream:
+            digests[file.name] = hashlib.file_digest(stream, "sha256").digest()
+    return digests
+
+
+LENGTHS = (
+    "seq_length",
+    "max_seq_len",
+    "max_target_positions",
+    "model_max_length",
+    "max_position_embeddings",
+)
+"""Fields that hold the longest sequence. A model without embeddings of positions, as BLOOM, names
+the length it was trained on.
+"""
+
+HUGGING_FACE_SHAPE = {
+    "n_layers": ("decoder_layers", "num_decoder_layers", "num_hidden_layers"),
+    "n_heads": ("decoder_attention_heads", "num_attention_heads"),
+    "d_model": ("hidden_size",),
+    "n_ctx": LENGTHS,
+    "d_vocab": ("vocab_size",),
+}
+"""Our names of the model's shape, and the fields of a Hugging Face config that may hold it. The
+decoder's come first, because only decoders are language models.
+"""
+
+
+def _hugging_face_shape(path: Path) -> dict[str, Any]:
+    """Shape and special tokens by their names in `ModelInfo`."""
+    from transformers import AutoConfig
+
+    try:
+        whole = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        # A model that also sees images keeps the sizes of its language model apart.
+        config = whole.get_text_config(decoder=True)
+    except Exception as error:
+        raise ModelError(
+            f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
+        ) from None
+    return shape_of(config, f"{path}/config.json")
+
+
+def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
+    """Shape and special tokens of a config of transformers; `where` it is, for errors."""
+    shape: dict[str, Any] = {
+        name: _first_field(config, fields) for name, fields in HUGGING_FACE_SHAPE.items()
+    }
+    # A model that is not a transformer, for example Mamba, lacks some of them.
+    absent = [HUGGING_FACE_SHAPE[name][-1] for name, value in shape.items() if value is None]
+    if shape["n_heads"] is None:
+        raise ModelError(
+            f"{where}: a {config.model_type} model names no {HUGGING_FACE_SHAPE['n_heads'][-1]}: "
+            "it has no attention heads to measure; choose another model"
+        )
+    if absent:
+        raise ModelError(
+            f"{where}: a {config.model_type} model names no {' and no '.join(absent)}, "
+            "which a scan needs; add what is missing to it, or choose another model"
+        )
+    try:
+        _check_positive(shape)
+        d_head = _d_head(config, shape)
+        attention_layers = _attention_layers(config, shape["n_layers"])
+    except ValueError as error:
+        raise ModelError(f"{where}: {error}") from None
+    return shape | {
+        "d_head": d_head,
+        "n_kv_heads": _n_kv_heads(config, shape["n_heads"]),
+        "attention_layers": attention_layers,
+        "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),
+        "eos_token_id": _token(getattr(config, "eos_token_id", None), shape["d_vocab"]),
+    }
+
+
+def _first_field(config: PretrainedConfig, names: Sequence[str]) -> Any:  # noqa: ANN401
+    """The first of these fields that a config has; None if it has none of them."""
+    values = (_field(config, name) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def _field(config: PretrainedConfig, name: str) -> Any:  # noqa: ANN401 (whatever a config holds)
+    """A field of a config; None if it has none. Where it differs by layer, the largest."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        # transformers raises an error of its own for fields that differ by layer.
+        return max(getattr(layer, name, None) or 0 for layer in config.per_layer_config) or None
+
+
+NOT_ATTENDING = ("linear_attention", "conv", "moe", "mlp", "mamba", "mamba2", "recurrent")
+"""Types of layers without softmax attention, in the words of Hugging Face's `layer_types`."""
+
+
+SPARSE = (
+    "indexed_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+)
+"""Types of layers that choose or compress the keys of each query. Short sequences do not show it.
+"""
+
+
+def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...] | None:
+    """The layers that attend; None if all of them do.
+
+    Layers whose pattern is not a softmax over all keys of a window raise `ValueError`.
+    """
+    # The two names of one list, and the layers that only look at images.
+    types = _field(config, "layer_types") or _field(config, "layers_block_type")
+    across = _field(config, "cross_attention_layers") or ()
+    if not isinstance(types, list | tuple) or len(types) != n_layers:
+        types = ["full_attention"] * n_layers
+    sparse = sorted({*types} & {*SPARSE})
+    if sparse:
+        raise ValueError(
+            f"layer_types has {sparse[0]}, whose queries see keys that the model chooses or "
+            "compresses; such layers cannot be measured yet"
+        )
+    attending = tuple(
+        layer
+        for layer, kind in enumerate(types)
+        if kind not in NOT_ATTENDING and layer not in across
+    )
+    return None if len(attending) == n_layers else attending
+
+
+def _n_kv_heads(config: PretrainedConfig, n_heads: int) -> int:
+    """The heads of a layer that have keys and values of their own."""
+    return _field(config, "num_key_value_heads") or n_heads
+
+
+def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
+    """The width of a head. Heads that cannot share the width or the keys raise `ValueError`."""
+    n_heads = shape["n_heads"]
+    # Latent attention (DeepSeek's MLA) joins two parts of its own widths.
+    widths = [_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
+    if all(isinstance(width, int) for width in widths):
+        return sum(widths)
+    n_kv_heads = _n_kv_heads(config, n_heads)
+    if not isinstance(n_kv_heads, int) or n_kv_heads < 1 or n_heads % n_kv_heads:
+        raise ValueError(
+            f"num_key_value_heads is {n_kv_heads!r}, expected a divisor of num_attention_heads = "
+            f"{n_heads}"
+        )
+    d_head = _field(config, "head_dim")
+    if d_head is None:
+        if shape["d_model"] % n_heads:
+            raise ValueError(
+                f"hidden_size is {shape['d_model']}, expected a multiple of num_attention_heads = "
+                f"{n_heads}"
+            )
+        d_head = shape["d_model"] // n_heads
+    _check_positive({"head_dim": d_head})
+    return d_head
+
+
+def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Shape and special tokens by their names in `ModelInfo`."""
+    missing = [name for name in LEGACY_SHAPE if not isinstance(config.get(name), int)]
+    if missing:
+        raise ModelError(
+            f"{path}/config.json: has neither model_type (Hugging Face) nor {', '.join(missing)} "
+            "(legacy TransformerLens)"
+        )
+    shape = {name: config[name] for name in LEGACY_SHAPE}
+    try:
+        _check_positive(shape)
+    except ValueError as error:
+        raise ModelError(f"{path}/config.json: {error}") from None
+    bos_of_tokenizer = TOKENIZER_BOS.get(str(config.get("tokenizer_name")))
+    bos = config.get("bos_token_id", bos_of_tokenizer)
+    return shape | {
+        "n_kv_heads": shape["n_heads"],
+        "bos_token_id": _token(bos, config["d_vocab"]),
+        "eos_token_id": _token(config.get("eos_token_id", bos), config["d_vocab"]),
+    }
+
+
+def _check_positive(shape: dict[str, Any]) -> None:
+    """Raise `ValueError` for a number that is not a positive integer."""
+    for name, value in shape.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}, expected a positive integer")
+
+
+def _token(named: object, d_vocab: int) -> int | None:
+    """A special token's id; None if the config names none that is in the vocabulary."""
+    # Some configs list several end-of-text tokens. The first one is used.
+    token = named[0] if isinstance(named, list) and named else named
+    return token if isinstance(token, int) and 0 <= token < d_vocab else None

@@ -1,0 +1,201 @@
+"""Text to token ids, with the tokenizer that lies beside a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from headcount.schemas.errors import ModelError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PADDING = 255
+"""Tokens that any model may have beyond those of its tokenizer. Vocabularies are padded to
+multiples of 64, 128 or 256.
+"""
+
+PADDING_SHARE = 0.1
+"""Share of a large model's tokens that may be padding; DeepSeekMoE 16B has 0.023."""
+
+VOCABULARIES = ("vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
+"""Files of vocabularies. A tokenizer without a tokenizer.json has one of them."""
+
+DETAILS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Files that say the rest of a tokenizer without a tokenizer.json."""
+
+CUTS = ("truncation", "padding")
+"""Parts of a tokenizer.json that say how texts are cut and padded, which we never do."""
+
+PROBE = (
+    "The quick brown fox jumps over the lazy dog.",
+    "It's 1,024.50 € on 2024-02-29; don't they'll I'VE",
+    "  two spaces\n\n\tthree\r\n    four    ",
+    "def f(x):\n    return x**2 != 0  # <|endoftext|> <s> [MASK]",
+    "Ångström café ﬁne Straße İstanbul e\u0301 \u00e9",
+    "東京 テスト 中文分词 한국어 العربية हिन्दी ไทย",
+    "👩‍👩‍👧 \u200b\u00a0\ufeff\u2028 \x00\x7f",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa 000000000 =========",
+)
+"""Texts whose tokens show how a library applies a tokenizer: letters of many scripts, numbers,
+spaces, code, accents written in two ways, and signs that no tokenizer expects.
+"""
+
+
+def _byte_names() -> dict[str, int]:
+    """The byte that each sign stands for in vocabularies of bytes, as GPT-2 has one.
+
+    A visible sign stands for its own byte. The other bytes have the signs from 256 on, in order.
+    """
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    invisible = [byte for byte in range(256) if byte not in visible]
+    own_signs = {chr(byte): byte for byte in visible}
+    substitutes = {chr(256 + i): byte for i, byte in enumerate(invisible)}
+    return own_signs | substitutes
+
+
+BYTES = _byte_names()
+
+
+class TextTokenizer:
+    """A model's tokenizer. A special token that is written out in a text is text."""
+
+    def __init__(self, path: Path, d_vocab: int) -> None:
+        """`path` is the model's directory, `d_vocab` the number of tokens that the model knows."""
+        self._path = path
+        self._tokenizer = _load(path)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Contrary to its name, this makes "<|endoftext|>" in a text ordinary text.
+        self._tokenizer.encode_special_tokens = True
+        _check_size(path, self._tokenizer.get_vocab(), d_vocab)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a tokenizer that another process sent, where the model's files need not be."""
+        self.__dict__.update(state)
+        # The library does not send this setting along.
+        self._tokenizer.encode_special_tokens = True
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies what a text becomes.
+
+        It covers what the tokenizer's files say, and the tokens that the library makes of a few
+        texts. Another version of the library is the same tokenizer if it makes the same tokens.
+        """
+        content = {
+            "files": _definition(self._path),
+            "probe": [self._encode_or_refuse(text) for text in PROBE],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def library(self) -> str:
+        """The library that applies the tokenizer, and its version."""
+        return f"tokenizers {version('tokenizers')}"
+
+    @cached_property
+    def ids_end(self) -> int:
+        """One more than the largest token id; ids may have gaps."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of several texts, which are tokenised on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of a sequence of tokens, special ones included."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def texts(self, tokens: list[int]) -> list[str]:
+        """The text of each token. A token that is a part of a character is shown as bytes."""
+        return [self._text_of_token(token) for token in tokens]
+
+    def _text_of_token(self, token: int) -> str:
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            # Vocabularies are padded to round sizes.
+            return f"<{token}>"
+        if "▁" in name:
+            # SentencePiece's space, which decoding drops at the start.
+            return name.replace("▁", " ")
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        # \ufffd stands for bytes that are not a whole character.
+        if text and "\ufffd" not in text:
+            return text
+        is_bytes = all(sign in BYTES for sign in name)
+        if not is_bytes:
+            return name
+        return bytes(BYTES[sign] for sign in name).decode(errors="backslashreplace")
+
+    def _encode_or_refuse(self, text: str) -> list[int] | None:
+        """Token ids of a text; None if the tokenizer refuses it, which identifies it, too."""
+        try:
+            return self.encode(text)
+        except Exception:
+            # The library raises nothing more precise.
+            return None
+
+
+def _check_size(path: Path, vocabulary: dict[str, int], d_vocab: int) -> None:
+    """Refuse a tokenizer whose size shows that it is another model's."""
+    size = len(vocabulary)
+    # Ids may have gaps, so the largest one may lie beyond the number of tokens.
+    ids_end = max(vocabulary.values(), default=-1) + 1
+    least = max(2, d_vocab - max(PADDING, int(PADDING_SHARE * d_vocab)))
+    if size < least or max(size, ids_end) > d_vocab:
+        raise ModelError(
+            f"{path}: its tokenizer has {max(size, ids_end):,} tokens and the model {d_vocab:,}; "
+            f"expected {least:,} to {d_vocab:,}, because models are padded by {PADDING} tokens or "
+            f"{PADDING_SHARE:.0%} at most; tokenizer files are missing or another model's"
+        )
+
+
+def _definition(path: Path) -> dict[str, Any]:
+    """What a tokenizer's files say: the content of tokenizer.json, or fingerprints of older files.
+
+    The content is parsed, so that another layout of the same JSON is the same tokenizer.
+    """
+    tokenizer_json = path / "tokenizer.json"
+    if tokenizer_json.is_file():
+        content = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+        return {key: value for key, value in content.items() if key not in CUTS}
+    files = [path / name for name in (*VOCABULARIES, *DETAILS)]
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()
+    }
+
+
+def _load(path: Path) -> Tokenizer:
+    """The tokenizer of a model's directory, from a tokenizer.json or from older files."""
+    from tokenizers import Tokenizer
+
+    if (path / "tokenizer.json").is_file():
+        try:
+            return Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:
+            raise ModelError(f"{path}/tokenizer.json: not a tokenizer ({error})") from None
+    if not any((path / name).is_file() for name in VOCABULARIES):
+        raise ModelError(
+            f"{path}: no tokenizer files; text needs one (tokenizer.json, or vocab.json and "
+            "merges.txt)"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+        return cast("Tokenizer", tokenizer.backend_tokenizer)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"{path}: its tokenizer cannot be loaded ({reason})") from None

@@ -1,0 +1,162 @@
+"""The model that measured a run: it turns tokens into text, and runs one sequence again.
+
+Questions (`queries`) know neither models nor tokenizers. `headcount.py` hands this class to them.
+Imports wait until they are needed, because every command loads this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headcount.schemas.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from headcount.schemas.files.places import Place
+    from headcount.schemas.scans.scan import Scan
+    from headcount.workers.model.files.model_info import ModelInfo
+    from headcount.workers.model.files.text_tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True)
+class Look:
+    """The attention of one query."""
+
+    key: int
+    """The key with most attention; -1 if the query sees no key."""
+    mass: float
+    """Attention to that key."""
+    first: float
+    """Attention to key 0."""
+
+
+class RunModel:
+    """The model of the run in a directory; `model` is its place if it has moved."""
+
+    def __init__(self, run: str | Place, model: str | None = None) -> None:
+        from headcount.schemas.files.places import absolute
+        from headcount.schemas.files.run_directory import RunDirectory
+
+        self.run = RunDirectory(absolute(run))
+        self.manifest = self.run.manifest()
+        self.new_place = model
+
+    @property
+    def _scan_fields(self) -> dict[str, Any]:
+        """The fields of the scan that the run measured."""
+        return {**self.manifest.identity["scan"], "sequences": self.manifest.sequences}
+
+    @cached_property
+    def _files(self) -> tuple[Path, dict[str, bytes]]:
+        """The model's directory, and the digests of its files.
+
+        It is refused if they are not those that were measured.
+        """
+        from headcount.workers.model.files.model_info import file_digests, find_model, sha256_of
+
+        name = self.new_place or self._scan_fields["model"]
+        revision = None if self.new_place else self._scan_fields.get("revision")
+        measured = self.manifest.model
+        try:
+            directory = find_model(name, revision)
+            digests = file_digests(directory, measured["layout"])
+        except OSError as error:
+            raise ModelError(
+                f"{error.filename}: cannot be read ({error.strerror}); --model PATH says where the "
+                "model lies now"
+            ) from None
+        except ModelError as error:
+            raise ModelError(f"{error}; --model PATH says where the model lies now") from None
+        # Other weights under the same name would tell of another model.
+        sha256 = sha256_of(digests)
+        if sha256 != measured["sha256"]:
+            raise ModelError(
+                f"{name}: has weights {sha256}, and run {self.run.run_id} was measured with "
+                f"{measured['sha256']}; --model PATH says where that model lies"
+            )
+        return directory, digests
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        """What the model's files say."""
+        from headcount.workers.model.files.model_info import describe
+
+        return describe(*self._files)
+
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer:
+        from headcount.workers.model.files.text_tokenizer import TextTokenizer
+
+        # What `info` says would be read by transformers, which takes seconds to import.
+        directory, _ = self._files
+        return TextTokenizer(directory, self.manifest.model["d_vocab"])
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of some tokens."""
+        return self._tokenizer.text(tokens)
+
+    def texts(self, tokens: list[int]) -> list[str]:
+        """The text of each token."""
+        return self._tokenizer.texts(tokens)
+
+    def looks(
+        self,
+        sequence: int,
+        tokens: list[int],
+        layer: int,
+        head: int,
+        intervention: str,
+        device: str,
+    ) -> list[Look]:
+        """Run a sequence of the run again; returns where each query of a head looks.
+
+        No run stores this: it would be one number for each query, layer and head.
+        """
+        import numpy as np
+
+        from headcount.schemas.scans.intervention import parse_intervention
+        from headcount.schemas.scans.scan import parse_scan
+        from headcount.workers.interventions import needs_partners
+        from headcount.workers.process import prepare_process
+        from headcount.workers.replica import Replica
+        from headcount.workers.strongest_keys import strongest_keys
+
+        edit = parse_intervention(intervention)
+        # As the rows were measured, but one sequence under one intervention.
+        changes = {"interventions": [intervention], "batch_size": 1, "precision": self._precision}
+        scan = parse_scan(self._scan_fields | changes)
+        # Before torch computes anything: it sets threads and memory.
+        prepare_process()
+        replica = Replica(self.info, scan, device)
+        partner = self._partner(scan, sequence) if needs_partners((edit,)) else None
+        strongest = strongest_keys(
+            replica, np.array(tokens, np.int32), layer, head, edit, partner=partner
+        )
+        return [
+            Look(int(key), float(mass), float(first))
+            for key, mass, first in zip(strongest.key, strongest.mass, strongest.first, strict=True)
+        ]
+
+    @property
+    def _precision(self) -> str:
+        """The precision in which the run's rows were measured.
+
+        It is read from a commit, because the scan may say `auto`.
+        """
+        commit = self.run.oldest_commit(["methods"])
+        methods = [] if commit is None else commit["methods"]
+        precisions = {method["precision"] for method in methods}
+        return precisions.pop() if len(precisions) == 1 else self._scan_fields["precision"]
+
+    def _partner(self, scan: Scan, sequence: int) -> np.ndarray | None:
+        """The partner of a sequence, drawn again; none if its family has no partners."""
+        from headcount.workers.inputs.sequences import Sequences
+
+        # A partner is not stored. It is drawn from its number alone, so it is the same again.
+        sequences = Sequences(scan, self.info, partners=True)
+        shard = sequences.shard(sequence // scan.sequences_per_shard)
+        return None if shard.partner is None else shard.partner[sequence - shard.start]
