@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -15,23 +15,12 @@ from headcount.schemas.errors import QueryError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from headcount.exports.registry import CacheCut, Exported, ExportFormat, Needs, Option
+    from headcount.exports.registry import Exported, ExportFormat, Needs, Option
     from headcount.exports.source import ExportSource
     from headcount.queries.ask.asking import RunDatabase
     from headcount.schemas.files.places import Place
 
-RunScan: TypeAlias = "Callable[[dict[str, Any], list[str], str, Device], Place]"
-"""Runs a scan to its end: its fields, what of them is set otherwise, its name, and the device.
-
-Returns the place of the run.
-"""
-
-
-CheckHeads: TypeAlias = "Callable[[str, CacheCut, int, Device], tuple[pa.Table, list[str]]]"
-"""Tries a cut of the cache out on a model, with sequences of so many tokens.
-
-Returns a table, and lines that say what it shows.
-"""
+commands = typer.Typer(rich_markup_mode=None)
 
 FORMAT_WORDS = "headcount.format_words"
 """Where a command keeps the options of its format until it runs."""
@@ -75,124 +64,115 @@ def _words_of_format(args: list[str]) -> tuple[list[str], list[str]]:
     return of_format, rest
 
 
-def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
-    """Add the subcommand to the front door.
-
-    `run_scan` measures what a format needs, and `check_heads` tries out what it chose.
+@commands.command(
+    cls=ExportCommand,
+    # What the command does not know may be an option of the format.
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def export(
+    context: typer.Context,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FORMAT", help="Format, as --list names it; FORMAT --help explains it."
+        ),
+    ] = None,
+    runs: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUNS",
+            help="A run directory, or a directory of runs; a path or a URL. With --model: "
+            "where its run is written, by default runs.",
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "-o", "--output", metavar="PATH", help="File or folder to write; a path or a URL."
+        ),
+    ] = None,
+    listed: Annotated[
+        bool,
+        typer.Option("--list", help="Print the formats, and who reads them."),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A Hub id, a local directory, or bundled:NAME: run the scan that the format "
+            "needs, then export it."
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Set a field of that scan, such as sequences=500. May be repeated.",
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Then cut the cache of the model as the file says, and print what is lost: "
+            "with the chosen heads whole, and with as many random ones.",
+        ),
+    ] = False,
+    device: Annotated[Device, typer.Option(help="Device of that scan, and of --check.")] = "auto",
+    run_ids: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--run",
+            metavar="RUN_ID",
+            help="The run, if RUNS has several. Twice, if the format compares two.",
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace an older export in one step.")
+    ] = False,
+    code: Code = None,
+) -> None:
+    """Write what runs measured as a file that another tool loads: which heads retrieve, how far
+    they look back, how large their keys get.
     """
+    from headcount.exports.destination import check_destination, write_export
+    from headcount.exports.registry import export_format_named
 
-    @app.command(
-        cls=ExportCommand,
-        # What the command does not know may be an option of the format.
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    if listed:
+        print_formats()
+        return
+    if name is None:
+        raise QueryError("expected the name of a format; headcount export --list has them")
+    export = export_format_named(name)
+    options = export.parsed_options(
+        read_options(export, [*context.meta[FORMAT_WORDS], *context.args])
     )
-    def export(  # pyright: ignore[reportUnusedFunction]
-        context: typer.Context,
-        name: Annotated[
-            str | None,
-            typer.Argument(
-                metavar="FORMAT", help="Format, as --list names it; FORMAT --help explains it."
-            ),
-        ] = None,
-        runs: Annotated[
-            str | None,
-            typer.Argument(
-                metavar="RUNS",
-                help="A run directory, or a directory of runs; a path or a URL. With --model: "
-                "where its run is written, by default runs.",
-            ),
-        ] = None,
-        output: Annotated[
-            str | None,
-            typer.Option(
-                "-o", "--output", metavar="PATH", help="File or folder to write; a path or a URL."
-            ),
-        ] = None,
-        listed: Annotated[
-            bool,
-            typer.Option("--list", help="Print the formats, and who reads them."),
-        ] = False,
-        model: Annotated[
-            str | None,
-            typer.Option(
-                help="A Hub id, a local directory, or bundled:NAME: run the scan that the format "
-                "needs, then export it."
-            ),
-        ] = None,
-        overrides: Annotated[
-            list[str] | None,
-            typer.Option(
-                "--set",
-                metavar="KEY=VALUE",
-                help="Set a field of that scan, such as sequences=500. May be repeated.",
-            ),
-        ] = None,
-        check: Annotated[
-            bool,
-            typer.Option(
-                "--check",
-                help="Then cut the cache of the model as the file says, and print what is lost: "
-                "with the chosen heads whole, and with as many random ones.",
-            ),
-        ] = False,
-        device: Annotated[
-            Device, typer.Option(help="Device of that scan, and of --check.")
-        ] = "auto",
-        run_ids: Annotated[
-            list[str] | None,
-            typer.Option(
-                "--run",
-                metavar="RUN_ID",
-                help="The run, if RUNS has several. Twice, if the format compares two.",
-            ),
-        ] = None,
-        replace: Annotated[
-            bool, typer.Option("--replace", help="Replace an older export in one step.")
-        ] = False,
-        code: Code = None,
-    ) -> None:
-        """Write what runs measured as a file that another tool loads: which heads retrieve, how far
-        they look back, how large their keys get.
-        """
-        from headcount.exports.destination import check_destination, write_export
-        from headcount.exports.registry import export_format_named
-
-        if listed:
-            print_formats()
-            return
-        if name is None:
-            raise QueryError("expected the name of a format; headcount export --list has them")
-        export = export_format_named(name)
-        options = export.parsed_options(
-            read_options(export, [*context.meta[FORMAT_WORDS], *context.args])
+    if output is None:
+        raise QueryError(
+            f"export {name}: say where to with -o PATH, for instance -o {export.example}"
         )
-        if output is None:
-            raise QueryError(
-                f"export {name}: say where to with -o PATH, for instance -o {export.example}"
-            )
-        # Before any scan: it would be paid for in vain.
-        destination = check_destination(export, output, replace)
-        if runs is None and model is None:
-            raise QueryError(f"export {name}: expected RUNS, or --model MODEL to measure it now")
-        if model is None and overrides:
-            raise QueryError("--set is about the scan of --model; leave it out")
-        if model is None:
-            source = open_source(str(runs), export, options, destination, run_ids or (), code)
-        else:
-            fields = {"model": model, "out": runs or "runs"}
-            measure = partial(run_needed_scan, run_scan, fields, overrides or [], device)
-            source = measured_source(measure, export, options, destination)
-        exported = export.make(source, **options)
-        # Before anything is written: the model, or what runs it, may not be there.
-        trial = _tried_out(exported, source, model, device, check_heads) if check else None
-        size = write_export(export, destination, exported.files)
-        _tell_notes(exported.notes)
-        typer.echo(
-            f"{output}: {name} of {source.model_name}, from run {source.run_id} "
-            f"({size / 1e3:,.1f} kB)"
-        )
-        if trial is not None:
-            _show_check(*trial)
+    # Before any scan: it would be paid for in vain.
+    destination = check_destination(export, output, replace)
+    if runs is None and model is None:
+        raise QueryError(f"export {name}: expected RUNS, or --model MODEL to measure it now")
+    if model is None and overrides:
+        raise QueryError("--set is about the scan of --model; leave it out")
+    if model is None:
+        source = open_source(str(runs), export, options, destination, run_ids or (), code)
+    else:
+        fields = {"model": model, "out": runs or "runs"}
+        measure = partial(run_needed_scan, fields, overrides or [], device)
+        source = measured_source(measure, export, options, destination)
+    exported = export.make(source, **options)
+    # Before anything is written: the model, or what runs it, may not be there.
+    trial = _tried_out(exported, source, model, device) if check else None
+    size = write_export(export, destination, exported.files)
+    _tell_notes(exported.notes)
+    typer.echo(
+        f"{output}: {name} of {source.model_name}, from run {source.run_id} ({size / 1e3:,.1f} kB)"
+    )
+    if trial is not None:
+        _show_check(*trial)
 
 
 def _tried_out(
@@ -200,18 +180,20 @@ def _tried_out(
     source: ExportSource,
     model: str | None,
     device: Device,
-    check_heads: CheckHeads,
 ) -> tuple[pa.Table, list[str]]:
     """What a trial of the chosen heads finds, on the model where it lies now."""
     if exported.cut is None:
         raise QueryError(
             f"export {source.format.name}: chooses no heads to keep whole; leave out --check"
         )
-    return check_heads(model or source.run["model"], exported.cut, source.run["n_ctx"], device)
+    from headcount.exports.scan import check_exported_heads
+
+    return check_exported_heads(
+        model or source.run["model"], exported.cut, source.run["n_ctx"], device
+    )
 
 
 def run_needed_scan(
-    run_scan: RunScan,
     fields: dict[str, Any],
     overrides: list[str],
     device: Device,
@@ -222,7 +204,10 @@ def run_needed_scan(
 
     `fields` are those that the user chose: `model` and `out`.
     """
-    return str(run_scan(needs.scan_fields(fields["model"]) | fields, overrides, name, device))
+    from headcount.exports.scan import run_export_scan
+
+    needed = needs.scan_fields(fields["model"]) | fields
+    return str(run_export_scan(needed, overrides, name, device))
 
 
 def measured_source(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from headcount.exports.commands import needs_line
 from headcount.exports.registry import ExportFormat, Option, export_formats
+from headcount.schemas.house import PACKAGE
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = PACKAGE.parent / "docs"
 
 INTRODUCTION = """\
 # Exports

@@ -32,6 +32,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import numpy as np
 from pydantic import Field
 
+from headcount.exports import formats
 from headcount.schemas.errors import QueryError, unknown
 from headcount.schemas.formulas import first_paragraph
 from headcount.schemas.scans.values import problem_of, range_of
@@ -268,8 +269,8 @@ def export_format(
 def export_formats() -> Mapping[str, ExportFormat]:
     """Every format by name, in alphabetical order."""
     # Every file of the package is looked at, so that a format is one file and no further line.
-    for module in pkgutil.iter_modules(exports.__path__):
-        import_module(f"{exports.__name__}.{module.name}")
+    for module in pkgutil.iter_modules(formats.__path__):
+        import_module(f"{formats.__name__}.{module.name}")
     return dict(sorted(FORMATS.items()))
 
 

@@ -1,41 +1,17 @@
 """The scan that an export needs, and the trial of what it chose, on the model itself.
 
-Exports (`exports`) know neither models nor how a scan is run. `headcount.py` hands these functions
-to them. Imports wait until they are needed, because every command loads this file.
+Imports wait until they are needed: most exports need neither a model nor what runs it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from headcount.exports.registry import CacheCut
     from headcount.schemas.files.places import Place
-
-
-class CacheCutLike(Protocol):
-    """Which KV heads keep their whole cache, as `exports.registry` has it."""
-
-    @property
-    def whole_heads(self) -> list[tuple[int, int]]:
-        """Layer and KV head of those that do."""
-        ...
-
-    @property
-    def ranked_heads(self) -> list[tuple[int, int]] | None:
-        """All heads, those that need it most first, if their number is open."""
-        ...
-
-    @property
-    def sink(self) -> int:
-        """First keys that the others keep."""
-        ...
-
-    @property
-    def recent(self) -> int:
-        """Last keys that the others keep."""
-        ...
 
 
 def run_export_scan(
@@ -69,7 +45,7 @@ def run_export_scan(
 
 
 def check_exported_heads(
-    model: str, cut: CacheCutLike, n_ctx: int, device: Literal["auto", "cpu", "cuda"]
+    model: str, cut: CacheCut, n_ctx: int, device: Literal["auto", "cpu", "cuda"]
 ) -> tuple[pa.Table, list[str]]:
     """What a model loses with a cache that is cut so: recall of needles, loss after repeats.
 

@@ -24,7 +24,6 @@ from types import FrameType
 from typing import NoReturn
 
 from headcount.schemas.errors import HeadcountError, printable
-from headcount.schemas.house import PACKAGES
 
 CONTINUABLE = ("scan", "resume", "compact", "reproduce")
 """Commands that the same command continues after they were stopped."""
@@ -292,8 +291,8 @@ def lines_of(error: Exception) -> list[str]:
         return str(error).splitlines()
     if isinstance(error, ModuleNotFoundError):
         library = (error.name or "").partition(".")[0]
-        # That a package of ours is missing is a mistake here.
-        if library and library not in PACKAGES:
+        # That a module of ours is missing is a mistake here.
+        if library and library != "headcount":
             return [
                 f"{library} is not installed; it comes with the extra 'scan', which measuring "
                 "needs. In headcount's folder: pip install -e '.[scan]'"

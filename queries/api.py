@@ -30,11 +30,11 @@ from headcount.queries.ask.named_queries import QUERIES, read_queries
 from headcount.queries.open.connection import MEMORY, OPENED, check_memory, view_descriptions
 from headcount.queries.open.run import read_runs
 from headcount.queries.open.run_memory import RunMemory
-from headcount.queries.run_models import OpenModel, RunModels
 from headcount.schemas.errors import QueryError, printable, unknown
 from headcount.schemas.files.places import absolute
 from headcount.schemas.scans.arguments import Location, Name, checked
 from headcount.schemas.scans.values import Count, Positive
+from headcount.workers.run_model import RunModels
 
 if TYPE_CHECKING:
     import pandas
@@ -69,18 +69,15 @@ class Runs:
     def __init__(
         self,
         path: Location,
-        open_model: OpenModel | None = None,
         *,
         code: Name | None = None,
         memory: Name = MEMORY,
     ) -> None:
-        """`open_model` opens the model of a run, whose tokenizer makes tokens readable."""
         # A notebook may change its working directory, and `refresh` must find the same runs.
         self.path = absolute(path)
         self.code = code
         self.memory = check_memory(memory)
-        self.open_model = open_model
-        self.models = None if open_model is None else RunModels(str(self.path), open_model)
+        self.models = RunModels(str(self.path))
         self._memory_of_runs = RunMemory()
         self._database: RunDatabase | None = self._opened()
 
@@ -158,7 +155,7 @@ class Runs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, here or in another process, opens the same runs for itself."""
-        return partial(Runs, code=self.code, memory=self.memory), (self.path, self.open_model)
+        return partial(Runs, code=self.code, memory=self.memory), (self.path,)
 
     def __exit__(self, *_: object) -> None:
         """Close them."""

@@ -28,10 +28,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from headcount.reproduce.system import System, systems
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.places import reason
+from headcount.schemas.house import PACKAGE
 
 CLAIMS = Path(__file__).parent / "claims"
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = PACKAGE.parent / "docs"
 
 INTRODUCTION = """\
 # What the sources claim, and what shows it
@@ -138,7 +139,7 @@ def _known_words() -> set[str]:
 
     words = {name for kind in KINDS for name in kind.registry}
     words |= {*INPUTS, *INTERVENTIONS, *TABLES}
-    words |= {file.stem for file in QUERIES.glob("*.sql")}
+    words |= {file.stem for file in QUERIES.rglob("*.sql")}
     words |= {column for table in TABLES.values() for column in table.own}
     return words
 

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
+from typer.core import TyperGroup
 
-from headcount.jobs.commands.help_page import DefaultedGroup
 from headcount.jobs.commands.scan import (
     AllowOtherCode,
     Cores,
@@ -24,7 +24,6 @@ from headcount.jobs.commands.scan import (
 )
 from headcount.jobs.console import say
 from headcount.queries.commands.query import tell_user, warn_of_damage
-from headcount.reproduce.texts_commands import texts
 from headcount.schemas.errors import RunError, ScanError, counted
 
 if TYPE_CHECKING:
@@ -36,19 +35,24 @@ SOMETHING_SKIPPED = 3
 """Exit code if no finding failed, but a system that fits the model could not be measured."""
 
 
-def mount(app: typer.Typer) -> None:
-    """Add the group to the front door."""
-    group = typer.Typer(
-        cls=DefaultedGroup,
-        help="Measure systems of the literature again, with a verdict beside every published "
-        "figure.",
-        rich_markup_mode=None,
-    )
-    group.command("systems")(reproduce)
-    group.command()(texts)
-    app.add_typer(group, name="reproduce")
+class DefaultedGroup(TyperGroup):
+    """A group whose first command need not be named: `reproduce NAME` beside `reproduce texts`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer has no name
+        """Read the command line."""
+        is_named = args[:1] and args[0] in self.commands
+        return super().parse_args(ctx, args if is_named else [next(iter(self.commands)), *args])
 
 
+commands = typer.Typer(
+    name="reproduce",
+    cls=DefaultedGroup,
+    help="Measure systems of the literature again, with a verdict beside every published figure.",
+    rich_markup_mode=None,
+)
+
+
+@commands.command("systems")
 def reproduce(
     names: Annotated[
         list[str] | None,

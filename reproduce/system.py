@@ -54,8 +54,8 @@ Reasons = str | dict[str, str]
 class ControlledQuery(BaseModel):
     """SQL whose rows the controls try, and why some cannot fail.
 
-    `python -m headcount.reproduce.controls` demands that every row fails for random weights, and for edits
-    that do nothing, unless it says why here.
+    `python -m headcount.reproduce.controls` demands that every row fails for random weights, and
+    for edits that do nothing, unless it says why here.
     """
 
     # A misspelt key in a file is an error.

@@ -5,11 +5,10 @@ Run it with `python -m headcount.reproduce.systems_page`, or by `make docs`.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from headcount.reproduce.system import System, systems
+from headcount.schemas.house import PACKAGE
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = PACKAGE.parent / "docs"
 
 INTRODUCTION = """\
 # Systems

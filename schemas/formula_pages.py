@@ -8,18 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import groupby
-from pathlib import Path
 from sys import modules
 from typing import Any
 
 from headcount.schemas.formulas import Along, Formula, Ranged, notes_of, options_of
+from headcount.schemas.house import PACKAGE
 from headcount.schemas.predictions import Prediction
 from headcount.schemas.scans.kind import Kind
 from headcount.schemas.scans.kinds import KINDS
 from headcount.schemas.scans.values import range_of
 from headcount.schemas.statistics import Statistic
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = PACKAGE.parent / "docs"
 
 PAGES: dict[str, Kind[Any]] = {kind.page: kind for kind in KINDS}
 """The kind that each page describes. Kinds with the same registry share a page."""

@@ -1,13 +1,17 @@
-"""The packages of this project: the one list of them.
+"""The packages of this project, and where they lie.
 
-`pyproject.toml` cannot read it; a test holds the two together. `tests/project/test_imports.py` says what
-each package may import.
+`tests/project/test_imports.py` says what each package may import.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 PACKAGES = ("schemas", "workers", "jobs", "queries", "exports", "reproduce", "models")
-"""All of them lie beside `headcount.py`, and each command may need any of them."""
+"""Each is a folder of the repository, and is imported as `headcount.NAME`."""
+
+PACKAGE = Path(__file__).parent.parent
+"""The installed package `headcount`. In a clone it has a link to the folder of each package."""
 
 MEASURING = ("schemas", "workers")
 """Those that decide what a row says."""

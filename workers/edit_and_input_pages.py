@@ -9,9 +9,9 @@ import re
 import types
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin
 
+from headcount.schemas.house import PACKAGE
 from headcount.schemas.scans.measured_heads import Head
 from headcount.schemas.scans.values import range_of
 from headcount.workers.engine.edits import EDITABLE_ACTIVATIONS
@@ -24,7 +24,7 @@ from headcount.workers.interventions.intervention_registry import (
     RegisteredIntervention,
 )
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = PACKAGE.parent / "docs"
 
 INTERVENTIONS_INTRODUCTION = """\
 # Interventions

@@ -1,7 +1,7 @@
 """The model that measured a run: it turns tokens into text, and runs one sequence again.
 
-Questions (`queries`) know neither models nor tokenizers. `headcount.py` hands this class to them.
-Imports wait until they are needed, because every command loads this file.
+It is all that `queries` know of models. Imports wait until they are needed, because every command
+loads this file, and a run is read without torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headcount.schemas.errors import ModelError
+from headcount.schemas.errors import ModelError, QueryError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -160,3 +160,26 @@ class RunModel:
         sequences = Sequences(scan, self.info, partners=True)
         shard = sequences.shard(sequence // scan.sequences_per_shard)
         return None if shard.partner is None else shard.partner[sequence - shard.start]
+
+
+class RunModels:
+    """The models of the runs at a place, by run. Each is opened once."""
+
+    def __init__(self, place: str, model: str | None = None) -> None:
+        self.place = place
+        self.model = model
+        self.opened_models: dict[str, RunModel] = {}
+
+    def __getitem__(self, run_id: str) -> RunModel:
+        if run_id not in self.opened_models:
+            self.opened_models[run_id] = RunModel(self._directory(run_id), self.model)
+        return self.opened_models[run_id]
+
+    def _directory(self, run_id: str) -> Place:
+        from headcount.schemas.files.places import absolute
+        from headcount.schemas.files.run_directory import find_runs
+
+        for run in find_runs(absolute(self.place)):
+            if run.run_id == run_id:
+                return run.path
+        raise QueryError(f"{self.place}: has no run {run_id!r}, of which the answer has rows")

@@ -1,7 +1,7 @@
 """How soon the explorer shows something: `python -m benchmarks.at_scale.explorer_speed RUNS`.
 
-`python -m benchmarks.at_scale.rollup_speed --files 5 --out RUNS` generates ten million rows; 72 files are
-the rows of 10^9 tokens. The page is opened in Chromium, with a new server each time.
+`python -m benchmarks.at_scale.rollup_speed --files 5 --out RUNS` generates ten million rows; 72
+files are the rows of 10^9 tokens. The page is opened in Chromium, with a new server each time.
 
 * How long after its address is opened is the heatmap there?
 * How long after a click on a head are its histograms drawn? At once after the heatmap, and once the

@@ -41,7 +41,7 @@ from headcount.workers.replica import InterventionMeasurements
 from headcount.workers.shard import MeasuredShard, commit_shard, measure_shard
 from tests.tools.s3_server import S3Server
 
-RESULTS = Path(__file__).parent / "results" / "fast_replica.json"
+RESULTS = Path(__file__).parent.parent / "results" / "fast_replica.json"
 
 TOKENS_PER_SECOND = 2e6
 """What the replica takes."""

@@ -1,7 +1,7 @@
 """What the statistics that read labels cost over the standard ones: processor seconds, in pairs.
 
-`python -m benchmarks.at_scale.label_cost`. Each round measures the same needles with and without them, so
-that a slower minute of the machine meets both.
+`python -m benchmarks.at_scale.label_cost`. Each round measures the same needles with and without
+them, so that a slower minute of the machine meets both.
 """
 
 from __future__ import annotations

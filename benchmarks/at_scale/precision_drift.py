@@ -32,7 +32,7 @@ from headcount.workers.model.files.model_info import describe, find_model
 from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "precision.md"
 FIGURES = ROOT / "benchmarks" / "precision_drift.csv"
 MEASURED_ON = ROOT / "benchmarks" / "results" / "precision.json"

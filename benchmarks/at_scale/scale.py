@@ -1,4 +1,4 @@
-"""How the machinery around the replicas scales: `python -m benchmarks.at_scale.scale`, or `make scale`.
+"""How the machinery around the replicas scales: `make scale`.
 
 Six questions, each with its target:
 
@@ -62,7 +62,7 @@ from headcount.workers.provenance.machine import device_name, measuring_versions
 from headcount.workers.replica import InterventionMeasurements, Replica
 from headcount.workers.shard import intervention_tables, run_shard
 
-RESULTS = Path(__file__).parent / "results" / "scale.json"
+RESULTS = Path(__file__).parent.parent / "results" / "scale.json"
 MILLION = 1_000_000
 
 FILE_BYTES = 20_000

@@ -45,7 +45,7 @@ from headcount.workers.inputs.store.token_store import (
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from tests.tools.s3_server import S3Server
 
-SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
+SHARED = Path(__file__).parent.parent.parent.parent / "shared" / "data"
 
 SEQUENCE = 1024
 """Tokens of a sequence that is looked for."""
@@ -209,7 +209,7 @@ def cold_seek(store: TokenStore, piece: Piece, seed: int, clock: str) -> tuple[f
     argument = pickle.dumps((store, piece, start, start + SEQUENCE)).hex()
     output = subprocess.run(
         [sys.executable, "-c", COLD, argument, clock],
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parent.parent.parent,
         capture_output=True,
         text=True,
         check=True,

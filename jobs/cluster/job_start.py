@@ -12,7 +12,6 @@ import time
 from headcount.jobs.cluster.submission import Job, JobClient
 from headcount.jobs.upkeep.phases import PLANNING, last_in_log
 from headcount.schemas.errors import RunError, printable
-from headcount.schemas.house import PACKAGES
 
 DRIVER_SECONDS = 120.0
 """Stop waiting after this many seconds. The job stays submitted."""
@@ -85,7 +84,7 @@ def _end_of(cluster: JobClient, job: Job) -> str:
         lines[0] += f": {job.message}"
     missing = {name for line in log_lines for name in NO_MODULE.findall(line)}
     # The usual cause if another Python than that of the cluster's Ray was meant to run the job.
-    if missing - set(PACKAGES):
+    if missing - {"headcount"}:
         lines.append(
             "the Python that runs Ray on that cluster lacks a library: install what "
             "deploy/requirements.txt names beside it, on every node, or use the image"

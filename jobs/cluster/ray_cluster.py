@@ -26,15 +26,9 @@ from headcount.jobs.endings import is_a_command, listen_to_signals, processes_st
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files.places import reason
-from headcount.schemas.house import PACKAGES
-from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX, located
+from headcount.schemas.house import PACKAGE
+from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, located
 from headcount.workers.memory import available_cores
-
-ROOT = Path(__file__).parent.parent
-CODE = ("headcount.py", "LICENSE", *PACKAGES)
-"""The part of this project that a node needs. A job starts `headcount.py`, which imports every
-package for its commands. LICENSE is the text of the input `bundled:LICENSE`.
-"""
 
 SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
 """Settings of a whole cluster. Ray would start a worker for every core at once. Replicas take many
@@ -101,7 +95,7 @@ def _start(cores: int) -> None:
             f"Ray on this machine did not start in {START_SECONDS:.0f} s; --replicas 0 measures "
             "without it, and its logs are in /tmp/ray/session_latest/logs",
         ),
-        contextlib.chdir(ROOT),
+        contextlib.chdir(PACKAGE.parent),
     ):
         ray.init(
             address="local",  # A cluster of its own, even if another one runs on this machine.
@@ -239,14 +233,10 @@ def _given_up_after(seconds: float, message: str) -> Iterator[None]:
 def staged_code() -> Iterator[Path]:
     """A temporary directory with the project's code and nothing else, which Ray sends to nodes."""
     with tempfile.TemporaryDirectory(prefix="headcount-") as directory:
-        for name in CODE:
-            # `located` knows where the licence lies: a wheel keeps it elsewhere.
-            source = Path(located(f"{BUNDLED_PREFIX}{name}"))
-            target = Path(directory) / name
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, target)
+        code = Path(directory)
+        shutil.copytree(PACKAGE, code / "headcount", ignore=shutil.ignore_patterns("__pycache__"))
+        # The text of the input `bundled:LICENSE` lies beside the package.
+        shutil.copy(located(BUNDLED_LICENSE), code)
         yield Path(directory)
 
 
@@ -275,5 +265,5 @@ def last_line(text: str) -> str:
     if not lines:
         return ""
     # Errors of ours explain themselves without the name of their class.
-    message = re.sub(r"^schemas\.errors\.\w+: ", "", lines[-1])
+    message = re.sub(r"^headcount\.schemas\.errors\.\w+: ", "", lines[-1])
     return reason(RuntimeError(message))

@@ -14,12 +14,10 @@ from headcount.schemas.errors import counted
 if TYPE_CHECKING:
     from headcount.schemas.files.run_directory import RunDirectory
 
-
-def mount(app: typer.Typer) -> None:
-    """Add the subcommand to the front door."""
-    app.command()(check)
+commands = typer.Typer(rich_markup_mode=None)
 
 
+@commands.command()
 def check(
     runs: Annotated[
         str,

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from headcount.schemas.files.places import Place
     from headcount.schemas.files.run_directory import RunDirectory
 
+commands = typer.Typer(rich_markup_mode=None)
+
 SILENCE_SECONDS = 10.0
 """Say so if a store has not answered for this long."""
 
@@ -78,14 +80,7 @@ Runs = Annotated[
 RunOrJob = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, directory or address.")]
 
 
-def mount(app: typer.Typer) -> None:
-    """Add the subcommands to the front door."""
-    app.command(cls=CommandOfAScan)(submit)
-    for command in (status, list_runs, logs, stop, resume):
-        # `list_runs` is the command `list`: a function of that name would hide Python's own.
-        app.command(command.__name__.partition("_")[0])(command)
-
-
+@commands.command(cls=CommandOfAScan)
 def submit(
     scan_file: Annotated[Path, typer.Argument(metavar="SCAN", help="A scan file (TOML).")],
     address: Address,
@@ -141,6 +136,7 @@ def _await_driver(cluster: JobClient, submission: Submission) -> None:
         raise
 
 
+@commands.command()
 def status(
     run: Run,
     runs: Runs = "runs",
@@ -261,6 +257,7 @@ def _log_line(run_status: Status | StatusBefore) -> str:
     return f"{datetime.now(UTC):%H:%M:%S}  shards {shards}; tokens {tokens}"
 
 
+@commands.command("list")
 def list_runs(
     runs: Annotated[
         str | None,
@@ -314,6 +311,7 @@ def _list_directory(runs: str, address: str | None) -> None:
         _tell(problem)
 
 
+@commands.command()
 def logs(
     run: RunOrJob,
     address: Address,
@@ -334,6 +332,7 @@ def logs(
         _tell(f"{job.job_id}: {cluster.state(job)}")
 
 
+@commands.command()
 def stop(run: RunOrJob, address: Address) -> None:
     """Stop a run's job. Committed shards stay, and `resume` continues the run."""
     from headcount.jobs.cluster.submission import JobClient
@@ -356,6 +355,7 @@ def stop(run: RunOrJob, address: Address) -> None:
     _tell(f"{job.job_id}: {state}; {advice}")
 
 
+@commands.command()
 def resume(
     run: Run,
     runs: Runs = "runs",

@@ -36,19 +36,15 @@ DEFAULT = "runs/corpora"
 """Where token stores lie unless a scan says something else."""
 
 
-def mount(app: typer.Typer) -> None:
-    """Add the group `corpus` to the front door."""
-    group = typer.Typer(
-        help="The tokens of corpora, which scans read: prepare, list, show and remove them.",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
-    for command in (prepare, list_stores, show, remove):
-        # `list_stores` is the command `list`: a function of that name would hide Python's own.
-        group.command(command.__name__.partition("_")[0])(command)
-    app.add_typer(group, name="corpus")
+commands = typer.Typer(
+    name="corpus",
+    help="The tokens of corpora, which scans read: prepare, list, show and remove them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
+@commands.command()
 def prepare(
     scan_file: Annotated[Path, typer.Argument(metavar="SCAN", help="A scan file (TOML).")],
     overrides: Overrides = None,
@@ -123,6 +119,7 @@ def _summary(sequences: Sequences) -> str:
     return ", ".join(parts)
 
 
+@commands.command("list")
 def list_stores(corpora: Corpora = DEFAULT) -> None:
     """List the token stores in a directory: which tokenizer reads what, and how much is there."""
     from headcount.schemas.files.places import absolute
@@ -158,6 +155,7 @@ def list_stores(corpora: Corpora = DEFAULT) -> None:
         say(Console(highlight=False, stderr=True), problem)
 
 
+@commands.command()
 def show(key: Key, corpora: CorporaOption = DEFAULT) -> None:
     """Print what a token store holds of each file, and the bad rows that were found."""
     from headcount.schemas.files.places import absolute
@@ -182,6 +180,7 @@ def show(key: Key, corpora: CorporaOption = DEFAULT) -> None:
         print(problem)
 
 
+@commands.command()
 def remove(
     key: Key,
     corpora: CorporaOption = DEFAULT,

@@ -7,14 +7,13 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.house import PACKAGES
+from headcount.schemas.house import PACKAGE
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import KIND
 
@@ -54,7 +53,7 @@ class Check:
 def examine() -> Iterator[Check]:
     """Check the interpreter, our own code, the libraries, the machine and every bundled model."""
     yield Check("python", True, f"{platform.python_version()} on {platform.platform()}")
-    yield check_code()
+    yield Check("code", True, f"from {PACKAGE}")
     is_complete = True
     for library in (*READING, *MEASURING):
         check = check_library(library)
@@ -70,30 +69,6 @@ def examine() -> Iterator[Check]:
     prepare_process()
     for name in BUNDLED:
         yield _check_model(name)
-
-
-def check_code() -> Check:
-    """Whether the code that runs is this project's.
-
-    Our packages have common names, so Python may find a folder of the user's before them.
-    """
-    front_door = find_spec("headcount")
-    if front_door is None or front_door.origin is None:
-        return Check("code", False, "headcount.py cannot be imported", INSTALL)
-    home = Path(front_door.origin).resolve().parent
-    for package in PACKAGES:
-        # Python would import the package from there.
-        spec = find_spec(package)
-        folders = [] if spec is None else list(spec.submodule_search_locations or ())
-        if [Path(folder).resolve() for folder in folders] != [home / package]:
-            return Check(
-                "code",
-                False,
-                f"{package} comes from {', '.join(folders) or 'nowhere'}, headcount from {home}",
-                f"take the folder that holds the other {package} off PYTHONPATH, rename it, or "
-                "run headcount elsewhere",
-            )
-    return Check("code", True, f"all of it from {home}")
 
 
 def check_library(library: str) -> Check:

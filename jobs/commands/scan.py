@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 
 from headcount.jobs.console import in_bytes, say
 from headcount.schemas.errors import HeadcountError, RunError, ScanError, counted, printable
+from headcount.schemas.house import PACKAGE
 
 if TYPE_CHECKING:
     from headcount.jobs.corpus.estimate import CorpusEstimate
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from headcount.schemas.files.commits import Failure
     from headcount.schemas.files.document_fates import Fates
     from headcount.schemas.scans.scan import Scan
+
+commands = typer.Typer(rich_markup_mode=None)
 
 Overrides = Annotated[
     list[str] | None,
@@ -102,7 +105,7 @@ VerifyCorpus = Annotated[
     ),
 ]
 
-FIRST_SCAN = Path(__file__).parent / "scans" / "first.toml"
+FIRST_SCAN = PACKAGE / "jobs" / "scans" / "first.toml"
 """What `init` writes."""
 
 MOST_BAD_ROWS = 5
@@ -132,15 +135,7 @@ def _refuse_field(flag: str, value: str) -> None:
         raise ScanError(f"{flag}: a field of a scan, and no option; write {advice}")
 
 
-def mount(app: typer.Typer) -> None:
-    """Add the subcommands to the front door."""
-    app.command()(init)
-    for command in (plan, scan):
-        app.command(cls=CommandOfAScan)(command)
-    for command in (rm, compact, doctor):
-        app.command()(command)
-
-
+@commands.command()
 def init(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="The scan file (TOML) to write.")
@@ -163,6 +158,7 @@ def init(
     print("  headcount query runs induction_heads")
 
 
+@commands.command(cls=CommandOfAScan)
 def plan(
     scan_file: Annotated[Path, typer.Argument(metavar="SCAN", help="A scan file (TOML).")],
     overrides: Overrides = None,
@@ -368,6 +364,7 @@ def _size_table(cost: Cost) -> Table:
     return table
 
 
+@commands.command(cls=CommandOfAScan)
 def scan(
     scan_files: Annotated[
         list[Path], typer.Argument(metavar="SCAN", help="Scan files (TOML), run one after another.")
@@ -474,6 +471,7 @@ def _text_to_keep(scan_file: Path, overrides: Sequence[str]) -> str:
     return text
 
 
+@commands.command()
 def rm(
     runs: Annotated[
         list[str],
@@ -501,6 +499,7 @@ def rm(
             say(console, f"deleted {run.path}")
 
 
+@commands.command()
 def compact(
     path: Annotated[
         str,
@@ -575,6 +574,7 @@ def _merging(processes: int, address: str | None) -> MergeGroups:
     return partial(merged_by_processes, processes)
 
 
+@commands.command()
 def doctor(
     device: Annotated[
         Literal["cpu", "cuda"],

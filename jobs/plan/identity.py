@@ -66,7 +66,8 @@ def _check_same_text(
 ) -> None:
     """Refuse another text than the one that a synthetic family took its statistics from.
 
-    A corpus (which has `sources`) may grow or be mended: `jobs.corpus.run_corpus` checks it by document.
+    A corpus (which has `sources`) may grow or be mended: `jobs.corpus.run_corpus` checks it by
+    document.
     """
     differences = differing_keys({"corpus": run_corpus}, {"corpus": corpus})
     if "sources" not in corpus and differences:

@@ -34,8 +34,8 @@ def replan(
     """Plan a run from its manifest alone; `overrides` may set what changes no row.
 
     Relative names are meant from the working directory: the caller moves there
-    (`jobs.plan.model_places.where_begun`). `command` is the one that began the run. `preparation` makes
-    the tokens of a corpus ready.
+    (`jobs.plan.model_places.where_begun`). `command` is the one that began the run. `preparation`
+    makes the tokens of a corpus ready.
     """
     manifest = run.manifest()
     command = command or ScanCommand.of_run(manifest)

@@ -19,8 +19,8 @@ What can happen to a shard that was given out:
 * It fails with an exception: it is tried again on any replica, `ATTEMPTS` times in all.
 * Its replica dies: every shard in that replica may be to blame. Each of them becomes a suspect,
   which is tried again alone in a replica. If that replica dies too, the blame is clear.
-* Its replica is told to leave, because the machine is taken back (`jobs.run.preemption`): the replica
-  finishes the shard that it measures and returns the others. No try counts.
+* Its replica is told to leave, because the machine is taken back (`jobs.run.preemption`): the
+  replica finishes the shard that it measures and returns the others. No try counts.
 * Its node vanishes without notice: no try counts either, unless nodes vanish under one shard again
   and again.
 * It takes far longer than others: it is a straggler, and another replica that has nothing else to

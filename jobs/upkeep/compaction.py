@@ -3,8 +3,8 @@
 The order of writes, for one group of shards after another:
 
 1. The merged files of every table and intervention are written whole, under names that are used
-   once (`jobs.upkeep.merged_files`). No commit refers to them yet, so no reader sees them. Many groups are
-   at this step at once, in other processes or on other machines.
+   once (`jobs.upkeep.merged_files`). No commit refers to them yet, so no reader sees them. Many
+   groups are at this step at once, in other processes or on other machines.
 2. One fold says that the group's rows lie there. From that moment they do: a fold counts more than
    commit files, and a later fold more than an earlier one.
 3. The commit files and the small data files are deleted. No commit that counts refers to them.

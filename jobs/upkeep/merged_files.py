@@ -3,9 +3,9 @@
 Roll-ups of these rows are made on the way, in a file beside the others.
 
 A merge writes new files and changes nothing else: no commit refers to them yet. Only the process
-that holds the run (`jobs.upkeep.compaction`) says that the rows lie there, and deletes the small files. So
-a merge may run anywhere, be cut off, or outlive the process that asked for it. What it leaves then
-is a file that no reader sees and that the next compaction deletes.
+that holds the run (`jobs.upkeep.compaction`) says that the rows lie there, and deletes the small
+files. So a merge may run anywhere, be cut off, or outlive the process that asked for it. What it
+leaves then is a file that no reader sees and that the next compaction deletes.
 """
 
 # pyarrow has no types.

@@ -16,13 +16,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
 
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError
+from headcount.schemas.house import PACKAGE
 
-QUERIES = Path(__file__).parent
+QUERIES = PACKAGE / "queries" / "sql"
 """The folder whose `.sql` files are the named queries."""
 
 SqlType: TypeAlias = Literal["VARCHAR", "DOUBLE", "BIGINT", "BOOLEAN"]
@@ -167,7 +169,7 @@ def read_queries(folder: Path) -> dict[str, NamedQuery]:
     """The named queries of a folder, by name."""
     return {
         file.stem: parse_query(file.stem, file.read_text(encoding="utf-8"))
-        for file in sorted(folder.glob("*.sql"))
+        for file in sorted(folder.rglob("*.sql"), key=attrgetter("stem"))
     }
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from headcount.queries.ask.answers import Answer
-from headcount.queries.run_models import RunModels
 from headcount.schemas.errors import QueryError
+from headcount.workers.run_model import RunModels
 
 TOKENS_COLUMN = "tokens"
 

@@ -9,59 +9,57 @@ from typing import Annotated
 import typer
 
 from headcount.queries.commands.query import Code, tell_user, warn_of_damage
-from headcount.queries.run_models import OpenModel
+
+commands = typer.Typer(rich_markup_mode=None)
 
 
-def mount(app: typer.Typer, open_model: OpenModel) -> None:
-    """Add the subcommand to the front door. `open_model` opens what turns tokens into text."""
+@commands.command()
+def explore(
+    runs: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
+        ),
+    ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the page. 0 takes a free one.")
+    ] = 0,
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Address to listen at. Any other than 127.0.0.1 can be reached by others.",
+        ),
+    ] = "127.0.0.1",
+    no_open: Annotated[
+        bool, typer.Option("--no-open", help="Print the address and start no browser.")
+    ] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0.1, metavar="SECONDS", help="Give up a question after this time."),
+    ] = 20.0,
+    memory: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Memory that questions may take: 4GB, or 50%."),
+    ] = "50%",
+    code: Code = None,
+) -> None:
+    """Open a page on which every head of the runs can be looked at, over any number of rows."""
+    # A tokenizer is read where it lies on this machine, and never fetched.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # These import duckdb and pyarrow, which `headcount --help` need not wait for.
+    from headcount.queries.explore.question_engine import Engine
+    from headcount.queries.explore.server import LOCAL_NAMES, serve
+    from headcount.queries.open.connection import check_memory
 
-    @app.command()
-    def explore(  # pyright: ignore[reportUnusedFunction]
-        runs: Annotated[
-            str,
-            typer.Argument(
-                metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-            ),
-        ],
-        port: Annotated[
-            int, typer.Option(min=0, max=65535, help="Port of the page. 0 takes a free one.")
-        ] = 0,
-        host: Annotated[
-            str,
-            typer.Option(
-                metavar="ADDRESS",
-                help="Address to listen at. Any other than 127.0.0.1 can be reached by others.",
-            ),
-        ] = "127.0.0.1",
-        no_open: Annotated[
-            bool, typer.Option("--no-open", help="Print the address and start no browser.")
-        ] = False,
-        timeout: Annotated[
-            float,
-            typer.Option(min=0.1, metavar="SECONDS", help="Give up a question after this time."),
-        ] = 20.0,
-        memory: Annotated[
-            str,
-            typer.Option(metavar="SIZE", help="Memory that questions may take: 4GB, or 50%."),
-        ] = "50%",
-        code: Code = None,
-    ) -> None:
-        """Open a page on which every head of the runs can be looked at, over any number of rows."""
-        # A tokenizer is read where it lies on this machine, and never fetched.
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        # These import duckdb and pyarrow, which `headcount --help` need not wait for.
-        from headcount.queries.explore.question_engine import Engine
-        from headcount.queries.explore.server import LOCAL_NAMES, serve
-        from headcount.queries.open.connection import check_memory
-
-        engine = Engine(runs, open_model, code=code, memory=check_memory(memory), deadline=timeout)
-        warn_of_damage(engine.runs.database)
-        if host not in LOCAL_NAMES:
-            tell_user(
-                f"warning: whoever reaches {host} and has the address below can read these runs; "
-                "nothing on the way is encrypted"
-            )
-        serve(engine, host, port, _print_address, open_browser=not no_open and _has_screen())
+    engine = Engine(runs, code=code, memory=check_memory(memory), deadline=timeout)
+    warn_of_damage(engine.runs.database)
+    if host not in LOCAL_NAMES:
+        tell_user(
+            f"warning: whoever reaches {host} and has the address below can read these runs; "
+            "nothing on the way is encrypted"
+        )
+    serve(engine, host, port, _print_address, open_browser=not no_open and _has_screen())
 
 
 def _print_address(address: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,12 +11,14 @@ from typer.core import TyperCommand
 
 from headcount.queries.ask.named_queries import QUERIES, read_queries
 from headcount.queries.ask.questions import read_question, with_parameters
-from headcount.queries.run_models import OpenModel, RunModels
 from headcount.schemas.errors import QueryError
+from headcount.workers.run_model import RunModels
 
 if TYPE_CHECKING:
     from headcount.queries.ask.answers import Answer
     from headcount.queries.ask.asking import RunDatabase
+
+commands = typer.Typer(rich_markup_mode=None)
 
 
 TIMEOUT = 600.0
@@ -51,123 +52,115 @@ class QueryCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def mount(app: typer.Typer, open_model: OpenModel) -> None:
-    """Add the subcommands to the front door. `open_model` opens what turns tokens into text."""
-    app.command()(report_command(open_model))
-
-    @app.command(
-        cls=QueryCommand,
-        # What the command does not know may be a parameter of the query.
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+@commands.command(
+    cls=QueryCommand,
+    # What the command does not know may be a parameter of the query.
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def query(
+    context: typer.Context,
+    runs: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
+        ),
+    ],
+    question: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="QUESTION",
+            help="Name of a view, with its parameters (--threshold 0.2; NAME --help explains "
+            "them), SQL, a file of SQL (NAME.sql or @NAME), or - for stdin. "
+            "Default: list the views.",
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("-f", "--file", metavar="FILE", help="File that holds the SQL."),
+    ] = None,
+    requested_format: Annotated[
+        Literal["table", "csv", "json", "jsonl", "parquet", "markdown"] | None,
+        typer.Option(
+            "--format",
+            help="How to write the answer. Default: as the name of the file says, or a table.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="File to write: .csv, .json, .jsonl, .parquet or .txt."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=0, help="At most so many rows. A table shows 40 by default."),
+    ] = None,
+    vertical: Annotated[
+        bool, typer.Option("--vertical", help="Write a table with one column per line.")
+    ] = False,
+    text: Annotated[bool, typer.Option("--text", help="Write the column tokens as text.")] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Give up after this time. 0 waits for ever."),
+    ] = TIMEOUT,
+    memory: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Memory that the question may take: 4GB, or 50%."),
+    ] = "50%",
+    code: Code = None,
+    interactive: Annotated[
+        bool,
+        typer.Option(
+            "--interactive",
+            help="Ask one question after another, with a history and completion of names.",
+        ),
+    ] = False,
+) -> None:
+    """Ask the committed rows of runs a question in SQL, or by the name of a view."""
+    # These import duckdb and pyarrow, which `headcount --help` need not wait for.
+    from headcount.queries.ask.asking import open_runs
+    from headcount.queries.ask.formats import (
+        format_of,
+        rows_to_read,
+        write,
+        write_file,
+        writing_to_stdout,
     )
-    def query(  # pyright: ignore[reportUnusedFunction]
-        context: typer.Context,
-        runs: Annotated[
-            str,
-            typer.Argument(
-                metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-            ),
-        ],
-        question: Annotated[
-            str | None,
-            typer.Argument(
-                metavar="QUESTION",
-                help="Name of a view, with its parameters (--threshold 0.2; NAME --help explains "
-                "them), SQL, a file of SQL (NAME.sql or @NAME), or - for stdin. "
-                "Default: list the views.",
-            ),
-        ] = None,
-        file: Annotated[
-            Path | None,
-            typer.Option("-f", "--file", metavar="FILE", help="File that holds the SQL."),
-        ] = None,
-        requested_format: Annotated[
-            Literal["table", "csv", "json", "jsonl", "parquet", "markdown"] | None,
-            typer.Option(
-                "--format",
-                help="How to write the answer. Default: as the name of the file says, or a table.",
-            ),
-        ] = None,
-        output: Annotated[
-            Path | None,
-            typer.Option(
-                "-o", "--output", help="File to write: .csv, .json, .jsonl, .parquet or .txt."
-            ),
-        ] = None,
-        limit: Annotated[
-            int | None,
-            typer.Option(min=0, help="At most so many rows. A table shows 40 by default."),
-        ] = None,
-        vertical: Annotated[
-            bool, typer.Option("--vertical", help="Write a table with one column per line.")
-        ] = False,
-        text: Annotated[
-            bool, typer.Option("--text", help="Write the column tokens as text.")
-        ] = False,
-        timeout: Annotated[
-            float,
-            typer.Option(
-                min=0, metavar="SECONDS", help="Give up after this time. 0 waits for ever."
-            ),
-        ] = TIMEOUT,
-        memory: Annotated[
-            str,
-            typer.Option(metavar="SIZE", help="Memory that the question may take: 4GB, or 50%."),
-        ] = "50%",
-        code: Code = None,
-        interactive: Annotated[
-            bool,
-            typer.Option(
-                "--interactive",
-                help="Ask one question after another, with a history and completion of names.",
-            ),
-        ] = False,
-    ) -> None:
-        """Ask the committed rows of runs a question in SQL, or by the name of a view."""
-        # These import duckdb and pyarrow, which `headcount --help` need not wait for.
-        from headcount.queries.ask.asking import open_runs
-        from headcount.queries.ask.formats import (
-            format_of,
-            rows_to_read,
-            write,
-            write_file,
-            writing_to_stdout,
-        )
-        from headcount.queries.ask.text_columns import with_text
-        from headcount.queries.open.column_facts import column_facts, why_empty
-        from headcount.queries.open.connection import check_memory
+    from headcount.queries.ask.text_columns import with_text
+    from headcount.queries.open.column_facts import column_facts, why_empty
+    from headcount.queries.open.connection import check_memory
 
-        time_limit = timeout if 0 < timeout < float("inf") else None
-        asked = read_question(question, file)
-        answer_format = format_of(requested_format, output, vertical)
-        database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
-        warn_of_damage(database)
-        if interactive:
-            _converse(database, asked, time_limit, limit)
-            return
-        if asked is None:
-            _list_views(database)
-            return
-        options = [option for parameter in context.command.params for option in parameter.opts]
-        sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
-        row_limit = rows_to_read(answer_format, limit)
-        answer = _ask(database, sql, row_limit, time_limit)
-        if text:
-            run_ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
-            answer = with_text(answer, RunModels(runs, open_model), run_ids)
-        if answer_format == "parquet":
-            answer.facts = column_facts(database.connection, sql)
-        if output is not None:
-            write_file(answer, answer_format, output, limit, vertical)
-        else:
-            # A CSV file is read by programs, so its characters must not become numbers.
-            with writing_to_stdout(lossless=answer_format == "csv") as out:
-                write(answer, answer_format, out, limit, vertical)
-        # No rows may be the answer, or a sign that the scan did not measure what a view needs.
-        if not answer.rows_read:
-            for line in why_empty(database.connection, sql):
-                tell_user(f"note: {line}")
-        _say_how_much_is_in(database)
+    time_limit = timeout if 0 < timeout < float("inf") else None
+    asked = read_question(question, file)
+    answer_format = format_of(requested_format, output, vertical)
+    database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
+    warn_of_damage(database)
+    if interactive:
+        _converse(database, asked, time_limit, limit)
+        return
+    if asked is None:
+        _list_views(database)
+        return
+    options = [option for parameter in context.command.params for option in parameter.opts]
+    sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
+    row_limit = rows_to_read(answer_format, limit)
+    answer = _ask(database, sql, row_limit, time_limit)
+    if text:
+        run_ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
+        answer = with_text(answer, RunModels(runs), run_ids)
+    if answer_format == "parquet":
+        answer.facts = column_facts(database.connection, sql)
+    if output is not None:
+        write_file(answer, answer_format, output, limit, vertical)
+    else:
+        # A CSV file is read by programs, so its characters must not become numbers.
+        with writing_to_stdout(lossless=answer_format == "csv") as out:
+            write(answer, answer_format, out, limit, vertical)
+    # No rows may be the answer, or a sign that the scan did not measure what a view needs.
+    if not answer.rows_read:
+        for line in why_empty(database.connection, sql):
+            tell_user(f"note: {line}")
+    _say_how_much_is_in(database)
 
 
 def _say_how_much_is_in(database: RunDatabase) -> None:
@@ -236,42 +229,38 @@ def _list_views(database: RunDatabase) -> None:
             out.write(f"{name:<24} {first_sentence}.\n")
 
 
-def report_command(open_model: OpenModel) -> Callable[..., None]:
-    """The subcommand `report`. `open_model` opens what turns tokens into text."""
-
-    def report(
-        runs: Annotated[
-            str,
-            typer.Argument(
-                metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-            ),
-        ],
-        output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path(
-            "report.html"
+@commands.command()
+def report(
+    runs: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
         ),
-        code: Code = None,
-        text: Annotated[
-            bool,
-            typer.Option(
-                "--text/--no-text",
-                help="Show the sequences of a head as text. It needs the tokenizer of the run.",
-            ),
-        ] = True,
-    ) -> None:
-        """Write one HTML file with heatmaps of every statistic and a card of every head. It opens
-        from disk, without a network.
-        """
-        from headcount.queries.ask.asking import open_runs
-        from headcount.queries.report.report import write_report
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path(
+        "report.html"
+    ),
+    code: Code = None,
+    text: Annotated[
+        bool,
+        typer.Option(
+            "--text/--no-text",
+            help="Show the sequences of a head as text. It needs the tokenizer of the run.",
+        ),
+    ] = True,
+) -> None:
+    """Write one HTML file with heatmaps of every statistic and a card of every head. It opens
+    from disk, without a network.
+    """
+    from headcount.queries.ask.asking import open_runs
+    from headcount.queries.report.report import write_report
 
-        # A tokenizer that is not on this machine is not fetched: tokens are numbers then.
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        database = open_runs(runs, code=code, tell=tell_user)
-        warn_of_damage(database)
-        write_report(database, output, RunModels(runs, open_model) if text else None)
-        typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
-
-    return report
+    # A tokenizer that is not on this machine is not fetched: tokens are numbers then.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    database = open_runs(runs, code=code, tell=tell_user)
+    warn_of_damage(database)
+    write_report(database, output, RunModels(runs) if text else None)
+    typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
 
 
 def warn_of_damage(database: RunDatabase) -> None:

@@ -8,69 +8,66 @@ from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 import typer
 
 from headcount.queries.head_label import Head
-from headcount.queries.run_models import LookLike, OpenModel, RunModelLike, RunModels
 from headcount.queries.sql_text import text_literal
 from headcount.schemas.errors import ModelError, QueryError, printable
+from headcount.workers.run_model import Look, RunModel, RunModels
 
 if TYPE_CHECKING:
     from headcount.queries.ask.asking import Record, RunDatabase
+
+commands = typer.Typer(rich_markup_mode=None)
 
 WIDTH = 100
 """Characters of a line by default."""
 
 
-def mount(app: typer.Typer, open_model: OpenModel) -> None:
-    """Add the subcommand to the front door."""
+@commands.command()
+def text(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory: a path or a URL.")],
+    sequence: Annotated[
+        int, typer.Argument(metavar="SEQUENCE", min=0, help="Number of the sequence, from 0.")
+    ],
+    head: Annotated[
+        str | None,
+        typer.Option(metavar="L5H1", help="Say what this head attends to from every token."),
+    ] = None,
+    intervention: Annotated[
+        str, typer.Option(metavar="NAME", help="Under this edit of the model.")
+    ] = "none",
+    width: Annotated[int, typer.Option(min=20, help="Characters of a line.")] = WIDTH,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Where the model lies, if it has moved."),
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Device that runs the head.")
+    ] = "auto",
+) -> None:
+    """Print a sequence of a run as text, and what a head attends to in it."""
+    # These import duckdb and pyarrow, which `headcount --help` need not wait for.
+    from headcount.queries.ask.asking import open_runs
+    from headcount.queries.ask.formats import writing_to_stdout
+    from headcount.queries.commands.query import tell_user, warn_of_damage
 
-    @app.command()
-    def text(  # pyright: ignore[reportUnusedFunction]
-        run: Annotated[
-            str, typer.Argument(metavar="RUN", help="A run directory: a path or a URL.")
-        ],
-        sequence: Annotated[
-            int, typer.Argument(metavar="SEQUENCE", min=0, help="Number of the sequence, from 0.")
-        ],
-        head: Annotated[
-            str | None,
-            typer.Option(metavar="L5H1", help="Say what this head attends to from every token."),
-        ] = None,
-        intervention: Annotated[
-            str, typer.Option(metavar="NAME", help="Under this edit of the model.")
-        ] = "none",
-        width: Annotated[int, typer.Option(min=20, help="Characters of a line.")] = WIDTH,
-        model: Annotated[
-            str | None,
-            typer.Option(metavar="PATH", help="Where the model lies, if it has moved."),
-        ] = None,
-        device: Annotated[
-            Literal["auto", "cpu", "cuda"], typer.Option(help="Device that runs the head.")
-        ] = "auto",
-    ) -> None:
-        """Print a sequence of a run as text, and what a head attends to in it."""
-        # These import duckdb and pyarrow, which `headcount --help` need not wait for.
-        from headcount.queries.ask.asking import open_runs
-        from headcount.queries.ask.formats import writing_to_stdout
-        from headcount.queries.commands.query import tell_user, warn_of_damage
-
-        chosen_head = None if head is None else _parse_head(head)
-        database = open_runs(run, tell=tell_user)
-        warn_of_damage(database)
-        run_record = _only_run(database, run)
-        if chosen_head is not None:
-            _check_head(chosen_head, run_record)
-        sequence_record = _sequence(database, run_record, sequence)
-        tokens: list[int] = sequence_record["tokens"]
-        run_model = RunModels(run, open_model, model)[run_record["run_id"]]
-        texts = _texts(run_model, tokens)
-        with writing_to_stdout() as out:
-            out.write(_heading(run_record, sequence_record))
-            if chosen_head is None:
-                _write_text(texts, out, width)
-                return
-            layer, head_index = chosen_head
-            looks = run_model.looks(sequence, tokens, layer, head_index, intervention, device)
-            _write_statistics(database, sequence, chosen_head, intervention, out)
-            _write_looks(texts, looks, out, width)
+    chosen_head = None if head is None else _parse_head(head)
+    database = open_runs(run, tell=tell_user)
+    warn_of_damage(database)
+    run_record = _only_run(database, run)
+    if chosen_head is not None:
+        _check_head(chosen_head, run_record)
+    sequence_record = _sequence(database, run_record, sequence)
+    tokens: list[int] = sequence_record["tokens"]
+    run_model = RunModels(run, model)[run_record["run_id"]]
+    texts = _texts(run_model, tokens)
+    with writing_to_stdout() as out:
+        out.write(_heading(run_record, sequence_record))
+        if chosen_head is None:
+            _write_text(texts, out, width)
+            return
+        layer, head_index = chosen_head
+        looks = run_model.looks(sequence, tokens, layer, head_index, intervention, device)
+        _write_statistics(database, sequence, chosen_head, intervention, out)
+        _write_looks(texts, looks, out, width)
 
 
 def _parse_head(label: str) -> Head:
@@ -111,7 +108,7 @@ def _sequence(database: RunDatabase, run: Record, sequence: int) -> Record:
     raise QueryError(f"run {run['run_id']} has no sequence {sequence}; it has {existing}")
 
 
-def _texts(model: RunModelLike, tokens: list[int]) -> list[str]:
+def _texts(model: RunModel, tokens: list[int]) -> list[str]:
     """The text of each token, or its number if the model does not have a tokenizer."""
     try:
         return [printable(text) for text in model.texts(tokens)]
@@ -184,7 +181,7 @@ def _write_statistics(
     out.write("\n")
 
 
-def _write_looks(texts: list[str], looks: Sequence[LookLike], out: TextIO, width: int) -> None:
+def _write_looks(texts: list[str], looks: Sequence[Look], out: TextIO, width: int) -> None:
     """Write a line for every token: the key with most of its attention, and that to key 0."""
     from rich.cells import cell_len, set_cell_size
 

@@ -10,12 +10,10 @@ import typer
 from headcount.queries.commands.query import Code, tell_user
 from headcount.schemas.errors import counted
 
-
-def mount(app: typer.Typer) -> None:
-    """Add the subcommand to the front door."""
-    app.command()(views)
+commands = typer.Typer(rich_markup_mode=None)
 
 
+@commands.command()
 def views(
     runs: Annotated[
         str,

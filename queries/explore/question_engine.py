@@ -34,9 +34,9 @@ from headcount.queries.explore.page_questions import (
 from headcount.queries.explore.sample import MOST_SAMPLES
 from headcount.queries.open.connection import MEMORY
 from headcount.queries.open.run_memory import RunMemory
-from headcount.queries.run_models import OpenModel, RunModels
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.scans.values import EXPECTED, wrong_value
+from headcount.workers.run_model import RunModels
 
 DEADLINE = 20.0
 """Seconds after which a question is given up by default."""
@@ -95,7 +95,6 @@ class Engine:
     def __init__(
         self,
         path: str,
-        open_model: OpenModel,
         *,
         code: str | None = None,
         memory: str = MEMORY,
@@ -105,7 +104,7 @@ class Engine:
         self.code = code
         self.memory = memory
         self.deadline = deadline
-        self.models = RunModels(path, open_model)
+        self.models = RunModels(path)
         self.cache = AnswerCache()
         self.memory_of_runs = RunMemory()
         self.threads = ThreadPoolExecutor(THREADS, "question")

@@ -27,9 +27,10 @@ from aiohttp import web
 
 from headcount.queries.explore.question_engine import Engine
 from headcount.schemas.errors import HeadcountError, QueryError, printable
+from headcount.schemas.house import PACKAGE
 
-PAGE = Path(__file__).parent / "page"
-SHARED_PAGE = Path(__file__).parent.parent / "page"
+PAGE = PACKAGE / "queries" / "page" / "explore"
+SHARED_PAGE = PACKAGE / "queries" / "page" / "shared"
 """Functions that draw, and colours, which the explorer shares with the report."""
 
 MOST_BYTES = 256 * 1024

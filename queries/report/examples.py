@@ -11,9 +11,9 @@ import numpy as np
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.head_label import Head
 from headcount.queries.report.section import Floats, Section, records
-from headcount.queries.run_models import RunModels
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import HeadcountError
+from headcount.workers.run_model import RunModels
 
 MOST, LEAST = 3, 1
 """Sequences of each kind that a card shows."""

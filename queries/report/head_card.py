@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.head_label import Head
 from headcount.queries.report.examples import Examples, Excerpt, example_statistics, read_examples
 from headcount.queries.report.head_curves import HeadCurve
-from headcount.queries.report.html_page import CARD, html_text, json_value
+from headcount.queries.report.html_page import CARD, TEMPLATES, html_text, json_value
 from headcount.queries.report.section import (
     HeadValues,
     Histograms,
@@ -21,8 +20,8 @@ from headcount.queries.report.section import (
     records,
     runs_by_id,
 )
-from headcount.queries.run_models import RunModels
 from headcount.schemas.errors import QueryError
+from headcount.workers.run_model import RunModels
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,7 @@ def head_card(
 def card_html(card: HeadCard) -> str:
     """A card as one HTML document, which needs nothing else."""
     data = json_value(asdict(card))
-    template = Path(__file__).with_suffix("")
-    return html_text(template, {"label": card.label}, data, CARD)
+    return html_text(TEMPLATES / "head_card", {"label": card.label}, data, CARD)
 
 
 def _chosen_run(database: RunDatabase, run_id: str | None) -> Record:

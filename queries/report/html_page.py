@@ -15,11 +15,14 @@ import jinja2
 
 from headcount.queries.ask.asking import Record
 from headcount.queries.ask.formats import check_suffix
-from headcount.queries.open.shipped_views import QUERIES
 from headcount.schemas.errors import QueryError
+from headcount.schemas.house import PACKAGE
 
-PAGE = QUERIES / "page"
+PAGE = PACKAGE / "queries" / "page" / "shared"
 """Style and modules that pages share with the explorer."""
+
+TEMPLATES = PACKAGE / "queries" / "page" / "report"
+"""Layouts and scripts of the report and the card of a head."""
 
 DRAWING = ("colours.js", "draw.js", "data.js")
 CARD = (*DRAWING, "picture.js", "answers.js", "card.js")
@@ -46,7 +49,7 @@ def html_text(
     `TEMPLATE.html.j2` lays it out. `TEMPLATE.js` draws `data` with what the modules export.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([template.parent, QUERIES]),
+        loader=jinja2.FileSystemLoader([template.parent, TEMPLATES]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

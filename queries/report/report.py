@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.run_tables import bounds
-from headcount.queries.open.shipped_views import QUERIES
 from headcount.queries.report.examples import (
     LEAST,
     MOST,
@@ -26,7 +25,13 @@ from headcount.queries.report.examples import (
     read_examples,
     strongest_heads,
 )
-from headcount.queries.report.html_page import CARD, check_writable, json_value, write_html
+from headcount.queries.report.html_page import (
+    CARD,
+    TEMPLATES,
+    check_writable,
+    json_value,
+    write_html,
+)
 from headcount.queries.report.section import (
     Head,
     HeadValues,
@@ -44,7 +49,7 @@ from headcount.schemas.statistics import STATISTICS
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headcount.queries.run_models import RunModels
+    from headcount.workers.run_model import RunModels
 
 TOP_HEADS = 10
 """Heads in a ranking."""
@@ -129,7 +134,7 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
         ],
         "dormant": _dormant_blocks(database),
     }
-    write_html(QUERIES / "report", output, {"runs": list(runs.values())}, json_value(data), CARD)
+    write_html(TEMPLATES / "report", output, {"runs": list(runs.values())}, json_value(data), CARD)
 
 
 def _detail(runs: Iterable[Record]) -> Detail:

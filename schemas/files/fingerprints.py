@@ -17,6 +17,9 @@ from typing import Annotated, Any, NamedTuple, cast, get_args, get_origin
 
 from headcount.schemas.house import MEASURING
 
+OURS = tuple(f"headcount.{package}." for package in MEASURING)
+"""How the names of our modules begin whose code decides numbers."""
+
 LENGTH = 12
 """Hexadecimal digits of a fingerprint."""
 
@@ -103,7 +106,7 @@ def _code_of_function(
     classes = [
         value
         for value in global_values
-        if isinstance(value, type) and value.__module__.startswith("workers.")
+        if isinstance(value, type) and value.__module__.startswith("headcount.workers.")
     ]
     for cls in [*classes, *([owner] if owner else [])]:
         helpers += [
@@ -174,4 +177,4 @@ def _unwrapped(value: object) -> object:
 
 def _is_ours(value: object) -> bool:
     # The libraries of a run are recorded by their versions.
-    return isinstance(value, FunctionType) and value.__module__.partition(".")[0] in MEASURING
+    return isinstance(value, FunctionType) and value.__module__.startswith(OURS)

@@ -1,6 +1,7 @@
 """The Parquet tables: what one row is, which columns there are, and how files are sorted.
 
-A table is an object. `schemas.scans.kinds.TABLES` lists all of them. Each kind of measurement fills one.
+A table is an object. `schemas.scans.kinds.TABLES` lists all of them. Each kind of measurement fills
+one.
 """
 
 # pyarrow has no types.

@@ -73,9 +73,9 @@ def parse_intervention(text: str) -> Intervention:
     (InterventionPart(name='zero_head', arguments=(1, 2)),)
     >>> str(parse_intervention("scale_query_bias(0.50)+blend_first_position(1.0)"))
     'scale_query_bias(0.5)+blend_first_position(1)'
-    >>> parse_intervention("none+")
+    >>> parse_intervention("a+")
     Traceback (most recent call last):
-    headcount.schemas.errors.ScanError: interventions: expected NAME, NAME(1,0.5) or A+B, got 'none+'
+    headcount.schemas.errors.ScanError: interventions: expected NAME, NAME(1,0.5) or A+B, got 'a+'
     """
     try:
         return _parsed(text)

@@ -26,6 +26,7 @@ from headcount.exports.source import ExportSource, choose_run
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.errors import QueryError
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
+from tests import ROOT
 from tests.toys.toy_models import family, save_model
 from tests.toys.toy_queries import queries_of
 
@@ -200,7 +201,7 @@ print(json.dumps(hidden.tolist()))
     reason="kvpress needs an environment of its own: set HEADCOUNT_KVPRESS to its Python",
 )
 def test_kvpress_reads_the_files_as_the_page_says(home: Path, tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "shrink-a-kv-cache.md").read_text("utf-8")
+    page = (ROOT / "docs" / "shrink-a-kv-cache.md").read_text("utf-8")
     (example,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
     shutil.copytree(home / "llama", tmp_path / "llama")
     shutil.copytree(home / "expected-attention", tmp_path / "expected-attention")

@@ -32,6 +32,7 @@ from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.errors import HeadcountError, QueryError, ScanError
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.scans.values import range_of
+from tests import ROOT
 from tests.toys.toy_models import family, save_model
 from tests.toys.toy_runs import Row, read_manifest, write_run
 
@@ -184,7 +185,7 @@ def test_every_format_explains_itself(name: str) -> None:
 
 
 def test_the_page_is_what_the_registry_says() -> None:
-    page = Path(__file__).parent.parent / "docs" / "exports.md"
+    page = ROOT / "docs" / "exports.md"
     assert page.read_text(encoding="utf-8") == exports_page(), "run: make docs"
 
 

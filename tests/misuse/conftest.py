@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import headcount
+import headcount.command_line
 from tests.toys import toy_models as toy
 
 
@@ -29,7 +29,7 @@ def command(
     def run(*arguments: str | Path) -> tuple[int, list[str]]:
         monkeypatch.setattr(sys, "argv", ["headcount", *map(str, arguments)])
         with pytest.raises(SystemExit) as stopped:
-            headcount.main()
+            headcount.command_line.main()
         code = stopped.value.code
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err + captured.out

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests import ROOT
 from tests.tools.processes import Command
 from tests.toys import toy_models as toy
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def test_a_good_scan_is_planned(tmp_path: Path, model: Path):
@@ -296,7 +295,7 @@ def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(tmp_pat
         "import sys, headcount\n"
         "for command in ('plan wrong.toml', 'scan good.toml wrong.toml'):\n"
         "    sys.argv = ['headcount', *command.split()]\n"
-        "    try:\n        headcount.main()\n"
+        "    try:\n        headcount.command_line.main()\n"
         "    except SystemExit as left:\n        print(left.code)\n"
         "print({'torch', 'ray'} & set(sys.modules))"
     )

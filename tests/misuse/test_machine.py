@@ -26,14 +26,13 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from headcount import main
+from headcount.command_line import main
 from headcount.jobs.cluster.ray_cluster import _check_head
 from headcount.schemas.errors import RunError
-from headcount.schemas.house import PACKAGES
+from tests import ROOT
 from tests.tools.processes import DIES_WITH_ITS_PARENT, Command, Ended
 from tests.toys import toy_runs
 
-ROOT = Path(__file__).parent.parent.parent
 SCAN = """
 model = "bundled:gpt2-mini"
 n_ctx = 16
@@ -41,8 +40,8 @@ sequences = 4
 sequences_per_shard = 2
 input.family = "uniform_random"
 """
-HIDING = (*PACKAGES, "torch", "numpy")
-"""Names of modules that a scan imports, ours and others."""
+HIDING = ("torch", "numpy")
+"""Names of modules that a scan imports."""
 
 
 def headcount(
@@ -371,10 +370,10 @@ def test_a_mistake_of_ours_is_one_line_and_a_file(tmp_path: Path) -> None:
 
 
 def died_before_our_first_lines(errors: str) -> bool:
-    """Whether Python was interrupted before `headcount.py` had said what an interrupt does."""
+    """Whether Python was interrupted before the front door had said what an interrupt does."""
     if "init_import_site" in errors:
         return True
-    front_door = ROOT / "headcount.py"
+    front_door = ROOT / "headcount" / "command_line.py"
     lines = front_door.read_text(encoding="utf-8").splitlines()
     handler_is_set = next(n for n, line in enumerate(lines, 1) if "signal.signal(" in line)
     frames = re.findall(r'File "(.+?)", line (\d+)', errors)

@@ -1,6 +1,7 @@
 """Follow a page to the letter: save its files, run its commands, compare what they print.
 
-`python -m tests.pages.page_commands docs/tutorial.md README.md` writes today's output into the pages.
+`python -m tests.pages.page_commands docs/tutorial.md README.md` writes today's output into the
+pages.
 
 What a page holds:
 

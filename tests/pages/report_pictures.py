@@ -1,7 +1,7 @@
 """Draw the pictures in docs/images, from the runs and the report of `make demo`.
 
-`python -m tests.pages.report_pictures runs/demo report.html`, in the repository's root. It needs Chromium
-and its driver.
+`python -m tests.pages.report_pictures runs/demo report.html`, in the repository's root. It needs
+Chromium and its driver.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
 from headcount.queries.report.html_page import unpacked
+from tests import ROOT
 from tests.pages.browser import chromium
 
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
+IMAGES = ROOT / "docs" / "images"
 
 TOP_OF_PAGE = (1440, 1180)
 """Width and height of report.png and explorer.png, the tops of both pages."""

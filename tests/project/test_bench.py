@@ -31,9 +31,9 @@ from benchmarks.targets import (
 )
 from benchmarks.ways import STATISTICS, WAYS, Run, bare_format, draw_tokens, make_gpt2_small
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
+from tests import ROOT
 from tests.tools.processes import Command
 
-ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAN_WEIGH = Path("/proc/self/clear_refs").exists()
 MB = 1 << 20

@@ -12,8 +12,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import headcount
+from headcount.commands import PANELS
 from headcount.exports.registry import export_formats
-from headcount.jobs.commands.help_page import PANELS
 from headcount.jobs.commands.known_names import REGISTRIES, known_names
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs import INPUTS

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import headcount
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 STATISTICS = ["entropy", "sink_mass"]
 
 

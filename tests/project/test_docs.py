@@ -22,10 +22,9 @@ from headcount.schemas import formula_pages
 from headcount.schemas.house import PACKAGES
 from headcount.schemas.scans.scan import Scan
 from headcount.workers import edit_and_input_pages
+from tests import ROOT
 from tests.pages import page_commands, reference_pages
 from tests.tools.processes import Command
-
-ROOT = Path(__file__).parent.parent
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -157,18 +156,17 @@ assert comments["update_norm"].startswith("Mean length of what a layer adds"), c
 kinds = "SELECT kind, \\"table\\", unit, runs FROM formulas WHERE name = 'update_norm'"
 assert connection.execute(kinds).fetchall() == [("layer statistic", "layers", "euclidean norm", 1)]
 
-assert pytest.main(["-q", "--doctest-modules", "schemas/layer_statistics.py"]) == 0
-runpy.run_module("schemas.formula_pages", run_name="__main__")
+assert pytest.main(["-q", "--doctest-modules", "headcount/schemas/layer_statistics.py"]) == 0
+runpy.run_module("headcount.schemas.formula_pages", run_name="__main__")
 """
 
 
 def copy_project(folder: Path) -> None:
     """Copy the code of the project, for a test that changes it."""
-    for package in (*PACKAGES, "benchmarks", "tests", "docs"):
+    for package in (*PACKAGES, "headcount", "benchmarks", "tests", "docs"):
         # With its bytecode, which holds for the same sizes and times: a copy keeps both.
-        shutil.copytree(ROOT / package, folder / package)
-    for file in ("conftest.py", "headcount.py"):
-        shutil.copy(ROOT / file, folder / file)
+        shutil.copytree(ROOT / package, folder / package, symlinks=True)
+    shutil.copy(ROOT / "conftest.py", folder)
 
 
 def run_python(folder: Path, files: Sequence[str]) -> None:
@@ -223,9 +221,9 @@ def add_kind_of_measurement(folder: Path, page_text: str) -> None:
     section, *_ = rest_of_page.split("\n## ")
     step = r"(?:Create|Add to) `(schemas/\w+\.py)`[^\n]*:\n\n```\w+\n(.*?)```"
     blocks = dict(re.findall(step, section, flags=re.DOTALL))
-    assert list(blocks) == ["schemas/layer_statistics.py", "schemas/scans/kinds.py"]
+    assert list(blocks) == ["headcount/schemas/layer_statistics.py", "schemas/scans/kinds.py"]
     new_file = folder / "schemas" / "layer_statistics.py"
-    new_file.write_text(blocks["schemas/layer_statistics.py"], encoding="utf-8")
+    new_file.write_text(blocks["headcount/schemas/layer_statistics.py"], encoding="utf-8")
     apply_diff(folder / "schemas" / "kinds.py", blocks["schemas/scans/kinds.py"])
     (in_index,) = re.findall(r"in `docs/index.md`:\n\n```diff\n(.*?)```", section, re.DOTALL)
     apply_diff(folder / "docs" / "index.md", in_index)

@@ -23,10 +23,10 @@ from packaging.utils import canonicalize_name
 
 from headcount.jobs.cluster.ray_cluster import staged_code
 from headcount.schemas.house import PACKAGES
+from tests import ROOT
 from tests.tools.processes import DIES_WITH_ITS_PARENT, Ended, libraries_alone
 from tests.toys.toy_runs import write_run
 
-ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 GROUPS = PYPROJECT["dependency-groups"]
@@ -40,12 +40,13 @@ BROUGHT_BY_TORCH = {"triton"}
 
 def test_one_list_names_the_packages() -> None:
     folders = {file.parent.name for file in ROOT.glob("*/__init__.py")}
-    assert folders == {*PACKAGES, "tests", "benchmarks"}
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
-    packed = tools["setuptools"]["packages"]["find"]["include"]
-    assert sorted(packed) == sorted(f"{name}*" for name in PACKAGES)
-    typed = set(tools["pyright"]["include"])
-    assert typed == {"headcount.py", *PACKAGES, "benchmarks", "tests"}
+    assert folders == {*PACKAGES, "headcount", "tests", "benchmarks"}
+    links = {
+        link.name: link.readlink() for link in (ROOT / "headcount").iterdir() if link.is_symlink()
+    }
+    assert links == {package: Path("..") / package for package in PACKAGES}
+    typed = set(PYPROJECT["tool"]["pyright"]["include"])
+    assert typed == {"headcount/*.py", *PACKAGES, "benchmarks", "tests"}
 
 
 def test_the_code_that_a_cluster_is_sent_has_all_that_every_command_imports(tmp_path: Path) -> None:
@@ -60,19 +61,19 @@ def test_the_code_that_a_cluster_is_sent_has_all_that_every_command_imports(tmp_
 
 IS_INSTALLED = "from importlib.util import find_spec; print(find_spec('headcount'))"
 EVERY_HELP = """
+from typer.main import get_command
 from typer.testing import CliRunner
 import headcount
 
 def ask_for_help(group, words):
-    for command in group.registered_commands:
-        name = command.name or command.callback.__name__
+    for name, command in group.commands.items():
         result = CliRunner().invoke(headcount.app, [*words, name, "--help"])
         assert result.exit_code == 0, result.output
         print(result.stdout)
-    for inner in group.registered_groups:
-        ask_for_help(inner.typer_instance, [*words, inner.name])
+        if hasattr(command, "commands"):
+            ask_for_help(command, [*words, name])
 
-ask_for_help(headcount.app, [])
+ask_for_help(get_command(headcount.app), [])
 """
 
 
@@ -83,7 +84,8 @@ def copy_of_project(source: Path) -> Path:
     """Copy what is packed: a build leaves a folder that the next one reads."""
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("headcount.py", "pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "headcount", source / "headcount", symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     return source
 
@@ -113,13 +115,12 @@ def test_the_wheel_has_every_file_of_the_packages_but_training_scripts(wheel: Pa
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = {
         file.relative_to(ROOT).as_posix()
-        for package in PACKAGES
-        for file in (ROOT / package).rglob("*")
+        for folder in ("", *PACKAGES)
+        for file in (ROOT / "headcount" / folder).glob("**/*" if folder else "*.py")
         if file.is_file() and "__pycache__" not in file.parts
     }
-    training = {file for file in files if re.fullmatch(r"models/[^/]+/train\.py", file)}
-    assert training
-    assert packed == {"headcount.py"} | files - training
+    left_out = re.compile(r"headcount/models/[^/]+/train\.py|headcount/[^/]+/README\.md")
+    assert packed == {file for file in files if not left_out.fullmatch(file)}
 
 
 def test_an_editable_install_is_found_from_the_folder_above_a_clone(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_an_editable_install_is_found_from_the_folder_above_a_clone(tmp_path: Pa
     options = ("--ignore-installed", "--no-deps", "--no-build-isolation")
     pip("--python", python, "install", *options, "--editable", source)
     found = run_in(tmp_path, python, "-c", "import headcount; print(headcount.__file__)")
-    assert found == f"{source / 'headcount.py'}\n"
+    assert found == f"{source / 'headcount' / '__init__.py'}\n"
 
 
 def test_the_wheel_is_small(wheel: Path) -> None:
@@ -176,7 +177,7 @@ def test_the_wheel_measures_and_answers_in_an_empty_environment(
 ) -> None:
     headcount = installed / "bin" / "headcount"
     (site,) = installed.glob("lib/python*/site-packages")
-    demo = site / "jobs/scans/demo/attn-only-2l-mini-repeated.toml"
+    demo = site / "headcount/jobs/scans/demo/attn-only-2l-mini-repeated.toml"
     (tmp_path / "licence.toml").write_text(
         'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 2\n'
         'input = { family = "text", files = "bundled:LICENSE", packing = "concat" }\n'
@@ -188,11 +189,11 @@ def test_the_wheel_measures_and_answers_in_an_empty_environment(
     )
     python = installed / "bin" / "python"
     answered = run_in(tmp_path, python, "-c", ANSWERING, question)
-    codes, files, answer, report, systems = json.loads(answered)
+    codes, file, answer, report, systems = json.loads(answered)
     from headcount.workers.provenance.code_fingerprint import code_fingerprint
 
     assert codes == [code_fingerprint()]
-    assert [file for file in files if not file.startswith(str(installed))] == []
+    assert file.startswith(str(installed))
     assert answer.split() == [
         "model,n",
         f"bundled:attn-only-2l-mini,{2 * 2 * 8}",
@@ -212,7 +213,7 @@ for name in ("torch", "transformers"):
     sys.modules[name] = None
 
 from typer.testing import CliRunner
-import headcount, models, jobs, queries, reproduce, schemas, workers
+import headcount
 from headcount.schemas.files.run_directory import find_runs
 
 def printed(*words):
@@ -220,10 +221,9 @@ def printed(*words):
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     return result.stdout
 
-modules = (headcount, models, jobs, queries, reproduce, schemas, workers)
 print(json.dumps([
     sorted({run.manifest().code for run in find_runs(Path("runs"))}),
-    [module.__file__ for module in modules],
+    headcount.__file__,
     printed("query", "runs", sys.argv[1], "--format", "csv"),
     printed("report", "runs"),
     printed("reproduce", "--list"),
@@ -247,7 +247,7 @@ def imported(paths: Sequence[Path]) -> dict[str, list[str]]:
                 names.add(node.module or "")
         for name in {name.partition(".")[0] for name in names}:
             found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
-    ours = {"headcount", "tests", "benchmarks", "conftest", *PACKAGES}
+    ours = {"headcount", "tests", "benchmarks", "conftest"}
     return {
         name: sorted(files)
         for name, files in found.items()
@@ -275,7 +275,7 @@ def python_files(*names: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("folders", "extras"),
     [
-        (("headcount.py", "schemas", "queries"), ("notebook",)),
+        (("headcount/__init__.py", "headcount/commands.py", "schemas", "queries"), ("notebook",)),
         (("workers", "jobs", "reproduce", "models"), ("scan",)),
         (("exports",), ("export",)),
         (TESTING, ("scan", "dev")),
@@ -296,7 +296,7 @@ def test_every_library_that_is_imported_is_declared(
 
 
 def test_every_library_that_is_declared_is_imported() -> None:
-    every = imported(python_files("headcount.py", *PACKAGES, *TESTING))
+    every = imported(python_files("headcount/commands.py", *PACKAGES, *TESTING))
     distributions = packages_distributions()
     used = {canonicalize_name(name) for library in every for name in distributions[library]}
     tools = {"ruff", "pyright", "pytest-xdist", "setuptools", "triton"}
@@ -320,14 +320,14 @@ class Blocked:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Blocked())
-import headcount
+import headcount.command_line
 
 def ended(words):
     sys.argv = ["headcount", *words]
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         try:
-            headcount.main()
+            headcount.command_line.main()
         except SystemExit as stop:
             code = stop.code or 0
     return code, stdout.getvalue(), stderr.getvalue()
@@ -408,7 +408,11 @@ def test_an_older_python_is_one_line() -> None:
         pytest.skip("there is no Python here that is too old")
     for python in pythons:
         done = subprocess.run(
-            [python, ROOT / "headcount.py", "list"], capture_output=True, text=True, check=False
+            [python, "-m", "headcount", "list"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         expected = r"error: headcount needs Python 3\.11 or newer, and this is 3\.\d+\.\d+\n"
         assert re.fullmatch(expected, done.stderr), done.stderr

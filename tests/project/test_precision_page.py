@@ -26,8 +26,7 @@ from benchmarks.at_scale.precision_drift import (
 )
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE, PRECISIONS
 from headcount.schemas.statistics import KIND, STATISTICS
-
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
 
 
 def test_the_page_is_made_from_the_figures() -> None:

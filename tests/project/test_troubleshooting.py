@@ -13,10 +13,11 @@ import pytest
 import torch
 from filelock import FileLock
 
-import headcount
+import headcount.command_line
 from headcount.jobs.endings import lines_of
+from tests import ROOT
 
-PAGE = (Path(__file__).parent.parent / "docs/troubleshooting.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 
 ENTRY = re.compile(
     r"^### (?P<title>.+?)\n+```text\n(?P<message>.*?)```\n", re.MULTILINE | re.DOTALL
@@ -60,7 +61,7 @@ def run_headcount(
     def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["headcount", *arguments])
         with pytest.raises(SystemExit):
-            headcount.main()
+            headcount.command_line.main()
         return capsys.readouterr().err
 
     return run
@@ -189,7 +190,7 @@ def damaged_file(run_headcount: Headcount) -> str:
 
 
 def lost_model(run_headcount: Headcount) -> str:
-    shutil.copytree(Path(headcount.ROOT) / "models/gpt2-mini", "my-model")
+    shutil.copytree(headcount.bundled["gpt2-mini"], "my-model")
     run_headcount("scan", "texts.toml", "--replicas", "0", "--set", "model=./my-model")
     shutil.move("my-model", "moved")
     (run_directory,) = Path("runs").glob("run_id=texts-*")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.pages.page_commands import (
     CommandBlock,
     FileToSave,
@@ -15,8 +16,6 @@ from tests.pages.page_commands import (
     whole_commands,
     with_outputs_of_today,
 )
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(

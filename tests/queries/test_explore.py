@@ -26,18 +26,18 @@ from selenium import webdriver
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
-from headcount import main
+from headcount.command_line import main
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.explore import question_engine
 from headcount.queries.explore.question_engine import Engine
 from headcount.queries.explore.server import HEADERS, MOST_BYTES, Guard, make_app
 from headcount.schemas.files.run_directory import RunDirectory
+from tests import ROOT
 from tests.pages.browser import chromium, cut_tables
-from tests.queries.test_explore_questions import CURVES, SEQUENCES, no_model, unpacked, write
+from tests.queries.test_explore_questions import CURVES, SEQUENCES, unpacked, write
 from tests.tools.processes import DIES_WITH_ITS_PARENT
 
-ROOT = Path(__file__).parent.parent
 HOSTILE_RUN = "a-b_0.1"
 HOSTILE_PART = "<img src=x onerror=document.title='stolen'>"
 DEADLINE = 20.0
@@ -747,7 +747,7 @@ def test_refreshing_beside_a_running_scan_shows_more_and_never_an_error(
     monkeypatch.setattr(question_engine, "FRESH_SECONDS", 0.2)
     scan = write(tmp_path / "scan", "live", per_shard=5)
     run = write(tmp_path / "runs", "live", per_shard=5, commit=[0])
-    engine = Engine(str(run), no_model)
+    engine = Engine(str(run))
     page.browser.switch_to.new_window("tab")
     with served(engine) as address:
         page.browser.get(address)
@@ -809,7 +809,7 @@ def large_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[En
     monkeypatch.setattr("headcount.queries.explore.sample.SAMPLE_ROWS", rows // 3)
     write(tmp_path, "large")
     compact(RunDirectory.of(tmp_path, "large"))
-    engine = Engine(str(tmp_path), no_model)
+    engine = Engine(str(tmp_path))
     yield engine
     engine.close()
 
@@ -889,7 +889,7 @@ def test_a_page_is_coarse_until_the_sample_is_in_memory_and_says_so(
 def test_who_has_no_token_is_told_what_to_paste_and_a_token_never_stays_in_the_address(
     page: Page, tmp_path: Path
 ) -> None:
-    engine = Engine(str(write(tmp_path, "again")), no_model)
+    engine = Engine(str(write(tmp_path, "again")))
     first, second, wrong = "a" * 24, "b" * 24, "c" * 24
     with served(engine, first) as address:
         open_tab(page, address)

@@ -21,15 +21,14 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from headcount import app, main
+from headcount import app
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.formats import write_csv, write_json
 from headcount.queries.ask.text_tables import write_table
 from headcount.queries.open.connection import connect
+from tests import ROOT
 from tests.tools.processes import Command
 from tests.toys.toy_runs import Row, write_run
-
-ROOT = Path(__file__).parent.parent
 
 ENDLESS = (
     "SELECT count(*) FROM range(100000000000) a, range(10000) b WHERE a.range % 7 = b.range % 3"
@@ -279,7 +278,7 @@ def test_any_encoding_is_written(
         monkeypatch.setattr(sys, "stdout", stdout)
         monkeypatch.setattr(sys, "argv", ["headcount", "query", str(runs), question, *options])
         with pytest.raises(SystemExit) as end:
-            main()
+            headcount.command_line.main()
         return end.value.code, written.getvalue(), capsys.readouterr().err
 
     code, stdout, stderr = ended()

@@ -18,6 +18,7 @@ from headcount.queries.ask.mistakes import SqlMistake
 from headcount.queries.ask.named_queries import QUERIES, read_queries
 from headcount.queries.ask.text_tables import write_table
 from headcount.schemas.errors import QueryError
+from tests import ROOT
 from tests.pages import reference_pages
 from tests.pages.page_commands import FileToSave, follow, same_output, steps_of
 from tests.toys.toy_runs import Cell, Row, write_run
@@ -335,7 +336,7 @@ def test_a_mistake_points_at_its_place(database: RunDatabase, path: Path) -> Non
 
 
 def test_the_page_has_an_answer_of_every_query_and_it_is_right(tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "queries.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "queries.md").read_text(encoding="utf-8")
     assert reference_pages.answers_by_query().keys() == read_queries(QUERIES).keys()
     database: RunDatabase | None = None
     for step in steps_of(page):

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 import headcount
+from tests import ROOT
 from tests.project.test_packaging import MEASURING
 from tests.tools.processes import DIES_WITH_ITS_PARENT
 from tests.toys.toy_models import D_VOCAB, family, gpt2, save_model
 
-ROOT = Path(__file__).parent.parent
 TOLERANCE = 1e-6
 STATISTICS = ["sink_mass", "induction_score", "entropy", "value_norm", "head_result_norm"]
 """Of patterns and of vectors; one reads weights of the layer."""

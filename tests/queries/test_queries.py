@@ -31,7 +31,7 @@ from headcount.queries.ask.formats import (
     write_parquet,
 )
 from headcount.queries.ask.text_tables import COUNTED_ROWS, write_table
-from headcount.queries.commands.query import mount
+from headcount.queries.commands.query import commands
 from headcount.queries.open import run_tables
 from headcount.queries.open.connection import (
     OPENED,
@@ -48,7 +48,7 @@ from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.places import place
 from headcount.schemas.scans.kinds import TABLES
 from headcount.schemas.statistics import STATISTICS
-from headcount.workers.run_model import RunModel
+from tests import ROOT
 from tests.toys.toy_runs import (
     Cell,
     Row,
@@ -147,7 +147,7 @@ def test_by_head_keeps_deviations_far_smaller_than_the_mean() -> None:
     )
     for signature, body in MACROS.items():
         connection.execute(f"CREATE MACRO {signature} AS {body}")
-    by_head = (QUERIES / "by_head.sql").read_text()
+    by_head = (QUERIES / "heads" / "by_head.sql").read_text()
     answer = connection.execute(f"SELECT sd_steps, sd_constant FROM ({by_head})").fetchall()
     [(steps, constant)] = answer
     [(expected,)] = connection.execute("SELECT stddev_samp(steps) FROM heads").fetchall()
@@ -321,7 +321,7 @@ def test_every_shipped_query_answers_and_is_described(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", NEEDED, curves=received)
     connection = connect_eagerly(tmp_path)
     descriptions = view_descriptions(connection)
-    assert list(descriptions) == [*VIEWS, *sorted(file.stem for file in QUERIES.glob("*.sql"))]
+    assert list(descriptions) == [*VIEWS, *sorted(file.stem for file in QUERIES.rglob("*.sql"))]
     for name, description in descriptions.items():
         assert description.endswith(".") or "." in description, name
         ask(connection, name)
@@ -459,7 +459,7 @@ def test_a_run_without_commits_is_empty_and_has_its_columns(tmp_path: Path) -> N
     curves = {"attention_received_by_key": lambda row: [0.5] * 5}
     write_run(tmp_path, "a-1", NEEDED, commit=[], curves=curves)
     connection = connect(tmp_path)
-    for name in ("heads", "sequences", *(file.stem for file in QUERIES.glob("*.sql"))):
+    for name in ("heads", "sequences", *(file.stem for file in QUERIES.rglob("*.sql"))):
         assert ask(connection, name) == []
     types = {row[0]: row[1] for row in ask(connection, "DESCRIBE heads")}
     assert (types["run_id"], types["layer"], types["sink_mass"]) == ("VARCHAR", "SMALLINT", "FLOAT")
@@ -857,9 +857,7 @@ def test_wide_tables_are_not_mangled_in_a_pipe(small: Path) -> None:
 
 @pytest.fixture
 def app() -> typer.Typer:
-    app = typer.Typer()
-    mount(app, RunModel)
-    return app
+    return commands
 
 
 def test_cli(app: typer.Typer, small: Path, tmp_path: Path) -> None:
@@ -870,7 +868,7 @@ def test_cli(app: typer.Typer, small: Path, tmp_path: Path) -> None:
 
     listing = call().splitlines()
     assert listing[0].split()[:4] == ["heads", "One", "row", "per"]
-    assert len(listing) == len(VIEWS) + len(list(QUERIES.glob("*.sql")))
+    assert len(listing) == len(VIEWS) + len(list(QUERIES.rglob("*.sql")))
     assert call("SELECT 1 AS a", "--format", "csv") == "a\n1\n"
     assert call("SELECT 1 AS a", "--format", "json", "-o", str(tmp_path / "a.json")) == ""
     assert json.loads((tmp_path / "a.json").read_text()) == [{"a": 1}]
@@ -884,9 +882,11 @@ def test_cli(app: typer.Typer, small: Path, tmp_path: Path) -> None:
 
 def test_asking_for_help_is_quick_and_needs_no_torch() -> None:
     code = (
-        "import sys, headcount.queries.commands.query; heavy = {'plotly', 'duckdb', 'torch', 'ray', "
-        "'pyarrow'} & set(sys.modules); assert not heavy, heavy; import headcount.queries.report.report, "
-        "headcount.queries.ask.answers; assert not {'torch', 'ray', 'workers', 'jobs', 'plotly'} & "
+        "import sys, headcount.queries.commands.query; "
+        "heavy = {'plotly', 'duckdb', 'torch', 'ray', 'pyarrow'} & set(sys.modules); "
+        "assert not heavy, heavy; "
+        "import headcount.queries.report.report, headcount.queries.ask.answers; "
+        "assert not {'torch', 'ray', 'headcount.workers.replica', 'headcount.jobs'} & "
         "set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=QUERIES.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

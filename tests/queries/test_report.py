@@ -26,13 +26,12 @@ from headcount.queries.report.head_card import card_html, head_card
 from headcount.queries.report.html_page import packed, unpacked
 from headcount.queries.report.report import _detail, _input_words, _values, write_report
 from headcount.queries.report.section import HeadValues, Histograms, Means
-from headcount.queries.run_models import RunModels
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.replica import Replica
-from headcount.workers.run_model import RunModel
+from headcount.workers.run_model import RunModels
 from headcount.workers.shard import run_shard
 from tests.pages.browser import chromium, cut_tables, requested_urls
 from tests.toys.toy_runs import Cell, Row, data_file, local, write_run
@@ -593,7 +592,7 @@ def test_the_report_of_a_text(
 ) -> None:
     path, replica, shard = text_run
     output = tmp_path / "report.html"
-    write_report(open_runs(path), output, RunModels(str(path), RunModel))
+    write_report(open_runs(path), output, RunModels(str(path)))
     browser.get(f"{output.as_uri()}#head=L1H5&statistic=sink_mass")
     # The text of the most active sequence, from its first token on, which is framed.
     (excerpt, *_) = texts(browser, ".excerpt .tokens")

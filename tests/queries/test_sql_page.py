@@ -18,6 +18,7 @@ from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.scans.scan import load_scan, parse_scan
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
+from tests import ROOT
 from tests.toys import toy_models as toy
 from tests.toys.toy_runs import Cell, Row, write_run
 
@@ -44,7 +45,7 @@ class Measured(NamedTuple):
         ]
 
 
-PAGE = Path(__file__).parent.parent / "docs" / "sql.md"
+PAGE = ROOT / "docs" / "sql.md"
 PYTHON_EXAMPLES = re.findall(
     r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL
 )

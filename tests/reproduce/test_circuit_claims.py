@@ -22,6 +22,7 @@ from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe, find_model
 from headcount.workers.model.model import bridge_of
+from tests import ROOT
 from tests.toys import published
 
 CIRCUIT = {name: system for name, system in systems().items() if name.startswith("sink_circuit")}
@@ -116,9 +117,7 @@ def test_no_tolerance_reaches_nothing_at_all(name: str) -> None:
 
 def test_the_systems_name_the_command_that_builds_their_texts() -> None:
     for name in CIRCUIT:
-        content = (
-            Path(__file__).parent.parent / "reproduce" / "systems" / f"{name}.toml"
-        ).read_text()
+        content = (ROOT / "reproduce" / "systems" / f"{name}.toml").read_text()
         if "_texts.csv" in content or "_sentence.csv" in content:
             assert (
                 "headcount reproduce texts sink_circuit" in content or "of sink_circuit" in content

@@ -1,7 +1,7 @@
 """Runs under seeded schedules of faults, and whether each row is there once in the end.
 
-`make chaos SCHEDULES=200 SEED=7`, or `python -m tests.tools.chaos`. A schedule is a scan on a real Ray
-cluster of a head and two nodes, on a disk or in a store that can have faults. Faults hit it at
+`make chaos SCHEDULES=200 SEED=7`, or `python -m tests.tools.chaos`. A schedule is a scan on a real
+Ray cluster of a head and two nodes, on a disk or in a store that can have faults. Faults hit it at
 random moments. Then the same command is given until it succeeds, and its rows are compared with
 those of an undisturbed run.
 """
@@ -37,13 +37,13 @@ from headcount.schemas.scans.scan import load_scan
 from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
+from tests import ROOT
 from tests.tools.committed_rows import compare, rows_of
 from tests.tools.processes import MARK, Command, kill, marked
 from tests.tools.s3_server import Action, Rule, S3Server
 from tests.tools.workers import FORKED, NODE_OPTIONS, forked_workers
 
-ROOT = Path(__file__).parent.parent
-FAULTS = Path(__file__).parent / "faults"
+FAULTS = ROOT / "tests" / "faults"
 SHARDS = 24
 SCAN = f"""
 model = "bundled:attn-only-2l-mini"
@@ -83,7 +83,7 @@ class World:
     cluster: Cluster | None = None
     out: str = ""
     n_replicas: int = 2
-    main: str = "headcount.main"
+    main: str = "headcount.command_line.main"
     """What a driver runs. A toy replica has a main of its own."""
     errors: str = ""
     """What the drivers of this schedule have printed to stderr."""
@@ -422,7 +422,7 @@ def reference(scan_file: Path, out: Path, replica_class: type[Replica] = Replica
 def open_world(
     seed: int,
     replica_class: type[Replica] = Replica,
-    main: str = "headcount.main",
+    main: str = "headcount.command_line.main",
     *,
     with_forked_workers: bool = False,
 ) -> Iterator[tuple[World, pa.Table]]:

@@ -1,7 +1,7 @@
 """Start a worker of Ray as a fork of a process that has imported everything.
 
-Ray runs this file in place of its own `setup_worker.py`, if a node is told so (`tests/tools/workers.py`).
-It imports little, because Ray runs it for every worker.
+Ray runs this file in place of its own `setup_worker.py`, if a node is told so
+(`tests/tools/workers.py`). It imports little, because Ray runs it for every worker.
 """
 
 import json

@@ -2,9 +2,9 @@
 and no copy of the code. They share the store and nothing else.
 
 `python -m tests.tools.machines FOLDER` runs in namespaces of its own, where it may mount and set up
-networks (`tests/jobs/run/test_cluster.py` makes them). They end with it, so nothing stays on this machine,
-and two of these can run at once with the same addresses. It finds a scan in the folder and leaves
-the rows there. It needs neither PyTorch nor Ray itself, which take seconds to import.
+networks (`tests/jobs/run/test_cluster.py` makes them). They end with it, so nothing stays on this
+machine, and two of these can run at once with the same addresses. It finds a scan in the folder and
+leaves the rows there. It needs neither PyTorch nor Ray itself, which take seconds to import.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import pyarrow.parquet as pq
 
 from headcount.queries.open.connection import connect
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.house import PACKAGES
 from headcount.schemas.scans.scan import load_scan
+from tests import ROOT
 from tests.tools.committed_rows import rows_of
 from tests.tools.s3_server import Rule, S3Server
 
-ROOT = Path(__file__).parent.parent
 NETWORK = "10.77.41"
 HEAD = f"{NETWORK}.1:6391"
 OUT = "s3://bucket/runs"
@@ -120,7 +119,7 @@ class Machines:
         device = f"hcw{number}"
         address = f"{NETWORK}.{number + 1}"
         options = [f"--address={HEAD}", f"--node-ip-address={address}", "--num-cpus=1"]
-        hidden = [*(ROOT / package for package in PACKAGES), self.folder]
+        hidden = [ROOT / "headcount", self.folder]
         steps = [
             "echo unshared",
             "read -r the_device_is_there",

@@ -1,5 +1,6 @@
-"""What it costs if a node dies without notice in the middle of a run: `python -m tests.tools.node_loss`.
+"""What it costs if a node dies without notice in the middle of a run.
 
+`python -m tests.tools.node_loss`.
 A run on a head and two nodes, of one replica each, is measured twice: undisturbed, and with every
 process of one node killed after a third of the shards. Another node joins at once, as a cloud would
 start it. Replicas compute nothing and take their time, so that the figures are not those of a

@@ -86,7 +86,7 @@ class Command:
         environment: Mapping[str, str],
         directory: Path,
         constants: Mapping[str, float] = MappingProxyType({}),
-        main: str = "headcount.main",
+        main: str = "headcount.command_line.main",
         stdout: Path | None = None,
     ) -> None:
         """`constants` are set first, by `module.NAME`: seconds that no test should wait.

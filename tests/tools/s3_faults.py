@@ -1,7 +1,7 @@
 """The S3 server's process: moto's application inside one that has the faults of its rules.
 
-`python -m tests.tools.s3_faults DESCRIPTOR` serves on a socket that listens already. werkzeug parses
-HTTP. A fault decides what becomes of a request, and may close the connection below werkzeug.
+`python -m tests.tools.s3_faults DESCRIPTOR` serves on a socket that listens already. werkzeug
+parses HTTP. A fault decides what becomes of a request, and may close the connection below werkzeug.
 """
 
 from __future__ import annotations

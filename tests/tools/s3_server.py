@@ -15,10 +15,10 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypedDict
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
 CONTROL = "/_faults"
 PAST_FAULTS = "X-Past-Faults"
 """A request with this header meets no fault and is not logged."""

@@ -12,8 +12,8 @@ import pytest
 from headcount.reproduce.system import System
 from headcount.schemas.errors import ModelError
 from headcount.workers.model.files.model_info import find_model
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 DATA = [ROOT.parent / "shared" / "data", ROOT.parent / "shared" / "data" / "published"]
 
 PARAGRAPH = "attention_sink_profiler/paragraph.txt"

@@ -1,6 +1,7 @@
 """Replicas that compute nothing, for tests of what happens around a replica.
 
-`tests.tools.processes.Command` with the main `tests.toys.toy_replica.main` is headcount with such a replica.
+`tests.tools.processes.Command` with the main `tests.toys.toy_replica.main` is headcount with such a
+replica.
 """
 
 from __future__ import annotations
@@ -94,10 +95,10 @@ class SteadyReplica(ToyReplica):
 
 def main() -> None:
     """`headcount …` with steady replicas."""
-    import headcount
+    import headcount.command_line
     import headcount.jobs.run.loop
 
     headcount.jobs.run.loop.run_to_end = partial(
         headcount.jobs.run.loop.run_to_end, replica_class=SteadyReplica
     )
-    headcount.main()
+    headcount.command_line.main()

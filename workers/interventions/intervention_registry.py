@@ -22,8 +22,8 @@ order, `name(1,0.5)`. If the last option is a tuple, it takes all values that ar
 named `layer` says where the edit is made; without it, the edit is made in every layer. `a+b` is a,
 then b.
 
-The type of an option says what it may be (`schemas.scans.values`). If the model or the length of the
-sequences sets a limit, the decorator says so in `most`. If options are wrong only together,
+The type of an option says what it may be (`schemas.scans.values`). If the model or the length of
+the sequences sets a limit, the decorator says so in `most`. If options are wrong only together,
 `refuse` says so. An edit of scores that hides all but the first and the last keys of some heads
 says which in `streaming`, so that no matrix of scores is needed where nobody looks at it.
 """

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headcount.schemas.files.fingerprints import digest, module_code
-from headcount.schemas.house import MEASURING
-
-ROOT = Path(__file__).parent.parent.parent
+from headcount.schemas.house import MEASURING, PACKAGE
 
 
 class Code(NamedTuple):
@@ -29,7 +27,7 @@ _known_fingerprints: dict[str, str] = {}
 """Fingerprints that another process told this one, by the digest of the bytes."""
 
 
-def code_fingerprint(root: Path = ROOT) -> str:
+def code_fingerprint(root: Path = PACKAGE) -> str:
     """A fingerprint of every Python file of `schemas` and `workers`.
 
     Comments, docstrings and layout do not count.
@@ -38,7 +36,7 @@ def code_fingerprint(root: Path = ROOT) -> str:
 
 
 @cache
-def read_code(root: Path = ROOT) -> Code:
+def read_code(root: Path = PACKAGE) -> Code:
     """The fingerprint of the code, and the digest of the bytes that it was made from."""
     paths = [path for package in MEASURING for path in (root / package).rglob("*.py")]
     # Sorted, because a folder lists its files in another order on each machine. The name is part

@@ -12,35 +12,35 @@ from typing import Any
 
 from headcount.schemas.files.fingerprints import digest, module_code
 from headcount.schemas.formulas import Formula
+from headcount.schemas.house import PACKAGE
 from headcount.schemas.profiles import Profile
 from headcount.schemas.statistics import Statistic
 from headcount.schemas.weight_statistics import WeightStatistic
-from headcount.workers.provenance.code_fingerprint import ROOT
 
-MODEL_CODE = ("headcount.workers.model.model",)
+MODEL_CODE = ("workers.model.model",)
 ENGINE_CODE = (
     *MODEL_CODE,
-    "headcount.workers.model.attention_layers",
-    "headcount.workers.engine.dense_engine",
-    "headcount.workers.engine.fused_engine",
-    "headcount.workers.engine.edits",
-    "headcount.workers.engine.number_formats",
+    "workers.model.attention_layers",
+    "workers.engine.dense_engine",
+    "workers.engine.fused_engine",
+    "workers.engine.edits",
+    "workers.engine.number_formats",
 )
 PATTERN_CODE = (
     *ENGINE_CODE,
-    "headcount.workers.engine.dense_pattern",
-    "headcount.workers.engine.fused_pattern",
-    "headcount.workers.engine.kernel.sweep_kernel",
+    "workers.engine.dense_pattern",
+    "workers.engine.fused_pattern",
+    "workers.engine.kernel.sweep_kernel",
 )
-WEIGHT_CODE = (*MODEL_CODE, "headcount.workers.model.layer_weights")
-CIRCUIT_CODE = (*WEIGHT_CODE, "headcount.workers.model.circuit")
-MATCH_CODE = ("headcount.workers.engine.token_pairs",)
-PREDICTION_CODE = (*ENGINE_CODE, "headcount.workers.engine.prediction_inputs")
+WEIGHT_CODE = (*MODEL_CODE, "workers.model.layer_weights")
+CIRCUIT_CODE = (*WEIGHT_CODE, "workers.model.circuit")
+MATCH_CODE = ("workers.engine.token_pairs",)
+PREDICTION_CODE = (*ENGINE_CODE, "workers.engine.prediction_inputs")
 
 PROVIDERS: dict[str, tuple[str, ...]] = {
     "pattern": PATTERN_CODE,
     "q": ENGINE_CODE,
-    "unrotated_q": (*ENGINE_CODE, "headcount.workers.model.rotations"),
+    "unrotated_q": (*ENGINE_CODE, "workers.model.rotations"),
     "k": ENGINE_CODE,
     "v": ENGINE_CODE,
     "z": PATTERN_CODE,
@@ -81,12 +81,12 @@ own.
 """
 
 REDUCED_BY: dict[type[Formula], tuple[str, ...]] = {
-    Statistic: ("headcount.workers.measurements.undefined",),
+    Statistic: ("workers.measurements.undefined",),
     Profile: (
-        "headcount.workers.measurements.undefined",
-        "headcount.workers.measurements.profile_means",
+        "workers.measurements.undefined",
+        "workers.measurements.profile_means",
     ),
-    WeightStatistic: ("headcount.workers.measurements.weight_tables",),
+    WeightStatistic: ("workers.measurements.weight_tables",),
 }
 """The modules that stand between the formulas of a class and their table."""
 
@@ -99,7 +99,7 @@ def provider_modules(formula: Formula) -> list[str]:
     return sorted(modules)
 
 
-def column_fingerprint(formula: Formula, root: Path = ROOT) -> str:
+def column_fingerprint(formula: Formula, root: Path = PACKAGE) -> str:
     """Changes if and only if the code changes that computes a column.
 
     That is the formula's own code and the code of what it reads. `root` holds the latter.

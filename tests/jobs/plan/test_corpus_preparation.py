@@ -42,12 +42,11 @@ from headcount.workers.inputs.store.preparation import prepare_portion
 from headcount.workers.inputs.store.token_store import read_tokens
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from tests import PILE_MINI
 from tests.tools.processes import Command
 from tests.tools.workers import joined_cluster
 from tests.toys import toy_models as toy
 from tests.toys.toy_models import BYTE_BOS
-
-PILE_MINI = Path(__file__).parent.parent.parent / "shared" / "data" / "pile-mini"
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,9 @@ from headcount.jobs.run.loop import run_to_end
 from headcount.schemas.errors import ScanError
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.memory import PeakMemory, available_cores, total_memory
+from tests import ROOT
 from tests.tools.processes import Command
 from tests.toys import toy_models as toy
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.commits import fold
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.formulas import Formula
+from headcount.schemas.house import PACKAGE
 from headcount.schemas.predictions import PREDICTION_INPUTS, PREDICTIONS
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.scan import parse_scan
@@ -37,13 +38,13 @@ from headcount.schemas.statistics.statistic_registry import LAYER_VALUES
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
 from headcount.workers.provenance.code_fingerprint import (
-    ROOT,
     code_fingerprint,
     learn_fingerprint,
     read_code,
 )
 from headcount.workers.provenance.providers import PROVIDERS, column_fingerprint, provider_modules
 from headcount.workers.replica import Replica
+from tests import ROOT
 from tests.toys.toy_replica import ToyReplica
 
 CODE_HERE = code_fingerprint()
@@ -250,7 +251,7 @@ def copy_code(
     """A copy of some code that measures, with one file edited."""
     for name in files:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, out / name)
+        shutil.copy(PACKAGE / name, out / name)
     text = (out / file).read_text()
     assert edit(text) != text
     (out / file).write_text(edit(text))
@@ -304,7 +305,7 @@ def test_everything_that_a_formula_can_read_has_its_providers() -> None:
     assert set(PROVIDERS) == readable | conditions
     for modules in PROVIDERS.values():
         for module in modules:
-            assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+            assert (PACKAGE / f"{module.replace('.', '/')}.py").is_file()
 
 
 @pytest.mark.parametrize("module", sorted({m for modules in PROVIDERS.values() for m in modules}))
@@ -337,7 +338,7 @@ def test_what_a_fix_of_the_inputs_of_predictions_changes() -> None:
     assert "headcount.workers.engine.token_pairs" not in provider_modules(STATISTICS["entropy"])
 
 
-OLDER_RUNS = Path(__file__).parent / "data" / "older_runs"
+OLDER_RUNS = ROOT / "tests" / "data" / "older_runs"
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from tests import ROOT
 from tests.tools.chaos import SCAN, reference
 from tests.tools.committed_rows import compare
 from tests.tools.machines import ROWS_FILE, SCAN_FILE
 
-ROOT = Path(__file__).parent.parent
 PROGRAMS = ("ip", "mount", "setpriv", "unshare")
 
 

@@ -22,8 +22,8 @@ from packaging.version import Version
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from headcount.schemas.house import PACKAGES
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 CLUSTERS = ("cluster.yaml", "deploy/bare-machines.yaml", "gcp")
 COMMANDS = {

@@ -41,13 +41,13 @@ from headcount.schemas.files.run_directory import find_runs
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from tests import ROOT
 from tests.tools.processes import Command
 from tests.tools.workers import FORKED, NODE_OPTIONS, joined_cluster
 from tests.toys import toy_models as toy
 from tests.toys.toy_replica import SteadyReplica, ToyReplica
 
 SILENT = Console(quiet=True)
-ROOT = Path(__file__).parent.parent
 IDLE_SCAN: dict[str, Any] = {
     "model": "bundled:attn-only-2l-mini",
     "n_ctx": 8,

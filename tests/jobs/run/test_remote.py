@@ -37,6 +37,7 @@ from headcount.jobs.upkeep.phases import PhaseName
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import load_scan
+from tests import ROOT
 from tests.tools.processes import (
     DIES_WITH_ITS_PARENT,
     Command,
@@ -44,7 +45,6 @@ from tests.tools.processes import (
     libraries_alone,
 )
 
-ROOT = Path(__file__).parent.parent
 PATIENCE_SECONDS = 240
 """How long a test waits for what always comes, on a machine that does other things, too."""
 TOKEN = "a-token-of-this-test-and-no-other"

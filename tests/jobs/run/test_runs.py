@@ -24,11 +24,11 @@ from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import Scan, load_scan
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
+from tests import ROOT
 from tests.tools.processes import MARK, Command, kill
 from tests.toys.toy_runs import local
 
-ROOT = Path(__file__).parent.parent
-FAULTS = Path(__file__).parent / "faults"
+FAULTS = ROOT / "tests" / "faults"
 SHARDS = 8
 
 SCAN = f"""

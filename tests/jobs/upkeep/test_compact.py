@@ -34,11 +34,11 @@ from headcount.schemas.files.commits import drop, fold
 from headcount.schemas.files.places import StorePath, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
 from headcount.schemas.scans.kinds import TABLES
+from tests import ROOT
 from tests.tools.s3_server import S3Server
 from tests.tools.workers import joined_cluster
 from tests.toys.toy_runs import Entry, Row, data_file, local, write_run
 
-ROOT = Path(__file__).parent.parent
 INTERVENTIONS = ("none", "zero_query_bias")
 SHARDS, PER_SHARD, LAYERS, HEADS = 7, 3, 2, 3
 SHARD = PER_SHARD * LAYERS * HEADS

@@ -21,10 +21,10 @@ from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.upkeep import metrics
 from headcount.jobs.upkeep.metrics import METRICS, node_name
 from headcount.schemas.scans.scan import parse_scan
+from tests import ROOT
 from tests.toys import toy_models as toy
 from tests.toys.toy_replica import ToyReplica
 
-ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "deploy" / "grafana" / "headcount.json"
 SAMPLE = re.compile(r"^(ray_headcount_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')

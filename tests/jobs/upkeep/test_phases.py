@@ -27,10 +27,10 @@ from headcount.jobs.upkeep.status import as_lines, read_status, read_status_befo
 from headcount.schemas.errors import CorpusError, RunError
 from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
+from tests import ROOT
 from tests.jobs.upkeep.test_status import NOW, fold_shards, make_run
 from tests.tools.s3_server import Rule, S3Server
 
-ROOT = Path(__file__).parent.parent
 PATIENCE_SECONDS = 60
 SECONDS_NOW = NOW.timestamp()
 

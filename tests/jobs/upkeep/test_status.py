@@ -25,9 +25,9 @@ from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import COMMITS, COMMITS_PER_FOLD, DROPPED
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory
+from tests import ROOT
 from tests.tools.processes import Command, Ended
 
-ROOT = Path(__file__).parent.parent
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 SHARDS = 10
 TOKENS = 4 * 8 * 2

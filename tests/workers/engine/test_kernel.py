@@ -28,6 +28,7 @@ from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Swept, avai
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.replica import InterventionMeasurements, Replica
+from tests import ROOT
 from tests.reference.attention_answers import defined_answers
 from tests.toys import toy_models as toy
 
@@ -477,7 +478,7 @@ def test_all_of_the_above_in_the_interpreter() -> None:
     process = subprocess.run(
         command,
         env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
     )
@@ -488,8 +489,8 @@ def test_all_of_the_above_in_the_interpreter() -> None:
 def test_every_fact_once_in_the_interpreter() -> None:
     code = """if True:
         import torch
-        from headcount.workers.engine.kernel.kernel_check import DRAWN_FACTS, SINK, WINDOW, Shape, compare
-        from headcount.workers.engine.kernel.sweep_kernel import sweep
+        from headcount.workers.engine.kernel.kernel_check import DRAWN_FACTS, SINK, WINDOW, Shape,
+        compare from headcount.workers.engine.kernel.sweep_kernel import sweep
         # Two tiles of queries, of which the second sees no key of the first tile of keys.
         shape = Shape(3, 1, 70, 8, d_v=5)
         for facts in DRAWN_FACTS:
@@ -500,7 +501,7 @@ def test_every_fact_once_in_the_interpreter() -> None:
     process = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
     )

@@ -24,9 +24,8 @@ from headcount.workers.process import (
     prepare_process,
 )
 from headcount.workers.replica import Replica
+from tests import ROOT
 from tests.toys import toy_models as toy
-
-ROOT = Path(__file__).parent.parent
 
 
 def settings() -> dict[str, Any]:

@@ -13,9 +13,9 @@ from headcount.schemas.errors import HeadcountError
 from headcount.workers.inputs.families.bigram_backcopy import BUNDLED_TEXT, bigrams_of
 from headcount.workers.inputs.sequences import Sequences, ShardInput
 from headcount.workers.model.files.model_info import describe, find_model
+from tests import ROOT
 from tests.toys.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
 
-ROOT = Path(__file__).parent.parent
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 TINY = "abacabad b"
 """a 4, b 3, and ' ', c, d once; after a: b twice, c, d once; after b: a twice; 'd' is followed by '

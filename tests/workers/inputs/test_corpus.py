@@ -22,6 +22,7 @@ from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store import preparation
 from headcount.workers.model.files.model_info import ModelInfo
+from tests import PILE_MINI
 from tests.toys.toy_corpora import (
     LENGTH,
     Row,
@@ -43,8 +44,6 @@ from tests.toys.toy_corpora import (
     write_zst,
 )  # fmt: skip
 from tests.toys.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
-
-PILE_MINI = Path(__file__).parent.parent.parent / "shared" / "data" / "pile-mini"
 
 
 @pytest.fixture(scope="session")

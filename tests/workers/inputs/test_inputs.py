@@ -18,9 +18,8 @@ from headcount.workers.inputs import INPUTS, InputFamily, Labelled
 from headcount.workers.inputs.corpus.text_files import read_text
 from headcount.workers.inputs.families import sentences
 from headcount.workers.inputs.sequences import Sequences
+from tests import ROOT
 from tests.toys.toy_models import BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
-
-ROOT = Path(__file__).parent.parent
 
 
 def sequences_of(

@@ -21,8 +21,9 @@ from headcount.jobs.plan.plan import make_plan, prepare_run
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
+from tests import ROOT
 
-PAGE = (Path(__file__).parent.parent / "docs" / "files.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
 HEADINGS = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 

@@ -28,6 +28,7 @@ from headcount.workers.inputs.store.token_store import (
 )
 from headcount.workers.inputs.store.verification import damaged_pieces, verify_portion
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from tests import ROOT
 from tests.toys.toy_store import (
     TEXTS,
     portion_of,
@@ -38,7 +39,6 @@ from tests.toys.toy_store import (
     write_texts,
 )
 
-ROOT = Path(__file__).parent.parent
 TEXT = "".join(TEXTS)
 N_TOKENS = len(TEXT.encode())
 

@@ -30,6 +30,7 @@ from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe, find_model
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from headcount.workers.replica import InterventionMeasurements, Replica
+from tests import ROOT
 from tests.reference.weights import read_weights
 from tests.toys import toy_models as toy
 from tests.workers.engine.test_reference import reference_of
@@ -753,7 +754,7 @@ def test_code_in_a_pth_is_refused_and_not_run(shelf: Shelf, tmp_path: Path):
 
 
 def text_scan(**changes: Any) -> Scan:
-    any_text = str(Path(__file__).parent.parent / "LICENSE")
+    any_text = str(ROOT / "LICENSE")
     return toy.toy_scan(
         **{"sequences": "all", "input": {"family": "text", "files": any_text}} | changes
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.places import place, reason
+from headcount.schemas.house import PACKAGE
 from headcount.workers.inputs.corpus.documents import COMPRESSED, Source, flowing
 
 BUNDLED_PREFIX = "bundled:"
@@ -21,16 +22,16 @@ nearly all of its first passage, so they are joined to single spaces.
 TABLES = {".jsonl": "jsonl", ".parquet": "parquet", ".csv": "csv"}
 """Kind of a file of many texts by its ending, without .zst or .gz."""
 
-PROJECT = Path(__file__).parent.parent.parent
-
 
 def located(path: str) -> str:
     """Where a file lies: `bundled:PATH` among the project's own files, other paths as they are."""
     if not path.startswith(BUNDLED_PREFIX):
         return path
     name = path.removeprefix(BUNDLED_PREFIX)
-    file = PROJECT / name
-    if name == "LICENSE" and not file.is_file():
+    if name != "LICENSE":
+        return str(PACKAGE / name)
+    file = PACKAGE.parent / name
+    if not file.is_file():
         # A wheel puts the licence beside its metadata.
         installed = distribution("headcount").files or []
         return next(str(f.locate()) for f in installed if f.name == name)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-BUNDLED_MODELS = Path(__file__).parent.parent.parent / "models"
+from headcount.schemas.house import PACKAGE
+
+BUNDLED_MODELS = PACKAGE / "models"
 
 BUNDLED = {file.parent.name: file.parent for file in sorted(BUNDLED_MODELS.glob("*/config.json"))}
 """Their directories by name; a scan writes `bundled:NAME`."""
