@@ -1,5 +1,5 @@
 # make demo: a first look.  make check: style and types.  make test: the tests.  make bench: how fast, on this machine.
-# make long: schedules of many faults and sweeps over systems, models and edits. CI runs check, test and long.
+# make long: schedules of many faults and sweeps over replications, models and edits. CI runs check, test and long.
 # make precision: how far each precision drifts.  make docs: the pages that registries write.
 # make controls: which figures pass for random weights, or for edits that do nothing.
 # make constraints: the versions of every install, anew.
@@ -93,13 +93,12 @@ chaos: .venv/.tools
 	@$(BIN)/python -m tests.tools.chaos --schedules $(SCHEDULES) --seed $(SEED)
 
 controls: .venv/.tools
-	$(BIN)/python -m headcount.reproduce.controls $(SYSTEM)
+	$(BIN)/python -m headcount.reproduce.controls $(REPLICATION)
 
 docs: .venv/.tools
 	$(BIN)/python -m headcount.schemas.formula_pages
 	$(BIN)/python -m headcount.workers.edit_and_input_pages
-	$(BIN)/python -m headcount.reproduce.systems_page
-	$(BIN)/python -m headcount.reproduce.coverage
+	$(BIN)/python -m headcount.reproduce.literature_page
 	$(BIN)/python -m headcount.exports.page
 	$(BIN)/python -m tests.pages.reference_pages
 	$(BIN)/python -m benchmarks.page

@@ -1,1 +1,1 @@
-"""What papers claim, measured again: systems of the literature, verdicts and their pages."""
+"""What papers claim, measured again: replications, verdicts and their pages."""

@@ -1,7 +1,7 @@
-"""Short runs of a system on models with random weights, and the views of edits that do nothing.
+"""Short runs of a replication on random weights, and the views of edits that do nothing.
 
-The controls (`reproduce.controls`) ask them. All runs of one system lie in one directory and are
-opened once; `RunsShown` says which of them the system's SQL sees.
+The controls (`reproduce.controls`) ask them. All runs of a replication lie in one directory and
+are opened once; `RunsShown` says which of them its SQL sees.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from headcount.jobs.run.loop import run_to_end
 from headcount.models.random_model import MOST_POSITIONS, miniature_steps, write_random_model
 from headcount.queries.ask.asking import RunDatabase
 from headcount.queries.sql_text import text_literal
-from headcount.reproduce.system import System
-from headcount.reproduce.system_runs import plan_system_in
+from headcount.reproduce.replication import Replication
+from headcount.reproduce.replication_runs import plan_replication_in
 from headcount.schemas.scans.kinds import TABLES
 from headcount.workers.inputs.corpus.text_files import located
 from headcount.workers.model.files.known_models import KnownModels
@@ -64,12 +64,12 @@ WITHOUT_HEADS = 8
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of a system the controls measure. No figure needs precision to be wrong."""
+    """How much of a replication the controls measure. No figure needs precision to be wrong."""
 
     sequences: int
     """Most sequences of a scan."""
     least_sequences: int
-    """Least sequences of a scan, if the system has as many, however many tokens they have."""
+    """Least sequences of a scan, if the replication has as many, however many tokens they have."""
     tokens: int
     """Tokens of a scan under one edit, unless so few sequences have more."""
     logits: float
@@ -79,8 +79,8 @@ class Extent:
     small_vocabulary: bool
     """Whether ids of tokens that inputs name are moved into a small vocabulary."""
     entries: float
-    """Entries of all patterns of a system. Beyond that the model has fewer heads, and then fewer
-    layers, if no certain head is published.
+    """Entries of all patterns of a replication. Beyond that the model has fewer heads, and then
+    fewer layers, if no certain head is published.
     """
 
 
@@ -104,14 +104,14 @@ QUICK = Extent(
     small_vocabulary=True,
     entries=3e8,
 )
-"""What the tests measure, of every system."""
+"""What the tests measure, of every replication."""
 
 
 @dataclass(frozen=True)
-class ShortSystem:
-    """A system with few sequences, for a model of published layers and heads."""
+class ShortReplication:
+    """A replication with few sequences, for a model of published layers and heads."""
 
-    system: System
+    replication: Replication
     n_layers: int
     n_heads: int
     n_ctx: int
@@ -134,7 +134,7 @@ class ShortSystem:
 
 @dataclass(frozen=True)
 class RunsShown:
-    """Which runs the SQL of a system sees, and which edits of each."""
+    """Which runs the SQL of a replication sees, and which edits of each."""
 
     edits_by_run: tuple[tuple[str, tuple[str, ...]], ...]
     """Id of each run, and the edits that its scan asks for."""
@@ -216,9 +216,9 @@ class ControlRuns:
         self._models: dict[tuple[object, ...], RandomModel] = {}
         self._plans: dict[tuple[str, str, str, str], list[Plan]] = {}
 
-    def model(self, short: ShortSystem, scale: float) -> RandomModel:
-        """The model of a short system, written and loaded once for all that have its sizes."""
-        layout = short.system.bundled_model
+    def model(self, short: ShortReplication, scale: float) -> RandomModel:
+        """The model of a short replication, written and loaded once for all that have its sizes."""
+        layout = short.replication.bundled_model
         key = (layout, *short.sizes.values(), short.steps, scale)
         if key not in self._models:
             directory = self.directory / f"model-{len(self._models)}"
@@ -226,15 +226,15 @@ class ControlRuns:
             self._models[key] = RandomModel(str(path), SameModel())
         return self._models[key]
 
-    def measure(self, name: str, system: System, model: RandomModel) -> list[Plan]:
-        """Measure the runs of a system on a model that are missing; the plans of all its runs."""
+    def measure(self, name: str, replication: Replication, model: RandomModel) -> list[Plan]:
+        """Measure the missing runs of a replication on a model; the plans of all its runs."""
         plans: list[Plan] = []
-        for scan, entry in system.scan.items():
+        for scan, entry in replication.scan.items():
             key = (name, model.path, scan, str(entry))
             if key not in self._plans:
-                one_scan = system.model_copy(update={"scan": {scan: entry}})
+                one_scan = replication.model_copy(update={"scan": {scan: entry}})
                 directory = str(self.runs(name))
-                new = plan_system_in(directory, one_scan, model.path, models=model.known)
+                new = plan_replication_in(directory, one_scan, model.path, models=model.known)
                 for plan in new:
                     measure_run(plan, model.known)
                 self._plans[key] = new
@@ -242,7 +242,7 @@ class ControlRuns:
         return plans
 
     def runs(self, name: str) -> Path:
-        """Where the runs of a system lie."""
+        """Where the runs of a replication lie."""
         return self.directory / f"runs-{name}"
 
 
@@ -273,32 +273,35 @@ def _edits(plan: Plan) -> tuple[str, ...]:
     return tuple(map(str, plan.scan.interventions))
 
 
-def with_untouched(system: System, is_miniature: bool = False) -> System:
-    """The system, in which each scan that lacks the untouched model measures nothing else."""
+def with_untouched(replication: Replication, is_miniature: bool = False) -> Replication:
+    """The replication, in which each scan that lacks the untouched model measures nothing else."""
     scans: dict[str, dict[str, Any]] = {}
-    for name, entry in system.scan.items():
-        fields = system.defaults | entry
+    for name, entry in replication.scan.items():
+        fields = replication.defaults | entry
         if is_miniature:
-            fields |= system.bundled | entry.get("bundled", {})
+            fields |= replication.bundled | entry.get("bundled", {})
         edits = fields.get("interventions", ["none"])
         scans[name] = entry if "none" in edits else entry | {"interventions": ["none"]}
-    return system.model_copy(update={"scan": scans})
+    return replication.model_copy(update={"scan": scans})
 
 
-# Short systems
+# Short replications
 
 
-def short_system(
-    system: System, sizes: Mapping[str, int | str], extent: Extent, of_few_heads: bool = False
-) -> ShortSystem:
-    """The system with few sequences, and with the scans that a model of these sizes has."""
+def short_replication(
+    replication: Replication,
+    sizes: Mapping[str, int | str],
+    extent: Extent,
+    of_few_heads: bool = False,
+) -> ShortReplication:
+    """The replication with few sequences, and with the scans that a model of these sizes has."""
     scans: dict[str, dict[str, Any]] = {}
-    for name, entry in system.scan.items():
-        if _is_of_sizes(entry, sizes) and not _is_for_figures(system, name):
-            scans[name] = _short_scan(system, entry, extent)
-    short = system.model_copy(update={"scan": scans, "bundled": {}})
+    for name, entry in replication.scan.items():
+        if _is_of_sizes(entry, sizes) and not _is_for_figures(replication, name):
+            scans[name] = _short_scan(replication, entry, extent)
+    short = replication.model_copy(update={"scan": scans, "bundled": {}})
     n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", WITHOUT_HEADS))
-    if of_few_heads and not _names_heads(system):
+    if of_few_heads and not _names_heads(replication):
         n_layers, n_heads = min(n_layers, FEW_LAYERS), min(n_heads, FEW_HEADS)
     # Without predictions and without ids of tokens, no figure depends on the vocabulary.
     needs_ids = _names_tokens(short) and not extent.small_vocabulary
@@ -307,7 +310,7 @@ def short_system(
     notes: list[str] = []
 
     # Figures of single heads keep all heads, because any of them may be named.
-    if not _names_heads(system):
+    if not _names_heads(replication):
         published = n_layers, n_heads
         entries = sum(_entries(short, entry) for entry in scans.values())
         n_layers, n_heads = _affordable_heads(n_layers, n_heads, entries, extent)
@@ -327,7 +330,9 @@ def short_system(
         scans = {name: _with_small_ids(short, scans[name], d_vocab) for name in scans}
         short = short.model_copy(update={"scan": scans})
     n_ctx = min(int(sizes.get("n_ctx", MOST_POSITIONS)), MOST_POSITIONS)
-    return ShortSystem(short, n_layers, n_heads, n_ctx, d_vocab, _steps(system), tuple(notes))
+    return ShortReplication(
+        short, n_layers, n_heads, n_ctx, d_vocab, _steps(replication), tuple(notes)
+    )
 
 
 def _affordable_heads(n_layers: int, n_heads: int, entries: int, extent: Extent) -> tuple[int, int]:
@@ -339,15 +344,15 @@ def _affordable_heads(n_layers: int, n_heads: int, entries: int, extent: Extent)
     return min(n_layers, most_layers), n_heads
 
 
-def _steps(system: System) -> tuple[int, ...]:
+def _steps(replication: Replication) -> tuple[int, ...]:
     """Steps that figures were published for; three of the miniature's if figures name none."""
-    if not any("checkpoints" in entry for entry in system.scan.values()):
+    if not any("checkpoints" in entry for entry in replication.scan.values()):
         return ()
-    names = [value.name for check in system.check for value in check.values]
+    names = [value.name for value in replication.published_values]
     published = {int(step) for name in names for step in re.findall(r"^step (\d+)", name)}
     if published:
         return tuple(sorted({0, *published}))
-    steps = miniature_steps(system.bundled_model)
+    steps = miniature_steps(replication.bundled_model)
     return steps[0], steps[len(steps) // 2], steps[-1]
 
 
@@ -362,23 +367,25 @@ def _is_of_sizes(entry: Mapping[str, Any], sizes: Mapping[str, int | str]) -> bo
     )
 
 
-def _names_heads(system: System) -> bool:
-    names = [value.name for check in system.check for value in check.values]
+def _names_heads(replication: Replication) -> bool:
+    names = [value.name for value in replication.published_values]
     return any(re.search(r"L\d+H\d+", name) for name in names)
 
 
-def _predicts(system: System) -> bool:
-    return any(_field(system, entry, "predictions", []) for entry in system.scan.values())
+def _predicts(replication: Replication) -> bool:
+    return any(_field(replication, entry, "predictions", []) for entry in replication.scan.values())
 
 
-def _names_tokens(system: System) -> bool:
-    scans = [system.defaults | entry for entry in system.scan.values()]
+def _names_tokens(replication: Replication) -> bool:
+    scans = [replication.defaults | entry for entry in replication.scan.values()]
     return any({*TOKEN_OPTIONS} & {*scan["input"]} for scan in scans)
 
 
-def _with_small_ids(system: System, entry: dict[str, Any], d_vocab: int) -> dict[str, Any]:
+def _with_small_ids(
+    replication: Replication, entry: dict[str, Any], d_vocab: int
+) -> dict[str, Any]:
     """A scan whose input names tokens of a small vocabulary. The last one stays the last: BOS."""
-    source = dict(_field(system, entry, "input", {}))
+    source = dict(_field(replication, entry, "input", {}))
     if int(source.get("high", 0)) > d_vocab:
         source["high"] = d_vocab - 1
         source["low"] = min(int(source.get("low", 0)), d_vocab // 2)
@@ -389,60 +396,65 @@ def _with_small_ids(system: System, entry: dict[str, Any], d_vocab: int) -> dict
     return entry | {"input": source}
 
 
-def _is_for_figures(system: System, scan: str) -> bool:
+def _is_for_figures(replication: Replication, scan: str) -> bool:
     """Whether a scan of a few sequences is only drawn: a picture cannot fail."""
     name = f"'{scan}'"
-    sequences = _field(system, system.scan[scan], "sequences", "all")
+    sequences = _field(replication, replication.scan[scan], "sequences", "all")
     if sequences == "all" or sequences > MOST_DRAWN:
         return False
-    questions = [*system.view.values(), *(each.sql for each in (*system.check, *system.phenomenon))]
-    is_drawn = any(name in figure.sql for figure in system.figure)
+    questions = [
+        *replication.view.values(),
+        *(each.sql for each in (*replication.check, *replication.claim)),
+    ]
+    is_drawn = any(name in figure.sql for figure in replication.figure)
     return is_drawn and not any(name in sql for sql in questions)
 
 
-def _short_scan(system: System, entry: Mapping[str, Any], extent: Extent) -> dict[str, Any]:
+def _short_scan(
+    replication: Replication, entry: Mapping[str, Any], extent: Extent
+) -> dict[str, Any]:
     fields = {key: value for key, value in entry.items() if key != "sizes"}
-    source = fields.get("input") or system.defaults.get("input")
+    source = fields.get("input") or replication.defaults.get("input")
     # A corpus that is not here: the miniature reads something else.
     if source is None or source["family"] == "pile":
-        fields |= {"input": (system.bundled | entry.get("bundled", {}))["input"]}
-    n_ctx = int(_field(system, entry, "n_ctx", 0))
+        fields |= {"input": (replication.bundled | entry.get("bundled", {}))["input"]}
+    n_ctx = int(_field(replication, entry, "n_ctx", 0))
     few = max(extent.least_sequences, min(extent.sequences, extent.tokens // n_ctx))
-    published = _field(system, entry, "sequences", "all")
+    published = _field(replication, entry, "sequences", "all")
     return fields | {"sequences": few if published == "all" else min(few, published)}
 
 
-def _field(system: System, entry: Mapping[str, Any], field: str, default: Any) -> Any:  # noqa: ANN401 (what TOML holds)
-    return entry.get(field, system.defaults.get(field, default))
+def _field(replication: Replication, entry: Mapping[str, Any], field: str, default: Any) -> Any:  # noqa: ANN401 (what TOML holds)
+    return entry.get(field, replication.defaults.get(field, default))
 
 
-def _entries(system: System, entry: Mapping[str, Any]) -> int:
+def _entries(replication: Replication, entry: Mapping[str, Any]) -> int:
     """Entries of the patterns of one head and layer, as many as take as long as a scan does."""
-    edits = _field(system, entry, "interventions", ["none"])
+    edits = _field(replication, entry, "interventions", ["none"])
     passes = sum(HIDING_COST if edit.startswith(HIDING_EDITS) else 1 for edit in edits)
-    return passes * entry["sequences"] * int(_field(system, entry, "n_ctx", 0)) ** 2
+    return passes * entry["sequences"] * int(_field(replication, entry, "n_ctx", 0)) ** 2
 
 
-def _predictions(system: System, entry: Mapping[str, Any]) -> int:
+def _predictions(replication: Replication, entry: Mapping[str, Any]) -> int:
     """Predictions of a scan that asks for losses. Others predict one token a sequence."""
-    if "loss" not in str(_field(system, entry, "predictions", [])):
+    if "loss" not in str(_field(replication, entry, "predictions", [])):
         return 0
-    edits = _field(system, entry, "interventions", ["none"])
-    return len(edits) * entry["sequences"] * int(_field(system, entry, "n_ctx", 0))
+    edits = _field(replication, entry, "interventions", ["none"])
+    return len(edits) * entry["sequences"] * int(_field(replication, entry, "n_ctx", 0))
 
 
 # Files
 
 
 @contextlib.contextmanager
-def stand_in_files(system: System) -> Iterator[None]:
-    """Work in an empty directory with a file for each that a scan of the system names.
+def stand_in_files(replication: Replication) -> Iterator[None]:
+    """Work in an empty directory with a file for each that a scan of the replication names.
 
     They hold lines of this project's licence, as if they were of three data sets.
     """
     words = Path(located("bundled:LICENSE")).read_text(encoding="utf-8").split()
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        for name in _named_files(system):
+        for name in _named_files(replication):
             if name.endswith(".txt"):
                 letters = "".join(letter for letter in " ".join(words) if letter in CHARACTERS)
                 Path(name).write_text(letters + CHARACTERS, encoding="utf-8")
@@ -455,8 +467,8 @@ def stand_in_files(system: System) -> Iterator[None]:
         yield
 
 
-def _named_files(system: System) -> set[str]:
-    """The files of texts that the scans of a system read from where the command is run."""
-    texts = json.dumps([system.defaults, system.scan])
+def _named_files(replication: Replication) -> set[str]:
+    """The files of texts that the scans of a replication read from where the command is run."""
+    texts = json.dumps([replication.defaults, replication.scan])
     words = texts.replace('"', "\n").splitlines()
     return {word for word in words if word.endswith((".csv", ".txt")) and "/" not in word}

@@ -1,4 +1,4 @@
-"""Whether figures and phenomena can fail: for random weights, and for edits that do nothing.
+"""Whether figures and claims can fail: for random weights, and for edits that do nothing.
 
 A figure that a model with random weights passes says nothing about the published model. A figure of
 an edit that passes if the edit does nothing says nothing about the edit. Each must fail, or say
@@ -7,10 +7,10 @@ right must pass: the scatter that the authors give is drawn many times (`scatter
 
 * Random weights: a model of the published layers and heads with narrow heads, on few sequences of
   the published scans, compared as if it were the published model.
-* Edits that do nothing: the same system, with every edit measured as `none`. What does not change
-  depends on no edit. What becomes 0, 1 or 100 is a change, a ratio or a percentage, and is compared
-  so. Any other value becomes that of a figure that depends on no edit, the untouched model's: its
-  published value is compared.
+* Edits that do nothing: the same replication, with every edit measured as `none`. What does not
+  change depends on no edit. What becomes 0, 1 or 100 is a change, a ratio or a percentage, and is
+  compared so. Any other value becomes that of a figure that depends on no edit, the untouched
+  model's: its published value is compared.
 
 `python -m headcount.reproduce.controls [NAME …]`, or `make controls` for all.
 """
@@ -35,18 +35,24 @@ from headcount.reproduce.control_runs import (
     QUICK,
     ControlRuns,
     RunsShown,
-    ShortSystem,
+    ShortReplication,
     as_if_untouched,
     as_measured,
     measure_run,
-    short_system,
+    short_replication,
     stand_in_files,
     with_untouched,
 )
 from headcount.reproduce.published_values import PublishedValue
-from headcount.reproduce.system import Check, Phenomenon, System, find_systems, systems
-from headcount.reproduce.system_runs import open_system_runs, plan_system_in
-from headcount.reproduce.verdicts import Finding, finite_number, judge, measured_by_name, rows_of
+from headcount.reproduce.replication import (
+    Check,
+    Claim,
+    Replication,
+    find_replications,
+    replications,
+)
+from headcount.reproduce.replication_runs import open_replication_runs, plan_replication_in
+from headcount.reproduce.verdicts import Result, finite_number, judge, measured_by_name, rows_of
 from headcount.schemas.errors import HeadcountError, QueryError, RunError
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.process import prepare_process
@@ -66,9 +72,9 @@ NOTHING = (0.0, 1.0, 100.0)
 
 @dataclass(frozen=True)
 class Control:
-    """What one control says of one figure or phenomenon."""
+    """What one control says of one figure or claim."""
 
-    system: str
+    replication: str
     name: str
     control: str
     """random, null or scatter."""
@@ -93,33 +99,33 @@ def measured_values(name: str, check: Check, database: RunDatabase) -> dict[str,
 # Controls
 
 
-class SystemControls:
-    """Both controls of one system, on short runs that lie in one directory."""
+class ReplicationControls:
+    """Both controls of one replication, on short runs that lie in one directory."""
 
-    def __init__(self, name: str, system: System, runs: ControlRuns) -> None:
+    def __init__(self, name: str, replication: Replication, runs: ControlRuns) -> None:
         self.name = name
-        self.system = system
+        self.replication = replication
         self.runs = runs
         self.notes: list[str] = []
         """What was smaller than published and might matter."""
         self.unmeasured: list[str] = []
         """Published figures that have no value for random weights."""
         self.without_null: list[str] = []
-        """Published figures of a system with edits that have no value if edits do nothing."""
+        """Published figures of a replication with edits that have no value if edits do nothing."""
         self._values: dict[tuple[RunsShown, str], dict[str, float | None]] = {}
         self._shown: RunsShown | None = None
 
     def measure(self) -> list[Control]:
-        """Measure all runs, then ask every check and every phenomenon."""
-        with stand_in_files(self.system):
+        """Measure all runs, then ask every check and every claim."""
+        with stand_in_files(self.replication):
             random_runs = [(sizes, self._random_runs(sizes)) for sizes in self._distinct_sizes()]
             edited_runs = [(sizes, self._edited_runs(sizes)) for sizes in self._sizes_with_edits()]
-            self.database = open_system_runs(self.system, str(self.runs.runs(self.name)))
+            self.database = open_replication_runs(self.replication, str(self.runs.runs(self.name)))
         controls: list[Control] = []
         for sizes, shown in random_runs:
             controls += self._random_figures(sizes, shown)
-            if sizes == self.system.published_sizes:
-                controls += self._random_phenomena(shown)
+            if sizes == self.replication.published_sizes:
+                controls += self._random_claims(shown)
         for sizes, (edited, null) in edited_runs:
             controls += self._null_figures(sizes, edited, null)
         return controls
@@ -129,41 +135,41 @@ class SystemControls:
     def _distinct_sizes(self) -> list[dict[str, int | str]]:
         """The sizes of each model that something was published for, each once."""
         sizes: list[dict[str, int | str]] = []
-        for check in self.system.check:
+        for check in self.replication.check:
             for value in check.values:
-                if self.system.sizes_of(check, value) not in sizes:
-                    sizes.append(dict(self.system.sizes_of(check, value)))
-        if self.system.published_sizes not in sizes:
-            sizes.append(dict(self.system.published_sizes))
+                if self.replication.sizes_of(check, value) not in sizes:
+                    sizes.append(dict(self.replication.sizes_of(check, value)))
+        if self.replication.published_sizes not in sizes:
+            sizes.append(dict(self.replication.published_sizes))
         return sizes
 
     def _sizes_with_edits(self) -> list[dict[str, int | str]]:
-        return self._distinct_sizes() if has_edits(self.system) else []
+        return self._distinct_sizes() if has_edits(self.replication) else []
 
     def _random_runs(self, sizes: Mapping[str, int | str]) -> RunsShown:
-        short = short_system(self.system, sizes, self.runs.extent)
+        short = short_replication(self.replication, sizes, self.runs.extent)
         self._note(short)
         model = self.runs.model(short, UNTRAINED)
-        return as_measured(self.runs.measure(self.name, short.system, model))
+        return as_measured(self.runs.measure(self.name, short.replication, model))
 
     def _edited_runs(self, sizes: Mapping[str, int | str]) -> tuple[RunsShown, RunsShown]:
         """Runs whose edits show, and the same as if they did nothing."""
-        short = short_system(self.system, sizes, self.runs.extent, of_few_heads=True)
+        short = short_replication(self.replication, sizes, self.runs.extent, of_few_heads=True)
         try:
             model = self.runs.model(short, LIVELY)
-            plans = self.runs.measure(self.name, short.system, model)
+            plans = self.runs.measure(self.name, short.replication, model)
         except HeadcountError:
             # An edit names a head that a small model lacks.
-            short = short_system(self.system, sizes, self.runs.extent)
+            short = short_replication(self.replication, sizes, self.runs.extent)
             model = self.runs.model(short, LIVELY)
-            plans = self.runs.measure(self.name, short.system, model)
+            plans = self.runs.measure(self.name, short.replication, model)
         self._note(short)
-        other = with_untouched(short.system)
-        is_other = other != short.system
+        other = with_untouched(short.replication)
+        is_other = other != short.replication
         untouched = self.runs.measure(self.name, other, model) if is_other else plans
         return as_measured(plans), as_if_untouched(plans, untouched)
 
-    def _note(self, short: ShortSystem) -> None:
+    def _note(self, short: ShortReplication) -> None:
         self.notes += [note for note in short.notes if note not in self.notes]
 
     # Questions
@@ -183,9 +189,9 @@ class SystemControls:
 
     def _values_of(self, sizes: Mapping[str, int | str]) -> Iterator[tuple[Check, PublishedValue]]:
         """What was published for a model of these sizes."""
-        for check in self.system.check:
+        for check in self.replication.check:
             for value in check.values:
-                if self.system.sizes_of(check, value) == sizes:
+                if self.replication.sizes_of(check, value) == sizes:
                     yield check, value
 
     def _random_figures(self, sizes: Mapping[str, int | str], shown: RunsShown) -> list[Control]:
@@ -200,16 +206,16 @@ class SystemControls:
                 controls.append(Control(self.name, value.full_name, "random", not why, text))
         return controls
 
-    def _random_phenomena(self, shown: RunsShown) -> list[Control]:
+    def _random_claims(self, shown: RunsShown) -> list[Control]:
         self._show(shown)
         controls: list[Control] = []
-        for phenomenon in self.system.phenomenon:
-            for claim, value, holds in phenomenon_rows(self.name, phenomenon, self.database):
+        for claim in self.replication.claim:
+            for words, value, holds in claim_rows(self.name, claim, self.database):
                 if holds:
-                    why = phenomenon.why_random_passes(claim)
-                    why = why or phenomenon.why_random_passes(phenomenon.words)
+                    why = claim.why_random_passes(words)
+                    why = why or claim.why_random_passes(claim.words)
                     text = why or f"holds for random weights ({value})"
-                    controls.append(Control(self.name, claim, "random", not why, text))
+                    controls.append(Control(self.name, words, "random", not why, text))
         return controls
 
     def _null_figures(
@@ -230,19 +236,19 @@ class SystemControls:
         return null_figures(self.name, pairs)
 
 
-def phenomenon_rows(
-    name: str, phenomenon: Phenomenon, database: RunDatabase
+def claim_rows(
+    name: str, claim: Claim, database: RunDatabase
 ) -> list[tuple[str, float | None, bool]]:
     """Claim, value and whether it holds, in the order of the rows."""
     try:
-        rows = rows_of(name, phenomenon.sql, 3, database)
+        rows = rows_of(name, claim.sql, 3, database)
     except (RunError, QueryError):
         return []
     results: list[tuple[str, float | None, bool]] = []
-    for claim, value, holds in rows:
+    for words, value, holds in rows:
         number = finite_number(value)
         is_undefined = value is not None and number is None
-        results.append((str(claim), number, bool(holds) and not is_undefined))
+        results.append((str(words), number, bool(holds) and not is_undefined))
     return results
 
 
@@ -284,67 +290,67 @@ def _null_value(
     return same[0][1].value if same else None
 
 
-# Phenomena of edits, on the miniature, where they hold
+# Claims of edits, on the miniature, where they hold
 
 
-def null_phenomena_of_miniature(
-    name: str, system: System, directory: str, models: KnownModels
+def null_claims_of_miniature(
+    name: str, replication: Replication, directory: str, models: KnownModels
 ) -> list[Control]:
-    """Phenomena that hold on the miniature if edits do nothing; missing runs are measured."""
-    if not system.phenomenon or not has_edits(system):
+    """Claims that hold on the miniature if edits do nothing; missing runs are measured."""
+    if not replication.claim or not has_edits(replication):
         return []
-    model = system.bundled_model
-    plans = plan_system_in(directory, system, model, models=models)
-    untouched_system = with_untouched(system, is_miniature=True)
-    untouched = plan_system_in(directory, untouched_system, model, models=models)
+    model = replication.bundled_model
+    plans = plan_replication_in(directory, replication, model, models=models)
+    untouched_replication = with_untouched(replication, is_miniature=True)
+    untouched = plan_replication_in(directory, untouched_replication, model, models=models)
     for plan in [*plans, *untouched]:
         measure_run(plan, models)
-    database = open_system_runs(system, directory)
+    database = open_replication_runs(replication, directory)
     as_measured(plans).show(database)
-    findings = judge(name, system, plans[0].info, model, database)
-    return null_phenomena(name, system, database, findings, as_if_untouched(plans, untouched))
+    results = judge(name, replication, plans[0].info, model, database)
+    return null_claims(name, replication, database, results, as_if_untouched(plans, untouched))
 
 
-def null_phenomena(
+def null_claims(
     name: str,
-    system: System,
+    replication: Replication,
     database: RunDatabase,
-    findings: Iterable[Finding],
+    results: Iterable[Result],
     null: RunsShown,
 ) -> list[Control]:
-    """Phenomena of edits that hold on a model, and hold there if the edits do nothing.
+    """Claims of edits that hold on a model, and hold there if the edits do nothing.
 
-    `findings` are those of the runs with edits.
+    `results` are those of the runs with edits.
     """
-    with_edits = {each.name: each.measured for each in findings if each.verdict == "pass"}
+    with_edits = {each.name: each.measured for each in results if each.verdict == "pass"}
     null.show(database)
     controls: list[Control] = []
-    for phenomenon in system.phenomenon:
-        for claim, value, holds in phenomenon_rows(name, phenomenon, database):
-            if not holds or _depends_on_no_edit(claim, value, with_edits):
+    for claim in replication.claim:
+        for words, value, holds in claim_rows(name, claim, database):
+            if not holds or _depends_on_no_edit(words, value, with_edits):
                 continue
-            why = phenomenon.why_null_passes(claim) or phenomenon.why_null_passes(phenomenon.words)
+            why = claim.why_null_passes(words) or claim.why_null_passes(claim.words)
             text = why or f"holds under edits that do nothing ({value})"
-            controls.append(Control(name, claim, "null", not why, text))
+            controls.append(Control(name, words, "null", not why, text))
     return controls
 
 
 def _depends_on_no_edit(
-    claim: str, null_value: float | None, with_edits: Mapping[str, float | None]
+    words: str, null_value: float | None, with_edits: Mapping[str, float | None]
 ) -> bool:
-    """Whether a phenomenon has the same words and the same number with the edits."""
-    if claim not in with_edits:
+    """Whether a claim has the same words and the same number with the edits."""
+    if words not in with_edits:
         return False
-    value = with_edits[claim]
+    value = with_edits[words]
     if null_value is None or value is None:
         return null_value is value
     # DuckDB may add up in another order, so the last bits may differ.
     return math.isclose(null_value, value, rel_tol=SAME, abs_tol=SAME)
 
 
-def has_edits(system: System) -> bool:
-    """Whether any scan of a system edits the model."""
-    fields = [system.defaults, system.bundled, *system.scan.values()]
+def has_edits(replication: Replication) -> bool:
+    """Whether any scan of a replication edits the model."""
+    fields = [replication.defaults, replication.bundled, *replication.scan.values()]
     named = [edit for entry in fields for edit in entry.get("interventions", [])]
     return any(edit != "none" for edit in named)
 
@@ -366,10 +372,10 @@ def passing_share(value: PublishedValue) -> float:
     return float(near.mean())
 
 
-def scatter_problems(name: str, system: System) -> list[Control]:
+def scatter_problems(name: str, replication: Replication) -> list[Control]:
     """Figures that a right model fails in more than one of a hundred cases."""
     controls: list[Control] = []
-    for check in system.check:
+    for check in replication.check:
         for value in check.values:
             share = passing_share(value)
             # The draws themselves scatter by 0.0007.
@@ -380,27 +386,27 @@ def scatter_problems(name: str, system: System) -> list[Control]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print which figures and phenomena pass that must not; returns the exit code."""
+    """Print which figures and claims pass that must not; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m headcount.reproduce.controls", description=__doc__
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="systems; none means all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="replications; none means all")
     parser.add_argument("--reasons", action="store_true", help="also print those with a reason")
     parser.add_argument("--quick", action="store_true", help="as short as the tests measure")
     options = parser.parse_args(words)
     prepare_process()
-    selection = find_systems(options.names) if options.names else systems()
+    selection = find_replications(options.names) if options.names else replications()
     wrong = 0
     with tempfile.TemporaryDirectory() as directory:
         runs = ControlRuns(Path(directory), QUICK if options.quick else FULL)
         models = KnownModels()
-        for name, system in selection.items():
+        for name, replication in selection.items():
             began = time.process_time()
             try:
-                controls = SystemControls(name, system, runs)
-                results = [*scatter_problems(name, system), *controls.measure()]
+                controls = ReplicationControls(name, replication, runs)
+                results = [*scatter_problems(name, replication), *controls.measure()]
                 miniature = str(Path(directory) / f"miniature-{name}")
-                results += null_phenomena_of_miniature(name, system, miniature, models)
+                results += null_claims_of_miniature(name, replication, miniature, models)
             except HeadcountError as error:
                 print(f"{name}: no controls: {error}", flush=True)
                 wrong += 1
@@ -411,7 +417,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _print(
-    controls: SystemControls, results: Iterable[Control], seconds: float, with_reasons: bool
+    controls: ReplicationControls, results: Iterable[Control], seconds: float, with_reasons: bool
 ) -> None:
     wrong = [result for result in results if result.is_wrong]
     excused = [result for result in results if not result.is_wrong]

@@ -211,7 +211,7 @@ class Recipe:
     what: str
     """A phrase that says what they are."""
     file: str
-    """The file that the systems read."""
+    """The file that the replications read."""
     build: Callable[[Sources, int], list[Text]]
     seed: int
     """The seed of the published texts."""

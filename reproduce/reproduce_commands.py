@@ -24,15 +24,19 @@ from headcount.jobs.commands.scan import (
 )
 from headcount.jobs.console import say
 from headcount.queries.commands.query import tell_user, warn_of_damage
-from headcount.schemas.errors import RunError, ScanError, counted
+from headcount.schemas.errors import RunError, ScanError, counted, unknown
 
 if TYPE_CHECKING:
-    from headcount.reproduce.reproduction import PlannedSystem, Reproduction, SkippedSystem
-    from headcount.reproduce.system import System
-    from headcount.reproduce.verdicts import Finding
+    from headcount.reproduce.replication import Replication
+    from headcount.reproduce.reproduction import (
+        PlannedReplication,
+        Reproduction,
+        SkippedReplication,
+    )
+    from headcount.reproduce.verdicts import Result
 
 SOMETHING_SKIPPED = 3
-"""Exit code if no finding failed, but a system that fits the model could not be measured."""
+"""Exit code if no result failed, but a replication that fits the model could not be measured."""
 
 
 class DefaultedGroup(TyperGroup):
@@ -47,50 +51,53 @@ class DefaultedGroup(TyperGroup):
 commands = typer.Typer(
     name="reproduce",
     cls=DefaultedGroup,
-    help="Measure systems of the literature again, with a verdict beside every published figure.",
+    help="Replicate results of the literature, with a verdict beside each published figure.",
     rich_markup_mode=None,
 )
 
 
-@commands.command("systems")
+@commands.command("replications")
 def reproduce(
     names: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="NAME",
-            help="Systems, as --list names them, or your own files, FILE.toml.",
+            help="Replications, as --list names them, or your own files, FILE.toml.",
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="A Hub id, a local directory, or bundled:NAME. Default: the system's miniature."
+            help="A Hub id, a local directory, or bundled:NAME. Default: the miniature that the "
+            "replication names."
         ),
     ] = None,
     every: Annotated[
         bool,
         typer.Option(
             "--all",
-            help="Measure every system; with --model, every one that was published for a model of "
+            help="Every replication; with --model, every one that was published for a model of "
             "these sizes.",
         ),
     ] = False,
     listed: Annotated[
         bool,
-        typer.Option("--list", help="Print the systems, and the models they were published for."),
+        typer.Option(
+            "--list", help="Print the replications, and the models they were published for."
+        ),
     ] = False,
     out: Annotated[str, typer.Option(help="Directory for the runs.")] = "runs/reproduce",
     file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write the findings to this file."),
+        typer.Option("--json", metavar="FILE", help="Also write the results to this file."),
     ] = None,
     text_files: Annotated[
         list[str] | None,
         typer.Option(
             "--text",
             metavar="[NAME=]FILE",
-            help="The authors' own text, for the systems that were published for one. NAME is a "
-            "system; its text is also that of the other systems that were published for the same. "
+            help="The authors' own text, for the replications that were published for one. NAME is "
+            "a replication; its text is also that of all others that were published for the same. "
             "May be repeated. headcount reproduce texts builds some of them.",
         ),
     ] = None,
@@ -107,31 +114,30 @@ def reproduce(
     ] = None,
     allow_other_code: AllowOtherCode = False,
 ) -> None:
-    """Measure systems of the literature again: scan, query, and a verdict beside every published
-    figure.
+    """Replicate results of the literature: scan, query, and a verdict beside each published figure.
 
     A miniature is another model, so its numbers are not compared. What must hold in any model is
     checked. What does not fit the model, or lacks a file, is said and skipped. Exit codes: 2 if a
-    finding fails, 3 if none fails but something was skipped that fits the model.
+    result fails, 3 if none fails but something was skipped that fits the model.
     """
     from headcount.queries.ask.formats import check_suffix
-    from headcount.reproduce.system import find_systems, systems
+    from headcount.reproduce.replication import find_replications, replications
 
     if listed:
-        _print_systems(systems())
+        _print_replications(replications())
         return
     if not names and not every:
-        raise ScanError("expected the name of a system, or --all; --list names them")
-    selection = systems() if every else find_systems(names or [])
+        raise ScanError("expected the name of a replication, or --all; --list names them")
+    selection = replications() if every else find_replications(names or [])
     if file is not None:
         check_suffix(file, ".json")
     if file is not None and not file.parent.is_dir():
         raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
-    text_by_system = texts_of_systems(text_files or [], selection)
+    text_by_replication = texts_of_replications(text_files or [], selection)
     # These import torch, which takes seconds: a mistake above is answered without it.
     from headcount.jobs.resources import Resources
+    from headcount.reproduce.replication_runs import check_overrides
     from headcount.reproduce.reproduction import Reproduction
-    from headcount.reproduce.system_runs import check_overrides
     from headcount.workers.model.files.known_models import KnownModels
     from headcount.workers.process import prepare_process
 
@@ -145,160 +151,172 @@ def reproduce(
         only_fitting=every and model is not None,
         out=out,
         overrides=overrides or [],
-        texts=text_by_system,
+        texts=text_by_replication,
         resources=resources,
         allow_other_code=allow_other_code,
         models=KnownModels(),
         console=console,
     )
     if model is not None:
-        # A model that is not there is one mistake, and not a reason to skip every system.
+        # A model that is not there is one mistake, and not a reason to skip every replication.
         reproduction.models.describe(model)
-    findings, skipped = _measure_and_judge(reproduction, selection, file, console)
-    _end(findings, skipped, len(selection), console)
+    results, skipped = _measure_and_judge(reproduction, selection, file, console)
+    _end(results, skipped, len(selection), console)
 
 
 def _measure_and_judge(
-    reproduction: Reproduction, selection: Mapping[str, System], file: Path | None, console: Console
-) -> tuple[list[Finding], list[SkippedSystem]]:
-    """Measure the systems one after another, and keep the findings so far in a file."""
-    findings: list[Finding] = []
-    skipped: list[SkippedSystem] = []
+    reproduction: Reproduction,
+    selection: Mapping[str, Replication],
+    file: Path | None,
+    console: Console,
+) -> tuple[list[Result], list[SkippedReplication]]:
+    """Measure the replications one after another, and keep the results so far in a file."""
+    results: list[Result] = []
+    skipped: list[SkippedReplication] = []
 
-    def judge(planned: PlannedSystem) -> None:
-        findings.extend(_judge(planned))
+    def judge(planned: PlannedReplication) -> None:
+        results.extend(_judge(planned))
         write()
 
-    def skip(system: SkippedSystem) -> None:
-        say(console, f"{system.system}: skipped: {system.reason}")
-        skipped.append(system)
+    def skip(replication: SkippedReplication) -> None:
+        say(console, f"{replication.replication}: skipped: {replication.reason}")
+        skipped.append(replication)
         write()
 
     def write() -> None:
-        # After every system, so that a command that is stopped leaves the findings so far.
+        # After every replication, so that a command that is stopped leaves the results so far.
         if file is not None:
-            _write_json([*findings, *(system.finding for system in skipped)], file)
+            _write_json([*results, *(replication.result for replication in skipped)], file)
 
-    planned_systems, unplanned = reproduction.plan(selection)
-    for system in unplanned:
-        skip(system)
+    planned_replications, unplanned = reproduction.plan(selection)
+    for replication in unplanned:
+        skip(replication)
     write()
-    reproduction.measure(planned_systems, judge, skip)
-    return findings, skipped
+    reproduction.measure(planned_replications, judge, skip)
+    return results, skipped
 
 
-def texts_of_systems(options: Sequence[str], selection: Mapping[str, System]) -> dict[str, str]:
-    """The file of the authors' text, by system. A text that nobody reads is refused."""
-    wanted_by_system = {name: system.text.what for name, system in selection.items() if system.text}
+def texts_of_replications(
+    options: Sequence[str], selection: Mapping[str, Replication]
+) -> dict[str, str]:
+    """The file of the authors' text, by replication. A text that nobody reads is refused."""
+    wanted_by_replication = {
+        name: replication.text.what for name, replication in selection.items() if replication.text
+    }
     files: dict[str, str] = {}
     for option in options:
-        if not wanted_by_system:
+        if not wanted_by_replication:
             raise ScanError(
-                f"--text {option}: none of these systems reads a text of its authors; leave it out"
+                f"--text {option}: none of these replications reads a text of its authors; "
+                "leave it out"
             )
         name, equals, named_file = option.partition("=")
-        is_named = bool(equals) and name in wanted_by_system
-        wanted = {wanted_by_system[name]} if is_named else set(wanted_by_system.values())
+        is_named = bool(equals) and name in wanted_by_replication
+        wanted = {wanted_by_replication[name]} if is_named else set(wanted_by_replication.values())
         text_file = named_file if is_named else option
         if len(wanted) > 1:
-            choices = "; ".join(f"{name}={what}" for name, what in wanted_by_system.items())
+            choices = "; ".join(f"{name}={what}" for name, what in wanted_by_replication.items())
+            first = next(iter(wanted_by_replication))
             raise ScanError(
-                f"--text {option}: these systems were published for different texts; expected "
-                f"NAME=FILE, for instance --text {next(iter(wanted_by_system))}=FILE ({choices})"
+                f"--text {option}: these replications were published for different texts; "
+                f"expected NAME=FILE, for instance --text {first}=FILE ({choices})"
             )
         if not Path(text_file).expanduser().is_file():
             raise RunError(f"--text {option}: no such file; expected {next(iter(wanted))}")
-        files |= {name: text_file for name, what in wanted_by_system.items() if what in wanted}
+        files |= {name: text_file for name, what in wanted_by_replication.items() if what in wanted}
     return files
 
 
 def _end(
-    findings: Sequence[Finding], skipped: Sequence[SkippedSystem], systems: int, console: Console
+    results: Sequence[Result],
+    skipped: Sequence[SkippedReplication],
+    replications: int,
+    console: Console,
 ) -> None:
-    """Say how many findings have which verdict, and end with the code that belongs to them."""
-    # Of one system nothing else can be said.
-    if systems == 1 and skipped and skipped[0].error is not None:
+    """Say how many results have which verdict, and end with the code that belongs to them."""
+    # Of one replication nothing else can be said.
+    if replications == 1 and skipped and skipped[0].error is not None:
         raise skipped[0].error
-    if len(skipped) == systems:
-        raise RunError("no system could be measured; each line above says why")
-    counts = Counter(finding.verdict for finding in findings)
+    if len(skipped) == replications:
+        raise RunError("no replication could be measured; each line above says why")
+    counts = Counter(result.verdict for result in results)
     verdicts = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in VERDICT_ORDER)
-    measured = counted(systems - len(skipped), "system")
-    say(console, f"{measured} measured, {len(skipped)} skipped; findings: {verdicts}")
+    measured = counted(replications - len(skipped), "replication")
+    say(console, f"{measured} measured, {len(skipped)} skipped; results: {verdicts}")
     failures = counts["fail"]
     if failures:
         raise RunError(
-            f"{failures} of {failures + counts['pass']} findings differ from what was published "
+            f"{failures} of {failures + counts['pass']} results differ from what was published "
             "or must hold"
         )
-    if any(system.fits for system in skipped):
+    if any(replication.fits for replication in skipped):
         raise typer.Exit(SOMETHING_SKIPPED)
 
 
-def _judge(planned: PlannedSystem) -> list[Finding]:
-    """Print the findings on the runs of a system, and write its page beside the runs.
+def _judge(planned: PlannedReplication) -> list[Result]:
+    """Print the results on the runs of a replication, and write its page beside the runs.
 
     There is no page if the runs lie in an object store.
     """
-    from headcount.reproduce.system_figures import Heading, write_page
-    from headcount.reproduce.system_runs import open_system_runs
+    from headcount.reproduce.replication_figures import Heading, write_page
+    from headcount.reproduce.replication_runs import open_replication_runs
     from headcount.reproduce.verdicts import judge, warning
     from headcount.schemas.files.places import place
 
-    name, system, model = planned.name, planned.system, planned.model
-    database = open_system_runs(system, planned.directory, tell_user)
+    name, replication, model = planned.name, planned.replication, planned.model
+    database = open_replication_runs(replication, planned.directory, tell_user)
     warn_of_damage(database)
-    findings = judge(name, system, planned.info, model, database, planned.has_text)
-    _print_findings(planned, findings)
+    results = judge(name, replication, planned.info, model, database, planned.has_text)
+    _print_results(planned, results)
     # Beside the directory, not in it: it is no file of a run.
     page = place(f"{planned.directory}.html")
     if isinstance(page, Path):
         heading = Heading(
-            system=name,
-            title=system.title,
-            source=system.source,
+            replication=name,
+            title=replication.title,
+            source=replication.source,
             model=model,
             runs=page.stem,
-            warning=warning(system, planned.info, model),
+            warning=warning(replication, planned.info, model),
         )
-        write_page(page, heading, findings, system.figure, database)
+        write_page(page, heading, results, replication.figure, database)
         typer.echo(f"figures in {page}")
-    return findings
+    return results
 
 
 VERDICT_ORDER = ("fail", "pass", "not comparable")
-"""The order in which findings are printed."""
+"""The order in which results are printed."""
 
 
-def _print_findings(planned: PlannedSystem, findings: Sequence[Finding]) -> None:
-    system = planned.system
+def _print_results(planned: PlannedReplication, results: Sequence[Result]) -> None:
+    replication = planned.replication
     title = (
-        f"{planned.name}: {system.title} ({system.source})\n"
+        f"{planned.name}: {replication.title} ({replication.source})\n"
         f"model {planned.model}, runs in {planned.directory}"
     )
     table = Table(
         "name", "published", "measured", "tolerance", "verdict", title=title, title_justify="left"
     )
     # Of a table of thousands, those that fail are printed. All are in the page and in the JSON.
-    printed = [finding for finding in findings if not finding.file or finding.verdict == "fail"]
+    printed = [result for result in results if not result.file or result.verdict == "fail"]
     # On a miniature nearly all published figures cannot be compared. That long list comes last.
-    for finding in sorted(printed, key=lambda finding: VERDICT_ORDER.index(finding.verdict)):
+    for result in sorted(printed, key=lambda result: VERDICT_ORDER.index(result.verdict)):
         table.add_row(
-            finding.name,
-            _cell(finding.published),
-            _cell(finding.measured),
-            finding.tolerance_text,
-            finding.verdict,
+            result.name,
+            _cell(result.published),
+            _cell(result.measured),
+            result.tolerance_text,
+            result.verdict,
         )
     console = Console(highlight=False)
     console.print(table)
-    for (file, verdict), count in _counts_by_file(findings).items():
+    for (file, verdict), count in _counts_by_file(results).items():
         say(console, f"{file}: {count:,} {verdict}")
 
 
-def _counts_by_file(findings: Sequence[Finding]) -> Counter[tuple[str, str]]:
+def _counts_by_file(results: Sequence[Result]) -> Counter[tuple[str, str]]:
     """How many figures of each table have which verdict."""
-    return Counter((finding.file, finding.verdict) for finding in findings if finding.file)
+    return Counter((result.file, result.verdict) for result in results if result.file)
 
 
 def _cell(value: float | str | None) -> str:
@@ -307,23 +325,98 @@ def _cell(value: float | str | None) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
 
 
-def _print_systems(systems: dict[str, System]) -> None:
+def _print_replications(replications: dict[str, Replication]) -> None:
     table = Table(
         Column("name", no_wrap=True),
         Column("what", overflow="fold"),
         box=box.SIMPLE_HEAD,
         show_edge=False,
     )
-    for name, system in systems.items():
+    for name, replication in replications.items():
         # Only bundled models are miniatures, so the prefix says nothing here.
-        miniature = system.bundled_model.removeprefix("bundled:")
-        table.add_row(name, f"{system.title}\n{system.published_model}; offline {miniature}")
+        miniature = replication.bundled_model.removeprefix("bundled:")
+        table.add_row(
+            name, f"{replication.title}\n{replication.published_model}; offline {miniature}"
+        )
     Console(highlight=False).print(table)
 
 
-def _write_json(findings: list[Finding], file: Path) -> None:
-    records = [asdict(finding) for finding in findings]
+def _write_json(results: list[Result], file: Path) -> None:
+    records = [asdict(result) for result in results]
     try:
         file.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError(f"{file}: cannot be written ({error.strerror})") from None
+
+
+@commands.command()
+def texts(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="sink_circuit, sink_circuit_long or sink_circuit_sentence."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="CSV file to write. Default: the name that the replications read.",
+        ),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            help="Local copies of the data sets: directories sst2, gsm8k and humaneval, as the "
+            "library datasets loads them. Default: the Hub.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str,
+        typer.Option(metavar="MODEL", help="A directory or Hub id with GPT-2's tokenizer."),
+    ] = "openai-community/gpt2",
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Draw other texts by the same recipe. Default: the published."),
+    ] = None,
+) -> None:
+    """Build the authors' texts that a replication reads.
+
+    We ship no text of others. The texts are built from public data sets by the authors' recipe,
+    and compared with a fingerprint of the published ones.
+    """
+    from headcount.queries.ask.formats import check_suffix
+    from headcount.reproduce.published_texts import (
+        RECIPES,
+        Sources,
+        as_csv,
+        check_published,
+        gpt2_tokenizer,
+        rows_below,
+        rows_of_hub,
+    )
+    from headcount.schemas.files.places import write_whole
+
+    if name not in RECIPES:
+        raise ScanError(unknown("texts", name, RECIPES))
+    recipe = RECIPES[name]
+    file = output or Path(recipe.file)
+    check_suffix(file, ".csv")
+    if not file.absolute().parent.is_dir():
+        raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
+    drawn_with = recipe.seed if seed is None else seed
+    built = recipe.build(
+        Sources(
+            rows_of_hub if source is None else rows_below(source),
+            lambda: gpt2_tokenizer(tokenizer),
+            typer.echo,
+        ),
+        drawn_with,
+    )
+    write_whole(file.absolute(), as_csv(built))
+    typer.echo(f"{file}: {recipe.what}")
+    typer.echo(check_published(recipe, built, drawn_with))

@@ -1,4 +1,4 @@
-"""One command's measuring of several systems: what fits the model, what is skipped, and why."""
+"""One command's replications: what fits the model, what is skipped, and why."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.progress import WholeProgress, watch_index
 from headcount.reproduce.published_texts import how_to_get
-from headcount.reproduce.system import System
-from headcount.reproduce.system_runs import (
+from headcount.reproduce.replication import Replication
+from headcount.reproduce.replication_runs import (
     measure_runs,
-    overrides_of_system,
-    plan_system,
+    overrides_of_replication,
+    plan_replication,
     tokens_to_measure,
 )
-from headcount.reproduce.verdicts import Finding, has_sizes
+from headcount.reproduce.verdicts import Result, has_sizes
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.files.places import reason
 from headcount.workers.model.files.known_models import KnownModels
@@ -26,10 +26,10 @@ from headcount.workers.model.files.model_info import ModelInfo
 
 
 @dataclass(frozen=True)
-class SkippedSystem:
-    """A system that was not measured."""
+class SkippedReplication:
+    """A replication that was not measured."""
 
-    system: str
+    replication: str
     model: str
     reason: str
     fits: bool
@@ -38,10 +38,10 @@ class SkippedSystem:
     """What stopped it."""
 
     @property
-    def finding(self) -> Finding:
-        """The system's only line among the findings."""
-        return Finding(
-            system=self.system,
+    def result(self) -> Result:
+        """The replication's only line among the results."""
+        return Result(
+            replication=self.replication,
             name="",
             published=None,
             measured=None,
@@ -53,11 +53,11 @@ class SkippedSystem:
 
 
 @dataclass(frozen=True)
-class PlannedSystem:
-    """A system whose runs are planned."""
+class PlannedReplication:
+    """A replication whose runs are planned."""
 
     name: str
-    system: System
+    replication: Replication
     model: str
     info: ModelInfo
     plans: list[Plan]
@@ -66,36 +66,36 @@ class PlannedSystem:
 
     @property
     def directory(self) -> str:
-        """All runs of a system lie in one directory."""
+        """All runs of a replication lie in one directory."""
         return self.plans[0].scan.out
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What a user asked for, of all systems of one command."""
+    """What a user asked for, of all replications of one command."""
 
     model: str | None
-    """None means the miniature of each system."""
+    """None means the miniature of each replication."""
     only_fitting: bool
-    """Whether systems that were published for models of other sizes are left out."""
+    """Whether replications that were published for models of other sizes are left out."""
     out: str
     overrides: Sequence[str]
     texts: Mapping[str, str]
-    """The file of the authors' text, by system."""
+    """The file of the authors' text, by replication."""
     resources: Resources
     allow_other_code: bool
     models: KnownModels
     console: Console
 
     def plan(
-        self, selection: Mapping[str, System]
-    ) -> tuple[list[PlannedSystem], list[SkippedSystem]]:
-        """Plan every system; what cannot be planned is skipped, with its reason."""
-        planned: list[PlannedSystem] = []
-        skipped: list[SkippedSystem] = []
-        for name, system in selection.items():
-            outcome = self._plan_one(name, system)
-            if isinstance(outcome, PlannedSystem):
+        self, selection: Mapping[str, Replication]
+    ) -> tuple[list[PlannedReplication], list[SkippedReplication]]:
+        """Plan every replication; what cannot be planned is skipped, with its reason."""
+        planned: list[PlannedReplication] = []
+        skipped: list[SkippedReplication] = []
+        for name, replication in selection.items():
+            outcome = self._plan_one(name, replication)
+            if isinstance(outcome, PlannedReplication):
                 planned.append(outcome)
             else:
                 skipped.append(outcome)
@@ -103,11 +103,11 @@ class Reproduction:
 
     def measure(
         self,
-        planned: Sequence[PlannedSystem],
-        judge: Callable[[PlannedSystem], None],
-        skip: Callable[[SkippedSystem], None],
+        planned: Sequence[PlannedReplication],
+        judge: Callable[[PlannedReplication], None],
+        skip: Callable[[SkippedReplication], None],
     ) -> None:
-        """Measure the systems one after the other. Each is handed to `judge`, or to `skip`."""
+        """Measure the replications one after the other. Each is handed to `judge`, or to `skip`."""
         whole = WholeProgress(sum(tokens_to_measure(each.plans) for each in planned))
         for each in planned:
             try:
@@ -120,44 +120,48 @@ class Reproduction:
                     whole=whole,
                 )
                 judge(each)
-            # One system that cannot be measured says nothing about the others.
+            # One replication that cannot be measured says nothing about the others.
             except Exception as error:
-                skip(SkippedSystem(each.name, each.model, _line(error), fits=True, error=error))
+                skip(
+                    SkippedReplication(each.name, each.model, _line(error), fits=True, error=error)
+                )
 
-    def _plan_one(self, name: str, system: System) -> PlannedSystem | SkippedSystem:
-        model = self.model or system.bundled_model
+    def _plan_one(
+        self, name: str, replication: Replication
+    ) -> PlannedReplication | SkippedReplication:
+        model = self.model or replication.bundled_model
         try:
             info = self.models.describe(model)
-            misfit = _misfit(system, info, model) if self.only_fitting else ""
+            misfit = _misfit(replication, info, model) if self.only_fitting else ""
             if misfit:
-                return SkippedSystem(name, model, misfit, fits=False)
+                return SkippedReplication(name, model, misfit, fits=False)
             with watch_index(self.console) as watch:
-                plans = plan_system(
-                    system,
+                plans = plan_replication(
+                    replication,
                     model,
                     f"{self.out.rstrip('/')}/{name}",
-                    overrides_of_system(self.overrides, system),
+                    overrides_of_replication(self.overrides, replication),
                     watch,
                     text=self.texts.get(name),
                     models=self.models,
                 )
         except Exception as error:
-            return SkippedSystem(name, model, _line(error), fits=True, error=error)
+            return SkippedReplication(name, model, _line(error), fits=True, error=error)
         has_text = name in self.texts
-        return PlannedSystem(name, system, model, info, plans, has_text)
+        return PlannedReplication(name, replication, model, info, plans, has_text)
 
 
-def _misfit(system: System, info: ModelInfo, model: str) -> str:
-    """Why a system was not published for such a model; empty if it was."""
-    claimed_of = {name for phenomenon in system.phenomenon for name in phenomenon.models}
-    if model == system.bundled_model or model in claimed_of:
+def _misfit(replication: Replication, info: ModelInfo, model: str) -> str:
+    """Why a replication was not published for such a model; empty if it was."""
+    claimed_of = {name for claim in replication.claim for name in claim.models}
+    if model == replication.bundled_model or model in claimed_of:
         return ""
-    if any(has_sizes(info, sizes) for sizes in system.all_sizes):
+    if any(has_sizes(info, sizes) for sizes in replication.all_sizes):
         return ""
-    sizes = system.published_sizes
+    sizes = replication.published_sizes
     published = ", ".join(f"{field} {size}" for field, size in sizes.items())
     actual = ", ".join(f"{field} {getattr(info, field)}" for field in sizes)
-    return f"published for {system.published_model} ({published}), and this model has {actual}"
+    return f"published for {replication.published_model} ({published}), and this model has {actual}"
 
 
 def _line(error: Exception) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, SupportsFloat
 
 from headcount.queries.ask.asking import Row, RunDatabase
-from headcount.reproduce.system import Check, Phenomenon, System
+from headcount.reproduce.replication import Check, Claim, Replication
 from headcount.schemas.errors import QueryError, RunError
 from headcount.workers.model.files.model_info import ModelInfo
 
@@ -16,10 +16,10 @@ Verdict = Literal["pass", "fail", "not comparable", "skipped"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One published number or one phenomenon, with its verdict."""
+class Result:
+    """One published number or one claim, with its verdict."""
 
-    system: str
+    replication: str
     name: str
     published: float | str | None
     """A number, or what must hold."""
@@ -33,7 +33,7 @@ class Finding:
     file: str = ""
     """The file that the published number is from, if it is one of a table."""
     reason: str = ""
-    """Why it is not comparable, or why the system was skipped."""
+    """Why it is not comparable, or why the replication was skipped."""
 
     @property
     def tolerance_text(self) -> str:
@@ -45,53 +45,53 @@ class Finding:
 
 def judge(
     name: str,
-    system: System,
+    replication: Replication,
     info: ModelInfo,
     model: str,
     database: RunDatabase,
     has_text: bool = False,
-) -> list[Finding]:
+) -> list[Result]:
     """Compare what was measured with what was published, and with what must hold.
 
     `model` is what the user calls the model that `info` describes. `has_text` says whether the
     runs read the user's text instead of the one that stands for it.
     """
-    findings: list[Finding] = []
-    for check in system.check:
-        findings += _check_findings(name, system, check, info, model, database, has_text)
-    for phenomenon in system.phenomenon:
-        # A phenomenon without a list of models is claimed of all.
-        if not phenomenon.models or model in phenomenon.models:
-            findings += _phenomenon_findings(name, phenomenon, model, database)
-    return findings
+    results: list[Result] = []
+    for check in replication.check:
+        results += _check_results(name, replication, check, info, model, database, has_text)
+    for claim in replication.claim:
+        # A claim without a list of models is claimed of all.
+        if not claim.models or model in claim.models:
+            results += _claim_results(name, claim, model, database)
+    return results
 
 
-def _check_findings(
+def _check_results(
     name: str,
-    system: System,
+    replication: Replication,
     check: Check,
     info: ModelInfo,
     model: str,
     database: RunDatabase,
     has_text: bool,
-) -> list[Finding]:
-    """One finding for each published number."""
+) -> list[Result]:
+    """One result for each published number."""
     measured_values = measured_by_name(name, check.sql, database)
     lacks_text = check.needs_text and not has_text
-    findings: list[Finding] = []
+    results: list[Result] = []
     for published in check.values:
         # An override may leave out a part of the scan: then there is no number, and no pass.
         value = finite_number(measured_values.get(published.name))
         verdict: Verdict = "pass" if published.is_near(value) else "fail"
         reason = ""
-        if not has_sizes(info, system.sizes_of(check, published)):
+        if not has_sizes(info, replication.sizes_of(check, published)):
             verdict, reason = "not comparable", "published for a model of other sizes"
         elif lacks_text:
             verdict = "not comparable"
             reason = f"published for the authors' text: --text {name}=FILE"
-        findings.append(
-            Finding(
-                system=name,
+        results.append(
+            Result(
+                replication=name,
                 name=published.full_name,
                 published=published.value,
                 measured=value,
@@ -103,26 +103,24 @@ def _check_findings(
                 reason=reason,
             )
         )
-    return findings
+    return results
 
 
-def _phenomenon_findings(
-    name: str, phenomenon: Phenomenon, model: str, database: RunDatabase
-) -> list[Finding]:
-    """One finding for each row of the phenomenon's SQL, or one that says that there are no rows."""
-    rows = rows_of(name, phenomenon.sql, 3, database)
+def _claim_results(name: str, claim: Claim, model: str, database: RunDatabase) -> list[Result]:
+    """One result for each row of the claim's SQL, or one that says that there are no rows."""
+    rows = rows_of(name, claim.sql, 3, database)
     if not rows:
-        claim = f"{phenomenon.words}: no rows"
-        return [Finding(name, claim, "holds", None, None, "not comparable", model)]
-    findings: list[Finding] = []
-    for claim, value, holds in rows:
+        words = f"{claim.words}: no rows"
+        return [Result(name, words, "holds", None, None, "not comparable", model)]
+    results: list[Result] = []
+    for words, value, holds in rows:
         measured = finite_number(value)
         # 0/0 is NaN. For SQL it is greater than every number, so a comparison with it may hold,
         # but it shows nothing.
         is_undefined = value is not None and measured is None
         verdict: Verdict = "pass" if holds and not is_undefined else "fail"
-        findings.append(Finding(name, str(claim), "holds", measured, None, verdict, model))
-    return findings
+        results.append(Result(name, str(words), "holds", measured, None, verdict, model))
+    return results
 
 
 def has_sizes(info: ModelInfo, sizes: Mapping[str, object]) -> bool:
@@ -131,14 +129,14 @@ def has_sizes(info: ModelInfo, sizes: Mapping[str, object]) -> bool:
     return all(facts[field] == size for field, size in sizes.items())
 
 
-def warning(system: System, info: ModelInfo, model: str) -> str:
-    """What a reader of the findings must know. Empty if the model is the published one."""
+def warning(replication: Replication, info: ModelInfo, model: str) -> str:
+    """What a reader of the results must know. Empty if the model is the published one."""
     incomparable = "its numbers are not comparable with the published ones"
-    if model == system.published_model:
+    if model == replication.published_model:
         return ""
-    if model == system.bundled_model:
+    if model == replication.bundled_model:
         return f"a miniature: {incomparable}"
-    if any(has_sizes(info, sizes) for sizes in system.all_sizes):
+    if any(has_sizes(info, sizes) for sizes in replication.all_sizes):
         return "a model of the sizes of a published one: its numbers are compared, and may differ"
     return f"another model: {incomparable}"
 
@@ -150,7 +148,9 @@ def finite_number(value: SupportsFloat | str | None) -> float | None:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise RunError(f"the SQL of a system gives {value!r} where a number is expected") from None
+        raise RunError(
+            f"the SQL of a replication gives {value!r} where a number is expected"
+        ) from None
     return number if math.isfinite(number) else None
 
 
@@ -166,7 +166,7 @@ def measured_by_name(name: str, sql: str, database: RunDatabase) -> dict[str, An
 
 
 def rows_of(name: str, sql: str, column_count: int, database: RunDatabase) -> list[Row]:
-    """The rows of a system's SQL. A mistake in it is one line that quotes its beginning."""
+    """The rows of a replication's SQL. A mistake in it is one line that quotes its beginning."""
     first_line = sql.strip().partition("\n")[0]
     try:
         rows = database.rows(sql)

@@ -56,8 +56,7 @@ large its scores and sinks should be. It gives a drift to `sink_gate`.
 """
 
 QUERY = f"""\
-SELECT precision, format('{{:.0e}}', median) AS median, format('{{:.0e}}', p99) AS p99,
-    format('{{:.0e}}', maximum) AS maximum
+SELECT precision, format('{{:.0e}}', p99) AS p99, format('{{:.0e}}', maximum) AS maximum
 FROM 'benchmarks/precision_drift.csv'
 WHERE model = '{SHARP}' AND statistic = 'sink_mass'
 ORDER BY precision_drift.p99, precision
@@ -325,7 +324,8 @@ def page(record: Json, cases: Sequence[Case]) -> str:
         "precision",
         "products with weights",
         "q·k and A·v",
-        *(case.title for case in cases),
+        "largest drift",
+        "model",
         "acceptable",
     ]
     sizes = [_size(case, record["machine"]["commit"]) for case in cases]
@@ -333,68 +333,61 @@ def page(record: Json, cases: Sequence[Case]) -> str:
         "# Precision",
         _paragraph(
             "How far the statistics of the table `heads` drift from float64 in each value of a "
-            "scan's `precision`. `make precision` writes this page and the figures behind it."
+            "scan's `precision`. Written by `make precision`."
         ),
         "## What is measured",
         _paragraph(
             "A precision names the number format of the factors of products. Sums, norms, "
             "softmax, the residual stream and the statistics are float32 in every precision "
-            "(float64 in `float64`, but for steps that transformers itself computes in float32 "
-            "whatever the weights are: the norms of Llama, Qwen 2 and Gemma 2 in both engines, "
-            "and their softmax in the dense engine; that moved three statistics of tiny models "
-            "by up to 1.2e-7)."
+            "(float64 in `float64`, except where transformers always computes in float32: the "
+            "norms of Llama, Qwen 2 and Gemma 2 in both engines, and their softmax in the dense "
+            "engine; that moved three statistics of tiny models by up to 1.2e-7)."
         ),
         _paragraph(
-            "The same sequences are measured in float64 and in each precision. A drift compares "
-            "one value of one row with its float64 value. Probabilities and shares drift "
-            "absolutely. Everything else drifts relative to the float64 value, or to 1 if that "
-            "value is smaller."
+            "A drift compares one value of one row with its float64 value: absolutely for "
+            "probabilities and shares, else relative to the float64 value, or to 1 if that value "
+            "is smaller."
         ),
         _paragraph(
             f"A precision is *acceptable* if 99 of 100 values are within {ACCEPTABLE:g}, for "
-            "every standard probability and norm, in every case:"
+            "every standard probability and norm, in every case (sequences × tokens):"
         ),
         _list(sizes),
         _paragraph(
             f"`{SHARP}` is GPT-2 small's shape with random weights whose pre-softmax scores are "
-            "as large as GPT-2's. The text is this project's own documentation at that commit, "
-            "byte by byte. A statistic is left out of a case if the input does not define it."
+            "as large as GPT-2's. The text is this project's documentation. A statistic is left "
+            "out of a case whose input does not define it."
         ),
         _paragraph(
-            "If the device does not have a format, the format is imitated: factors are rounded "
-            "and multiplied in float32, as tensor cores do. On this CPU that holds for float16 "
-            "and TF32. bfloat16 is native here, and its results are rounded too."
+            "This CPU has neither float16 nor TF32: factors are rounded and multiplied in float32, "
+            "as tensor cores do. bfloat16 is native here, and its results are rounded too."
         ),
         _paragraph(f"Measured on {hardware(record)}."),
         "## Verdicts",
-        _paragraph(
-            "The largest 99th percentile among standard probabilities and norms, and the "
-            "statistic that has it:"
-        ),
+        _paragraph("The largest 99th percentile of a standard probability or norm in any case:"),
         grid(header, (_verdict_row(precision, cases) for precision in precisions)),
         "## What follows",
         _list(
             [
                 f'`precision = "auto"` means {defaults}. Scans that need the bridge (`engine = '
-                '"dense"`, folded weights) then use `float32`. [decisions.md](decisions.md) has '
-                "the reasons.",
+                '"dense"`, folded weights) then use `float32` '
+                "([why](decisions.md#precision-is-the-format-of-factors)).",
                 *(_exceptions(precision, cases) for precision in FASTEST_ACCEPTABLE.values()),
             ]
         ),
         "## Beside the verdicts",
         _paragraph(
-            f"{unjudged.title}, {unjudged.sequences} sequences of {unjudged.n_ctx} tokens, has "
-            "learned sinks, windows and shared keys, so that `sink_gate` has figures. Its weights "
-            "are random, and the size of its scores is our choice. So it is in no verdict. What is "
-            "beyond the limit there:"
+            f"{_size(unjudged, unjudged.commit)}. It has learned sinks, windows and shared keys, "
+            "so `sink_gate` has figures. Its weights are random and the size of its scores is "
+            "arbitrary, so no verdict counts it. Beyond the limit:"
         ),
         _list([_beyond(precision, unjudged) for precision in FASTEST_ACCEPTABLE.values()]),
         "## Every figure",
         _paragraph(
-            "[benchmarks/precision_drift.csv](../benchmarks/precision_drift.csv) has one line "
-            "for each model, input, precision and statistic, with the median, the 99th "
-            "percentile (`p99`) and the maximum of the drift. DuckDB reads it from the root of "
-            f"the repository. For example, `sink_mass` on `{SHARP}` in every precision:"
+            "[benchmarks/precision_drift.csv](../benchmarks/precision_drift.csv) has the median, "
+            "the 99th percentile (`p99`) and the maximum of each model, input, precision and "
+            f"statistic. DuckDB reads it from the root of the repository, as here `sink_mass` on "
+            f"`{SHARP}`:"
         ),
         f"```sql\n{QUERY}```",
         grid(*answer(QUERY)),
@@ -426,43 +419,47 @@ def _list(items: Sequence[str]) -> str:
 
 def _size(case: Case, commit: str) -> str:
     """How much of a case was measured, and at which commit if it is another than the page's."""
-    size = f"{case.title}: {case.sequences} sequences of {case.n_ctx} tokens"
+    size = f"{case.title}: {case.sequences} × {case.n_ctx} tokens"
     return size if case.commit == commit else f"{size}, at commit {case.commit}"
 
 
 def _verdict_row(precision: str, cases: Sequence[Case]) -> list[str]:
-    """A precision's row: its formats, what drifts most in each case, and the verdict."""
+    """A precision's row: its formats, what drifts most in any case, and the verdict."""
     formats = PRECISIONS[precision]
-    largest = [_largest_drift(case.drift[precision]) for case in cases]
+    worst, statistic, model = max(
+        (*_largest_drift(case.drift[precision]), case.model) for case in cases
+    )
     is_acceptable = all(acceptable(case.drift[precision]) for case in cases)
     return [
         f"`{precision}`",
         formats.linears,
         formats.scores,
-        *largest,
+        f"{worst:.2e} `{statistic}`",
+        model,
         "**yes**" if is_acceptable else "no",
     ]
 
 
-def _largest_drift(drift: DriftByStatistic) -> str:
+def _largest_drift(drift: DriftByStatistic) -> tuple[float, str]:
     """The largest 99th percentile of a standard probability or norm, and whose it is."""
     standard = [name for name in drift if is_judged(name) and STATISTICS[name].standard]
     worst_statistic = max(standard, key=lambda name: drift[name].p99)
-    return f"{drift[worst_statistic].p99:.2e} `{worst_statistic}`"
+    return drift[worst_statistic].p99, worst_statistic
 
 
 def _exceptions(precision: str, cases: Sequence[Case]) -> str:
     """What a scan may ask for that a default precision does not keep within the limit."""
-    exceptions = [
-        f"`{name}` {case.drift[precision][name].p99:.2e} ({case.title})"
-        for case in cases
-        for name in beyond_limit(case.drift[precision])
-    ]
-    if not exceptions:
+    largest: dict[str, tuple[float, str]] = {}
+    for case in cases:
+        drift = case.drift[precision]
+        for name in beyond_limit(drift):
+            largest[name] = max(largest.get(name, (0.0, "")), (drift[name].p99, case.model))
+    if not largest:
         return f"In `{precision}` every probability and norm is within the limit."
+    exceptions = [f"`{name}` {p99:.2e} ({model})" for name, (p99, model) in largest.items()]
     return (
-        f"In `{precision}` probabilities and norms that are not standard are beyond the limit: "
-        f"{', '.join(exceptions)}."
+        f"In `{precision}` some probabilities and norms that are not standard are beyond the "
+        f"limit, at most: {', '.join(exceptions)}."
     )
 
 
@@ -498,7 +495,8 @@ def main() -> None:
             case = measure_case(fields, options.sequences, options.precisions)
             cases[case.model, case.input] = case
             for precision, drift in case.drift.items():
-                print(f"{case.title}: {precision}: {_largest_drift(drift)}", flush=True)
+                p99, statistic = _largest_drift(drift)
+                print(f"{case.title}: {precision}: {p99:.2e} {statistic}", flush=True)
     if set(options.precisions) == set(all_precisions):
         write(list(cases.values()))
 

@@ -67,7 +67,7 @@ class ScanCommand:
 
 
 UNKNOWN = ScanCommand()
-"""No command was typed: Python code or a system of `headcount reproduce` asks for the run."""
+"""No command was typed: Python code or a replication of `headcount reproduce` asks for the run."""
 
 
 def removal(run: RunDirectory) -> str:

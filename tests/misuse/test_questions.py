@@ -68,8 +68,8 @@ REFUSED: list[tuple[list[str], str]] = [
         "out.pdf: expected a name that ends in .html or .htm",
     ),
     (
-        ["reproduce", "recency_bias", "--json", "findings.csv"],
-        "findings.csv: expected a name that ends in .json",
+        ["reproduce", "recency_bias", "--json", "results.csv"],
+        "results.csv: expected a name that ends in .json",
     ),
     (
         ["reproduce", "texts", "sink_circuit", "-o", "texts.jsonl"],

@@ -75,14 +75,14 @@ def test_layers_and_heads_that_are_refused(
 
 
 @pytest.mark.parametrize("override", ["layers=[0]", "random-48.heads=['L0H1']"])
-def test_a_system_is_of_the_heads_that_its_scans_name(
+def test_a_replication_is_of_the_heads_that_its_scans_name(
     override: str, command: Callable[..., tuple[int, list[str]]], tmp_path: Path
 ) -> None:
     code, err = command("reproduce", "recency_bias", "--set", override, "--out", tmp_path / "runs")
     assert (code, err) == (
         2,
         [
-            f"error: --set {override}: a system's figures are of the heads that its own "
+            f"error: --set {override}: a replication's figures are of the heads that its own "
             "scans name; "
             "leave it out, or measure some heads with headcount scan"
         ],

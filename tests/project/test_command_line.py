@@ -41,7 +41,7 @@ def test_every_command_is_in_one_panel_and_help_fits_the_terminal() -> None:
 
 
 def test_the_first_command_of_reproduce_need_not_be_named() -> None:
-    assert printed("reproduce", "--list") == printed("reproduce", "systems", "--list")
+    assert printed("reproduce", "--list") == printed("reproduce", "replications", "--list")
     assert "reproduce texts [OPTIONS]" in printed("reproduce", "texts", "--help")
 
 

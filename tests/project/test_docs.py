@@ -17,7 +17,7 @@ import pytest
 
 from headcount.exports.registry import export_formats
 from headcount.queries.ask.named_queries import QUERIES, read_queries
-from headcount.reproduce import coverage, systems_page
+from headcount.reproduce import literature_page
 from headcount.schemas import formula_pages
 from headcount.schemas.house import PACKAGES
 from headcount.schemas.scans.scan import Scan
@@ -248,11 +248,11 @@ def test_following_adding_md_adds_a_kind_of_measurement_with_one_file_and_one_en
     assert "### update_norm\n\nMean length of what a layer adds to the residual stream." in new_page
 
 
-def test_following_adding_md_adds_a_statistic_an_input_an_intervention_a_query_and_a_system(
+def test_following_adding_md_adds_a_statistic_an_input_an_intervention_a_query_and_a_replication(
     followed: Path,
 ) -> None:
-    findings = json.loads((followed / "copying.json").read_text())
-    verdicts = [(finding["system"], finding["verdict"]) for finding in findings]
+    results = json.loads((followed / "copying.json").read_text())
+    verdicts = [(result["replication"], result["verdict"]) for result in results]
     assert verdicts == [("copying", "not comparable")] * 2 + [("copying", "pass")]
 
 
@@ -282,12 +282,11 @@ def test_whoever_followed_adding_md_passes_the_tests_that_look_for_what_is_new(
     [
         *formula_pages.PAGES,
         *edit_and_input_pages.PAGES,
-        *systems_page.PAGES,
-        *coverage.PAGES,
+        *literature_page.PAGES,
     ],
 )
 def test_pages_are_what_the_registries_say(name: str) -> None:
-    written_by = edit_and_input_pages.PAGES | systems_page.PAGES | coverage.PAGES
+    written_by = edit_and_input_pages.PAGES | literature_page.PAGES
     expected = written_by[name]() if name in written_by else formula_pages.page(name)
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == expected, "run: make docs"
 

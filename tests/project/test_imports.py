@@ -96,7 +96,6 @@ ONLY_IN = {
         "queries/commands/text.py",
         "queries/commands/views.py",
         "reproduce/reproduce_commands.py",
-        "reproduce/texts_commands.py",
     ),
 }  # fmt: skip
 """The files and folders that may import a library; a library that is not named may be anywhere."""

@@ -1,4 +1,4 @@
-"""The systems of the sink circuit: their published tables, and their SQL against numpy."""
+"""The replications of the sink circuit: their published tables, and their SQL against numpy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from transformers import GPT2LMHeadModel
 
 from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.queries.ask.asking import Row, RunDatabase
-from headcount.reproduce.system import System, systems
-from headcount.reproduce.system_runs import measure_runs, open_system_runs, plan_system
+from headcount.reproduce.replication import Replication, replications
+from headcount.reproduce.replication_runs import (
+    measure_runs,
+    open_replication_runs,
+    plan_replication,
+)
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe, find_model
@@ -25,7 +29,11 @@ from headcount.workers.model.model import bridge_of
 from tests import ROOT
 from tests.toys import published
 
-CIRCUIT = {name: system for name, system in systems().items() if name.startswith("sink_circuit")}
+CIRCUIT = {
+    name: replication
+    for name, replication in replications().items()
+    if name.startswith("sink_circuit")
+}
 
 EDIT_OF_COLUMN = {
     "b_nullify_query_bias": "zero_query_bias",
@@ -44,38 +52,38 @@ EDITS_OF_FAMILY = {"gpt2": "bcdefghij", "gpt-neo": "cdefghij", "opt": "bcfgh", "
 """Which of them a family's models can have."""
 
 
-def values(system: System, model: str = "") -> dict[str, float]:
-    """Every published value of a system, by name."""
+def values(replication: Replication, model: str = "") -> dict[str, float]:
+    """Every published value of a replication, by name."""
     return {
         value.name: value.value
-        for check in system.check
+        for check in replication.check
         for value in check.values
         if value.model == model
     }
 
 
-def run_system(name: str, model: str, out: Path, *overrides: str) -> RunDatabase:
-    """The runs of a system on a miniature."""
+def run_replication(name: str, model: str, out: Path, *overrides: str) -> RunDatabase:
+    """The runs of a replication on a miniature."""
     # The model is loaded once for all scans.
     models = KnownModels()
-    plans = plan_system(CIRCUIT[name], model, str(out), overrides, models=models)
+    plans = plan_replication(CIRCUIT[name], model, str(out), overrides, models=models)
     measure_runs(plans, Resources(0, device="cpu"), Console(quiet=True), models=models)
-    return open_system_runs(CIRCUIT[name], plans[0].scan.out)
+    return open_replication_runs(CIRCUIT[name], plans[0].scan.out)
 
 
 def test_the_table_of_sixteen_models_is_the_published_one() -> None:
     with published.data_file("sink_circuit_models.csv").open(newline="") as lines:
         rows = list(csv.DictReader(lines))
-    system = CIRCUIT["sink_circuit_models"]
-    assert len(rows) == len(system.published_models) == 16
+    replication = CIRCUIT["sink_circuit_models"]
+    assert len(rows) == len(replication.published_models) == 16
     # The rows are in the order of the models of the source: by family, then by size.
-    by_size = sorted(system.published_models, key=lambda model: _size_of(system, model))
+    by_size = sorted(replication.published_models, key=lambda model: _size_of(replication, model))
     for family, letters in EDITS_OF_FAMILY.items():
         prefix = {"gpt2": "GPT-2", "gpt-neo": "GPT-Neo", "opt": "OPT"}.get(family, family)
         family_rows = [row for row in rows if row["model"].startswith(f"{prefix} ")]
         models = [model for model in by_size if f"/{family}" in model]
         for row, model in zip(family_rows, models, strict=True):
-            ours = values(system, model)
+            ours = values(replication, model)
             assert ours["first key, middle layers: untouched"] == float(row["baseline"])
             for column, edit in EDIT_OF_COLUMN.items():
                 name = f"{edit}: percent of the untouched model"
@@ -83,9 +91,9 @@ def test_the_table_of_sixteen_models_is_the_published_one() -> None:
                 assert ours.get(name) == expected
 
 
-def _size_of(system: System, model: str) -> tuple[int, ...]:
+def _size_of(replication: Replication, model: str) -> tuple[int, ...]:
     """About the parameters of a model."""
-    sizes = system.published_models[model]
+    sizes = replication.published_models[model]
     return (int(sizes["n_layers"]) * int(sizes["d_model"]) ** 2,)
 
 
@@ -115,9 +123,9 @@ def test_no_tolerance_reaches_nothing_at_all(name: str) -> None:
                 assert not value.is_near(0), value.full_name
 
 
-def test_the_systems_name_the_command_that_builds_their_texts() -> None:
+def test_the_replications_name_the_command_that_builds_their_texts() -> None:
     for name in CIRCUIT:
-        content = (ROOT / "reproduce" / "systems" / f"{name}.toml").read_text()
+        content = (ROOT / "reproduce" / "replications" / f"{name}.toml").read_text()
         if "_texts.csv" in content or "_sentence.csv" in content:
             assert (
                 "headcount reproduce texts sink_circuit" in content or "of sink_circuit" in content
@@ -142,14 +150,14 @@ def test_the_miniatures_lack_a_part() -> None:
 
 
 def connection(
-    system: System, views: tuple[str, ...], tables: dict[str, str]
+    replication: Replication, views: tuple[str, ...], tables: dict[str, str]
 ) -> Callable[[str], list[Row]]:
-    """What asks some of a system's views, over tables given as SQL."""
+    """What asks some of a replication's views, over tables given as SQL."""
     database = duckdb.connect()
     for table, sql in tables.items():
         database.execute(f"CREATE TABLE {table} AS {sql}")
     for view in views:
-        database.execute(f"CREATE VIEW {view} AS {system.view[view]}")
+        database.execute(f"CREATE VIEW {view} AS {replication.view[view]}")
     return lambda sql: database.sql(sql).fetchall()
 
 
@@ -167,7 +175,7 @@ def test_slopes_are_of_each_data_set_and_then_averaged() -> None:
         FROM range(3) AS t(sequence)
     """
     runs = "SELECT 'r' AS run_id, 12 AS n_layers"
-    tables = {"system_curves": curves, "system_sequences": sequences, "runs": runs}
+    tables = {"replication_curves": curves, "replication_sequences": sequences, "runs": runs}
     ask = connection(CIRCUIT["sink_circuit_lengths"], ("by_query", "slopes"), tables)
     rows = ask("SELECT pile_set_name, slope FROM slopes ORDER BY slope")
     assert rows == [("sst2", pytest.approx(-0.5)), ("gsm8k", pytest.approx(-0.25))]
@@ -188,7 +196,7 @@ def test_half_a_dose_is_part_of_the_change() -> None:
 
 
 def test_maps_are_means_of_the_patterns(tmp_path: Path) -> None:
-    database = run_system(
+    database = run_replication(
         "sink_circuit_maps",
         "bundled:gpt2-mini",
         tmp_path,
@@ -202,7 +210,8 @@ def test_maps_are_means_of_the_patterns(tmp_path: Path) -> None:
         [
             row[0]
             for row in database.rows(
-                "SELECT tokens FROM system_sequences WHERE intervention = 'none' ORDER BY sequence"
+                "SELECT tokens FROM replication_sequences WHERE intervention = 'none' "
+                "ORDER BY sequence"
             )
         ]
     )
@@ -225,11 +234,11 @@ def test_maps_are_means_of_the_patterns(tmp_path: Path) -> None:
 
 
 def test_figures_of_models_are_numpys(tmp_path: Path) -> None:
-    database = run_system("sink_circuit_models", "bundled:gpt2-mini", tmp_path, "sequences=3")
+    database = run_replication("sink_circuit_models", "bundled:gpt2-mini", tmp_path, "sequences=3")
     figures: dict[str, Any] = dict(database.rows("SELECT name, value FROM figures"))
     rows = database.rows(
         "SELECT intervention, sink_mass_late, second_key_mass_late, sink_position_cosine, layer, "
-        "head FROM system_heads ORDER BY intervention, layer, head, sequence"
+        "head FROM replication_heads ORDER BY intervention, layer, head, sequence"
     )
 
     def column(edit: str, place: int) -> np.ndarray:
@@ -258,7 +267,7 @@ def test_figures_of_models_are_numpys(tmp_path: Path) -> None:
             [
                 loss
                 for name, loss in database.rows(
-                    "SELECT intervention, loss FROM system_sequences WHERE loss IS NOT NULL"
+                    "SELECT intervention, loss FROM replication_sequences WHERE loss IS NOT NULL"
                 )
                 if name == edit
             ]
@@ -285,7 +294,7 @@ def test_a_step_of_a_training_is_in_the_name_of_its_scan() -> None:
                      ('bias_position_cosine', 1, 5, -0.4)) AS t(weight, position, layer, value)
     """
     runs = "SELECT 'r' AS run_id, 12 AS n_layers"
-    tables = {"system_heads": heads, "system_weights": weights, "runs": runs}
+    tables = {"replication_heads": heads, "replication_weights": weights, "runs": runs}
     views = ("band", "by_step", "of_weights")
     ask = connection(CIRCUIT["sink_circuit_training"], views, tables)
     ((step, *removed),) = ask(

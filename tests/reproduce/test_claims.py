@@ -2,50 +2,63 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from headcount.reproduce import coverage
+from headcount.reproduce import literature_page
+from headcount.reproduce.replication import replications
 from headcount.schemas.errors import ScanError
 
 
 def test_every_claim_names_what_is_there() -> None:
-    assert coverage.problems() == []
+    assert literature_page.problems() == []
 
 
-def test_the_page_has_every_claim() -> None:
-    page = coverage.coverage_page()
-    for source in coverage.sources().values():
-        assert f"## {source.seed}\n" in page
-    rows = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
-    headers = len(coverage.sources())
-    claims = sum(len(source.claim) for source in coverage.sources().values())
-    assert len(rows) - headers == claims
+def test_the_page_counts_every_claim_and_lists_every_replication() -> None:
+    page = literature_page.literature_page()
+    sources = literature_page.sources()
+    counts = re.findall(
+        r"^\| \[(\w+)\]\(.* \| (\d+) of (\d+) \| (\d+) \| (\d+) \|", page, re.MULTILINE
+    )
+    for file, shown, claims, in_part, left_out in counts:
+        assert int(claims) == len(sources[file].claim)
+        assert int(shown) + int(in_part) + int(left_out) == int(claims)
+    assert [file for file, *_ in counts] == [*sources]
+    assert re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE) == [*replications()]
 
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
         ('shown_by = ["previous_token: L0H0, total"]', ""),
-        ('left_out = "needs a training run"', ""),
+        ('left_out = "needs a training run"\nreason = "training"', ""),
         ('covered_by = "the mean of sink_mass"', ""),
-        ('shown_by = ["previous_tokens: L0H0"]', "there is no system 'previous_tokens'"),
+        ('shown_by = ["previous_tokens: L0H0"]', "there is no replication 'previous_tokens'"),
         ('shown_by = ["previous_token: L9H0"]', "has a name that begins with 'L9H0'"),
-        ('covered_by = "nothing of ours"', "covered_by names no column, edit, input or view"),
+        ('covered_by = "nothing of ours"', "names no column, intervention, input or view"),
     ],
 )
 def test_a_claim_that_names_what_is_not_there_is_a_line(
     tmp_path: Path, answer: str, problem: str
 ) -> None:
     file = tmp_path / "own.toml"
-    file.write_text(f'seed = "s"\n[[claim]]\ntext = "It is so."\n{answer}\n')
-    lines = coverage.problems(tmp_path)
+    file.write_text(f'source = "s"\n[[claim]]\ntext = "It is so."\n{answer}\n')
+    lines = literature_page.problems(tmp_path)
     assert len(lines) == (1 if problem else 0)
     assert all(problem in line and line.startswith("own.toml: 'It is so.'") for line in lines)
 
 
-def test_a_claim_without_an_answer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "own.toml").write_text('seed = "s"\n[[claim]]\ntext = "It is so."\n')
-    with pytest.raises(ScanError, match="expected shown_by, covered_by or left_out"):
-        coverage.sources(tmp_path)
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ("", "expected shown_by, covered_by or left_out"),
+        ('left_out = "needs a training run"', "expected left_out and its reason"),
+        ('shown_by = ["previous_token"]', "expected 'REPLICATION: beginning of a name'"),
+    ],
+)
+def test_a_claim_without_an_answer_is_refused(tmp_path: Path, answer: str, error: str) -> None:
+    (tmp_path / "own.toml").write_text(f'source = "s"\n[[claim]]\ntext = "It is so."\n{answer}\n')
+    with pytest.raises(ScanError, match=error):
+        literature_page.sources(tmp_path)

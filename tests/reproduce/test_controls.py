@@ -19,15 +19,20 @@ from headcount.reproduce.control_runs import (
     Extent,
     as_if_untouched,
     as_measured,
-    short_system,
+    short_replication,
     with_untouched,
 )
-from headcount.reproduce.controls import Control, SystemControls, passing_share, scatter_problems
+from headcount.reproduce.controls import (
+    Control,
+    ReplicationControls,
+    passing_share,
+    scatter_problems,
+)
 from headcount.reproduce.published_values import PublishedValue
-from headcount.reproduce.system import System, systems
-from headcount.reproduce.system_runs import open_system_runs
+from headcount.reproduce.replication import Replication, replications
+from headcount.reproduce.replication_runs import open_replication_runs
 
-SYSTEMS = systems()
+REPLICATIONS = replications()
 
 # The one-layer toy has uniform attention if it is untrained: 1/2 for the first key of 2, and so on.
 TOY = {
@@ -48,7 +53,7 @@ TOY = {
         }
     },
     "view": {
-        "means": "SELECT intervention AS edit, avg(sink_mass_late) AS mean FROM system_heads "
+        "means": "SELECT intervention AS edit, avg(sink_mass_late) AS mean FROM replication_heads "
         "GROUP BY ALL",
     },
 }
@@ -56,8 +61,8 @@ TOY = {
 RATIO = "SELECT edit || ' ratio', mean / (SELECT mean FROM means WHERE edit = 'none') FROM means"
 
 
-def toy_system(**check: object) -> System:
-    return System.model_validate(TOY | {"check": [check]})
+def toy_replication(**check: object) -> Replication:
+    return Replication.model_validate(TOY | {"check": [check]})
 
 
 def names(controls: Iterable[Control], control: str = "random") -> list[str]:
@@ -65,8 +70,8 @@ def names(controls: Iterable[Control], control: str = "random") -> list[str]:
     return [each.name for each in controls if each.is_wrong and each.control == control]
 
 
-def controls_of(system: System, directory: Path) -> list[Control]:
-    return SystemControls("toy", system, ControlRuns(directory, QUICK)).measure()
+def controls_of(replication: Replication, directory: Path) -> list[Control]:
+    return ReplicationControls("toy", replication, ControlRuns(directory, QUICK)).measure()
 
 
 def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(tmp_path: Path) -> None:
@@ -74,42 +79,42 @@ def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(tmp_path:
     uniform = np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8])
     check = {"sql": "SELECT edit, mean FROM means", "tolerance": 0.02}
     published = {"none": uniform, "zero_positions": 0.9}
-    system = toy_system(**check, published=published)
-    assert names(controls_of(system, tmp_path / "a")) == ["none"]
-    excused = toy_system(**check, published=published, passes_random={"no*": "a control"})
+    replication = toy_replication(**check, published=published)
+    assert names(controls_of(replication, tmp_path / "a")) == ["none"]
+    excused = toy_replication(**check, published=published, passes_random={"no*": "a control"})
     (control,) = controls_of(excused, tmp_path / "b")
     assert (control.is_wrong, control.text) == (False, "a control")
 
 
 def test_a_figure_that_an_edit_without_effect_passes_is_found(tmp_path: Path) -> None:
     values = {"none ratio": 1.0, "zero_positions ratio": 0.9, "zero_head(0,0) ratio": 0.5}
-    system = toy_system(sql=RATIO, tolerance=0.2, published=values)
+    replication = toy_replication(sql=RATIO, tolerance=0.2, published=values)
     # The untouched model depends on no edit, and 0.5 is too far from 1.
-    assert names(controls_of(system, tmp_path / "a"), "null") == ["zero_positions ratio"]
+    assert names(controls_of(replication, tmp_path / "a"), "null") == ["zero_positions ratio"]
     absolute = {"none": 0.6, "zero_positions": 0.55, "zero_head(0,0)": 0.1}
     sql = "SELECT edit, mean FROM means"
-    system = toy_system(sql=sql, tolerance=0.1, published=absolute)
+    replication = toy_replication(sql=sql, tolerance=0.1, published=absolute)
     # Doing nothing gives what was published for the untouched model, 0.6.
-    assert names(controls_of(system, tmp_path / "b"), "null") == ["zero_positions"]
+    assert names(controls_of(replication, tmp_path / "b"), "null") == ["zero_positions"]
 
 
 def test_an_edit_that_does_nothing_has_the_rows_of_the_untouched_model(tmp_path: Path) -> None:
-    system = toy_system(sql="", tolerance=1, published={"a": 1})
+    replication = toy_replication(sql="", tolerance=1, published={"a": 1})
     # One scan has the untouched model, and one lacks it.
-    alone = system.scan["edits"] | {"interventions": ["zero_positions"]}
-    system = system.model_copy(update={"scan": system.scan | {"alone": alone}})
+    alone = replication.scan["edits"] | {"interventions": ["zero_positions"]}
+    replication = replication.model_copy(update={"scan": replication.scan | {"alone": alone}})
     runs = ControlRuns(tmp_path, QUICK)
-    short = short_system(system, system.published_sizes, QUICK)
+    short = short_replication(replication, replication.published_sizes, QUICK)
     model = runs.model(short, LIVELY)
-    plans = runs.measure("toy", short.system, model)
-    untouched = runs.measure("toy", with_untouched(short.system), model)
+    plans = runs.measure("toy", short.replication, model)
+    untouched = runs.measure("toy", with_untouched(short.replication), model)
     assert [plan.run == other.run for plan, other in zip(plans, untouched, strict=True)] == [
         True,
         False,
     ]
-    database = open_system_runs(system, str(runs.runs("toy")))
+    database = open_replication_runs(replication, str(runs.runs("toy")))
     sql = "SELECT scan, intervention, count(*), list(sink_mass_late ORDER BY sequence, label) "
-    sql += "FROM system_heads GROUP BY ALL ORDER BY ALL"
+    sql += "FROM replication_heads GROUP BY ALL ORDER BY ALL"
     as_measured(plans).show(database)
     edited = {(scan, edit): (count, values) for scan, edit, count, values in database.rows(sql)}
     assert [*edited] == [
@@ -129,38 +134,40 @@ def test_a_run_that_two_models_share_is_measured_once(tmp_path: Path) -> None:
     # Longer contexts than the controls measure are one model to them.
     other = check | {"sizes": sizes | {"n_ctx": 4096}}
     another = check | {"sizes": sizes | {"n_ctx": 8192}}
-    system = System.model_validate(TOY | {"check": [other, another]})
-    SystemControls("toy", system, runs).measure()
+    replication = Replication.model_validate(TOY | {"check": [other, another]})
+    ReplicationControls("toy", replication, runs).measure()
     # 16 positions and the most; each with weights of two kinds.
     assert len(list(runs.runs("toy").rglob("manifest.json"))) == 4
 
 
 def test_what_would_take_too_long_is_smaller_and_says_so() -> None:
     sizes = {"n_layers": 12, "n_heads": 12, "n_ctx": 1024, "d_vocab": 50257}
-    short = short_system(SYSTEMS["masked_keys"], sizes, QUICK)
+    short = short_replication(REPLICATIONS["masked_keys"], sizes, QUICK)
     assert short.notes == (
         "4 of 12 layers and 1 of 12 heads",
         "a vocabulary of 1,024, published 50,257",
     )
     # Positions and lengths stay as published: checks refer to them.
-    published = SYSTEMS["masked_keys"].scan
-    assert {name: scan["n_ctx"] for name, scan in short.system.scan.items()} == {
+    published = REPLICATIONS["masked_keys"].scan
+    assert {name: scan["n_ctx"] for name, scan in short.replication.scan.items()} == {
         name: scan["n_ctx"] for name, scan in published.items()
     }
     assert (
-        short.system.scan["tokens-1024"]["interventions"]
+        short.replication.scan["tokens-1024"]["interventions"]
         == published["tokens-1024"]["interventions"]
     )
-    assert short_system(SYSTEMS["first_keys"], sizes, QUICK).notes == ()
+    assert short_replication(REPLICATIONS["first_keys"], sizes, QUICK).notes == ()
 
 
 def test_a_model_has_its_published_layers_if_a_figure_is_of_one_of_its_heads() -> None:
     def layers(name: str, extent: Extent) -> int:
-        return short_system(SYSTEMS[name], SYSTEMS[name].published_sizes, extent).n_layers
+        return short_replication(
+            REPLICATIONS[name], REPLICATIONS[name].published_sizes, extent
+        ).n_layers
 
     assert (layers("sink_rates", QUICK), layers("sink_rates", FULL)) == (12, 48)
     medium = {"n_layers": 24, "n_heads": 16, "n_ctx": 1024, "d_vocab": 50257}
-    assert short_system(SYSTEMS["first_keys"], medium, QUICK).n_layers == 24
+    assert short_replication(REPLICATIONS["first_keys"], medium, QUICK).n_layers == 24
 
 
 UNMEASURED = {
@@ -178,15 +185,15 @@ UNMEASURED = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> ControlRuns:
-    """Models with random weights that systems of the same sizes share."""
+    """Models with random weights that replications of the same sizes share."""
     return ControlRuns(tmp_path_factory.mktemp("controls"), QUICK)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", REPLICATIONS)
 def test_no_figure_passes_that_must_not(name: str, runs: ControlRuns) -> None:
-    # Phenomena under edits that do nothing are tried on the miniatures: test_reproduce.
-    controls = SystemControls(name, SYSTEMS[name], runs)
+    # Claims under edits that do nothing are tried on the miniatures: test_reproduce.
+    controls = ReplicationControls(name, REPLICATIONS[name], runs)
     wrong = [control for control in controls.measure() if control.is_wrong]
     assert [f"{control.control}: {control.name}: {control.text}" for control in wrong] == []
     assert {*controls.without_null} <= {*controls.unmeasured}
@@ -209,11 +216,11 @@ def test_the_share_of_right_models_that_pass(scale: str, tolerance: float, expec
     assert passing_share(PublishedValue("p", 1.0, tolerance)) == 1
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", REPLICATIONS)
 def test_no_figure_fails_a_model_that_is_right(name: str) -> None:
-    assert scatter_problems(name, SYSTEMS[name]) == []
+    assert scatter_problems(name, REPLICATIONS[name]) == []
 
 
 def test_a_figure_that_is_too_narrow_is_found() -> None:
-    system = toy_system(sql="", tolerance=0.1, published={"a": 1.0}, standard_error=0.1)
-    assert names(scatter_problems("toy", system), "scatter") == ["a"]
+    replication = toy_replication(sql="", tolerance=0.1, published={"a": 1.0}, standard_error=0.1)
+    assert names(scatter_problems("toy", replication), "scatter") == ["a"]

@@ -1,5 +1,5 @@
-"""The page of a system: its table word for word, data that is never markup, figures that fail, and
-a real browser.
+"""The page of a replication: its table word for word, data that is never markup, figures that
+fail, and a real browser.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from typer.testing import CliRunner
 from headcount import app
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.report.html_page import unpacked
+from headcount.reproduce.replication import Figure, replications
+from headcount.reproduce.replication_figures import Heading, write_page
+from headcount.reproduce.replication_runs import plan_replication
 from headcount.reproduce.reproduce_commands import _judge
-from headcount.reproduce.reproduction import PlannedSystem
-from headcount.reproduce.system import Figure, systems
-from headcount.reproduce.system_figures import Heading, write_page
-from headcount.reproduce.system_runs import plan_system
-from headcount.reproduce.verdicts import Finding, Verdict, warning
+from headcount.reproduce.reproduction import PlannedReplication
+from headcount.reproduce.verdicts import Result, Verdict, warning
 from headcount.schemas.errors import QueryError, RunError
 from tests.pages.browser import chromium, requested_urls
 from tests.toys import toy_models as toy
 from tests.toys.toy_runs import without_runs, write_run
 
 EVIL = "</script><b>Eve & co"
-HEADING = Heading(system="toy", title="A toy", source="Someone 2020", model="m", runs="1234abcd")
+HEADING = Heading(
+    replication="toy", title="A toy", source="Someone 2020", model="m", runs="1234abcd"
+)
 FEW = ("--set", "sequences=40", "--set", "sequences_per_shard=40")
 
 
-def finding(
+def result(
     name: str,
     published: float | str,
     measured: float | None,
     tolerance: float | None,
     verdict: Verdict,
-) -> Finding:
-    return Finding("toy", name, published, measured, tolerance, verdict, "m")
+) -> Result:
+    return Result("toy", name, published, measured, tolerance, verdict, "m")
 
 
 def figure(title: str, sql: str, kind: Literal["line", "bar", "heat"] = "line") -> Figure:
@@ -53,13 +55,13 @@ def written_page(
     folder: Path,
     *figures: Figure,
     heading: Heading = HEADING,
-    findings: Sequence[Finding] = (),
+    results: Sequence[Result] = (),
 ) -> str:
     """A page whose figures ask an empty database; EVIL is its parameter `evil()`."""
     connection = duckdb.connect()
     connection.execute(f"CREATE MACRO evil() AS '{EVIL}'")
     output = folder / "page.html"
-    write_page(output, heading, findings, figures, without_runs(connection))
+    write_page(output, heading, results, figures, without_runs(connection))
     return output.read_text(encoding="utf-8")
 
 
@@ -72,13 +74,13 @@ def drawn_figures(page: str) -> list[Any]:
 
 
 def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None:
-    findings = [
-        finding("L0H3 to 7", 0.5026, 0.49876, 0.015, "pass"),
-        finding("loss", 200.0, float("nan"), 20.0, "fail"),
-        finding("P(B)", 7.26e-06, None, 1.452e-06, "not comparable"),
-        finding("it is so", "holds", 124.1, None, "pass"),
+    results = [
+        result("L0H3 to 7", 0.5026, 0.49876, 0.015, "pass"),
+        result("loss", 200.0, float("nan"), 20.0, "fail"),
+        result("P(B)", 7.26e-06, None, 1.452e-06, "not comparable"),
+        result("it is so", "holds", 124.1, None, "pass"),
     ]
-    page = markup(written_page(tmp_path, findings=findings))
+    page = markup(written_page(tmp_path, results=results))
     judged, others = re.findall(r"<tbody>\n(.*?)</tbody>", page, flags=re.DOTALL)
     assert judged.splitlines() == [
         "<tr><td>L0H3 to 7</td><td>0.5026</td><td>0.4988</td><td>0.015</td>"
@@ -93,7 +95,7 @@ def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None
     ]
     assert "<details><summary>1 not comparable</summary>" in page
     assert "2 pass, 1 fail, 1 not comparable" in page
-    assert markup(written_page(tmp_path, findings=findings[2:3])).count("<tbody>") == 1
+    assert markup(written_page(tmp_path, results=results[2:3])).count("<tbody>") == 1
     for text in ("toy: A toy", "Someone 2020", "m", "1234abcd"):
         assert f">{text}<" in page
 
@@ -105,14 +107,16 @@ def test_the_banner(tmp_path: Path) -> None:
 
 
 def test_what_the_banner_says() -> None:
-    system = systems()["previous_token"]
-    same = toy.toy_info(**system.published_sizes)
+    replication = replications()["previous_token"]
+    same = toy.toy_info(**replication.published_sizes)
     other = toy.toy_info(n_layers=99)
-    assert warning(system, other, system.published_model) == ""
+    assert warning(replication, other, replication.published_model) == ""
     other_warning = "its numbers are not comparable with the published ones"
-    assert warning(system, other, system.bundled_model) == f"a miniature: {other_warning}"
-    assert warning(system, other, "else") == f"another model: {other_warning}"
-    assert warning(system, same, "same").startswith("a model of the sizes of a published one: ")
+    assert warning(replication, other, replication.bundled_model) == f"a miniature: {other_warning}"
+    assert warning(replication, other, "else") == f"another model: {other_warning}"
+    assert warning(replication, same, "same").startswith(
+        "a model of the sizes of a published one: "
+    )
 
 
 def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
@@ -121,7 +125,7 @@ def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
         figure(EVIL, "SELECT evil(), evil(), 1.0"),
         figure(EVIL, "SELECT 1, 2, 3 WHERE false"),
         heading=Heading(EVIL, EVIL, EVIL, EVIL, EVIL, EVIL),
-        findings=[finding(EVIL, EVIL, None, None, "fail")],
+        results=[result(EVIL, EVIL, None, None, "fail")],
     )
     assert EVIL not in page
     assert "<b>" not in markup(page)
@@ -193,16 +197,18 @@ def test_rows_become_series_and_cells(tmp_path: Path) -> None:
 def test_runs_on_a_disk_have_a_page_and_runs_in_a_store_have_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    system = systems()["previous_token"].model_copy(
-        update={"view": {}, "check": (), "phenomenon": (), "figure": ()}
+    replication = replications()["previous_token"].model_copy(
+        update={"view": {}, "check": (), "claim": (), "figure": ()}
     )
     write_run(tmp_path / "1234abcd", "a-1", {"sink_mass": lambda row: 1.0})
     database = open_runs(tmp_path / "1234abcd")
-    monkeypatch.setattr("headcount.reproduce.system_runs.open_runs", lambda *_, **__: database)
-    (plan, *_) = plan_system(system, system.bundled_model, str(tmp_path / "plans"))
+    monkeypatch.setattr("headcount.reproduce.replication_runs.open_runs", lambda *_, **__: database)
+    (plan, *_) = plan_replication(replication, replication.bundled_model, str(tmp_path / "plans"))
     for home in (str(tmp_path / "1234abcd"), "s3://bucket/previous_token/1234abcd"):
         moved = replace(plan, scan=plan.scan.model_copy(update={"out": home}))
-        planned = PlannedSystem("t", system, system.bundled_model, plan.info, [moved], False)
+        planned = PlannedReplication(
+            "t", replication, replication.bundled_model, plan.info, [moved], False
+        )
         assert _judge(planned) == []
     assert [path.name for path in tmp_path.glob("*.html")] == ["1234abcd.html"]
 
@@ -231,15 +237,17 @@ def texts(browser: webdriver.Chrome, css: str) -> list[str]:
     return browser.execute_script(script, css)
 
 
-def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_a_replication_writes_a_page_with_its_figures(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
     command = CliRunner().invoke(app, ["reproduce", "previous_token", "--out", str(tmp_path), *FEW])
     (page,) = tmp_path.rglob("*.html")
     (home,) = (path for path in (tmp_path / "previous_token").iterdir() if path.is_dir())
     assert page == home.with_suffix(".html")
     assert f"figures in {page}" in command.output
     opened_page(browser, page)
-    system = systems()["previous_token"]
-    assert texts(browser, "figure h3") == [figure.title for figure in system.figure]
+    replication = replications()["previous_token"]
+    assert texts(browser, "figure h3") == [figure.title for figure in replication.figure]
     drawn = browser.execute_script(
         """return [...document.querySelectorAll(".plot")].map((plot) => ({
           line: plot.querySelectorAll("path.line").length,
@@ -248,7 +256,7 @@ def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_
         }))"""
     )
     # Each figure has marks of its own kind, and of no other.
-    for figure, marks in zip(system.figure, drawn, strict=True):
+    for figure, marks in zip(replication.figure, drawn, strict=True):
         assert marks[figure.kind] > 0
         assert sum(count > 0 for count in marks.values()) == 1
     first = browser.find_element(By.CSS_SELECTOR, ".plot")

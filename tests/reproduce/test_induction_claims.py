@@ -1,5 +1,5 @@
-"""The systems of induction heads and of Bigram-Backcopy: their views on made-up rows, and figures
-that cannot be passed by nothing.
+"""The replications of induction heads and of Bigram-Backcopy: their views on made-up rows, and
+figures that cannot be passed by nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import duckdb
 import pytest
 
-from headcount.reproduce.system import systems
+from headcount.reproduce.replication import replications
 
 NAMES = (
     "recency_bias",
@@ -21,7 +21,7 @@ NAMES = (
     "active_dormant_one_layer",
     "backcopy_dynamics",
 )
-SYSTEMS = {name: system for name, system in systems().items() if name in NAMES}
+REPLICATIONS = {name: replication for name, replication in replications().items() if name in NAMES}
 
 
 def recency(slope: float, exponents: tuple[float, ...] = (-0.5,)) -> duckdb.DuckDBPyConnection:
@@ -38,7 +38,7 @@ def recency(slope: float, exponents: tuple[float, ...] = (-0.5,)) -> duckdb.Duck
     )
     connection.execute(
         f"""
-        CREATE TABLE system_profiles AS
+        CREATE TABLE replication_profiles AS
         SELECT 'random-50' AS scan, intervention, 1 AS layer, 6 AS head,
                'last_attention_by_key' AS profile, NULL::INT AS query, key::INT AS key,
                0.02 + {slope} * (key - 24.5) AS mean, 0.01 AS standard_error
@@ -48,7 +48,7 @@ def recency(slope: float, exponents: tuple[float, ...] = (-0.5,)) -> duckdb.Duck
     for head, exponent in enumerate(exponents):
         connection.execute(
             f"""
-            INSERT INTO system_profiles
+            INSERT INTO replication_profiles
             SELECT 'random-50', 'zero_positions', 0, {head}, 'head_output_norm_by_query', q, NULL,
                    3 * (q + 1) ** {exponent}, 0.01
             FROM range(50) AS t(q)
@@ -56,13 +56,13 @@ def recency(slope: float, exponents: tuple[float, ...] = (-0.5,)) -> duckdb.Duck
         )
     connection.execute("CREATE TABLE strongest AS SELECT 1 AS layer, 6 AS head")
     for name in ("last_row", "recency", "tokens_alone", "shrinking"):
-        connection.execute(f"CREATE VIEW {name} AS {SYSTEMS['recency_bias'].view[name]}")
+        connection.execute(f"CREATE VIEW {name} AS {REPLICATIONS['recency_bias'].view[name]}")
     return connection
 
 
-def phenomenon(system: str, beginning: str) -> str:
-    """The SQL of the phenomenon whose words begin so."""
-    (sql,) = [one.sql for one in SYSTEMS[system].phenomenon if one.words.startswith(beginning)]
+def claim(replication: str, beginning: str) -> str:
+    """The SQL of the claim whose words begin so."""
+    (sql,) = [one.sql for one in REPLICATIONS[replication].claim if one.words.startswith(beginning)]
     return sql
 
 
@@ -77,15 +77,15 @@ def test_the_slope_on_tokens_alone_is_counted_in_standard_errors() -> None:
 @pytest.mark.parametrize(("slope", "holds", "heads"), [(0.001, True, 2), (-0.001, False, 0)])
 def test_the_trend_without_positions_can_fail(slope: float, holds: bool, heads: int) -> None:
     connection = recency(slope)
-    without = connection.execute(phenomenon("recency_bias", "the trend needs no")).fetchall()
+    without = connection.execute(claim("recency_bias", "the trend needs no")).fetchall()
     assert [row[2] for row in without] == [holds]
-    single = connection.execute(phenomenon("recency_bias", "on tokens alone it needs")).fetchall()
+    single = connection.execute(claim("recency_bias", "on tokens alone it needs")).fetchall()
     assert [row[1:] for row in single] == [(heads, holds)]
 
 
 def test_heads_whose_outputs_shrink_are_counted() -> None:
     (check,) = [
-        check for check in SYSTEMS["recency_bias"].check if "tokens alone: L0H7" in check.sql
+        check for check in REPLICATIONS["recency_bias"].check if "tokens alone: L0H7" in check.sql
     ]
     exponents = (-0.5, -0.45, -0.55, -0.41, -0.59, -0.5, -0.5, 0.0)
     measured = dict(recency(0.001, exponents).execute(check.sql).fetchall())
@@ -104,7 +104,7 @@ def test_c_must_gain_where_it_is_near(near: float, holds: bool) -> None:
         """
     )
     connection.execute("CREATE TABLE strongest AS SELECT 1 AS layer, 6 AS head")
-    sql = phenomenon("recency_bias", "the strongest induction head prefers C most")
+    sql = claim("recency_bias", "the strongest induction head prefers C most")
     ((_, gain, is_so),) = connection.execute(sql).fetchall()
     # C over B is 0.9 and 1.1 at first.
     assert (gain, is_so) == (pytest.approx(near / 0.1 - 1), holds)
@@ -120,14 +120,14 @@ def test_the_ideal_pattern_must_do_what_the_head_does(ideal: float, holds: bool)
                                 ('ideal_backcopy(0,0)', {ideal}, 2.4)
         """
     )
-    sql = phenomenon("active_dormant_one_layer", "with the ideal pattern")
+    sql = claim("active_dormant_one_layer", "with the ideal pattern")
     ((_, share, is_so),) = connection.execute(sql).fetchall()
     assert (share, is_so) == (pytest.approx(ideal / 8), holds)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_figure_is_passed_by_nothing(name: str) -> None:
-    for check in SYSTEMS[name].check:
+    for check in REPLICATIONS[name].check:
         for value in check.values:
             why = check.why_random_passes(value.name) or check.why_null_passes(value.name)
             if value.value != 0 and not why:
@@ -136,7 +136,9 @@ def test_no_figure_is_passed_by_nothing(name: str) -> None:
 
 def test_p_of_b_without_bos_is_compared_by_its_size() -> None:
     (check,) = [
-        check for check in SYSTEMS["previous_token"].check if "P(B), without-bos" in check.published
+        check
+        for check in REPLICATIONS["previous_token"].check
+        if "P(B), without-bos" in check.published
     ]
     without, ratio = check.values
     # Twice the published value is as right as half of it; the probability with BOS is not.

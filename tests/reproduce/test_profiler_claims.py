@@ -1,4 +1,4 @@
-"""The profiler's tables in the systems `first_keys` and `masked_keys`.
+"""The profiler's tables in the replications `first_keys` and `masked_keys`.
 
 They are complete, at the places of the source, and narrow enough to tell a wrong model.
 """
@@ -16,22 +16,22 @@ import duckdb
 import numpy as np
 import pytest
 
-from headcount.reproduce.system import System, systems
-from headcount.reproduce.system_runs import plan_system
+from headcount.reproduce.replication import Replication, replications
+from headcount.reproduce.replication_runs import plan_replication
 from headcount.reproduce.verdicts import has_sizes
 from tests.toys import published
 from tests.toys import toy_models as toy
 
-SYSTEMS = systems()
+REPLICATIONS = replications()
 LENGTHS = (64, 128, 256, 512, 768, 1024)
 HEADS = [f"L{layer}H{head}" for layer in range(12) for head in range(12)]
 EVALUATED = 64
 """The source looks at the last 64 queries."""
 
 
-def numbers(system: str, file: str) -> dict[str, tuple[float, float]]:
+def numbers(replication: str, file: str) -> dict[str, tuple[float, float]]:
     """Published value and tolerance by name, as a check reads them from its file."""
-    (check,) = [check for check in SYSTEMS[system].check if check.file == file]
+    (check,) = [check for check in REPLICATIONS[replication].check if check.file == file]
     return {value.name: (value.value, value.allowed_distance) for value in check.values}
 
 
@@ -165,17 +165,17 @@ def test_the_paragraph_is_repeated_as_the_source_repeats_it(reader: str, tmp_pat
     # The source puts the name of BOS and a space before each copy.
     copy_with_bos = tokenizer.encode("<|endoftext|> " + text).ids
     assert (len(copy), len(copy_with_bos)) == (56, 57)
-    system = SYSTEMS["first_keys"]
-    scans = {name: system.scan[name] for name in ("length-6", "natural-3")}
-    plans = plan_system(
-        system.model_copy(update={"scan": scans}), reader, str(tmp_path), text=str(paragraph)
+    replication = REPLICATIONS["first_keys"]
+    scans = {name: replication.scan[name] for name in ("length-6", "natural-3")}
+    plans = plan_replication(
+        replication.model_copy(update={"scan": scans}), reader, str(tmp_path), text=str(paragraph)
     )
     with_bos, without_bos = [plan.sequences.shard(0).tokens for plan in plans]
     np.testing.assert_array_equal(with_bos, [np.resize(copy_with_bos, 1024)])
     np.testing.assert_array_equal(without_bos, [np.resize(copy, 512)])
     # masked_keys reads the same sequence, and only one.
-    masked = SYSTEMS["masked_keys"].defaults
-    assert masked["input"] == system.scan["natural-3"]["input"]
+    masked = REPLICATIONS["masked_keys"].defaults
+    assert masked["input"] == replication.scan["natural-3"]["input"]
     assert (masked["bos"], masked["sequences"]) == (False, 1)
 
 
@@ -198,15 +198,15 @@ def source_spans(n_ctx: int) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("n_ctx", [256, 512, 1024])
 def test_the_hidden_spans_are_the_sources(n_ctx: int) -> None:
-    system = SYSTEMS["masked_keys"]
-    interventions = system.scan[f"tokens-{n_ctx}"]["interventions"]
+    replication = REPLICATIONS["masked_keys"]
+    interventions = replication.scan[f"tokens-{n_ctx}"]["interventions"]
     assert interventions[0] == "none"
     hidden: set[tuple[int, int]] = set()
     for name in interventions[1:]:
         first, count = map(int, re.findall(r"-?\d+", name))
         hidden.add((first % n_ctx, count))
     assert hidden == set(source_spans(n_ctx).values())
-    spans = duckdb.connect().execute(system.view["spans"]).fetchall()
+    spans = duckdb.connect().execute(replication.view["spans"]).fetchall()
     names = {
         (f"{span}_trial{draw}" if span.startswith("random") else span): re.findall(r"-?\d+", name)
         for scan, name, span, draw in spans
@@ -237,7 +237,7 @@ def test_ratios_are_named_and_averaged_as_the_source_does(
 
 @pytest.fixture
 def named_ratios() -> Callable[[dict[tuple[str, str], float]], dict[str, float]]:
-    """The system's view of names, asked about given ratios."""
+    """The replication's view of names, asked about given ratios."""
 
     def ask(ratios: dict[tuple[str, str], float]) -> dict[str, float]:
         database = duckdb.connect()
@@ -245,7 +245,7 @@ def named_ratios() -> Callable[[dict[tuple[str, str], float]], dict[str, float]]
         rows = [(scan, name, ratio) for (scan, name), ratio in ratios.items()]
         database.executemany("INSERT INTO costs VALUES (?, ?, ?)", rows)
         for view in ("spans", "span_ratios", "named_ratios"):
-            database.execute(f"CREATE VIEW {view} AS {SYSTEMS['masked_keys'].view[view]}")
+            database.execute(f"CREATE VIEW {view} AS {REPLICATIONS['masked_keys'].view[view]}")
         return dict(database.execute("FROM named_ratios").fetchall())
 
     return ask
@@ -283,8 +283,8 @@ def test_hiding_nothing_is_told_from_hiding_keys_unless_the_file_says_why_not() 
 
 @pytest.mark.parametrize("name", ["first_keys", "masked_keys", "induction_sinks"])
 def test_a_model_with_more_positions_than_gpt2_is_not_gpt2(name: str) -> None:
-    system: System = SYSTEMS[name]
+    replication: Replication = REPLICATIONS[name]
     sizes = {"n_layers": 12, "n_heads": 12, "d_model": 768, "d_vocab": 50257}
-    assert has_sizes(toy.toy_info(**sizes, n_ctx=1024), system.published_sizes)
+    assert has_sizes(toy.toy_info(**sizes, n_ctx=1024), replication.published_sizes)
     # GPT-Neo 125M
-    assert not has_sizes(toy.toy_info(**sizes, n_ctx=2048), system.published_sizes)
+    assert not has_sizes(toy.toy_info(**sizes, n_ctx=2048), replication.published_sizes)

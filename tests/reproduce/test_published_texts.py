@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headcount.reproduce import texts_commands
+from headcount.reproduce import reproduce_commands
 from headcount.reproduce.published_texts import (
     DATA_SETS,
     GPT2_TOKENS,
@@ -32,7 +32,7 @@ from tests.toys import published
 from tests.toys.toy_models import byte_tokenizer
 
 app = typer.Typer()
-app.command()(texts_commands.texts)
+app.command()(reproduce_commands.texts)
 
 ROWS = 200
 """Rows of each toy data set. A few are too short to be drawn."""

@@ -1,4 +1,4 @@
-"""`headcount reproduce`: every system runs on its miniature, shows its phenomena, and is not
+"""`headcount reproduce`: every replication runs on its miniature, shows its claims, and is not
 mistaken for the published model.
 """
 
@@ -27,12 +27,22 @@ from headcount.reproduce.control_runs import (
     measure_run,
     with_untouched,
 )
-from headcount.reproduce.controls import has_edits, null_phenomena
+from headcount.reproduce.controls import has_edits, null_claims
 from headcount.reproduce.published_values import PublishedValue
-from headcount.reproduce.system import Check, Phenomenon, System, read_system, systems
-from headcount.reproduce.system_figures import Heading, write_page
-from headcount.reproduce.system_runs import open_system_runs, plan_system, plan_system_in
-from headcount.reproduce.verdicts import Finding, judge
+from headcount.reproduce.replication import (
+    Check,
+    Claim,
+    Replication,
+    read_replication,
+    replications,
+)
+from headcount.reproduce.replication_figures import Heading, write_page
+from headcount.reproduce.replication_runs import (
+    open_replication_runs,
+    plan_replication,
+    plan_replication_in,
+)
+from headcount.reproduce.verdicts import Result, judge
 from headcount.schemas.errors import ScanError
 from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.statistics import STATISTICS
@@ -45,11 +55,11 @@ from tests.toys import published
 from tests.toys import toy_models as toy
 from tests.toys.toy_runs import without_runs
 
-SYSTEMS = systems()
+REPLICATIONS = replications()
 FEW_SEQUENCES = ("sequences=40", "sequences_per_shard=40")
-"""Other than any system has."""
+"""Other than any replication has."""
 
-HEADING = Heading(system="", title="", source="", model="", runs="", warning="")
+HEADING = Heading(replication="", title="", source="", model="", runs="", warning="")
 
 
 def reproduce(*words: str) -> tuple[int, str]:
@@ -61,13 +71,13 @@ def reproduce(*words: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def models() -> Iterator[KnownModels]:
-    """The miniatures, each loaded once for the systems that share it: they are small."""
+    """The miniatures, each loaded once for the replications that share it: they are small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headcount.workers.model.files.known_models.MOST_LOADED", 100)
         yield KnownModels()
 
 
-LONG_SYSTEMS = {
+LONG_REPLICATIONS = {
     "active_dormant",
     "backcopy_dynamics",
     "first_keys",
@@ -76,53 +86,53 @@ LONG_SYSTEMS = {
     "recency_bias",
     "sequence_patching",
 }
-"""They measure most sequences or edits; what runs them is the same for all systems."""
+"""They measure most sequences or edits; what runs them is the same for all replications."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.long] if name in LONG_SYSTEMS else [])
-        for name in SYSTEMS
+        pytest.param(name, marks=[pytest.mark.long] if name in LONG_REPLICATIONS else [])
+        for name in REPLICATIONS
     ],
 )
-def test_every_system_shows_its_phenomena_on_its_miniature_and_not_without_its_edits(
+def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its_edits(
     name: str, tmp_path: Path, models: KnownModels
 ) -> None:
-    system = SYSTEMS[name]
-    model = system.bundled_model
-    plans = plan_system(system, model, str(tmp_path), models=models)
+    replication = REPLICATIONS[name]
+    model = replication.bundled_model
+    plans = plan_replication(replication, model, str(tmp_path), models=models)
     directory = plans[0].scan.out
-    other = with_untouched(system, is_miniature=True)
-    is_other = other != system
-    untouched = plan_system_in(directory, other, model, models=models) if is_other else plans
+    other = with_untouched(replication, is_miniature=True)
+    is_other = other != replication
+    untouched = plan_replication_in(directory, other, model, models=models) if is_other else plans
     for plan in {plan.run.run_id: plan for plan in [*plans, *untouched]}.values():
         measure_run(plan, models)
-    database = open_system_runs(system, directory)
+    database = open_replication_runs(replication, directory)
     if is_other:
         # A user's directory does not have the others.
         as_measured(plans).show(database)
-    findings = judge(name, system, plans[0].info, model, database)
-    assert [finding.name for finding in findings if finding.verdict == "fail"] == []
+    results = judge(name, replication, plans[0].info, model, database)
+    assert [result.name for result in results if result.verdict == "fail"] == []
     # Every published figure is there, and none is compared with a miniature.
-    figures = [finding for finding in findings if finding.published != "holds"]
-    published_names = [value.full_name for check in system.check for value in check.values]
+    figures = [result for result in results if result.published != "holds"]
+    published_names = [value.full_name for value in replication.published_values]
     assert {figure.verdict for figure in figures} == {"not comparable"}
     assert sorted(figure.name for figure in figures) == sorted(published_names)
-    assert len(findings) - len(figures) >= len(system.phenomenon)
-    measured = [finding.measured for finding in findings]
+    assert len(results) - len(figures) >= len(replication.claim)
+    measured = [result.measured for result in results]
     assert all(math.isfinite(value) for value in measured if value is not None)
-    write_page(tmp_path / "page.html", HEADING, findings, system.figure, database)
+    write_page(tmp_path / "page.html", HEADING, results, replication.figure, database)
     page = (tmp_path / "page.html").read_text()
-    assert all(figure.title in html.unescape(page) for figure in system.figure)
+    assert all(figure.title in html.unescape(page) for figure in replication.figure)
     # Last, because it changes what the database shows.
-    if has_edits(system):
+    if has_edits(replication):
         null = as_if_untouched(plans, untouched)
-        controls = null_phenomena(name, system, database, findings, null)
+        controls = null_claims(name, replication, database, results, null)
         assert [control.name for control in controls if control.is_wrong] == []
 
 
-def test_a_system_that_runs_again_measures_nothing_twice(tmp_path: Path) -> None:
+def test_a_replication_that_runs_again_measures_nothing_twice(tmp_path: Path) -> None:
     def write_times() -> list[int]:
         return sorted(file.stat().st_mtime_ns for file in tmp_path.rglob("*.parquet"))
 
@@ -133,13 +143,13 @@ def test_a_system_that_runs_again_measures_nothing_twice(tmp_path: Path) -> None
     assert write_times() == times_before
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
-def test_a_system_of_the_published_model_runs_where_its_weights_are(
+@pytest.mark.parametrize("name", REPLICATIONS)
+def test_a_replication_of_the_published_model_runs_where_its_weights_are(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = published.weights(SYSTEMS[name].published_model)
+    model = published.weights(REPLICATIONS[name].published_model)
     published.work_beside_the_texts(tmp_path, monkeypatch)
-    text_options = published.options_of_text(SYSTEMS[name])
+    text_options = published.options_of_text(REPLICATIONS[name])
     words = [name, "--model", model, "--out", "published-runs", *text_options]
     exit_code, output = reproduce(*words)
     if "no file matches" in output:
@@ -147,23 +157,23 @@ def test_a_system_of_the_published_model_runs_where_its_weights_are(
     assert exit_code == 0, output
 
 
-def test_a_system_runs_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replication_runs_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # One text as a corpus, one text as the source of tokens, and many files.
     for name in ("sink_rates", "sink_circuit_content", "text_and_code"):
-        assert plan_system(SYSTEMS[name], SYSTEMS[name].bundled_model, "runs")
+        assert plan_replication(REPLICATIONS[name], REPLICATIONS[name].bundled_model, "runs")
 
 
 def test_an_override_may_be_of_one_scan(tmp_path: Path) -> None:
-    system = SYSTEMS["previous_token"]
-    plans = plan_system(
-        system,
-        system.bundled_model,
+    replication = REPLICATIONS["previous_token"]
+    plans = plan_replication(
+        replication,
+        replication.bundled_model,
         str(tmp_path),
         ["sequences=8", "with-bos.seed=7", "parts.input.distinct=true"],
     )
     scans = {plan.run.run_id.rpartition("-")[0]: plan.scan for plan in plans}
-    assert scans.keys() == system.scan.keys()
+    assert scans.keys() == replication.scan.keys()
     assert {scan.sequences for scan in scans.values()} == {8}
     assert {name for name, scan in scans.items() if scan.seed == 7} == {"with-bos"}
     assert scans["parts"].input.options == {"distinct": True}
@@ -173,8 +183,8 @@ def test_an_override_may_be_of_one_scan(tmp_path: Path) -> None:
 def test_heads_with_a_pattern_of_zeros_leave_the_bias_of_their_values_as_published(
     tmp_path: Path,
 ) -> None:
-    system = SYSTEMS["recency_bias"]
-    plans = plan_system(system, system.bundled_model, str(tmp_path), ["sequences=3"])
+    replication = REPLICATIONS["recency_bias"]
+    plans = plan_replication(replication, replication.bundled_model, str(tmp_path), ["sequences=3"])
     (plan,) = [plan for plan in plans if plan.run.run_id.startswith("random-50")]
     tokens = plan.sequences.shard(0).tokens
     bridge = bridge_of(load_model(plan.info, "raw", "cpu"))
@@ -201,12 +211,12 @@ def test_the_published_heads_have_the_roles_that_were_published() -> None:
     heads = [(0, 0, 0.19, 0.02), (0, 3, 0.50, 0.02), (1, 6, 0.02, 0.33), (1, 7, 0.02, 0.12)]
     database = duckdb.connect()
     database.execute(
-        "CREATE TABLE system_heads (scan TEXT, layer INT, head INT, previous_token_score DOUBLE, "
-        "induction_score DOUBLE)"
+        "CREATE TABLE replication_heads (scan TEXT, layer INT, head INT, "
+        "previous_token_score DOUBLE, induction_score DOUBLE)"
     )
-    database.executemany("INSERT INTO system_heads VALUES ('repeated', ?, ?, ?, ?)", heads)
+    database.executemany("INSERT INTO replication_heads VALUES ('repeated', ?, ?, ?, ?)", heads)
     roles = database.sql(
-        f"SELECT role FROM ({SYSTEMS['sequence_patching'].view['roles']}) ORDER BY layer, head"
+        f"SELECT role FROM ({REPLICATIONS['sequence_patching'].view['roles']}) ORDER BY layer, head"
     ).fetchall()
     assert [role for (role,) in roles] == [
         "other heads of layer 0",
@@ -217,10 +227,10 @@ def test_the_published_heads_have_the_roles_that_were_published() -> None:
 
 
 def test_another_formula_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    system = SYSTEMS["sink_rates"]
+    replication = REPLICATIONS["sink_rates"]
 
     def directory() -> str:
-        return plan_system(system, system.bundled_model, str(tmp_path))[0].scan.out
+        return plan_replication(replication, replication.bundled_model, str(tmp_path))[0].scan.out
 
     first_directory = directory()
     assert directory() == first_directory
@@ -229,7 +239,7 @@ def test_another_formula_is_another_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert directory() != first_directory
 
 
-def toy_system(**fields: Any) -> System:
+def toy_replication(**fields: Any) -> Replication:
     sizes = {"n_layers": 1, "n_heads": 2}
     base = {
         "title": "",
@@ -240,16 +250,16 @@ def toy_system(**fields: Any) -> System:
         "bundled_model": "b",
         "scan": {},
     }
-    return System.model_validate(base | fields)
+    return Replication.model_validate(base | fields)
 
 
-def verdicts(system: System) -> list[Finding]:
-    """Findings on the published model, m, and on another one. The system's SQL reads no table."""
+def verdicts(replication: Replication) -> list[Result]:
+    """Results on the published model, m, and on another one. The SQL reads no table."""
     database = without_runs(duckdb.connect())
     published_info = toy.toy_info(n_layers=1)
     other_info = toy.toy_info(n_layers=2)
-    findings = judge("toy", system, published_info, "m", database)
-    return findings + judge("toy", system, other_info, "other", database)
+    results = judge("toy", replication, published_info, "m", database)
+    return results + judge("toy", replication, other_info, "other", database)
 
 
 def test_verdicts() -> None:
@@ -261,14 +271,14 @@ def test_verdicts() -> None:
         ),
         Check(sql="VALUES ('part', 215)", published={"part": 200.0}, tolerance=0.1, relative=True),
     ]
-    phenomena = [
-        Phenomenon(sql="VALUES ('it is so', 3, true), ('0/0 is no number', 'NaN'::FLOAT, true)"),
-        Phenomenon(sql="VALUES ('not so', NULL, false)", models=("m",)),
-        Phenomenon(sql="SELECT 'n = {}', 'x', true WHERE false", models=("m",)),
+    claims = [
+        Claim(sql="VALUES ('it is so', 3, true), ('0/0 is no number', 'NaN'::FLOAT, true)"),
+        Claim(sql="VALUES ('not so', NULL, false)", models=("m",)),
+        Claim(sql="SELECT 'n = {}', 'x', true WHERE false", models=("m",)),
     ]
-    system = toy_system(check=checks, phenomenon=phenomena)
-    findings = verdicts(system)
-    assert [(finding.name, finding.verdict, finding.model) for finding in findings] == [
+    replication = toy_replication(check=checks, claim=claims)
+    results = verdicts(replication)
+    assert [(result.name, result.verdict, result.model) for result in results] == [
         ("near", "pass", "m"),
         ("far", "fail", "m"),
         ("left out", "fail", "m"),
@@ -284,13 +294,13 @@ def test_verdicts() -> None:
         ("it is so", "pass", "other"),
         ("0/0 is no number", "fail", "other"),
     ]
-    measured = [finding.measured for finding in findings[:7]]
+    measured = [result.measured for result in results[:7]]
     assert measured == [1.05, 1.2, None, 215.0, 3.0, None, None]
-    assert [finding.tolerance for finding in findings[:5]] == [0.1, 0.1, 0.1, 20.0, None]
+    assert [result.tolerance for result in results[:5]] == [0.1, 0.1, 0.1, 20.0, None]
 
 
-def system_in(directory: Path, text: str, **files: str) -> System:
-    """A system of one layer and two heads, from its file and the files beside it."""
+def replication_in(directory: Path, text: str, **files: str) -> Replication:
+    """A replication of one layer and two heads, from its file and the files beside it."""
     for name, content in files.items():
         (directory / f"{name}.csv").write_text(content)
     head = """title = ""
@@ -302,11 +312,11 @@ bundled_model = "b"
 scan = {}
 """
     (directory / "toy.toml").write_text(head + text)
-    return read_system(directory / "toy.toml")
+    return read_replication(directory / "toy.toml")
 
 
 def test_a_file_of_published_values_may_name_models_and_tolerances(tmp_path: Path) -> None:
-    system = system_in(
+    replication = replication_in(
         tmp_path,
         """
 published_models.large = { n_layers = 2 }
@@ -317,7 +327,7 @@ sql = "VALUES ('a', 1.05), ('b', 3)"
 """,
         values="name,value,model,tolerance\na,1,,\na,2,large,\nb,2.9,large,0.01\n",
     )
-    assert [(f.name, f.tolerance, f.file, f.model, f.verdict) for f in verdicts(system)] == [
+    assert [(f.name, f.tolerance, f.file, f.model, f.verdict) for f in verdicts(replication)] == [
         ("a", 0.1, "values.csv", "m", "pass"),
         ("large: a", 0.1, "values.csv", "m", "not comparable"),
         ("large: b", 0.01, "values.csv", "m", "not comparable"),
@@ -345,7 +355,7 @@ def test_mistakes_in_published_values_are_lines(
 ) -> None:
     check = f"[[check]]\nsql = ''\nfile = 'values.csv'\n{text}\n"
     with pytest.raises(ScanError, match=re.escape(problem)) as error:
-        system_in(tmp_path, check, values=csv)
+        replication_in(tmp_path, check, values=csv)
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -360,16 +370,16 @@ def test_a_tolerance_of_the_logarithm_is_of_orders_of_magnitude() -> None:
 
 def test_figures_of_the_authors_text_are_compared_only_with_that_text() -> None:
     check = Check(sql="VALUES ('a', 1)", published={"a": 1}, tolerance=0.1, needs_text=True)
-    system = toy_system(check=[check])
+    replication = toy_replication(check=[check])
     database = without_runs(duckdb.connect())
     info = toy.toy_info(n_layers=1)
-    (without,) = judge("toy", system, info, "m", database)
-    (with_text,) = judge("toy", system, info, "m", database, has_text=True)
+    (without,) = judge("toy", replication, info, "m", database)
+    (with_text,) = judge("toy", replication, info, "m", database, has_text=True)
     assert (without.verdict, with_text.verdict) == ("not comparable", "pass")
     assert "--text toy=FILE" in without.reason
 
 
-def test_the_text_stands_wherever_a_system_reads_it(tmp_path: Path) -> None:
+def test_the_text_stands_wherever_a_replication_reads_it(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("It is what it is. " * 40)
     scan = {
         "n_ctx": 16,
@@ -377,45 +387,47 @@ def test_the_text_stands_wherever_a_system_reads_it(tmp_path: Path) -> None:
         "statistics": ["sink_mass"],
         "input": {"family": "text", "files": "$text", "packing": "concat"},
     }
-    with pytest.raises(ValidationError, match=re.escape("reads $text, and the system has no")):
-        toy_system(scan={"s": scan})
-    system = toy_system(scan={"s": scan}, text={"what": "a text"})
+    with pytest.raises(ValidationError, match=re.escape("reads $text, and the replication has no")):
+        toy_replication(scan={"s": scan})
+    replication = toy_replication(scan={"s": scan}, text={"what": "a text"})
 
     def files(text: str | None) -> object:
-        (plan,) = plan_system(system, "bundled:gpt2-mini", str(tmp_path / "runs"), text=text)
+        (plan,) = plan_replication(
+            replication, "bundled:gpt2-mini", str(tmp_path / "runs"), text=text
+        )
         return plan.scan.input.options["files"]
 
     assert files(None) == "bundled:LICENSE"
     assert files(str(tmp_path / "own.txt")) == str(tmp_path / "own.txt")
 
 
-def test_every_system_is_measured_in_float32(tmp_path: Path) -> None:
-    system = SYSTEMS["previous_token"]
-    plans = plan_system(system, system.bundled_model, str(tmp_path))
+def test_every_replication_is_measured_in_float32(tmp_path: Path) -> None:
+    replication = REPLICATIONS["previous_token"]
+    plans = plan_replication(replication, replication.bundled_model, str(tmp_path))
     assert {plan.scan.precision for plan in plans} == {"float32"}
     assert (
-        "systems are measured in float32"
+        "replications are measured in float32"
         in reproduce("previous_token", "--set", "precision=float64")[1]
     )
 
 
-def test_no_phenomenon_compares_a_quotient_by_a_spread() -> None:
+def test_no_claim_compares_a_quotient_by_a_spread() -> None:
     # 0 / 0 is NaN, and DuckDB holds NaN to be greater than every number.
     quotient = re.compile(r"/ \(?(sqrt|stddev|\S*standard_error)[^,>]*> *\d")
-    for name, system in SYSTEMS.items():
-        for phenomenon in system.phenomenon:
-            assert not quotient.search(phenomenon.sql), name
+    for name, replication in REPLICATIONS.items():
+        for claim in replication.claim:
+            assert not quotient.search(claim.sql), name
 
 
 def connection_with_views(
     name: str, views: tuple[str, ...], tables: dict[str, str]
 ) -> duckdb.DuckDBPyConnection:
-    """A connection with some of a system's views, over tables given as SQL."""
+    """A connection with some of a replication's views, over tables given as SQL."""
     connection = duckdb.connect()
     for table, sql in tables.items():
         connection.execute(f"CREATE TABLE {table} AS {sql}")
     for view in views:
-        connection.execute(f"CREATE VIEW {view} AS {SYSTEMS[name].view[view]}")
+        connection.execute(f"CREATE VIEW {view} AS {REPLICATIONS[name].view[view]}")
     return connection
 
 
@@ -451,8 +463,8 @@ def test_sink_rates_of_one_token_depend_on_the_kind_of_positions_and_no_sinks_sh
             range(3) AS s(sequence)
     """
     views = ("sequence_rates", "rates")
-    connection = connection_with_views("sink_rates", views, {"system_heads": heads})
-    text, one_token, length = SYSTEMS["sink_rates"].phenomenon[:3]
+    connection = connection_with_views("sink_rates", views, {"replication_heads": heads})
+    text, one_token, length = REPLICATIONS["sink_rates"].claim[:3]
     ((_, text_rate, text_holds),) = connection.execute(text.sql).fetchall()
     ((claim, token_rate, token_holds),) = connection.execute(one_token.sql).fetchall()
     ((_, length_rate, length_holds),) = connection.execute(length.sql).fetchall()
@@ -478,12 +490,12 @@ def test_the_residual_norm_at_bos_is_compared_with_the_other_positions() -> None
             1.0 AS previous_token_triggers,
             1.0 AS sink_logit_margin
     """
-    tables = {"system_heads": heads, "runs": "SELECT 'r' AS run_id, 3 AS n_ctx"}
+    tables = {"replication_heads": heads, "runs": "SELECT 'r' AS run_id, 3 AS n_ctx"}
     connection = connection_with_views("active_dormant_one_layer", ("head",), tables)
     assert connection.execute("SELECT resid_ratio FROM head").fetchall() == [(0.4,)]
 
 
-def test_mistakes_in_the_sql_of_a_system_are_lines(
+def test_mistakes_in_the_sql_of_a_replication_are_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toml = """
@@ -503,12 +515,12 @@ input = { family = "uniform_random" }
 [[check]]
 tolerance = 1
 published = {}
-sql = "SELECT 'sink', avg(sink_mass) FROM system_heads"
+sql = "SELECT 'sink', avg(sink_mass) FROM replication_heads"
 
-[[phenomenon]]
-sql = "SELECT 'sink', avg(sink_mass), true FROM system_heads"
+[[claim]]
+sql = "SELECT 'sink', avg(sink_mass), true FROM replication_heads"
 """
-    monkeypatch.setattr("headcount.reproduce.system.SYSTEMS", tmp_path)
+    monkeypatch.setattr("headcount.reproduce.replication.REPLICATIONS", tmp_path)
 
     def reproduce_own(text: str) -> str:
         (tmp_path / "own.toml").write_text(text)
@@ -531,44 +543,44 @@ sql = "SELECT 'sink', avg(sink_mass), true FROM system_heads"
         (
             "'sink', avg(sink_mass) FROM",
             "'sink' FROM",
-            "own: expected 2 columns, got 1, in SELECT 'sink' FROM system_heads",
+            "own: expected 2 columns, got 1, in SELECT 'sink' FROM replication_heads",
         ),
     ):
         assert reproduce_own(toml.replace(right, wrong)).startswith(line)
 
 
-def test_an_unknown_system_and_a_wrong_field_are_lines(
+def test_an_unknown_replication_and_a_wrong_field_are_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exit_code, output = reproduce("recency")
     assert exit_code == 1
-    assert "unknown system 'recency': did you mean 'recency_bias'?" in output
+    assert "unknown replication 'recency': did you mean 'recency_bias'?" in output
     assert "--list names them" in reproduce()[1]
     _, listing = reproduce("--list")
-    for name, system in SYSTEMS.items():
+    for name, replication in REPLICATIONS.items():
         assert f" {name} " in listing
-        assert system.published_model.split()[0] in listing
+        assert replication.published_model.split()[0] in listing
     words = ["recency_bias", "--out", str(tmp_path / "runs")]
     _, output = reproduce(*words, "--set", "random-49.n_ctx=8")
     assert (
         "--set random-49.n_ctx=8: unknown scan or field 'random-49': did you mean 'random-48'? "
         "Known: abac-10" in output
     )
-    _, output = reproduce(*words, "--json", str(tmp_path / "no" / "findings.json"))
-    assert f"findings.json: cannot be written ({tmp_path / 'no'} is no directory)" in output
+    _, output = reproduce(*words, "--json", str(tmp_path / "no" / "results.json"))
+    assert f"results.json: cannot be written ({tmp_path / 'no'} is no directory)" in output
     # Both mistakes were found before anything was measured.
     assert not (tmp_path / "runs").exists()
     (tmp_path / "odd.toml").write_text('title = "odd"\nchek = []')
-    monkeypatch.setattr("headcount.reproduce.system.SYSTEMS", tmp_path)
+    monkeypatch.setattr("headcount.reproduce.replication.REPLICATIONS", tmp_path)
     with pytest.raises(ScanError, match=r"odd.toml: source: Field required"):
-        systems()
+        replications()
 
 
 def test_overrides_reach_every_scan(tmp_path: Path) -> None:
-    system = SYSTEMS["previous_token"]
-    plans = plan_system(system, system.bundled_model, str(tmp_path), FEW_SEQUENCES)
+    replication = REPLICATIONS["previous_token"]
+    plans = plan_replication(replication, replication.bundled_model, str(tmp_path), FEW_SEQUENCES)
     sizes = [(plan.manifest.sequences, plan.scan.sequences_per_shard) for plan in plans]
-    assert sizes == [(40, 40)] * len(system.scan)
+    assert sizes == [(40, 40)] * len(replication.scan)
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])

@@ -1,5 +1,5 @@
 """`headcount reproduce --all`: what fits runs, what does not is said and skipped, the file of
-findings is always written, and one model is loaded and hashed once.
+results is always written, and one model is loaded and hashed once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from headcount import app
 from headcount.jobs.run.progress import WholeProgress
-from headcount.reproduce.reproduce_commands import SOMETHING_SKIPPED, texts_of_systems
-from headcount.reproduce.system import StandInText, systems
+from headcount.reproduce.replication import StandInText, replications
+from headcount.reproduce.reproduce_commands import SOMETHING_SKIPPED, texts_of_replications
 from headcount.schemas.errors import RunError, ScanError
 from headcount.workers.model.files import known_models
 from headcount.workers.model.files.known_models import KnownModels
@@ -36,12 +36,12 @@ CHECK = """
 [[check]]
 published = { sink = %s }
 tolerance = 1
-sql = "SELECT 'sink', avg(sink_mass) FROM system_heads"
+sql = "SELECT 'sink', avg(sink_mass) FROM replication_heads"
 """
 
 
-def system_file(layers: int, scans: str = SCANS, published: float = 0.5) -> str:
-    """A system that was published for a model of so many layers."""
+def replication_file(layers: int, scans: str = SCANS, published: float = 0.5) -> str:
+    """A replication that was published for a model of so many layers."""
     return f"""title = "Toy"
 source = ""
 measured = ""
@@ -61,21 +61,21 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The systems of these tests, in place of ours."""
-    systems = tmp_path / "systems"
-    systems.mkdir()
-    monkeypatch.setattr("headcount.reproduce.system.SYSTEMS", systems)
+    """The replications of these tests, in place of ours."""
+    replications = tmp_path / "replications"
+    replications.mkdir()
+    monkeypatch.setattr("headcount.reproduce.replication.REPLICATIONS", replications)
     monkeypatch.chdir(tmp_path)
-    return systems
+    return replications
 
 
 def reproduce(*words: str) -> tuple[int, str, list[dict[str, Any]]]:
-    """Exit code, output with the error, and the findings that were written."""
-    result = CliRunner().invoke(app, ["reproduce", *words, "--json", "findings.json"])
+    """Exit code, output with the error, and the results that were written."""
+    result = CliRunner().invoke(app, ["reproduce", *words, "--json", "results.json"])
     error = "" if result.exception is None else str(result.exception)
-    file = Path("findings.json")
-    findings = json.loads(file.read_text()) if file.is_file() else []
-    return result.exit_code, result.output + error, findings
+    file = Path("results.json")
+    results = json.loads(file.read_text()) if file.is_file() else []
+    return result.exit_code, result.output + error, results
 
 
 def test_what_does_not_fit_or_lacks_something_is_skipped_and_the_rest_is_measured(
@@ -83,17 +83,17 @@ def test_what_does_not_fit_or_lacks_something_is_skipped_and_the_rest_is_measure
 ) -> None:
     no_file = SCANS.replace('"uniform_random"', '"csv_texts", files = "absent.csv"')
     no_steps = SCANS.replace("[scan.random]", '[scan.random]\ncheckpoints = "step-*"')
-    (folder / "absent.toml").write_text(system_file(3, no_file))
-    (folder / "fits.toml").write_text(system_file(3))
-    (folder / "other.toml").write_text(system_file(9))
-    (folder / "steps.toml").write_text(system_file(3, no_steps))
-    exit_code, output, findings = reproduce("--all", "--model", gpt2)
+    (folder / "absent.toml").write_text(replication_file(3, no_file))
+    (folder / "fits.toml").write_text(replication_file(3))
+    (folder / "other.toml").write_text(replication_file(9))
+    (folder / "steps.toml").write_text(replication_file(3, no_steps))
+    exit_code, output, results = reproduce("--all", "--model", gpt2)
     assert exit_code == SOMETHING_SKIPPED
-    verdicts = {finding["system"]: finding["verdict"] for finding in findings}
+    verdicts = {result["replication"]: result["verdict"] for result in results}
     assert verdicts == {
         "absent": "skipped", "fits": "pass", "other": "skipped", "steps": "skipped"
     }  # fmt: skip
-    reasons = {finding["system"]: finding["reason"] for finding in findings}
+    reasons = {result["replication"]: result["reason"] for result in results}
     assert "no file matches 'absent.csv'" in reasons["absent"]
     assert reasons["other"] == (
         "published for owner/toy (n_layers 9, n_heads 4), and this model has n_layers 3, n_heads 4"
@@ -101,40 +101,40 @@ def test_what_does_not_fit_or_lacks_something_is_skipped_and_the_rest_is_measure
     assert "no checkpoints step-*" in reasons["steps"]
     flat_output = output.replace("\n", " ")
     assert all(f"{name}: skipped: " in flat_output for name in ("absent", "other", "steps"))
-    assert "1 system measured, 3 skipped" in output
+    assert "1 replication measured, 3 skipped" in output
 
 
-def test_a_failing_figure_and_a_skipped_system_end_with_different_codes(
+def test_a_failing_figure_and_a_skipped_replication_end_with_different_codes(
     folder: Path, gpt2: str
 ) -> None:
-    (folder / "a.toml").write_text(system_file(3, published=7))
-    (folder / "b.toml").write_text(system_file(3))
-    (folder / "c.toml").write_text(system_file(9))
-    exit_code, output, findings = reproduce("--all", "--model", gpt2)
-    assert "1 of 2 findings differ from what was published" in output
+    (folder / "a.toml").write_text(replication_file(3, published=7))
+    (folder / "b.toml").write_text(replication_file(3))
+    (folder / "c.toml").write_text(replication_file(9))
+    exit_code, output, results = reproduce("--all", "--model", gpt2)
+    assert "1 of 2 results differ from what was published" in output
     # The front door makes 2 of an error of ours.
     assert exit_code == 1
-    assert [finding["verdict"] for finding in findings] == ["fail", "pass", "skipped"]
-    # Another model's systems are no reason for a code of their own.
+    assert [result["verdict"] for result in results] == ["fail", "pass", "skipped"]
+    # Another model's replications are no reason for a code of their own.
     (folder / "a.toml").unlink()
     assert reproduce("--all", "--model", gpt2)[0] == 0
 
 
-def test_a_single_system_that_cannot_run_is_its_own_error(folder: Path, gpt2: str) -> None:
+def test_a_single_replication_that_cannot_run_is_its_own_error(folder: Path, gpt2: str) -> None:
     no_file = SCANS.replace('"uniform_random"', '"csv_texts", files = "absent.csv"')
-    (folder / "absent.toml").write_text(system_file(3, no_file))
-    exit_code, output, findings = reproduce("absent", "--model", gpt2)
+    (folder / "absent.toml").write_text(replication_file(3, no_file))
+    exit_code, output, results = reproduce("absent", "--model", gpt2)
     assert exit_code == 1
     assert "no file matches" in output
-    assert [finding["verdict"] for finding in findings] == ["skipped"]
+    assert [result["verdict"] for result in results] == ["skipped"]
 
 
-def test_a_system_whose_sql_is_wrong_does_not_stop_the_others(folder: Path, gpt2: str) -> None:
-    (folder / "a.toml").write_text(system_file(3).replace("avg(sink_mass)", "avg(sink_mas)"))
-    (folder / "b.toml").write_text(system_file(3))
-    exit_code, _, findings = reproduce("--all", "--model", gpt2)
+def test_a_replication_whose_sql_is_wrong_does_not_stop_the_others(folder: Path, gpt2: str) -> None:
+    (folder / "a.toml").write_text(replication_file(3).replace("avg(sink_mass)", "avg(sink_mas)"))
+    (folder / "b.toml").write_text(replication_file(3))
+    exit_code, _, results = reproduce("--all", "--model", gpt2)
     assert exit_code == SOMETHING_SKIPPED
-    assert {finding["system"]: finding["verdict"] for finding in findings} == {
+    assert {result["replication"]: result["verdict"] for result in results} == {
         "a": "skipped",
         "b": "pass",
     }
@@ -159,8 +159,8 @@ def test_a_model_is_hashed_once_and_loaded_once(
     monkeypatch.setattr("headcount.workers.model.files.known_models.load_model", counted_load)
     # Nothing else may describe the model.
     monkeypatch.setattr("headcount.jobs.plan.resolved_scan.describe", None)
-    (folder / "a.toml").write_text(system_file(3))
-    (folder / "b.toml").write_text(system_file(3).replace("n_ctx = 12", "n_ctx = 16"))
+    (folder / "a.toml").write_text(replication_file(3))
+    (folder / "b.toml").write_text(replication_file(3).replace("n_ctx = 12", "n_ctx = 16"))
     exit_code, output, _ = reproduce("--all", "--model", gpt2)
     assert exit_code == 0, output
     assert (descriptions, loads) == ([gpt2], [gpt2])
@@ -178,9 +178,11 @@ def test_few_models_stay_in_memory(gpt2: str) -> None:
     assert models.load(info, "raw", "cpu") is raw
 
 
-def test_an_override_of_one_systems_scan_leaves_the_others_alone(folder: Path, gpt2: str) -> None:
-    (folder / "a.toml").write_text(system_file(3))
-    (folder / "b.toml").write_text(system_file(3, SCANS.replace("longer", "own")))
+def test_an_override_of_one_replications_scan_leaves_the_others_alone(
+    folder: Path, gpt2: str
+) -> None:
+    (folder / "a.toml").write_text(replication_file(3))
+    (folder / "b.toml").write_text(replication_file(3, SCANS.replace("longer", "own")))
     exit_code, output, _ = reproduce("--all", "--model", gpt2, "--set", "own.sequences=3")
     assert exit_code == 0, output
     sequences = {
@@ -191,32 +193,36 @@ def test_an_override_of_one_systems_scan_leaves_the_others_alone(folder: Path, g
     assert "unknown scan or field 'owm'" in reproduce("--all", "--set", "owm.sequences=3")[1]
 
 
-def test_a_text_is_for_systems_that_read_one(folder: Path, gpt2: str) -> None:
-    (folder / "a.toml").write_text(system_file(3))
-    assert "none of these systems reads a text" in reproduce("a", "--text", "own.txt")[1]
-    with_text = system_file(3).replace("[defaults]", '[text]\nwhat = "a poem"\n[defaults]')
+def test_a_text_is_for_replications_that_read_one(folder: Path, gpt2: str) -> None:
+    (folder / "a.toml").write_text(replication_file(3))
+    assert "none of these replications reads a text" in reproduce("a", "--text", "own.txt")[1]
+    with_text = replication_file(3).replace("[defaults]", '[text]\nwhat = "a poem"\n[defaults]')
     (folder / "a.toml").write_text(with_text)
     assert "own.txt: no such file; expected a poem" in reproduce("a", "--text", "own.txt")[1]
 
 
-def test_a_text_is_for_all_systems_that_were_published_for_the_same(tmp_path: Path) -> None:
+def test_a_text_is_for_all_replications_that_were_published_for_the_same(tmp_path: Path) -> None:
     poem, novel = (tmp_path / name for name in ("poem.txt", "novel.txt"))
     poem.write_text("a")
     novel.write_text("b")
-    system = systems()["first_keys"]
+    replication = replications()["first_keys"]
     selection = {
-        "a": system.model_copy(update={"text": StandInText(what="a poem")}),
-        "b": system.model_copy(update={"text": StandInText(what="a novel")}),
-        "c": system.model_copy(update={"text": StandInText(what="a poem")}),
-        "d": system.model_copy(update={"text": None}),
+        "a": replication.model_copy(update={"text": StandInText(what="a poem")}),
+        "b": replication.model_copy(update={"text": StandInText(what="a novel")}),
+        "c": replication.model_copy(update={"text": StandInText(what="a poem")}),
+        "d": replication.model_copy(update={"text": None}),
     }
     options = [f"c={poem}", f"b={novel}"]
-    assert texts_of_systems(options, selection) == {"a": str(poem), "c": str(poem), "b": str(novel)}
-    assert texts_of_systems([str(poem)], {"a": selection["a"], "d": selection["d"]}) == {
+    assert texts_of_replications(options, selection) == {
+        "a": str(poem),
+        "c": str(poem),
+        "b": str(novel),
+    }
+    assert texts_of_replications([str(poem)], {"a": selection["a"], "d": selection["d"]}) == {
         "a": str(poem)
     }
     with pytest.raises(ScanError, match="different texts; expected NAME=FILE"):
-        texts_of_systems([str(poem)], selection)
+        texts_of_replications([str(poem)], selection)
 
 
 def test_the_time_left_is_that_of_all_scans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headcount.reproduce.system import System
+from headcount.reproduce.replication import Replication
 from headcount.schemas.errors import ModelError
 from headcount.workers.model.files.model_info import find_model
 from tests import ROOT
@@ -45,10 +45,10 @@ def data_file(name: str) -> Path:
     pytest.skip(f"{name} is not beside the project")
 
 
-def options_of_text(system: System) -> list[str]:
-    """Options that give a system its authors' text, if that lies beside the project."""
+def options_of_text(replication: Replication) -> list[str]:
+    """Options that give a replication its authors' text, if that lies beside the project."""
     files = [folder / PARAGRAPH for folder in DATA if (folder / PARAGRAPH).exists()]
-    is_of_profiler = system.text is not None and "paragraph" in system.text.what
+    is_of_profiler = replication.text is not None and "paragraph" in replication.text.what
     return ["--text", str(files[0])] if files and is_of_profiler else []
 
 

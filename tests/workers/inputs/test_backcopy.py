@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headcount.reproduce.system import systems
+from headcount.reproduce.replication import replications
 from headcount.schemas.errors import HeadcountError
 from headcount.workers.inputs.families.bigram_backcopy import BUNDLED_TEXT, bigrams_of
 from headcount.workers.inputs.sequences import Sequences, ShardInput
@@ -146,9 +146,11 @@ def test_every_variant_follows_its_oracle(variant: str):
 )
 @shakespeare
 def test_a_perfect_model_would_pass_the_published_loss(name: str):
-    system = systems()[name]
-    own_fields = {key: system.defaults[key] for key in ("n_ctx", "sequences")}
-    tokens = shard_of(str(SHAKESPEARE), seed=system.defaults["seed"], **own_fields).tokens[:, 1:]
+    replication = replications()[name]
+    own_fields = {key: replication.defaults[key] for key in ("n_ctx", "sequences")}
+    tokens = shard_of(str(SHAKESPEARE), seed=replication.defaults["seed"], **own_fields).tokens[
+        :, 1:
+    ]
     table = bigrams_of(str(SHAKESPEARE), 3)
     # After BOS, and after every token that is no trigger.
     current, following = tokens[:, :-1], tokens[:, 1:]
@@ -159,7 +161,7 @@ def test_a_perfect_model_would_pass_the_published_loss(name: str):
     assert perfect == pytest.approx(2.20429, abs=1e-5)
     published = [
         (published_loss, check.tolerance)
-        for check in system.check
+        for check in replication.check
         for figure, published_loss in check.published.items()
         if figure.endswith(LOSS)
     ]

@@ -16,8 +16,12 @@ from transformers import GPT2LMHeadModel
 
 from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.queries.ask.asking import Row
-from headcount.reproduce.system import systems
-from headcount.reproduce.system_runs import measure_runs, open_system_runs, plan_system
+from headcount.reproduce.replication import replications
+from headcount.reproduce.replication_runs import (
+    measure_runs,
+    open_replication_runs,
+    plan_replication,
+)
 from headcount.schemas.errors import ModelError, ScanError
 from headcount.schemas.predictions import PREDICTION_INPUTS
 from headcount.workers.engine.prediction_inputs import COMPUTED_BY
@@ -177,20 +181,22 @@ def test_effective_positions_of_a_hidden_or_folded_mlp_are_refused(
         assert np.isfinite(measured["sink_key_cosine"]).all()
 
 
-# The systems' views
+# The replications' views
 
 
-def ask_system(name: str, model: str, out: Path, *overrides: str) -> Callable[[str], list[Row]]:
-    """Measure a system; what puts SQL to its runs."""
-    system = systems()[name]
-    plans = plan_system(system, model, str(out), overrides)
+def ask_replication(
+    name: str, model: str, out: Path, *overrides: str
+) -> Callable[[str], list[Row]]:
+    """Measure a replication; what puts SQL to its runs."""
+    replication = replications()[name]
+    plans = plan_replication(replication, model, str(out), overrides)
     measure_runs(plans, Resources(0, device="cpu"), Console(quiet=True))
-    return open_system_runs(system, plans[0].scan.out).rows
+    return open_replication_runs(replication, plans[0].scan.out).rows
 
 
 def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_path: Path) -> None:
     edits = ["none", "zero_query_bias", "random_query_bias"]
-    ask = ask_system(
+    ask = ask_replication(
         "sink_circuit",
         "bundled:gpt2-mini",
         tmp_path,
@@ -198,7 +204,8 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
         f"interventions={edits}".replace("'", '"'),
     )
     rows = ask(
-        "SELECT intervention, sequence, layer, head, sink_mass_late FROM system_heads ORDER BY ALL"
+        "SELECT intervention, sequence, layer, head, sink_mass_late FROM replication_heads "
+        "ORDER BY ALL"
     )
     cells = {
         edit: np.array([row[4] for row in rows if row[0] == edit]).reshape(9, 24) for edit in edits
@@ -231,7 +238,7 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
 
 
 def test_percentiles_of_the_shifts_and_massive_coordinates_are_numpys(tmp_path: Path) -> None:
-    ask = ask_system("sink_circuit_structure", "bundled:gpt2-mini", tmp_path, "sequences=11")
+    ask = ask_replication("sink_circuit_structure", "bundled:gpt2-mini", tmp_path, "sequences=11")
     gpt: Any = (
         GPT2LMHeadModel.from_pretrained(find_model("bundled:gpt2-mini")).double().eval().transformer
     )
@@ -239,7 +246,7 @@ def test_percentiles_of_the_shifts_and_massive_coordinates_are_numpys(tmp_path: 
     for block in gpt.h:
         block.ln_1.register_forward_hook(lambda module, arguments, output: inputs.append(output))
     tokens = torch.tensor(
-        [row[0] for row in ask("SELECT tokens FROM system_sequences ORDER BY sequence")]
+        [row[0] for row in ask("SELECT tokens FROM replication_sequences ORDER BY sequence")]
     )
     with torch.no_grad():
         gpt(tokens)
@@ -277,13 +284,13 @@ def test_percentiles_of_the_shifts_and_massive_coordinates_are_numpys(tmp_path: 
 
 
 def test_the_published_percentiles_of_the_shifts(tmp_path: Path) -> None:
-    model = published.weights(systems()["sink_circuit_structure"].published_model)
+    model = published.weights(replications()["sink_circuit_structure"].published_model)
     texts, table = (
         published.DATA[1] / f"sink_circuit_{name}.csv" for name in ("300_texts", "bq_k_percentiles")
     )
     if not (texts.exists() and table.exists()):
         pytest.skip(f"{texts.name} and {table.name} are not here")
-    ask = ask_system("sink_circuit_structure", model, tmp_path, f'texts.input.files="{texts}"')
+    ask = ask_replication("sink_circuit_structure", model, tmp_path, f'texts.input.files="{texts}"')
     percentiles_found = ask(
         "SELECT layer + 1, position, p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, "
         "position"
@@ -294,10 +301,12 @@ def test_the_published_percentiles_of_the_shifts(tmp_path: Path) -> None:
 
 
 def test_a_scan_with_sizes_is_of_those_models_alone(tmp_path: Path) -> None:
-    system = systems()["sink_circuit_lengths"]
-    system_plan = plan_system(system, "bundled:gpt2-mini", str(tmp_path))
-    assert [plan.scan.n_ctx for plan in system_plan] == [40, 128, 256]
+    replication = replications()["sink_circuit_lengths"]
+    replication_plan = plan_replication(replication, "bundled:gpt2-mini", str(tmp_path))
+    assert [plan.scan.n_ctx for plan in replication_plan] == [40, 128, 256]
     longest = [
-        scan["n_ctx"] for scan in system.scan.values() if scan.get("sizes") == [{"n_ctx": 1024}]
+        scan["n_ctx"]
+        for scan in replication.scan.values()
+        if scan.get("sizes") == [{"n_ctx": 1024}]
     ]
     assert longest == [512, 1024]

@@ -21,7 +21,7 @@ from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.jobs.plan.plan import make_plan
 from headcount.queries.ask.answers import run_query
 from headcount.queries.open.connection import connect as connect_eagerly
-from headcount.reproduce.system_runs import measure_runs
+from headcount.reproduce.replication_runs import measure_runs
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.files.model_info import describe, find_model

@@ -1,0 +1,325 @@
+"""Write docs/literature.md: what sources claim and measure, and what here shows it.
+
+A file in reproduce/claims/ holds the claims of one source:
+
+    source = "Name of the source"
+    page = "Where it can be read"         # optional
+
+    [[claim]]
+    text = "What it says, in our words"
+    shown_by = ["REPLICATION: beginning of the name of a published value, a claim or a figure"]
+
+Instead of `shown_by` a claim has `covered_by`, a text that names a column, an intervention, an
+input or a view, or `left_out`, which says why nothing shows it, and its `reason` in a few words. A
+claim may have `shown_by` and `left_out`, if a part is left out.
+
+Run it with `python -m headcount.reproduce.literature_page`, or by `make docs`.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from headcount.reproduce.replication import Replication, replications
+from headcount.schemas.errors import ScanError
+from headcount.schemas.files.places import reason
+from headcount.schemas.house import PACKAGE
+
+CLAIMS = Path(__file__).parent / "claims"
+
+DOCS = PACKAGE.parent / "docs"
+
+CATALOGUE = "catalogue_statistics"
+"""The file of the quantities that the literature measures, and where each is here."""
+
+KIND_WORDS = "columns?|profiles?|curves?|predictions?|weight statistics?"
+"""What may stand before the names in `covered_by`."""
+
+INTRODUCTION = """\
+# What the literature says, and where it is here
+
+How replications work is in [reproduce.md](reproduce.md). This page is generated from
+`reproduce/claims/`, `reproduce/replications/` and the registries by `make docs`.
+"""
+
+SOURCES = """
+## Sources
+
+A file has the claims of a source in our words, and beside each what shows it, or why nothing does.
+The catalogues have definitions in place of claims.
+
+| source | shown | in part | left out | replications |
+|---|---|---|---|---|
+"""
+
+REPLICATIONS = """
+## Replications
+
+A published value is compared if the model has the sizes of the one it was published for. A claim
+must hold in every model that it is made of.
+
+| replication | published values | one of them | claims | published for |
+|---|---|---|---|---|
+"""
+
+LEFT_OUT = """
+## Why claims are left out
+
+| reason | claims |
+|---|---|
+"""
+
+NAMES = """
+## Names by source
+
+[Statistics](statistics.md), [profiles](profiles.md), [predictions](predictions.md) and
+[weight statistics](weights.md) define each name.
+
+| source | names |
+|---|---|
+"""
+
+QUANTITIES = """
+## Quantities without a name of their own
+
+T is `n_ctx`. *Late* means the second half of the queries. A mean over the keys k ≥ 1 is
+`(T * mean - first) / (T - 1)`. A replication in parentheses has the SQL.
+
+| quantity | where |
+|---|---|
+"""
+
+
+class StatedClaim(BaseModel):
+    """One thing that a source says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    text: str
+    shown_by: tuple[str, ...] = ()
+    """What shows it: `REPLICATION: beginning of a name`."""
+    covered_by: str = ""
+    """The column, intervention, input or view that measures it, if it is a definition."""
+    left_out: str = ""
+    """Why it, or a part of it, is not shown."""
+    reason: str = ""
+    """The same in a few words, which several claims may share."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether something here shows or measures it, or a part of it."""
+        return bool(self.shown_by or self.covered_by)
+
+    @model_validator(mode="after")
+    def _say_something(self) -> Self:
+        if not (self.answered or self.left_out):
+            raise ValueError("expected shown_by, covered_by or left_out")
+        if bool(self.left_out) != bool(self.reason):
+            raise ValueError("expected left_out and its reason, got one of them")
+        for place in self.shown_by:
+            if ": " not in place:
+                raise ValueError(
+                    f"shown_by: expected 'REPLICATION: beginning of a name', got {place!r}"
+                )
+        return self
+
+
+class Source(BaseModel):
+    """One source with its claims."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    source: str
+    """What it is called."""
+    page: str = ""
+    """Where it can be read."""
+    claim: tuple[StatedClaim, ...]
+
+
+def sources(directory: Path = CLAIMS) -> dict[str, Source]:
+    """Every source with its claims, by name of the file."""
+    return {file.stem: read_source(file) for file in sorted(directory.glob("*.toml"))}
+
+
+def read_source(file: Path) -> Source:
+    """Read the claims of one source."""
+    try:
+        return Source.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ScanError(f"{file}: cannot be read ({reason(error)})") from None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise ScanError(f"{file}: {place}: {problem['msg']}") from None
+
+
+def problems(directory: Path = CLAIMS) -> list[str]:
+    """What claims name that is not there; one line each."""
+    names_by_replication = {name: _names_of(one) for name, one in replications().items()}
+    known_words = _known_words()
+    lines: list[str] = []
+    for file, source in sources(directory).items():
+        for claim in source.claim:
+            where = f"{file}.toml: {claim.text[:60]!r}"
+            lines += [f"{where}: {line}" for line in _problems_of(claim, names_by_replication)]
+            words = set(re.findall(r"\w+", claim.covered_by))
+            if claim.covered_by and not words & known_words:
+                lines.append(f"{where}: covered_by names no column, intervention, input or view")
+    return lines
+
+
+def _problems_of(
+    claim: StatedClaim, names_by_replication: Mapping[str, Iterable[str]]
+) -> list[str]:
+    """What a claim is shown by that is not there."""
+    lines: list[str] = []
+    for place in claim.shown_by:
+        replication, _, beginning = place.partition(": ")
+        names = names_by_replication.get(replication)
+        if names is None:
+            lines.append(f"there is no replication {replication!r}")
+        elif not any(name.startswith(beginning) for name in names):
+            lines.append(f"nothing in {replication} has a name that begins with {beginning!r}")
+    return lines
+
+
+def _names_of(replication: Replication) -> list[str]:
+    """What may show a claim: published values, claims and figures of a replication."""
+    names = [value.full_name for value in replication.published_values]
+    names += [claim.words for claim in replication.claim]
+    return names + [figure.title for figure in replication.figure]
+
+
+def _known_words() -> set[str]:
+    """Every name that a scan or SQL may use."""
+    # These import torch, which takes seconds, and only this check needs them.
+    from headcount.queries.open.shipped_views import QUERIES
+    from headcount.schemas.scans.kinds import KINDS, TABLES
+    from headcount.workers.inputs import INPUTS
+    from headcount.workers.interventions import INTERVENTIONS
+
+    words = {name for kind in KINDS for name in kind.registry}
+    words |= {*INPUTS, *INTERVENTIONS, *TABLES}
+    words |= {file.stem for file in QUERIES.rglob("*.sql")}
+    words |= {column for table in TABLES.values() for column in table.own}
+    return words
+
+
+def literature_page() -> str:
+    """The page, as Markdown."""
+    names_by_source = _names_by_source()
+    named = {name for names in names_by_source.values() for name in names}
+    all_sources = sources()
+    tables = {
+        INTRODUCTION: [],
+        SOURCES: [_source_cells(file, source) for file, source in all_sources.items()],
+        REPLICATIONS: [_replication_cells(name, one) for name, one in replications().items()],
+        LEFT_OUT: _reason_cells(all_sources),
+        NAMES: [[source, _listed(names)] for source, names in names_by_source.items()],
+        QUANTITIES: _quantity_cells(all_sources[CATALOGUE], named),
+    }
+    return "".join(
+        heading + "".join(f"| {' | '.join(map(_cell, cells))} |\n" for cells in rows)
+        for heading, rows in tables.items()
+    )
+
+
+def _source_cells(file: str, source: Source) -> list[str]:
+    """A source, how many of its claims are shown, and by which replications."""
+    shown = sum(not claim.left_out for claim in source.claim)
+    in_part = sum(claim.answered and bool(claim.left_out) for claim in source.claim)
+    names = {place.partition(": ")[0] for claim in source.claim for place in claim.shown_by}
+    page = f" ({source.page})" if source.page else ""
+    return [
+        f"{_file_link(file)}: {source.source}{page}",
+        f"{shown} of {len(source.claim)}",
+        str(in_part),
+        str(len(source.claim) - shown - in_part),
+        _listed(sorted(names)),
+    ]
+
+
+def _replication_cells(name: str, replication: Replication) -> list[str]:
+    """A replication, and one of the values that were published for it."""
+    value = replication.headline_value
+    return [
+        f"[`{name}`](../reproduce/replications/{name}.toml): {replication.title}",
+        str(len(replication.published_values)),
+        f"{value.full_name}: {value.value:.4g}",
+        str(len(replication.claim)),
+        replication.published_model,
+    ]
+
+
+def _reason_cells(all_sources: Mapping[str, Source]) -> list[list[str]]:
+    """Every reason, the most frequent first, with the number of claims in each file."""
+    files_by_reason: dict[str, Counter[str]] = defaultdict(Counter)
+    for file, source in all_sources.items():
+        for claim in source.claim:
+            if claim.reason:
+                files_by_reason[claim.reason][file] += 1
+    rows: list[list[str]] = []
+    alone: list[str] = []
+    for why, files in sorted(files_by_reason.items(), key=lambda item: -item[1].total()):
+        if files.total() == 1:
+            alone.append(f"{why} ({_file_link(*files)})")
+        else:
+            counts = ", ".join(f"{_file_link(file)} {count}" for file, count in files.items())
+            rows.append([why, counts])
+    return [*rows, ["of one claim each", "; ".join(alone)]]
+
+
+def _names_by_source() -> dict[str, list[str]]:
+    """The names of what is measured, by the source that defined it."""
+    # This imports torch, which takes seconds, and only the page needs it.
+    from headcount.schemas.scans.kinds import KINDS
+
+    source_by_name = {name: each.source for kind in KINDS for name, each in kind.registry.items()}
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, source in source_by_name.items():
+        author = re.search(r"\b[A-Z][\w-]+( et al\.)? \d{4}\b", source)
+        # Some are of nobody: "headcount", "standard", "common".
+        known = source.partition(",")[0] if re.search("[A-Z-]", source) else "no single source"
+        names[author[0] if author else known].append(name)
+    return dict(sorted(names.items(), key=lambda item: -len(item[1])))
+
+
+def _quantity_cells(catalogue: Source, named: set[str]) -> list[list[str]]:
+    """The quantities of the catalogue, without those that are one of the named columns."""
+    cells: list[list[str]] = []
+    for claim in catalogue.claim:
+        names = re.findall(r"`(?:chance_)?(\w+)`", claim.covered_by)
+        # What is left beside the names are commas, "and" and "or" if it is named.
+        rest = re.sub(rf"`\w+`|{KIND_WORDS}|,|;|and|or", "", claim.covered_by)
+        if not (names and set(names) <= named and not rest.strip()):
+            cells.append([claim.text, claim.covered_by or f"*left out*: {claim.reason}"])
+    return cells
+
+
+def _file_link(file: str) -> str:
+    return f"[{file}](../reproduce/claims/{file}.toml)"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _cell(text: str) -> str:
+    """A text in a cell of a Markdown table."""
+    linked = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
+    return " ".join(linked.split()).replace("|", "\\|")
+
+
+PAGES = {"literature.md": literature_page}
+
+
+if __name__ == "__main__":
+    for problem in problems():
+        print(problem)
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")

@@ -1,0 +1,293 @@
+"""Replications of the literature: each a file `NAME.toml` of scans, checks, claims and figures.
+
+A check compares numbers with published ones, if the model is of the published sizes. A claim
+(a sign, an order, a threshold) must hold in every model that it is claimed of.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from headcount.reproduce.published_values import PublishedValue, Scale, named_reason, read_values
+from headcount.schemas.errors import ScanError, unknown
+from headcount.schemas.files.places import reason
+from headcount.workers.model.files.model_info import ModelInfo
+
+REPLICATIONS = Path(__file__).parent / "replications"
+
+TEXT = "$text"
+"""Stands for the user's text, or for the default text of the replication, in a scan's input."""
+
+MODEL_FIELDS = tuple(field.name for field in dataclass_fields(ModelInfo))
+
+
+def _known_sizes(sizes: dict[str, int | str]) -> dict[str, int | str]:
+    """Refuse a field that no model's description has: it would never be equal."""
+    for field in sizes:
+        if field not in MODEL_FIELDS:
+            raise ValueError(unknown("field of a model", field, MODEL_FIELDS))
+    return sizes
+
+
+Sizes = Annotated[dict[str, int | str], AfterValidator(_known_sizes)]
+"""What a model must have, by field of its description (`workers.model.files.model_info`)."""
+
+Reasons = str | dict[str, str]
+"""One line why, for all names or by name. A name that ends in `*` stands for all that begin so."""
+
+
+class ControlledQuery(BaseModel):
+    """SQL whose rows the controls try, and why some cannot fail.
+
+    `python -m headcount.reproduce.controls` demands that every row fails for random weights, and
+    for edits that do nothing, unless it says why here.
+    """
+
+    # A misspelt key in a file is an error.
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    sql: str
+    passes_random: Reasons = ""
+    """Why a model with random weights cannot be told from the published model."""
+    passes_null: Reasons = ""
+    """Why an edit that does nothing cannot be told from the published edit."""
+
+    def why_random_passes(self, name: str) -> str:
+        """Why a row of this name holds for random weights, too; empty if it must not."""
+        return named_reason(self.passes_random, name)
+
+    def why_null_passes(self, name: str) -> str:
+        """Why a row of this name holds if edits do nothing, too; empty if it must not."""
+        return named_reason(self.passes_null, name)
+
+
+class Check(ControlledQuery):
+    """Numbers that were published, by name. `sql` gives rows (name, measured value)."""
+
+    published: dict[str, float] = {}
+    file: str = ""
+    """A CSV file beside the replication's, in place of `published`: the columns name and value,
+    and if needed model, tolerance and standard_error. A row with a `model` is compared only if the
+    measured model has the sizes that `published_models` gives for it.
+    """
+    tolerance: float | None = None
+    """How far a measured value may lie from the published one."""
+    relative: bool = False
+    """Whether the tolerance is a share of the published value."""
+    log10: bool = False
+    """Whether the tolerance is of the decimal logarithm: 1 allows a factor of 10."""
+    standard_error: float | dict[str, float] | None = None
+    """Scatter of the published value as its authors give it. A tolerance must allow for it."""
+    sizes: Sizes = {}
+    """Sizes of the model that these were published for, if it is not the replication's model."""
+    needs_text: bool = False
+    """Whether the figures are of the authors' own text: not comparable without `--text`."""
+    _values: tuple[PublishedValue, ...] = PrivateAttr(())
+
+    @property
+    def values(self) -> tuple[PublishedValue, ...]:
+        """Every published value, from the file or from `published`."""
+        return self._values
+
+    @property
+    def scale(self) -> Scale:
+        """What the tolerance is measured in."""
+        if self.log10:
+            return "log10"
+        return "relative" if self.relative else "absolute"
+
+    @model_validator(mode="after")
+    def _read_values(self, info: ValidationInfo) -> Self:
+        if bool(self.published) and bool(self.file):
+            raise ValueError("expected either published or file, got both")
+        if self.relative and self.log10:
+            raise ValueError("expected either relative or log10, got both")
+        if self.file:
+            directory: Path = (info.context or {}).get("directory", REPLICATIONS)
+            self._values = read_values(
+                directory / self.file, self.scale, self.tolerance, self.standard_error
+            )
+            return self
+        if self.tolerance is None:
+            raise ValueError("tolerance: missing; expected how far a measured value may lie")
+        errors = self.standard_error
+        self._values = tuple(
+            PublishedValue(
+                name=name,
+                value=value,
+                tolerance=self.tolerance,
+                scale=self.scale,
+                standard_error=errors.get(name) if isinstance(errors, dict) else errors,
+            )
+            for name, value in self.published.items()
+        )
+        return self
+
+
+class Claim(ControlledQuery):
+    """Something that must hold. `sql` gives rows (name, value, whether it holds)."""
+
+    models: tuple[str, ...] = ()
+    """Models that it is claimed of. Default: all."""
+
+    @property
+    def words(self) -> str:
+        """What it claims: the first text in its SQL, or the whole SQL if it has none."""
+        # The first column of the SQL is the claim, usually the template of a format().
+        text = re.search(r"'(.+?)'", self.sql)
+        return text[1] if text else self.sql
+
+
+class StandInText(BaseModel):
+    """The authors' text, which we do not ship, and what stands for it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    what: str
+    """What a user may give with `--text FILE`."""
+    default: str = "bundled:LICENSE"
+    """What is read without `--text`."""
+
+
+class Figure(BaseModel):
+    """A picture. `sql` gives rows (series, x, y), or (x, y, value) for a heat map."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    title: str
+    sql: str
+    kind: Literal["line", "bar", "heat"] = "line"
+    square: bool = False
+    """Whether cells of a heat map are square, as in a picture of a pattern: keys across (x),
+    queries down (y).
+    """
+    x: str = ""
+    y: str = ""
+
+
+class Replication(BaseModel):
+    """One replication of the literature."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    title: str
+    source: str
+    measured: str
+    """What is measured, in a sentence."""
+    published_model: str
+    """The model whose figures were published, as a scan names it."""
+    headline: str = ""
+    """The published value that stands for all in docs/literature.md. Default: the first."""
+    published_sizes: Sizes
+    """Sizes that a model must have for its numbers to be compared, by field of its description."""
+    published_models: dict[str, Sizes] = {}
+    """Sizes of further models, by name, for the rows of a check's file that name a model."""
+    bundled_model: str
+    """The miniature that shows the claims offline."""
+    scan: dict[str, dict[str, Any]]
+    """Fields of each scan, by name of the scan. A table `bundled` has those of the miniature.
+
+    With `checkpoints = "step-*"` a scan runs on every such directory inside the model's, and the
+    runs are called NAME-DIRECTORY. With `sizes`, a list of tables, a scan runs only on models
+    that have the sizes of one of them.
+    """
+    text: StandInText | None = None
+    """What the value `"$text"` of an input's option stands for."""
+    defaults: dict[str, Any] = {}
+    """Fields that all scans share."""
+    bundled: dict[str, Any] = {}
+    """Fields that differ for the miniature in all scans."""
+    view: dict[str, str] = {}
+    """Views that checks, claims and figures may ask, SQL by name."""
+    check: tuple[Check, ...] = ()
+    claim: tuple[Claim, ...] = ()
+    figure: tuple[Figure, ...] = ()
+
+    @model_validator(mode="after")
+    def _know_every_name(self) -> Self:
+        names = [value.full_name for value in self.published_values]
+        if self.headline and self.headline not in names:
+            raise ValueError(f"headline: {unknown('published value', self.headline, names)}")
+        for check in self.check:
+            for value in check.values:
+                if value.model and value.model not in self.published_models:
+                    raise ValueError(
+                        f"{check.file}: {unknown('model', value.model, self.published_models)}; "
+                        "published_models gives the sizes of each"
+                    )
+        for name, scan in self.scan.items():
+            sizes = scan.get("sizes", [])
+            for alternative in sizes:
+                _known_sizes(alternative)
+            if self.text is None and TEXT in str([self.defaults, self.bundled, scan]):
+                raise ValueError(
+                    f"scan.{name}: reads {TEXT}, and the replication has no table [text]"
+                )
+        return self
+
+    def sizes_of(self, check: Check, value: PublishedValue) -> dict[str, int | str]:
+        """The sizes that a model must have for a value to be compared."""
+        if value.model:
+            return self.published_models[value.model]
+        return check.sizes or self.published_sizes
+
+    @property
+    def published_values(self) -> list[PublishedValue]:
+        """Every published value, of all checks."""
+        return [value for check in self.check for value in check.values]
+
+    @property
+    def headline_value(self) -> PublishedValue:
+        """The published value that stands for all."""
+        values = {value.full_name: value for value in self.published_values}
+        return values[self.headline or next(iter(values))]
+
+    @property
+    def all_sizes(self) -> list[dict[str, int | str]]:
+        """The sizes of every model that something was published for."""
+        sizes = [self.published_sizes, *self.published_models.values()]
+        return sizes + [check.sizes for check in self.check if check.sizes]
+
+
+def replications() -> dict[str, Replication]:
+    """Every replication we ship, by name."""
+    return {file.stem: read_replication(file) for file in sorted(REPLICATIONS.glob("*.toml"))}
+
+
+def read_replication(file: Path) -> Replication:
+    """Read one replication's file."""
+    try:
+        fields = tomllib.loads(file.read_text(encoding="utf-8"))
+        return Replication.model_validate(fields, context={"directory": file.parent})
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ScanError(f"{file}: cannot be read ({reason(error)})") from None
+    except ValidationError as error:
+        # One mistake is enough for one line.
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise ScanError(f"{file}: {place}: {problem['msg']}") from None
+
+
+def find_replications(names: Iterable[str]) -> dict[str, Replication]:
+    """The replications of these names. A name `FILE.toml` reads a user's own file."""
+    shipped_replications = replications()
+    selection: dict[str, Replication] = {}
+    for name in names:
+        if name.endswith(".toml"):
+            selection[Path(name).stem] = read_replication(Path(name))
+        elif name in shipped_replications:
+            selection[name] = shipped_replications[name]
+        else:
+            raise ScanError(unknown("replication", name, shipped_replications))
+    return selection

@@ -1,0 +1,268 @@
+"""The runs of a replication (`reproduce.replication`): planned, measured and opened."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from headcount.jobs.corpus.preparation import FOLDER, Preparation
+from headcount.jobs.corpus.work import Watch, unwatched
+from headcount.jobs.plan.plan import Plan, plan_run, prepare_run
+from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
+from headcount.jobs.resources import Resources
+from headcount.jobs.run.loop import run_to_end
+from headcount.jobs.run.progress import WholeProgress
+from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.open.verified_files import Tell
+from headcount.reproduce.replication import TEXT, Replication
+from headcount.reproduce.verdicts import has_sizes
+from headcount.schemas.errors import RunError, ScanError, unknown
+from headcount.schemas.files.places import place
+from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.scans.scan import Scan, override_fields, parse_scan
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.model_info import find_model
+
+REPLICATION_FIELDS = ("bundled", "checkpoints", "sizes")
+"""What a replication says of a scan beside the fields of a scan."""
+
+HEAD_FIELDS = ("layers", "heads")
+"""Fields of a scan that an override may not set, because they choose heads."""
+
+PRECISION = "float32"
+"""What every replication is measured in. Faster formats drift beyond some tolerances."""
+
+
+def plan_replication(
+    replication: Replication,
+    model: str,
+    out: str,
+    overrides: Sequence[str] = (),
+    watch: Watch = unwatched,
+    *,
+    text: str | None = None,
+    models: KnownModels | None = None,
+) -> list[Plan]:
+    """The plans of a replication's runs.
+
+    They lie in one directory, whose name is a fingerprint of all that they measure: with another
+    model, formula or input the runs lie elsewhere. An override `SCAN.key=value` is for one scan of
+    the replication, any other for all. `watch` is told how far the preparation of a corpus is.
+    `text` is the file of the authors' text. `models` describes each model once for several
+    replications.
+    """
+    check_overrides([replication], overrides)
+    # The name of the directory needs all resolved scans, and every plan needs the directory. So
+    # scans are resolved first, with another `out`, which is no part of what they measure.
+    scans = _resolved_scans(replication, model, out, overrides, text, models or KnownModels())
+    identities = {
+        name: [resolved.identity, resolved.meanings, resolved.scan.sequences]
+        for name, resolved in scans.items()
+    }
+    content = json.dumps(identities, sort_keys=True, default=str)
+    fingerprint = hashlib.sha256(content.encode()).hexdigest()[:8]
+    # Runs of one replication lie in many directories, and read the same texts.
+    return _plan_runs(scans, str(place(out) / fingerprint), str(place(out) / FOLDER), watch)
+
+
+def plan_replication_in(
+    directory: str,
+    replication: Replication,
+    model: str,
+    watch: Watch = unwatched,
+    models: KnownModels | None = None,
+) -> list[Plan]:
+    """The plans of a replication's runs in a directory of any name, which may have other runs."""
+    scans = _resolved_scans(replication, model, directory, (), None, models or KnownModels())
+    return _plan_runs(scans, directory, str(place(directory) / FOLDER), watch)
+
+
+def _plan_runs(
+    scans: Mapping[str, ResolvedScan], directory: str, corpora: str, watch: Watch
+) -> list[Plan]:
+    """The plans of some scans; their tokens lie in `corpora` unless a scan says another place."""
+    plans: list[Plan] = []
+    for name, resolved in scans.items():
+        places = {"out": directory, "corpora": resolved.scan.corpora or corpora}
+        scan = resolved.scan.model_copy(update=places)
+        run = RunDirectory.of(directory, scan.run_id(name))
+        preparation = Preparation(watch=watch)
+        plans.append(plan_run(replace(resolved, scan=scan), run, preparation=preparation))
+    return plans
+
+
+def measure_runs(
+    plans: Iterable[Plan],
+    resources: Resources,
+    console: Console,
+    allow_other_code: bool = False,
+    models: KnownModels | None = None,
+    whole: WholeProgress | None = None,
+) -> None:
+    """Measure what is missing of runs: in this process if there are 0 replicas, else on Ray.
+
+    The first shard that fails is an error, because half a run says nothing about a replication.
+    """
+    for plan in plans:
+        prepare_run(plan, "")
+        run_to_end(
+            plan,
+            resources,
+            console,
+            stop_at_failure=True,
+            allow_other_code=allow_other_code,
+            models=models,
+            whole=whole,
+        )
+
+
+def tokens_to_measure(plans: Iterable[Plan]) -> int:
+    """Tokens that some runs still have to send through a model."""
+    tokens = 0
+    for plan in plans:
+        # Shards are of one size, except the last, so this is near enough for a time left.
+        share_missing = 1 - plan.shards_done / max(1, plan.manifest.shards)
+        tokens += round(plan.tokens * share_missing)
+    return tokens
+
+
+def open_replication_runs(
+    replication: Replication, directory: str, tell: Tell = lambda line: None
+) -> RunDatabase:
+    """Open the runs of a replication, with the views that its checks and figures ask.
+
+    `tell` is called with a line whenever damage is found.
+    """
+    return open_runs(directory, table_views() | replication.view, tell=tell)
+
+
+def table_views() -> dict[str, str]:
+    """Views that every replication may ask: `replication_TABLE`, with the scan of each row."""
+    views: dict[str, str] = {}
+    for table in TABLES:
+        # The means of a profile are asked over all shards, not by shard.
+        source = "profile_means" if table == "profiles" else table
+        views[f"replication_{table}"] = (
+            f"SELECT name AS scan, {source}.* FROM {source} JOIN runs USING (run_id)"
+        )
+    return views
+
+
+def check_overrides(selection: Sequence[Replication], overrides: Iterable[str]) -> None:
+    """Refuse an override that names neither a field nor a scan of the replications, names heads, or
+    chooses a precision.
+    """
+    known_names = {*Scan.model_fields}
+    for replication in selection:
+        known_names |= {*replication.scan}
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        first_name = key.partition(".")[0].strip()
+        last_name = key.rpartition(".")[2].strip()
+        # An override without "=" is refused later, with a message of its own.
+        if equals and first_name not in known_names:
+            raise ScanError(
+                f"--set {override}: {unknown('scan or field', first_name, known_names)}"
+            )
+        if last_name in HEAD_FIELDS:
+            raise ScanError(
+                f"--set {override}: a replication's figures are of the heads that its own scans "
+                "name; leave it out, or measure some heads with headcount scan"
+            )
+        if last_name == "precision":
+            raise ScanError(
+                f"--set {override}: replications are measured in {PRECISION}; other formats "
+                "drift by more than some tolerances allow; leave it out, or measure with "
+                "headcount scan"
+            )
+
+
+def overrides_of_replication(overrides: Iterable[str], replication: Replication) -> list[str]:
+    """The overrides that concern a replication: of a field, or of one of its scans."""
+    own_names = {*replication.scan, *Scan.model_fields}
+    return [
+        override
+        for override in overrides
+        if override.partition("=")[0].partition(".")[0].strip() in own_names
+    ]
+
+
+def _resolved_scans(
+    replication: Replication,
+    model: str,
+    out: str,
+    overrides: Sequence[str],
+    text: str | None,
+    models: KnownModels,
+) -> dict[str, ResolvedScan]:
+    """The scans of a replication that this model can have, by name."""
+    info = models.describe(model)
+    scans: dict[str, ResolvedScan] = {}
+    for scan_name, entry in replication.scan.items():
+        # Some scans are only for models with enough positions, or with a query bias.
+        if "sizes" in entry and not any(has_sizes(info, sizes) for sizes in entry["sizes"]):
+            continue
+        scan_overrides = _overrides_of_scan(overrides, scan_name, replication)
+        checkpoints = _models_by_run_name(scan_name, entry.get("checkpoints"), model)
+        for run_name, checkpoint in checkpoints.items():
+            fields = _scan_fields(replication, entry, model, text)
+            fields |= {"model": checkpoint, "out": out}
+            scan = parse_scan(override_fields(fields, scan_overrides))
+            # An override may name another model, or a revision of it.
+            is_known = scan.model == checkpoint and scan.revision is None
+            scans[run_name] = resolve(scan, models.describe(checkpoint) if is_known else None)
+    return scans
+
+
+def _overrides_of_scan(overrides: Iterable[str], scan: str, replication: Replication) -> list[str]:
+    """The overrides that concern a scan, without its name."""
+    scan_overrides: list[str] = []
+    for override in overrides:
+        first_name, _, remainder = override.partition(".")
+        if first_name == scan:
+            scan_overrides.append(remainder)
+        elif first_name not in replication.scan:
+            scan_overrides.append(override)
+    return scan_overrides
+
+
+def _models_by_run_name(scan: str, checkpoints: str | None, model: str) -> dict[str, str]:
+    """What a scan measures, by name of the run: the model, or its checkpoints."""
+    if checkpoints is None:
+        return {scan: model}
+    matches = find_model(model).glob(checkpoints)
+    directories = sorted(match for match in matches if match.is_dir())
+    if not directories:
+        raise RunError(
+            f"{model}: no checkpoints {checkpoints} in its directory; the scan {scan!r} needs them"
+        )
+    return {f"{scan}-{directory.name}": str(directory) for directory in directories}
+
+
+def _scan_fields(
+    replication: Replication, entry: dict[str, Any], model: str, text: str | None
+) -> dict[str, Any]:
+    """Fields of a scan. Later ones win: the defaults, its own, and those of the miniature."""
+    fields = {"precision": PRECISION} | replication.defaults
+    fields |= {key: value for key, value in entry.items() if key not in REPLICATION_FIELDS}
+    if model == replication.bundled_model:
+        fields |= replication.bundled
+        fields |= entry.get("bundled", {})
+    if replication.text is None:
+        return fields
+    return _with_text(fields, text or replication.text.default)
+
+
+def _with_text(value: Any, text: str) -> Any:  # noqa: ANN401 (what TOML holds)
+    """Fields in which every `$text` is the name of a file."""
+    if isinstance(value, dict):
+        return {key: _with_text(item, text) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_text(item, text) for item in value]
+    return text if value == TEXT else value
