@@ -273,7 +273,7 @@ class Head:
 
     @checked(QueryError)
     def show(self, height: Count = CARD_HEIGHT) -> Frame:
-        """The card for the output of a cell, in Jupyter and marimo; `height` is in pixels."""
+        """The card for the output of a cell, in a notebook; `height` is in pixels."""
         return Frame(self.html(), height)
 
     def _repr_html_(self) -> str:

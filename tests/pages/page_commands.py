@@ -91,21 +91,27 @@ def whole_commands(text: str) -> Iterator[str]:
         command = ""
 
 
-def follow(step: FileToSave | CommandBlock, folder: Path) -> str:
-    """Do one step of a page in a folder; what it prints on stdout."""
+def follow(
+    step: FileToSave | CommandBlock, folder: Path, names: dict[str, object] | None = None
+) -> str:
+    """Do one step of a page in a folder; what it prints on stdout.
+
+    `names` are those of the page's Python so far, as a notebook keeps them.
+    """
     if isinstance(step, FileToSave):
         (folder / step.name).write_text(step.content, encoding="utf-8")
         return ""
-    run = run_python if step.is_python else run_command
     with contextlib.chdir(folder):
-        return "".join(run(command) for command in step.commands)
+        if step.is_python:
+            return run_python(step.commands[0], {} if names is None else names)
+        return "".join(map(run_command, step.commands))
 
 
-def run_python(code: str) -> str:
+def run_python(code: str, names: dict[str, object]) -> str:
     """Run an example in Python; what it prints on stdout."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(code, {})
+        exec(code, names)
     return printed.getvalue()
 
 
@@ -175,8 +181,9 @@ def with_outputs_of_today(page: str, folder: Path) -> str:
     renewed_page = page
     # An output begins later in the renewed page if those above it have become longer.
     shift = 0
+    names: dict[str, object] = {}
     for step in steps_of(page):
-        printed = follow(step, folder)
+        printed = follow(step, folder, names)
         if isinstance(step, FileToSave) or step.output is None:
             continue
         # Tables pad their last column with spaces, which an editor would take away.

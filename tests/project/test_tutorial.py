@@ -29,11 +29,14 @@ from tests.pages.page_commands import (
         pytest.param("docs/watch-a-training-run.md", marks=pytest.mark.long),
     ],
 )
+# What torch says to a Trainer where there is no GPU.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 def test_every_command_of_a_page_prints_what_the_page_says(page_name: str, tmp_path: Path) -> None:
     page = (ROOT / page_name).read_text(encoding="utf-8")
     # Later steps read the files and runs of earlier ones, so they share a folder and an order.
+    names: dict[str, object] = {}
     for step in steps_of(page):
-        printed = follow(step, tmp_path)
+        printed = follow(step, tmp_path, names)
         if isinstance(step, CommandBlock) and step.output is not None:
             advice = f"python -m tests.pages.page_commands {page_name}"
             assert same_output(step.output, printed), f"{printed}\nif this is right: {advice}"
