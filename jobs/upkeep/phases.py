@@ -3,7 +3,7 @@
 Whoever works for a driver says so with one call, which costs nothing and never fails. Outside of a
 command that takes notes, it does nothing:
 
-    from headcount.jobs import phases
+    from headcount.jobs.upkeep import phases
 
     phases.about(run)  # As soon as the run is known.
     phases.note("preparing tokens", "12.4 of about 42.8 million")

@@ -138,7 +138,7 @@ A statistic may have *options*: whole numbers or names. A scan writes them in th
 The column is the name with all options behind it, `distant_mass_8_128`. So one column always has
 one formula.
 
-Quantities of the literature without a column of their own are in [literature.md](literature.md), and
-so are those that are left out, with the reason.
+Quantities of the literature without a column of their own are in [literature.md](literature.md),
+and so are those that are left out, with the reason.
 """,
 )

@@ -292,7 +292,7 @@ def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(tmp_pat
     (tmp_path / "good.toml").write_text(good)
     (tmp_path / "wrong.toml").write_text(good.replace("n_ctx = 8", "n_ctx = 0"))
     code = (
-        "import sys, headcount\n"
+        "import sys, headcount.command_line\n"
         "for command in ('plan wrong.toml', 'scan good.toml wrong.toml'):\n"
         "    sys.argv = ['headcount', *command.split()]\n"
         "    try:\n        headcount.command_line.main()\n"

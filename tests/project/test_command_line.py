@@ -19,6 +19,7 @@ from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs import INPUTS
 from headcount.workers.interventions import INTERVENTIONS
 from headcount.workers.model.files.bundled_models import BUNDLED
+from tests import ROOT
 
 
 def printed(*words: str | Path) -> str:
@@ -67,7 +68,7 @@ def test_these_lists_need_no_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
     )
-    project = tomllib.loads((Path(headcount.__file__).parent / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     version = project["project"]["version"]
     assert done.stdout.split("\n")[:2] == ["[True, True, True]", f"gpt2-mini {version} False"]
 

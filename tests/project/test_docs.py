@@ -219,12 +219,12 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def add_kind_of_measurement(folder: Path, page_text: str) -> None:
     _, rest_of_page = page_text.split("## A kind of measurement\n")
     section, *_ = rest_of_page.split("\n## ")
-    step = r"(?:Create|Add to) `(schemas/\w+\.py)`[^\n]*:\n\n```\w+\n(.*?)```"
+    step = r"(?:Create|Add to) `(schemas/[\w/]+\.py)`[^\n]*:\n\n```\w+\n(.*?)```"
     blocks = dict(re.findall(step, section, flags=re.DOTALL))
-    assert list(blocks) == ["headcount/schemas/layer_statistics.py", "schemas/scans/kinds.py"]
+    assert list(blocks) == ["schemas/layer_statistics.py", "schemas/scans/kinds.py"]
     new_file = folder / "schemas" / "layer_statistics.py"
-    new_file.write_text(blocks["headcount/schemas/layer_statistics.py"], encoding="utf-8")
-    apply_diff(folder / "schemas" / "kinds.py", blocks["schemas/scans/kinds.py"])
+    new_file.write_text(blocks["schemas/layer_statistics.py"], encoding="utf-8")
+    apply_diff(folder / "schemas" / "scans" / "kinds.py", blocks["schemas/scans/kinds.py"])
     (in_index,) = re.findall(r"in `docs/index.md`:\n\n```diff\n(.*?)```", section, re.DOTALL)
     apply_diff(folder / "docs" / "index.md", in_index)
 
@@ -261,7 +261,13 @@ def test_whoever_followed_adding_md_passes_the_tests_that_look_for_what_is_new(
     followed: Path,
 ) -> None:
     shutil.copy(ROOT / "pyproject.toml", followed)
-    files = [f"tests/test_{name}.py" for name in ("reference", "kinds", "measure", "inputs")]
+    names = (
+        "workers/engine/test_reference",
+        "schemas/test_kinds",
+        "workers/engine/test_measure",
+        "workers/inputs/test_inputs",
+    )
+    files = [f"tests/{name}.py" for name in names]
     files += ["tests/project/test_precision_page.py", "tests/project/test_docs.py"]
     # Of the reference and of the pages, what a new name can break.
     words = "registered or changes_something or facts_of_a_layer or zero_value_bias or index_lists"

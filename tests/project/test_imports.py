@@ -85,7 +85,7 @@ ONLY_IN = {
     ),
     "triton": ("workers/engine/kernel/sweep_kernel.py",),
     "typer": (
-        "headcount/commands.py",
+        "headcount/",
         "exports/commands.py",
         "jobs/commands/check.py",
         "jobs/commands/cluster.py",

@@ -22,6 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
+from headcount.command_line import main
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.formats import write_csv, write_json
 from headcount.queries.ask.text_tables import write_table
@@ -278,7 +279,7 @@ def test_any_encoding_is_written(
         monkeypatch.setattr(sys, "stdout", stdout)
         monkeypatch.setattr(sys, "argv", ["headcount", "query", str(runs), question, *options])
         with pytest.raises(SystemExit) as end:
-            headcount.command_line.main()
+            main()
         return end.value.code, written.getvalue(), capsys.readouterr().err
 
     code, stdout, stderr = ended()

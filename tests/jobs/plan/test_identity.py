@@ -67,7 +67,7 @@ def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
     assert old in CODE
     file = path / f"made_{next(COUNT)}.py"
     file.write_text(CODE.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"workers.{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(f"headcount.workers.{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

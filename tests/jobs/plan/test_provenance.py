@@ -330,12 +330,12 @@ def test_a_comment_in_every_provider_shows_in_no_column(tmp_path: Path) -> None:
 
 def test_what_a_fix_of_the_inputs_of_predictions_changes() -> None:
     # The loss was once mended there, which changed its values and not its formula.
-    module = "headcount.workers.engine.prediction_inputs"
+    module = "workers.engine.prediction_inputs"
     readers = {f.name for f in FORMULAS if module in provider_modules(f)}
     assert readers == set(PREDICTIONS)
-    assert "headcount.workers.engine.kernel.sweep_kernel" in provider_modules(STATISTICS["entropy"])
-    assert "headcount.workers.engine.token_pairs" in provider_modules(STATISTICS["induction_score"])
-    assert "headcount.workers.engine.token_pairs" not in provider_modules(STATISTICS["entropy"])
+    assert "workers.engine.kernel.sweep_kernel" in provider_modules(STATISTICS["entropy"])
+    assert "workers.engine.token_pairs" in provider_modules(STATISTICS["induction_score"])
+    assert "workers.engine.token_pairs" not in provider_modules(STATISTICS["entropy"])
 
 
 OLDER_RUNS = ROOT / "tests" / "data" / "older_runs"

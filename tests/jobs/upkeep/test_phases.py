@@ -133,7 +133,7 @@ def test_a_killed_driver_is_seen_to_be_gone(run: RunDirectory, tmp_path: Path) -
     program = f"""
 import time
 from pathlib import Path
-from headcount.jobs import phases
+from headcount.jobs.upkeep import phases
 from headcount.schemas.files.run_directory import RunDirectory
 with phases.taken():
     phases.about(RunDirectory(Path({str(run.path)!r})))

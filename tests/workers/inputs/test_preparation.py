@@ -191,7 +191,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.toys.toy_store import portion_of, store_in
-from headcount.workers.inputs import preparation
+from headcount.workers.inputs.store import preparation
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
 preparation.PIECE_TOKENS = 1000
