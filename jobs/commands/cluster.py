@@ -381,7 +381,7 @@ def resume(
 
     It continues here, or as a job of a cluster. The scan file is not needed.
     """
-    from headcount.jobs.plan.replan import check_overrides
+    from headcount.jobs.plan.plan import check_overrides
     from headcount.jobs.resources import Resources
 
     directory = _run_directory(run, runs)
@@ -423,7 +423,7 @@ def _resume_here(
     """Continue a run with this process as its driver."""
     from headcount.jobs.corpus.preparation import Preparation
     from headcount.jobs.plan.model_places import where_begun
-    from headcount.jobs.plan.replan import replan
+    from headcount.jobs.plan.plan import replan
     from headcount.jobs.plan.scan_runs import ScanCommand, resumption
     from headcount.jobs.run.loop import run_to_end
     from headcount.jobs.run.progress import watch_index

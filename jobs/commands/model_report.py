@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
 from headcount.schemas.errors import HeadcountError, counted
 from headcount.schemas.formulas import Formula
 from headcount.schemas.scans.scan import Scan, parse_scan
-from headcount.schemas.statistics import KIND
-from headcount.workers.measurements.behind_windows import undefined_behind
+from headcount.schemas.statistics import KIND, Statistic
+from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.measurements.layer_formulas import where_defined
+from headcount.workers.measurements.undefined import defined_or_nan
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import ModelInfo
@@ -163,3 +167,39 @@ def _undefined_by_windows(model: Model) -> Iterator[tuple[str, str]]:
     if len(layers_by_window) > 1 and windows:
         cause = "the layers differ in their window, so measure layers of one window for them"
         yield "NULL", f"chance levels: from n_ctx = {min(windows) + 1:,} on; {cause}"
+
+
+LARGEST_TRIAL_WINDOW = 128
+"""A longer window leaves no other statistics without a value than this one."""
+
+
+def undefined_behind(window: int) -> list[str]:
+    """The statistics of attention that have no value because of a window, in long sequences.
+
+    They are evaluated on random queries and keys, with the window and without it.
+    """
+    window = min(window, LARGEST_TRIAL_WINDOW)
+    n_ctx = 4 * LARGEST_TRIAL_WINDOW
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, n_ctx, 4, generator=generator)
+    without_window, with_window = (
+        {
+            "pattern": DensePattern.of(q, k, AttentionFacts(1.0, window=size)),
+            "q": q.transpose(1, 2),
+            "k": k.transpose(1, 2),
+        }
+        for size in (None, window)
+    )
+    return [
+        statistic.name
+        for statistic in KIND.select("all")
+        if {*statistic.parameters, *statistic.conditions} <= with_window.keys()
+        and _has_value(statistic, without_window)
+        and not _has_value(statistic, with_window)
+    ]
+
+
+def _has_value(statistic: Statistic, activations: dict[str, Any]) -> bool:
+    value = defined_or_nan(statistic, activations)
+    is_defined = where_defined(statistic, activations, value)
+    return bool((value.isfinite() & is_defined).all())

@@ -7,9 +7,11 @@ those that stop the run, fold commits and show progress.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -20,9 +22,10 @@ from rich.console import Console
 from headcount.jobs.console import say
 from headcount.jobs.endings import finishing_work_in_hand, is_finishing, work_begins
 from headcount.jobs.plan.extension import check_unchanged, extend
+from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.in_process import measure_in_process
+from headcount.jobs.run.attempts import Attempts
 from headcount.jobs.run.lock import locked
 from headcount.jobs.run.progress import WholeProgress, show_progress
 from headcount.jobs.upkeep import phases
@@ -42,8 +45,13 @@ from headcount.schemas.files.damage import BY_CONTENT, BY_SIZE
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import reason
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys, holds_whole_shard
+from headcount.schemas.scans.scan import Scan
+from headcount.workers.interventions.settlement import check_begun
 from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.replica import Replica
+from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.process import prepare_process
+from headcount.workers.replica import Replica, is_device_failure, resolve_device
+from headcount.workers.shard import failure_of, note_failure, run_shard
 
 MOST_FAILURES = 20
 """Stop a run after so many shards in a row could not be measured: the cause is not in them."""
@@ -398,3 +406,43 @@ def fold_commits(
             yield outcome
         if folding is not None:
             folding.result()
+
+
+MakeReplica = Callable[[ModelInfo, Scan, str], Replica]
+"""Makes the replica that measures: a class, or a function that shares a loaded model."""
+
+
+def measure_in_process(
+    plan: Plan,
+    shards: np.ndarray,
+    device: str,
+    cores: int = 0,
+    make_replica: MakeReplica = Replica,
+) -> Iterator[Commit | Failure]:
+    """Measure `shards` one after the other; yields each commit and each failed attempt.
+
+    Uses all cores if `cores` is 0.
+    """
+    device = resolve_device(device)
+    prepare_process(threads=cores or None)
+    replica = make_replica(plan.info, plan.scan, device)
+    check_begun(begun_precisions(plan.run), replica.precision, plan.run.run_id, device)
+    attempts = Attempts(plan.run)
+    remaining = deque(shards.tolist())
+    while remaining:
+        shard = remaining.popleft()
+        attempt = attempts.failed(shard) + 1
+        try:
+            outcome = run_shard(replica, plan.run, plan.sequences.shard(shard), attempt)
+        except Exception as error:
+            outcome = note_failure(plan.run, failure_of(shard, error), attempt)
+            # After such an error every call on the device fails, so the other shards would too.
+            if is_device_failure(error):
+                raise RunError(
+                    f"shard {shard}: {outcome.error}; the same command continues in a new process"
+                ) from None
+            if attempts.may_try_again(shard):
+                # At once: then a cause that is in every shard is known after a few of them.
+                remaining.appendleft(shard)
+                outcome = replace(outcome, is_last=False)
+        yield outcome

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
+from threading import Lock
 from typing import Any, TypeAlias
 
 import duckdb
 
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.explore.axes import Axis, axis_of
-from headcount.queries.explore.bins import BinsInMemory
 from headcount.queries.explore.page_questions import (
     BINS_IN_MEMORY,
     Header,
@@ -396,3 +396,43 @@ def _has_rollups(run: Run) -> bool:
 def _finite(value: Any) -> float | None:  # noqa: ANN401  # whatever a column holds
     """A declared end, or None if it is open."""
     return None if value is None or abs(value) == float("inf") else float(value)
+
+
+COLUMNS = "run_id, intervention, statistic, layer, head, bin, low, high, count, minimum, maximum"
+
+
+class BinsInMemory:
+    """A table of the histograms that were asked for."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        connection.execute(
+            f"CREATE TABLE {BINS_IN_MEMORY} AS SELECT {COLUMNS} FROM ledger.head_bins LIMIT 0"
+        )
+        self._held: set[tuple[str, str, str]] = set()
+        """Run, intervention and statistic."""
+        self._lock = Lock()
+
+    def hold(
+        self,
+        run_id: str,
+        intervention: str,
+        statistics: Iterable[str],
+        cursor: duckdb.DuckDBPyConnection,
+    ) -> None:
+        """Read the histograms of some statistics, unless they are there."""
+        # Two questions must not read the same ones: they would count twice.
+        with self._lock:
+            keys = {(run_id, intervention, name) for name in statistics} - self._held
+            if not keys:
+                return
+            names = ", ".join(text_literal(name) for _, _, name in sorted(keys))
+            conditions = [
+                f"run_id = {text_literal(run_id)}",
+                f"intervention = {text_literal(intervention)}",
+                f"statistic IN ({names})",
+            ]
+            cursor.execute(
+                f"INSERT INTO {BINS_IN_MEMORY} "
+                f"SELECT {COLUMNS} FROM ledger.head_bins{where(conditions)}"
+            )
+            self._held |= keys

@@ -8,10 +8,12 @@ import json
 import math
 import struct
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import duckdb
 import numpy as np
@@ -20,8 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from headcount.queries.ask.answers import query_error, run_query
 from headcount.queries.ask.asking import open_runs
-from headcount.queries.explore.cache import AnswerCache
-from headcount.queries.explore.interruptible import Interruptible
 from headcount.queries.explore.opened import OpenedRuns, SampleKey
 from headcount.queries.explore.page_questions import (
     Answer,
@@ -32,7 +32,7 @@ from headcount.queries.explore.page_questions import (
     Texts,
 )
 from headcount.queries.explore.sample import MOST_SAMPLES
-from headcount.queries.open.connection import MEMORY
+from headcount.queries.open.connection import MEMORY, OPENED
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.scans.values import EXPECTED, wrong_value
@@ -488,3 +488,104 @@ def _json_value(value: object) -> object:
         case None | bool() | int() | str():
             return value
     return str(value)
+
+
+MOST_ANSWERS = 256
+"""Answers that are kept."""
+
+MOST_BYTES = 64 * 2**20
+"""Bytes of all answers that are kept."""
+
+Compute = Callable[[], Coroutine[Any, Any, bytes]]
+"""Computes an answer."""
+
+
+@dataclass
+class _Pending:
+    """A question that is being answered, and how many wait for it."""
+
+    task: asyncio.Task[bytes]
+    waiting: int = 0
+
+
+class AnswerCache:
+    """Answers by key. What is committed never changes, so a key that names it is enough."""
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[str, bytes] = OrderedDict()
+        self._pending: dict[str, _Pending] = {}
+        self._bytes = 0
+
+    async def get(self, key: str, compute: Compute) -> bytes:
+        """The answer, from the cache if it is there."""
+        if key in self._answers:
+            self._answers.move_to_end(key)
+            return self._answers[key]
+        pending = self._pending.get(key)
+        if pending is None:
+            pending = _Pending(asyncio.create_task(compute()))
+            self._pending[key] = pending
+        pending.waiting += 1
+        try:
+            answer = await asyncio.shield(pending.task)
+        finally:
+            pending.waiting -= 1
+            if pending.waiting == 0:
+                # Nobody waits any more: an unfinished question is stopped.
+                pending.task.cancel()
+                self._pending.pop(key, None)
+        self._keep(key, answer)
+        return answer
+
+    def clear(self) -> None:
+        """Forget all answers."""
+        self._answers.clear()
+        self._bytes = 0
+
+    def _keep(self, key: str, answer: bytes) -> None:
+        if key in self._answers or len(answer) > MOST_BYTES:
+            return
+        self._answers[key] = answer
+        self._bytes += len(answer)
+        while len(self._answers) > MOST_ANSWERS or self._bytes > MOST_BYTES:
+            _, oldest = self._answers.popitem(last=False)
+            self._bytes -= len(oldest)
+
+
+class Interruptible:
+    """Hands out cursors of a connection, and remembers them so that they can be interrupted.
+
+    `run_query` makes its cursor itself, so whoever wants to stop it must know every cursor.
+    """
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._connection = connection
+        self._cursors: list[duckdb.DuckDBPyConnection] = []
+        self._lock = Lock()
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """A new cursor."""
+        cursor = self._connection.cursor()
+        with self._lock:
+            self._cursors.append(cursor)
+        return cursor
+
+    def as_duckdb(self) -> duckdb.DuckDBPyConnection:
+        """Itself, for functions that take a connection and only make cursors of it."""
+        connection = cast("duckdb.DuckDBPyConnection", self)
+        OPENED[connection] = OPENED[self._connection]
+        return connection
+
+    def interrupt(self) -> None:
+        """Stop whatever its cursors compute. One that has not begun must be interrupted again."""
+        with self._lock:
+            for cursor in self._cursors:
+                with contextlib.suppress(duckdb.Error):
+                    cursor.interrupt()
+
+    def close(self) -> None:
+        """Close its cursors. Nothing may use them any more."""
+        with self._lock:
+            for cursor in self._cursors:
+                cursor.close()
+            self._cursors.clear()

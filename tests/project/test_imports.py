@@ -74,7 +74,7 @@ ONLY_IN = {
         "models/",
         "jobs/commands/doctor.py",
         "workers/head_check.py",
-        "jobs/commands/kernel_table.py",
+        "jobs/commands/doctor.py",
     ),
     "transformer_lens": ("workers/model/",),
     "transformers": (

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
-from headcount.jobs.run.in_process import measure_in_process
+from headcount.jobs.run.loop import measure_in_process
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.open.standard_errors import MACROS

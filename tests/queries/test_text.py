@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from headcount import app
 from headcount.jobs.plan.plan import make_plan, prepare_run
-from headcount.jobs.run.in_process import measure_in_process
+from headcount.jobs.run.loop import measure_in_process
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.scans.scan import parse_scan

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from headcount.jobs.plan.cost import measure_cost
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
-from headcount.jobs.plan.replan import replan
+from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query

@@ -20,8 +20,7 @@ import headcount.jobs.plan.resolved_scan
 import headcount.workers.shard
 from headcount import app
 from headcount.jobs.cluster.ray_cluster import Resources
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
-from headcount.jobs.plan.replan import replan
+from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.open.connection import connect

@@ -31,8 +31,7 @@ from typer.testing import CliRunner
 
 import headcount
 from headcount.jobs.cluster.ray_cluster import SYSTEM_CONFIG, Resources
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
-from headcount.jobs.plan.replan import replan
+from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run import dispatch
 from headcount.jobs.run.attempts import ATTEMPTS
 from headcount.jobs.run.loop import MOST_FAILURES, run_to_end

@@ -30,9 +30,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from headcount.jobs.cluster.submission import JobClient, _forwarded
-from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.plan.plan import make_plan, prepare_run, replan
 from headcount.jobs.plan.portable_scan import portable_scan
-from headcount.jobs.plan.replan import replan
 from headcount.jobs.upkeep.phases import PhaseName
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files.run_directory import RunDirectory

@@ -17,7 +17,7 @@ import torch
 from headcount.schemas.statistics import STATISTICS, Statistic
 from headcount.workers.engine.number_formats import LinearProducts
 from headcount.workers.measurements.batch import measure_batch
-from headcount.workers.measurements.batch_size import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
+from headcount.workers.replica import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
 from tests.tools.processes import Command
 from tests.toys import toy_models as toy
 

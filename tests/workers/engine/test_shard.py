@@ -17,8 +17,7 @@ import pytest
 
 from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
-from headcount.jobs.run.in_process import measure_in_process
-from headcount.jobs.run.loop import missing_shards
+from headcount.jobs.run.loop import measure_in_process, missing_shards
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.places import write_whole
 from headcount.schemas.scans.scan import parse_scan
