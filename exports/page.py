@@ -30,6 +30,7 @@ headcount export duo --model bundled:gpt2-mini -o patterns/gpt2-mini
   `kv_heads` has every statistic by KV head: `headcount query RUNS kv_heads`.
 * `--check` then cuts the cache of the model itself as the file says. It prints the recall of
   needles and the loss after repeats, for the chosen heads and for as many random ones.
+* The Python below each format loads what the command above it wrote. A test runs all of it.
 
 | format | what | read by | needs |
 |---|---|---|---|
@@ -56,6 +57,7 @@ def _section(export: ExportFormat) -> str:
         parts.append("\n".join(map(_option_item, export.options.values())))
     parts.append(f"Read by: {export.read_by}. Source: <{export.source}>.")
     parts.append(f"```bash\nheadcount export {export.name} RUNS -o {export.example}\n```")
+    parts.append(f"```python\n{export.load}```")
     text = "\n\n".join(parts)
     return f"\n{text}\n"
 

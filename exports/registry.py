@@ -6,6 +6,8 @@
     read_by="DuoAttention",
     source="https://github.com/mit-han-lab/duo-attention",
     writes="folder",
+    example="patterns/my-model",
+    load='scores = np.loadtxt("patterns/my-model/full_attention_heads.tsv")',
     needs=lambda sink, recent: Needs(statistics=(f"distant_mass({sink},{recent})",)),
 )
 def duo(source, *, sink: Index = 4, recent: Count = 64) -> Exported:
@@ -196,6 +198,8 @@ class ExportFormat:
     writes: Literal["file", "folder"]
     example: str
     """A path that a user might write it to."""
+    load: str
+    """Python that loads what was written to that path. A test runs it."""
     needs_of: Callable[..., Needs]
     make: Callable[..., Exported]
     options: Mapping[str, Option]
@@ -233,6 +237,7 @@ def export_format(
     source: str,
     writes: Literal["file", "folder"],
     example: str,
+    load: str,
     needs: Callable[..., Needs] | Needs,
 ) -> Callable[[F], F]:
     """Register a function as a format.
@@ -257,6 +262,7 @@ def export_format(
             source=source,
             writes=writes,
             example=example,
+            load=load,
             needs_of=constant_needs if isinstance(needs, Needs) else needs,
             make=function,
             options=_options_of(function),

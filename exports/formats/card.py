@@ -26,6 +26,11 @@ Configurations: TypeAlias = Mapping[str, Sequence[str]]
     source="https://huggingface.co/docs/hub/datasets-manual-configuration",
     writes="file",
     example="runs/run_id=…/README.md",
+    load="""\
+from datasets import load_dataset
+
+heads = load_dataset("runs/run_id=…", "heads", split="train")
+""",
     needs=Needs(every_head=False),
 )
 def card(source: ExportSource, *, license: str = "unknown") -> Exported:  # noqa: A002

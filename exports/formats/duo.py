@@ -45,6 +45,16 @@ def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
     source="https://github.com/mit-han-lab/duo-attention",
     writes="folder",
     example="patterns/my-model",
+    load="""\
+import json
+
+import numpy as np
+
+scores = np.loadtxt("patterns/my-model/full_attention_heads.tsv", delimiter="\\t", ndmin=2)
+with open("patterns/my-model/config.json") as file:
+    config = json.load(file)
+print(scores.shape, config["sink_size"], config["recent_size"])  # [layer kv_head]
+""",
     needs=needs_of_duo,
 )
 def duo(

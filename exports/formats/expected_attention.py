@@ -25,6 +25,12 @@ from headcount.schemas.profiles.query_moments import FIRST_TOKENS
     "expected_attention_with_stats.py",
     writes="folder",
     example="exp_att_stats_my-model",
+    load="""\
+from safetensors.numpy import load_file
+
+moments = load_file("exp_att_stats_my-model/model.safetensors")
+print(moments["query_mean"].shape, moments["query_cov"].shape)
+""",
     needs=Needs(profiles=("query_mean", "query_second_moment")),
 )
 def expected_attention(source: ExportSource) -> Exported:

@@ -24,6 +24,12 @@ STATISTICS = {"q": "query_absmax", "k": "key_absmax", "v": "value_absmax"}
     source="https://github.com/vllm-project/vllm/pull/30141",
     writes="file",
     example="kv_scales.safetensors",
+    load="""\
+from safetensors.numpy import load_file
+
+scales = load_file("kv_scales.safetensors")
+print(scales["model.layers.0.self_attn.k_scale"].ravel())  # one for each KV head
+""",
     needs=Needs(statistics=("query_absmax", "key_absmax", "value_absmax")),
 )
 def fp8_kv_scales(

@@ -31,6 +31,13 @@ def needs_of_headkv(score: Choice) -> Needs:
     source="https://github.com/FYYFU/HeadKV",
     writes="file",
     example="head_score/my-model_retrieval_heads.json",
+    load="""\
+import json
+
+with open("head_score/my-model_retrieval_heads.json") as file:
+    scores = json.loads(file.readline())
+print(max(scores, key=lambda head: sum(scores[head])))  # "layer-head"
+""",
     needs=needs_of_headkv,
 )
 def headkv(source: ExportSource, *, score: Choice = "mass", only_scores: bool = False) -> Exported:

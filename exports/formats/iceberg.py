@@ -29,6 +29,12 @@ EXPORTED_TABLES = (HEADS.name, SEQUENCES.name)
     source="https://iceberg.apache.org/spec/",
     writes="folder",
     example="tables/my-run",
+    load="""\
+from pyiceberg.table import StaticTable
+
+heads = StaticTable.from_metadata("tables/my-run/heads")
+print(heads.scan(row_filter="intervention = 'none' and layer = 1").to_arrow().num_rows)
+""",
     needs=Needs(every_head=False),
 )
 def iceberg(source: ExportSource) -> Exported:

@@ -22,6 +22,13 @@ Deviations = Annotated[float, Field(ge=0)]
     source="https://github.com/IBM/vLLM-Hook",
     writes="file",
     example="model_configs/core_reranker/my-model.json",
+    load="""\
+import json
+
+with open("model_configs/core_reranker/my-model.json") as file:
+    config = json.load(file)
+print(config["params"]["important_heads"])  # [layer, head], the highest first
+""",
     needs=PASSAGES,
 )
 def important_heads(

@@ -19,6 +19,13 @@ PROFILE = "column_diagonal_attention_by_candidate"
     "minference_forward.py",
     writes="file",
     example="my-model_best_pattern.json",
+    load="""\
+import json
+
+with open("my-model_best_pattern.json") as file:
+    patterns = json.load(file)
+print(patterns[1]["0"])  # layer 1, head 0: pattern, columns, diagonals, their share
+""",
     needs=Needs(profiles=(PROFILE,)),
 )
 def minference(source: ExportSource) -> Exported:

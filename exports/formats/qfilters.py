@@ -22,6 +22,12 @@ from headcount.exports.source import ExportSource
     source="https://github.com/NathanGodey/qfilters/blob/main/make_filters.py",
     writes="folder",
     example="nthngdy/my-model_qfilt",
+    load="""\
+from safetensors.numpy import load_file
+
+filters = load_file("nthngdy/my-model_qfilt/model.safetensors")["q_filters"]
+print(filters.shape)  # [layer kv_head d_head]
+""",
     needs=Needs(profiles=("rotated_query_mean", "rotated_query_second_moment")),
 )
 def qfilters(source: ExportSource) -> Exported:

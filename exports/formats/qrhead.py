@@ -27,6 +27,13 @@ PASSAGES = Needs(
     source="https://github.com/princeton-pli/QRHead",
     writes="file",
     example="my-model_qr_head.yaml",
+    load="""\
+import yaml
+
+with open("my-model_qr_head.yaml") as file:
+    config = yaml.safe_load(file)
+print(config["attn_head_set"].split(","))  # "layer-head", the highest first
+""",
     needs=PASSAGES,
 )
 def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:

@@ -30,6 +30,13 @@ Divisor = Annotated[int, Field(ge=2, le=LARGEST_INT32)]
     source="https://arxiv.org/abs/2407.15891",
     writes="file",
     example="razor.json",
+    load="""\
+import json
+
+with open("razor.json") as file:
+    heads = json.load(file)
+print(heads["retrieval_kv_heads"], heads["sink_size"], heads["recent_size"])
+""",
     needs=Needs(
         statistics=("duplicate_score", "induction_score"),
         families=("repeated_random",),

@@ -22,6 +22,13 @@ NEEDLE_FAMILIES = ("needle", "text_needle")
     source="https://github.com/nightdessert/Retrieval_Head",
     writes="file",
     example="head_score/my-model.json",
+    load="""\
+import json
+
+with open("head_score/my-model.json") as file:
+    scores = json.loads(file.readline())
+print(sum(scores["1-5"]) / len(scores["1-5"]))  # layer 1, head 5
+""",
     needs=Needs(statistics=("retrieval_score",), families=NEEDLE_FAMILIES, input=NEEDLE),
 )
 def retrieval_heads(source: ExportSource, *, only_scores: bool = False) -> Exported:

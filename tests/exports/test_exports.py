@@ -194,7 +194,9 @@ def test_an_option_without_a_line_about_it_is_refused() -> None:
         """It says nothing of its option."""
         raise NotImplementedError
 
-    register = export_format("", read_by="", source="", writes="file", example="", needs=Needs())
+    register = export_format(
+        "", read_by="", source="", writes="file", example="", load="", needs=Needs()
+    )
     with pytest.raises(ValueError, match="option 'sink' needs a default"):
         register(no_line)
     assert "no-line" not in FORMATS

@@ -299,7 +299,7 @@ def test_every_library_that_is_declared_is_imported() -> None:
     every = imported(python_files("headcount/commands.py", *PACKAGES, *TESTING))
     distributions = packages_distributions()
     used = {canonicalize_name(name) for library in every for name in distributions[library]}
-    tools = {"ruff", "pyright", "pytest-xdist", "setuptools", "triton"}
+    tools = {"ruff", "pyright", "pytest-xdist", "setuptools", "triton", "ipykernel"}
     assert declared("scan", "dev") - used == tools
 
 
