@@ -489,8 +489,9 @@ def test_all_of_the_above_in_the_interpreter() -> None:
 def test_every_fact_once_in_the_interpreter() -> None:
     code = """if True:
         import torch
-        from headcount.workers.engine.kernel.kernel_check import DRAWN_FACTS, SINK, WINDOW, Shape,
-        compare from headcount.workers.engine.kernel.sweep_kernel import sweep
+        from headcount.workers.engine.kernel.kernel_check import DRAWN_FACTS, SINK, WINDOW
+        from headcount.workers.engine.kernel.kernel_check import Shape, compare
+        from headcount.workers.engine.kernel.sweep_kernel import sweep
         # Two tiles of queries, of which the second sees no key of the first tile of keys.
         shape = Shape(3, 1, 70, 8, d_v=5)
         for facts in DRAWN_FACTS:
