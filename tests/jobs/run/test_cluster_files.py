@@ -25,7 +25,7 @@ from headcount.schemas.house import PACKAGES
 from tests import ROOT
 
 DEPLOY = ROOT / "deploy"
-CLUSTERS = ("cluster.yaml", "deploy/bare-machines.yaml", "gcp")
+CLUSTERS = ("cluster.yaml", "deploy/bare-machines.yaml", "deploy/gcp.yaml")
 COMMANDS = {
     "plan",
     "scan",
@@ -63,14 +63,8 @@ def code_blocks(page: str, language: str) -> list[str]:
 
 
 def cluster(name: str) -> dict[str, Any]:
-    """A cluster file as it is written.
-
-    `gcp` is cluster.yaml with the keys that docs/cluster.md replaces.
-    """
-    if name != "gcp":
-        return yaml.safe_load(text(name))
-    (replacement,) = code_blocks(text("docs/cluster.md"), "yaml")
-    return yaml.safe_load(text("cluster.yaml")) | yaml.safe_load(replacement)
+    """A cluster file as it is written."""
+    return yaml.safe_load(text(name))
 
 
 def prepared(config: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +147,7 @@ def test_the_dashboard_listens_on_the_head_itself_only(name: str) -> None:
     assert all("0.0.0.0" not in command for key in COMMANDS_START for command in config[key])
 
 
-@pytest.mark.parametrize("name", ["cluster.yaml", "gcp"])
+@pytest.mark.parametrize("name", ["cluster.yaml", "deploy/gcp.yaml"])
 def test_nothing_is_paid_for_while_nothing_runs(name: str) -> None:
     config = prepared(cluster(name))
     types = config["available_node_types"]
@@ -169,6 +163,12 @@ def test_nothing_is_paid_for_while_nothing_runs(name: str) -> None:
     assert "spot" in (market.get("MarketType"), market.get("provisioningModel", "").lower())
     assert 0 < config["idle_timeout_minutes"] <= 15
     assert config["provider"]["cache_stopped_nodes"] is False
+
+
+def test_the_clusters_of_two_clouds_differ_only_in_their_machines() -> None:
+    aws, google = cluster("cluster.yaml"), cluster("deploy/gcp.yaml")
+    differing = {key for key in aws | google if aws.get(key) != google.get(key)}
+    assert differing == {"provider", "available_node_types"}
 
 
 def test_every_machine_of_a_local_cluster_is_used() -> None:
@@ -191,7 +191,15 @@ def test_a_cluster_file_brings_neither_our_code_nor_another_ray(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    "path", ["cluster.yaml", "deploy/bare-machines.yaml", "deploy/rayjob.yaml", "docs/cluster.md"]
+    "path",
+    [
+        "cluster.yaml",
+        "deploy/aws-account.sh",
+        "deploy/bare-machines.yaml",
+        "deploy/gcp.yaml",
+        "deploy/rayjob.yaml",
+        "docs/cluster.md",
+    ],
 )
 def test_no_file_holds_a_key(path: str) -> None:
     secret_names = "SECRET_ACCESS_KEY|AUTH_TOKEN|ACCESS_KEY_ID|SESSION_TOKEN"
@@ -226,7 +234,8 @@ def test_cluster_yaml_launches_on_a_simulated_ec2(
             >= {"CPU": 4, "GPU": 1, "accelerator_type:L40S": 1}.items()
         )
         assert len(nodes["gpu"]["node_config"]["SubnetIds"]) == 3, "one for each zone"
-        for profile in re.findall(r"for ROLE in (.+); do", text("docs/cluster.md"))[0].split():
+        roles = re.findall(r"for ROLE in (.+); do", text("deploy/aws-account.sh"))[0].split()
+        for profile in roles:
             boto3.client("iam").create_instance_profile(InstanceProfileName=profile)
         provider = AWSNodeProvider(config["provider"], config["cluster_name"])
         for kind in ("head", "gpu"):
