@@ -22,7 +22,6 @@ from rich.console import Console
 from headcount.jobs.plan.plan import Plan, prepare_run
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import run_to_end
-from headcount.models.random_model import MOST_POSITIONS, miniature_steps, write_random_model
 from headcount.queries.ask.asking import RunDatabase
 from headcount.queries.sql_text import text_literal
 from headcount.reproduce.replication import Replication
@@ -31,6 +30,7 @@ from headcount.schemas.scans.kinds import TABLES
 from headcount.workers.inputs.corpus.text_files import located
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.random_model import MOST_POSITIONS, miniature_steps, write_random_model
 
 CHARACTERS = string.ascii_letters + string.digits + " .,"
 """Characters of a text that stands for another: 65, as many as the models of characters have."""

@@ -28,7 +28,6 @@ from pathlib import Path
 
 import numpy as np
 
-from headcount.models.random_model import LIVELY, UNTRAINED
 from headcount.queries.ask.asking import RunDatabase
 from headcount.reproduce.control_runs import (
     FULL,
@@ -55,6 +54,7 @@ from headcount.reproduce.replication_runs import open_replication_runs, plan_rep
 from headcount.reproduce.verdicts import Result, finite_number, judge, measured_by_name, rows_of
 from headcount.schemas.errors import HeadcountError, QueryError, RunError
 from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.random_model import LIVELY, UNTRAINED
 from headcount.workers.process import prepare_process
 
 DRAWS = 20_000

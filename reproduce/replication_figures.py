@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from headcount.queries.ask.asking import Record, Row, RunDatabase
-from headcount.queries.report.html_page import Figures, json_value, write_html
+from headcount.queries.report.html_page import TEMPLATES, Figures, json_value, write_html
 from headcount.reproduce.replication import Figure
 from headcount.reproduce.verdicts import Result
 from headcount.schemas.errors import QueryError, RunError
@@ -60,9 +60,9 @@ def write_page(
         "counts": Counter(result.verdict for result in results),
         "cards": [_card(heading.replication, figure, database, page_figures) for figure in figures],
     }
-    # Layout and script lie beside this file, under its name.
-    template = Path(__file__).with_suffix("")
-    write_html(template, output, content, json_value(page_figures.contents))
+    write_html(
+        TEMPLATES / "replication_figures", output, content, json_value(page_figures.contents)
+    )
 
 
 def _card(replication: str, figure: Figure, database: RunDatabase, page_figures: Figures) -> Record:

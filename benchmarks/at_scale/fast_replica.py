@@ -31,12 +31,12 @@ from benchmarks.measured_on import measured_now
 from headcount.jobs.cluster.ray_cluster import Resources, connect
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.dispatch import dispatch
-from headcount.models.random_model import UNTRAINED, write_random_model
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import Commit
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.random_model import UNTRAINED, write_random_model
 from headcount.workers.replica import InterventionMeasurements
 from headcount.workers.shard import MeasuredShard, commit_shard, measure_shard
 from tests.tools.s3_server import S3Server

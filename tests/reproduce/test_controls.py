@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headcount.models.random_model import LIVELY
 from headcount.reproduce.control_runs import (
     FULL,
     QUICK,
@@ -31,6 +30,7 @@ from headcount.reproduce.controls import (
 from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import Replication, replications
 from headcount.reproduce.replication_runs import open_replication_runs
+from headcount.workers.model.random_model import LIVELY
 
 REPLICATIONS = replications()
 

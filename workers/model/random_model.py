@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-MINIATURES = Path(__file__).parent
+from headcount.schemas.house import PACKAGE
+
+MINIATURES = PACKAGE / "models"
 
 D_HEAD = 4
 """Width of a head."""
