@@ -96,9 +96,8 @@ def reproduce(
         typer.Option(
             "--text",
             metavar="[NAME=]FILE",
-            help="The authors' own text, for the replications that were published for one. NAME is "
-            "a replication; its text is also that of all others that were published for the same. "
-            "May be repeated. headcount reproduce texts builds some of them.",
+            help="The authors' own text, for the replication NAME and all others that were "
+            "published for the same. May be repeated. headcount reproduce texts builds some.",
         ),
     ] = None,
     overrides: Overrides = None,
@@ -116,9 +115,9 @@ def reproduce(
 ) -> None:
     """Replicate results of the literature: scan, query, and a verdict beside each published figure.
 
-    A miniature is another model, so its numbers are not compared. What must hold in any model is
-    checked. What does not fit the model, or lacks a file, is said and skipped. Exit codes: 2 if a
-    result fails, 3 if none fails but something was skipped that fits the model.
+    The numbers of a miniature are not compared, but what must hold in any model is checked. What
+    does not fit the model, or lacks a file, is said and skipped. Exit codes: 2 if a result fails, 3
+    if none fails but something was skipped that fits the model.
     """
     from headcount.queries.ask.formats import check_suffix
     from headcount.reproduce.replication import find_replications, replications

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from itertools import groupby
 from sys import modules
@@ -37,21 +38,22 @@ def page(name: str) -> str:
     parts = [kind.introduction]
     for module, formulas_of_file in files:
         if len(files) > 1:
-            heading = module.rpartition(".")[2].replace("_", " ").capitalize()
-            introduction = (modules[module].__doc__ or "").strip()
-            parts.append(f"## {heading}\n\n{introduction}\n")
+            parts.append(f"## {module.rpartition('.')[2].replace('_', ' ').capitalize()}\n")
+            # One formula says itself what it is.
+            if len(formulas_of_file) > 1:
+                parts.append((modules[module].__doc__ or "").strip() + "\n")
         parts += [_entry(formula) for formula in formulas_of_file]
     return "\n".join(parts)
 
 
 def _entry(formula: Formula) -> str:
-    facts = [f"unit: {formula.unit}", *_own_facts(formula)]
+    facts = [_unit(formula), *_own_facts(formula)]
     if formula.options:
         facts.append(_options(formula))
     if formula.undefined_when:
         facts.append(formula.undefined_when)
-    facts.append(f"reads: {', '.join(f'`{name}`' for name in formula.parameters)}")
-    facts.append(f"source: {formula.source}")
+    facts.append(f"reads {', '.join(f'`{name}`' for name in formula.parameters)}")
+    facts.append(f"source {PAPER.sub(LINK, formula.source)}")
     lines = [
         f"### {formula.function}\n",
         f"{formula.meaning}\n",
@@ -62,6 +64,22 @@ def _entry(formula: Formula) -> str:
     return "\n".join(lines)
 
 
+PAPER = re.compile(r"^(.+?), arXiv (\d+\.\d+)")
+"""A source that begins with a paper."""
+
+LINK = r"[\1](https://arxiv.org/abs/\2)"
+
+
+def _unit(formula: Formula) -> str:
+    """The unit of the values and what they run over: their range, or an axis."""
+    if isinstance(formula, Ranged):
+        low, high = map(_bound, formula.range)
+        return f"{formula.unit}, {low} to {high}"
+    if isinstance(formula, Along) and formula.axis != "none":
+        return f"{formula.unit}, along {formula.axis}"
+    return formula.unit
+
+
 def _options(formula: Formula) -> str:
     """The options of a formula, their defaults and ranges, and the column that they give."""
     parameters = options_of(formula.compute)
@@ -69,24 +87,19 @@ def _options(formula: Formula) -> str:
     for name, default in formula.options:
         allowed = range_of(parameters[name].annotation)
         texts.append(f"`{name}` = {default}" + (f" ({allowed})" if allowed else ""))
-    return f"options: {', '.join(texts)}; column of `{formula.text}`: `{formula.name}`"
+    return f"options {', '.join(texts)}: column `{formula.name}`"
 
 
 def _own_facts(formula: Formula) -> list[str]:
     """The facts that only its kind of formula has."""
     facts: list[str] = []
-    if isinstance(formula, Ranged):
-        low, high = map(_bound, formula.range)
-        facts.append(f"range: {low} to {high}")
-    if isinstance(formula, Along):
-        facts.append("one number" if formula.axis == "none" else f"along: {formula.axis}")
     if isinstance(formula, Prediction) and formula.per_token:
         facts.append("one for each token")
     if isinstance(formula, Statistic):
+        if formula.standard:
+            facts.append("standard")
         if formula.chance:
-            facts.append(f"chance level: `chance_{formula.name}`")
-        if not formula.standard:
-            facts.append("not standard: a scan asks for it by name, or for all")
+            facts.append("baseline")
     return facts
 
 

@@ -60,7 +60,7 @@ class Formula:
             rule = first_paragraph(self.defined)
             rules.append(f"{self.undefined} unless {rule.rstrip('.')}")
         if self.of_directions:
-            rules.append("NULL if one of its vectors is zero")
+            rules.append("NULL if a vector is zero")
         if self.missing:
             rules.append(f"NULL if {self.missing}")
         return "; ".join(rules)

@@ -96,9 +96,10 @@ KIND = Kind(
 # Predictions
 
 What the model predicts, named in a scan's `predictions`: float32 columns of the table `sequences`.
-Those with one value for each token are lists parallel to `tokens`. The unembedding is computed only
-if a scan names a prediction. `t[i]` is a token, T = `n_ctx`. This page is generated from the
-functions in `schemas/predictions.py` by `make docs`.
+Those with one value for each token are lists parallel to `tokens`. `t[i]` is a token, T = `n_ctx`.
+This page is generated from `schemas/predictions.py` by `make docs`.
+
+Effective positions are known if the model adds positions and its first MLP is a module of its own.
 """,
 )
 
@@ -120,7 +121,7 @@ def has_earlier_token(tokens: Tensor) -> Tensor:
 
 
 def has_known_positions(positions_known: Tensor) -> Tensor:
-    """the model adds positions and its first MLP is a module of its own."""
+    """effective positions are known."""
     return positions_known
 
 
@@ -187,8 +188,8 @@ def final_probabilities(final_logprob: Tensor) -> Tensor:
 
 @prediction(unit="logit", range=(-math.inf, math.inf), source="Farrell 2023", per_token=True)
 def final_logits(final_logit: Tensor) -> Tensor:
-    """Logit of each token of the sequence as the next token after the whole sequence; only
-    differences within a sequence have a meaning.
+    """Logit of each token of the sequence as the next token after the whole sequence, up to a
+    constant of the sequence.
 
     logit(t[i] | t[0], …, t[T-1])
     """
@@ -204,8 +205,7 @@ def final_logits(final_logit: Tensor) -> Tensor:
     of_directions=True,
 )
 def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor:
-    """Cosine of each effective position and the change that the position really makes after the
-    first MLP alone.
+    """Cosine of each effective position and the change that the position makes after the first MLP.
 
     cos(EPE[i], (x + MLP_0(x)) - (e + MLP_0(e))), EPE[i] = W_pos[i] + MLP_0(W_pos[i]), x = e +
     W_pos[i], e the token's embedding
@@ -225,8 +225,7 @@ def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor
     of_directions=True,
 )
 def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Tensor:
-    """Cosine of each effective position and the change that positions really make after the whole
-    first layer.
+    """Cosine of each effective position and the change that positions make after the first layer.
 
     cos(EPE[i], L_0(e + W_pos)[i] - L_0(e)[i]), EPE[i] = W_pos[i] + MLP_0(W_pos[i]), L_0 the first
     layer, e the token embeddings
@@ -244,7 +243,7 @@ def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Te
     defined=has_known_positions,
 )
 def first_mlp_norm(first_mlp_out: Tensor) -> Tensor:
-    """Length of what the first MLP adds to the residual stream at position 0.
+    """Norm of what the first MLP adds to the residual stream at position 0.
 
     ‖m‖₂, m = output of the MLP of layer 0 at position 0
 
@@ -262,8 +261,8 @@ def first_mlp_norm(first_mlp_out: Tensor) -> Tensor:
     of_directions=True,
 )
 def first_mlp_position_part(first_mlp_out: Tensor, effective: Tensor) -> Tensor:
-    """How much of what the first MLP adds at position 0 lies along the first effective position:
-    what `swap_effective_positions` moves.
+    """Part of what the first MLP adds at position 0 that lies along the first effective position,
+    which `swap_effective_positions` moves.
 
     α = m·EPE[0] / ‖EPE[0]‖₂, m = output of the MLP of layer 0 at position 0, EPE[0] = W_pos[0] +
     MLP_0(W_pos[0])

@@ -60,8 +60,8 @@ Env = Annotated[
     typer.Option(
         "--env",
         metavar="NAME",
-        help="Pass this environment variable of this machine to the job. Everybody who may read "
-        "the cluster's jobs can read its value.",
+        help="Pass this environment variable to the job. Everybody who may read the cluster's "
+        "jobs can read its value.",
     ),
 ]
 Run = Annotated[

@@ -171,8 +171,8 @@ def plan(
 ) -> None:
     """Print what a scan measures and what it will cost.
 
-    The cost is measured on this machine, with a few batches of each intervention. A corpus that is
-    not prepared is estimated from a sample. Every field of the scan is printed with its meaning.
+    The cost is measured here, with a few batches of each intervention. A corpus that is not
+    prepared is estimated from a sample. Every field of the scan is printed with its meaning.
     """
     from headcount.jobs.plan.checkpoints import scans_of
 
@@ -391,8 +391,8 @@ def scan(
     merge: Annotated[
         bool,
         typer.Option(
-            help="When all shards of a run on a disk are done, merge them if it has at least a "
-            "million rows, and write roll-ups, so that dashboards need not read its rows.",
+            help="When all shards of a run on a disk are done, merge them if they have a million "
+            "rows, and write roll-ups for dashboards.",
         ),
     ] = True,
 ) -> None:
@@ -529,8 +529,8 @@ def compact(
 ) -> None:
     """Merge the small files of a run into few large ones.
 
-    If it is stopped or killed, the same command continues. Two compactions of a run never work at
-    the same time. A store has no locks: do not compact a run there during a scan of it.
+    If it is stopped or killed, the same command continues. A store has no locks: do not compact a
+    run there during a scan of it.
     """
     from headcount.jobs.console import duration
     from headcount.jobs.upkeep.compaction import compact

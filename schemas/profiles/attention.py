@@ -14,7 +14,7 @@ def attention_by_lag(pattern: Pattern) -> Tensor:
 
     lag[d] = 1/(T-d) Σ_{q≥d} A[q,q-d]
 
-    A query's attention adds up to 1, so Σ_d (T-d) lag[d] = T.
+    Σ_d (T-d) lag[d] = T.
 
     >>> attention_by_lag(pattern([[1, 0, 0], [0.75, 0.25, 0], [0.25, 0.5, 0.25]])).tolist()
     [[[0.5, 0.625, 0.25]]]
@@ -24,7 +24,7 @@ def attention_by_lag(pattern: Pattern) -> Tensor:
 
 @profile(axis="key", unit="probability", source="headcount")
 def attention_received_by_key(pattern: Pattern) -> Tensor:
-    """Attention that a key receives, mean over the queries that can see it.
+    """Attention that a key receives, mean over the queries that see it.
 
     1/(T-k) Σ_{q≥k} A[q,k]; with a window, 1/min(T-k, window) Σ_{k≤q<k+window} A[q,k]
 
@@ -46,7 +46,7 @@ def sink_attention_by_query(pattern: Pattern) -> Tensor:
     return pattern.key(0)
 
 
-@profile(axis="key", unit="probability", source="Farrell 2023, recency bias in attn-only-2l")
+@profile(axis="key", unit="probability", source="Farrell 2023, recency bias")
 def last_attention_by_key(pattern: Pattern) -> Tensor:
     """Attention of the last query.
 

@@ -1,7 +1,6 @@
 """Which columns and diagonals of the pattern hold the attention of the last queries.
 
-MInference computes some columns ("vertical") and some diagonals ("slash") of a long pattern alone,
-and chooses them by what the last 64 queries attend to.
+MInference computes only some columns and diagonals of a long pattern, and chooses them so.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class Matrix(Tensor, Protocol):
 
 @profile(axis="lag", unit="probability", source=MINFERENCE)
 def tail_attention_by_lag(pattern: Pattern) -> Tensor:
-    """Attention of the last 64 queries to the key d positions back, mean over these queries; of all
-    queries if there are fewer. A query without such a key counts as 0.
+    """Mean attention of the last 64 queries (of all, if there are fewer) to the key d positions
+    back; 0 for a query without such a key.
 
     1/n Σ_{q≥T-n} A[q,q-d], n = min(64, T)
 
@@ -62,16 +61,15 @@ def tail_attention_by_lag(pattern: Pattern) -> Tensor:
 
 @profile(axis="candidate", unit="probability", source=MINFERENCE)
 def column_diagonal_attention_by_candidate(pattern: Pattern) -> Tensor:
-    """Attention of the last 64 queries to the heaviest columns and diagonals, for 30 columns and
-    2,048 diagonals, 100 and 1,800, 500 and 1,500, 3,000 and 200, scaled to n_ctx.
+    """Attention of the last 64 queries to the heaviest columns and diagonals: 30 and 2,048, 100 and
+    1,800, 500 and 1,500, 3,000 and 200, scaled to n_ctx.
 
     1/n Σ_{q≥T-n} Σ_{k: k∈C or q-k∈D} A[q,k], n = min(64, T)
 
-    C are the columns with the largest Σ_{q≥T-n} A[q,k], and D the lags with the largest Σ_{q≥T-n}
-    A[q,q-d]. The numbers are those of MInference's search, times n_ctx / 30,000, rounded (halves
-    up), at least 1 and at most n_ctx. The first 30 columns and the nearest 100 diagonals, scaled
-    too, are always among them. Where columns weigh the same as the last one, up to a share of 1e-5,
-    all of them count, and so with diagonals.
+    C are the columns with the largest Σ_{q≥T-n} A[q,k], D the lags with the largest Σ_{q≥T-n}
+    A[q,q-d]. MInference's numbers are multiplied by n_ctx / 30,000, rounded (halves up), and 1 to
+    n_ctx. The first 30 columns and the nearest 100 diagonals, scaled too, are always among them.
+    Columns or diagonals that tie with the last one to 1e-5 all count.
 
     >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.5, 0.25, 0], [0.25, 0.25, 0.25, 0.25]]
     >>> column_diagonal_attention_by_candidate(pattern(rows))[0, 0, 0].item()

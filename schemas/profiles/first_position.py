@@ -6,12 +6,11 @@ from headcount.schemas.profiles.profile_registry import profile
 
 @profile(axis="dimension", unit="coordinate", source="Ran-Milo et al. 2026, arXiv 2604.14722")
 def sink_resid_post_by_dimension(resid_post: Tensor) -> Tensor:
-    """The residual stream after the layer at position 0; the same for all heads of a layer.
+    """The residual stream after the layer at position 0; the same for all heads.
 
     resid_post[0,d]
 
-    The coordinates with the largest sizes are the massive ones. The spread over sequences says how
-    much of the vector depends on the token.
+    The spread over sequences says how much of the vector depends on the token.
 
     >>> sink_resid_post_by_dimension(stream([3, -4], [0, 1])).tolist()
     [[3.0, -4.0]]

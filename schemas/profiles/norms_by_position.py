@@ -1,4 +1,4 @@
-"""Lengths of queries, keys, values, head outputs and the residual stream, position by position."""
+"""Norms of vectors, position by position."""
 
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.profiles.profile_registry import profile
@@ -7,7 +7,7 @@ from headcount.schemas.statistics.head_results import result_norms
 
 @profile(axis="key", unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
 def value_norm_by_key(v: Tensor) -> Tensor:
-    """Length of the value vector.
+    """Norm of the value vector.
 
     ‖v[k]‖₂
 
@@ -19,7 +19,7 @@ def value_norm_by_key(v: Tensor) -> Tensor:
 
 @profile(axis="key", unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def value_result_norm_by_key(v: Tensor, W_O: Tensor) -> Tensor:
-    """Length of the value vector after W_O.
+    """Norm of the value vector after W_O.
 
     ‖v[k] W_O‖₂
 
@@ -31,7 +31,7 @@ def value_result_norm_by_key(v: Tensor, W_O: Tensor) -> Tensor:
 
 @profile(axis="key", unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
 def key_norm_by_key(k: Tensor) -> Tensor:
-    """Length of the key vector.
+    """Norm of the key vector.
 
     ‖k[k]‖₂
 
@@ -43,7 +43,7 @@ def key_norm_by_key(k: Tensor) -> Tensor:
 
 @profile(axis="query", unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
 def query_norm_by_query(q: Tensor) -> Tensor:
-    """Length of the query vector.
+    """Norm of the query vector.
 
     ‖q[q]‖₂
 
@@ -53,10 +53,9 @@ def query_norm_by_query(q: Tensor) -> Tensor:
     return _by_head(q.norm(dim=-1))
 
 
-@profile(axis="query", unit="euclidean norm", source="Farrell 2023, recency bias in attn-only-2l")
+@profile(axis="query", unit="euclidean norm", source="Farrell 2023, recency bias")
 def head_output_norm_by_query(z: Tensor) -> Tensor:
-    """Length of the head's output before W_O; it falls as 1/√(q+1) if the head weights all values
-    equally.
+    """Norm of the head's output before W_O; it falls as 1/√(q+1) under uniform attention.
 
     ‖z[q]‖₂, z[q] = Σ_k A[q,k] v[k]
 
@@ -68,7 +67,7 @@ def head_output_norm_by_query(z: Tensor) -> Tensor:
 
 @profile(axis="key", unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def resid_pre_norm_by_key(resid_pre: Tensor) -> Tensor:
-    """Length of the residual stream before the layer; the same for all heads of a layer.
+    """Norm of the residual stream before the layer; the same for all heads.
 
     ‖resid_pre[k]‖₂
 
@@ -80,7 +79,7 @@ def resid_pre_norm_by_key(resid_pre: Tensor) -> Tensor:
 
 @profile(axis="key", unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def resid_post_norm_by_key(resid_post: Tensor) -> Tensor:
-    """Length of the residual stream after the layer; the same for all heads of a layer.
+    """Norm of the residual stream after the layer; the same for all heads.
 
     ‖resid_post[k]‖₂
 

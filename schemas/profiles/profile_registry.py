@@ -92,9 +92,8 @@ KIND = Kind(
 # Profiles
 
 Numbers along an axis, named in a scan's `profiles` and `curves`. The table `profiles` has their
-mean and spread over the sequences of a shard, one row per layer × head × entry. The view
-`profile_means` merges shards. The table `curves` has the numbers of every sequence, as lists. The
-symbols are those of [statistics.md](statistics.md). This page is generated from the functions in
-`schemas/profiles/` by `make docs`.
+mean and spread over the sequences of a shard, one row per layer × head × entry, which the view
+`profile_means` merges. The table `curves` has the numbers of every sequence, as lists. Symbols:
+[statistics.md](statistics.md). This page is generated from `schemas/profiles/` by `make docs`.
 """,
 )

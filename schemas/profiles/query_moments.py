@@ -1,7 +1,6 @@
 """Means and second moments of a head's queries, from which covariances and main directions follow.
 
-Expected Attention and Q-Filters are made of them. The first reads queries before their rotation and
-leaves the first tokens out, the second as they are multiplied, all of them.
+Expected Attention is made of those before rotation, Q-Filters of those after it.
 """
 
 from headcount.schemas.pattern import Tensor
@@ -10,14 +9,14 @@ from headcount.schemas.profiles.profile_registry import profile
 FIRST_TOKENS = 4
 """How many of the first tokens Expected Attention leaves out: their queries are unlike others."""
 
-EXPECTED_ATTENTION = "Devoto et al. 2025, arXiv 2510.00636; kvpress, collect_queries"
+EXPECTED_ATTENTION = "Devoto et al. 2025, arXiv 2510.00636; kvpress"
 Q_FILTERS = "Godey et al. 2025, arXiv 2503.02812; make_filters"
 
 
 @profile(axis="component", unit="component", source=EXPECTED_ATTENTION)
 def query_mean(unrotated_q: Tensor) -> Tensor:
-    """Mean of the queries before any rotation and after any norm, the first 4 left out; of all
-    queries if there are no more.
+    """Mean of the queries before any rotation and after any norm, without the first 4 if there are
+    more.
 
     1/(T-4) Σ_{q≥4} u[q], u[q] the query before its rotation
 
@@ -43,7 +42,7 @@ def query_second_moment(unrotated_q: Tensor) -> Tensor:
 
 @profile(axis="component", unit="component", source=Q_FILTERS)
 def rotated_query_mean(q: Tensor) -> Tensor:
-    """Mean of the queries as they are multiplied: after any rotation.
+    """Mean of the queries after any rotation.
 
     1/T Σ_q q[q]
 
@@ -55,7 +54,7 @@ def rotated_query_mean(q: Tensor) -> Tensor:
 
 @profile(axis="pair of components", unit="squared component", source=Q_FILTERS)
 def rotated_query_second_moment(q: Tensor) -> Tensor:
-    """Mean product of two components of the queries as they are multiplied: after any rotation.
+    """Mean product of two components of the queries after any rotation.
 
     1/T Σ_q q[q,i] q[q,j], i ≤ j
 

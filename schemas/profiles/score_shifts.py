@@ -1,7 +1,4 @@
-"""What the query bias adds to the score of each key, before the division by √d_head.
-
-Δ[k] = b_Q·(k[k] - b_K)
-"""
+"""What the query bias adds to the score of each key, before the division by √d_head."""
 
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.profiles.profile_registry import profile
@@ -12,7 +9,7 @@ RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
 
 @profile(axis="key", unit="logits times √d_head", source=RAN_MILO, defined=has_fixed_positions)
 def score_shift_by_key(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
-    """What the query bias adds to the score of a key, the same for every query.
+    """What the query bias adds to the score of a key, for every query.
 
     Δ[k] = b_Q·(k[k] - b_K)
 

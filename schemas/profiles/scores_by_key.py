@@ -7,7 +7,7 @@ from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.profiles.profile_registry import profile
 
 
-@profile(axis="key", unit="logits", source="Farrell 2023, recency bias in attn-only-2l")
+@profile(axis="key", unit="logits", source="Farrell 2023, recency bias")
 def last_score_by_key(pattern: Pattern) -> Tensor:
     """Score of the last query.
 

@@ -6,7 +6,7 @@ from headcount.schemas.profiles.profile_registry import profile
 
 @profile(axis="key", unit="probability", source="Scheuer, attention-sink-profiler")
 def tail_attention_by_key(pattern: Pattern) -> Tensor:
-    """Mean attention of the last 64 queries; of all queries if there are fewer.
+    """Mean attention of the last 64 queries, or of all if there are fewer.
 
     1/n Σ_{q≥T-n} A[q,k], n = min(64, T)
 

@@ -1,12 +1,10 @@
 """What the query bias adds to the scores: Δ[k] = b_Q·(k[k] - b_K), before the division by √d_head.
 
-With the content of a query, q[q] - b_Q, and of a key, k[k] - b_K, a score is a sum of four parts,
-q·k = T1 + T2 + T3 + T4. T1 is the content of the query times the content of the key. T3 = Δ[k] is
-the same for every query. T2 and T4 do not depend on the key, so the softmax cancels them. Weights
-should be raw: folding moves a part of T1 into b_Q.
-
-The parts are of the product itself: a cap of the scores, ALiBi's bias and a learned sink are left
-out. With a window, means over queries are over those that see key 0.
+With the contents q[q] - b_Q of a query and k[k] - b_K of a key, q·k = T1 + T2 + T3 + T4. T1 is the
+product of the contents. T3 = Δ[k] is the same for every query. T2 and T4 do not depend on the key,
+so the softmax cancels them. Folded weights move a part of T1 into b_Q. Caps of scores, ALiBi's bias
+and learned sinks are left out. Effective positions are known if the model adds positions and any
+first MLP is a module of its own; MLP_0 takes W_pos[j] without the norm before it.
 """
 
 import math
@@ -17,14 +15,12 @@ from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def has_fixed_positions(rotary: bool) -> bool:
-    """the model's queries and keys are not rotated by their positions."""
+    """queries and keys are not rotated."""
     return not rotary
 
 
 def has_fixed_positions_and_two(rotary: bool, pattern: Pattern) -> bool:
-    """the model's queries and keys are not rotated by their positions and the sequence has at least
-    two tokens.
-    """
+    """queries and keys are not rotated and the sequence has at least two tokens."""
     return not rotary and has_two_positions(pattern)
 
 
@@ -96,13 +92,12 @@ def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     standard=False,
 )
 def sink_shift_advantage(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
-    """How much more the query bias adds to the score of key 0 than to the mean key, mean over the
-    second half of the queries.
+    """How much more the query bias adds to the score of key 0 than to the mean key, over the second
+    half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} (Δ[0] - 1/(q+1) Σ_{k≤q} Δ[k]), Δ[k] = b_Q·(k[k] - b_K)
 
-    Divided by `sink_score_advantage` it is the share of the sink's advantage that comes from the
-    query bias.
+    Divided by `sink_score_advantage`, it is the part of the advantage that the query bias makes.
 
     >>> a = pattern([[1, 0], [0.5, 0.5]])
     >>> sink_shift_advantage(a, head([2, 0]), vectors([3, 9], [1, 9]), head([1, 4])).item()
@@ -122,7 +117,7 @@ def sink_shift_advantage(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) 
     standard=False,
 )
 def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
-    """How much q·k of key 0 exceeds that of the mean key, mean over the second half of the queries.
+    """How much q·k of key 0 exceeds that of the mean key, over the second half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} q[q]·(k[0] - 1/(q+1) Σ_{k≤q} k[k])
 
@@ -175,7 +170,7 @@ def sink_mass_content_only(pattern: Pattern, b_Q: Tensor) -> Tensor:
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} exp(c[q,0]) / Σ_{k≤q} exp(c[q,k]), c[q,k] = s (q[q] - b_Q)·k[k], s =
     1/√d_head, or the model's own scale
 
-    That is T1 alone: T2, the content of the query times b_K, is the same for all keys.
+    This is the softmax of T1: T2 is the same for all keys.
 
     >>> whole = products(vectors([math.log(9)], [math.log(9)]), vectors([1], [0]))
     >>> round(sink_mass_content_only(whole, head([math.log(3)])).item(), 6)
@@ -186,14 +181,12 @@ def sink_mass_content_only(pattern: Pattern, b_Q: Tensor) -> Tensor:
 
 
 def has_effective_positions(effective: Tensor) -> Tensor:
-    """the model adds positions whose effect in its first layer is known."""
+    """effective positions are known."""
     return ~effective.isnan().any()
 
 
 def has_two_effective_positions(effective: Tensor) -> Tensor:
-    """the model adds positions whose effect in its first layer is known and the sequence has at
-    least two tokens.
-    """
+    """effective positions are known and the sequence has at least two tokens."""
     return has_effective_positions(effective) & (len(effective) > 1)
 
 
@@ -210,8 +203,6 @@ def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor)
     second half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} cos(q[q] - b_Q, EPE[0] W_K), EPE[j] = W_pos[j] + MLP_0(W_pos[j])
-
-    MLP_0 takes W_pos[j] as it is, without the norm that stands before it in the layer.
 
     >>> positions, W_K = stream([2, 0], [0, 5])[0], head([[1, 0], [0, 1]])
     >>> sink_position_cosine(vectors([9, 9], [4, 1]), head([1, 1]), W_K, positions).item()
@@ -234,8 +225,6 @@ def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor
 
     1/((T-⌊T/2⌋)(T-1)) Σ_{q≥⌊T/2⌋} Σ_{j≥1} cos(q[q] - b_Q, EPE[j] W_K), EPE[j] = W_pos[j] +
     MLP_0(W_pos[j])
-
-    MLP_0 takes W_pos[j] as it is, without the norm that stands before it in the layer.
 
     >>> positions, W_K = stream([2, 0], [0, 5])[0], head([[1, 0], [0, 1]])
     >>> other_position_cosine(vectors([9, 9], [4, 1]), head([1, 1]), W_K, positions).item()

@@ -31,13 +31,11 @@ def after_copy(pattern: Pattern) -> Tensor:
     standard=False,
 )
 def induction_diagonal(pattern: Pattern) -> Tensor:
-    """Mean attention along the whole induction diagonal of a repeated block, as in the
-    TransformerLens demos.
+    """Mean attention along the whole induction diagonal of a repeated block.
 
     1/(T-N+1) Σ_{q≥N-1} A[q,q-N+1], N = ⌊T/2⌋
 
-    It also counts the one or two queries at the end of the first copy, which look at the sequence's
-    first keys.
+    It counts the last one or two queries of the first copy, too.
 
     >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 0.75, 0.25, 0], [0, 0, 1, 0]]
     >>> induction_diagonal(pattern(rows)).item()

@@ -1,4 +1,4 @@
-"""Lengths of what a head writes to the residual stream: vectors after W_O."""
+"""Norms of what a head writes to the residual stream: vectors after W_O."""
 
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.statistic_registry import statistic
@@ -16,7 +16,7 @@ def result_norms(x: Tensor, W_O: Tensor) -> Tensor:
     unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False
 )
 def head_output_norm_last(z: Tensor) -> Tensor:
-    """Length of the head's output at the last query, before W_O.
+    """Norm of the head's output at the last query, before W_O.
 
     ‖z[T-1]‖₂, z[q] = Σ_k A[q,k] v[k]
 
@@ -30,7 +30,7 @@ def head_output_norm_last(z: Tensor) -> Tensor:
     unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False
 )
 def head_result_norm(z: Tensor, W_O: Tensor) -> Tensor:
-    """Mean length of what the head writes to the residual stream.
+    """Mean norm of what the head writes to the residual stream.
 
     1/T Σ_q ‖z[q] W_O‖₂, z[q] = Σ_k A[q,k] v[k]
 
@@ -44,7 +44,7 @@ def head_result_norm(z: Tensor, W_O: Tensor) -> Tensor:
     unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False
 )
 def head_result_norm_last(z: Tensor, W_O: Tensor) -> Tensor:
-    """Length of what the head writes to the residual stream at the last query.
+    """Norm of what the head writes to the residual stream at the last query.
 
     ‖z[T-1] W_O‖₂, z[q] = Σ_k A[q,k] v[k]
 
@@ -56,7 +56,7 @@ def head_result_norm_last(z: Tensor, W_O: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835", standard=False)
 def value_result_norm(v: Tensor, W_O: Tensor) -> Tensor:
-    """Mean length of the value vectors after W_O, position 0 included.
+    """Mean norm of the value vectors after W_O, position 0 included.
 
     1/T Σ_k ‖v[k] W_O‖₂
 
@@ -68,7 +68,7 @@ def value_result_norm(v: Tensor, W_O: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835", standard=False)
 def sink_value_result_norm(v: Tensor, W_O: Tensor) -> Tensor:
-    """Length of the value vector at position 0 after W_O.
+    """Norm of the value vector at position 0 after W_O.
 
     ‖v[0] W_O‖₂
 

@@ -1,8 +1,7 @@
 """Attention of the queries, and to the keys, that an input family labels.
 
-The label "trigger" is of a token that the task copies. In a text with a question, "gold" are the
-tokens that hold the answer, "other" those of distractors, "query" those of the question, and
-"answer" those of the answer. With a window, queries are left out that do not see the key.
+"trigger" is a token that the task copies. In a text with a question, "gold" is what holds the
+answer, "other" a distractor, "query" the question and "answer" the answer.
 """
 
 import math
@@ -164,7 +163,7 @@ def retrieval_score(pattern: Pattern, labels: Labels, tokens: Tensor) -> Tensor:
     1/|P| #{p∈P : k* labelled gold, t[k*] = t[p]}, k* = argmax_k A[p-1,k], P = answers from position
     1 on
 
-    Of keys that tie up to a share of 1e-5, k* is the first.
+    Of keys that tie to 1e-5, k* is the first.
 
     >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.5, 0.25, 0], [0, 0.5, 0.25, 0.25]]
     >>> gold, answers = triggers([0, 1, 0, 0]), triggers([0, 0, 1, 1])

@@ -78,9 +78,8 @@ def induction_score(pattern: Pattern, successors: Pairs) -> Tensor:
 
     1/|Q| Σ_{q∈Q} Σ_{j<q, t[j]=t[q]} A[q,j+1], Q = queries with an earlier copy
 
-    On a block of distinct tokens that is repeated it equals the strict induction score: the mean of
-    A[q,q-N+1]. TransformerLens's head detector divides by all T queries: its score is this one
-    times `match_coverage`.
+    On a repeated block of distinct tokens it equals `induction_diagonal_strict`. TransformerLens's
+    head detector divides by T: its score is this one times `match_coverage`.
 
     >>> a = pattern([[1, 0, 0], [0.5, 0.5, 0], [0.125, 0.75, 0.125]])
     >>> induction_score(a, successors([7, 8, 7])).item()
@@ -100,9 +99,6 @@ def duplicate_score(pattern: Pattern, copies: Pairs) -> Tensor:
     """Mean attention to earlier copies of the query's own token.
 
     1/|Q| Σ_{q∈Q} Σ_{j<q, t[j]=t[q]} A[q,j], Q = queries with an earlier copy
-
-    TransformerLens's head detector divides by all T queries: its score is this one times
-    `match_coverage`.
 
     >>> a = pattern([[1, 0, 0], [0.5, 0.5, 0], [0.125, 0.75, 0.125]])
     >>> duplicate_score(a, copies([7, 8, 7])).item()

@@ -1,8 +1,7 @@
 """How different positions are from one another: heads that mix tokens make them alike.
 
-Over-mixing is the loss of these differences (Barbero et al. 2025). A sink slows it down, because a
-head that rests on it moves little. Their measure of a matrix is √T times the spread below:
-μ(X) = ‖X - (1/T) 11ᵀX‖_F. Less the factor, texts of different lengths can be compared.
+Over-mixing is the loss of these differences (Barbero et al. 2025). Their measure
+μ(X) = ‖X - (1/T) 11ᵀX‖_F is √T times the spread here, which does not grow with the text.
 """
 
 import math
@@ -24,7 +23,7 @@ def squared_deviations(vectors: Tensor) -> Tensor:
 @statistic(unit="euclidean norm", range=(0, math.inf), source=BARBERO, standard=False)
 def resid_post_spread(resid_post: Tensor) -> Tensor:
     """Root mean square distance of positions from their mean in the residual stream after the
-    layer; the same for all heads of a layer.
+    layer; the same for all heads.
 
     √(1/T Σ_k ‖R[k] - m‖₂²), R = resid_post, m = 1/T Σ_k R[k]
 
@@ -35,7 +34,7 @@ def resid_post_spread(resid_post: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="share of the squared length",
+    unit="share of the squared norm",
     range=(0, 1),
     source="after " + BARBERO,
     defined=has_three_positions,
@@ -44,12 +43,11 @@ def resid_post_spread(resid_post: Tensor) -> Tensor:
 )
 def resid_post_spread_share(resid_post: Tensor) -> Tensor:
     """Share of the residual stream after the layer that distinguishes positions, without position
-    0: 0 if all are alike; the same for all heads of a layer.
+    0: 0 if all are alike; the same for all heads.
 
     Σ_{k≥1} ‖R[k] - m‖₂² / Σ_{k≥1} ‖R[k]‖₂², R = resid_post, m = 1/(T-1) Σ_{k≥1} R[k]
 
-    Position 0 is left out, because its length alone would decide the sum. A share can be compared
-    over layers and models, a length cannot.
+    The norm of position 0 alone would decide the sum.
 
     >>> resid_post_spread_share(stream([9, 9], [1, 1], [-1, 1])).item()
     0.5

@@ -1,4 +1,4 @@
-"""Lengths of queries, keys, values, head outputs and the residual stream."""
+"""Norms of queries, keys, values, head outputs and the residual stream."""
 
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.statistic_registry import statistic
@@ -15,7 +15,7 @@ def largest_size(vectors: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889")
 def value_norm(v: Tensor) -> Tensor:
-    """Mean length of the value vectors.
+    """Mean norm of the value vectors.
 
     1/T Σ_k ‖v[k]‖₂
 
@@ -27,7 +27,7 @@ def value_norm(v: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889")
 def sink_value_norm(v: Tensor) -> Tensor:
-    """Length of the value vector at position 0.
+    """Norm of the value vector at position 0.
 
     ‖v[0]‖₂
 
@@ -39,7 +39,7 @@ def sink_value_norm(v: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
 def key_norm(k: Tensor) -> Tensor:
-    """Mean length of the key vectors.
+    """Mean norm of the key vectors.
 
     1/T Σ_k ‖k[k]‖₂
 
@@ -51,7 +51,7 @@ def key_norm(k: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
 def sink_key_norm(k: Tensor) -> Tensor:
-    """Length of the key vector at position 0.
+    """Norm of the key vector at position 0.
 
     ‖k[0]‖₂
 
@@ -63,7 +63,7 @@ def sink_key_norm(k: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
 def query_norm(q: Tensor) -> Tensor:
-    """Mean length of the query vectors.
+    """Mean norm of the query vectors.
 
     1/T Σ_q ‖q[q]‖₂
 
@@ -75,7 +75,7 @@ def query_norm(q: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889")
 def head_output_norm(z: Tensor) -> Tensor:
-    """Mean length of the head's output before W_O.
+    """Mean norm of the head's output before W_O.
 
     1/T Σ_q ‖z[q]‖₂, z[q] = Σ_k A[q,k] v[k]
 
@@ -87,8 +87,8 @@ def head_output_norm(z: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def resid_pre_norm(resid_pre: Tensor) -> Tensor:
-    """Mean length of the residual stream before the layer, position 0 included; the same for all
-    heads of a layer.
+    """Mean norm of the residual stream before the layer, position 0 included; the same for all
+    heads.
 
     1/T Σ_k ‖resid_pre[k]‖₂
 
@@ -100,8 +100,7 @@ def resid_pre_norm(resid_pre: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def sink_resid_pre_norm(resid_pre: Tensor) -> Tensor:
-    """Length of the residual stream before the layer at position 0; the same for all heads of a
-    layer.
+    """Norm of the residual stream before the layer at position 0; the same for all heads.
 
     ‖resid_pre[0]‖₂
 
@@ -113,8 +112,8 @@ def sink_resid_pre_norm(resid_pre: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def resid_post_norm(resid_post: Tensor) -> Tensor:
-    """Mean length of the residual stream after the layer, position 0 included; the same for all
-    heads of a layer.
+    """Mean norm of the residual stream after the layer, position 0 included; the same for all
+    heads.
 
     1/T Σ_k ‖resid_post[k]‖₂
 
@@ -126,8 +125,7 @@ def resid_post_norm(resid_post: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def sink_resid_post_norm(resid_post: Tensor) -> Tensor:
-    """Length of the residual stream after the layer at position 0; the same for all heads of a
-    layer.
+    """Norm of the residual stream after the layer at position 0; the same for all heads.
 
     ‖resid_post[0]‖₂
 

@@ -1,8 +1,6 @@
 """How much attention reaches keys that a cache of the first and the most recent keys would drop.
 
 Such a cache keeps the first `sink` keys and the last `recent` ones, a query's own key among them.
-A mean over queries is over those that see a key which is neither. With a window, a query sees only
-those of these keys that lie in its window, and none if the window is not longer than `recent`.
 """
 
 from headcount.schemas.pattern import Pattern, Tensor

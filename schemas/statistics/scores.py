@@ -1,7 +1,4 @@
-"""Pre-softmax scores, and the angles behind them.
-
-With a window, means are over the queries that see key 0: these see all earlier keys too.
-"""
+"""Pre-softmax scores, and the angles behind them."""
 
 import math
 
@@ -41,8 +38,6 @@ def sink_logit_spread(pattern: Pattern) -> Tensor:
 
     √(1/(T-1) Σ_{q≥1} (S[q,0] - m)²), m = 1/(T-1) Σ_{q≥1} S[q,0]
 
-    Query 0 is left out: it has no other key, and its score decides nothing.
-
     >>> sink_logit_spread(scores([[9, 0, 0], [1, 0, 0], [5, 3, 9]])).item()
     2.0
     """
@@ -61,8 +56,7 @@ def score_max(pattern: Pattern) -> Tensor:
 
     max_q max_{k≤q} S[q,k]
 
-    With a window the keys are those in the window. A learned sink is no key. A query does not see a
-    key that an edit hides from it.
+    A learned sink is no key, and a query does not see a key that an intervention hides.
 
     >>> score_max(scores([[1, 9, 9], [-2, 3, 9], [0, 2, -5]])).item()
     3.0
@@ -71,9 +65,7 @@ def score_max(pattern: Pattern) -> Tensor:
 
 
 def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
-    """the model's queries and keys are not rotated by their positions and the sequence has at least
-    three tokens.
-    """
+    """queries and keys are not rotated and the sequence has at least three tokens."""
     return not rotary and has_three_positions(pattern)
 
 

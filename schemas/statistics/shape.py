@@ -23,8 +23,7 @@ def entropy(pattern: Pattern) -> Tensor:
 
     1/T Σ_q H[q], H[q] = -Σ_k A[q,k] ln A[q,k]
 
-    The sum is over the keys. A learned sink is no key: it makes every A smaller, and its own term
-    is not added.
+    A learned sink is no key: its own term is not added.
 
     >>> round(entropy(pattern([[1, 0], [0.5, 0.5]])).item(), 6)  # ln 2 / 2
     0.346574
@@ -60,8 +59,8 @@ def entropy_normalised(pattern: Pattern) -> Tensor:
     standard=False,
 )
 def entropy_normalised_late(pattern: Pattern) -> Tensor:
-    """Mean entropy of the attention rows of the second half of the queries, each divided by the
-    entropy of uniform attention.
+    """Mean entropy of the rows of the second half of the queries, each divided by the entropy of
+    uniform attention.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} H[q] / ln(q+1); with a window, / ln min(q+1, window)
 

@@ -1,8 +1,4 @@
-"""How much attention rests on the first keys, or on a learned sink.
-
-A mean over queries is over those that see the keys. So with a window, the queries from `window` on
-are left out of what is said of key 0, and there is no value if no query is left.
-"""
+"""How much attention rests on the first keys, or on a learned sink."""
 
 from headcount.schemas.pattern import Pattern, Tensor, first_of_largest
 from headcount.schemas.statistics.statistic_registry import statistic
@@ -17,11 +13,9 @@ def has_two_positions(pattern: Pattern) -> bool:
     unit="probability", range=(0, 1), source="headcount", chance=True, defined=has_two_positions
 )
 def sink_mass(pattern: Pattern) -> Tensor:
-    """Mean attention to key 0 over the queries that could look elsewhere.
+    """Mean attention to key 0 over the queries that see other keys.
 
     1/(T-1) Σ_{q≥1} A[q,0]
-
-    Query 0 is left out because a causal pattern always gives it A[0,0] = 1.
 
     >>> sink_mass(pattern([[1, 0, 0], [0.75, 0.25, 0], [0.25, 0.5, 0.25]])).item()
     0.5
@@ -128,8 +122,8 @@ def next4_mass_late(pattern: Pattern) -> Tensor:
     standard=False,
 )
 def second_key_mass_late(pattern: Pattern) -> Tensor:
-    """Mean attention to key 1 over the second half of the queries: the sink's new place if
-    positions 0 and 1 are swapped.
+    """Mean attention to key 1 over the second half of the queries: the sink's place after positions
+    0 and 1 are swapped.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} A[q,1]
 
@@ -151,9 +145,6 @@ def sink_gate(pattern: Pattern) -> Tensor:
     """Mean share of attention that the learned sink of a head takes.
 
     1/T Σ_q (1 - Σ_k A[q,k])
-
-    The sink is one more entry of the softmax, with a learned score and no value. What it takes
-    moves nothing. The other shares of a row sum to what it leaves.
 
     >>> sink_gate(gated([[0.5, 0], [0.25, 0.5]])).item()
     0.375
@@ -179,9 +170,8 @@ def sink_position(pattern: Pattern) -> Tensor:
 
     argmax_k 1/(T-k) Σ_{q≥k} A[q,k], over the keys that at least min(16, ⌈T/2⌉) queries see
 
-    A sink is not always key 0. `sink_position_mass` says whether this key is one. With a window the
-    sum is over the queries `k .. k+window-1`, and a shorter window takes the place of 16. Of keys
-    that tie up to a share of 1e-5, it is the first.
+    `sink_position_mass` says whether this key is a sink. A window sums over the queries
+    `k .. k+window-1`, and replaces 16 if it is shorter. Of keys that tie to 1e-5, it is the first.
 
     >>> rows = [[1, 0, 0, 0], [0, 1, 0, 0], [0.25, 0.75, 0, 0], [0, 0.5, 0.25, 0.25]]
     >>> sink_position(pattern(rows)).item()
@@ -197,8 +187,7 @@ def sink_position(pattern: Pattern) -> Tensor:
     standard=False,
 )
 def sink_position_mass(pattern: Pattern) -> Tensor:
-    """Largest mean attention that a key receives of the queries that see it: that of the key at
-    `sink_position`.
+    """Largest mean attention that a key receives of the queries that see it, at `sink_position`.
 
     max_k 1/(T-k) Σ_{q≥k} A[q,k], over the keys that at least min(16, ⌈T/2⌉) queries see
 

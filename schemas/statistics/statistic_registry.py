@@ -116,29 +116,21 @@ KIND = Kind(
     introduction="""\
 # Statistics
 
-One float32 column each in the table `heads`, which has one row per sequence × layer × head. This
-page is generated from the functions in `schemas/statistics/` by `make docs`. The same words are in
-the Parquet field metadata, the SQL comments and the report.
+Each is a float32 column of the table `heads`, which has one row per sequence × layer × head. This
+page is generated from the functions in `schemas/statistics/` by `make docs`.
 
-`A[q,k]` is the attention pattern (causal, k ≤ q). `S[q,k]` is the score just before the softmax.
-T = `n_ctx`, q and k count from 0, `t[q]` is a token. Everything is measured in float32. A
-value that is not defined is NULL, never 0. If a statistic has a *chance level*, the column
-`chance_NAME` of the table `sequences` holds what uniform attention (`A[q,k] = 1/(q+1)`) would have
-scored on the same sequence.
+`A[q,k]` is the attention pattern (causal, k ≤ q), `S[q,k]` the score just before the softmax. T =
+`n_ctx`, q and k count from 0, `t[q]` is a token. A value that is not defined is NULL, never 0. The
+last line of an entry has unit and range, and:
 
-If a layer has a *window*, a query sees that many keys, its own among them. Means over queries are
-then over those that see the keys in question: of key 0 the queries before the window, of pairs of
-equal tokens the queries that see a pair. They are NULL where no query does. A row's largest
-entropy is ln min(q+1, window). Chance levels are those of uniform attention over what a query sees,
-and NULL if the measured layers differ in their window. If a layer has a *learned sink*, A is a
-share of the whole row, whose keys sum to 1 - gate, and the entropy is the sum over the keys.
+* *standard*: measured unless a scan names statistics. A scan asks for the others by name, or for
+  `all`.
+* *baseline*: the column `chance_NAME` of the table `sequences` is the value of uniform attention,
+  `A[q,k] = 1/(q+1)`, on the same sequence.
+* *options*: a scan writes them in their order, `distant_mass(8,128)`. Those left out have their
+  defaults. All of them are in the column's name, `distant_mass_8_128`.
 
-A statistic may have *options*: whole numbers or names. A scan writes them in their order,
-`distant_mass(8,128)`; those left out have their defaults, and so has the bare name `distant_mass`.
-The column is the name with all options behind it, `distant_mass_8_128`. So one column always has
-one formula.
-
-Quantities of the literature without a column of their own are in [literature.md](literature.md),
-and so are those that are left out, with the reason.
+Windows and learned sinks: [models.md](models.md#windows-and-sinks). Quantities of the literature
+without a column of their own: [literature.md](literature.md).
 """,
 )

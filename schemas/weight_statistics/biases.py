@@ -7,7 +7,7 @@ from headcount.schemas.weight_statistics.weight_registry import weight
 
 @weight(axis="none", unit="euclidean norm", source="after Ran-Milo et al. 2026, arXiv 2604.14722")
 def query_bias_norm(b_Q: Tensor) -> Tensor:
-    """Length of the query bias.
+    """Norm of the query bias.
 
     ‖b_Q‖₂
 
@@ -24,13 +24,11 @@ def query_bias_norm(b_Q: Tensor) -> Tensor:
     defined=has_fixed_positions,
 )
 def bias_key_coupling(b_Q: Tensor, W_K: Tensor) -> Tensor:
-    """How much one unit of a coordinate of the attention's input at a key adds to that key's score,
-    for every query.
+    """How much one unit of a coordinate of a key's input adds to that key's score, for every query.
 
     γ[d] = Σ_e b_Q[e] W_K[d,e]
 
-    If x[k] is the attention's input, after the norm with its gain and bias, then Σ_d x[k,d] γ[d] is
-    Δ[k] of `score_shift_by_key`.
+    With x[k] the input after the norm, Σ_d x[k,d] γ[d] is Δ[k] of `score_shift_by_key`.
 
     >>> bias_key_coupling(head([1, 2]), head([[3, 4], [5, -1]])).tolist()
     [[11.0, 3.0]]
@@ -49,8 +47,6 @@ def bias_position_cosine(b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
     """Cosine of the query bias and the key that an effective position makes.
 
     cos(b_Q, EPE[j] W_K), EPE[j] = W_pos[j] + MLP_0(W_pos[j])
-
-    MLP_0 takes W_pos[j] as it is, without the norm that stands before it in the layer.
 
     >>> W_K, effective = head([[1, 0], [0, 1]]), stream([6, 8], [-4, 3])[0]
     >>> bias_position_cosine(head([3, 4]), W_K, effective).tolist()

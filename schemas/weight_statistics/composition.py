@@ -1,21 +1,20 @@
 """How much of what an earlier head writes a head reads: by its keys, its queries or its values.
 
-An earlier head writes with the matrix X = read_V W_O. A head reads with W_QK = read_Q read_Kᵀ and
-moves with W_OV = read_V W_O. *read* is a projection with the norm before it, which TransformerLens
-calls folded. A composition is the length of a product over the product of the lengths: 0 if the
-head reads nothing of it, about 1/√d_model for random matrices.
+An earlier head writes with X = read_V W_O. A head reads with W_QK = read_Q read_Kᵀ and moves with
+W_OV = read_V W_O. *read* is a projection with the norm before it folded in. A composition is 0 if
+the head reads nothing of X, and about 1/√d_model for random matrices.
 """
 
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.decomposition import has_fixed_positions
 from headcount.schemas.weight_statistics.weight_registry import weight
 
-ELHAGE = "Elhage et al. 2021, A Mathematical Framework for Transformer Circuits"
+ELHAGE = "Elhage et al. 2021"
 
 
 @weight(axis="none", unit="Frobenius norm", source=ELHAGE, defined=has_fixed_positions)
 def query_key_norm(read_Q: Tensor, read_K: Tensor) -> Tensor:
-    """Size of the matrix that makes a head's scores.
+    """Norm of the matrix that makes a head's scores.
 
     ‖read_Q read_Kᵀ‖_F
 
@@ -27,7 +26,7 @@ def query_key_norm(read_Q: Tensor, read_K: Tensor) -> Tensor:
 
 @weight(axis="none", unit="Frobenius norm", source=ELHAGE)
 def value_output_norm(read_V: Tensor, W_O: Tensor) -> Tensor:
-    """Size of the matrix by which a head moves what it attends to.
+    """Norm of the matrix by which a head moves what it attends to.
 
     ‖read_V W_O‖_F
 
@@ -39,7 +38,7 @@ def value_output_norm(read_V: Tensor, W_O: Tensor) -> Tensor:
 
 @weight(
     axis="earlier head",
-    unit="share of the length",
+    unit="share of the norm",
     source=ELHAGE,
     defined=has_fixed_positions,
     of_directions=True,
@@ -47,8 +46,7 @@ def value_output_norm(read_V: Tensor, W_O: Tensor) -> Tensor:
 def key_composition(
     read_Q: Tensor, read_K: Tensor, earlier_read_V: Tensor, earlier_W_O: Tensor
 ) -> Tensor:
-    """How much a head's keys read of what an earlier head writes, as an induction head's keys read
-    a previous-token head.
+    """How much a head's keys read of what an earlier head writes.
 
     ‖W_QK Xᵀ‖_F / (‖W_QK‖_F ‖X‖_F), X = read_V W_O of the earlier head
 
@@ -62,7 +60,7 @@ def key_composition(
 
 @weight(
     axis="earlier head",
-    unit="share of the length",
+    unit="share of the norm",
     source=ELHAGE,
     defined=has_fixed_positions,
     of_directions=True,
@@ -82,11 +80,11 @@ def query_composition(
     return composition(earlier_read_V, earlier_W_O, read_by_queries, read_K, read_Q)
 
 
-@weight(axis="earlier head", unit="share of the length", source=ELHAGE, of_directions=True)
+@weight(axis="earlier head", unit="share of the norm", source=ELHAGE, of_directions=True)
 def value_composition(
     read_V: Tensor, W_O: Tensor, earlier_read_V: Tensor, earlier_W_O: Tensor
 ) -> Tensor:
-    """How much a head's values read of what an earlier head writes: both act as one head then.
+    """How much a head's values read of what an earlier head writes.
 
     ‖X W_OV‖_F / (‖X‖_F ‖W_OV‖_F), X = read_V W_O of the earlier head
 

@@ -7,12 +7,11 @@ from headcount.schemas.weight_statistics.weight_registry import weight
 
 @weight(axis="none", unit="share", source=ELHAGE, of_directions=True)
 def copying_score(copying_eigenvalues: Tensor) -> Tensor:
-    """How much attending to a token raises its own logit: 1 if the head copies every combination of
-    tokens, -1 if it takes each away.
+    """How much attending to a token raises its own logit, from -1 (always lowers) to 1 (copies).
 
     Σ_i Re λ_i / Σ_i |λ_i|, λ the eigenvalues of W_E read_V W_O read_U
 
-    read_V holds the norm before the attention, and read_U is W_U with the last norm.
+    read_V and read_U hold the norms before them.
 
     >>> copying_score(head([[3, 3], [0, 1]])).tolist()
     [0.75]

@@ -1,13 +1,13 @@
 """How the embeddings of positions lie relative to each other.
 
-w[j] is `W_pos[j]` less the mean of its coordinates. This is the part that a LayerNorm sees. It is
-also what TransformerLens's default loading leaves, with which these figures were published.
+w[j] is `W_pos[j]` less the mean of its coordinates: what a LayerNorm sees, and what
+TransformerLens's default loading leaves.
 """
 
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.weight_statistics.weight_registry import weight
 
-SOURCE = "Farrell 2023, positional embeddings of attn-only-2l"
+SOURCE = "Farrell 2023"
 
 
 def centred(W_pos: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def centred(W_pos: Tensor) -> Tensor:
 
 @weight(axis="position", unit="euclidean norm", source=SOURCE)
 def centred_position_norm(W_pos: Tensor) -> Tensor:
-    """Length of the embedding of a position, centred.
+    """Norm of a position's embedding, centred.
 
     ‖w[j]‖₂, w[j,d] = W_pos[j,d] - 1/D Σ_e W_pos[j,e]
 
@@ -29,7 +29,7 @@ def centred_position_norm(W_pos: Tensor) -> Tensor:
 
 @weight(axis="position", unit="dot product", source=SOURCE)
 def position_product_first(W_pos: Tensor) -> Tensor:
-    """Dot product of the embedding of a position with that of position 0, both centred.
+    """Dot product of a position's embedding with that of position 0, both centred.
 
     w[j]·w[0], w[j,d] = W_pos[j,d] - 1/D Σ_e W_pos[j,e]
 
@@ -42,7 +42,7 @@ def position_product_first(W_pos: Tensor) -> Tensor:
 
 @weight(axis="position", unit="dot product", source=SOURCE)
 def position_product_second(W_pos: Tensor) -> Tensor:
-    """Dot product of the embedding of a position with that of position 1, both centred.
+    """Dot product of a position's embedding with that of position 1, both centred.
 
     w[j]·w[1], w[j,d] = W_pos[j,d] - 1/D Σ_e W_pos[j,e]
 
@@ -55,7 +55,7 @@ def position_product_second(W_pos: Tensor) -> Tensor:
 
 @weight(axis="position", unit="coordinate", source=SOURCE)
 def position_component_1(components: Tensor) -> Tensor:
-    """Coordinate of the embedding of a position along the first principal component of all of them.
+    """Coordinate of a position's embedding along the first principal component.
 
     (w[j] - 1/T Σ_i w[i])·u₁, the largest coordinate being positive, w[j,d] = W_pos[j,d] - 1/D Σ_e
     W_pos[j,e]
@@ -68,7 +68,7 @@ def position_component_1(components: Tensor) -> Tensor:
 
 @weight(axis="position", unit="coordinate", source=SOURCE)
 def position_component_2(components: Tensor) -> Tensor:
-    """Coordinate of the embedding of a position along the second principal component.
+    """Coordinate of a position's embedding along the second principal component.
 
     (w[j] - 1/T Σ_i w[i])·u₂, the largest coordinate being positive, w[j,d] = W_pos[j,d] - 1/D Σ_e
     W_pos[j,e]
@@ -81,7 +81,7 @@ def position_component_2(components: Tensor) -> Tensor:
 
 @weight(axis="position", unit="coordinate", source=SOURCE)
 def position_component_3(components: Tensor) -> Tensor:
-    """Coordinate of the embedding of a position along the third principal component.
+    """Coordinate of a position's embedding along the third principal component.
 
     (w[j] - 1/T Σ_i w[i])·u₃, the largest coordinate being positive, w[j,d] = W_pos[j,d] - 1/D Σ_e
     W_pos[j,e]

@@ -4,13 +4,9 @@ from headcount.schemas.pattern import Tensor
 from headcount.schemas.weight_statistics.weight_registry import weight
 
 
-@weight(
-    axis="position",
-    unit="euclidean norm",
-    source="Farrell 2023, positional embeddings of attn-only-2l",
-)
+@weight(axis="position", unit="euclidean norm", source="Farrell 2023")
 def position_norm(W_pos: Tensor) -> Tensor:
-    """Length of the embedding of a position.
+    """Norm of a position's embedding.
 
     ‖W_pos[j]‖₂
 
@@ -22,11 +18,9 @@ def position_norm(W_pos: Tensor) -> Tensor:
 
 @weight(axis="position", unit="euclidean norm", source="Ran-Milo et al. 2026, arXiv 2604.14722")
 def effective_position_norm(effective: Tensor) -> Tensor:
-    """Length of an effective position.
+    """Norm of an effective position.
 
     ‖EPE[j]‖₂, EPE[j] = W_pos[j] + MLP_0(W_pos[j])
-
-    MLP_0 takes W_pos[j] as it is, without the norm that stands before it in the layer.
 
     >>> effective_position_norm(stream([3, 4], [0, 1])[0]).tolist()
     [5.0, 1.0]
@@ -38,12 +32,9 @@ def effective_position_norm(effective: Tensor) -> Tensor:
     axis="dimension", unit="coordinate", source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 7"
 )
 def first_effective_position(effective: Tensor) -> Tensor:
-    """The coordinates of the first effective position; the few that are massive reach the keys of
-    position 0.
+    """Coordinates of the first effective position, of which a few are massive.
 
     EPE[0,d], EPE[j] = W_pos[j] + MLP_0(W_pos[j])
-
-    MLP_0 takes W_pos[j] as it is, without the norm that stands before it in the layer.
 
     >>> first_effective_position(stream([3, 4], [0, 1])[0]).tolist()
     [3.0, 4.0]

@@ -125,8 +125,10 @@ KIND = Kind(
     introduction="""\
 # Weight statistics
 
-What the untouched weights say without any input, named in a scan's `weight_statistics`. They are
-rows of the table `weights`, in float64, written once per run. This page is generated from the
-functions in `schemas/weight_statistics/` by `make docs`.
+What the untouched weights say without any input, named in a scan's `weight_statistics`: rows of the
+table `weights`, in float64, written once per run. This page is generated from
+`schemas/weight_statistics/` by `make docs`.
+
+Where an effective position EPE is read, MLP_0 takes W_pos[j] without the norm before it.
 """,
 )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
@@ -40,7 +41,7 @@ PAGES_OF_FIELDS = {
 LINE_LENGTH = 138
 
 ANSWER = re.compile(r"^```bash\n.*?^```\n\n^```text\n.*?^```\n", re.DOTALL | re.MULTILINE)
-"""A question of docs/queries.md with its answer. It is written by hand, and kept.
+"""A query of docs/queries.md with its answer. It is written by hand where it teaches something.
 
 `python -m tests.pages.page_commands docs/queries.md` writes today's answers.
 """
@@ -50,7 +51,39 @@ WORDS_OF_TYPES = {"str": "TEXT", "int": "NUMBER", "float": "NUMBER", "Path": "FI
 
 def commands_reference() -> str:
     """Every command with its arguments and options, from the command line itself."""
-    return "\n".join(_command_section(name, command) for name, command in commands())
+    items = {name: _items(command) for name, command in commands()}
+    shared = _shared(items.values())
+    listed = "".join(_wrapped(item) for item in shared.values())
+    sections = [
+        _command_section(name, command, items[name], shared) for name, command in commands()
+    ]
+    return "\n".join([f"### Arguments and options of several commands\n\n{listed}", *sections])
+
+
+def _items(command: TyperCommand) -> dict[str, str]:
+    """What each argument and option of a command means, as an item of a list, by its first name."""
+    types = get_type_hints(command.callback)
+    items: dict[str, str] = {}
+    for parameter in command.params:
+        assert isinstance(parameter, TyperArgument | TyperOption)
+        if isinstance(parameter, TyperArgument):
+            name = spelling = _argument(parameter)
+        else:
+            # Typer keeps no type of an option that can be asked for, but the function has it.
+            name = parameter.opts[0]
+            spelling = _option(parameter, types[parameter.name or ""])
+        items[name] = f"* `{spelling}`{_default(parameter)}: {parameter.help}"
+    return items
+
+
+def _shared(items_of_commands: Iterable[dict[str, str]]) -> dict[str, str]:
+    """The items that say the same in several commands, by name; of a name, the most common one."""
+    counts = Counter(item for items in items_of_commands for item in items.items())
+    shared: dict[str, str] = {}
+    for (name, item), count in counts.most_common():
+        if count > 1:
+            shared.setdefault(name, item)
+    return shared
 
 
 def commands() -> Iterator[tuple[str, TyperCommand]]:
@@ -69,24 +102,17 @@ def commands() -> Iterator[tuple[str, TyperCommand]]:
             yield full_name, member
 
 
-def _command_section(name: str, command: TyperCommand) -> str:
-    """One command: how it is called, what it does, and what each word of it means."""
-    types = get_type_hints(command.callback)
-    usage_words = [f"headcount {name}"]
-    parameter_items: list[str] = []
-    for parameter in command.params:
-        assert isinstance(parameter, TyperArgument | TyperOption)
-        if isinstance(parameter, TyperArgument):
-            spelling = _argument(parameter)
-            usage_words.append(spelling)
-        else:
-            # Typer keeps no type of an option that can be asked for, but the function has it.
-            spelling = _option(parameter, types[parameter.name or ""])
-        item = f"* `{spelling}`: {parameter.help}{_default(parameter)}"
-        parameter_items.append(_wrapped(item))
-    purpose = _wrapped(command.help or "")
-    usage = " ".join(usage_words)
-    return f"### {name}\n\n`{usage}`\n\n{purpose}\n{''.join(parameter_items)}"
+def _command_section(
+    name: str, command: TyperCommand, items: dict[str, str], shared: dict[str, str]
+) -> str:
+    """One command: how it is called, what it does, and what its own words mean."""
+    arguments = [word for word in items if not word.startswith("-")]
+    usage = " ".join([name, *arguments])
+    own = "".join(_wrapped(item) for word, item in items.items() if shared.get(word) != item)
+    also = [f"`{word}`" for word, item in items.items() if shared.get(word) == item]
+    options = [word for word in also if word.startswith("`-")]
+    also_line = _wrapped(f"* {', '.join(options)}") if options else ""
+    return f"### `{usage}`\n\n{_wrapped(command.help or '')}\n{own}{also_line}"
 
 
 def _wrapped(text: str) -> str:
@@ -134,37 +160,40 @@ def _default(parameter: TyperArgument | TyperOption) -> str:
     if parameter.default is None or parameter.default is False:
         return ""
     default = parameter.opts[0] if parameter.default is True else parameter.default
-    return f" Default: {default}."
+    return f" ({default})"
 
 
 def fields_reference() -> str:
-    """Every field of a scan with its default and its meaning, as a table."""
-    rows: list[str] = []
+    """Every field of a scan with its default and its meaning."""
+    items: list[str] = []
     for name, field in Scan.model_fields.items():
         meaning = " ".join((field.description or "").split())
-        rows.append(f"| `{name}` | {_default_of_field(field)} | {meaning}{_more(name)} |\n")
-    return "| field | default | meaning |\n|---|---|---|\n" + "".join(rows)
+        # The default has a place of its own.
+        meaning = meaning.replace(" Default: none.", "")
+        items.append(_wrapped(f"* {_linked(name)}{_default_of_field(field)}: {meaning}"))
+    return "".join(items)
 
 
 def _default_of_field(field: FieldInfo) -> str:
     if field.is_required():
-        return "required"
+        return " (required)"
     if field.default is None:
-        return "–"
+        return ""
     default = field.default
     # Interventions are objects, which a scan writes as text.
     if isinstance(default, tuple):
         default = [str(item) for item in default]
-    return f"`{in_toml(default)}`"
+    return f" (`{in_toml(default)}`)"
 
 
-def _more(name: str) -> str:
+def _linked(name: str) -> str:
+    """A field, with a link to the page that says more about it."""
     page = PAGES_OF_FIELDS.get(name)
-    return "" if page is None else f" More: [{page}]({page})."
+    return f"`{name}`" if page is None else f"[`{name}`]({page})"
 
 
 def queries_reference() -> str:
-    """Every named query with its parameters and an example, from its file."""
+    """Every named query with its parameters, from its file, and its example of the page."""
     answers = answers_by_query()
     return "\n".join(
         _query_section(query, answers.get(name)) for name, query in read_queries(QUERIES).items()
@@ -182,20 +211,20 @@ def answers_by_query() -> dict[str, str]:
 
 
 def _query_section(query: NamedQuery, answer: str | None) -> str:
-    """One query: what its rows are, what it takes, how it is asked, and an answer."""
+    """One query: what its rows are, what it takes, and an example where it says more."""
     parameter_items: list[str] = []
     for parameter in query.parameters:
         is_required = parameter.default is None
-        default = "It must be given." if is_required else f"Default: {parameter.default}."
-        item = f"* `--{parameter.name}`, {parameter.type}: {parameter.meaning} {default}"
+        default = "must be given" if is_required else f"default {parameter.default}"
+        item = f"* `--{parameter.name}`, {parameter.type}, {default}: {parameter.meaning}"
         parameter_items.append(_wrapped(item))
-    example = f"headcount query runs {query.example or query.name}"
     parts = [f"### {query.name}\n", _wrapped(query.description)]
     if parameter_items:
         parts.append("".join(parameter_items))
-    parts.append(f"```\n{example}\n```\n")
     if answer:
         parts.append(answer)
+    elif query.parameters:
+        parts.append(f"`headcount query runs {query.example or query.name}`\n")
     return "\n".join(parts)
 
 

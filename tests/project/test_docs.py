@@ -305,8 +305,11 @@ def test_the_generated_parts_of_pages_are_what_the_code_says(name: str) -> None:
 
 def test_the_pages_of_options_say_values_and_defaults_in_words() -> None:
     inputs = edit_and_input_pages.inputs_page()
-    assert '* `packing`: "document" or "concat", default "document"\n' in inputs
-    assert "* `high`: a whole number, 1 or more, may be left out\n" in inputs
+    assert '* `packing`: "document" or "concat", default "document". `document` makes' in inputs
+    assert "* `high`: a whole number, 1 or more, may be left out. The id after" in inputs
+    # One that has another default than most is explained again, the others are only named.
+    assert "* `distinct`: true or false, default false\n* `low`, `high`\n" in inputs
+    assert "* `low`, `high`, `distinct`\n" in inputs
     assert "* `rate`: a number. A probability, 0 to 1.\n" in inputs
     edits = edit_and_input_pages.interventions_page()
     assert "`scale`: `raw` or `layer_mean`, default `raw`" in edits

@@ -117,9 +117,9 @@ def test_a_statistic_needs_a_default_and_only_statistics_have_options() -> None:
 def test_the_page_says_which_options_there_are() -> None:
     text = page(KIND.page)
     assert text.count("### distant_mass\n") == 1
-    assert "options: `sink` = 4 (0 or more), `recent` = 64 (1 or more)" in text
-    assert "column of `distant_mass(4,64)`: `distant_mass_4_64`" in text
-    assert "options: `keys` = gold, `queries` = query" in text
+    assert "options `sink` = 4 (0 or more), `recent` = 64 (1 or more)" in text
+    assert ": column `distant_mass_4_64`" in text
+    assert "options `keys` = gold, `queries` = query" in text
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -244,7 +245,7 @@ def tiny_model(family: str, seed: int = 0) -> nn.Module:
         empty = AutoModelForCausalLM.from_config(config)
     size = sum(parameter.numel() for parameter in empty.parameters())
     if size > LARGEST_SIZE:
-        raise ValueError(f"a tiny model of {family} has {size:,} parameters")
+        raise ValueError(f"its tiny model has more than {LARGEST_SIZE:,} parameters")
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -272,9 +273,23 @@ class FamilyRow:
     """The largest difference between our numbers and those of the model's own patterns."""
 
     @property
-    def line(self) -> str:
-        """Its row in docs/models.md."""
-        return f"| {self.family} | {self.engine} | {self.facts} | {self.reason} |"
+    def answer(self) -> str:
+        """The beginning of its row in docs/models.md, which families with one answer share."""
+        return f"| {self.engine} | {self.facts} | {short(self.reason)} |"
+
+
+def short(reason: str) -> str:
+    """A reason without advice, and without what is true of one family alone.
+
+    >>> short("a mamba model names no heads: it has none to measure; choose another model")
+    'it names no heads: it has none to measure'
+    >>> short("transformers cannot run it (Language unknown. Please set it); no bridge")
+    'transformers cannot run it (Language unknown)'
+    """
+    text = re.split(r"; |\. | <class", reason)[0]
+    text = re.sub(r"^a \S+ model names", "it names", text)
+    text = text.removesuffix(", which the fused engine does not know")
+    return text + ")" * (text.count("(") > text.count(")"))
 
 
 def family_row(family: str, folder: Path) -> FamilyRow:
@@ -440,12 +455,16 @@ def _one_line(error: Exception, path: Path) -> str:
     return text.replace("|", "/")
 
 
-def expected_lines() -> dict[str, str]:
-    """The row of docs/models.md of each family, which says what is expected of it."""
+def expected_answers() -> dict[str, str]:
+    """What docs/models.md says of each family, `FamilyRow.answer`."""
     text = MODELS_PAGE.read_text(encoding="utf-8")
     table = GENERATED.findall(text)[0]
-    lines = [line for line in table.splitlines() if line.startswith("| ")]
-    return {line.split("|")[1].strip(): line for line in lines[1:]}
+    expected: dict[str, str] = {}
+    for line in table.splitlines():
+        if match := re.fullmatch(r"(\| (?:.* )?\|) ([^|]+) \|", line):
+            expected |= dict.fromkeys(match[2].split(", "), match[1])
+    del expected["families"]
+    return dict(sorted(expected.items()))
 
 
 def table_of_families() -> str:
@@ -454,13 +473,18 @@ def table_of_families() -> str:
         rows = [family_row(family, Path(folder)) for family in families()]
     counts = {engine: sum(row.engine == engine for row in rows) for engine in ENGINES}
     summary = ", ".join(f"{counts[engine]} {engine}" for engine in ENGINES)
+    rows.sort(key=lambda row: (ENGINES.index(row.engine), row.answer, row.family))
+    names = {
+        answer: ", ".join(row.family for row in alike)
+        for answer, alike in groupby(rows, lambda row: row.answer)
+    }
     return "\n".join(
         [
             f"transformers {version('transformers')} knows {len(rows)} families: {summary}.",
             "",
-            "| family | engine | attention | remark |",
+            "| engine | attention | remark | families |",
             "|---|---|---|---|",
-            *(row.line for row in rows),
+            *(f"{answer} {families} |" for answer, families in names.items()),
             "",
         ]
     )

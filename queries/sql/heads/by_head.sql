@@ -1,8 +1,6 @@
 -- Mean and standard deviation of every statistic over the sequences of a run, per head.
--- Both leave out NULL, which means undefined.
--- sd is the sample standard deviation, to 1e-6 of itself or 2e-8 of the mean. It is NULL for a
--- single sequence. How sure a mean is depends on the documents: head_summaries has standard errors,
--- which would make this query seven times as slow.
+-- Both leave out NULL. sd is the sample standard deviation, to 1e-6 of itself or 2e-8 of the mean.
+-- Standard errors: head_summaries.
 WITH
     measured AS (
         SELECT

@@ -1,4 +1,4 @@
--- What uniform attention would score on the same sequences, for each statistic that has such a level.
+-- Uniform baseline of each statistic that has one, on the same sequences.
 SELECT run_id, model, n_ctx, name[8:] AS statistic, avg(value) AS chance
 FROM (
     -- An empty column comes first: a run may have none.

@@ -1,8 +1,8 @@
--- Heads that copy where the input repeats and rest on key 0 where nothing does.
--- Joins runs of the same weights: repeated_random with uniform_random input, and with text if
--- there is such a run (pile, text). One row per combination of runs.
--- is_dormant: induction score of at least 0.4 (ARENA's threshold) where tokens repeat, and sink
--- mass above 0.3 (Gu et al. 2024, arXiv 2410.10781) where nothing does, unless parameters say so.
+-- Heads that copy where the input repeats and rest on key 0 where nothing does (is_dormant).
+-- Joins runs of the same weights on repeated_random and uniform_random input, and on text if there
+-- is such a run. One row per combination of runs.
+-- The thresholds are ARENA's for induction_score and that of Gu et al. 2024 (arXiv 2410.10781) for
+-- sink_mass.
 -- Needs: a run of the family repeated_random and a run of uniform_random, of the same model and
 -- interventions.
 -- parameter least_induction DOUBLE = 0.4: Induction score that a head must have on repeats.

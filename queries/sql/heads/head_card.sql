@@ -1,8 +1,9 @@
--- All statistics of one head: means with errors, chance levels and its place among the heads.
--- percentile: share of the other heads of the run with a smaller mean, from 0 to 100. heads: with
--- how many heads it was compared.
--- parameter label VARCHAR = NULL: The head, as in L5H1. NULL: every head.
--- parameter intervention VARCHAR = 'none': The edit of the model under which it was measured.
+-- All statistics of one head: means with errors, uniform baselines (chance) and its place among the
+-- heads.
+-- percentile: share of the other heads with a smaller mean, from 0 to 100. heads: with how many it
+-- was compared.
+-- parameter label VARCHAR = NULL: The head, as in L5H1, or NULL for every head.
+-- parameter intervention VARCHAR = 'none': The intervention under which it was measured.
 -- example: head_card --label L5H1
 WITH
     placed AS (

@@ -1,7 +1,7 @@
--- Quantiles of every statistic of every head, from its distribution.
--- A quantile p is the smallest value that a share p of the values does not exceed: of two values in
--- the middle, p50 is the lower one. It is placed within its bin, so it is off by less than the bin. width is that of the bin of the median p50.
--- Bins are 1/256 of a finite range; on an open axis they are 4.4 % of the value.
+-- Quantiles of every statistic of every head, from its distribution: fast, and off by less than a
+-- bin.
+-- A quantile p is the smallest value that a share p of the values does not exceed. width is that of
+-- the bin of p50: 1/256 of a finite range, 4.4 % of the value on an open axis.
 WITH
     bins AS (
         SELECT

@@ -1,7 +1,8 @@
--- Heads ranked by attention to what followed an earlier copy of the token, with the chance level.
+-- Heads ranked by attention to what followed an earlier copy of the token, with the uniform
+-- baseline (chance).
 -- is_induction: score of at least the threshold, by default that of ARENA's exercises.
--- coverage: share of queries that have an earlier copy.
--- measured: sequences in which any query has one. Only they count.
+-- coverage: share of queries that have an earlier copy. measured: sequences in which any query has
+-- one; only they count.
 -- parameter threshold DOUBLE = 0.4: Score from which on a head is an induction head.
 -- example: induction_heads --threshold 0.5 --limit 5
 WITH

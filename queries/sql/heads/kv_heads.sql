@@ -1,7 +1,6 @@
--- Every statistic by KV head: its mean and its extremes over the query heads that share the keys.
--- One row per KV head and statistic. heads: query heads of the group that were measured.
--- A KV head is what a cache keeps or drops; highest is the mean of the query head that needs it
---   most.
+-- Every statistic by KV head, which a cache keeps or drops: its mean and its extremes over the
+-- query heads that share the keys.
+-- heads: query heads of the group that were measured.
 -- Needs: runs that recorded n_kv_heads, which older code did not.
 -- example: kv_heads --limit 5
 WITH

@@ -1,6 +1,5 @@
 -- The sequences on which each head is most extreme, with their place in the corpus.
--- extreme: largest or smallest values of the head. rank: 1 is the most extreme. Of equal values the
--- earlier sequence comes first.
+-- extreme: largest or smallest values. rank: 1 is the most extreme, the earlier of equals first.
 -- deviations: distance from the head's mean, in standard deviations.
 -- file, row, offset: where the sequence begins, if the input is a corpus.
 -- parameter statistic VARCHAR = 'sink_mass': A column of heads.

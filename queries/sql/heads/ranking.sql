@@ -1,6 +1,5 @@
--- Heads ranked by any statistic, with the chance level.
--- mean: over the sequences on which it is defined. chance: what uniform attention would score.
--- rank: 1 is the largest mean, or the smallest if ascending.
+-- Heads ranked by the mean of any statistic over the sequences on which it is defined, with the
+-- uniform baseline (chance).
 -- parameter statistic VARCHAR = 'sink_mass': A column of heads.
 -- parameter ascending BOOLEAN = false: Whether the smallest mean comes first.
 -- example: ranking --statistic entropy --ascending true --limit 5

@@ -1,8 +1,7 @@
--- Heads ranked by attention to key 0, with the chance level and lengths at position 0.
+-- Heads ranked by attention to key 0, with the uniform baseline (chance) and ratios of norms at
+-- position 0 to those at other positions.
 -- is_sink: mean sink_alpha above the threshold, by default that of Gu et al. 2024 (arXiv
--- 2410.10781).
--- sink_rate: share of sequences above it.
--- A ratio is the mean length at position 0 over the mean at the other positions.
+-- 2410.10781). sink_rate: share of sequences above it.
 -- parameter threshold DOUBLE = 0.3: Mean sink_alpha above which a head is a sink.
 -- example: sink_heads --threshold 0.2 --limit 5
 WITH

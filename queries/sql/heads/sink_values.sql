@@ -1,5 +1,5 @@
--- Lengths of values and keys at position 0 and at the other positions, per head.
--- first: at position 0. others: mean over the other positions. ratio: first / others.
+-- Norms of values and keys per head: at position 0 (first), mean over the other positions (others),
+-- and first / others (ratio).
 WITH
     head_means AS (
         SELECT

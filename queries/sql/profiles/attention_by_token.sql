@@ -1,11 +1,10 @@
--- Attention that each token receives as a key, with the chance level: which tokens are sinks.
+-- Attention that each token receives as a key, with the uniform baseline: which tokens are sinks.
 -- One row per head, token and role of the token in the input's layout; first: whether the token
 -- stands at position 0.
--- attention: mean over the pairs of such a key and a query that sees it, its own query included.
--- chance: what uniform attention would give. attention_ratio: attention / chance.
+-- attention: mean over the pairs of such a key and a query that sees it. chance: the uniform
+-- baseline. attention_ratio: attention / chance.
 -- share: of all attention of the head. sink_keys: share of the keys that receive more than 0.3.
--- received and expected are sums, so that tokens can be put together: sum(received) /
--- sum(expected).
+-- received and expected are sums over keys, so that tokens can be put together.
 -- Needs: curves = ["attention_received_by_key"] in the scan.
 WITH
     -- Query q gives each of the q + 1 keys that it sees 1 / (q + 1), if it attends uniformly.

@@ -2,10 +2,8 @@
 -- The classes are those of Scheuer (attention-sink-profiler), by the first rule that fits:
 -- strong_sink if first_4 > 0.5, moderate if first_4 > 0.2, distributed if tail_entropy > 0.8,
 -- recency if peak_key > 0.8 T, else mixed.
--- boost_k: first_k over what uniform attention would give. tail_entropy: entropy over the keys,
--- divided by ln T.
--- The numbers are means over the sequences of a shard. sequences_per_shard = 1 keeps sequences
--- apart.
+-- boost_k: first_k over its uniform baseline. tail_entropy: entropy over the keys, divided by ln T.
+-- sequences_per_shard = 1 keeps sequences apart.
 -- Needs: profiles = ["tail_attention_by_key"] in the scan.
 WITH
     tails AS (

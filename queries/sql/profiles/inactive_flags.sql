@@ -1,6 +1,6 @@
 -- Whether a head is inactive on a sequence, by each score of inactive_scores and each threshold.
 -- A threshold is a quantile of all scores of a run: 0, 0.05 … 0.3 from the end where heads are
--- inactive. A score equal to the threshold is not past it.
+-- inactive. A score equal to it is not past it.
 WITH
     thresholds AS (
         SELECT

@@ -1,7 +1,6 @@
 -- How far two scores call the same heads inactive on the same sequences (inactive_flags).
--- iou: intersection over union of what the two scores flag.
--- n, other_n, n_both: heads and sequences that score, other_score and both flag.
--- Scores that flag nothing are left out.
+-- iou: intersection over union. n, other_n, n_both: heads and sequences that score, other_score and
+-- both flag. Scores that flag nothing are left out.
 WITH
     -- For each head and sequence, the set of scores that flag it.
     flagging_scores AS (

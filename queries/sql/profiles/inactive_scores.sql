@@ -1,12 +1,10 @@
--- Scores by which a head counts as inactive on a sequence.
--- After Sandoval-Segura et al. 2025, arXiv 2504.03889. One row per run, intervention, sequence,
--- layer, head and score.
--- (LN): divided by the mean over the layer's heads. (HN): divided by the head's own AHON.
--- A head is inactive if the score is above or below a threshold (inactive_flags). The column
--- inactive says which.
--- (LN) needs all heads of a layer. If a scan measured only some, these scores are left out.
+-- Scores by which a head counts as inactive on a sequence (Sandoval-Segura et al. 2025, arXiv
+-- 2504.03889).
+-- One row per run, intervention, sequence, layer, head and score. The column inactive says whether
+-- a head is inactive above or below a threshold (inactive_flags).
+-- (LN): divided by the mean over the layer's heads, all of which must be measured. (HN): divided by
+-- the head's own AHON. Random: an MD5 hash of sequence, layer and head, uniform in 0 to 1.
 -- Scores whose columns a run did not measure are left out.
--- Random is an MD5 hash of sequence, layer and head, uniform in 0 to 1.
 WITH
     measured AS (
         -- An empty table that has all columns, so that a column which no run measured is NULL.

@@ -1,5 +1,8 @@
--- Mean and variance of the attention that each key receives, over the queries that see it.
--- The queries of all sequences count alike. is_bar: mean above 0.018 and variance below 0.01, unless
+-- Mean and variance of the attention that each key receives, over the queries of all sequences that
+-- see it.
+-- is_bar: the rule of Cancedda for keys that nearly all queries attend to.
+-- decay: mean of this key over that of the key before.
+-- Needs: profiles = ["attention_by_pair"] in the scan, so at most 256 tokens.
 -- parameters say so: the rule of Cancedda for keys that nearly all queries attend to.
 -- decay: mean of this key over that of the key before.
 -- Needs: profiles = ["attention_by_pair"] in the scan, so at most 256 tokens.

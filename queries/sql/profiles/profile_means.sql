@@ -1,9 +1,9 @@
 -- Every entry of every profile over all sequences of a run: the means of its shards, merged.
 -- n = Σ n_s, mean = Σ n_s mean_s / n, M2 = Σ M2_s + Σ n_s (mean_s - mean)², over the shards s.
 -- head is NULL if all heads of a layer share the values.
--- standard_error: over sequences, if no document has two of them. If one has, over shards, whose
--- means are all that is kept; it is too small if documents are about as long as shards.
--- groups: how many sequences or shards that are. The error is NULL for a single one.
+-- standard_error: over sequences, or over shards if a document has several sequences; NULL for a
+-- single one. It is too small if documents are about as long as shards. groups: how many sequences
+-- or shards that are.
 -- Needs: profiles = ["…"] in the scan, names from docs/profiles.md.
 WITH
     -- An empty table with the columns that only some runs have.

@@ -1,5 +1,5 @@
--- Mean and largest value of every statistic over the measured heads of a layer.
--- The value of a head is its mean over sequences.
+-- Mean and largest value of every statistic over the measured heads of a layer, each head's value
+-- being its mean over sequences.
 SELECT
     run_id, model, n_ctx, intervention, input_family, layer,
     count(*) AS heads,

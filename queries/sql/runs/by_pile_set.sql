@@ -1,6 +1,6 @@
--- Mean of every statistic per part of the Pile and head, with standard errors.
--- sink_rate: share of sequences with sink_alpha above the threshold, as in sink_heads.
--- se_…: standard error of the mean, over documents. It is NULL for a single document.
+-- Mean of every statistic per part of the Pile and head, with standard errors over documents
+-- (se_…).
+-- sink_rate: share of sequences with sink_alpha above the threshold.
 -- Needs: an input of the family pile whose rows have meta.pile_set_name.
 -- parameter threshold DOUBLE = 0.3: Value of sink_alpha above which a sequence counts.
 -- example: by_pile_set --threshold 0.5 --limit 5

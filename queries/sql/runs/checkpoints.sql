@@ -1,14 +1,15 @@
--- How a model's heads change over the steps of its training: one row per run, in order of the steps.
--- Runs of one scan whose model or revision is a list. What a run did not measure is NULL.
--- sink_heads: share of the heads with a mean sink_mass above the threshold. 0.3 is that of Gu et al.
--- 2024 (arXiv 2410.10781).
+-- How a model's heads change over the steps of its training: one row per run of one scan, in order
+-- of the steps.
+-- sink_heads: share of the heads with a mean sink_mass above the threshold (0.3: Gu et al. 2024,
+-- arXiv 2410.10781).
 -- collapsed_heads: share of the heads whose mean entropy_normalised is below the threshold. Zhai et
 -- al. 2023 (arXiv 2303.06296) describe the collapse; the number is ours.
--- largest_score: largest score_max of all heads and sequences. clipped_heads: share of the heads that
--- reach the threshold once. QK-clip scales heads down from 100 on (Kimi K2, arXiv 2507.20534).
+-- largest_score: largest score_max. clipped_heads: share of the heads that reach the threshold once
+-- (100: QK-clip of Kimi K2, arXiv 2507.20534).
 -- massive_dimensions: most massive dimensions of the stream at position 0, mean over sequences, in
--- any layer (Sun et al. 2024, arXiv 2402.17762: above 100 and 1000 times the median).
--- stream_ratio: largest ratio, over the layers, of the stream's length at position 0 to its mean length.
+-- any layer.
+-- stream_ratio: largest ratio, over the layers, of the stream's norm at position 0 to its mean
+-- norm.
 -- Needs: sink_mass, entropy_normalised, induction_score or resid_post_norm and sink_resid_post_norm
 -- (all standard); score_max and sink_resid_post_massive if they are named in the scan.
 -- parameter sink DOUBLE = 0.3: Mean attention to key 0 above which a head is a sink head.

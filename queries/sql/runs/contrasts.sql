@@ -1,15 +1,14 @@
 -- How the means of two groups of sequences differ, per head and statistic.
--- The groups are parts of the Pile, input families, models (checkpoints are models) or runs.
--- difference: mean of this minus mean of other. standard_error: √(SE² + SE²), for groups that share
--- no document. z: difference / standard_error.
--- What a shared document adds to both means cancels in the difference: then the error is too large.
--- Runs on the same sequences are pairs, whose changes have the right error: run_changes.
+-- difference: mean of this minus mean of other. standard_error: √(SE² + SE²). z: difference /
+-- standard_error.
+-- The error is too large for groups that share documents. For runs on the same sequences take
+-- run_changes.
 -- Needs: two groups to compare; parts of the Pile need an input of the family pile.
 -- parameter compare VARCHAR = 'pile_set_name': What separates the groups: pile_set_name,
 --   input_family, model or run_id.
--- parameter statistic VARCHAR = NULL: A column of heads. NULL: all of them.
--- parameter this VARCHAR = NULL: One group. NULL: every one.
--- parameter other VARCHAR = NULL: The group that it is compared with. NULL: every one.
+-- parameter statistic VARCHAR = NULL: A column of heads, or NULL for all.
+-- parameter this VARCHAR = NULL: One group, or NULL for every one.
+-- parameter other VARCHAR = NULL: The group that it is compared with, or NULL for every one.
 -- example: contrasts --statistic sink_mass --this Github --limit 5
 WITH
     named AS (

@@ -1,6 +1,6 @@
 -- How the values of every statistic are distributed, by head and part of the Pile.
--- One row per bin with a value, between its ends low and high. The ends of an axis may be ±inf.
--- What no part of the Pile claims has NULL as pile_set_name; sum over parts for a whole head.
+-- One row per bin with a value, between its ends low and high, which may be ±inf.
+-- pile_set_name is NULL for what is of no part; sum over parts for a whole head.
 SELECT
     run_id, model, intervention, input_family, pile_set_name, layer, head,
     'L' || layer || 'H' || head AS label,

@@ -1,8 +1,8 @@
 -- What each intervention changes in each statistic of each head, compared with none.
 -- One row per run, intervention, head and statistic.
 -- A pair is one sequence on which the statistic is defined with and without the intervention.
--- untouched, edited: means over the pairs. change: mean of edited - untouched over the pairs.
--- standard_error: of the mean change, over documents. It is NULL for a single document.
+-- untouched, edited, change: means over the pairs. standard_error: of the change, over documents;
+-- NULL for one document.
 -- Needs: interventions = ["none", "…"] in one scan.
 WITH
     -- All statistics of a row as one list: then a single join pairs them all. If DuckDB kept it as

@@ -1,5 +1,5 @@
--- Length of the residual stream before and after each layer, at position 0 and at the others.
--- first: at position 0. others: mean over the other positions. ratio: first / others, the peak.
+-- Norm of the residual stream before and after each layer: at position 0 (first), mean over the
+-- other positions (others), and first / others (ratio).
 WITH
     layer_means AS (
         SELECT

@@ -1,5 +1,5 @@
 -- Every statistic of every head by part of the Pile: count, mean, spread, error and extremes.
--- One row per head, statistic and part. pile_set_name is NULL for what is of no part.
+-- pile_set_name is NULL for what is of no part.
 SELECT
     run_id, model, intervention, input_family, pile_set_name, layer, head,
     'L' || layer || 'H' || head AS label,

@@ -1,8 +1,7 @@
 -- What differs between two runs in each statistic of each head, on sequences with the same tokens.
--- One row per pair of runs, intervention, head and statistic.
--- change: mean of run_id minus other_run. Every two runs have rows in both directions.
--- A pair is one sequence, of the same number and tokens, on which the statistic is defined in both
--- runs. standard_error: over documents. It is NULL for a single document.
+-- One row per pair of runs in both directions, intervention, head and statistic.
+-- change: mean of run_id minus other_run over the sequences on which both are defined.
+-- standard_error: over documents; NULL for one document.
 -- Needs: two runs of the same input (family, seed, n_ctx, corpus).
 WITH
     -- A hash of 64 bits stands for the tokens. That is enough: only sequences of the same number

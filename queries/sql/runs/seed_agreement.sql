@@ -1,9 +1,9 @@
--- How far two runs agree which heads are high in a statistic: correlations over the heads.
--- Runs of several seeds, checkpoints or models of one shape. Each pair of runs comes once.
--- spearman: correlation of the ranks of the heads' means; equal means share a rank. pearson: of the
--- means themselves. top: share of the tenth of the heads with the largest means that both have.
+-- How far two runs agree which heads are high in a statistic: correlations over the heads, one row
+-- per pair of runs.
+-- spearman: of the ranks of the heads' means. pearson: of the means. top: share of the tenth of the
+-- heads with the largest means that both have.
 -- Needs: two runs with as many layers and heads, on the same family of input.
--- parameter statistic VARCHAR = NULL: A column of heads. NULL: all of them.
+-- parameter statistic VARCHAR = NULL: A column of heads, or NULL for all.
 -- example: seed_agreement --statistic induction_score
 WITH
     head_means AS (

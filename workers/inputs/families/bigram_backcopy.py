@@ -76,21 +76,20 @@ def backcopy(
     """Bigram-Backcopy: characters follow the bigrams of a `text`, a trigger is followed by the
     token before it (Guo et al. 2024).
 
-    The triggers are the most frequent characters of the text. The first token is drawn by its
-    frequency and is no trigger. Variants differ in what follows a trigger: in `markov` its own
-    bigram; in `dormant_markov` the bigram of the token before it; in `interpolate` a copy with
-    probability `mix`, else its own bigram. In `markov` and `dormant_markov` the first token may be
-    a trigger. `uniform` copies nothing: the next token is drawn uniformly from the tokens that can
-    follow the current one, and a trigger is never followed by a trigger. Triggers are labelled
-    "trigger" in every variant.
+    The triggers, labelled "trigger", are the most frequent characters of the text. The first token
+    is drawn by its frequency, and is no trigger except in `markov` and `dormant_markov`.
 
-    `alphabet` says which token a character is. With `sorted` it is the character's place among the
-    sorted characters of the text (BOS and other special tokens must have higher ids). With
-    `tokenizer` it is what the model's tokenizer makes of it. `text = "bundled:backcopy-3l-mini"` is
-    the table that this model was trained on: triggers 1 to 3, others 4 to 64.
-
+    * `text`: a file, or `bundled:backcopy-3l-mini`, the table that this model was trained on:
+      triggers 1 to 3, others 4 to 64.
     * `triggers`: how many characters are triggers.
+    * `variant`: what follows a trigger. `markov`: its own bigram. `dormant_markov`: the bigram of
+      the token before it. `interpolate`: a copy with probability `mix`, else its own bigram.
+      `uniform`: no copy; all tokens are drawn uniformly from those that can follow, but no trigger
+      after a trigger.
     * `mix`: a probability. The variant `interpolate` needs it, the others do not allow it.
+    * `alphabet`: the token of a character. `sorted`: its place among the sorted characters of the
+      text (special tokens must have higher ids). `tokenizer`: what the model's tokenizer makes of
+      it.
     """
     if (variant == "interpolate") != (mix is not None):
         raise ScanError(
@@ -114,8 +113,8 @@ def backcopy_test(
     """All tokens of Bigram-Backcopy except the triggers, in order, then token i: does it wake a
     head? (Guo et al. 2024).
 
-    i is the index of the sequence; after the last token the sequences begin again with the first.
-    Options as in `backcopy`. The last position is labelled "trigger" if its token is one.
+    i is the number of the sequence, modulo the number of tokens. The last position is labelled
+    "trigger" if its token is one.
     """
     table = bigrams_of(text, triggers)
     ids = _ids(draw, table, text, alphabet)

@@ -64,17 +64,15 @@ def csv_texts(*, files: str | list[str], packing: Packing = "document") -> Corpu
     """Rows of .csv files with a column text; a column dataset, if there is one, becomes
     `pile_set_name`.
 
-    Made for the 300 texts of Ran-Milo et al. 2026, of 40 tokens each (n_ctx = 40, bos = false).
+    Made for the 300 texts of Ran-Milo et al. 2026 (n_ctx = 40, bos = false).
     """
     return Corpus(_sources(files, CSV), packing)
 
 
 @input_family
 def shuffled_text(*, files: str | list[str], packing: Packing = "document") -> Corpus:
-    """Text whose tokens are permuted within each sequence: natural text without its order.
-
-    After Mahmood's reproduction of Ran-Milo et al. 2026. The permutation depends on the seed and
-    the sequence.
+    """Text whose tokens are permuted within each sequence, by the seed and the sequence (after
+    Mahmood's reproduction of Ran-Milo et al. 2026).
     """
     return Corpus(_sources(files, ANY_TEXT), packing, tokens_shuffled=True)
 
@@ -91,10 +89,11 @@ def repeated_text(
     """The first `chunk` tokens of a text, repeated to the end of the sequence (Scheuer,
     attention-sink-profiler).
 
-    With packing by document, each text gives one chunk. If the scan has BOS, it stands at position
-    0 and is not counted in `chunk`; with `repeat_bos` it stands before every copy. With
-    `after_space` the text is read with a space before it, which many tokenizers join to its first
-    word.
+    With packing by document, each text gives one chunk.
+
+    * `chunk`: tokens, the beginning-of-sequence token not counted.
+    * `repeat_bos`: whether that token stands before every copy.
+    * `after_space`: whether the text is read with a space before it.
     """
     if chunk < 1:
         raise ScanError(f"input.chunk: expected 1 or more tokens, got {chunk}")
@@ -113,8 +112,7 @@ def text_with_token(
     packing: Packing = "document",
 ) -> Corpus:
     """Text in which one position of every sequence has another token: `token`, or a random one for
-    each sequence (after Gu et al. 2024, who train with a random first token, and with a fixed one
-    at another position).
+    each sequence (after Gu et al. 2024).
 
     * `token`: a token id, which may be a special one; a random ordinary one if it is left out.
     * `position`: counted from 0, the beginning-of-sequence token included, which stays.
@@ -137,9 +135,8 @@ def _order_of_counted(options: dict[str, Any]) -> str | None:
 def unigram_text(*, files: str | list[str], low: TokenId = 0, high: Count | None = None) -> Corpus:
     """Independent tokens, each as frequent as in a corpus.
 
-    p(id) ∝ occurrences of id in all documents that `where` selects. Without order, a token says
-    nothing about the next one (after Mahmood's reproduction of Ran-Milo et al. 2026). There are as
-    many sequences as the scan asks for, however small the corpus.
+    p(id) ∝ occurrences of id in all documents that `where` selects (after Mahmood's reproduction of
+    Ran-Milo et al. 2026). There are as many sequences as the scan asks for.
     """
     # One token makes a document count as used.
     return Corpus(_sources(files, ANY_TEXT), "document", chunk=1, counted=CountedTokens(low, high))
@@ -149,12 +146,8 @@ def unigram_text(*, files: str | list[str], low: TokenId = 0, high: Count | None
 def text(*, files: str | list[str], packing: Packing = "document") -> Corpus:
     """Plain UTF-8 text files, each one document.
 
-    `bundled:LICENSE` is the licence of this project as running text: its white space is joined to
-    single spaces. To GPT-2 it has 2,066 tokens, none of them white space; as it lies in the file it
-    would have 3,169, of which 35 % are white space.
-
-    A long text is a stream with `packing = "concat"`: sequence i is its window number i, and no
-    token is left out between two windows. In every window positions begin at 0.
+    The white space of `bundled:LICENSE` is joined to single spaces: to GPT-2 it has 2,066 tokens.
+    With `packing = "concat"`, sequence i of a long text is its window number i, without gaps.
     """
     return Corpus(_sources(files, TEXT), packing)
 

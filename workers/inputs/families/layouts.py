@@ -24,12 +24,10 @@ from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
 def abac(
     draw: Draw, *, second: int, low: TokenId = 0, high: Count | None = None, distinct: bool = True
 ) -> Labelled:
-    """`R A B R… A C R… A`: which of two continuations of A the last A calls for (Farrell 2023,
-    recency bias).
+    """`R A B R… A C R… A`: which of two continuations of A the last A calls for (Farrell 2023).
 
-    `second` is the position of the second A. As in the source it is counted with BOS at 0, even if
-    the scan has no BOS: the first A stands at 2, C at `second` + 1. Without BOS everything stands
-    one position earlier. The source has n_ctx = 13 with BOS and `second` from 4 to 10.
+    * `second`: the position of the second A, counted with BOS at 0, even if the scan has no BOS and
+      everything stands one position earlier. The source has n_ctx = 13 and `second` from 4 to 10.
     """
     last_second = draw.length - 2
     if last_second < 4:
@@ -54,12 +52,7 @@ def abac(
 def induction_pos0(
     draw: Draw, *, low: TokenId = 0, high: Count | None = None, distinct: bool = True
 ) -> Labelled:
-    """`A B R… A`: induction whose first A is the first token of the text (Farrell 2023,
-    previous-token heads).
-
-    Without BOS the first A is at position 0, where no previous-token head can tell B what came
-    before it.
-    """
+    """`A B R… A`: induction whose first A is the first token of the text (Farrell 2023)."""
     if draw.length < 3:
         raise ScanError(
             "n_ctx: induction_pos0 needs 3 tokens besides the beginning-of-sequence token, got "
@@ -78,9 +71,9 @@ def ngram_overlap(
     distinct: bool = True,
 ) -> Labelled:
     """`A X… B C X… D A X…`: two sub-sequences of `n` tokens share a middle; the last asks for B
-    (Farrell 2023, longer sequences).
+    (Farrell 2023).
 
-    3n-1 tokens besides BOS. The n-2 tokens of the middle are X1, X2, … The partner sequence is that
+    3n-1 tokens besides BOS. The n-2 tokens of the middle are X1, X2, … The partner is the sequence
     of `ngram_corrupt`.
     """
     return _ngrams(draw, n, "AB CD A", low, high, distinct)
@@ -95,11 +88,9 @@ def ngram_corrupt(
     high: Count | None = None,
     distinct: bool = True,
 ) -> Labelled:
-    """`A X… B C X… D C X…`: `ngram_overlap` with the last A made C, which asks for D (Farrell 2023,
-    longer sequences).
+    """`A X… B C X… D C X…`: `ngram_overlap` with the last A made C, which asks for D.
 
-    The tokens are those of `ngram_overlap` for the same seed and sequence, which is the partner
-    sequence.
+    The tokens are those of `ngram_overlap` for the same seed and sequence, the partner.
     """
     return _ngrams(draw, n, "AB CD C", low, high, distinct)
 
@@ -113,10 +104,8 @@ def ngram_reversed(
     high: Count | None = None,
     distinct: bool = True,
 ) -> Labelled:
-    """`C X… D A X… B A X…`: `ngram_overlap` with the first two sub-sequences exchanged (Farrell
-    2023, longer sequences).
-
-    The tokens are those of `ngram_overlap` for the same seed and sequence.
+    """`C X… D A X… B A X…`: `ngram_overlap`, the same tokens, with the first two sub-sequences
+    exchanged.
     """
     return _ngrams(draw, n, "CD AB A", low, high, distinct)
 
@@ -131,11 +120,13 @@ def ngram_order(
     distinct: bool = True,
 ) -> Labelled:
     """`A X2 X1 B C X1 X2 D`, twice, then `X2 A X1`: does the order of the context matter? (Farrell
-    2023, longer sequences).
+    2023).
 
     X1 was followed by B and by X2 twice each. The two tokens before the query are those before B,
-    in the other order. With `random_context` they are random, as in the source's saved notebook.
-    The label X2 is on the rivals of B only, which are the X2 that follow X1. 19 tokens besides BOS.
+    in the other order. The label X2 is only on the X2 that follow X1, the rivals of B. 19 tokens
+    besides BOS.
+
+    * `random_context`: whether these two tokens are random, as in the source's saved notebook.
     """
     passage = ["A", "-X2", "X1", "B", "C", "X1", "X2", "D"]
     context = ["-R1", "-R2"] if random_context else ["-X2", "A"]

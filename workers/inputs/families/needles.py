@@ -59,25 +59,21 @@ def needle(
     """A fact in a haystack: `key value` stands in other tokens, and at the end the key comes again,
     then the value (after Wu et al. 2024, retrieval heads).
 
-    The key at the end is the question, the value behind it the answer, so that a model that
-    retrieves can say every token of it. Labels: "gold" on the value in the haystack, "query" on the
-    question, "answer" on the answer. With more `needles` than `questions`, the values that nobody
-    asks for are labelled "other". All tokens of needles are random, differ from one another, and
-    occur nowhere else in the haystack.
-
-    The haystack is random tokens, or a piece of a `text`. The gold needle's depth in it can be read
-    off its label: `list_position(labels, 'gold') / len(labels)`.
+    The key at the end is the question, the value behind it the answer. Labels: "gold" on the value
+    in the haystack, "query" on the question, "answer" on the answer, "other" on values that nobody
+    asks for. All tokens of needles are random, differ from one another, and occur nowhere else in
+    the haystack. The depth of the gold needle is `list_position(labels, 'gold') / len(labels)`.
 
     * `key`: tokens of a key.
     * `value`: tokens of a value.
-    * `needles`: how many facts stand in the haystack, each with a key of its own. They stand at
-      equal distances, in random order behind the first; the end is followed by the beginning.
+    * `needles`: how many facts stand in the haystack, each with a key of its own, at equal
+      distances, in random order behind the first; the end is followed by the beginning.
     * `questions`: how many of them are asked for, one after the other.
     * `depth`: where the needle of the first question stands: 0 is the beginning of the haystack, 1
       its end. Without it the depths of all sequences are spread evenly.
-    * `text`: a file, or `bundled:LICENSE`; a piece of it, as the model's tokenizer reads it, is the
-      haystack. Of a .jsonl, .parquet or .csv file (also .zst, .gz) it is a piece of one of its
-      documents. Every replica reads the whole file, so some megabytes of a corpus will do.
+    * `text`: a file, or `bundled:LICENSE`, of which the haystack is a piece, instead of random
+      tokens. Of a .jsonl, .parquet or .csv file (also .zst, .gz) it is a piece of one document.
+      Every replica reads the whole file, so some megabytes of a corpus will do.
     """
     lengths = (key, value)
     haystack_length = draw.length - (needles + questions) * sum(lengths)
@@ -125,11 +121,10 @@ def text_needle(
     """A sentence in a text, then a question whose answer is in the sentence (after Kamradt 2023 and
     Wu et al. 2024, with a sentence of our own).
 
-    Like `needle`, with the same labels, for models of language. The sentence may stand in the
-    middle of another one. The answer has the same tokens at both places. Facts of one sequence
-    differ in key and value. `needles`, `questions` and `depth` are as in `needle`.
+    Labels as in `needle`. The sentence may stand in the middle of another one. The answer has the
+    same tokens at both places. Facts of one sequence differ in key and value.
 
-    * `text`: a file, or `bundled:LICENSE`; a piece of it is the haystack, as in `needle`.
+    * `text`: the haystack, as in `needle`.
     * `fact`: the sentence, with the places {key} and {value}.
     * `question`: what stands before the answer, with the place {key}.
     * `keys`: what may stand at {key}. By default twelve names of towns that do not exist.

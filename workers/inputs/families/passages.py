@@ -42,20 +42,19 @@ def passages(
     distinct: bool = False,
 ) -> Labelled:
     """Several passages, then a query made of tokens of one of them (after Zhang et al. 2025,
-    query-focused retrieval heads, whose questions and documents are by people).
+    query-focused retrieval heads).
 
     Labels: "gold" on the passage that the query is from, "other" on the other passages, "query" on
-    the query. The lengths of passages differ by one token at most. The passages are random tokens,
-    or pieces of a `text` that do not overlap.
+    the query. The lengths of passages differ by one token at most.
 
     * `passages`: how many there are.
     * `query`: tokens of the query.
-    * `gold`: the number of the gold passage, from 0. Without it every passage is gold in as many
-      sequences: it is the number of the sequence modulo `passages`.
-    * `shuffled`: the query is a random choice of the gold passage's tokens in random order. By
-      default it is a part of the passage as it stands there.
-    * `text`: a file, or `bundled:LICENSE`; pieces of it, as the model's tokenizer reads it, are
-      the passages. Each is a piece of one document of a .jsonl, .parquet or .csv file.
+    * `gold`: the number of the gold passage, from 0. Default: the number of the sequence modulo
+      `passages`.
+    * `shuffled`: whether the query is random tokens of the gold passage in random order, instead of
+      a part of it.
+    * `text`: a file, or `bundled:LICENSE`, of which the passages are pieces that do not overlap,
+      instead of random tokens.
     * `distinct`: whether no token of the passages occurs twice. Like `low` and `high`, not allowed
       with a `text`.
     """

@@ -45,12 +45,11 @@ def ioi(
     """`When A and B went to the store, B gave a drink to`: which name comes next? (Wang et al.
     2022, indirect object identification).
 
-    B is the subject. A is the indirect object, the right answer. Labels: "IO" on A, "S1" and "S2"
-    on B. The probability of A is `final_probabilities[list_position(labels, 'IO')]`, that of B is
-    the same with 'S1'. With GPT-2's tokenizer the sentence has 14 tokens: n_ctx is 15 with BOS. The
-    partner sequence is that of `ioi_other_names`.
+    A is the right answer. Labels: "IO" on A, "S1" and "S2" on B. The probability of A is
+    `final_probabilities[list_position(labels, 'IO')]`. With GPT-2's tokenizer n_ctx is 15 with BOS.
+    The partner is the sequence of `ioi_other_names`.
 
-    * `order`: "ABBA" names A first and "BABA" names B first. "both" is either, with equal chance.
+    * `order`: "ABBA" names A first and "BABA" names B first. "both" is either, equally often.
     * `template`: a text with the places {1}, {2} and {3} for names. B stands at {3}.
     * `names`: at least five names that are one token each in the template. By default 39 common
       first names are tried.
@@ -70,8 +69,7 @@ def ioi_other_names(
     """`When D and E went to the store, F gave a drink to`: the sentence of `ioi` with three other
     names, so that no name stands twice and none is the answer (Wang et al. 2022).
 
-    The partner sequence is that of `ioi` for the same seed and sequence. The names are labelled
-    "N1", "N2" and "N3". Options as in `ioi`.
+    The partner is the sequence of `ioi`. The names are labelled "N1", "N2" and "N3".
     """
     chosen = _names_of(draw, order, template, names)
     return _sentence(draw, template, names, chosen.others, ("N1", "N2", "N3"))

@@ -15,9 +15,7 @@ from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
 def uniform_random(
     draw: Draw, *, low: TokenId = 0, high: Count | None = None, distinct: bool = False
 ) -> np.ndarray:
-    """Tokens drawn uniformly from `low .. high-1` (or the vocabulary); with `distinct`, none occurs
-    twice.
-    """
+    """Tokens drawn uniformly from `low .. high-1`, or the vocabulary."""
     return draw.tokens(draw.length, low, high, distinct)
 
 
@@ -51,13 +49,11 @@ def corrupted_repeat(
     """A repeated block in whose copies each token is replaced with probability `rate` (after
     induction-under-erasures).
 
-    The block is the one of `repeated_random` for the same seed and sequence. A replaced token
-    becomes `replacement`. If none is given, it becomes a random one, which may be the same again.
-    Its position is labelled "replaced".
+    The block is the one of `repeated_random` for the same seed and sequence. Replaced positions are
+    labelled "replaced".
 
-    * `period`: tokens in the block. The default is half of the sequence, rounded up.
     * `rate`: a probability, 0 to 1.
-    * `replacement`: a token id.
+    * `replacement`: the token id in its place. Default: a random one, which may be the same again.
     """
     if not 0 <= rate <= 1:
         raise ScanError(f"input.rate: expected a probability, 0 to 1, got {rate}")
@@ -104,8 +100,7 @@ def unigram_random(
 ) -> np.ndarray:
     """Independent tokens, as frequent as Zipf's law says in the order of their ids.
 
-    p(id) ∝ rank(id)^-exponent, with rank 1 for the lowest id. `unigram_text` takes the frequencies
-    of a corpus instead.
+    p(id) ∝ rank(id)^-exponent, with rank 1 for the lowest id.
 
     * `exponent`: of Zipf's law.
     """
