@@ -24,14 +24,14 @@ from tests.pages.browser import chromium
 
 IMAGES = ROOT / "docs" / "images"
 
-TOP_OF_PAGE = (1440, 1180)
+TOP_OF_PAGE = (1440, 1260)
 """Width and height of report.png and explorer.png, the tops of both pages."""
 
 SHOWN = "bundled:gpt2-mini"
 """Model of the run that is shown."""
 
-CHOSEN = "head=L1H5&statistic=sink_mass&brush=sink_mass:96-110"
-"""What is chosen in the explorer: a head, and a range of a histogram."""
+CHOSEN = "head=L1H5&statistic=sink_mass&brush=sink_mass:0-82"
+"""What is chosen in the explorer: a head, and the sequences on which it rests least."""
 
 
 def draw_pictures(driver: webdriver.Chrome, runs: str, report: Path) -> None:
@@ -70,7 +70,7 @@ def draw_dormant_heads(driver: webdriver.Chrome) -> None:
         for card in driver.find_elements(By.CSS_SELECTOR, "[data-dormant]")
         if card.find_element(By.TAG_NAME, "h3").text == SHOWN
     )
-    plot = figure.find_element(By.CSS_SELECTOR, ".plot")
+    plot = figure.find_element(By.CSS_SELECTOR, ".plot svg")
     # All that waits to be seen is drawn first: it would move the plot.
     driver.execute_script("dispatchEvent(new Event('beforeprint'))")
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)

@@ -182,8 +182,10 @@ def test_the_wheel_measures_and_answers_in_an_empty_environment(
         'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 2\n'
         'input = { family = "text", files = "bundled:LICENSE", packing = "concat" }\n'
     )
-    words = ["scan", demo, "licence.toml", "--replicas", "0", "--set", "sequences=2"]
-    run_in(tmp_path, headcount, *words, said=SCANNED * 2)
+    assert "A census of attention heads" in run_in(tmp_path, headcount, "--help")
+    assert "headcount scan scan.toml" in run_in(tmp_path, headcount, "init")
+    words = ["scan", demo, "licence.toml", "scan.toml", "--replicas", "0", "--set", "sequences=2"]
+    run_in(tmp_path, headcount, *words, said=SCANNED * 3)
     question = (
         "SELECT model, count(*) AS n FROM heads JOIN runs USING (run_id) GROUP BY ALL ORDER BY 1"
     )
@@ -197,7 +199,7 @@ def test_the_wheel_measures_and_answers_in_an_empty_environment(
     assert answer.split() == [
         "model,n",
         f"bundled:attn-only-2l-mini,{2 * 2 * 8}",
-        f"bundled:gpt2-mini,{2 * 3 * 8}",
+        f"bundled:gpt2-mini,{2 * 2 * 3 * 8}",
     ]
     assert report.startswith("report.html: ")
     assert (tmp_path / "report.html").stat().st_size > 50_000

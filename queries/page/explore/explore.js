@@ -82,6 +82,10 @@ function fillMenus() {
   fill(by("intervention"), run.interventions.map((name) => [name, name]), chosen.intervention);
   by("part-menu").hidden = by("parts-card").hidden = run.parts.length === 0;
   by("curves-card").hidden = !run.has_curves;
+  // Without parts and profiles, the table has the room below the heatmap.
+  const isRoomy = by("parts-card").hidden && by("curves-card").hidden;
+  const column = by(isRoomy ? "heat-card" : "hist-card").parentElement;
+  if (by("card").parentElement !== column) column.append(by("card"));
   chosen.part = available("part", chosen.part, run.parts, null, "all of the input");
   fill(by("part"), [["", "all"], ...run.parts.map((name) => [name, name])], chosen.part ?? "");
   const numbers = [...Array(run.n_layers).keys()];

@@ -2,7 +2,7 @@
 import { behind, literal } from "./answers.js";
 import { drawCard, plusMinus } from "./card.js";
 import { pageData } from "./data.js";
-import { bars, heatmap, html, lines, number, points } from "./draw.js";
+import { bars, breakable, heatmap, html, lines, number, points } from "./draw.js";
 
 const report = await pageData();
 const place = (id) => document.getElementById(id);
@@ -431,7 +431,7 @@ function standoutCard(one, name) {
   return html(
     "section",
     { class: "card", "data-standout": name },
-    html("h3", {}, name),
+    html("h3", {}, breakable(name)),
     html("p", { class: "meaning" }, facts(name).meaning),
     howSure(one, name, top),
     definedNote(one, name),
@@ -557,7 +557,7 @@ function mapCard(one, name) {
     "figure",
     { class: "card map", "data-map": name },
     html("p", { class: "eyebrow" }, FAMILIES[facts(name).family] ?? facts(name).family),
-    html("h3", {}, name),
+    html("h3", {}, breakable(name)),
     html(
       "p",
       { class: "meaning" },
@@ -869,7 +869,7 @@ function overview() {
   );
   if (runs.length < 2) return [];
   const rows = runs.map((one) => {
-    const button = html("button", { type: "button", class: "plain" }, one.run_id);
+    const button = html("button", { type: "button", class: "plain" }, breakable(one.run_id));
     button.addEventListener("click", () =>
       show({ section: indexOf(one.run_id), other: null }, true),
     );

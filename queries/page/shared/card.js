@@ -1,7 +1,7 @@
 // The card of one head: every statistic, and one of them in detail.
 //
 // `card` is what `queries/report/head_card.py` describes as HeadCard. Undefined numbers are null.
-import { bars, headCurve, histogram, html, number, tokens } from "./draw.js";
+import { bars, breakable, headCurve, histogram, html, number, tokens } from "./draw.js";
 import { behind, literal } from "./answers.js";
 
 // A value and its standard error, of which two digits say all that it knows, and one if it is tiny.
@@ -40,7 +40,7 @@ function statisticsTable(card, options) {
     const button = html(
       "button",
       { type: "button", class: "plain", "data-statistic": one.name, title: one.meaning },
-      one.name,
+      breakable(one.name),
     );
     button.addEventListener("click", () => onStatistic?.(one.name));
     const cells = [
@@ -272,7 +272,7 @@ export function drawCard(card, options = {}) {
   );
   const detail = one
     ? [
-        html("h3", { class: "detail-name" }, one.name),
+        html("h3", { class: "detail-name" }, breakable(one.name)),
         html("p", { class: "meaning" }, one.meaning),
         one.formula ? html("p", {}, html("code", {}, one.formula)) : null,
         ...distributionPart(card, one),

@@ -27,6 +27,11 @@ export function html(name, attributes = {}, ...children) {
   return filled(document.createElement(name), attributes, children);
 }
 
+// A name that may go over lines behind its underscores, and nowhere within its words.
+export function breakable(name) {
+  return name.split(/(?<=_)/).flatMap((part, i) => (i ? [html("wbr"), part] : [part]));
+}
+
 // A number for people: four digits, a dash if it is undefined.
 export function number(x) {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
