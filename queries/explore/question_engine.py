@@ -493,7 +493,7 @@ def _json_value(value: object) -> object:
 MOST_ANSWERS = 256
 """Answers that are kept."""
 
-MOST_BYTES = 64 * 2**20
+MOST_KEPT_BYTES = 64 * 2**20
 """Bytes of all answers that are kept."""
 
 Compute = Callable[[], Coroutine[Any, Any, bytes]]
@@ -543,11 +543,11 @@ class AnswerCache:
         self._bytes = 0
 
     def _keep(self, key: str, answer: bytes) -> None:
-        if key in self._answers or len(answer) > MOST_BYTES:
+        if key in self._answers or len(answer) > MOST_KEPT_BYTES:
             return
         self._answers[key] = answer
         self._bytes += len(answer)
-        while len(self._answers) > MOST_ANSWERS or self._bytes > MOST_BYTES:
+        while len(self._answers) > MOST_ANSWERS or self._bytes > MOST_KEPT_BYTES:
             _, oldest = self._answers.popitem(last=False)
             self._bytes -= len(oldest)
 

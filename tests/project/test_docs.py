@@ -70,7 +70,7 @@ untouched = [row[1:] for row in rows if row[0] == "none"]
 assert len(untouched) == 16 and edited[:8] == untouched[:8] and edited != untouched, rows
 assert connect(Path("steps")).execute("SELECT count(*) FROM restless_sinks").fetchone() == (32,)
 
-assert pytest.main(["-q", "--doctest-modules", "schemas/statistics/sink.py"]) == 0
+assert pytest.main(["-q", "--doctest-modules", "headcount/schemas/statistics/sink.py"]) == 0
 arguments = ["reproduce", "copying.toml", "--json", "copying.json"]
 result = CliRunner().invoke(app, arguments)
 assert result.exit_code == 0, (result.output, result.exception)

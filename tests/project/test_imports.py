@@ -73,8 +73,7 @@ ONLY_IN = {
         "workers/",
         "models/",
         "jobs/commands/doctor.py",
-        "workers/head_check.py",
-        "jobs/commands/doctor.py",
+        "jobs/commands/model_report.py",
     ),
     "transformer_lens": ("workers/model/",),
     "transformers": (
