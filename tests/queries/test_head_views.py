@@ -11,9 +11,7 @@ from typing import Any
 import duckdb
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
-from transformers import GPT2LMHeadModel
 
 from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.jobs.plan.plan import make_plan
@@ -65,76 +63,36 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
     return list(run_query(connection, question).rows())
 
 
-def library_attention(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Patterns `[layer sequence head query key]`, values `[layer sequence head key d_head]`, W_O
-    `[layer head d_head d_model]`.
-    """
-    model: Any = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager").double().eval()
-    projected: list[torch.Tensor] = []
-    for block in model.transformer.h:
-        block.attn.c_attn.register_forward_hook(lambda m, a, out: projected.append(out))
-    with torch.no_grad():
-        patterns = model(torch.from_numpy(tokens).long(), output_attentions=True).attentions
-        heads = model.config.n_head
-        values = [
-            # GPT-2 projects to q, k and v at once.
-            projection.chunk(3, dim=-1)[2].unflatten(-1, (heads, -1)).transpose(1, 2)
-            for projection in projected
-        ]
-        W_O = [block.attn.c_proj.weight.unflatten(0, (heads, -1)) for block in model.transformer.h]
-    return (
-        torch.stack(patterns).numpy(),
-        torch.stack(values).numpy(),
-        torch.stack(W_O).detach().numpy(),
-    )
-
-
 # Inactive heads
-
-
-def scores_by_definition(path: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """The scores of Sandoval-Segura et al., `[layer sequence head]`."""
-    a, v, W_O = library_attention(path, tokens)
-    z = a @ v
-    norms = np.linalg.norm
-    plain = {
-        "AWFT": a[..., 0].mean(-1),
-        "AHON": norms(z, axis=-1).mean(-1),
-        "AEQD": -np.where(a > 0, a * np.log(np.where(a > 0, a, 1)), 0).sum(-1).mean(-1),
-        "FTVVN": norms(v[..., 0, :], axis=-1),
-        "AVVN": norms(v, axis=-1).mean(-1),
-        "FullHeadOutput": norms(z @ W_O[:, None], axis=-1).mean(-1),
-    }
-    normalised = {
-        f"{name} (LN)": score / score.mean(-1, keepdims=True) for name, score in plain.items()
-    }
-    last, average = norms(z[..., -1, :], axis=-1), plain["AHON"]
-    # What DuckDB's `md5_number_lower` gives, as a number from 0 to 1.
-    drawn = np.empty(last.shape)
-    for layer, sequence, head in np.ndindex(*last.shape):
-        digest = hashlib.md5(f"{sequence} {layer} {head}".encode()).digest()
-        drawn[layer, sequence, head] = int.from_bytes(digest[8:], "little") / 2**64
-    return {
-        **plain,
-        **normalised,
-        "LTHON": last,
-        "LTHON (LN)": last / average.mean(-1, keepdims=True),
-        "LTHON (HN)": last / average,
-        "Random": drawn,
-    }
 
 
 @pytest.fixture(scope="module")
 def inactive(
     gpt2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, dict[str, np.ndarray]]:
-    """A run of the toy model, and the scores of its sequences."""
+    """A run of the toy model, and its scores by the definitions of Sandoval-Segura et al.:
+    `[layer sequence head]`.
+    """
     connection = connect_to_new_run(tmp_path_factory.mktemp("inactive"), gpt2, bos=False)
-    tokens = np.array(
-        [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
-        np.int32,
-    )
-    return connection, scores_by_definition(gpt2, tokens)
+    rows = ask(connection, f"SELECT {', '.join(COLUMNS)} FROM heads ORDER BY layer, sequence, head")
+    columns = np.array(rows).T.reshape(len(COLUMNS), 3, 7, 4)
+    names = ["AWFT", "AEQD", "AHON", "FTVVN", "AVVN", "FullHeadOutput"]
+    plain = dict(zip(names, [columns[i] for i in (0, 1, 2, 4, 5, 6)], strict=True))
+    normalised = {
+        f"{name} (LN)": score / score.mean(-1, keepdims=True) for name, score in plain.items()
+    }
+    last, average = columns[3], plain["AHON"]
+    # What DuckDB's `md5_number_lower` gives, as a number from 0 to 1.
+    drawn = np.empty(last.shape)
+    for layer, sequence, head in np.ndindex(*last.shape):
+        digest = hashlib.md5(f"{sequence} {layer} {head}".encode()).digest()
+        drawn[layer, sequence, head] = int.from_bytes(digest[8:], "little") / 2**64
+    return connection, plain | normalised | {
+        "LTHON": last,
+        "LTHON (LN)": last / average.mean(-1, keepdims=True),
+        "LTHON (HN)": last / average,
+        "Random": drawn,
+    }
 
 
 def test_inactive_scores_equal_their_definitions(
@@ -263,11 +221,8 @@ def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
         sequences_per_shard=1,
         profiles=["tail_attention_by_key"],
     )
-    tokens = np.array(
-        [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
-        np.int32,
-    )
-    tails = library_attention(path, tokens)[0][..., -64:, :].mean(-2).swapaxes(0, 1)
+    question = "SELECT mean FROM profiles ORDER BY shard, layer, head, key"
+    tails = np.array(ask(connection, question)).reshape(3, 3, 8, n_ctx)
     uniform = np.tril(np.ones((n_ctx, n_ctx)) / np.arange(1, n_ctx + 1)[:, None])[-64:].mean(0)
     expected = {f"first_{k}": tails[..., :k].sum(-1) for k in (1, 4, 8)}
     expected |= {f"boost_{k}": tails[..., :k].sum(-1) / uniform[:k].sum() for k in (1, 4, 8)}

@@ -83,18 +83,6 @@ def all_answers(
     return answers | {"earlier score": pattern.earlier_score()[..., 2:]}
 
 
-def test_both_take_a_bias_out_of_the_queries() -> None:
-    q, k, v, tokens = random_inputs(2, 3, 70, 4)
-    bias = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    expected, _ = both_patterns(q - bias[:, None], k, v, tokens)
-    for pattern in both_patterns(q, k, v, tokens):
-        assert pattern.scale == 0.5
-        pattern_without_bias = pattern.without(bias)
-        torch.testing.assert_close(
-            pattern_without_bias.dense().float(), expected.dense(), rtol=1e-5, atol=2e-6
-        )
-
-
 def test_a_score_of_the_future_may_be_huge() -> None:
     q = torch.ones(1, 1, 3, 1)
     k = torch.tensor([0.0, 0.0, 400.0])[None, None, :, None]

@@ -33,7 +33,6 @@ from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.measurements.finite_checks import check_means
 from headcount.workers.measurements.profile_means import (
     Aggregate,
-    Aggregates,
     aggregates,
     count_mean_m2,
     means_table,
@@ -201,14 +200,6 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
     return list(run_query(connection, question).rows())
 
 
-def aggregates_of_all_sequences(plan: Plan) -> Aggregates:
-    """The profiles of all sequences of a run, in one batch."""
-    replica = Replica(plan.info, plan.scan, "cpu")
-    replica.batch.size = len(plan.sequences)
-    tokens = np.concatenate([plan.sequences.shard(shard).tokens for shard in range(SHARDS)])
-    return replica.measure(tokens).means["profiles"]
-
-
 def test_a_file_says_what_its_columns_mean(plan: Plan) -> None:
     table = pq.ParquetFile(data_file(plan.run, "profiles", "none", 1)).read()
     rows = table.drop_columns(["run_id", "intervention"])
@@ -268,26 +259,6 @@ def test_a_commit_lists_the_file_and_does_not_count_its_rows(plan: Plan) -> None
     assert commit.rows == 2 * PER_SHARD * 3 * 4
     assert plan.manifest.kinds["profiles"]["score_by_pair"]["axis"] == "pair"
     assert set(plan.manifest.kinds["profiles"]) == set(ALL)
-
-
-def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> None:
-    connection = connect(plan.run.path)
-    columns = "layer, head, count, mean, sd, standard_error"
-    for name, expected in aggregates_of_all_sequences(plan).items():
-        question = (
-            f"SELECT {columns} FROM profile_means "
-            f"WHERE profile = '{name}' AND intervention = 'none'"
-        )
-        order = "ORDER BY layer, head, query, key, lag, dimension, component, other_component"
-        rows = ask(connection, f"{question} {order}, candidate")
-        n = int(expected.count.flat[0])
-        assert [row[2] for row in rows] == [n] * expected.mean.size
-        np.testing.assert_allclose(
-            [row[3] for row in rows], expected.mean.ravel(), rtol=1e-5, atol=1e-6
-        )
-        sd = np.sqrt(expected.m2.ravel() / (n - 1))
-        np.testing.assert_allclose([row[4] for row in rows], sd, rtol=1e-3, atol=1e-5)
-        np.testing.assert_allclose([row[5] for row in rows], sd / n**0.5, rtol=1e-3, atol=1e-5)
 
 
 def test_sql_merges_exactly(tmp_path: Path) -> None:
@@ -490,6 +461,7 @@ def test_the_definition_of_columns_and_diagonals_names_its_numbers() -> None:
 def test_columns_and_diagonals_are_those_of_the_definition(n_ctx: int) -> None:
     pattern = random_pattern(n_ctx)
     by_lag = PROFILES["tail_attention_by_lag"].compute(pattern)
+    by_key = PROFILES["tail_attention_by_key"].compute(pattern)
     shares = PROFILES["column_diagonal_attention_by_candidate"].compute(pattern)
     n = min(64, n_ctx)
     queries, keys = np.arange(n_ctx - n, n_ctx)[:, None], np.arange(n_ctx)
@@ -498,6 +470,7 @@ def test_columns_and_diagonals_are_those_of_the_definition(n_ctx: int) -> None:
         columns = rows.sum(0)
         lags = np.array([rows[queries - keys == lag].sum() for lag in range(n_ctx)])
         np.testing.assert_allclose(by_lag[sequence, head], lags / n, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(by_key[sequence, head], columns / n, rtol=1e-9, atol=1e-12)
         for candidate, (n_columns, n_diagonals) in enumerate(CANDIDATES):
             in_column = np.isin(keys, list(chosen(columns, n_columns, 30, n_ctx)))
             on_diagonal = np.isin(queries - keys, list(chosen(lags, n_diagonals, 100, n_ctx)))

@@ -24,6 +24,7 @@ from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 from headcount.schemas.scans.scan import Input, parse_scan
 from headcount.schemas.statistics import KIND, STATISTICS
+from headcount.workers.engine.edits import hidden_keys, hide
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import (
     INTERVENTIONS,
@@ -93,8 +94,8 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
     return register_all
 
 
-def model_of(path: Path, dtype: torch.dtype = torch.float32) -> Model:
-    return load_model(describe(path), "raw", "cpu", dtype)
+def model_of(path: Path) -> Model:
+    return load_model(describe(path), "raw", "cpu")
 
 
 def difference(first: InterventionMeasurements, second: InterventionMeasurements) -> float:
@@ -380,6 +381,8 @@ def test_edits_are_made_in_their_order(replicas: Replicas) -> None:
     assert_same(scaled_before, measured("first_position_second"))
     scaled_after = measured("first_position_second+scale_first_position(3)")
     assert difference(scaled_after, scaled_before) > 1e-3
+    both = measured("zero_head(1,2)+zero_head(1,0)").heads["head_output_norm"]
+    assert (both[:, 1] == 0).all(0).tolist() == [True, False, True, False]
     # The run on the partner has the other edits, so the head is zero there, too.
     for text in ("patch_head(1,2)+zero_head(1,2)", "zero_head(1,2)+patch_head(1,2)"):
         assert_same(measured(text), measured("zero_head(1,2)"))
@@ -718,6 +721,15 @@ def test_one_token_keeps_its_key_and_is_nobodys_sink(
     for text in ("mask_keys", "mask_random_span", "zero_entropy_sinks(2,-1)"):
         edited = replicas("gpt2").measure(one, text)
         assert difference(edited, replicas("gpt2").measure(one)) < 1e-5
+
+
+def test_hidden_scores_are_minus_infinity() -> None:
+    hidden = torch.tensor([False, True, False]) & torch.tensor([[False], [False], [True]])
+    edited = hide(torch.zeros(1, 1, 3, 3), hidden)
+    assert edited.isneginf().nonzero().tolist() == [[0, 0, 2, 1]]
+    assert hidden_keys(edited)[0, 0].nonzero().tolist() == [[2, 1]]
+    with pytest.raises(ScanError, match="hides every key from query 1"):
+        hidden_keys(hide(edited, torch.tensor([[False], [True], [False]])))
 
 
 # Settlement of engine and precision
