@@ -51,8 +51,6 @@ connect = partial(connect_eagerly, lazily=True)
 T, SHARDS, PER_SHARD = 7, 3, 5
 D_MODEL, D_HEAD = 32, 8
 COMPONENTS = {"component": D_HEAD, "pair of components": D_HEAD * (D_HEAD + 1) // 2}
-ENTRIES = {"pair": T * (T + 1) // 2, "dimension": D_MODEL, "candidate": 4} | COMPONENTS
-"""Entries of a profile by axis; other axes have T."""
 PLACES = ("query", "key", "lag", "candidate", "dimension", "component", "other_component")
 """Columns that say where an entry lies."""
 SHARED = {name for name in PROFILES if "resid" in name}
@@ -261,22 +259,16 @@ def test_a_commit_lists_the_file_and_does_not_count_its_rows(plan: Plan) -> None
     assert set(plan.manifest.kinds["profiles"]) == set(ALL)
 
 
+ENTRY = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2}
+ENTRY |= {"count": 2, "mean": 2.0, "m2": 2.0}
+
+
 def test_sql_merges_exactly(tmp_path: Path) -> None:
     # Shard 0: 1, 3 (mean 2, M2 2). Shard 1: 5, 5, 8 (mean 6, M2 6). Together: mean 4.4, M2 = 124 -
     # 5·4.4² = 27.2.
-    entry = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2}
-    shards = [
-        entry | {"count": 2, "mean": 2.0, "m2": 2.0},
-        entry | {"count": 3, "mean": 6.0, "m2": 6.0},
-    ]
-    shared = {
-        "layer": 0,
-        "profile": "resid_pre_norm_by_key",
-        "key": 0,
-        "count": 1,
-        "mean": 7.0,
-        "m2": 0.0,
-    }
+    shards = [ENTRY, ENTRY | {"count": 3, "mean": 6.0, "m2": 6.0}]
+    shared = {"layer": 0, "profile": "resid_pre_norm_by_key", "key": 0}
+    shared |= {"count": 1, "mean": 7.0, "m2": 0.0}
     run = write_run(
         tmp_path, "a-1", {"sink_mass": lambda row: 0.5},
         profiles=lambda shard: [shards[shard], *[shared][: 1 - shard]],
@@ -284,11 +276,11 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
     mean = pytest.approx(4.4, rel=1e-12)
     sd = pytest.approx(math.sqrt(27.2 / 4))
     error = pytest.approx(math.sqrt(27.2 / 20))
-    elsewhere = [None] * 4  # dimension, component, other_component, candidate
+    nulls = [None] * 4  # dimension, component, other_component, candidate
     keys = ("a-1", "toy", 5, "none")
     assert ask(connect(run.path), "profile_means") == [
         # layer, head, label, query, key, lag; other places; count, mean, sd, standard_error, groups
-        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, *elsewhere, 5, mean, sd, error, 5),
+        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, *nulls, 5, mean, sd, error, 5),
         (
             *keys,
             "resid_pre_norm_by_key",
@@ -296,7 +288,7 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
             *[None] * 3,
             0,
             None,
-            *elsewhere,
+            *nulls,
             1,
             7.0,
             None,
@@ -307,17 +299,8 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
 
 
 def test_runs_with_and_without_profiles_are_read_together(tmp_path: Path) -> None:
-    entry = {
-        "layer": 0,
-        "head": 1,
-        "profile": "attention_by_lag",
-        "lag": 2,
-        "count": 2,
-        "mean": 2.0,
-        "m2": 2.0,
-    }
     write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.5})
-    write_run(tmp_path, "b-1", {"sink_mass": lambda row: 0.5}, profiles=lambda shard: [entry])
+    write_run(tmp_path, "b-1", {"sink_mass": lambda row: 0.5}, profiles=lambda shard: [ENTRY])
     connection = connect(tmp_path)
     assert ask(connection, "SELECT run_id, shard, mean FROM profiles ORDER BY shard") == [
         ("b-1", 0, 2),
@@ -327,17 +310,8 @@ def test_runs_with_and_without_profiles_are_read_together(tmp_path: Path) -> Non
 
 
 def test_two_formulas_of_one_profile_are_refused(tmp_path: Path) -> None:
-    entry = {
-        "layer": 0,
-        "head": 1,
-        "profile": "attention_by_lag",
-        "lag": 2,
-        "count": 2,
-        "mean": 2.0,
-        "m2": 2.0,
-    }
     runs = [
-        write_run(tmp_path, n, {"sink_mass": lambda row: 0.5}, profiles=lambda _: [entry])
+        write_run(tmp_path, n, {"sink_mass": lambda row: 0.5}, profiles=lambda _: [ENTRY])
         for n in ("a", "b")
     ]
     manifest = local(runs[1].manifest_file)

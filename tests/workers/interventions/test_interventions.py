@@ -7,7 +7,7 @@ and partners, what is undefined under an edit, and which engine and precision me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -83,7 +83,7 @@ def replicas(paths: Paths) -> Replicas:
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     """Registers interventions for one test."""
     monkeypatch.setattr(intervention_registry, "INTERVENTIONS", dict(INTERVENTIONS))
 

@@ -139,19 +139,6 @@ def test_engines_agree_beyond_one_tile_of_queries(tmp_path: Path):
     } == {}
 
 
-def test_a_batch_is_its_sequences(shelf: Shelf):
-    tokens = toy.repeating_tokens(17, batch=5)
-    together = shelf.replica("llama-gqa").measure(tokens)
-    single_sequences = [shelf.replica("llama-gqa").measure(row[None]) for row in tokens]
-    for name, values in together.heads.items():
-        np.testing.assert_allclose(
-            values,
-            np.concatenate([single.heads[name] for single in single_sequences]),
-            rtol=1e-5,
-            atol=1e-6,
-        )
-
-
 def test_a_legacy_pth_and_its_safetensors_measure_the_same(shelf: Shelf):
     tokens = toy.repeating_tokens(17, batch=2)
     pth, safetensors = (
