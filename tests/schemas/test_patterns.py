@@ -83,47 +83,6 @@ def all_answers(
     return answers | {"earlier score": pattern.earlier_score()[..., 2:]}
 
 
-# 64 queries make a tile: one short of it, exactly, one more, and two with a remainder.
-@pytest.mark.parametrize("n_ctx", [1, 2, 3, 63, 64, 65, 131])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_fused_equals_dense(n_ctx: int, batch: int) -> None:
-    q, k, v, tokens = random_inputs(batch, 2, n_ctx, 7)
-    fused, dense = both_patterns(q, k, v, tokens)
-    matches = find_matches(tokens)
-    expected = all_answers(dense, matches)
-    for name, answer in all_answers(fused, matches).items():
-        torch.testing.assert_close(
-            answer.double(),
-            expected[name].double(),
-            rtol=1e-5,
-            atol=2e-6,
-            equal_nan=True,
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
-    torch.testing.assert_close(fused.z.double(), dense.pattern @ v.double(), rtol=1e-5, atol=1e-6)
-
-
-def test_fused_equals_dense_where_the_matrix_itself_is_asked_for() -> None:
-    q, k, v, tokens = random_inputs(3, 2, 11, 7)
-    fused, dense = both_patterns(q, k, v, tokens)
-    torch.testing.assert_close(fused.dense().double(), dense.dense(), rtol=1e-5, atol=2e-6)
-    torch.testing.assert_close(
-        fused.dense_scores().double().tril(), dense.dense_scores().tril(), rtol=1e-5, atol=2e-6
-    )
-
-
-def test_both_take_a_bias_out_of_the_queries() -> None:
-    q, k, v, tokens = random_inputs(2, 3, 70, 4)
-    bias = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    expected, _ = both_patterns(q - bias[:, None], k, v, tokens)
-    for pattern in both_patterns(q, k, v, tokens):
-        assert pattern.scale == 0.5
-        pattern_without_bias = pattern.without(bias)
-        torch.testing.assert_close(
-            pattern_without_bias.dense().float(), expected.dense(), rtol=1e-5, atol=2e-6
-        )
-
-
 def test_a_score_of_the_future_may_be_huge() -> None:
     q = torch.ones(1, 1, 3, 1)
     k = torch.tensor([0.0, 0.0, 400.0])[None, None, :, None]
@@ -150,8 +109,8 @@ def test_scores_of_ten_thousand_stay_finite_and_entropy_stays_positive() -> None
     assert dense.scores[dense.scores.isfinite()].abs().max() > 1e4
     assert (fused.entropy() >= 0).all()
     torch.testing.assert_close(fused.entropy().double(), dense.entropy(), rtol=1e-3, atol=2e-3)
-    # float32 holds a score of 3e4 to 2e-3, and no answer is better than its scores.
-    torch.testing.assert_close(fused.key(0).double(), dense.key(0), rtol=0, atol=1e-2)
+    # The largest score is 3.1e4, which float32 holds to 2e-3: no answer can be better than that.
+    torch.testing.assert_close(fused.key(0).double(), dense.key(0), rtol=0, atol=5e-3)
     assert fused.z.isfinite().all()
     attention = {
         "key": fused.key(0),
@@ -210,8 +169,8 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("n_ctx", [1024, 4096])
 @pytest.mark.parametrize("alphabet", [1, 97])
+@pytest.mark.parametrize("n_ctx", [1024, pytest.param(4096, marks=pytest.mark.long)])
 def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int) -> None:
     heads, d_head = 2, 16
     q, k, v, _ = random_inputs(1, heads, n_ctx, d_head)
@@ -260,6 +219,7 @@ def facts_of(**facts: Any) -> AttentionFacts:
 
 
 FACTS = {
+    "none": facts_of(),
     "window": facts_of(window=5),
     "window of one tile": facts_of(window=64),
     "window over tiles": facts_of(window=90),
@@ -405,9 +365,15 @@ def test_a_tiny_distant_mass_is_exact(slope: float) -> None:
     assert (expected.median() < 1e-4) == (slope == 0.2)
 
 
-@pytest.mark.parametrize("name", FACTS)
-@pytest.mark.parametrize("n_ctx", [7, 131])
-def test_both_patterns_know_the_facts_of_a_layer(name: str, n_ctx: int) -> None:
+# 64 queries make a tile: one short of it, exactly, one more, and two with a remainder.
+@pytest.mark.parametrize(
+    ("name", "n_ctx"),
+    [
+        *((name, n_ctx) for name in FACTS for n_ctx in (7, 131)),
+        *(("none", n) for n in (3, 63, 64, 65)),
+    ],
+)
+def test_both_patterns_answer_by_the_facts_of_a_layer(name: str, n_ctx: int) -> None:
     q, k, v, tokens = grouped_inputs(n_ctx)
     facts = FACTS[name]
     expected = defined_by_hand(q, k, v, facts, tokens)

@@ -1,4 +1,6 @@
-"""Aggregates: exact numbers, the merge law, both engines, and the way from a shard to the views."""
+"""Profiles: how means of batches are merged, what is undefined, and the way from a shard to the
+views.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,6 @@ from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.measurements.finite_checks import check_means
 from headcount.workers.measurements.profile_means import (
     Aggregate,
-    Aggregates,
     aggregates,
     count_mean_m2,
     means_table,
@@ -42,7 +43,6 @@ from headcount.workers.model.rotations import Rotation
 from headcount.workers.replica import InterventionMeasurements, Replica
 from headcount.workers.shard import run_shard
 from tests.toys import toy_models as toy
-from tests.toys.toy_queries import queries_of
 from tests.toys.toy_runs import data_file, local, read_manifest, write_run
 
 # All questions here go through `run_query`, which makes the views that they name.
@@ -51,8 +51,6 @@ connect = partial(connect_eagerly, lazily=True)
 T, SHARDS, PER_SHARD = 7, 3, 5
 D_MODEL, D_HEAD = 32, 8
 COMPONENTS = {"component": D_HEAD, "pair of components": D_HEAD * (D_HEAD + 1) // 2}
-ENTRIES = {"pair": T * (T + 1) // 2, "dimension": D_MODEL, "candidate": 4} | COMPONENTS
-"""Entries of a profile by axis; other axes have T."""
 PLACES = ("query", "key", "lag", "candidate", "dimension", "component", "other_component")
 """Columns that say where an entry lies."""
 SHARED = {name for name in PROFILES if "resid" in name}
@@ -106,36 +104,6 @@ def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows() -> None:
     )
 
 
-def test_merging_knows_no_order() -> None:
-    rows = np.random.default_rng(1).normal(0, 1, (31, 4))
-    first, second, third = (aggregate_by_hand(batch) for batch in np.split(rows, [2, 20]))
-    for merged in (
-        first.merged(second).merged(third),
-        third.merged(first.merged(second)),
-        second.merged(third).merged(first),
-    ):
-        assert_same(merged, aggregate_by_hand(rows))
-
-
-def test_exact_aggregates_of_two_toy_sequences() -> None:
-    rows = torch.tensor([[[1, 0], [0.75, 0.25]], [[1, 0], [0.25, 0.75]]])[:, None]
-    pattern = DensePattern(rows, rows, rows, torch.eye(2).expand_as(rows), AttentionFacts(1.0))
-    expected = {
-        # Mean over queries of A[q, q-d]: (1 + 0.25)/2 and (1 + 0.75)/2 at lag 0; 0.75 and 0.25 at
-        # lag 1.
-        "attention_by_lag": ([[0.75, 0.5]], [[0.03125, 0.125]]),
-        "attention_received_by_key": ([[0.75, 0.5]], [[0.03125, 0.125]]),
-        "sink_attention_by_query": ([[1, 0.5]], [[0, 0.125]]),
-        "last_attention_by_key": ([[0.5, 0.5]], [[0.125, 0.125]]),
-        # The pairs (0, 0), (1, 0) and (1, 1).
-        "attention_by_pair": ([[1, 0.5, 0.5]], [[0, 0.125, 0.125]]),
-    }
-    for name, expected_values in expected.items():
-        count, mean, m2 = count_mean_m2(PROFILES[name], PROFILES[name].compute(pattern))
-        assert (count == 2).all()
-        assert (mean.tolist(), m2.tolist()) == expected_values, name
-
-
 def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
     mean = torch.ones(3, 3, 4, 10, dtype=torch.float64)
     mean[1, 1, 2, 4] = math.inf
@@ -172,72 +140,6 @@ def test_weights_that_are_not_numbers_are_an_error(
 # InterventionMeasurements on a model
 
 
-def test_every_profile_has_its_shape_and_its_name_ends_in_its_axis(
-    measured: InterventionMeasurements,
-) -> None:
-    for name, aggregate in measured.means["profiles"].items():
-        axis = PROFILES[name].axis
-        entries = ENTRIES.get(axis, T)
-        heads = () if name in SHARED else (4,)
-        assert axis in COMPONENTS or name.endswith(f"_by_{axis}")
-        assert aggregate.mean.shape == aggregate.m2.shape == (3, *heads, entries)
-        assert aggregate.mean.dtype == aggregate.m2.dtype == np.float64
-        assert (aggregate.count == 11).all()
-        assert (aggregate.m2 >= 0).all()
-    assert list(measured.means["profiles"]) == ALL
-
-
-def test_a_query_attends_with_one(measured: InterventionMeasurements) -> None:
-    lags = measured.means["profiles"]["attention_by_lag"].mean
-    np.testing.assert_allclose(lags @ (T - np.arange(T)), T, rtol=1e-6)
-    received = measured.means["profiles"]["attention_received_by_key"].mean
-    np.testing.assert_allclose(received @ (T - np.arange(T)), T, rtol=1e-6)
-    np.testing.assert_allclose(
-        measured.means["profiles"]["last_attention_by_key"].mean.sum(-1), 1, rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        measured.means["profiles"]["attention_by_pair"].mean[..., 0], 1, rtol=1e-6
-    )
-
-
-def test_profiles_agree_with_one_another_and_with_the_statistics(
-    measured: InterventionMeasurements,
-) -> None:
-    mean = {name: aggregate.mean for name, aggregate in measured.means["profiles"].items()}
-    query, key = np.tril_indices(T)
-    pairs = np.zeros((3, 4, T, T))
-    pairs[..., query, key] = mean["attention_by_pair"]
-    close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
-    np.testing.assert_allclose(pairs[..., 0], mean["sink_attention_by_query"], **close)
-    np.testing.assert_allclose(pairs[..., -1, :], mean["last_attention_by_key"], **close)
-    np.testing.assert_allclose(
-        pairs.sum(-2) / (T - np.arange(T)), mean["attention_received_by_key"], **close
-    )
-    for lag in range(T):
-        diagonal = pairs.diagonal(-lag, -2, -1).mean(-1)
-        np.testing.assert_allclose(diagonal, mean["attention_by_lag"][..., lag], **close)
-    np.testing.assert_allclose(
-        mean["score_by_pair"][..., query == T - 1], mean["last_score_by_key"], **close
-    )
-    np.testing.assert_allclose(
-        mean["sink_attention_by_query"].mean(-1), measured.heads["sink_alpha"].mean(0), **close
-    )
-    np.testing.assert_allclose(
-        mean["value_norm_by_key"].mean(-1), measured.heads["value_norm"].mean(0), **close
-    )
-
-
-def test_the_dense_engine_measures_the_same(
-    model: Path, tokens: np.ndarray, measured: InterventionMeasurements
-) -> None:
-    dense = measure(model, tokens, engine="dense")
-    assert (dense.method.engine, measured.method.engine) == ("dense", "fused")
-    for name, aggregate in dense.means["profiles"].items():
-        fused = measured.means["profiles"][name]
-        np.testing.assert_allclose(fused.mean, aggregate.mean, rtol=1e-4, atol=1e-5, err_msg=name)
-        np.testing.assert_allclose(fused.m2, aggregate.m2, rtol=1e-3, atol=1e-5, err_msg=name)
-
-
 @pytest.mark.parametrize("size", [1, 4])
 def test_the_batch_size_changes_nothing(
     model: Path, tokens: np.ndarray, measured: InterventionMeasurements, size: int
@@ -258,10 +160,6 @@ def test_one_token_has_one_entry_of_each(model: Path) -> None:
     assert entries == {name: of_one_token.get(PROFILES[name].axis, 1) for name in ALL}
     rows_of_layer = sum(n if name in SHARED else 4 * n for name, n in entries.items())
     assert means_table(KIND, 0, profiles, EVERY).num_rows == 3 * rows_of_layer
-
-
-def test_a_scan_without_profiles_measures_none(model: Path, tokens: np.ndarray) -> None:
-    assert measure(model, tokens, profiles=[]).means == {}
 
 
 # Written and read
@@ -298,14 +196,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Plan:
 
 def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any, ...]]:
     return list(run_query(connection, question).rows())
-
-
-def aggregates_of_all_sequences(plan: Plan) -> Aggregates:
-    """The profiles of all sequences of a run, in one batch."""
-    replica = Replica(plan.info, plan.scan, "cpu")
-    replica.batch.size = len(plan.sequences)
-    tokens = np.concatenate([plan.sequences.shard(shard).tokens for shard in range(SHARDS)])
-    return replica.measure(tokens).means["profiles"]
 
 
 def test_a_file_says_what_its_columns_mean(plan: Plan) -> None:
@@ -369,42 +259,16 @@ def test_a_commit_lists_the_file_and_does_not_count_its_rows(plan: Plan) -> None
     assert set(plan.manifest.kinds["profiles"]) == set(ALL)
 
 
-def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> None:
-    connection = connect(plan.run.path)
-    columns = "layer, head, count, mean, sd, standard_error"
-    for name, expected in aggregates_of_all_sequences(plan).items():
-        question = (
-            f"SELECT {columns} FROM profile_means "
-            f"WHERE profile = '{name}' AND intervention = 'none'"
-        )
-        order = "ORDER BY layer, head, query, key, lag, dimension, component, other_component"
-        rows = ask(connection, f"{question} {order}, candidate")
-        n = int(expected.count.flat[0])
-        assert [row[2] for row in rows] == [n] * expected.mean.size
-        np.testing.assert_allclose(
-            [row[3] for row in rows], expected.mean.ravel(), rtol=1e-5, atol=1e-6
-        )
-        sd = np.sqrt(expected.m2.ravel() / (n - 1))
-        np.testing.assert_allclose([row[4] for row in rows], sd, rtol=1e-3, atol=1e-5)
-        np.testing.assert_allclose([row[5] for row in rows], sd / n**0.5, rtol=1e-3, atol=1e-5)
+ENTRY = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2}
+ENTRY |= {"count": 2, "mean": 2.0, "m2": 2.0}
 
 
 def test_sql_merges_exactly(tmp_path: Path) -> None:
     # Shard 0: 1, 3 (mean 2, M2 2). Shard 1: 5, 5, 8 (mean 6, M2 6). Together: mean 4.4, M2 = 124 -
     # 5·4.4² = 27.2.
-    entry = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2}
-    shards = [
-        entry | {"count": 2, "mean": 2.0, "m2": 2.0},
-        entry | {"count": 3, "mean": 6.0, "m2": 6.0},
-    ]
-    shared = {
-        "layer": 0,
-        "profile": "resid_pre_norm_by_key",
-        "key": 0,
-        "count": 1,
-        "mean": 7.0,
-        "m2": 0.0,
-    }
+    shards = [ENTRY, ENTRY | {"count": 3, "mean": 6.0, "m2": 6.0}]
+    shared = {"layer": 0, "profile": "resid_pre_norm_by_key", "key": 0}
+    shared |= {"count": 1, "mean": 7.0, "m2": 0.0}
     run = write_run(
         tmp_path, "a-1", {"sink_mass": lambda row: 0.5},
         profiles=lambda shard: [shards[shard], *[shared][: 1 - shard]],
@@ -412,11 +276,11 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
     mean = pytest.approx(4.4, rel=1e-12)
     sd = pytest.approx(math.sqrt(27.2 / 4))
     error = pytest.approx(math.sqrt(27.2 / 20))
-    elsewhere = [None] * 4  # dimension, component, other_component, candidate
+    nulls = [None] * 4  # dimension, component, other_component, candidate
     keys = ("a-1", "toy", 5, "none")
     assert ask(connect(run.path), "profile_means") == [
         # layer, head, label, query, key, lag; other places; count, mean, sd, standard_error, groups
-        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, *elsewhere, 5, mean, sd, error, 5),
+        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, *nulls, 5, mean, sd, error, 5),
         (
             *keys,
             "resid_pre_norm_by_key",
@@ -424,7 +288,7 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
             *[None] * 3,
             0,
             None,
-            *elsewhere,
+            *nulls,
             1,
             7.0,
             None,
@@ -434,23 +298,9 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
     ]
 
 
-def test_where_no_run_has_profiles_the_views_are_empty(tmp_path: Path) -> None:
-    connection = connect(write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.5}).path)
-    assert ask(connection, "profiles") == ask(connection, "profile_means") == []
-
-
 def test_runs_with_and_without_profiles_are_read_together(tmp_path: Path) -> None:
-    entry = {
-        "layer": 0,
-        "head": 1,
-        "profile": "attention_by_lag",
-        "lag": 2,
-        "count": 2,
-        "mean": 2.0,
-        "m2": 2.0,
-    }
     write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.5})
-    write_run(tmp_path, "b-1", {"sink_mass": lambda row: 0.5}, profiles=lambda shard: [entry])
+    write_run(tmp_path, "b-1", {"sink_mass": lambda row: 0.5}, profiles=lambda shard: [ENTRY])
     connection = connect(tmp_path)
     assert ask(connection, "SELECT run_id, shard, mean FROM profiles ORDER BY shard") == [
         ("b-1", 0, 2),
@@ -460,17 +310,8 @@ def test_runs_with_and_without_profiles_are_read_together(tmp_path: Path) -> Non
 
 
 def test_two_formulas_of_one_profile_are_refused(tmp_path: Path) -> None:
-    entry = {
-        "layer": 0,
-        "head": 1,
-        "profile": "attention_by_lag",
-        "lag": 2,
-        "count": 2,
-        "mean": 2.0,
-        "m2": 2.0,
-    }
     runs = [
-        write_run(tmp_path, n, {"sink_mass": lambda row: 0.5}, profiles=lambda _: [entry])
+        write_run(tmp_path, n, {"sink_mass": lambda row: 0.5}, profiles=lambda _: [ENTRY])
         for n in ("a", "b")
     ]
     manifest = local(runs[1].manifest_file)
@@ -492,25 +333,6 @@ def test_every_column_of_both_views_is_described(plan: Plan) -> None:
         described = dict(ask(connect(plan.run.path), sql.format(view)))
         assert [name for name, comment in described.items() if not comment] == []
         assert described["head"].endswith("NULL if all heads of a layer share the values.")
-
-
-def test_a_lost_file_makes_its_shard_missing_and_a_resume_brings_the_same_rows(
-    tmp_path: Path, model: Path, plan: Plan
-) -> None:
-    again = measure_shards(begin(tmp_path, model))
-    local(data_file(again.run, "profiles", "zero_query_bias", 1)).unlink()
-    assert missing_shards(again).tolist() == [1]
-    measure_shards(again)
-    assert missing_shards(again).tolist() == []
-    for shard in range(SHARDS):
-        rows_again, rows_before = (
-            pq.ParquetFile(data_file(p.run, "profiles", "zero_query_bias", shard)).read()
-            for p in (again, plan)
-        )
-        assert rows_again.drop_columns(["mean", "m2"]).equals(
-            rows_before.drop_columns(["mean", "m2"])
-        )
-        np.testing.assert_allclose(rows_again["mean"], rows_before["mean"], rtol=1e-5, atol=1e-6)
 
 
 def test_compacting_keeps_every_row(tmp_path: Path, model: Path) -> None:
@@ -547,10 +369,6 @@ def test_what_a_plan_costs_counts_the_files(plan: Plan) -> None:
     bytes_ = [measure_cost(p, passes=2, patience=0).bytes_on_disk for p in (plan, without)]
     size = local(data_file(plan.run, "profiles", "none", 0)).stat().st_size
     assert bytes_[0] - bytes_[1] == pytest.approx(2 * SHARDS * size, rel=0.2)
-
-
-def test_profiles_come_in_registry_order() -> None:
-    assert [p.name for p in KIND.select(reversed(ALL))] == ALL
 
 
 def test_an_entry_without_a_value_is_no_part_of_the_aggregate() -> None:
@@ -617,6 +435,7 @@ def test_the_definition_of_columns_and_diagonals_names_its_numbers() -> None:
 def test_columns_and_diagonals_are_those_of_the_definition(n_ctx: int) -> None:
     pattern = random_pattern(n_ctx)
     by_lag = PROFILES["tail_attention_by_lag"].compute(pattern)
+    by_key = PROFILES["tail_attention_by_key"].compute(pattern)
     shares = PROFILES["column_diagonal_attention_by_candidate"].compute(pattern)
     n = min(64, n_ctx)
     queries, keys = np.arange(n_ctx - n, n_ctx)[:, None], np.arange(n_ctx)
@@ -625,6 +444,7 @@ def test_columns_and_diagonals_are_those_of_the_definition(n_ctx: int) -> None:
         columns = rows.sum(0)
         lags = np.array([rows[queries - keys == lag].sum() for lag in range(n_ctx)])
         np.testing.assert_allclose(by_lag[sequence, head], lags / n, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(by_key[sequence, head], columns / n, rtol=1e-9, atol=1e-12)
         for candidate, (n_columns, n_diagonals) in enumerate(CANDIDATES):
             in_column = np.isin(keys, list(chosen(columns, n_columns, 30, n_ctx)))
             on_diagonal = np.isin(queries - keys, list(chosen(lags, n_diagonals, 100, n_ctx)))
@@ -645,31 +465,6 @@ FAMILIES = {
     # Only half of the components are rotated.
     "Phi": toy.family("PhiConfig"),
 }
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_moments_are_those_of_the_queries_that_the_model_rotates(
-    family: str, tmp_path: Path
-) -> None:
-    path = toy.save_model(tmp_path / family, FAMILIES[family])
-    tokens = toy.repeating_tokens(T, batch=5)
-    before, after = queries_of(path, tokens)
-    upper = np.triu_indices(D_HEAD)
-    for engine in ("fused", "dense"):
-        means = measure(path, tokens, profiles=MOMENTS, engine=engine).means["profiles"]
-        for prefix, layers, first in (("", before, 4), ("rotated_", after, 0)):
-            for layer, queries in enumerate(layers):
-                later = queries[:, :, first:].numpy()
-                mean = later.mean((0, 2))
-                products = np.einsum("bhqi,bhqj->hij", later, later) / later.shape[0]
-                second = products[:, *upper] / later.shape[2]
-                close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
-                measured_mean = means[f"{prefix}query_mean"].mean[layer]
-                measured_second = means[f"{prefix}query_second_moment"].mean[layer]
-                np.testing.assert_allclose(measured_mean, mean, **close)
-                np.testing.assert_allclose(measured_second, second, **close)
-    rotates = not np.allclose(before[1].numpy(), after[1].numpy())
-    assert rotates == (family != "GPT-2")
 
 
 def test_queries_that_a_module_rotates_in_its_own_way_are_an_error(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Statistics of the weights alone: exact numbers, the law they obey, and the way through a shard
-into the view.
-"""
+"""Statistics of the weights alone: what is undefined, and the way through a shard into the view."""
 
 from __future__ import annotations
 
@@ -8,112 +6,35 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from headcount.jobs.plan.cost import measure_cost
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.jobs.run.loop import missing_shards
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
-from headcount.queries.ask.asking import open_runs
 from headcount.queries.open.connection import connect
-from headcount.schemas.errors import MeasureError, QueryError, RunError, ScanError
+from headcount.schemas.errors import MeasureError, RunError, ScanError
 from headcount.schemas.scans.kinds import schema_of_rows
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.weight_statistics import KIND, WEIGHT_STATISTICS, weight
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
 from tests.toys import toy_models as toy
-from tests.toys.toy_runs import data_file, local, read_manifest, write_run
+from tests.toys.toy_runs import data_file, local
 
 ALL = list(WEIGHT_STATISTICS)
 OF_VALUES = {"value_output_norm", "value_composition", "copying_score"}
 """Statistics that read values alone, which every model has."""
 T = 6
 
-Raw = dict[str, np.ndarray]
-"""`b_Q [layer head d_head]`, `W_K [layer head d_model d_head]`, `W_pos` and `EPE` `[pos d_model]`,
-in float64.
-"""
-
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toy.save_model(tmp_path_factory.mktemp("models") / "gpt2", toy.gpt2())
-
-
-@pytest.fixture(scope="module")
-def legacy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.save_legacy(tmp_path_factory.mktemp("models") / "legacy", "safetensors")
-
-
-def raw_gpt2(path: Path) -> Raw:
-    """From the file's own tensors: `c_attn` is `[d_model 3·d_model]`, queries first, then keys,
-    head by head.
-    """
-    state = {name: t.double().numpy() for name, t in load_file(path / "model.safetensors").items()}
-    heads, d_model, d_head = 4, 32, 8
-    b_q, w_k = [], []
-    for layer in range(3):
-        attn = f"transformer.h.{layer}.attn.c_attn"
-        b_q.append(state[f"{attn}.bias"][:d_model].reshape(heads, d_head))
-        w_k.append(
-            state[f"{attn}.weight"][:, d_model : 2 * d_model]
-            .reshape(d_model, heads, d_head)
-            .swapaxes(0, 1)
-        )
-    positions, mlp = state["transformer.wpe.weight"], "transformer.h.0.mlp"
-    x = positions @ state[f"{mlp}.c_fc.weight"] + state[f"{mlp}.c_fc.bias"]
-    gelu = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    effective = positions + gelu @ state[f"{mlp}.c_proj.weight"] + state[f"{mlp}.c_proj.bias"]
-    return {"b_Q": np.stack(b_q), "W_K": np.stack(w_k), "W_pos": positions, "EPE": effective}
-
-
-def raw_legacy(path: Path) -> Raw:
-    """An attention-only model has no MLP, so its effective positions are its positions."""
-    state = {name: t.double().numpy() for name, t in load_file(path / "model.safetensors").items()}
-    weights = {
-        name: np.stack([state[f"blocks.{la}.attn.{name}"] for la in range(2)])
-        for name in ("b_Q", "W_K")
-    }
-    return weights | {"W_pos": state["pos_embed.W_pos"], "EPE": state["pos_embed.W_pos"]}
-
-
-def expected_of(raw: Raw) -> Raw:
-    """Every statistic, by its formula."""
-    keys = np.einsum("jd,lhde->lhje", raw["EPE"], raw["W_K"])
-    centred = raw["W_pos"] - raw["W_pos"].mean(-1, keepdims=True)
-    lengths = np.linalg.norm(keys, axis=-1) * np.linalg.norm(raw["b_Q"], axis=-1)[..., None]
-    return {
-        "query_bias_norm": np.sqrt((raw["b_Q"] ** 2).sum(-1)),
-        "bias_key_coupling": np.einsum("lhe,lhde->lhd", raw["b_Q"], raw["W_K"]),
-        "bias_position_cosine": np.einsum("lhje,lhe->lhj", keys, raw["b_Q"]) / lengths,
-        "position_norm": np.sqrt((raw["W_pos"] ** 2).sum(-1)),
-        "effective_position_norm": np.sqrt((raw["EPE"] ** 2).sum(-1)),
-        "first_effective_position": raw["EPE"][0],
-        "centred_position_norm": np.sqrt(raw["W_pos"].var(-1) * raw["W_pos"].shape[1]),
-        "position_product_first": centred @ centred[0],
-        "position_product_second": centred @ centred[1],
-        **{
-            f"position_component_{1 + c}": coordinates
-            for c, coordinates in enumerate(components(centred))
-        },
-    }
-
-
-def components(centred: np.ndarray) -> np.ndarray:
-    """Coordinates `[component pos]` along the three largest eigenvectors of the covariance of
-    coordinates.
-    """
-    rows = centred - centred.mean(0)
-    _, vectors = np.linalg.eigh(rows.T @ rows)
-    coordinates_of_rows = (rows @ vectors[:, -3:]).T[::-1]
-    return np.stack([line * np.sign(line[np.abs(line).argmax()]) for line in coordinates_of_rows])
 
 
 def table_of(path: Path, **changes: Any) -> pa.Table:
@@ -125,75 +46,7 @@ def rows_of(table: pa.Table, name: str) -> list[dict[str, Any]]:
     return [row for row in table.to_pylist() if row["weight"] == name]
 
 
-def check(table: pa.Table, expected: Raw) -> None:
-    assert table.schema.equals(schema_of_rows(KIND, WEIGHT_STATISTICS.values()))
-    for name, values in expected.items():
-        rows = rows_of(table, name)
-        assert len(rows) == values.size, name
-        axis = WEIGHT_STATISTICS[name].axis
-        keys = ["layer", "head"] if values.ndim >= 2 or axis == "none" else []
-        keys += [] if axis == "none" else [axis]
-        for row in rows:
-            assert {
-                k for k in ("layer", "head", "position", "dimension") if row[k] is not None
-            } == set(keys)
-            assert row["value"] == pytest.approx(
-                values[tuple(row[k] for k in keys)], rel=1e-11, abs=1e-13
-            )
-        assert rows == sorted(rows, key=lambda row: [row[k] for k in keys])
-
-
 # InterventionMeasurements on a model
-
-
-def test_a_gpt2_has_the_numbers_of_its_tensors(gpt2: Path) -> None:
-    table = table_of(gpt2)
-    check(table, expected_of(raw_gpt2(gpt2)))
-    assert table["weight"].unique().to_pylist() == ALL
-
-
-def test_an_attention_only_model_has_the_numbers_of_its_tensors(legacy: Path) -> None:
-    check(table_of(legacy), expected_of(raw_legacy(legacy)))
-
-
-@pytest.mark.parametrize(
-    "changes", [{"engine": "dense"}, {"precision": "bfloat16"}, {"precision": "float64"}]
-)
-def test_engine_and_precision_change_nothing(gpt2: Path, changes: dict[str, str]) -> None:
-    check(table_of(gpt2, **changes), expected_of(raw_gpt2(gpt2)))
-
-
-def test_the_shift_of_a_key_is_its_input_times_the_coupling(gpt2: Path) -> None:
-    tokens = toy.repeating_tokens(T, batch=3)
-    profiles = ["score_shift_by_key", "score_shift_lead_by_key"]
-    replica = toy.replica(
-        gpt2,
-        precision="float64",
-        profiles=profiles,
-        statistics=["sink_alpha"],
-        weight_statistics=ALL,
-    )
-    inputs: list[torch.Tensor] = []
-
-    def record_output(_module: object, _arguments: object, out: torch.Tensor) -> None:
-        inputs.append(out)
-
-    norms = [block.get_submodule("ln_1") for block in replica.model.blocks]
-    hooks = [norm.register_forward_hook(record_output) for norm in norms]
-    measured = replica.measure(tokens).means["profiles"]
-    for hook in hooks:
-        hook.remove()
-    coupling = np.zeros((3, 4, 32))
-    for row in rows_of(replica.weights()["weights"], "bias_key_coupling"):
-        coupling[row["layer"], row["head"], row["dimension"]] = row["value"]
-    shifts = np.einsum("lbkd,lhd->blhk", torch.stack(inputs).numpy(), coupling)
-    np.testing.assert_allclose(
-        measured["score_shift_by_key"].mean, shifts.mean(0), rtol=1e-9, atol=1e-11
-    )
-    lead = shifts - shifts.min(-1, keepdims=True)
-    np.testing.assert_allclose(
-        measured["score_shift_lead_by_key"].mean, lead.mean(0), rtol=1e-9, atol=1e-11
-    )
 
 
 @pytest.mark.parametrize(
@@ -265,17 +118,6 @@ def test_folded_weights_are_refused() -> None:
     assert toy.toy_scan(weight_processing="folded").names(KIND) == ()
 
 
-def test_a_scan_without_them_is_recorded_as_before_there_were_any() -> None:
-    assert "weight_statistics" not in toy.toy_scan().record
-    assert toy.toy_scan(weight_statistics=["position_norm"]).record["weight_statistics"] == [
-        "position_norm"
-    ]
-
-
-def test_they_come_in_registry_order() -> None:
-    assert [s.name for s in KIND.select(reversed(ALL))] == ALL
-
-
 def test_a_weight_statistic_names_weights() -> None:
     def broken(b_Qs: Any) -> Any:
         """Meaning.
@@ -317,11 +159,6 @@ def measure_shards(plan: Plan) -> Plan:
     return plan
 
 
-@pytest.fixture
-def plan(tmp_path: Path, gpt2: Path) -> Plan:
-    return measure_shards(begin(tmp_path / "runs", gpt2))
-
-
 def ask(path: Path, question: str) -> list[tuple[Any, ...]]:
     return list(run_query(connect(path, lazily=True), question).rows())
 
@@ -333,27 +170,6 @@ def files_of(plan: Plan) -> list[str]:
         str(file.relative_to(run))[: -len("1a2b3c4d.parquet")]
         for file in sorted(run.glob("weights/*/*"))
     ]
-
-
-def test_a_run_has_them_once_of_the_untouched_model(plan: Plan, gpt2: Path) -> None:
-    assert files_of(plan) == ["weights/intervention=none/shard-000000-"]
-    first, second = plan.run.commits()
-    assert [f.table for f in first.files] == ["heads", "sequences"] * 2 + ["weights"]
-    assert [f.table for f in second.files] == ["heads", "sequences"] * 2
-    assert first.rows == 3 * 3 * 4 * 2
-    table = pq.ParquetFile(data_file(plan.run, "weights", "none", 0)).read()
-    assert set(table["intervention"].to_pylist()) == {"none"}
-    check(table.drop_columns(["run_id", "intervention"]), expected_of(raw_gpt2(gpt2)))
-    assert plan.manifest.kinds["weight_statistics"]["bias_key_coupling"]["axis"] == "dimension"
-    assert set(plan.manifest.kinds["weight_statistics"]) == set(ALL)
-
-
-def test_a_run_without_pairs_of_heads_has_no_columns_for_them(tmp_path: Path, gpt2: Path) -> None:
-    changes = {"weight_statistics": ["query_bias_norm"], "statistics": ["sink_alpha"]}
-    run = measure_shards(begin(tmp_path, gpt2, **changes)).run
-    file = pq.ParquetFile(data_file(run, "weights", "none", 0))
-    assert "earlier_head" not in file.schema_arrow.names
-    assert len(ask(local(run.path), "SELECT value FROM weights")) == 3 * 4
 
 
 def test_the_measured_heads_are_paired_with_every_earlier_head(gpt2: Path) -> None:
@@ -402,44 +218,40 @@ def test_a_head_that_reads_what_an_earlier_one_writes_composes_with_it(
     assert values[3] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_query_reads_them_and_every_column_is_described(plan: Plan, gpt2: Path) -> None:
-    expected = expected_of(raw_gpt2(gpt2))
-    question = (
-        "SELECT intervention, value FROM weights WHERE weight = '{}' "
-        "ORDER BY layer, head, position, dimension"
+# A run
+
+
+def test_a_run_has_them_once_of_the_untouched_model(tmp_path: Path, gpt2: Path) -> None:
+    plan = measure_shards(begin(tmp_path, gpt2))
+    assert files_of(plan) == ["weights/intervention=none/shard-000000-"]
+    first, second = plan.run.commits()
+    assert [f.table for f in first.files] == ["heads", "sequences"] * 2 + ["weights"]
+    assert [f.table for f in second.files] == ["heads", "sequences"] * 2
+    assert first.rows == 3 * 3 * 4 * 2
+    file = local(data_file(plan.run, "weights", "none", 0))
+    table = pq.ParquetFile(file).read().drop_columns(["run_id", "intervention"])
+    assert table.schema.equals(schema_of_rows(KIND, WEIGHT_STATISTICS.values()))
+    assert table["weight"].unique().to_pylist() == list(plan.manifest.kinds[KIND.field]) == ALL
+    # Engine and precision change nothing.
+    assert table.equals(table_of(gpt2, engine="dense", precision="float64"))
+    described = dict(
+        ask(
+            local(plan.run.path),
+            "SELECT column_name, comment FROM duckdb_columns() "
+            "WHERE table_name = 'weights' AND schema_name = 'main'",
+        )
     )
-    runs = open_runs(plan.run.path)
-    for name, values in expected.items():
-        rows = runs.rows(question.format(name))
-        assert {row[0] for row in rows} == {"none"}
-        np.testing.assert_allclose([row[1] for row in rows], values.ravel(), rtol=1e-11, atol=1e-13)
-    sql = (
-        "SELECT column_name, comment FROM duckdb_columns() "
-        "WHERE table_name = 'weights' AND schema_name = 'main'"
-    )
-    described = dict(runs.rows(sql))
-    assert [name for name, comment in described.items() if not comment] == []
+    assert all(described.values())
     assert described["layer"].endswith("NULL for values that a model has only once.")
 
+    # A plan counts the file once.
+    without = make_plan(plan.scan.model_copy(update={"weight_statistics": ()}), "toy")
+    bytes_ = [measure_cost(p, passes=2, patience=0).bytes_on_disk for p in (plan, without)]
+    assert bytes_[0] - bytes_[1] == pytest.approx(file.stat().st_size, rel=0.1)
 
-def test_a_scan_that_measures_only_edits_has_them_too(tmp_path: Path, gpt2: Path) -> None:
-    edited = measure_shards(begin(tmp_path, gpt2, interventions=["zero_query_bias"]))
-    assert files_of(edited) == ["weights/intervention=none/shard-000000-"]
-    assert ask(
-        local(edited.run.path),
-        "SELECT min(value) > 0 FROM weights WHERE weight = 'query_bias_norm'",
-    ) == [(True,)]
-
-
-def test_a_scan_without_them_writes_none(tmp_path: Path, gpt2: Path) -> None:
-    bare = measure_shards(begin(tmp_path, gpt2, weight_statistics=[]))
-    assert files_of(bare) == []
-    assert ask(local(bare.run.path), "weights") == []
-
-
-def test_a_lost_file_makes_its_shard_missing_and_a_resume_brings_it_back(plan: Plan) -> None:
-    file = local(data_file(plan.run, "weights", "none", 0))
-    before = file.read_bytes()
+    # A lost file makes its shard missing, and a resume brings it back.
+    before, rows = file.read_bytes(), ask(local(plan.run.path), "weights")
+    assert len(rows) == len(table)
     file.unlink()
     assert missing_shards(plan).tolist() == [0]
     assert ask(local(plan.run.path), "weights") == []
@@ -447,52 +259,27 @@ def test_a_lost_file_makes_its_shard_missing_and_a_resume_brings_it_back(plan: P
     assert missing_shards(plan).tolist() == []
     assert file.read_bytes() == before
 
-
-def test_compacting_leaves_the_file(plan: Plan) -> None:
-    before = ask(local(plan.run.path), "weights")
-    assert compact(plan.run).problems == []
-    assert files_of(plan) == ["weights/intervention=none/shard-000000-"]
-    assert len(list(local(plan.run.path).glob("heads/intervention=*/*.parquet"))) == 2
-    assert ask(local(plan.run.path), "weights") == before
+    # Compaction leaves it, again and again.
+    for _ in range(2):
+        assert compact(plan.run).problems == []
+        assert files_of(plan) == ["weights/intervention=none/shard-000000-"]
+        assert ask(local(plan.run.path), "weights") == rows
     assert missing_shards(plan).tolist() == []
-    assert compact(plan.run).problems == []
-    assert ask(local(plan.run.path), "weights") == before
 
 
-def test_a_run_that_measured_others_is_not_gone_on_with(tmp_path: Path, gpt2: Path) -> None:
-    first = begin(tmp_path, gpt2, weight_statistics=["position_norm"])
-    other = parse_scan(first.scan.model_dump(mode="json") | {"weight_statistics": []})
-    assert other.fingerprint != first.scan.fingerprint
-    with pytest.raises(
-        RunError,
-        match=r"weight statistic position_norm \(no longer\), weight_statistics \(",
-    ):
-        make_plan(other, "toy", first.run.run_id)
-
-
-def test_what_a_plan_costs_counts_the_file_once(plan: Plan) -> None:
-    without = make_plan(plan.scan.model_copy(update={"weight_statistics": ()}), "toy")
-    bytes_ = [measure_cost(p, passes=2, patience=0).bytes_on_disk for p in (plan, without)]
-    size = local(data_file(plan.run, "weights", "none", 0)).stat().st_size
-    assert bytes_[0] - bytes_[1] == pytest.approx(size, rel=0.1)
-
-
-def test_two_formulas_of_one_name_are_refused(tmp_path: Path) -> None:
-    entry = {"weight": "position_norm", "position": 0, "value": 1.0}
-    runs = [
-        write_run(tmp_path, name, {"sink_mass": lambda row: 0.5}, weights=[entry])
-        for name in ("a", "b")
-    ]
-    assert ask(tmp_path, "SELECT run_id, position, value FROM weights ORDER BY run_id") == [
-        ("a", 0, 1),
-        ("b", 0, 1),
-    ]
-    manifest = local(runs[1].manifest_file)
-    fingerprint = read_manifest(runs[1])["kinds"]["weight_statistics"]["position_norm"][
-        "fingerprint"
-    ]
-    manifest.write_text(manifest.read_text().replace(fingerprint, "other"))
-    with pytest.raises(
-        QueryError, match="weight statistic 'position_norm' has one formula in run a"
-    ):
-        connect(tmp_path)
+def test_a_scan_of_edits_alone_has_those_that_it_names(tmp_path: Path, gpt2: Path) -> None:
+    changes = {"interventions": ["zero_query_bias"], "weight_statistics": ["query_bias_norm"]}
+    plan = measure_shards(begin(tmp_path / "a", gpt2, **changes))
+    assert files_of(plan) == ["weights/intervention=none/shard-000000-"]
+    file = pq.ParquetFile(data_file(plan.run, "weights", "none", 0))
+    assert "earlier_head" not in file.schema_arrow.names
+    question = "SELECT count(*), min(value) > 0 FROM weights"
+    assert ask(local(plan.run.path), question) == [(3 * 4, True)]
+    other = parse_scan(plan.scan.model_dump(mode="json") | {"weight_statistics": []})
+    assert other.fingerprint != plan.scan.fingerprint
+    problem = r"weight statistic query_bias_norm \(no longer\), weight_statistics \("
+    with pytest.raises(RunError, match=problem):
+        make_plan(other, "toy", plan.run.run_id)
+    bare = measure_shards(begin(tmp_path / "b", gpt2, weight_statistics=[]))
+    assert files_of(bare) == ask(local(bare.run.path), "weights") == []
+    assert "weight_statistics" not in bare.scan.record

@@ -18,8 +18,19 @@ from headcount.workers.inputs import INPUTS, InputFamily, Labelled
 from headcount.workers.inputs.corpus.text_files import read_text
 from headcount.workers.inputs.families import sentences
 from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.model.files.model_info import describe
 from tests import ROOT
-from tests.toys.toy_models import BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
+from tests.toys.toy_corpora import make_index
+from tests.toys.toy_models import (
+    BOS,
+    BYTE_BOS,
+    D_VOCAB,
+    EOS,
+    byte_tokenizer,
+    save_byte_model,
+    toy_info,
+    toy_scan,
+)
 
 
 def sequences_of(
@@ -528,3 +539,22 @@ def test_a_model_without_a_bos_token_cannot_begin_sequences_with_one():
 def test_the_longest_context_of_the_model_is_allowed():
     scan: Scan = toy_scan(n_ctx=64, sequences=1)
     assert Sequences(scan, toy_info()).shard(0).tokens.shape == (1, 64)
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_chunk_may_be_repeated_with_its_bos(tmp_path: Path, bos: bool) -> None:
+    (tmp_path / "a.txt").write_text("abcdefgh")
+    info = describe(save_byte_model(tmp_path / "model"))
+    options = {"family": "repeated_text", "files": str(tmp_path / "a.txt"), "chunk": 3}
+    tokens: list[list[int]] = []
+    for repeat_bos in (True, False) if bos else (False,):
+        scan = toy_scan(n_ctx=9, bos=bos, sequences=1, input=options | {"repeat_bos": repeat_bos})
+        sequences = Sequences(scan, info)
+        make_index(sequences)
+        tokens.append(sequences.shard(0).tokens[0].tolist())
+    a, b, c = b"abc"
+    if bos:
+        first = BYTE_BOS
+        assert tokens == [[first, a, b, c, first, a, b, c, first], [first, a, b, c, a, b, c, a, b]]
+    else:
+        assert tokens == [[a, b, c] * 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +55,14 @@ def runs_of(labels: np.ndarray, label: str) -> list[list[int]]:
     return [run.tolist() for run in np.split(positions, breaks) if len(run)]
 
 
-def test_the_fact_stands_once_in_the_haystack_and_again_at_the_end():
-    for tokens, labels in labelled(sequences_of(key=3, value=2)):
-        assert tokens[0] == BOS
-        assert set(labels) == {"", "gold", "query", "answer"}
-        assert labels[-5:].tolist() == ["query"] * 3 + ["answer"] * 2
-        [gold] = runs_of(labels, "gold")
-        fact = tokens[gold[0] - 3 : gold[-1] + 1]
-        assert fact.tolist() == tokens[-5:].tolist()
-        # No token of the fact occurs anywhere else.
-        assert len(set(fact.tolist())) == 5
-        assert np.isin(tokens, fact).sum() == 10
-        assert not np.isin(tokens[1:], [BOS, EOS]).any()
-
-
 def test_every_question_has_its_answer_and_the_other_needles_have_none():
     for tokens, labels in labelled(sequences_of(key=2, value=3, needles=3, questions=2)):
+        assert tokens[0] == BOS
+        assert not np.isin(tokens[1:], [BOS, EOS]).any()
+        fact = tokens[-5:]
+        # No token of a fact occurs anywhere else.
+        assert len(set(fact.tolist())) == 5
+        assert np.isin(tokens, fact).sum() == 10
         gold, other = runs_of(labels, "gold"), runs_of(labels, "other")
         assert [len(run) for run in gold + other] == [3, 3, 3]
         facts = {tuple(tokens[run[0] - 2 : run[-1] + 1].tolist()) for run in gold}
@@ -223,111 +216,44 @@ def test_passages_of_text_do_not_overlap(tmp_path: Path):
     assert len(orders) == 12
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("needle", {"depth": 1.5}, "input.depth: expected at most 1, got 1.5"),
-        ("needle", {"depth": -0.1}, "input.depth: expected 0 or more, got -0.1"),
-        ("needle", {"key": 0}, "input.key: expected 1 or more, got 0"),
-        (
-            "needle",
-            {"questions": 3, "needles": 2},
-            "input.questions: expected at most 2, the number of needles, got 3",
-        ),
-        (
-            "needle",
-            {"key": 12, "value": 8},
-            "n_ctx: 1 needle, 1 question and a haystack need 41 tokens besides the "
-            "beginning-of-sequence token, got 39; raise n_ctx, or take fewer or shorter ones",
-        ),
-        (
-            "needle",
-            {"high": 9},
-            "input: ordinary token ids from low = 0 on and below high = 9: expected 8 or more, got "
-            "7; widen low and high",
-        ),
-        (
-            "needle",
-            {"high": 10},
-            "input: ordinary token ids for a haystack without the 8 of its needles: expected 1 or "
-            "more, got 0; widen low and high, or lower key, value or needles",
-        ),
-        (
-            "text_needle",
-            {"fact": "{key} is {key}."},
-            "input.fact: expected {key} and {value} once each, got '{key} is {key}.'",
-        ),
-        (
-            "text_needle",
-            {"question": "Is {key} {value}?"},
-            "input.question: expected {key} and no {value}, which follows it, got 'Is {key} "
-            "{value}?'",
-        ),
-        (
-            "text_needle",
-            {"needles": 2, "keys": ["a", "a"]},
-            "input.keys: expected 2 or more, as many as needles, got 1 different ones",
-        ),
-        ("passages", {"passages": 1}, "input.passages: expected 2 or more, got 1"),
-        (
-            "passages",
-            {"passages": 3, "gold": 3},
-            "input.gold: expected 0 to 2, the numbers of the passages, got 3",
-        ),
-        (
-            "passages",
-            {},
-            "n_ctx: 4 passages that hold a query of 8 tokens and the query need 40 tokens besides "
-            "the beginning-of-sequence token, got 39; raise n_ctx, or lower passages or query",
-        ),
-        (
-            "passages",
-            {"text": "a.txt", "distinct": True},
-            "input.distinct: expected without a text only, got text = 'a.txt'; leave out one",
-        ),
-        (
-            "passages",
-            {"text": "a.txt", "high": 9},
-            "input.high: expected without a text only, got text = 'a.txt'; leave out one",
-        ),
-    ],
-)
-def test_what_cannot_fit_is_one_line(family: str, options: dict[str, Any], message: str):
-    with pytest.raises(ScanError) as caught:
-        sequences_of(family, **options).shard(0)
-    assert str(caught.value) == message
+REFUSED = """
+needle|depth=1.5|input.depth: expected at most 1, got 1.5
+needle|depth=-0.1|input.depth: expected 0 or more, got -0.1
+needle|key=0|input.key: expected 1 or more, got 0
+needle|questions=3,needles=2|input.questions: expected at most 2, the number of needles, got 3
+needle|key=12,value=8|n_ctx: 1 needle, 1 question and a haystack need 41 tokens besides the beginning-of-sequence token, got 39; raise n_ctx, or take fewer or shorter ones
+needle|high=9|input: ordinary token ids from low = 0 on and below high = 9: expected 8 or more, got 7; widen low and high
+needle|high=10|input: ordinary token ids for a haystack without the 8 of its needles: expected 1 or more, got 0; widen low and high, or lower key, value or needles
+text_needle|fact='{key} is {key}.'|input.fact: expected {key} and {value} once each, got '{key} is {key}.'
+text_needle|question='Is {key} {value}?'|input.question: expected {key} and no {value}, which follows it, got 'Is {key} {value}?'
+text_needle|needles=2,keys=['a','a']|input.keys: expected 2 or more, as many as needles, got 1 different ones
+passages|passages=1|input.passages: expected 2 or more, got 1
+passages|passages=3,gold=3|input.gold: expected 0 to 2, the numbers of the passages, got 3
+passages||n_ctx: 4 passages that hold a query of 8 tokens and the query need 40 tokens besides the beginning-of-sequence token, got 39; raise n_ctx, or lower passages or query
+passages|text='a.txt',distinct=True|input.distinct: expected without a text only, got text = 'a.txt'; leave out one
+passages|text='a.txt',high=9|input.high: expected without a text only, got text = 'a.txt'; leave out one
+"""  # noqa: E501
+
+TOO_SHORT = """
+needle||input.text: expected 23 tokens in a row, the longest text of TEXT has 20; lower n_ctx, or take a longer text
+passages|query=7|input.text: expected 4 pieces of 8 tokens, TEXT has 2; lower n_ctx, or take a longer text
+needle|key=10,value=4,low=97,high=110|input: ordinary token ids for needles, which are not in the haystack: expected 14 or more, got 9; widen low and high, or lower key, value or needles
+"""  # noqa: E501
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        (
-            "needle",
-            {},
-            "input.text: expected 23 tokens in a row, the longest text of TEXT has 20; lower "
-            "n_ctx, or take a longer text",
-        ),
-        (
-            "passages",
-            {"query": 7},
-            "input.text: expected 4 pieces of 8 tokens, TEXT has 2; lower n_ctx, or take a longer "
-            "text",
-        ),
-        (
-            "needle",
-            {"key": 10, "value": 4, "low": 97, "high": 110},
-            "input: ordinary token ids for needles, which are not in the haystack: expected 14 or "
-            "more, got 9; widen low and high, or lower key, value or needles",
-        ),
-    ],
-)
-def test_too_short_a_text_is_one_line(
-    tmp_path: Path, family: str, options: dict[str, Any], message: str
-):
-    sequences = text_sequences(tmp_path, "abcd" * 5, family, 40, **options)
-    with pytest.raises(ScanError) as caught:
-        sequences.shard(0)
-    assert str(caught.value).replace(str(tmp_path / "text.txt"), "TEXT") == message
+@pytest.mark.parametrize("table", [REFUSED, TOO_SHORT])
+def test_what_cannot_fit_is_one_line(tmp_path: Path, table: str):
+    for number, line in enumerate(table.strip().splitlines()):
+        family, fields, message = line.split("|")
+        options = eval(f"dict({fields})")
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make = sequences_of
+        if table == TOO_SHORT:
+            make = partial(text_sequences, folder, "abcd" * 5, n_ctx=40)
+        with pytest.raises(ScanError) as caught:
+            make(family, **options).shard(0)
+        assert str(caught.value).replace(str(folder / "text.txt"), "TEXT") == message
 
 
 @pytest.mark.parametrize("family", ["needle", "passages"])

@@ -1,370 +1,391 @@
-"""Interventions: both engines see the same edit, each edit does what it says, and none does
-nothing.
+"""Interventions: what `test_reference`, which judges their values, cannot say.
+
+What is refused, in which order edits are made and what they may read, that weights come back, seeds
+and partners, what is undefined under an edit, and which engine and precision measure it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
 
-from headcount.schemas.errors import ModelError, ScanError
-from headcount.schemas.statistics import STATISTICS
-from headcount.workers.engine.edits import Edit, Edits
+from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.schemas.errors import MeasureError, ModelError, RunError, ScanError
+from headcount.schemas.scans.intervention import parse_intervention
+from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
+from headcount.schemas.scans.scan import Input, parse_scan
+from headcount.schemas.statistics import KIND, STATISTICS
+from headcount.workers.engine.edits import hidden_keys, hide
+from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import (
     INTERVENTIONS,
+    bind,
     edited_weights,
+    intervention,
     intervention_registry,
+    needs_partners,
 )
+from headcount.workers.interventions.settlement import Settlement, check_begun, settle
 from headcount.workers.interventions.sinks import random_coordinates
+from headcount.workers.measurements.batch import measure_batch
 from headcount.workers.model.files.loading import load_model
-from headcount.workers.model.files.model_info import describe, find_model
-from headcount.workers.model.model import bridge_of
-from headcount.workers.replica import InterventionMeasurements
+from headcount.workers.model.files.model_info import ModelInfo, describe
+from headcount.workers.model.model import Model, bridge_of
+from headcount.workers.replica import InterventionMeasurements, Replica
+from headcount.workers.shard import run_shard
 from tests.toys import toy_models as toy
+from tests.toys.toy_runs import data_file, local
 
-WITH_OPTIONS = {
-    "scale_query_bias": "(2)",
-    "blend_first_position": "(0.25)",
-    "scale_first_position": "(3)",
-    "zero_mlp": "(1)",
-    "zero_attention": "(1)",
-    "zero_head": "(1,2)",
-    "keep_head": "(0,1)",
-    "head_to_first": "(1,3)",
-    "keep_window": "(1,3)",
-    "stream_heads": "(1,3,L0H1,L1H2)",
-    "stream_other_heads": "(1,3,L0H1)",
-    "mean_head": "(0,1)",
-    "patch_head": "(1,2)",
-    "patch_head_at": "(0,1,9)",
-    "swap_first_key": "(5)",
-    "swap_first_value": "(5)",
-    "zero_inactive_heads": "(head_output_norm,4.5)",
-    "zero_random_heads": "(head_output_norm,4.5)",
-    "zero_entropy_sinks": "(0.6,0.4)",
-    "entropy_sinks_to_first": "(0.6,0.4)",
-    "blend_position": "(5)",
-    "scale_position": "(5,3)",
-    "zero_token": "(5)",
-    "zero_massive_activations": "(0,1.5,2)",
-    "set_massive_activation": "(1,3,-20)",
-    "ideal_backcopy": "(1,2)",
-    "ideal_induction": "(1,2)",
-}
-EVERY = [name + WITH_OPTIONS.get(name, "") for name in INTERVENTIONS]
+TOKENS = toy.repeating_tokens(13, batch=5)
+PARTNER = (TOKENS * 7 + 1) % toy.D_VOCAB
+Paths = dict[str, Path]
+Replicas = Callable[..., toy.TextReplica]
+Register = Callable[..., None]
+both_engines = pytest.mark.parametrize("engine", ["fused", "dense"])
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.save_model(tmp_path_factory.mktemp("gpt2"), toy.gpt2())
+@pytest.fixture(scope="session")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
+    """Toy models: three layers of GPT-2, two of a Llama with grouped queries, two of a legacy file
+    without MLPs, two of an OPT, whose MLP is no module.
+    """
+    configs = {
+        "gpt2": toy.gpt2(),
+        "llama": toy.family("LlamaConfig", num_key_value_heads=2),
+        "opt": toy.family("OPTConfig", ffn_dim=48, word_embed_proj_dim=32),
+    }
+    root = tmp_path_factory.mktemp("models")
+    saved = {name: toy.save_model(root / name, config) for name, config in configs.items()}
+    return saved | {"legacy": toy.save_legacy(root / "legacy", "safetensors")}
 
 
-@pytest.fixture(scope="module")
-def replicas(gpt2: Path) -> tuple[toy.TextReplica, toy.TextReplica]:
-    return toy.replica(gpt2), toy.replica(gpt2, engine="dense")
+@pytest.fixture(scope="session")
+def replicas(paths: Paths) -> Replicas:
+    """Replicas by model and engine, each made once."""
+    made: dict[tuple[str, str], toy.TextReplica] = {}
+
+    def replica_of(name: str, engine: str = "fused") -> toy.TextReplica:
+        if (name, engine) not in made:
+            outputs = ["final_logits", "losses"]
+            made[name, engine] = toy.replica(paths[name], engine=engine, predictions=outputs)
+        return made[name, engine]
+
+    return replica_of
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
+    """Registers interventions for one test."""
+    monkeypatch.setattr(intervention_registry, "INTERVENTIONS", dict(INTERVENTIONS))
+
+    def register_all(*functions: Callable[..., Any]) -> None:
+        for function in functions:
+            intervention(function)
+
+    return register_all
+
+
+def model_of(path: Path) -> Model:
+    return load_model(describe(path), "raw", "cpu")
 
 
 def difference(first: InterventionMeasurements, second: InterventionMeasurements) -> float:
-    assert first.heads.keys() == second.heads.keys()
-    differences = [
-        np.nan_to_num(
-            np.abs(first.heads[statistic] - second.heads[statistic])
-            / (1 + np.abs(second.heads[statistic]))
-        ).max()
-        for statistic in first.heads
-    ]
-    return float(max(differences))
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_both_engines_see_the_same_edit(
-    replicas: tuple[toy.TextReplica, toy.TextReplica], name: str
-) -> None:
-    fused, dense = replicas
-    tokens = toy.repeating_tokens(17, batch=3)
-    partner = (tokens * 7 + 1) % toy.D_VOCAB
-    labels = [["trigger" if token % 3 == 0 else "" for token in row] for row in tokens.tolist()]
-    unedited, edited = (
-        fused.measure(tokens, edit, labels, partner=partner) for edit in ("none", name)
+    """The largest difference of a statistic, relative where values are large."""
+    return max(
+        float(np.nan_to_num(np.abs(x - y) / (1 + np.abs(y))).max())
+        for x, y in ((first.heads[name], second.heads[name]) for name in STATISTICS)
     )
-    assert edited.method.engine == "fused"
-    assert difference(edited, dense.measure(tokens, name, labels, partner=partner)) < 1e-5
-    assert (difference(edited, unedited) > 1e-4) == (name != "none")
-    measured_again = fused.measure(tokens, "none", labels)
-    for statistic in STATISTICS:
-        np.testing.assert_array_equal(measured_again.heads[statistic], unedited.heads[statistic])
 
 
-def test_only_the_layers_whose_pattern_is_edited_are_built(
-    replicas: tuple[toy.TextReplica, toy.TextReplica],
-) -> None:
-    tokens = toy.repeating_tokens(17)
-    methods = {
-        name: replicas[0].measure(tokens, name).method
-        for name in ("zero_head(1,2)", "head_to_first(1,3)", "mask_keys")
+def assert_same(first: InterventionMeasurements, second: InterventionMeasurements) -> None:
+    """To the last bit."""
+    for columns in ("heads", "sequences"):
+        for name, values in getattr(first, columns).items():
+            np.testing.assert_array_equal(values, getattr(second, columns)[name])
+
+
+# Refusals
+
+INFO = ModelInfo(
+    path="/nowhere/toy", name="toy", layout="huggingface", sha256="0" * 16, n_layers=3, n_heads=4,
+    d_model=32, d_head=8, n_ctx=64, d_vocab=61, bos_token_id=0, eos_token_id=1,
+)  # fmt: skip
+N_CTX = 16
+ALONE = (
+    "none is the untouched model and stands alone; leave it out, or name it as an intervention of "
+    "its own"
+)
+
+REFUSED = """
+none+none -> ALONE
+zero_first_value+none -> ALONE
+zero_query_bias+zero_query_bias -> expected each edit once, got zero_query_bias 2 times
+swap_first_key(3)+zero_mlps+swap_first_key(3) -> expected each edit once, got swap_first_key(3) 2 times
+mask_keys(0,0) -> count: expected 1 or more, got 0
+mask_keys(0,16) -> hides every key; expected count at most 15, got 16
+mask_keys(0,500) -> hides the keys 0 to 499 of 16 tokens; expected count at most 16, got 500
+mask_keys(-4,5) -> hides the keys 12 to 16 of 16 tokens; expected count at most 4, got 5
+mask_keys(16) -> first: expected -16 to 15, the keys of 16 tokens (negative: from the end), got 16
+mask_keys(0.5) -> first: expected an integer, got 0.5
+mask_first_keys(4) -> mask_first_keys is gone; write mask_keys(0,4)
+mask_last_keys(8) -> mask_last_keys is gone; write mask_keys(-8,8)
+mask_middle_keys -> mask_middle_keys is gone; write mask_keys(HALF,4), where HALF is half of n_ctx
+mask_random_keys(3,1) -> mask_random_keys is gone; write mask_random_span(3), whose keys stand in a row
+mask_recent_keys(0) -> count: expected 1 or more, got 0
+mask_recent_keys(16) -> count: expected at most 15 (n_ctx - 1), got 16
+mask_random_span(9) -> count: expected at most 8 (half of n_ctx), got 9
+keep_window(0,0) -> keeps no key; expected sinks or window of 1 or more
+keep_window(4,12) -> hides nothing; expected sinks + window below n_ctx = 16, got 16
+stream_heads(4,8,L1) -> heads: expected a layer and a head in it, as L5H1, got 'L1'
+stream_heads(4,8,L9H0) -> heads: 'L9H0': layer 9 of toy, which has 3; expected layers from 0 to 2
+stream_heads(4,8,L1H4) -> heads: 'L1H4': head 4 of toy, which has 4; expected heads from 0 to 3
+stream_heads(4,8,L1H1,L0H1) -> heads: expected in order and each once, L0H1,L1H1
+stream_heads(4,8,L1H1,L1H1) -> heads: expected in order and each once, L1H1
+stream_other_heads(4,0) -> recent: expected 1 or more, got 0
+stream_other_heads(8,8) -> hides nothing; expected sink + recent below n_ctx = 16, got 16
+scale_query_bias(1e300) -> alpha: expected at most 1,000,000, got 1e+300
+scale_query_bias(1e999) -> alpha: expected a finite number, got inf
+scale_query_bias(0x10) -> alpha: expected a number, got '0x10'
+random_query_bias(9223372036854775808) -> draw: expected at most 9,223,372,036,854,775,807, got 9223372036854775808
+scale_massive_keys(0,0) -> count: expected 1 or more, got 0
+scale_massive_keys(0,33) -> count: expected at most 32 (d_model), got 33
+scale_random_keys(0,0,17) -> count: expected at most 16 (half of d_model), got 17
+set_massive_activation(0,32,1) -> dimension: expected at most 31 (d_model - 1), got 32
+set_massive_activation(0,1,1,16) -> position 16 of a sequence, which has 16
+zero_massive_activations(0,0) -> size: expected more than 0, got 0
+zero_inactive_heads(entropy,0) -> threshold: expected more than 0, got 0
+zero_inactive_heads(sink_alpha,1) -> threshold: expected 0 or more and below 1, got 1
+zero_inactive_heads(sink_alpha,-0.1) -> threshold: expected 0 or more and below 1, got -0.1
+zero_inactive_heads(sink_alpha,-1,layer_mean) -> threshold: expected 0 or more, got -1
+zero_random_heads(entropy,0) -> threshold: expected more than 0, got 0
+zero_entropy_sinks(0.5,1) -> column: expected less than 1, got 1
+entropy_sinks_to_first(-1,0.5) -> row: expected more than 0, got -1
+zero_head(3,0) -> layer 3 of toy, which has 3
+zero_head(0,4) -> head 4 of toy, which has 4
+zero_head(9999999999999999999999,0) -> layer: expected at most 2,147,483,647, got 9999999999999999999999
+zero_token(16) -> position 16 of a sequence, which has 16
+swap_first_key(0) -> position: expected 1 or more, got 0
+swap_first_value(16) -> position 16 of a sequence, which has 16
+"""  # noqa: E501
+
+UNREADABLE = """
+zero_head -> 'zero_head' needs layer; expected zero_head(layer,head)
+zero_head(1,2,3) -> 'zero_head(1,2,3)' has 3 options; expected zero_head(layer,head)
+stream_heads(4,8) -> 'stream_heads(4,8)' needs heads; expected stream_heads(sink,recent,heads)
+zero_hed(1,2) -> unknown intervention 'zero_hed': did you mean 'zero_head'? Known: blend_first_position
+zero_inactive_heads(head_norm,1) -> unknown name 'head_norm': did you mean 'head_output_norm'? Known: entropy
+"""  # noqa: E501
+
+ONE_TOKEN = """
+mask_recent_keys -> n_ctx = 1 leaves nothing to hide (count is at most n_ctx - 1); raise n_ctx
+mask_keys -> n_ctx = 1 leaves nothing to hide; raise n_ctx
+mask_random_span -> n_ctx = 1 leaves nothing to hide (count is at most half of n_ctx); raise n_ctx
+swap_effective_positions -> positions 0 and 1 of a sequence, which has 1; raise n_ctx
+swap_raw_positions -> positions 0 and 1 of a sequence, which has 1; raise n_ctx
+swap_first_key(1) -> position 1 of a sequence, which has 1
+"""
+
+TAKEN = (
+    "none",
+    "scale_query_bias(1)",  # The end of a series of doses, which does nothing.
+    "mask_keys(0,15)",
+    "mask_keys(-16,15)",
+    "mask_keys(15,1)",
+    "mask_recent_keys(15)",
+    "mask_random_span(8)",
+    "keep_window(0,15)",
+    "keep_window(4,0)",
+    "stream_other_heads(8,7)",
+    "scale_massive_keys(0,32)",
+    "zero_inactive_heads(sink_alpha,0)",
+    "zero_inactive_heads(sink_alpha,2,layer_mean)",
+    "scale_query_bias(0.5)+scale_query_bias(2)",
+    "swap_first_key(15)",
+)
+
+
+def lines_of(table: str) -> list[list[str]]:
+    return [line.split(" -> ") for line in table.strip().splitlines()]
+
+
+def refusal(text: str, n_ctx: int = N_CTX) -> str:
+    """What is said of an intervention; empty where nothing is wrong."""
+    try:
+        bind(parse_intervention(text)).check(INFO, n_ctx)
+    except ScanError as error:
+        return str(error)
+    return ""
+
+
+def test_an_intervention_that_means_nothing_is_refused() -> None:
+    for table, n_ctx in ((REFUSED, N_CTX), (ONE_TOKEN, 1)):
+        for text, problem in lines_of(table):
+            line = f"interventions: '{parse_intervention(text)}': {problem}"
+            assert refusal(text, n_ctx) == line.replace("ALONE", ALONE)
+    for text, problem in lines_of(UNREADABLE):
+        assert problem in refusal(text)
+    assert {text: refusal(text) for text in TAKEN} == dict.fromkeys(TAKEN, "")
+
+
+def test_every_option_refuses_what_is_no_number_of_its_range() -> None:
+    integers = ("nan", "inf", "x", "0.5", "1e999", "-1", "1e300")
+    bad_values = {int: integers, float: ("nan", "-inf", "x", "1e999")}
+    for name, registered in INTERVENTIONS.items():
+        good = [str(registered.allowed_names.get(key, "1")[0]) for key in registered.options]
+        for number, (key, parameter) in enumerate(registered.options.items()):
+            types = {parameter.annotation, *get_args(parameter.annotation)} & bad_values.keys()
+            for text in [text for type_ in types for text in bad_values[type_]]:
+                if parameter.annotation is int and text == "-1":
+                    continue  # A plain `int` has no range of its own.
+                bad = f"{name}({','.join([*good[:number], text, *good[number + 1 :]])})"
+                line = f"interventions: '{parse_intervention(bad)}': {key}: expected "
+                assert refusal(bad).startswith(line)
+
+
+def test_one_intervention_has_one_text() -> None:
+    texts = {
+        "scale_query_bias(0.50)": "scale_query_bias(0.5)",
+        "scale_query_bias(1.0)+none": "scale_query_bias(1)+none",
+        "zero_head(1, 02)": "zero_head(1,2)",
+        "scale_query_bias(1e+3)": "scale_query_bias(1000)",
+        "zero_inactive_heads(entropy,.25,raw)": "zero_inactive_heads(entropy,0.25,raw)",
+        "none()": "none",
     }
-    assert {method.engine for method in methods.values()} == {"fused"}
-    assert {name: method.built_layers for name, method in methods.items()} == {
-        "zero_head(1,2)": [],
-        "head_to_first(1,3)": [1],
-        "mask_keys": [0, 1, 2],
-    }
+    for text, canonical in texts.items():
+        assert str(parse_intervention(text)) == canonical
+        assert parse_intervention(canonical) == parse_intervention(text)
+    for text in ("", "none+", "zero_head(1", "zero_head(1,,2)", "zero head", "a(b(1))"):
+        with pytest.raises(ScanError, match=r"expected NAME, NAME\(1,0.5\) or A\+B, got"):
+            parse_intervention(text)
 
 
-def test_combinations_are_applied_in_order(
-    replicas: tuple[toy.TextReplica, toy.TextReplica],
-) -> None:
-    fused, dense = replicas
-    tokens = toy.repeating_tokens(17)
-    combination = "zero_query_bias+first_position_second+zero_head(0,1)"
-    assert difference(fused.measure(tokens, combination), dense.measure(tokens, combination)) < 1e-5
-    half = fused.measure(tokens, "scale_query_bias(0.5)")
-    assert (
-        difference(fused.measure(tokens, "scale_query_bias(0.25)+scale_query_bias(2)"), half) == 0
-    )
-    assert difference(fused.measure(tokens, "scale_query_bias(1)"), fused.measure(tokens)) == 0
-
-
-def test_edits_do_what_they_say(replicas: tuple[toy.TextReplica, toy.TextReplica]) -> None:
-    fused, _ = replicas
-    tokens = toy.repeating_tokens(17, batch=2)
-    first = fused.measure(tokens, "head_to_first(1,3)").heads
-    assert (first["sink_mass"][:, 1, 3] == 1).all()
-    assert (fused.measure(tokens, "zero_head(1,2)").heads["head_output_norm"][:, 1, 2] == 0).all()
-    kept_norms = fused.measure(tokens, "keep_head(0,1)").heads["head_output_norm"][:, 0]
-    assert (kept_norms[:, [0, 2, 3]] == 0).all()
-    assert (kept_norms[:, 1] > 0).all()
-    masked = fused.measure(tokens, "mask_keys").heads
-    assert np.abs(masked["sink_mass"]).max() == 0
-    window = fused.measure(tokens, "keep_window(0,1)").heads
-    np.testing.assert_allclose(window["self_attention"], 1, atol=1e-6)
-    tokens_alone = fused.measure(np.full((1, 9), 7, np.int32), "zero_positions").heads
-    # Without positions equal tokens cannot be told apart.
-    np.testing.assert_allclose(
-        tokens_alone["entropy"][0], np.log(np.arange(9) + 1).mean(), rtol=1e-5
-    )
-
-
-def test_a_mean_of_the_bias_over_keys_leaves_the_pattern_of_no_bias(
-    replicas: tuple[toy.TextReplica, toy.TextReplica],
-) -> None:
-    """A softmax does not change by what all keys share: a bias acts by its differences alone."""
-    tokens = toy.repeating_tokens(17, batch=2)
-    zero, mean, plain = (
-        replicas[0].measure(tokens, name).heads
-        for name in ("zero_query_bias", "mean_query_bias", "none")
-    )
-    of_the_pattern = ("sink_mass", "entropy", "head_output_norm", "resid_post_norm")
-    for statistic in of_the_pattern:
-        np.testing.assert_allclose(mean[statistic], zero[statistic], rtol=1e-5, atol=1e-6)
-        assert np.abs(mean[statistic] - plain[statistic]).max() > 1e-3
-    # The bias that is averaged is the edited one.
-    doubled = replicas[0].measure(tokens, "scale_query_bias(2)+mean_query_bias").heads
-    np.testing.assert_allclose(doubled["sink_mass"], zero["sink_mass"], rtol=1e-5, atol=1e-6)
-
-
-def test_massive_activations_are_gone_after_their_layer(gpt2: Path, tmp_path: Path) -> None:
-    def make_massive(weights: dict[str, torch.Tensor]) -> None:
-        weights["transformer.h.0.mlp.c_proj.bias"][[3, 7]] = torch.tensor([5000.0, -90.0])
-
-    path = toy.copy_of(gpt2, tmp_path / "m", lambda model: toy.change_weights(model, make_massive))
-    names = ["sink_resid_post_massive", "resid_post_norm"]
-    replica = toy.replica(path, statistics=names)
-    tokens = toy.repeating_tokens(9)
-    massive, norm = (replica.measure(tokens).heads[name] for name in names)
-    assert massive[0, :2, 0].tolist() == [1, 1]
-    zeroed = replica.measure(tokens, "zero_massive_activations(0)").heads
-    assert zeroed["sink_resid_post_massive"].max() == 0
-    assert zeroed["resid_post_norm"][0, 0, 0] < 200 < 4900 < norm[0, 0, 0]
-    set_to_zero = replica.measure(tokens, "set_massive_activation(0,3,0)").heads
-    assert set_to_zero["sink_resid_post_massive"].max() == 0
-    elsewhere = replica.measure(tokens, "set_massive_activation(0,3,0,5)").heads
-    assert elsewhere["sink_resid_post_massive"][0, :2, 0].tolist() == [1, 1]
-
-
-def test_an_edit_that_reads_labels_needs_them(
-    replicas: tuple[toy.TextReplica, toy.TextReplica],
-) -> None:
-    tokens = toy.repeating_tokens(9)
-    with pytest.raises(ScanError, match="reads which tokens are labelled, and no labels are given"):
-        replicas[0].measure(tokens, "ideal_backcopy(0,1)")
-    # A sequence without a trigger looks at its first token alone.
-    heads = replicas[0].measure(tokens, "ideal_backcopy(0,1)", [[""] * 9]).heads
-    assert heads["sink_mass"][0, 0, 1] == 1
-
-
-def test_positions_alone_ignore_the_tokens(
-    replicas: tuple[toy.TextReplica, toy.TextReplica],
-) -> None:
-    rng = np.random.default_rng(0)
-    tokens = rng.permuted(np.tile(np.arange(2, 19, dtype=np.int32), (4, 1)), axis=1)
-    heads = replicas[0].measure(tokens, "zero_tokens").heads
-    assert np.ptp(heads["sink_mass"], axis=0).max() < 1e-6
-
-
-def test_effective_positions_and_their_swap_follow_the_definition(gpt2: Path) -> None:
-    model = load_model(describe(gpt2), "raw", "cpu", torch.float64)
-    block: Any = model.bare.get_submodule("transformer.h.0")
-    positions = model.bare.get_parameter("transformer.wpe.weight")
-    mlp = block.mlp
-    hidden = torch.nn.functional.gelu(
-        positions @ mlp.c_fc.weight + mlp.c_fc.bias, approximate="tanh"
-    )
-    effective = positions + hidden @ mlp.c_proj.weight + mlp.c_proj.bias
-    torch.testing.assert_close(model.circuit.effective, effective)
-    order = effective[0].abs().argsort(descending=True)[:3].tolist()
-    assert model.circuit.massive_coordinates(3) == order
-    mlp_out = torch.randn(2, 5, 32, dtype=torch.float64)
-    for name, rows in (("swap_effective_positions", effective), ("swap_raw_positions", positions)):
-        edited = toy.bound(name).edits(model).apply("mlp_out", 0, mlp_out, {})
-        u0, u1 = (row / row.norm() for row in rows[:2])
-        alpha = mlp_out[:, 0] @ u0
-        torch.testing.assert_close(edited[:, 0], mlp_out[:, 0] + alpha[:, None] * (u1 - u0))
-        torch.testing.assert_close(edited[:, 1], mlp_out[:, 1] + alpha[:, None] * (u0 - u1))
-        assert torch.equal(edited[:, 2:], mlp_out[:, 2:])
-        assert toy.bound(name).edits(model).apply("mlp_out", 1, mlp_out, {}) is mlp_out
-
-
-def test_random_keys_avoid_the_massive_ones_and_depend_on_layer_and_draw(gpt2: Path) -> None:
-    model = load_model(describe(gpt2), "raw", "cpu")
-    keys: list[Any] = [block.attn for block in bridge_of(model).blocks]
-
-    def zeroed(text: str) -> list[set[int]]:
-        with torch.inference_mode(), edited_weights(model, toy.bound(text)):
-            return [
-                set(np.flatnonzero((attn.W_K == 0).all(dim=0).all(dim=-1).numpy()).tolist())
-                for attn in keys
-            ]
-
-    massive = set(model.circuit.massive_coordinates(3))
-    assert zeroed("scale_massive_keys") == [massive] * len(keys)
-    zeroed_by_draw = [zeroed(f"scale_random_keys({draw})") for draw in range(4)]
-    assert all(len(layer) == 3 and not layer & massive for draw in zeroed_by_draw for layer in draw)
-    assert all(len({frozenset(layer) for layer in draw}) == len(keys) for draw in zeroed_by_draw)
-    assert len({frozenset(draw[0]) for draw in zeroed_by_draw}) > 1
-    everything = zeroed("scale_random_keys(0,0,20)")
-    assert [len(layer) for layer in everything] == [12] * len(keys)
-
-
-def test_random_keys_are_the_published_ones() -> None:
-    # random.seed(42), then random.randint(0, 767) three times for each layer.
-    published = [
-        [654, 114, 25],
-        [759, 281, 250],
-        [228, 142, 754],
-        [104, 692, 758],
-        [558, 89, 604],
-        [432, 32, 30],
-        [95, 223, 238],
-        [517, 616, 27],
-        [574, 203, 733],
-        [665, 718, 558],
-        [429, 225, 459],
-        [603, 284, 6],
+def test_a_scan_holds_interventions_and_writes_their_canonical_text() -> None:
+    scan = toy.toy_scan(interventions=["none", "scale_query_bias(0.50)"])
+    assert scan.record["interventions"] == ["none", "scale_query_bias(0.5)"]
+    same = toy.toy_scan(interventions=["none", "scale_query_bias(0.5)"])
+    assert (scan, scan.fingerprint) == (same, same.fingerprint)
+    refused: list[tuple[Any, str]] = [
+        (
+            ["zero_head(0,0)", "zero_head( 0 , 0.0 )"],
+            ": expected at least one name, each once, got",
+        ),
+        ([], ": expected at least one name, each once, got []"),
+        (["none", "none+"], ".1: expected NAME, NAME(1,0.5) or A+B, got 'none+'"),
+        (["none\n"], ".0: expected text without control characters, got 'none\\n'"),
+        ([["none"]], ".0: expected a string, got ['none']"),
+        ("none", ": expected an array, got 'none'"),
+        (["+".join(f"zero_head(0,{head})" for head in range(30))], ": expected at most 240 char"),
     ]
-    assert [
-        random_coordinates(768, 3, [138, 378, 447], layer, 42) for layer in range(12)
-    ] == published
-    # One that is massive, and one drawn twice, are passed over.
-    assert random_coordinates(768, 3, [114], 0, 42) == [654, 25, 759]
+    for interventions, line in refused:
+        with pytest.raises(ScanError) as caught:
+            toy.toy_scan(interventions=interventions)
+        assert f"interventions{line}" in str(caught.value)
+
+
+CANNOT_HAVE = """
+llama|swap_effective_positions|no position embeddings
+llama|first_position_second|no W_pos for first_position_second
+llama|zero_query_bias+zero_positions|no pos_embed for zero_positions to edit
+llama|zero_query_bias|layer 0 has no b_Q for zero_query_bias to edit
+llama|mean_query_bias|mean_query_bias: queries are rotated, and their bias with them
+legacy|zero_mlp(0)|no mlp_out for zero_mlp to edit
+legacy|zero_mlps|no mlp_out for zero_mlps to edit
+opt|swap_effective_positions|no module of its own, or folded, so its effective positions are not
+opt|scale_massive_keys|no module of its own, or folded, so its effective positions are not known
+gpt2|zero_head(7,0)|layer 7 of gpt2, which has 3
+gpt2|keep_window(0,0)|keeps no key
+gpt2|keep_window(1,0)+mask_keys|hides every key from query 1; leave each query a key
+gpt2|mask_keys(1,39)+mask_keys|hides every key from query 1; leave each query a key
+gpt2|patch_head(1,2)|partner sequences, and none are given
+gpt2|ideal_backcopy(0,1)|reads which tokens are labelled, and no labels are given
+gpt2|blend_position(39)|expected a position from 0 to 38, got 39
+gpt2|scale_position(-1,2)|position: expected 0 or more, got -1
+gpt2|zero_token(13)|expected a position from 0 to 12, got 13
+"""
+"""A model, an intervention, and why it cannot be made there."""
+
+
+@both_engines
+def test_what_a_model_or_a_sequence_does_not_have_is_refused(
+    replicas: Replicas, engine: str
+) -> None:
+    for line in CANNOT_HAVE.strip().splitlines():
+        name, text, problem = line.split("|")
+        with pytest.raises((ModelError, ScanError)) as caught:
+            replicas(name, engine).measure(TOKENS, text)
+        assert problem in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("zero_head", r"'zero_head' needs layer; expected zero_head\(layer,head\)"),
-        (
-            "zero_head(1,2,3)",
-            r"'zero_head\(1,2,3\)' has 3 options; expected zero_head\(layer,head\)",
-        ),
-        ("zero_head(1,x)", r"head: expected an integer, got 'x'"),
-        ("scale_query_bias(much)", r"alpha: expected a number, got 'much'"),
-        ("none+", r"expected NAME, NAME\(1,0.5\) or A\+B, got 'none\+'"),
-        ("zero_hed(1,2)", r"did you mean 'zero_head'"),
-        (
-            "zero_inactive_heads(head_norm,1)",
-            r"score: unknown name 'head_norm': did you mean 'head_output_norm'\? Known: entropy",
-        ),
+        ("zero_query_bias+zero_positions", "no pos_embed for zero_positions"),
+        ("keep_window(1,0)+mask_keys", "hides every key from query 1"),
+        ("mask_keys(0,0)", "count: expected 1 or more, got 0"),
     ],
 )
-def test_what_cannot_be_read_is_refused(text: str, problem: str) -> None:
-    with pytest.raises(ScanError, match=problem):
-        toy.bound(text)
-
-
-def test_heads_and_layers_that_are_not_there_are_refused(gpt2: Path) -> None:
-    for text, key in (
-        ("zero_head(3,0)", "layer 3"),
-        ("zero_head(0,4)", "head 4"),
-        ("swap_first_key(17)", "position 17"),
-    ):
-        with pytest.raises(ScanError, match=f"{key} of "):
-            toy.bound(text).check(describe(gpt2), 17)
-
-
-def test_a_model_without_position_embeddings_is_refused(tmp_path: Path) -> None:
-    path = toy.save_model(tmp_path, toy.family("LlamaConfig"))
-    replica = toy.replica(path)
-    for name in ("first_position_second", "swap_effective_positions"):
-        with pytest.raises(ModelError, match=r"W_pos|position embeddings"):
-            replica.measure(toy.repeating_tokens(9), name)
-
-
-@pytest.mark.parametrize("engine", ["fused", "dense"])
-def test_what_a_model_does_not_have_is_refused_before_anything_is_measured(
-    tmp_path: Path, engine: str
+def test_a_scan_is_refused_before_anything_is_measured(
+    paths: Paths, text: str, problem: str
 ) -> None:
-    rotary, attn_only = (
-        toy.save_model(tmp_path, toy.family("LlamaConfig")),
-        find_model("bundled:attn-only-2l-mini"),
+    with pytest.raises((ModelError, ScanError), match=problem):
+        toy.replica(paths["llama"], interventions=["none", text])
+
+
+def test_weights_that_a_dose_overflows_are_named(paths: Paths, tmp_path: Path) -> None:
+    name = "transformer.h.0.attn.c_attn.bias"
+    huge = toy.copy_of(
+        paths["gpt2"],
+        tmp_path / "m",
+        lambda p: toy.change_weights(p, lambda w: w[name].fill_(1e38)),
     )
-    for path, name, target in (
-        (attn_only, "zero_mlp(0)", "mlp_out"),
-        (rotary, "zero_query_bias+zero_positions", "pos_embed"),
-        (rotary, "zero_query_bias", "b_Q"),
-    ):
-        with pytest.raises(ModelError, match=f"no {target} for "):
-            toy.replica(path, engine=engine, interventions=["none", name])
-    with pytest.raises(ModelError, match="no mlp_out for zero_mlps to edit"):
-        toy.replica(attn_only, engine=engine).measure(toy.repeating_tokens(9), "zero_mlps")
+    with pytest.raises(MeasureError, match=f"{name} holds numbers that are NaN or infinite"):
+        toy.replica(huge).measure(TOKENS, "scale_query_bias(1000000)")
 
 
-def test_rotated_keys_are_edited_where_the_bridge_edits_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# Order, and what edits read
+
+
+def test_no_intervention_is_measured_to_the_last_bit_as_no_intervention(
+    replicas: Replicas,
 ) -> None:
-    def double_keys(k: Tensor) -> Tensor:
-        """Keys are twice as long."""
-        return 2 * k
-
-    monkeypatch.setattr(intervention_registry, "INTERVENTIONS", dict(INTERVENTIONS))
-    intervention_registry.intervention(double_keys)
-    path = toy.save_model(tmp_path, toy.family("LlamaConfig"))
-    replica, tokens = toy.replica(path), toy.repeating_tokens(9)
-    assert replica.measure(tokens, "zero_first_value").method.engine == "fused"
-    assert replica.measure(tokens, "double_keys").method.engine == "dense"
-    low = toy.replica(path, precision="bfloat16")
-    with pytest.raises(
-        ScanError,
-        match=r"double_keys is measured by the dense engine \(k is edited before its rotation\)",
-    ):
-        low.measure(tokens, "double_keys")
+    for name, engine in (("gpt2", "fused"), ("llama", "dense"), ("legacy", "fused")):
+        replica = replicas(name, engine)
+        formulas = replica.scan.formulas(KIND)
+        with torch.inference_mode():
+            plain = measure_batch(replica.engine, formulas, torch.from_numpy(TOKENS).long()).heads
+        measured = replica.measure(TOKENS).heads
+        for statistic in STATISTICS:
+            assert measured[statistic].tobytes() == plain[statistic].tobytes()
 
 
-def test_activations_are_edited_in_every_precision(gpt2: Path) -> None:
-    tokens = toy.repeating_tokens(17, batch=3)
-    exact, low = (
-        toy.replica(gpt2, precision=precision).measure(tokens, "zero_head(1,2)")
-        for precision in ("float32", "bfloat16")
-    )
-    assert (low.method.engine, low.method.precision) == ("fused", "bfloat16")
-    assert (low.heads["head_output_norm"][:, 1, 2] == 0).all()
-    largest_difference = np.abs(low.heads["sink_mass"] - exact.heads["sink_mass"]).max()
-    assert 0 < largest_difference < 0.05
+def test_edits_are_made_in_their_order(replicas: Replicas) -> None:
+    replica = replicas("gpt2")
+
+    def measured(text: str) -> InterventionMeasurements:
+        return replica.measure(TOKENS, text, partner=PARTNER)
+
+    halved = measured("scale_query_bias(0.5)")
+    assert_same(measured("scale_query_bias(0.25)+scale_query_bias(2)"), halved)
+    assert_same(measured("scale_query_bias(1)"), measured("none"))
+    scaled_before = measured("scale_first_position(3)+first_position_second")
+    assert_same(scaled_before, measured("first_position_second"))
+    scaled_after = measured("first_position_second+scale_first_position(3)")
+    assert difference(scaled_after, scaled_before) > 1e-3
+    both = measured("zero_head(1,2)+zero_head(1,0)").heads["head_output_norm"]
+    assert (both[:, 1] == 0).all(0).tolist() == [True, False, True, False]
+    # The run on the partner has the other edits, so the head is zero there, too.
+    for text in ("patch_head(1,2)+zero_head(1,2)", "zero_head(1,2)+patch_head(1,2)"):
+        assert_same(measured(text), measured("zero_head(1,2)"))
 
 
 def lean_q(q: Tensor, resid_pre: Tensor) -> Tensor:
@@ -387,74 +408,470 @@ def lean_z(
 
 def lean_out(attn_out: Tensor, z: Tensor, q: Tensor, pattern: Any) -> Tensor:
     """What the attention adds depends on what it was made of."""
-    return (
-        attn_out
-        * (z.norm(dim=-1) + q.norm(dim=-1) + pattern.entropy().transpose(1, 2)).mean(-1)[..., None]
-    )
+    norms = z.norm(dim=-1) + q.norm(dim=-1) + pattern.entropy().transpose(1, 2)
+    return attn_out * norms.mean(-1)[..., None]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "legacy"])
-def test_edits_read_what_their_layer_has_known_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(intervention_registry, "INTERVENTIONS", dict(INTERVENTIONS))
-    for edit in (lean_q, lean_scores, lean_z, lean_out):
-        intervention_registry.intervention(edit)
+@pytest.mark.parametrize(
+    ("name", "edits"),
     # A rotated model's queries are edited in the bridge alone, and the bridge shows no scores of a
     # legacy one.
-    edits = {"gpt2": "q scores z out", "llama-gqa": "scores z out", "legacy": "q z out"}[
-        name
-    ].split()
-    if name == "legacy":
-        path = toy.save_legacy(tmp_path / "legacy", "safetensors")
-    else:
-        path = toy.save_model(
-            tmp_path,
-            toy.gpt2() if name == "gpt2" else toy.family("LlamaConfig", num_key_value_heads=2),
-        )
-    fused, dense = toy.replica(path), toy.replica(path, engine="dense")
-    tokens = toy.repeating_tokens(13)
-    unedited = fused.measure(tokens)
-    for text in (*(f"lean_{edit}" for edit in edits), "lean_z+lean_out"):
-        edited = fused.measure(tokens, text)
-        assert difference(edited, dense.measure(tokens, text)) < 1e-5
+    [("gpt2", "q scores z out z+out"), ("llama", "scores z"), ("legacy", "q z out")],
+)
+def test_edits_read_what_their_layer_has_known_before(
+    replicas: Replicas, register: Register, name: str, edits: str
+) -> None:
+    register(lean_q, lean_scores, lean_z, lean_out)
+    fused, dense = replicas(name), replicas(name, "dense")
+    unedited = fused.measure(TOKENS)
+    for edit in edits.split():
+        text = "+".join(f"lean_{part}" for part in edit.split("+"))
+        edited = fused.measure(TOKENS, text)
+        assert edited.method.engine == "fused"
+        assert difference(edited, dense.measure(TOKENS, text)) < 1e-5
         assert difference(edited, unedited) > 1e-3
 
 
 def test_an_edit_that_reads_what_is_not_known_yet_is_refused() -> None:
     def early(v: Tensor, z: Tensor) -> None: ...
+    def at_once(q: Tensor, k: Tensor) -> None: ...
     def elsewhere(b_Q: Tensor, tokens: Tensor) -> None: ...
+    def nothing(logits: Tensor) -> None: ...
+    def zero_head(z: Tensor) -> None: ...
 
     for edit, problem in (
-        (early, "an edit of v reads 'z'"),
-        (elsewhere, "an edit of b_Q reads 'tokens'"),
+        (early, "unknown thing that an edit of v reads 'z'"),
+        (at_once, "unknown thing that an edit of q reads 'k'"),
+        (elsewhere, "unknown thing that an edit of b_Q reads 'tokens'"),
+        (nothing, "unknown target 'logits'"),
+        (zero_head, "'zero_head' is defined twice"),
     ):
         with pytest.raises(ValueError, match=problem):
             intervention_registry.intervention(edit)
 
 
-@pytest.mark.parametrize(
-    ("name", "activation"), [("swap_first_key", "k"), ("swap_first_value", "v")]
-)
-def test_swaps_exchange_two_positions_and_nothing_else(
-    gpt2: Path, name: str, activation: str
+# Weights come back
+
+
+def flatten_queries(W_Q: Tensor) -> Tensor:
+    """The query weights are set to zero."""
+    return torch.zeros_like(W_Q)
+
+
+def spoil_query_bias(b_Q: Tensor) -> Tensor:
+    """The query bias is infinite."""
+    return torch.full_like(b_Q, torch.inf)
+
+
+def break_off(W_V: Tensor, layer: int) -> Tensor:
+    """The first layer is edited, the second one raises."""
+    if layer == 1:
+        raise MeasureError("on purpose")
+    return W_V * 2
+
+
+def weights_of(replica: toy.TextReplica) -> dict[str, bytes]:
+    weights = replica.model.bare.state_dict()
+    return {name: weight.numpy().tobytes() for name, weight in weights.items()}
+
+
+@both_engines
+@pytest.mark.parametrize("name", ["gpt2", "llama", "legacy"])
+def test_an_edit_of_a_weight_is_measured_and_undone(
+    replicas: Replicas,
+    register: Register,
+    name: str,
+    engine: str,
 ) -> None:
-    model = load_model(describe(gpt2), "raw", "cpu")
-    activation_values = torch.randn(2, 6, 4, 8)
-    edited = toy.bound(f"{name}(4)").edits(model).apply(activation, 1, activation_values, {})
-    assert torch.equal(edited, activation_values[:, [4, 1, 2, 3, 0, 5]])
+    register(flatten_queries, spoil_query_bias, break_off)
+    replica = replicas(name, engine)
+    weights, before = weights_of(replica), replica.measure(TOKENS)
+    edited = replica.measure(TOKENS, "flatten_queries").heads
+    # Less their bias, queries are zero. Where there is no bias, attention is uniform.
+    assert np.isnan(edited["sink_position_cosine"]).all()
+    assert (edited["query_norm"] > 0).all() == (name != "llama")
+    if name == "llama":
+        uniform = np.log(np.arange(TOKENS.shape[1]) + 1).mean()
+        np.testing.assert_allclose(edited["entropy"], uniform, rtol=1e-5)
+    else:
+        with pytest.raises((MeasureError, ModelError), match=r"layer 0"):
+            replica.measure(TOKENS, "spoil_query_bias")
+    with pytest.raises(MeasureError, match="on purpose"):
+        replica.measure(TOKENS, "break_off")
+    assert weights_of(replica) == weights
+    assert_same(replica.measure(TOKENS), before)
 
 
-def test_the_mean_of_a_head_hears_of_no_later_token(gpt2: Path) -> None:
-    model = load_model(describe(gpt2), "raw", "cpu")
-    z = torch.randn(2, 6, 4, 8)
-    edited = toy.bound("mean_head(1,2)").edits(model).apply("z", 1, z, {})
-    others = [0, 1, 3]
-    assert torch.equal(edited[:, :, others], z[:, :, others])
-    for q in range(6):
-        torch.testing.assert_close(edited[:, q, 2], z[:, : q + 1, 2].mean(1))
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("zero_query_bias", "transformer.h.0.attn.c_attn.bias"),
+        ("first_position_second", "transformer.wpe.weight"),
+    ],
+)
+def test_weights_that_are_not_restored_are_an_error(paths: Paths, text: str, name: str) -> None:
+    model, edit = model_of(paths["gpt2"]), toy.bound(text)
+    with torch.inference_mode(), edited_weights(model, edit):
+        pass
+    module, _, weight = name.rpartition(".")
+    owner = model.bare.get_submodule(module)
+    original = getattr(owner, weight)
+    with (
+        pytest.raises(ModelError, match=f"{name} was not restored after {text}"),
+        torch.inference_mode(),
+        edited_weights(model, edit),
+    ):
+        # The engine reads a copy from now on: the edit stays in it.
+        setattr(owner, weight, torch.nn.Parameter(original.clone(), requires_grad=False))
 
 
-def test_an_edit_of_one_layer_touches_that_layer() -> None:
-    edits = Edits([Edit("attn_out", lambda value, known: torch.zeros_like(value), layer=0)])
-    assert [edits.touch("attn_out", layer) for layer in (0, 1, None)] == [True, False, True]
+# Seeds
+
+
+def test_random_keys_are_the_published_ones() -> None:
+    # random.seed(42), then random.randint(0, 767) three times for each layer.
+    massive = [138, 378, 447]
+    last_two = [random_coordinates(768, 3, massive, layer, 42) for layer in (10, 11)]
+    assert last_two == [[429, 225, 459], [603, 284, 6]]
+    # One that is massive, and one drawn twice, are passed over.
+    assert random_coordinates(768, 3, [114], 0, 42) == [654, 25, 759]
+
+
+def test_random_heads_depend_on_the_sequence_and_the_draw_alone(
+    replicas: Replicas,
+) -> None:
+    tokens = np.random.default_rng(0).integers(2, toy.D_VOCAB, (200, 9)).astype(np.int32)
+
+    def silent(draw: int, tokens: np.ndarray) -> np.ndarray:
+        """Heads of the first layer that move nothing `[sequence head]`."""
+        # Two heads have a value at key 0 that is shorter than this, whatever the tokens.
+        text = f"zero_random_heads(sink_value_norm,4.4,raw,{draw})"
+        return replicas("gpt2").measure(tokens, text).heads["head_output_norm"][:, 0] == 0
+
+    first, second = (silent(draw, tokens) for draw in (0, 1))
+    np.testing.assert_array_equal(
+        first[:9], np.concatenate([silent(0, t[None]) for t in tokens[:9]])
+    )
+    np.testing.assert_array_equal(first.sum(-1), second.sum(-1))
+    expected = first.mean()
+    assert 0 < expected < 1
+    # Four standard errors of a share of 200.
+    close = 4 * math.sqrt(expected * (1 - expected) / 200)
+    for share in (first.mean(0), second.mean(0)):
+        np.testing.assert_allclose(share, expected, atol=close)
+    assert (first != second).any(-1).mean() > 0.3
+
+
+# Partners
+
+
+def patch_mlp(mlp_out: Tensor, partner: Tensor, *, layer: int) -> Tensor:
+    """What one MLP adds comes from the partner."""
+    return partner
+
+
+def patch_every_head(z: Tensor, partner: Tensor, *, head: int) -> Tensor:
+    """A head of every layer comes from the partner."""
+    return torch.cat([z[:, :, :head], partner[:, :, head : head + 1], z[:, :, head + 1 :]], dim=2)
+
+
+def logits_by_hooks(model: Any, tokens: np.ndarray, hooks: dict[str, Any]) -> Tensor:
+    """The last token's logits of the tokens of its sequence, with TransformerLens's own hooks."""
+    ids = torch.from_numpy(tokens).long()
+    with torch.inference_mode():
+        logits = model.run_with_hooks(ids, return_type="logits", fwd_hooks=list(hooks.items()))
+    return logits[:, -1].gather(-1, ids)
+
+
+@both_engines
+def test_any_activation_can_come_from_the_partner(
+    replicas: Replicas, register: Register, engine: str
+) -> None:
+    register(patch_mlp, patch_every_head)
+    replica = replicas("gpt2", engine)
+    model = bridge_of(replica.model)
+    for layer in (0, 2):  # The last layer's MLP comes after all that a plain pass has to see.
+        name = f"blocks.{layer}.hook_mlp_out"
+        values: list[Tensor] = []
+        logits_by_hooks(model, PARTNER, {name: lambda x, hook, to=values: to.append(x.clone())})
+        measured = replica.measure(TOKENS, f"patch_mlp({layer})", partner=PARTNER).sequences
+        expected = logits_by_hooks(model, TOKENS, {name: lambda x, hook, to=values: to[0]})
+        np.testing.assert_allclose(measured["final_logits"], expected, atol=1e-5, rtol=1e-5)
+    # Every layer of the partner's run is as it would be alone: nothing is patched there.
+    one_by_one = "+".join(f"patch_head({layer},3)" for layer in range(3))
+    assert_same(
+        replica.measure(TOKENS, "patch_every_head(3)", partner=PARTNER),
+        replica.measure(TOKENS, one_by_one, partner=PARTNER),
+    )
+
+
+def test_every_sequence_has_its_own_partner(paths: Paths, replicas: Replicas) -> None:
+    replica, text = replicas("gpt2"), "patch_head(1,2)"
+    plain = replica.measure(TOKENS)
+    assert_same(replica.measure(TOKENS, text, partner=TOKENS), plain)
+    assert_same(replica.measure(TOKENS, partner=PARTNER), plain)
+    small_batches = toy.replica(paths["gpt2"], predictions=["losses"], batch_size=2)
+    losses = [r.measure(TOKENS, text, partner=PARTNER).sequences for r in (replica, small_batches)]
+    np.testing.assert_allclose(losses[0]["losses"], losses[1]["losses"], atol=1e-6)
+
+
+def test_a_scan_needs_a_family_with_partners(paths: Paths) -> None:
+    scan = toy.toy_scan(interventions=["none", "patch_head(0,0)"], model=str(paths["gpt2"]))
+    families = "families with partners: ioi, ioi_other_names, ngram_corrupt, ngram_overlap"
+    with pytest.raises(ScanError, match=rf"'patch_head\(0,0\)' .*has none; {families}"):
+        make_plan(scan, "toy")
+
+
+@pytest.mark.parametrize(
+    ("family", "other"), [("ngram_overlap", "ngram_corrupt"), ("ngram_corrupt", "ngram_overlap")]
+)
+def test_the_partner_of_a_layout_is_its_twin(family: str, other: str) -> None:
+    def shard_of(family: str, *interventions: str) -> Any:
+        fields = {"input": {"family": family, "n": 4}, "interventions": ["none", *interventions]}
+        scan = toy.toy_scan(n_ctx=12, sequences=9, sequences_per_shard=4, **fields)
+        partners = needs_partners(scan.interventions)
+        return Sequences(scan, toy.toy_info(), partners=partners).shard(1)
+
+    layout, twin = (shard_of(name, "patch_head(0,0)") for name in (family, other))
+    assert shard_of(family).partner is None  # Nothing reads it.
+    np.testing.assert_array_equal(layout.partner, twin.tokens)
+    np.testing.assert_array_equal(twin.partner, layout.tokens)
+    # BOS A X1 X2 B C X1 X2 D A X1 X2: they differ in the last A alone.
+    assert (layout.tokens != twin.tokens).nonzero()[1].tolist() == [9] * 4
+
+
+def test_a_scan_writes_what_its_patches_change(tmp_path: Path) -> None:
+    fields = {
+        "model": "bundled:attn-only-2l-mini", "out": str(tmp_path), "n_ctx": 9, "sequences": 6,
+        "sequences_per_shard": 4, "input": {"family": "ngram_corrupt"},
+        "interventions": ["none", "patch_head(0,7)"], "statistics": ["head_output_norm"],
+    }  # fmt: skip
+    plan = make_plan(parse_scan(fields), "patch")
+    prepare_run(plan, "")
+    replica = Replica(plan.info, plan.scan, "cpu")
+    clean_scan = plan.scan.model_copy(update={"input": Input(family="ngram_overlap")})
+    run_shard(replica, plan.run, plan.sequences.shard(1))
+    plain, patched = (
+        # Rows are in the order layer, sequence, head.
+        pq.read_table(local(data_file(plan.run, "heads", str(name), 1)))["head_output_norm"]
+        .to_numpy()
+        .reshape(2, -1, 8)
+        for name in plan.scan.interventions
+    )
+    partner = replica.measure(Sequences(clean_scan, plan.info).shard(1).tokens)
+    norms = partner.heads["head_output_norm"]
+    np.testing.assert_allclose(patched[0, :, 7], norms[:, 0, 7], rtol=1e-6)
+    np.testing.assert_array_equal(patched[0, :, :7], plain[0, :, :7])
+    assert (np.abs(patched[1] - plain[1]).max(-1) > 1e-3).all()
+
+
+# Undefined queries and keys
+
+
+def zero_queries(q: Tensor) -> Tensor:
+    """Queries are zero."""
+    return torch.zeros_like(q)
+
+
+def zero_first_key(k: Tensor) -> Tensor:
+    """The first key is zero."""
+    return torch.cat([torch.zeros_like(k[:, :1]), k[:, 1:]], dim=1)
+
+
+def zero_first_query(q: Tensor) -> Tensor:
+    """Query 0 alone is zero."""
+    return torch.cat([torch.zeros_like(q[:, :1]), q[:, 1:]], dim=1)
+
+
+@both_engines
+def test_the_cosine_of_a_vector_of_zeros_is_null(
+    replicas: Replicas, register: Register, engine: str
+) -> None:
+    register(zero_queries, zero_first_key, zero_first_query)
+    null = {
+        "none": set[str](),
+        "zero_queries": {"sink_key_cosine", "earlier_key_cosine"},
+        "zero_first_key": {"sink_key_cosine"},
+        "zero_first_query": {"sink_key_cosine"},
+    }
+    cosines = [s for s in STATISTICS if STATISTICS[s].unit == "cosine"]
+    for text, expected in null.items():
+        heads = replicas("gpt2", engine).measure(TOKENS, text).heads
+        assert {s for s in cosines if np.isnan(heads[s][:, 0]).all()} == expected
+        assert {s for s in cosines if np.isnan(heads[s]).any()} == expected
+
+
+@both_engines
+def test_weights_that_are_not_numbers_are_an_error_under_a_mask_too(
+    paths: Paths, tmp_path: Path, engine: str
+) -> None:
+    def spoil(weights: dict[str, Tensor]) -> None:
+        weights["transformer.h.1.attn.c_attn.bias"][0] = torch.nan
+
+    spoilt = toy.copy_of(paths["gpt2"], tmp_path / "m", lambda p: toy.change_weights(p, spoil))
+    replica = toy.replica(spoilt, engine=engine, statistics=["sink_logit_margin"])
+    with pytest.raises(MeasureError, match="layer 1, head 0: sink_logit_margin is not finite for"):
+        replica.measure(TOKENS, "mask_keys")
+
+
+def test_one_token_keeps_its_key_and_is_nobodys_sink(
+    replicas: Replicas,
+) -> None:
+    one = TOKENS[:, :1]
+    for text in ("mask_keys", "mask_random_span", "zero_entropy_sinks(2,-1)"):
+        edited = replicas("gpt2").measure(one, text)
+        assert difference(edited, replicas("gpt2").measure(one)) < 1e-5
+
+
+def test_hidden_scores_are_minus_infinity() -> None:
+    hidden = torch.tensor([False, True, False]) & torch.tensor([[False], [False], [True]])
+    edited = hide(torch.zeros(1, 1, 3, 3), hidden)
+    assert edited.isneginf().nonzero().tolist() == [[0, 0, 2, 1]]
+    assert hidden_keys(edited)[0, 0].nonzero().tolist() == [[2, 1]]
+    with pytest.raises(ScanError, match="hides every key from query 1"):
+        hidden_keys(hide(edited, torch.tensor([[False], [True], [False]])))
+
+
+# Settlement of engine and precision
+
+
+def settled(model: Model, device: str, **changes: Any) -> Settlement:
+    return settle(model, toy.toy_scan(**changes), device)
+
+
+def test_auto_is_the_fastest_precision_that_every_intervention_can_have(
+    paths: Paths,
+) -> None:
+    llama = model_of(paths["llama"])
+    for device, fastest in FASTEST_ACCEPTABLE.items():
+        fused_only = settled(llama, device, interventions=["none", "zero_first_value"])
+        assert fused_only.precision == fastest
+        bridged = settled(llama, device, interventions=["none", "swap_first_key(5)"])
+        assert bridged.precision == "float32"
+        engines = {str(i): settlement.engine for i, settlement in bridged.interventions.items()}
+        assert engines == {"none": "fused", "swap_first_key(5)": "dense"}
+        assert settled(llama, device, precision="bfloat16").precision == "bfloat16"
+        for changes in ({"engine": "dense"}, {"weight_processing": "folded"}):
+            assert settled(llama, device, **changes).precision == "float32"
+
+
+def test_a_precision_that_an_intervention_cannot_have_is_refused(paths: Paths) -> None:
+    changes: dict[str, Any] = {"precision": "bfloat16", "interventions": ["swap_first_key(5)"]}
+    line = (
+        r"^precision: swap_first_key\(5\) is measured by the dense engine \(k is edited before its "
+        r"rotation\), which does not compute in bfloat16; set precision = 'auto', 'float32' or "
+        "'float64'$"
+    )
+    llama = model_of(paths["llama"])
+    with pytest.raises(ScanError, match=line):
+        settled(llama, "cuda", **changes)
+    assert settled(llama, "cuda", **changes | {"precision": "float64"}).precision == "float64"
+    replica = toy.replica(paths["llama"], precision="bfloat16")
+    with pytest.raises(ScanError, match=line):
+        replica.measure(TOKENS, "swap_first_key(5)")
+
+
+def test_methods_say_engine_precision_attention_and_built_layers(
+    replicas: Replicas,
+) -> None:
+    expected = {
+        "none": ("fused", "tiles", []),
+        "swap_first_key(5)": ("dense", "matrix", []),
+        "zero_head(1,2)": ("fused", "tiles", []),
+        "head_to_first(1,3)": ("fused", "tiles", [1]),
+        "zero_entropy_sinks(0.8,0.5)": ("fused", "tiles", [0, 1]),
+        "mask_keys": ("fused", "tiles", [0, 1]),
+    }
+    for text, told in expected.items():
+        method = replicas("llama").measure(TOKENS, text).method
+        assert (method.engine, method.attention, method.built_layers) == told
+        assert (method.intervention, method.precision) == (text, "float32")
+
+
+def test_a_run_goes_on_in_the_precision_it_was_begun_in() -> None:
+    check_begun(frozenset(), "float32", "toy", "cpu")
+    check_begun(frozenset({"float32"}), "float32", "toy", "cpu")
+    with pytest.raises(RunError, match="toy: begun in float32, and precision = 'auto' means tf32"):
+        check_begun(frozenset({"float32"}), "tf32", "toy", "cuda")
+
+
+def test_activations_are_edited_in_every_precision(paths: Paths, replicas: Replicas) -> None:
+    exact = replicas("gpt2").measure(TOKENS, "zero_head(1,2)")
+    low = toy.replica(paths["gpt2"], precision="bfloat16").measure(TOKENS, "zero_head(1,2)")
+    assert (low.method.engine, low.method.precision) == ("fused", "bfloat16")
+    assert (low.heads["head_output_norm"][:, 1, 2] == 0).all()
+    assert 0 < np.abs(low.heads["sink_mass"] - exact.heads["sink_mass"]).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("fact", "words"),
+    [
+        ({"soft_cap": 30.0}, "a soft cap"),
+        ({"window": 5}, "a window"),
+        ({"sink": torch.zeros(4)}, "learned sinks"),
+    ],
+    ids=str,
+)
+def test_a_mean_of_the_query_bias_is_refused_where_scores_are_not_all(
+    paths: Paths, fact: dict[str, Any], words: str
+) -> None:
+    gpt2 = model_of(paths["gpt2"])
+    settled(gpt2, "cpu", interventions=["mean_query_bias"])
+    # Facts that a layer of GPT-2 does not have, although it has a query bias.
+    gpt2._attention.facts[2] = replace(gpt2._attention.facts[2], **fact)
+    with pytest.raises(ModelError, match=f"mean_query_bias: layer 2 has {words}, and this edit is"):
+        settled(gpt2, "cpu", interventions=["mean_query_bias"])
+
+
+# Claims
+
+
+def test_a_mean_of_the_bias_over_keys_leaves_the_pattern_of_no_bias(
+    replicas: Replicas,
+) -> None:
+    """A softmax does not change by what all keys share: a bias acts by its differences alone."""
+    texts = ("zero_query_bias", "mean_query_bias", "scale_query_bias(2)+mean_query_bias", "none")
+    zero, mean, doubled, plain = (replicas("gpt2").measure(TOKENS, t).heads for t in texts)
+    for statistic in ("sink_mass", "entropy", "head_output_norm", "resid_post_norm"):
+        # The bias that is averaged is the edited one.
+        for heads in (mean, doubled):
+            np.testing.assert_allclose(heads[statistic], zero[statistic], rtol=1e-5, atol=1e-6)
+        assert np.abs(mean[statistic] - plain[statistic]).max() > 1e-3
+
+
+@both_engines
+def test_a_zero_bias_set_to_zero_changes_no_bit(
+    paths: Paths, replicas: Replicas, tmp_path: Path, engine: str
+) -> None:
+    def without_query_bias(weights: dict[str, Tensor]) -> None:
+        for layer in range(3):
+            weights[f"transformer.h.{layer}.attn.c_attn.bias"][:32] = 0
+
+    path = toy.copy_of(
+        paths["gpt2"], tmp_path / "m", lambda p: toy.change_weights(p, without_query_bias)
+    )
+    plain = toy.replica(path, engine=engine)
+    for replica, changes in ((replicas("gpt2", engine), True), (plain, False)):
+        before, after = (
+            replica.measure(TOKENS, text).heads["sink_mass"] for text in ("none", "zero_query_bias")
+        )
+        assert np.array_equal(before, after) != changes
+
+
+def test_massive_activations_are_gone_after_their_layer(paths: Paths, tmp_path: Path) -> None:
+    """By default, those beyond 100 and beyond 1,000 medians (Sun et al. 2024)."""
+
+    def make_massive(weights: dict[str, Tensor]) -> None:
+        weights["transformer.h.0.mlp.c_proj.bias"][[3, 7]] = torch.tensor([5000.0, -90.0])
+
+    path = toy.copy_of(paths["gpt2"], tmp_path / "m", lambda p: toy.change_weights(p, make_massive))
+    names = ["sink_resid_post_massive", "resid_post_norm"]
+    replica, tokens = toy.replica(path, statistics=names), toy.repeating_tokens(9)
+    massive, norm = (replica.measure(tokens).heads[name] for name in names)
+    assert massive[0, :2, 0].tolist() == [1, 1]
+    zeroed = replica.measure(tokens, "zero_massive_activations(0)").heads
+    assert zeroed["sink_resid_post_massive"].max() == 0
+    # What is below 100 stays.
+    assert 90 < zeroed["resid_post_norm"][0, 0, 0] < 200 < 4900 < norm[0, 0, 0]
+    elsewhere = replica.measure(tokens, "set_massive_activation(0,3,0,5)").heads
+    assert elsewhere["sink_resid_post_massive"][0, :2, 0].tolist() == [1, 1]

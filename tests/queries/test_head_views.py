@@ -1,6 +1,4 @@
-"""Inactive heads, attention of the last queries to the first keys, and masked keys, against direct
-computation.
-"""
+"""The views of inactive heads and of attention to the first keys, against direct computation."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from typing import Any
 import duckdb
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
-from transformers import GPT2LMHeadModel
 
 from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.jobs.plan.plan import make_plan
@@ -23,10 +19,8 @@ from headcount.queries.ask.answers import run_query
 from headcount.queries.open.connection import connect as connect_eagerly
 from headcount.reproduce.replication_runs import measure_runs
 from headcount.schemas.scans.scan import parse_scan
-from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.model.files.model_info import describe, find_model
+from headcount.workers.model.files.model_info import find_model
 from tests.toys import toy_models as toy
-from tests.toys.toy_corpora import make_index
 from tests.toys.toy_runs import Entry, write_run
 
 # All questions here go through `run_query`, which makes the views that they name.
@@ -69,76 +63,36 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
     return list(run_query(connection, question).rows())
 
 
-def library_attention(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Patterns `[layer sequence head query key]`, values `[layer sequence head key d_head]`, W_O
-    `[layer head d_head d_model]`.
-    """
-    model: Any = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager").double().eval()
-    projected: list[torch.Tensor] = []
-    for block in model.transformer.h:
-        block.attn.c_attn.register_forward_hook(lambda m, a, out: projected.append(out))
-    with torch.no_grad():
-        patterns = model(torch.from_numpy(tokens).long(), output_attentions=True).attentions
-        heads = model.config.n_head
-        values = [
-            # GPT-2 projects to q, k and v at once.
-            projection.chunk(3, dim=-1)[2].unflatten(-1, (heads, -1)).transpose(1, 2)
-            for projection in projected
-        ]
-        W_O = [block.attn.c_proj.weight.unflatten(0, (heads, -1)) for block in model.transformer.h]
-    return (
-        torch.stack(patterns).numpy(),
-        torch.stack(values).numpy(),
-        torch.stack(W_O).detach().numpy(),
-    )
-
-
 # Inactive heads
-
-
-def scores_by_definition(path: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """The scores of Sandoval-Segura et al., `[layer sequence head]`."""
-    a, v, W_O = library_attention(path, tokens)
-    z = a @ v
-    norms = np.linalg.norm
-    plain = {
-        "AWFT": a[..., 0].mean(-1),
-        "AHON": norms(z, axis=-1).mean(-1),
-        "AEQD": -np.where(a > 0, a * np.log(np.where(a > 0, a, 1)), 0).sum(-1).mean(-1),
-        "FTVVN": norms(v[..., 0, :], axis=-1),
-        "AVVN": norms(v, axis=-1).mean(-1),
-        "FullHeadOutput": norms(z @ W_O[:, None], axis=-1).mean(-1),
-    }
-    normalised = {
-        f"{name} (LN)": score / score.mean(-1, keepdims=True) for name, score in plain.items()
-    }
-    last, average = norms(z[..., -1, :], axis=-1), plain["AHON"]
-    # What DuckDB's `md5_number_lower` gives, as a number from 0 to 1.
-    drawn = np.empty(last.shape)
-    for layer, sequence, head in np.ndindex(*last.shape):
-        digest = hashlib.md5(f"{sequence} {layer} {head}".encode()).digest()
-        drawn[layer, sequence, head] = int.from_bytes(digest[8:], "little") / 2**64
-    return {
-        **plain,
-        **normalised,
-        "LTHON": last,
-        "LTHON (LN)": last / average.mean(-1, keepdims=True),
-        "LTHON (HN)": last / average,
-        "Random": drawn,
-    }
 
 
 @pytest.fixture(scope="module")
 def inactive(
     gpt2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, dict[str, np.ndarray]]:
-    """A run of the toy model, and the scores of its sequences."""
+    """A run of the toy model, and its scores by the definitions of Sandoval-Segura et al.:
+    `[layer sequence head]`.
+    """
     connection = connect_to_new_run(tmp_path_factory.mktemp("inactive"), gpt2, bos=False)
-    tokens = np.array(
-        [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
-        np.int32,
-    )
-    return connection, scores_by_definition(gpt2, tokens)
+    rows = ask(connection, f"SELECT {', '.join(COLUMNS)} FROM heads ORDER BY layer, sequence, head")
+    columns = np.array(rows).T.reshape(len(COLUMNS), 3, 7, 4)
+    names = ["AWFT", "AEQD", "AHON", "FTVVN", "AVVN", "FullHeadOutput"]
+    plain = dict(zip(names, [columns[i] for i in (0, 1, 2, 4, 5, 6)], strict=True))
+    normalised = {
+        f"{name} (LN)": score / score.mean(-1, keepdims=True) for name, score in plain.items()
+    }
+    last, average = columns[3], plain["AHON"]
+    # What DuckDB's `md5_number_lower` gives, as a number from 0 to 1.
+    drawn = np.empty(last.shape)
+    for layer, sequence, head in np.ndindex(*last.shape):
+        digest = hashlib.md5(f"{sequence} {layer} {head}".encode()).digest()
+        drawn[layer, sequence, head] = int.from_bytes(digest[8:], "little") / 2**64
+    return connection, plain | normalised | {
+        "LTHON": last,
+        "LTHON (LN)": last / average.mean(-1, keepdims=True),
+        "LTHON (HN)": last / average,
+        "Random": drawn,
+    }
 
 
 def test_inactive_scores_equal_their_definitions(
@@ -257,20 +211,6 @@ def test_where_nothing_was_measured_there_are_no_inactive_heads(tmp_path: Path) 
 # The last queries and the first keys
 
 
-@pytest.mark.parametrize("engine", ["fused", "dense"])
-@pytest.mark.parametrize("n_ctx", [1, 21, 64, 100])
-def test_the_tail_profile_is_the_mean_of_the_last_rows(engine: str, n_ctx: int) -> None:
-    path = find_model("bundled:gpt2-mini")
-    tokens = toy.repeating_tokens(n_ctx, batch=2)
-    measured = toy.measure(
-        path, tokens, engine=engine, statistics=["sink_alpha"], profiles=["tail_attention_by_key"]
-    )
-    expected = library_attention(path, tokens)[0][..., -64:, :].mean((1, -2))
-    np.testing.assert_allclose(
-        measured.means["profiles"]["tail_attention_by_key"].mean, expected, atol=1e-6
-    )
-
-
 def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
     path, n_ctx = find_model("bundled:gpt2-mini"), 100
     connection = connect_to_new_run(
@@ -281,11 +221,8 @@ def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
         sequences_per_shard=1,
         profiles=["tail_attention_by_key"],
     )
-    tokens = np.array(
-        [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
-        np.int32,
-    )
-    tails = library_attention(path, tokens)[0][..., -64:, :].mean(-2).swapaxes(0, 1)
+    question = "SELECT mean FROM profiles ORDER BY shard, layer, head, key"
+    tails = np.array(ask(connection, question)).reshape(3, 3, 8, n_ctx)
     uniform = np.tril(np.ones((n_ctx, n_ctx)) / np.arange(1, n_ctx + 1)[:, None])[-64:].mean(0)
     expected = {f"first_{k}": tails[..., :k].sum(-1) for k in (1, 4, 8)}
     expected |= {f"boost_{k}": tails[..., :k].sum(-1) / uniform[:k].sum() for k in (1, 4, 8)}
@@ -367,58 +304,3 @@ def test_uniform_attention_is_the_published_expectation(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         expectations[0], (0.0741232954, 0.2287848482, 0.3782542201), rtol=1e-7
     )
-
-
-@pytest.mark.parametrize("bos", [True, False])
-def test_a_chunk_may_be_repeated_with_its_bos(tmp_path: Path, bos: bool) -> None:
-    (tmp_path / "a.txt").write_text("abcdefgh")
-    info = describe(toy.save_byte_model(tmp_path / "model"))
-    options = {"family": "repeated_text", "files": str(tmp_path / "a.txt"), "chunk": 3}
-    tokens: list[list[int]] = []
-    for repeat_bos in (True, False) if bos else (False,):
-        scan = toy.toy_scan(
-            n_ctx=9, bos=bos, sequences=1, input=options | {"repeat_bos": repeat_bos}
-        )
-        sequences = Sequences(scan, info)
-        make_index(sequences)
-        tokens.append(sequences.shard(0).tokens[0].tolist())
-    a, b, c = b"abc"
-    if bos:
-        first = toy.BYTE_BOS
-        assert tokens == [[first, a, b, c, first, a, b, c, first], [first, a, b, c, a, b, c, a, b]]
-    else:
-        assert tokens == [[a, b, c] * 3]
-
-
-# Masked keys
-
-
-def hidden_keys(path: Path, name: str, n_ctx: int = 17) -> list[int]:
-    """The keys that nobody attends to."""
-    replica = toy.replica(path, profiles=["attention_received_by_key"])
-    received = (
-        replica.measure(toy.repeating_tokens(n_ctx), name)
-        .means["profiles"]["attention_received_by_key"]
-        .mean
-    )
-    np.testing.assert_allclose(received @ (n_ctx - np.arange(n_ctx)), n_ctx, rtol=1e-5)
-    nothing = (received == 0).all((0, 1))
-    assert ((received > 0).all((0, 1)) | nothing).all()
-    return np.flatnonzero(nothing).tolist()
-
-
-def test_masked_keys_are_seen_by_nobody_and_all_others_are(gpt2: Path) -> None:
-    assert hidden_keys(gpt2, "none") == []
-    assert hidden_keys(gpt2, "mask_keys(-4,4)") == [13, 14, 15, 16]
-    assert hidden_keys(gpt2, "mask_keys(-9,3)") == hidden_keys(gpt2, "mask_keys(8,3)") == [8, 9, 10]
-    assert hidden_keys(gpt2, "mask_keys(1,16)") == list(range(1, 17))
-    draws = [hidden_keys(gpt2, f"mask_random_span(4,{draw})") for draw in (0, 1, 0)]
-    assert draws[0] == draws[2] != draws[1]
-    for keys in draws:
-        assert keys == list(range(keys[0], keys[0] + 4))
-        assert keys[0] >= 4
-
-
-@pytest.mark.parametrize("name", ["mask_keys", "mask_random_span"])
-def test_a_sequence_of_one_token_keeps_its_key(gpt2: Path, name: str) -> None:
-    assert hidden_keys(gpt2, name, n_ctx=1) == []

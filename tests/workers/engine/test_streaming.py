@@ -1,6 +1,4 @@
-"""Heads that see the first keys and the last ones alone: both engines, with and without a matrix of
-scores, against the definition.
-"""
+"""Heads that see the first keys and the last ones alone, without a matrix of scores."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headcount.schemas.errors import ScanError
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.workers.engine.attention_scores import MASKED, all_scores, softmax_of, unseen_keys
 from headcount.workers.engine.edits import Streaming
@@ -103,42 +100,3 @@ def test_a_pass_that_shows_no_layer_builds_no_pattern(
     assert calls == [0, 1]
     expected_of_both = stream_at_the_end(exact, both, tokens)
     torch.testing.assert_close(measured.double(), expected_of_both, rtol=1e-5, atol=1e-5)
-
-
-def test_rows_say_what_a_head_that_streams_sees(llama: Path) -> None:
-    tokens = toy.repeating_tokens(N_CTX, batch=2, distinct=30)
-    replica = toy.replica(
-        llama, statistics=["sink_logit_margin", "entropy"], profiles=["attention_by_lag"]
-    )
-    heads = replica.measure(tokens, STREAMED)
-    is_whole = np.array([[False, True, False, False], [True, True, False, False]])
-    # The margin averages the scores of all earlier keys, some of which are hidden.
-    is_null = np.isnan(heads.heads["sink_logit_margin"]).all(0)
-    assert np.array_equal(is_null, ~is_whole)
-    by_lag = heads.means["profiles"]["attention_by_lag"].mean  # [layer head lag]
-    # At lag N - 3 the key is one of the first two or nothing; N - 1 - 2 is the first hidden one.
-    assert (by_lag[..., 5 : N_CTX - 2] > 0).all()
-    middle = by_lag[..., 5:20].sum(-1)
-    assert middle[is_whole].min() > middle[~is_whole].max()
-    named = "stream_heads(2,5,L0H0,L0H2,L0H3,L1H2,L1H3)"
-    same = replica.measure(tokens, named)
-    np.testing.assert_array_equal(heads.heads["entropy"], same.heads["entropy"])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("stream_heads(4,8)", "needs heads; expected stream_heads(sink,recent,heads)"),
-        ("stream_heads(4,8,L1)", "heads: expected a layer and a head in it, as L5H1, got 'L1'"),
-        ("stream_heads(4,8,L9H0)", "'L9H0': layer 9 of llama, which has 2"),
-        ("stream_heads(4,8,L1H4)", "'L1H4': head 4 of llama, which has 4"),
-        ("stream_heads(4,8,L1H1,L0H1)", "expected in order and each once, L0H1,L1H1"),
-        ("stream_heads(4,8,L1H1,L1H1)", "expected in order and each once, L1H1"),
-        ("stream_other_heads(4,0)", "recent: expected 1 or more, got 0"),
-        ("stream_other_heads(8,32)", "sink + recent below n_ctx = 40, got 40"),
-    ],
-)
-def test_what_means_nothing_is_refused(llama: Path, text: str, message: str) -> None:
-    with pytest.raises(ScanError) as refused:
-        toy.replica(llama, interventions=[text])
-    assert message in str(refused.value)
