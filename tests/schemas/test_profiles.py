@@ -423,12 +423,12 @@ def test_the_definition_of_columns_and_diagonals_names_its_numbers() -> None:
     pairs = ", ".join(f"{columns:,} and {diagonals:,}" for columns, diagonals in CANDIDATES[1:])
     columns, diagonals = CANDIDATES[0]
     words = " ".join(definition.split())
-    assert f"{columns:,} columns and {diagonals:,} diagonals, {pairs}, scaled" in words
-    assert f"times n_ctx / {file.SEARCH_LENGTH:,}" in words
+    assert f"diagonals: {columns:,} and {diagonals:,}, {pairs}, scaled" in words
+    assert f"by n_ctx / {file.SEARCH_LENGTH:,}" in words
     assert f"first {file.FIRST_COLUMNS} columns" in words
     assert f"nearest {file.NEAREST_DIAGONALS} diagonals" in words
     assert f"min({file.LAST_QUERIES}, T)" in words
-    assert f"a share of {TIE:.0e}".replace("e-0", "e-") in words
+    assert f"to {TIE:.0e}".replace("e-0", "e-") in words
 
 
 @pytest.mark.parametrize("n_ctx", [40, 700])
