@@ -415,6 +415,26 @@ def test_an_interrupt_is_quiet_at_any_moment(directory: Path, seconds: float) ->
 # The front door
 
 
+def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(directory: Path) -> None:
+    (directory / "wrong.toml").write_text("n_ctx = 0\n" + SCAN.replace("n_ctx", "seed"))
+    code = (
+        "import sys, headcount.command_line\n"
+        "sys.argv = ['headcount', 'scan', 'own.toml', 'wrong.toml']\n"
+        "try:\n    headcount.command_line.main()\n"
+        "except SystemExit as left:\n    print(left.code, {'torch', 'ray'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=directory,
+        env=environment({}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == "error: wrong.toml: n_ctx: expected 1 or more, got 0\n"
+    assert done.stdout == "2 set()\n"
+    assert not (directory / "runs").exists()
+
+
 def test_the_front_door_says_what_it_is(tmp_path: Path) -> None:
     done = headcount(tmp_path, "--version")
     installed = f"headcount {version('headcount')}, code "
