@@ -246,6 +246,7 @@ def test_a_full_disk_behind_stdout_is_one_line(
         ):
             m.setattr(sys, "stdout", full)
             ended.append(command(*words))
+    assert len(ended) == 3
     for code, (line,) in ended:
         assert code == 2
         assert line.startswith("error: ")
