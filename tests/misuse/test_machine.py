@@ -218,6 +218,7 @@ def test_a_store_that_is_down_is_one_line(
     assert command(*words.split()) == (2, [line])
 
 
+@pytest.mark.long
 def test_ray_without_a_network_is_one_line(directory: Path) -> None:
     if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         pytest.skip("no network can be taken away here")
@@ -253,12 +254,15 @@ def test_a_full_disk_behind_stdout_is_one_line(
         assert "No space left on device" in line
 
 
-def test_a_reader_that_has_enough_is_no_error(runs: Path) -> None:
+def test_a_reader_that_has_enough_is_no_error(
+    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = headcount(runs, "query", runs, "heads", "--format", "csv", stdout=writing)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (0, "")
+    with contextlib.suppress(BrokenPipeError), open(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        ended = command("query", runs, "heads", "--format", "csv")
+    assert ended == (0, [])
 
 
 def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path) -> None:
