@@ -118,7 +118,7 @@ class CommandOfAScan(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Read the command line."""
         names = [name for each in self.params for name in (*each.opts, *each.secondary_opts)]
-        for word, following in zip(args, [*args[1:], "VALUE"], strict=True):
+        for word, following in zip(args, [*args[1:], "VALUE"], strict=False):
             flag, _, value = word.partition("=")
             if flag.startswith("--") and flag not in (*names, *ctx.help_option_names):
                 _refuse_field(flag, value or following)

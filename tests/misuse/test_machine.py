@@ -1,16 +1,15 @@
 """On any machine: nothing hangs, nothing prints a stack trace, and files of the user break nothing.
 
-Most cases are the real command in a process of its own.
+What needs a Python that starts is the real command in a process of its own.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import importlib
 import os
 import pty
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -18,19 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from headcount.command_line import main
-from headcount.jobs.cluster.ray_cluster import _check_head
-from headcount.schemas.errors import RunError
+from headcount import app
+from headcount.jobs import endings
+from headcount.jobs.cluster.ray_cluster import _given_up_after
 from tests import ROOT
-from tests.tools.processes import DIES_WITH_ITS_PARENT, Command, Ended
+from tests.misuse.conftest import Command
+from tests.tools.processes import DIES_WITH_ITS_PARENT
 from tests.toys import toy_runs
 
 SCAN = """
@@ -71,25 +72,6 @@ def environment(variables: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in every.items() if value is not None}
 
 
-def ended_side_by_side(
-    directory: Path,
-    commands: Sequence[Sequence[str]],
-    variables: Mapping[str, str],
-    constants: Mapping[str, float] = MappingProxyType({}),
-) -> list[Ended]:
-    """How several commands end that run at once: they wait more than they compute."""
-    started = [
-        Command(
-            *words,
-            environment=environment(variables),
-            directory=directory,
-            constants=constants,
-        )
-        for words in commands
-    ]
-    return [command.ended(timeout=200) for command in started]
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A directory with a scan in it."""
@@ -120,36 +102,25 @@ def hide_modules(directory: Path) -> None:
         (directory / f"{name}.py").write_text("raise SystemExit('a file of the user')")
 
 
-def check_scanned(done: Ended, directory: Path) -> None:
-    """Check that a scan has ended well, and complained about nothing."""
-    assert (done.code, "rror" in done.stderr) == (0, False), done.stderr
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        (("--device", "cpu"), 64),
+        pytest.param(("--replicas", "1"), 1024, marks=pytest.mark.long),
+    ],
+)
+def test_files_of_the_user_hide_nothing_and_no_home_is_wanted(
+    directory: Path, options: tuple[str, ...], files: int
+) -> None:
+    """Neither here nor in replicas. A scan on the CPU is one process, and opens few files."""
+    for name in HIDING:
+        (directory / f"{name}.py").write_text("raise SystemExit('a file of the user')")
+    limited = ("sh", "-c", f'ulimit -n {files} && exec "$@"', "sh")
+    no_home = {"HOME": "/nonexistent"}
+    done = headcount(directory, "scan", "own.toml", *options, through=limited, variables=no_home)
+    assert (done.returncode, "rror" in done.stderr) == (0, False), done.stderr
     assert "log level" not in done.stderr
     assert len(list(directory.glob("runs/run_id=*/commits/*.json"))) == 2
-
-
-def test_files_of_the_user_hide_nothing_and_no_home_is_wanted(directory: Path) -> None:
-    """Neither here nor in the replicas."""
-    hide_modules(directory)
-    no_home = {"HOME": "/nonexistent"}
-    done = headcount(directory, "scan", "own.toml", "--replicas", "1", variables=no_home)
-    check_scanned(Ended(done.returncode, "", done.stderr), directory)
-
-
-def main_with_few_files() -> None:
-    """`headcount …` as after `ulimit -n 64`."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    main()
-
-
-def test_a_scan_on_the_cpu_is_one_process_and_wants_few_files(directory: Path) -> None:
-    words = ("scan", "own.toml", "--device", "cpu")
-    done = Command(
-        *words,
-        environment=environment({}),
-        directory=directory,
-        main=f"{__name__}.{main_with_few_files.__name__}",
-    )
-    check_scanned(done.ended(), directory)
 
 
 # No end
@@ -177,56 +148,41 @@ WAITED_FOR = {
 """What ends the waiting, and seconds that a test can wait."""
 
 
-def test_what_does_not_answer_is_one_line(directory: Path, silent: str) -> None:
-    store = {"AWS_ENDPOINT_URL": f"http://{silent}", "AWS_REGION": "us-east-1"}
-    commands = [words.replace("SILENT", silent).split() for words, _ in UNANSWERED]
-    for (words, start), ended in zip(
-        UNANSWERED, ended_side_by_side(directory, commands, store, WAITED_FOR), strict=True
-    ):
-        line = ended.stderr.splitlines()[-1].replace(silent, "SILENT")
-        assert ended.code == 2, words
-        assert line.startswith(f"error: {start}"), words
+def in_store(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Let `s3://` mean the store at an address."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{address}")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
 
 
-@pytest.mark.parametrize(
-    ("address", "problem"),
-    [
-        ("nohost.invalid:1", "nohost.invalid:1: no answer ("),
-        ("nowhere", "nowhere: expected HOST:PORT of the cluster's head"),
-    ],
-)
-def test_an_address_of_nothing_is_one_line(address: str, problem: str) -> None:
-    with pytest.raises(RunError) as refusal:
-        _check_head(address)
-    (line,) = str(refusal.value).splitlines()
-    assert line.startswith(problem)
+def test_what_does_not_answer_is_one_line(
+    command: Command, directory: Path, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(directory)
+    in_store(monkeypatch, silent)
+    for path, seconds in WAITED_FOR.items():
+        monkeypatch.setattr(path, seconds)
+    for words, start in UNANSWERED:
+        code, lines = command(*words.replace("SILENT", silent).split())
+        assert code == 2, words
+        assert lines[-1].replace(silent, "SILENT").startswith(f"error: {start}"), words
 
 
-def test_a_wait_that_is_too_long_ends_no_notebook_and_none_of_its_children() -> None:
-    program = """
-import subprocess, sys, time
-from headcount.jobs.cluster.ray_cluster import _given_up_after
-child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-with _given_up_after(0.01, "too long"):
-    time.sleep(0.5)
-print(child.poll())
-child.kill()
-"""
-    done = subprocess.run(
-        [*DIES_WITH_ITS_PARENT, sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "error: too long\n")
+def test_a_wait_that_is_too_long_ends_no_notebook_and_none_of_its_children(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Commands that ran in this process have said that it is one.
+    monkeypatch.setattr(endings._ProcessState, "is_a_command", False)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        with _given_up_after(0.01, "too long"):
+            time.sleep(0.3)
+        assert child.poll() is None
+        child.kill()
+    assert capsys.readouterr().err == "error: too long\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("replicas", ["0", "1"])
-def test_a_gpu_that_is_not_there_is_one_line(
-    command: Callable[..., tuple[int, list[str]]], directory: Path, replicas: str
-) -> None:
-    words = ("scan", directory / "own.toml", "--device", "cuda", "--replicas", replicas)
+def test_a_gpu_that_is_not_there_is_one_line(command: Command, directory: Path) -> None:
+    words = ("scan", directory / "own.toml", "--device", "cuda", "--replicas", "1")
     code, (line,) = command(*words, "--set", f"out={directory}")
     assert code == 2
     assert line.startswith("error: --device cuda: 1 GPU wanted")
@@ -238,75 +194,75 @@ def test_no_wait_is_longer_than_30_seconds() -> None:
         assert getattr(importlib.import_module(module), name) <= 30, path
 
 
-def test_a_store_that_is_down_is_one_line(directory: Path) -> None:
-    store = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_REGION": "us-east-1"}
-    commands = (
+@pytest.mark.parametrize(
+    "words",
+    [
         "scan own.toml --replicas 0 --set out=s3://bucket/runs",
         "status s3://bucket/runs/run_id=a-1",
         "query s3://bucket/runs heads",
         "report s3://bucket/runs",
         "compact s3://bucket/runs",
-    )
+    ],
+)
+def test_a_store_that_is_down_is_one_line(
+    command: Command, directory: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.chdir(directory)
+    in_store(monkeypatch, "127.0.0.1:9")
+    monkeypatch.setattr("headcount.schemas.files.places.PAUSE_SECONDS", 0)
     line = (
         "error: s3://bucket: the store at http://127.0.0.1:9 does not answer (Connection refused); "
         "bring it or the network up, or name another address in AWS_ENDPOINT_URL, then run the "
-        "same command\n"
+        "same command"
     )
-    every_ended = ended_side_by_side(
-        directory,
-        [words.split() for words in commands],
-        store,
-        {"headcount.schemas.files.places.PAUSE_SECONDS": 0},
-    )
-    for words, ended in zip(commands, every_ended, strict=True):
-        assert ended == (2, "", line), words
+    assert command(*words.split()) == (2, [line])
 
 
-def main_without_network() -> None:
-    """`headcount …` as below `unshare --net`."""
-    new_network = 0x40000000  # CLONE_NEWNET
-    assert ctypes.CDLL(None).unshare(new_network) == 0
-    main()
-
-
+@pytest.mark.long
 def test_ray_without_a_network_is_one_line(directory: Path) -> None:
     if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         pytest.skip("no network can be taken away here")
-    done = Command(
-        *("scan", "own.toml", "--replicas", "1"),
-        environment=environment({}),
-        directory=directory,
-        main=f"{__name__}.{main_without_network.__name__}",
-    ).ended()
-    assert done.code == 2
+    words = ("scan", "own.toml", "--replicas", "1")
+    done = headcount(directory, *words, through=("unshare", "--net"))
+    assert done.returncode == 2
     assert "error: Ray on this machine: its processes cannot talk to each other" in done.stderr
 
 
 # No traces
 
 
-def test_a_full_disk_behind_stdout_is_one_line(runs: Path) -> None:
-    commands = [
-        Command(*words, environment=environment({}), directory=runs, stdout=Path("/dev/full"))
-        for words in (("list", runs), ("status", runs / "run_id=toy-1a2b3c4d"))
-    ]
-    # What Python does at its end, a fork does not do.
+def test_a_full_disk_behind_stdout_is_one_line(
+    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[tuple[int, list[str]]] = []
     with open("/dev/full", "w") as full:
+        # What Python does at its end, only a process of its own does.
         done = headcount(runs, "query", runs, "heads", stdout=full.fileno())
-    every_ended = [command.ended() for command in commands]
-    for code, _, errors in (*every_ended, Ended(done.returncode, "", done.stderr)):
+        ended.append((done.returncode, done.stderr.splitlines()))
+    for words in (("list", runs), ("status", runs / "run_id=toy-1a2b3c4d")):
+        with (
+            contextlib.suppress(OSError),
+            open("/dev/full", "w") as full,
+            monkeypatch.context() as m,
+        ):
+            m.setattr(sys, "stdout", full)
+            ended.append(command(*words))
+    assert len(ended) == 3
+    for code, (line,) in ended:
         assert code == 2
-        assert errors.startswith("error: ")
-        assert "No space left on device" in errors
-        assert len(errors.splitlines()) == 1
+        assert line.startswith("error: ")
+        assert "No space left on device" in line
 
 
-def test_a_reader_that_has_enough_is_no_error(runs: Path) -> None:
+def test_a_reader_that_has_enough_is_no_error(
+    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = headcount(runs, "query", runs, "heads", "--format", "csv", stdout=writing)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (0, "")
+    with contextlib.suppress(BrokenPipeError), open(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        ended = command("query", runs, "heads", "--format", "csv")
+    assert ended == (0, [])
 
 
 def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path) -> None:
@@ -330,7 +286,7 @@ def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path) 
 
 @pytest.mark.parametrize(
     ("variables", "ellipsis"),
-    [({"PYTHONIOENCODING": "ascii"}, "\\u2026"), ({"LC_ALL": "C"}, "…"), ({"HOME": None}, "…")],
+    [({"PYTHONIOENCODING": "ascii"}, "\\u2026"), ({"LC_ALL": "C", "HOME": None}, "…")],
 )
 def test_an_environment_without_the_usual_is_no_error(
     directory: Path, variables: dict[str, str | None], ellipsis: str
@@ -342,28 +298,20 @@ def test_an_environment_without_the_usual_is_no_error(
     )
 
 
-def test_a_mistake_of_ours_is_one_line_and_a_file(tmp_path: Path) -> None:
-    code = (
-        "from headcount.jobs.endings import ended_in_lines\nwith ended_in_lines():\n    {}['a key']"
+def test_a_mistake_of_ours_is_one_line_and_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SystemExit), endings.ended_in_lines():
+        raise KeyError("a key")
+    (file,) = tmp_path.glob("headcount-error-*.txt")
+    assert capsys.readouterr().err == (
+        f"error: this is a mistake in headcount (KeyError: 'a key'); its stack trace is in {file}\n"
     )
-    for debug in (False, True):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=os.environ
-            | {"TMPDIR": str(tmp_path)}
-            | ({"HEADCOUNT_DEBUG": "1"} if debug else {}),
-            capture_output=True,
-            text=True,
-        )
-        assert ("Traceback" in done.stderr) == debug
-        if not debug:
-            (file,) = tmp_path.glob("headcount-error-*.txt")
-            assert done.stderr == (
-                f"error: this is a mistake in headcount (KeyError: 'a key'); its stack trace is in "
-                f"{file}\n"
-            )
-            assert "Traceback" in file.read_text()
+    assert "Traceback" in file.read_text()
+    monkeypatch.setenv("HEADCOUNT_DEBUG", "1")
+    with pytest.raises(KeyError), endings.ended_in_lines():
+        raise KeyError("a key")
 
 
 # Interrupts
@@ -381,11 +329,16 @@ def died_before_our_first_lines(errors: str) -> bool:
     return bool(frames) and all(number < handler_is_set for number in in_front_door)
 
 
-@pytest.mark.parametrize("seconds", [0.06, 0.3, 2.0])
-def test_an_interrupt_is_quiet_at_any_moment(directory: Path, seconds: float) -> None:
+def test_an_interrupt_is_quiet_at_any_moment(directory: Path) -> None:
     command = [*DIES_WITH_ITS_PARENT, sys.executable, "-m", "headcount", "scan", "own.toml"]
     command += ["--replicas", "0", "--set", "sequences=1000000"]
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    started_at = time.monotonic()
+    moments = (
+        (0.06, signal.SIGINT),
+        (0.3, signal.SIGTERM),
+        (2.0, signal.SIGINT),
+        (2.0, signal.SIGTERM),
+    )
     processes = [
         subprocess.Popen(
             [*command, "--set", f"out=runs-{number}"],
@@ -395,12 +348,12 @@ def test_an_interrupt_is_quiet_at_any_moment(directory: Path, seconds: float) ->
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number in numbers
+        for number, _ in enumerate(moments)
     ]
-    time.sleep(seconds)
-    for process, number in zip(processes, numbers, strict=True):
+    for process, (seconds, number) in zip(processes, moments, strict=True):
+        time.sleep(max(0, started_at + seconds - time.monotonic()))
         process.send_signal(number)
-    for process, number in zip(processes, numbers, strict=True):
+    for process, (_, number) in zip(processes, moments, strict=True):
         _, errors = process.communicate(timeout=120)
         if died_before_our_first_lines(errors):
             continue
@@ -415,39 +368,53 @@ def test_an_interrupt_is_quiet_at_any_moment(directory: Path, seconds: float) ->
 # The front door
 
 
-def test_the_front_door_says_what_it_is(tmp_path: Path) -> None:
-    done = headcount(tmp_path, "--version")
-    installed = f"headcount {version('headcount')}, code "
-    assert done.stdout.startswith(installed) or "not installed" in done.stdout
-    short, long = ended_side_by_side(tmp_path, [["scan", "-h"], ["scan", "--help"]], {})
-    assert (short.code, short) == (0, long)
-    assert short.stdout.startswith("Usage: headcount scan")
-
-
-def test_a_run_is_found_by_its_name(tmp_path: Path, runs: Path) -> None:
-    toy = "toy-1a2b3c4d"
-    commands = [
-        *(["status", run] for run in ("toy", toy, f"runs/run_id={toy}")),
-        ["status", "toys"],
-    ]
-    *every_found, unknown = ended_side_by_side(tmp_path, commands, {})
-    for found in every_found:
-        assert "every shard is committed" in found.stdout
-    assert unknown.stderr.startswith(
-        f"error: {runs}: unknown run 'toys': Known: {toy}; --runs names"
+def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(directory: Path) -> None:
+    (directory / "wrong.toml").write_text("n_ctx = 0\n" + SCAN.replace("n_ctx", "seed"))
+    code = (
+        "import sys, headcount.command_line\n"
+        "sys.argv = ['headcount', 'scan', 'own.toml', 'wrong.toml']\n"
+        "try:\n    headcount.command_line.main()\n"
+        "except SystemExit as left:\n    print(left.code, {'torch', 'ray'} & set(sys.modules))"
     )
-    toy_runs.write_run(runs, "toy-99999999", {"sink_mass": lambda _: 0.5})
-    (ambiguous,) = ended_side_by_side(tmp_path, [["status", "toy", "--runs", str(runs)]], {})
-    assert ambiguous.stderr == (
-        f"error: {runs}: 2 runs have the name toy; say which: {toy}, toy-99999999\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=directory,
+        env=environment({}),
+        capture_output=True,
+        text=True,
     )
+    assert done.stderr == "error: wrong.toml: n_ctx: expected 1 or more, got 0\n"
+    assert done.stdout == "2 set()\n"
+    assert not (directory / "runs").exists()
 
 
-def test_watching_ends_with_the_run_or_quietly(tmp_path: Path) -> None:
+def printed(*words: str | Path) -> str:
+    """What a command prints that ends well."""
+    result = CliRunner().invoke(app, [*map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_front_door_says_what_it_is() -> None:
+    said = printed("--version")
+    assert said.startswith(f"headcount {version('headcount')}, code ") or "not installed" in said
+    assert printed("scan", "-h") == printed("scan", "--help")
+    assert "headcount scan" in printed("scan", "-h") or "scan [OPTIONS]" in printed("scan", "-h")
+
+
+def test_a_run_is_found_by_its_name(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs.parent)
+    for run in ("toy", "toy-1a2b3c4d", "runs/run_id=toy-1a2b3c4d"):
+        assert "every shard is committed" in printed("status", run)
+
+
+def test_watching_ends_with_the_run_or_quietly(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = toy_runs.write_run(tmp_path / "runs", "toy-1", {"sink_mass": lambda _: 0.5}, commit=[0])
-    command = [*DIES_WITH_ITS_PARENT, sys.executable, "-m", "headcount", "status", str(run.path)]
+    words = [*DIES_WITH_ITS_PARENT, sys.executable, "-m", "headcount", "status", str(run.path)]
     with subprocess.Popen(
-        [*command, "--watch", "--every", "0.2"],
+        [*words, "--watch", "--every", "0.2"],
         env=environment({}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -462,13 +429,8 @@ def test_watching_ends_with_the_run_or_quietly(tmp_path: Path) -> None:
         assert watching.stderr.read() == "stopped\n"
     complete = toy_runs.write_run(tmp_path / "runs", "toy-2", {"sink_mass": lambda _: 0.5})
     our_end, its_end = pty.openpty()
-    done = Command(
-        *("status", str(complete.path), "--watch"),
-        environment=environment({}),
-        directory=tmp_path,
-        stdout=Path(os.ttyname(its_end)),
-    ).ended()
-    assert done.code == 0
+    with open(its_end, "w") as terminal, monkeypatch.context() as m:
+        m.setattr(sys, "stdout", terminal)
+        assert command("status", complete.path, "--watch") == (0, [])
     assert b"complete  every shard is committed" in os.read(our_end, 10_000)
-    os.close(its_end)
     os.close(our_end)

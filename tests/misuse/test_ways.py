@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -12,14 +11,18 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from rich.console import Console
 from typer.testing import CliRunner
 
 from headcount import app
+from headcount.jobs.commands.scan import _documents_table, _print_bad_rows
+from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.plan.portable_scan import portable_scan
 from headcount.jobs.plan.scan_runs import last_run, next_run, runs_of
 from headcount.jobs.upkeep.removal import remove
 from headcount.schemas.errors import ModelError, RunError
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan import Scan, load_scan, safe_name
 from headcount.workers.model.files.text_tokenizer import TextTokenizer, _check_size
 from tests.toys import toy_models as toy
 from tests.toys.toy_runs import connect_to_tables, local, write_run
@@ -239,10 +242,6 @@ def test_new_runs_have_numbers_and_the_newest_that_fits_is_continued(
     phrase = "deletes it; headcount scan toy.toml --new starts"
     code, (line,) = command("scan", "toy.toml", *IN_PROCESS)
     assert (code, phrase in line) == (2, True)
-    assert command("scan", "toy.toml", "--new", "--run", "x") == (
-        2,
-        ["error: --new starts a run, --run x continues one; leave out one"],
-    )
 
 
 def test_the_remains_of_a_run_are_not_continued(home: Path, command: Command) -> None:
@@ -365,15 +364,9 @@ def test_fields_that_change_rows_cannot_be_set(home: Path, command: Command) -> 
 # Runs are deleted
 
 
-def test_a_run_is_deleted(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_deleted(home: Path, command: Command) -> None:
     run = scan_here(command)
     second_run = scan_here(command, "--new")
-    advice = f"headcount rm {run} --yes does not ask"
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert command("rm", run) == (
-        2,
-        [f"error: headcount rm asks before it deletes, and stdin is no terminal; {advice}"],
-    )
     (run / "manifest.json").write_text("{")
     with FileLock(run / ".lock"):
         code, (line,) = command("rm", run, "--yes")
@@ -387,29 +380,11 @@ def test_a_run_is_deleted(home: Path, command: Command, monkeypatch: pytest.Monk
     assert list((home / "runs").glob("run_id=*")) == []
 
 
-REFUSED = [
-    ("runs", "runs: no manifest.json; expected the directory of a run"),
-    ("bytes", "bytes: no manifest.json; expected the directory of a run"),
-    ("page", "page/manifest.json: not a manifest (9 problems)"),
-    ("absent", "absent: not there; expected the directory of a run"),
-    ("toy.toml", "toy.toml: not there; expected the directory of a run"),
-    ("run_id=link", "run_id=link: a link to {home}/bytes; delete what it leads to"),
-]
-
-
-@pytest.mark.parametrize(("path", "phrase"), REFUSED)
-def test_a_directory_that_is_no_run_is_not_deleted(
-    home: Path, command: Command, path: str, phrase: str
-) -> None:
-    write_run(home / "runs", "kept", {"entropy": lambda _: 1.0})
-    (home / "page").mkdir()
-    (home / "page" / "manifest.json").write_text('{"name": "a page"}')
+def test_a_link_is_not_deleted(home: Path, command: Command) -> None:
     (home / "run_id=link").symlink_to(home / "bytes")
-    before = sorted(home.rglob("*"))
-    line = f"error: {home}/{phrase.format(home=home)}"
-    # If one of them is no run, the others are kept too.
-    assert command("rm", "runs/run_id=kept", path, "--yes") == (2, [line])
-    assert sorted(home.rglob("*")) == before
+    line = f"error: {home}/run_id=link: a link to {home}/bytes; delete what it leads to"
+    assert command("rm", "run_id=link", "--yes") == (2, [line])
+    assert (home / "bytes" / "config.json").exists()
 
 
 def test_a_deletion_that_is_cut_short_leaves_no_run(
@@ -429,7 +404,77 @@ def test_a_deletion_that_is_cut_short_leaves_no_run(
     assert not local(run.path).exists()
 
 
+# Odd names
+
+
+ODD = ("lr=0.1", "a?b", "a*", "a[b]", "a%20b", "it's", "a b", "日本", 'a"b', "a\\b")
+
+
+def odd_run(out: Path, name: str, seed: int = 0) -> Path:
+    """A run of two interventions, one of which has punctuation in its name."""
+    edits = ("none", "scale_query_bias(0.5)+zero_mlps")
+    run = local(write_run(out, name, {"entropy": lambda _: 0.5}, interventions=edits).path)
+    edit_json(run / "manifest.json", lambda fields: fields["identity"]["scan"].update(seed=seed))
+    return run
+
+
+def run_ids(path: Path) -> list[str]:
+    """The runs of `heads`, once for each intervention."""
+    sql = "SELECT run_id FROM heads GROUP BY run_id, intervention ORDER BY run_id"
+    return [name for (name,) in connect_to_tables(path).execute(sql).fetchall()]
+
+
+def test_a_file_of_any_name_is_one_run_here_and_on_a_cluster(home: Path) -> None:
+    everywhere = {"model": "bundled:gpt2-mini", "input.files": f"{home}/a.jsonl"}
+    for name in ODD:
+        file = write_scan(home / f"{name}.toml", out="runs of odd names")
+        scan = load_scan(file)
+        run_id = scan.run_id(file.stem)
+        assert run_id.startswith(f"{safe_name(name)}-")
+        there = portable_scan(write_scan(file, **everywhere), ["out=/r"])
+        assert there.run_id(file.stem) == load_scan(file).run_id(file.stem)
+        for _ in range(2):
+            prepare_run(make_plan(scan, file.stem), "")
+        assert len(list((home / "runs of odd names").glob(f"run_id={run_id}*"))) == 1
+
+
+def test_runs_and_directories_of_odd_names_are_read_as_themselves(tmp_path: Path) -> None:
+    """An older version took the names of scans as they are."""
+    runs = [odd_run(tmp_path / "runs", f"{name}-1") for name in (*ODD, "plain")]
+    odd_run(tmp_path / "runs", "large-1", seed=2**64)
+    names = sorted([run.name.removeprefix("run_id=") for run in runs] + ["large-1"])
+    assert run_ids(tmp_path / "runs") == sorted(names * 2)
+    for run in runs[1:6]:
+        assert run_ids(run) == [run.name.removeprefix("run_id=")] * 2
+    sql = "SELECT run_id FROM runs WHERE seed IS NULL"
+    assert connect_to_tables(tmp_path / "runs").execute(sql).fetchall() == [("large-1",)]
+
+
+@pytest.mark.parametrize("out", ["x=1/y=2", "a?b", "a*", "[ab]", "a%20b"])
+def test_a_directory_of_any_name_holds_only_its_own_runs(tmp_path: Path, out: str) -> None:
+    for name, directory in (("one-1", out), ("two-1", "a_b"), ("two-2", "axb"), ("two-3", "b")):
+        odd_run(tmp_path / directory, name)
+    assert run_ids(tmp_path / out) == ["one-1"] * 2
+
+
 # A plan
+
+
+def test_a_plan_says_what_is_left_out(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps({"text": "To be, or not", "meta": {"pile_set_name": "a\x1b[31m"}})] * 4
+    (home / "a.jsonl").write_text("\n".join([*lines, "{", '{"text": ""}', '{"text": "To"}']))
+    plan = make_plan(load_scan(home / "toy.toml", ["sequences=all", "bad_rows=0.2"]), "toy")
+    assert plan.sequences.fates is not None
+    console = Console(width=200)
+    console.print(_documents_table(plan.sequences.fates))
+    _print_bad_rows(console, plan.bad_rows)
+    printed = capsys.readouterr().out.replace("│", " ").splitlines()
+    words = [" ".join(line.split()) for line in printed]
+    assert "a\\x1b[31m 4 4 0 0 0" in words
+    assert "of no part 3 0 1 1 1" in words
+    assert "all 7 4 1 1 1" in words
+    assert "1 bad row left out: a.jsonl, line 5 (invalid JSON)" in words
+    assert "Lines and rows are counted from 1 here, and from 0 in sequences.row." in words
 
 
 def test_a_plan_shows_the_fields_that_the_scan_sets_and_with_all_the_others(

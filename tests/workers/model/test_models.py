@@ -383,24 +383,9 @@ def test_the_first_token_of_a_legacy_model_is_its_own_or_that_of_its_tokenizer(
     assert describe(path).bos_token_id == bos
 
 
-def test_an_unknown_bundled_model_is_answered_with_the_nearest_name():
-    with pytest.raises(ModelError) as caught:
-        find_model("bundled:gpt2-mimi")
-    assert str(caught.value).startswith(
-        "model: unknown bundled model 'gpt2-mimi': did you mean 'gpt2-mini'? Known: "
-    )
-
-
-@pytest.mark.parametrize(
-    "spec", ["/no/such/model", "./no-such-model", "~nobody-of-that-name/x", "a/b/c"]
-)
-def test_a_directory_that_is_not_there_is_named(spec: str):
-    assert problem_of(spec) == f"model {spec!r}: no such directory"
-
-
-@pytest.mark.parametrize("spec", ["nobody/no-such-model", "no-such-model", "not a name!"])
-def test_a_hub_id_without_the_network_fails_at_once_on_one_line(spec: str):
+def test_a_hub_id_without_the_network_fails_at_once_on_one_line():
     problem_of("nobody/imports-all-that-is-needed")
+    spec = "nobody/no-such-model"
     start_time = time.perf_counter()
     line = problem_of(spec)
     assert time.perf_counter() - start_time < 5
@@ -409,101 +394,8 @@ def test_a_hub_id_without_the_network_fails_at_once_on_one_line(spec: str):
     )
 
 
-def config_is(content: bytes) -> Callable[[Path], object]:
-    return lambda path: (path / "config.json").write_bytes(content)
-
-
 def config_with(**changes: Any) -> Callable[[Path], object]:
     return lambda path: toy.change_config(path, **changes)
-
-
-NO_MODEL = "/config.json: not a causal language model that can be scanned ("
-
-
-@pytest.mark.parametrize(
-    ("edit", "line"),
-    [
-        (
-            lambda p: (p / "config.json").unlink(),
-            ": no readable config.json; expected a model directory",
-        ),
-        (
-            config_is(b"{"),
-            "/config.json: not valid JSON (Expecting property name enclosed in double quotes",
-        ),
-        (config_is(b"\xff"), "/config.json: not valid JSON ('utf-8' codec can't decode byte 0xff"),
-        (config_is(b"[1]"), "/config.json: expected an object, got list"),
-        (
-            config_is(b'{"n_layers": 2, "d_model": 8}'),
-            "/config.json: has neither model_type (Hugging Face) nor n_heads, d_head, n_ctx, "
-            "d_vocab (legacy TransformerLens)",
-        ),
-        (
-            config_with(model_type="gpt9"),
-            f"{NO_MODEL}The checkpoint you are trying to load has model type `gpt9`",
-        ),
-        (config_with(model_type=3), NO_MODEL),
-        (config_with(n_head="four"), f"{NO_MODEL}Validation error for field 'n_head': TypeError"),
-        (
-            config_with(vocab_size=None),
-            f"{NO_MODEL}Validation error for field 'vocab_size': TypeError",
-        ),
-        (config_with(n_head=0), "/config.json: n_heads is 0, expected a positive integer"),
-        (config_with(n_layer=0), "/config.json: n_layers is 0, expected a positive integer"),
-        (
-            config_is(b'{"model_type": "mamba"}'),
-            "/config.json: a mamba model names no num_attention_heads: it has no attention heads",
-        ),
-        (
-            config_with(model_type="own", auto_map={"AutoConfig": "own.Config"}),
-            f"{NO_MODEL}The repository",
-        ),
-        (
-            config_with(n_head=5),
-            "/config.json: hidden_size is 32, expected a multiple of num_attention_heads = 5",
-        ),
-        (
-            config_with(vocab_size=70),
-            ": weights missing or of another shape: transformer.wte.weight (1 in all)",
-        ),
-        (
-            config_with(n_layer=4),
-            ": weights missing or of another shape: transformer.h.3.attn.c_attn.bias, "
-            "transformer.h.3.attn.c_attn.weight, transformer.h.3.attn.c_proj.bias, "
-            "transformer.h.3.attn.c_proj.weight, transformer.h.3.ln_1.bias (12 in all)",
-        ),
-        (
-            lambda p: toy.change_weights(p, lambda w: w.pop("transformer.h.1.ln_2.bias")),
-            ": weights missing or of another shape: transformer.h.1.ln_2.bias (1 in all)",
-        ),
-        (
-            lambda p: (p / "model.safetensors").unlink(),
-            ": expected weights as *.safetensors, found config.json, generation_config.json; "
-            "convert them",
-        ),
-        (
-            lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
-            ": expected weights as *.safetensors, found config.json, generation_config.json, "
-            "pytorch_model.bin; convert them",
-        ),
-        (
-            lambda p: (p / "model.safetensors").write_bytes(
-                (p / "model.safetensors").read_bytes()[:-400]
-            ),
-            ": the weights cannot be loaded (Error while deserializing header: incomplete "
-            "metadata, file not fully covered)",
-        ),
-        (
-            lambda p: (p / "model.safetensors").write_bytes(b""),
-            ": the weights cannot be loaded (Error while deserializing header: header too small)",
-        ),
-    ],
-)
-def test_a_broken_model_directory_is_named_with_its_problem(
-    shelf: Shelf, tmp_path: Path, edit: Callable[[Path], object], line: str
-):
-    path = toy.copy_of(shelf.path("gpt2"), tmp_path / "broken", edit)
-    assert problem_of(path).startswith(f"{path}{line}")
 
 
 class Payload:
@@ -514,68 +406,6 @@ class Payload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize(
-    ("edit", "line"),
-    [
-        (
-            lambda p: (p / "toy_final.pth").write_bytes(b""),
-            "/toy_final.pth: the weights cannot be read (",
-        ),
-        (
-            lambda p: (p / "toy_final.pth").write_bytes(b"PK and no zip"),
-            "/toy_final.pth: the weights cannot be read (",
-        ),
-        (
-            lambda p: torch.save([1], p / "toy_final.pth"),
-            "/toy_final.pth: the weights cannot be read (",
-        ),
-        (
-            lambda p: torch.save({"embed.W_E": 3}, p / "toy_final.pth"),
-            ": the weights do not fit config.json (",
-        ),
-        (lambda p: torch.save({}, p / "toy_final.pth"), ": the weights do not fit config.json ("),
-        (
-            config_with(n_heads=2, d_head=16),
-            ": the weights do not fit config.json (convert_tl_checkpoint: 'blocks.0.attn.W_Q'",
-        ),
-        (config_with(n_layers=3), ": the weights do not fit config.json ("),
-        (config_with(d_vocab=60), ": the weights do not fit config.json ("),
-        (
-            config_with(act_fn="nonsense", attn_only=False, d_mlp=8),
-            ": the weights do not fit config.json (",
-        ),
-        (config_with(n_heads=0), "/config.json: n_heads is 0, expected a positive integer"),
-        (
-            config_with(positional_embedding_type="rotary"),
-            "/config.json: positional_embedding_type is 'rotary'; only 'standard' is supported for "
-            "legacy files",
-        ),
-        (
-            config_with(shortformer_pos=True),
-            "/config.json: shortformer_pos is True; only False is supported for legacy files",
-        ),
-        (
-            config_with(use_attn_scale=False),
-            "/config.json: use_attn_scale is False; only True is supported for legacy files",
-        ),
-        (
-            config_with(attention_dir="bidirectional"),
-            "/config.json: attention_dir is 'bidirectional'; only 'causal' is supported for legacy "
-            "files",
-        ),
-        (
-            lambda p: (p / "toy_final.pth").unlink(),
-            ": expected weights as *.safetensors, found config.json; convert them",
-        ),
-    ],
-)
-def test_a_broken_legacy_directory_is_named_with_its_problem(
-    shelf: Shelf, tmp_path: Path, edit: Callable[[Path], object], line: str
-):
-    path = toy.copy_of(shelf.path("legacy-pth"), tmp_path / "broken", edit)
-    assert problem_of(path).startswith(f"{path}{line}")
 
 
 def test_code_in_a_pth_is_refused_and_not_run(shelf: Shelf, tmp_path: Path):

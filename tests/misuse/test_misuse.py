@@ -1,0 +1,310 @@
+"""What a user gets wrong is answered with the lines of `misuse.toml`, in this process."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+import shlex
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from filelock import FileLock
+
+import headcount
+from headcount.jobs.endings import ended_in_lines
+from headcount.schemas.errors import ScanError
+from headcount.schemas.scans.intervention import parse_intervention
+from headcount.schemas.scans.scan import SAFE_NAME, parse_scan, safe_name
+from headcount.workers.interventions import INTERVENTIONS, bind
+from tests import ROOT
+from tests.misuse.conftest import Command
+from tests.toys import toy_models as toy
+
+TABLE = tomllib.loads(Path(__file__).with_name("misuse.toml").read_text(encoding="utf-8"))
+REPEATED = re.compile(f"({'|'.join(TABLE['texts'])}|.)\\{{(\\d+)\\}}", re.DOTALL)
+
+
+def repeated(value: Any) -> Any:
+    """A value in whose strings A{3} has become AAA."""
+    if isinstance(value, str):
+        return REPEATED.sub(lambda match: match[1] * int(match[2]), value)
+    if isinstance(value, list):
+        return [repeated(item) for item in value]
+    if isinstance(value, dict):
+        return {repeated(key): repeated(item) for key, item in value.items()}
+    return value
+
+
+def rows(section: str) -> Any:
+    """The rows of a section as parameters, named by what stands first."""
+    section_rows = repeated(TABLE["rows"][section])
+    names = [str(row[0] or row[1])[:60] for row in section_rows]
+    return pytest.mark.parametrize("row", section_rows, ids=names)
+
+
+def agree(expected: str, found: str) -> bool:
+    """Whether a text is as expected, where `…` stands for anything."""
+    return re.fullmatch(re.escape(expected).replace("…", ".*"), found, re.DOTALL) is not None
+
+
+def edit(path: Path, value: Any, locks: ExitStack) -> None:
+    """Write, change, cut, delete or lock a file or a model, as `misuse.toml` says."""
+    if isinstance(value, str):
+        for name, text in TABLE["texts"].items():
+            value = value.replace(name, text)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(value.encode("latin-1"))
+    elif value is True:
+        locks.enter_context(FileLock(path))
+    elif value is False:
+        path.unlink()
+    elif isinstance(value, int):
+        path.write_bytes(path.read_bytes()[:value])
+    elif path.suffix in CHANGES:
+        CHANGES[path.suffix](path, value)
+    else:
+        if path.is_symlink():
+            source = path.resolve()
+            path.unlink()
+            shutil.copytree(source, path)
+        path.mkdir(exist_ok=True)
+        for name, content in value.items():
+            edit(path / name, content, locks)
+
+
+def fill(weights: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    """Fill tensors with a value, or leave them out."""
+    for name, value in values.items():
+        if value is False:
+            del weights[name]
+        else:
+            weights[name].fill_(value)
+
+
+CHANGES: dict[str, Callable[[Path, Any], object]] = {
+    ".pth": lambda path, value: torch.save(value, path),
+    ".json": lambda path, value: path.write_text(json.dumps(json.loads(path.read_text()) | value)),
+    ".safetensors": lambda path, value: toy.change_weights(path.parent, lambda w: fill(w, value)),
+}
+"""What a table does to a file of a model, by the ending of its name."""
+
+
+class Folder:
+    """The folder in which a row runs."""
+
+    def __init__(self, path: Path, command: Command, locks: ExitStack) -> None:
+        self.path = path
+        self.command = command
+        self.locks = locks
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file, but for those of runs."""
+        return sorted(path for path in self.path.rglob("*") if "runs" not in path.parts)
+
+    def edit(self, files: dict[str, Any]) -> None:
+        """Write or change files, by their names or globs."""
+        for name, value in files.items():
+            for path in sorted(self.path.glob(name)) if "*" in name else [self.path / name]:
+                edit(path, value, self.locks)
+
+    def run(self, words: str) -> tuple[int, list[str]]:
+        """How a command ends: its code, and its lines of stderr."""
+        arguments = [path for word in shlex.split(words) for path in glob.glob(word) or [word]]
+        code, lines = self.command(*arguments)
+        return code, [line.replace(str(self.path), "TMP") for line in lines]
+
+
+@pytest.fixture
+def folder(
+    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> Iterator[Folder]:
+    monkeypatch.chdir(tmp_path)
+    # The trace of an error of ours is kept where temporary files lie.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for path in shelf.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    with ExitStack() as locks:
+        folder = Folder(tmp_path, command, locks)
+        folder.edit({name: text.removeprefix("\n") for name, text in TABLE["folder"].items()})
+        yield folder
+
+
+def check_refused(folder: Folder, words: str, expected: list[str], code: int = 2) -> None:
+    """Check how a command ends, and that it leaves no file behind."""
+    before = folder.files
+    found_code, lines = folder.run(words)
+    # A mistake in SQL is also shown where it stands.
+    if len(lines) == 3 and re.fullmatch(r" *\^+", lines[1]):
+        assert lines.pop(0) in shlex.split(words)
+        del lines[0]
+    found = "\n".join(line.removeprefix("error: ") for line in lines)
+    assert found_code == code, found
+    assert agree("\n".join(expected), found), found
+    assert folder.files == before
+
+
+def plan(folder: Folder, changes: dict[str, Any], files: dict[str, Any], lines: list[str]) -> None:
+    """Check the lines of `headcount plan` for a scan that is good but for its changes."""
+    fields = tomllib.loads(TABLE["folder"]["toy.toml"]) | changes
+    if isinstance(fields["input"], dict):
+        fields["input"] = {"family": "uniform_random"} | fields["input"]
+    folder.edit(files)
+    folder.edit({"toy.toml": ""})
+    toml = [f"{json.dumps(key)} = {written(value)}" for key, value in fields.items()]
+    (folder.path / "toy.toml").write_text("\n".join(toml), encoding="utf-8")
+    found_code, found = folder.run("plan toy.toml")
+    text = "\n".join(line.removeprefix("error: ").removeprefix("toy.toml: ") for line in found)
+    assert agree("\n".join(lines), text), text
+    assert found_code == 2
+    assert all(line.startswith("error: ") for line in found)
+    # The tokens of a corpus may lie there already; no run does.
+    assert not list(folder.path.glob("runs/run_id=*"))
+
+
+def written(value: Any) -> str:
+    """A value as a TOML file writes it."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{k} = {written(v)}' for k, v in value.items())} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(written, value))}]"
+    # NaN and infinity are "nan" and "inf", in Python as in TOML.
+    return repr(value) if isinstance(value, float) else json.dumps(value)
+
+
+@rows("scans")
+def test_a_scan_that_is_wrong_is_refused(folder: Folder, row: list[Any]) -> None:
+    files = row[1] if isinstance(row[1], dict) else {}
+    plan(folder, row[0], files, [line for line in row[1:] if isinstance(line, str)])
+
+
+@rows("corpora")
+def test_a_corpus_that_cannot_be_read_as_it_is_is_refused(folder: Folder, row: list[Any]) -> None:
+    options, files, line = row
+    source = {"family": "pile", "files": next(iter(files))}
+    plan(folder, {"input": source | options}, files, [line])
+
+
+@rows("commands")
+def test_a_command_is_refused(folder: Folder, row: list[Any]) -> None:
+    words, *rest = row
+    if isinstance(rest[0], dict):
+        folder.edit(rest.pop(0))
+    code = rest.pop(0) if isinstance(rest[0], int) else 2
+    check_refused(folder, words, rest, code)
+
+
+def test_a_good_scan_is_planned(folder: Folder) -> None:
+    assert folder.run("plan toy.toml") == (0, [])
+
+
+# docs/troubleshooting.md quotes messages as they are: each is provoked and compared.
+
+PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+ENTRY = re.compile(r"^### (.+?)\n+```text\n(.*?)```\n", re.MULTILINE | re.DOTALL)
+MESSAGES = dict(ENTRY.findall(PAGE))
+
+
+def test_every_message_of_the_page_is_provoked() -> None:
+    assert sorted(MESSAGES) == sorted(row[0] for row in TABLE["rows"]["page"])
+    assert PAGE.count("\n### ") == len(MESSAGES)
+
+
+@rows("page")
+def test_the_program_says_what_the_page_says(
+    folder: Folder, row: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    title, *steps = row
+    if title == "GPU wanted" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    said: list[str] = []
+    for step in steps:
+        if isinstance(step, dict):
+            folder.edit(step)
+        elif step.startswith("raise "):
+            with pytest.raises(SystemExit), ended_in_lines():
+                exec(step)
+            said = capsys.readouterr().err.splitlines()
+        else:
+            _, said = folder.run(step)
+    # The page may break a long message into lines.
+    expected, found = (" ".join(text.split()) for text in (MESSAGES[title], " ".join(said)))
+    assert agree(f"…{expected}…", found), found
+
+
+# Python
+
+
+@rows("python")
+def test_a_call_is_refused(folder: Folder, row: list[str]) -> None:
+    expression, line = row
+    with headcount.open("RUNS") as runs, pytest.raises(headcount.Error) as refused:
+        eval(expression, {"headcount": headcount, "runs": runs})
+    found = str(refused.value).replace(str(folder.path), "TMP")
+    assert agree(line, found), found
+
+
+# Interventions
+
+
+def refusal(text: str, n_ctx: int = 16) -> str:
+    """What is said of an intervention; empty where nothing is wrong."""
+    info = toy.toy_info(name="toy", n_layers=3, n_heads=4, d_model=32, d_head=8, n_ctx=64)
+    try:
+        bind(parse_intervention(text)).check(info, n_ctx)
+    except ScanError as error:
+        prefix, found, line = str(error).partition(f"interventions: '{parse_intervention(text)}': ")
+        return line if found and not prefix else str(error)
+    return ""
+
+
+@rows("interventions")
+def test_an_intervention_that_means_nothing_is_refused(row: list[str]) -> None:
+    assert refusal(row[0]) == row[1]
+
+
+@rows("one_token")
+def test_one_token_has_nothing_to_exchange_or_hide(row: list[str]) -> None:
+    assert refusal(row[0], n_ctx=1) == row[1]
+
+
+BAD = {
+    int: ("nan", "inf", "x", "0.5", "1e999", "-1", "1e300"),
+    float: ("nan", "-inf", "x", "1e999"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in INTERVENTIONS if INTERVENTIONS[name].options])
+def test_every_option_refuses_what_is_no_number_of_its_range(name: str) -> None:
+    options = INTERVENTIONS[name].options
+    allowed = INTERVENTIONS[name].allowed_names
+    good = [str(allowed[key][0]) if allowed.get(key) else "1" for key in options]
+    for number, (key, option) in enumerate(options.items()):
+        types = {option.annotation, *get_args(option.annotation)} & {int, float}
+        for text in {text for type_ in types for text in BAD[type_]}:
+            # A plain `int` has no range of its own.
+            if text == "-1" and option.annotation is int:
+                continue
+            bad = ",".join([*good[:number], text, *good[number + 1 :]])
+            assert refusal(f"{name}({bad})").startswith(f"{key}: expected "), (key, text)
+
+
+# Names
+
+
+@rows("names")
+def test_a_run_has_a_name_that_every_system_takes(row: list[str]) -> None:
+    name, safe = row
+    fields = {"model": "m", "n_ctx": 8, "sequences": 2, "input": {"family": "uniform_random"}}
+    run_id = parse_scan(fields).run_id(name)
+    assert run_id.rpartition("-")[0] == safe == safe_name(safe)
+    assert SAFE_NAME.fullmatch(run_id)
+    assert len(f"run_id={run_id}-99") < 255
