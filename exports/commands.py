@@ -182,12 +182,12 @@ def _tried_out(
     device: Device,
 ) -> tuple[pa.Table, list[str]]:
     """What a trial of the chosen heads finds, on the model where it lies now."""
+    from headcount.exports.scan import check_exported_heads
+
     if exported.cut is None:
         raise QueryError(
             f"export {source.format.name}: chooses no heads to keep whole; leave out --check"
         )
-    from headcount.exports.scan import check_exported_heads
-
     return check_exported_heads(
         model or source.run["model"], exported.cut, source.run["n_ctx"], device
     )

@@ -47,12 +47,17 @@ PANELS = {
 MODULES = {name: module for panel in PANELS.values() for name, module in panel.items()}
 
 
-class _Commands(Mapping[str, Any]):
+@cache
+def _group(module: str) -> TyperGroup:
+    """The commands of a module, which is imported for it."""
+    return typer.main.get_group(import_module(f"headcount.{module}").commands)
+
+
+class Commands(Mapping[str, Any]):
     """The commands by name. A module is imported when its command is asked for."""
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - typer has no name for its commands
-        module = import_module(f"headcount.{MODULES[name]}")
-        group = typer.main.get_group(module.commands)
+        group = _group(MODULES[name])
         # `corpus` and `reproduce` are groups themselves.
         return group.commands.get(name, group)
 
@@ -68,7 +73,7 @@ class _FrontDoor(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - they are typer's
         super().__init__(**settings)
-        self.commands: Any = _Commands()
+        self.commands: Any = Commands()
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
         """Write a section for each panel."""

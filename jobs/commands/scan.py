@@ -629,7 +629,7 @@ def _report_model(console: Console, name: str) -> None:
 
 def _compare_kernel(console: Console) -> None:
     """Print how much the GPU's kernel and the tiles differ in every shape and precision."""
-    from headcount.jobs.commands.doctor import (
+    from headcount.jobs.commands.kernel_table import (
         COMPARISON_HEAD,
         compare_kernel,
         comparison_line,

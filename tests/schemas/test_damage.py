@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.jobs.commands.check import check_run
+from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import open_runs

@@ -20,10 +20,10 @@ import pytest
 from rich.console import Console
 
 from headcount.jobs.cluster.ray_cluster import Resources
-from headcount.jobs.commands.check import check_run
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.jobs.run.loop import MOST_UNWRITTEN, run_to_end
 from headcount.jobs.upkeep import phases
+from headcount.jobs.upkeep.checking import check_run
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.places import names, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, shard_file_name

@@ -16,9 +16,9 @@ import zstandard
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.jobs.commands.check import check_run
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.jobs.run.loop import missing_shards
+from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.compaction import compact
 from headcount.jobs.upkeep.status import read_status
 from headcount.queries.ask.answers import run_query

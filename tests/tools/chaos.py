@@ -28,9 +28,9 @@ import pyarrow as pa
 from ray.cluster_utils import Cluster
 
 from headcount.jobs.cluster.ray_cluster import SYSTEM_CONFIG
-from headcount.jobs.commands.check import check_run
 from headcount.jobs.plan.plan import make_plan, prepare_run
 from headcount.jobs.upkeep import phases
+from headcount.jobs.upkeep.checking import check_run
 from headcount.schemas.files.places import StorePath, names
 from headcount.schemas.files.run_directory import RunDirectory, shard_file_name
 from headcount.schemas.scans.scan import load_scan

@@ -21,10 +21,10 @@ import pytest
 from rich.console import Console
 
 from headcount.jobs.cluster.ray_cluster import Resources
-from headcount.jobs.commands.check import check_run
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run.loop import missing_shards, run_to_end
+from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.compaction import compact
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.queries.open.connection import connect, describe

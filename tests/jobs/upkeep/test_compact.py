@@ -21,9 +21,9 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.jobs.commands.check import check_run
 from headcount.jobs.run.lock import locked
 from headcount.jobs.upkeep import compaction, compaction_lease, merged_files
+from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.compaction import compact
 from headcount.jobs.upkeep.compaction_lease import leased
 from headcount.jobs.upkeep.merge_processes import merged_by_processes

@@ -39,6 +39,13 @@ def version(name):
         raise PackageNotFoundError(name)
     return real_version(name)
 metadata.version = version
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {missing_library!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
 sys.argv = ["headcount", "doctor"]
 import headcount.command_line
 headcount.command_line.main()

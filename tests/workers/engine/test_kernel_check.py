@@ -19,7 +19,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.jobs.commands.doctor import COMPARISON_HEAD, compare_kernel, comparison_line
+from headcount.jobs.commands.kernel_table import COMPARISON_HEAD, compare_kernel, comparison_line
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.kernel import sweep_kernel
 from headcount.workers.engine.kernel.kernel_check import (

@@ -1,0 +1,68 @@
+"""Read every file of a run, and compare it with its commits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headcount.schemas.errors import RunError
+from headcount.schemas.files.damage import BY_CONTENT, Damage, examined_files
+from headcount.schemas.files.places import names, reason
+from headcount.schemas.files.run_directory import RunDirectory, check_merged
+from headcount.schemas.scans.kinds import TABLES
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of checking one run."""
+
+    shards: int
+    """Shards with a commit that counts."""
+    files: int
+    """Data files that commits refer to."""
+    bytes: int
+    """Their size, as committed."""
+    damaged: list[Damage]
+    """In the order of shards."""
+    unreferenced: int
+    """Files in the data directories that no commit refers to."""
+    without_digest: int
+    """Files of which the commit records no digest."""
+
+
+def check_run(run: RunDirectory) -> Checked:
+    """Read every committed file of a run, also in a store, and count the other files."""
+    manifest = run.manifest()
+    ledger = run.ledger(BY_CONTENT)
+    # Otherwise rows would be counted twice, which no single file shows.
+    check_merged(ledger)
+    damaged: list[Damage] = []
+    committed_paths: set[str] = set()
+    committed_bytes = 0
+    without_digest = 0
+    try:
+        for file, why in examined_files(run.path, manifest, [ledger]):
+            committed_paths.add(file.path)
+            committed_bytes += file.bytes
+            without_digest += not file.digest  # Older code recorded none.
+            if why is not None:
+                damaged.append(Damage(file.path, file.shards, why))
+        unreferenced = sum(path not in committed_paths for path in _paths_in_data_directories(run))
+    except OSError as error:
+        raise RunError(f"{run.path}: cannot be read ({reason(error)})") from None
+    return Checked(
+        shards=len(ledger),
+        files=len(committed_paths),
+        bytes=committed_bytes,
+        damaged=sorted(damaged, key=lambda damage: (min(damage.shards), damage.path)),
+        unreferenced=unreferenced,
+        without_digest=without_digest,
+    )
+
+
+def _paths_in_data_directories(run: RunDirectory) -> Iterator[str]:
+    """Every file in the directories of the tables, relative to the run."""
+    for table in TABLES:
+        for folder in names(run.path / table):
+            for name in names(run.path / table / folder):
+                yield f"{table}/{folder}/{name}"
