@@ -260,25 +260,53 @@ def test_the_bundled_model_takes_its_table():
     )
 
 
-REFUSED = """
-info={'bos_token_id': 0}|input.text: TEXT needs the token ids 0 to 4, and 0 of them are no ordinary tokens of the model: its vocabulary is too small, or they are special; take the model that the task was made for, or another alphabet
-info={'d_vocab': 3, 'bos_token_id': 0, 'eos_token_id': 0}|input.text: TEXT needs the token ids 0 to 4, and 0, 3, 4 of them are no ordinary tokens of the model: its vocabulary is too small, or they are special; take the model that the task was made for, or another alphabet
-triggers=5|input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 5
-triggers=0|input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 0
-mix=0.5|input.mix: expected with variant = 'interpolate' only, got mix = 0.5 and variant = 'backcopy'
-variant='interpolate'|input.mix: expected with variant = 'interpolate' only, got mix = None and variant = 'interpolate'
-variant='interpolate',mix=1.1|input.mix: expected a probability, 0 to 1, got 1.1
-family='backcopy_test'|n_ctx: backcopy_test has 3 tokens besides the beginning-of-sequence token, the sequence has room for 32; change n_ctx by -29
-text='/nowhere/a.txt'|input.text: /nowhere/a.txt cannot be read (No such file or directory); expected a UTF-8 text file
-text=BUNDLED_TEXT,triggers=2|input.triggers: BUNDLED has 3, got 2; leave it out
-text=BUNDLED_TEXT,alphabet='tokenizer'|input.alphabet: BUNDLED has tokens and no characters; leave it out
-"""  # noqa: E501
+REFUSED = [
+    (
+        {"info": {"bos_token_id": 0}},
+        "input.text: TEXT needs the token ids 0 to 4, and 0 of them are no ordinary "
+        "tokens of the model: its vocabulary is too small, or they are special; take the "
+        "model that the task was made for, or another alphabet",
+    ),
+    (
+        {"info": {"d_vocab": 3, "bos_token_id": 0, "eos_token_id": 0}},
+        "input.text: TEXT needs the token ids 0 to 4, and 0, 3, 4 of them are no ordinary"
+        " tokens of the model: its vocabulary is too small, or they are special; take the"
+        " model that the task was made for, or another alphabet",
+    ),
+    ({"triggers": 5}, "input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 5"),
+    ({"triggers": 0}, "input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 0"),
+    (
+        {"mix": 0.5},
+        "input.mix: expected with variant = 'interpolate' only, got mix = 0.5 and variant"
+        " = 'backcopy'",
+    ),
+    (
+        {"variant": "interpolate"},
+        "input.mix: expected with variant = 'interpolate' only, got mix = None and "
+        "variant = 'interpolate'",
+    ),
+    ({"variant": "interpolate", "mix": 1.1}, "input.mix: expected a probability, 0 to 1, got 1.1"),
+    (
+        {"family": "backcopy_test"},
+        "n_ctx: backcopy_test has 3 tokens besides the beginning-of-sequence token, the "
+        "sequence has room for 32; change n_ctx by -29",
+    ),
+    (
+        {"text": "/nowhere/a.txt"},
+        "input.text: /nowhere/a.txt cannot be read (No such file or directory); expected "
+        "a UTF-8 text file",
+    ),
+    ({"text": BUNDLED_TEXT, "triggers": 2}, "input.triggers: BUNDLED has 3, got 2; leave it out"),
+    (
+        {"text": BUNDLED_TEXT, "alphabet": "tokenizer"},
+        "input.alphabet: BUNDLED has tokens and no characters; leave it out",
+    ),
+]
 
 
 def test_a_task_that_does_not_fit_is_refused(tiny: str):
-    for line in REFUSED.strip().splitlines():
-        fields, message = line.split("|")
-        options = {"text": tiny} | eval(f"dict({fields})")
+    for changes, message in REFUSED:
+        options = {"text": tiny} | changes
         with pytest.raises(HeadcountError) as caught:
             shard_of(**options)
         assert str(caught.value) == message.replace("TEXT", tiny).replace("BUNDLED", BUNDLED_TEXT)

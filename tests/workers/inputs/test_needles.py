@@ -216,36 +216,97 @@ def test_passages_of_text_do_not_overlap(tmp_path: Path):
     assert len(orders) == 12
 
 
-REFUSED = """
-needle|depth=1.5|input.depth: expected at most 1, got 1.5
-needle|depth=-0.1|input.depth: expected 0 or more, got -0.1
-needle|key=0|input.key: expected 1 or more, got 0
-needle|questions=3,needles=2|input.questions: expected at most 2, the number of needles, got 3
-needle|key=12,value=8|n_ctx: 1 needle, 1 question and a haystack need 41 tokens besides the beginning-of-sequence token, got 39; raise n_ctx, or take fewer or shorter ones
-needle|high=9|input: ordinary token ids from low = 0 on and below high = 9: expected 8 or more, got 7; widen low and high
-needle|high=10|input: ordinary token ids for a haystack without the 8 of its needles: expected 1 or more, got 0; widen low and high, or lower key, value or needles
-text_needle|fact='{key} is {key}.'|input.fact: expected {key} and {value} once each, got '{key} is {key}.'
-text_needle|question='Is {key} {value}?'|input.question: expected {key} and no {value}, which follows it, got 'Is {key} {value}?'
-text_needle|needles=2,keys=['a','a']|input.keys: expected 2 or more, as many as needles, got 1 different ones
-passages|passages=1|input.passages: expected 2 or more, got 1
-passages|passages=3,gold=3|input.gold: expected 0 to 2, the numbers of the passages, got 3
-passages||n_ctx: 4 passages that hold a query of 8 tokens and the query need 40 tokens besides the beginning-of-sequence token, got 39; raise n_ctx, or lower passages or query
-passages|text='a.txt',distinct=True|input.distinct: expected without a text only, got text = 'a.txt'; leave out one
-passages|text='a.txt',high=9|input.high: expected without a text only, got text = 'a.txt'; leave out one
-"""  # noqa: E501
+REFUSED = [
+    ("needle", {"depth": 1.5}, "input.depth: expected at most 1, got 1.5"),
+    ("needle", {"depth": -0.1}, "input.depth: expected 0 or more, got -0.1"),
+    ("needle", {"key": 0}, "input.key: expected 1 or more, got 0"),
+    (
+        "needle",
+        {"questions": 3, "needles": 2},
+        "input.questions: expected at most 2, the number of needles, got 3",
+    ),
+    (
+        "needle",
+        {"key": 12, "value": 8},
+        "n_ctx: 1 needle, 1 question and a haystack need 41 tokens besides the "
+        "beginning-of-sequence token, got 39; raise n_ctx, or take fewer or shorter ones",
+    ),
+    (
+        "needle",
+        {"high": 9},
+        "input: ordinary token ids from low = 0 on and below high = 9: expected 8 or "
+        "more, got 7; widen low and high",
+    ),
+    (
+        "needle",
+        {"high": 10},
+        "input: ordinary token ids for a haystack without the 8 of its needles: expected "
+        "1 or more, got 0; widen low and high, or lower key, value or needles",
+    ),
+    (
+        "text_needle",
+        {"fact": "{key} is {key}."},
+        "input.fact: expected {key} and {value} once each, got '{key} is {key}.'",
+    ),
+    (
+        "text_needle",
+        {"question": "Is {key} {value}?"},
+        "input.question: expected {key} and no {value}, which follows it, got 'Is {key} {value}?'",
+    ),
+    (
+        "text_needle",
+        {"needles": 2, "keys": ["a", "a"]},
+        "input.keys: expected 2 or more, as many as needles, got 1 different ones",
+    ),
+    ("passages", {"passages": 1}, "input.passages: expected 2 or more, got 1"),
+    (
+        "passages",
+        {"passages": 3, "gold": 3},
+        "input.gold: expected 0 to 2, the numbers of the passages, got 3",
+    ),
+    (
+        "passages",
+        {},
+        "n_ctx: 4 passages that hold a query of 8 tokens and the query need 40 tokens "
+        "besides the beginning-of-sequence token, got 39; raise n_ctx, or lower passages "
+        "or query",
+    ),
+    (
+        "passages",
+        {"text": "a.txt", "distinct": True},
+        "input.distinct: expected without a text only, got text = 'a.txt'; leave out one",
+    ),
+    (
+        "passages",
+        {"text": "a.txt", "high": 9},
+        "input.high: expected without a text only, got text = 'a.txt'; leave out one",
+    ),
+]
 
-TOO_SHORT = """
-needle||input.text: expected 23 tokens in a row, the longest text of TEXT has 20; lower n_ctx, or take a longer text
-passages|query=7|input.text: expected 4 pieces of 8 tokens, TEXT has 2; lower n_ctx, or take a longer text
-needle|key=10,value=4,low=97,high=110|input: ordinary token ids for needles, which are not in the haystack: expected 14 or more, got 9; widen low and high, or lower key, value or needles
-"""  # noqa: E501
+TOO_SHORT = [
+    (
+        "needle",
+        {},
+        "input.text: expected 23 tokens in a row, the longest text of TEXT has 20; lower "
+        "n_ctx, or take a longer text",
+    ),
+    (
+        "passages",
+        {"query": 7},
+        "input.text: expected 4 pieces of 8 tokens, TEXT has 2; lower n_ctx, or take a longer text",
+    ),
+    (
+        "needle",
+        {"key": 10, "value": 4, "low": 97, "high": 110},
+        "input: ordinary token ids for needles, which are not in the haystack: expected "
+        "14 or more, got 9; widen low and high, or lower key, value or needles",
+    ),
+]
 
 
 @pytest.mark.parametrize("table", [REFUSED, TOO_SHORT])
-def test_what_cannot_fit_is_one_line(tmp_path: Path, table: str):
-    for number, line in enumerate(table.strip().splitlines()):
-        family, fields, message = line.split("|")
-        options = eval(f"dict({fields})")
+def test_what_cannot_fit_is_one_line(tmp_path: Path, table: list[tuple[str, dict[str, Any], str]]):
+    for number, (family, options, message) in enumerate(table):
         folder = tmp_path / str(number)
         folder.mkdir()
         make = sequences_of
