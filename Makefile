@@ -1,7 +1,7 @@
 # make demo: a first look.  make check: style and types.  make test: the tests.  make bench: how fast, on this machine.
-# make long: schedules of many faults and sweeps over replications, models and edits. CI runs check, test and long.
+# make long: schedules of many faults and sweeps over replications, models and interventions. CI runs check, test and long.
 # make precision: how far each precision drifts.  make docs: the pages that registries write.
-# make controls: which figures pass for random weights, or for edits that do nothing.
+# make controls: which figures pass for random weights, or for interventions that do nothing.
 # make constraints: the versions of every install, anew.
 # make chaos SCHEDULES=200 SEED=7: a thousand damages; runs under random faults, rows lost and doubled.  make scale: shards a second, a million shards.
 PYTHON ?= python3
@@ -97,7 +97,7 @@ controls: .venv/.tools
 
 docs: .venv/.tools
 	$(BIN)/python -m headcount.schemas.formula_pages
-	$(BIN)/python -m headcount.workers.edit_and_input_pages
+	$(BIN)/python -m headcount.workers.intervention_and_input_pages
 	$(BIN)/python -m headcount.reproduce.literature_page
 	$(BIN)/python -m headcount.exports.page
 	$(BIN)/python -m tests.pages.reference_pages

@@ -310,7 +310,11 @@ def needs_line(export: ExportFormat) -> str:
 
 def _line_of_needs(needs: Needs) -> str:
     parts = [*needs.statistics, *(f"profile {name}" for name in needs.profiles)]
-    parts += [f"intervention {edit}" for edit in needs.interventions if edit != "none"]
+    parts += [
+        f"intervention {intervention}"
+        for intervention in needs.interventions
+        if intervention != "none"
+    ]
     families = " or ".join(needs.families)
     line = ", ".join(parts) or "a finished run"
     line += f"; input {families}" if families else ""

@@ -359,7 +359,7 @@ def _problem_of(run: Mapping[str, Any], needs: Needs, profiles: frozenset[str]) 
     missing = [profile for profile in needs.profiles if profile not in profiles]
     if missing:
         return f"did not measure the profile {', '.join(missing)}"
-    missing = [edit for edit in needs.interventions if edit not in run["interventions"]]
+    missing = [name for name in needs.interventions if name not in run["interventions"]]
     if missing:
         return f"did not measure the intervention {', '.join(missing)}"
     if run["measured_heads"] != "all" and needs.every_head:

@@ -2,8 +2,8 @@
 command line.
 
 Tensors have TransformerLens names. Every sequence of tokens [batch pos] starts with BOS at position
-0. The draws of a recipe are part of its model: an edit that draws in another order trains another
-model.
+0. The draws of a recipe are part of its model: an intervention that draws in another order trains
+  another model.
 """
 
 import argparse

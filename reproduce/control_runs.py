@@ -1,4 +1,4 @@
-"""Short runs of a replication on random weights, and the views of edits that do nothing.
+"""Short runs of a replication on random weights, and the views of interventions that do nothing.
 
 The controls (`reproduce.controls`) ask them. All runs of a replication lie in one directory and
 are opened once; `RunsShown` says which of them its SQL sees.
@@ -39,10 +39,10 @@ LEAST_VOCABULARY = 1024
 """Tokens that the vocabulary keeps if predictions of a large one would take too long."""
 
 FEW_LAYERS, FEW_HEADS = 4, 8
-"""Size of the model that shows which figures an edit moves: any model shows it."""
+"""Size of the model that shows which figures an intervention moves: any model shows it."""
 
-HIDING_EDITS = ("mask_", "keep_window")
-"""Edits that hide keys."""
+HIDING_INTERVENTIONS = ("mask_", "keep_window")
+"""Interventions that hide keys."""
 
 HIDING_COST = 10
 """How many times as long as others they take: they build whole patterns."""
@@ -71,7 +71,7 @@ class Extent:
     least_sequences: int
     """Least sequences of a scan, if the replication has as many, however many tokens they have."""
     tokens: int
-    """Tokens of a scan under one edit, unless so few sequences have more."""
+    """Tokens of a scan under one intervention, unless so few sequences have more."""
     logits: float
     """Predictions for losses times vocabulary, of a scan; beyond that the vocabulary is smaller."""
     layers: int
@@ -134,28 +134,34 @@ class ShortReplication:
 
 @dataclass(frozen=True)
 class RunsShown:
-    """Which runs the SQL of a replication sees, and which edits of each."""
+    """Which runs the SQL of a replication sees, and which interventions of each."""
 
-    edits_by_run: tuple[tuple[str, tuple[str, ...]], ...]
-    """Id of each run, and the edits that its scan asks for."""
+    interventions_by_run: tuple[tuple[str, tuple[str, ...]], ...]
+    """Id of each run, and the interventions that its scan asks for."""
     is_null: bool = False
-    """Whether each edit has the rows of the untouched model."""
+    """Whether each intervention has the rows of the untouched model."""
 
     def show(self, database: RunDatabase) -> None:
         """Let the tables of a database hold these runs alone.
 
         Their rows are copied into memory: every check reads them again, from many small files.
         """
-        pairs = [(run, edit) for run, edits in self.edits_by_run for edit in edits]
-        cells = ", ".join(f"({text_literal(run)}, {text_literal(edit)})" for run, edit in pairs)
+        pairs = [
+            (run, intervention)
+            for run, interventions in self.interventions_by_run
+            for intervention in interventions
+        ]
+        cells = ", ".join(
+            f"({text_literal(run)}, {text_literal(intervention)})" for run, intervention in pairs
+        )
         execute = database.connection.execute
         execute(
             "CREATE OR REPLACE TABLE ledger.shown AS "
-            f"SELECT * FROM (VALUES {cells}) AS t(run_id, edit)"
+            f"SELECT * FROM (VALUES {cells}) AS t(run_id, intervention)"
         )
         shown_runs = "run_id IN (SELECT run_id FROM ledger.shown)"
         execute(f"CREATE OR REPLACE VIEW main.runs AS SELECT * FROM ledger.runs WHERE {shown_runs}")
-        source = "'none'" if self.is_null else "shown.edit"
+        source = "'none'" if self.is_null else "shown.intervention"
         columns = _columns(database)
         for name, table in TABLES.items():
             measured_columns = columns["ledger", name]
@@ -165,12 +171,12 @@ class RunsShown:
             is_labelled = "label" in columns["main", name] - measured_columns
             label = ", 'L' || layer || 'H' || head AS label" if is_labelled else ""
             rows = (
-                f"SELECT measured.* REPLACE (shown.edit AS intervention) "
+                f"SELECT measured.* REPLACE (shown.intervention AS intervention) "
                 f"FROM ledger.{name} AS measured JOIN ledger.shown AS shown "
                 f"ON measured.run_id = shown.run_id AND measured.intervention = {source}"
             )
             if table.written == "once":
-                # Of the weights, which are filed under `none` whatever the scan edits.
+                # Of the weights, which are filed under `none` whatever the scan changes.
                 rows = f"SELECT * FROM ledger.{name} WHERE {shown_runs}"
             execute(f"CREATE OR REPLACE TABLE ledger.shown_{name} AS {rows}")
             execute(
@@ -255,21 +261,22 @@ def measure_run(plan: Plan, known: KnownModels) -> None:
 
 def as_measured(plans: Sequence[Plan]) -> RunsShown:
     """Runs as they were measured."""
-    return RunsShown(tuple((plan.run.run_id, _edits(plan)) for plan in plans))
+    return RunsShown(tuple((plan.run.run_id, _interventions(plan)) for plan in plans))
 
 
 def as_if_untouched(plans: Sequence[Plan], untouched: Sequence[Plan]) -> RunsShown:
-    """The same runs, with rows of the untouched model for each edit.
+    """The same runs, with rows of the untouched model for each intervention.
 
     `untouched` are those of `with_untouched`, in the same order.
     """
-    edits_by_run = tuple(
-        (other.run.run_id, _edits(plan)) for plan, other in zip(plans, untouched, strict=True)
+    interventions_by_run = tuple(
+        (other.run.run_id, _interventions(plan))
+        for plan, other in zip(plans, untouched, strict=True)
     )
-    return RunsShown(edits_by_run, is_null=True)
+    return RunsShown(interventions_by_run, is_null=True)
 
 
-def _edits(plan: Plan) -> tuple[str, ...]:
+def _interventions(plan: Plan) -> tuple[str, ...]:
     return tuple(map(str, plan.scan.interventions))
 
 
@@ -280,8 +287,8 @@ def with_untouched(replication: Replication, is_miniature: bool = False) -> Repl
         fields = replication.defaults | entry
         if is_miniature:
             fields |= replication.bundled | entry.get("bundled", {})
-        edits = fields.get("interventions", ["none"])
-        scans[name] = entry if "none" in edits else entry | {"interventions": ["none"]}
+        interventions = fields.get("interventions", ["none"])
+        scans[name] = entry if "none" in interventions else entry | {"interventions": ["none"]}
     return replication.model_copy(update={"scan": scans})
 
 
@@ -430,8 +437,11 @@ def _field(replication: Replication, entry: Mapping[str, Any], field: str, defau
 
 def _entries(replication: Replication, entry: Mapping[str, Any]) -> int:
     """Entries of the patterns of one head and layer, as many as take as long as a scan does."""
-    edits = _field(replication, entry, "interventions", ["none"])
-    passes = sum(HIDING_COST if edit.startswith(HIDING_EDITS) else 1 for edit in edits)
+    interventions = _field(replication, entry, "interventions", ["none"])
+    passes = sum(
+        HIDING_COST if intervention.startswith(HIDING_INTERVENTIONS) else 1
+        for intervention in interventions
+    )
     return passes * entry["sequences"] * int(_field(replication, entry, "n_ctx", 0)) ** 2
 
 
@@ -439,8 +449,8 @@ def _predictions(replication: Replication, entry: Mapping[str, Any]) -> int:
     """Predictions of a scan that asks for losses. Others predict one token a sequence."""
     if "loss" not in str(_field(replication, entry, "predictions", [])):
         return 0
-    edits = _field(replication, entry, "interventions", ["none"])
-    return len(edits) * entry["sequences"] * int(_field(replication, entry, "n_ctx", 0))
+    interventions = _field(replication, entry, "interventions", ["none"])
+    return len(interventions) * entry["sequences"] * int(_field(replication, entry, "n_ctx", 0))
 
 
 # Files

@@ -1,16 +1,17 @@
-"""Whether figures and claims can fail: for random weights, and for edits that do nothing.
+"""Whether figures and claims can fail: for random weights, and for interventions that do nothing.
 
 A figure that a model with random weights passes says nothing about the published model. A figure of
-an edit that passes if the edit does nothing says nothing about the edit. Each must fail, or say
-in one line why it cannot (`passes_random`, `passes_null`). The other way round, a model that is
-right must pass: the scatter that the authors give is drawn many times (`scatter_problems`).
+an intervention that passes if the intervention does nothing says nothing about the intervention.
+Each must fail, or say in one line why it cannot (`passes_random`, `passes_null`). The other way
+round, a model that is right must pass: the scatter that the authors give is drawn many times
+(`scatter_problems`).
 
 * Random weights: a model of the published layers and heads with narrow heads, on few sequences of
   the published scans, compared as if it were the published model.
-* Edits that do nothing: the same replication, with every edit measured as `none`. What does not
-  change depends on no edit. What becomes 0, 1 or 100 is a change, a ratio or a percentage, and is
-  compared so. Any other value becomes that of a figure that depends on no edit, the untouched
-  model's: its published value is compared.
+* Interventions that do nothing: the same replication, with every intervention measured as `none`.
+  What does not change depends on no intervention. What becomes 0, 1 or 100 is a change, a ratio or
+  a percentage, and is compared so. Any other value becomes that of a figure that depends on no
+  intervention, the untouched model's: its published value is compared.
 
 `python -m headcount.reproduce.controls [NAME …]`, or `make controls` for all.
 """
@@ -67,7 +68,7 @@ SAME = 1e-6
 """Relative difference below which two measured values are one."""
 
 NOTHING = (0.0, 1.0, 100.0)
-"""What changes, ratios and percentages of an edit that does nothing are."""
+"""What changes, ratios and percentages of an intervention that does nothing are."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ class ReplicationControls:
         self.unmeasured: list[str] = []
         """Published figures that have no value for random weights."""
         self.without_null: list[str] = []
-        """Published figures of a replication with edits that have no value if edits do nothing."""
+        """Published figures of a replication with interventions that have no value if interventions
+        do nothing.
+        """
         self._values: dict[tuple[RunsShown, str], dict[str, float | None]] = {}
         self._shown: RunsShown | None = None
 
@@ -119,15 +122,17 @@ class ReplicationControls:
         """Measure all runs, then ask every check and every claim."""
         with stand_in_files(self.replication):
             random_runs = [(sizes, self._random_runs(sizes)) for sizes in self._distinct_sizes()]
-            edited_runs = [(sizes, self._edited_runs(sizes)) for sizes in self._sizes_with_edits()]
+            changed_runs = [
+                (sizes, self._changed_runs(sizes)) for sizes in self._sizes_with_interventions()
+            ]
             self.database = open_replication_runs(self.replication, str(self.runs.runs(self.name)))
         controls: list[Control] = []
         for sizes, shown in random_runs:
             controls += self._random_figures(sizes, shown)
             if sizes == self.replication.published_sizes:
                 controls += self._random_claims(shown)
-        for sizes, (edited, null) in edited_runs:
-            controls += self._null_figures(sizes, edited, null)
+        for sizes, (changed, null) in changed_runs:
+            controls += self._null_figures(sizes, changed, null)
         return controls
 
     # Runs
@@ -143,8 +148,8 @@ class ReplicationControls:
             sizes.append(dict(self.replication.published_sizes))
         return sizes
 
-    def _sizes_with_edits(self) -> list[dict[str, int | str]]:
-        return self._distinct_sizes() if has_edits(self.replication) else []
+    def _sizes_with_interventions(self) -> list[dict[str, int | str]]:
+        return self._distinct_sizes() if has_interventions(self.replication) else []
 
     def _random_runs(self, sizes: Mapping[str, int | str]) -> RunsShown:
         short = short_replication(self.replication, sizes, self.runs.extent)
@@ -152,14 +157,14 @@ class ReplicationControls:
         model = self.runs.model(short, UNTRAINED)
         return as_measured(self.runs.measure(self.name, short.replication, model))
 
-    def _edited_runs(self, sizes: Mapping[str, int | str]) -> tuple[RunsShown, RunsShown]:
-        """Runs whose edits show, and the same as if they did nothing."""
+    def _changed_runs(self, sizes: Mapping[str, int | str]) -> tuple[RunsShown, RunsShown]:
+        """Runs whose interventions show, and the same as if they did nothing."""
         short = short_replication(self.replication, sizes, self.runs.extent, of_few_heads=True)
         try:
             model = self.runs.model(short, LIVELY)
             plans = self.runs.measure(self.name, short.replication, model)
         except HeadcountError:
-            # An edit names a head that a small model lacks.
+            # An intervention names a head that a small model lacks.
             short = short_replication(self.replication, sizes, self.runs.extent)
             model = self.runs.model(short, LIVELY)
             plans = self.runs.measure(self.name, short.replication, model)
@@ -219,11 +224,11 @@ class ReplicationControls:
         return controls
 
     def _null_figures(
-        self, sizes: Mapping[str, int | str], edited: RunsShown, null: RunsShown
+        self, sizes: Mapping[str, int | str], changed: RunsShown, null: RunsShown
     ) -> list[Control]:
-        # All with edits first: to show other runs takes longer than a question.
+        # All with interventions first: to show other runs takes longer than a query.
         values = [
-            (check, value, self._measured(check, edited).get(value.name))
+            (check, value, self._measured(check, changed).get(value.name))
             for check, value in self._values_of(sizes)
         ]
         pairs: list[tuple[Check, PublishedValue, float, float]] = []
@@ -255,7 +260,9 @@ def claim_rows(
 def null_figures(
     name: str, pairs: Sequence[tuple[Check, PublishedValue, float, float]]
 ) -> list[Control]:
-    """Figures that an edit which does nothing passes: of each, the values with and without it."""
+    """Figures that an intervention which does nothing passes: of each, the values with and without
+    it.
+    """
     untouched = [
         (check, value, after)
         for check, value, before, after in pairs
@@ -268,7 +275,8 @@ def null_figures(
         null_value = _null_value(check, after, untouched)
         if null_value is not None and value.is_near(null_value):
             why = check.why_null_passes(value.name)
-            text = why or f"published {value.value:.4g}, an edit that does nothing {null_value:.4g}"
+            shown = f"published {value.value:.4g}, untouched {null_value:.4g}"
+            text = why or shown
             controls.append(Control(name, value.full_name, "null", not why, text))
     return controls
 
@@ -276,7 +284,7 @@ def null_figures(
 def _null_value(
     check: Check, after: float, untouched: Sequence[tuple[Check, PublishedValue, float]]
 ) -> float | None:
-    """The published value of a model whose edits do nothing; None if it was not published."""
+    """The published value of a model whose interventions do nothing; None if there is none."""
     for nothing in NOTHING:
         if math.isclose(after, nothing, rel_tol=SAME, abs_tol=SAME):
             return nothing
@@ -290,14 +298,14 @@ def _null_value(
     return same[0][1].value if same else None
 
 
-# Claims of edits, on the miniature, where they hold
+# Claims of interventions, on the miniature, where they hold
 
 
 def null_claims_of_miniature(
     name: str, replication: Replication, directory: str, models: KnownModels
 ) -> list[Control]:
-    """Claims that hold on the miniature if edits do nothing; missing runs are measured."""
-    if not replication.claim or not has_edits(replication):
+    """Claims that hold on the miniature if interventions do nothing; missing runs are measured."""
+    if not replication.claim or not has_interventions(replication):
         return []
     model = replication.bundled_model
     plans = plan_replication_in(directory, replication, model, models=models)
@@ -318,41 +326,41 @@ def null_claims(
     results: Iterable[Result],
     null: RunsShown,
 ) -> list[Control]:
-    """Claims of edits that hold on a model, and hold there if the edits do nothing.
+    """Claims of interventions that hold on a model, and hold there if the interventions do nothing.
 
-    `results` are those of the runs with edits.
+    `results` are those of the runs with interventions.
     """
-    with_edits = {each.name: each.measured for each in results if each.verdict == "pass"}
+    with_interventions = {each.name: each.measured for each in results if each.verdict == "pass"}
     null.show(database)
     controls: list[Control] = []
     for claim in replication.claim:
         for words, value, holds in claim_rows(name, claim, database):
-            if not holds or _depends_on_no_edit(words, value, with_edits):
+            if not holds or _depends_on_no_intervention(words, value, with_interventions):
                 continue
             why = claim.why_null_passes(words) or claim.why_null_passes(claim.words)
-            text = why or f"holds under edits that do nothing ({value})"
+            text = why or f"holds under interventions that do nothing ({value})"
             controls.append(Control(name, words, "null", not why, text))
     return controls
 
 
-def _depends_on_no_edit(
-    words: str, null_value: float | None, with_edits: Mapping[str, float | None]
+def _depends_on_no_intervention(
+    words: str, null_value: float | None, with_interventions: Mapping[str, float | None]
 ) -> bool:
-    """Whether a claim has the same words and the same number with the edits."""
-    if words not in with_edits:
+    """Whether a claim has the same words and the same number with the interventions."""
+    if words not in with_interventions:
         return False
-    value = with_edits[words]
+    value = with_interventions[words]
     if null_value is None or value is None:
         return null_value is value
     # DuckDB may add up in another order, so the last bits may differ.
     return math.isclose(null_value, value, rel_tol=SAME, abs_tol=SAME)
 
 
-def has_edits(replication: Replication) -> bool:
-    """Whether any scan of a replication edits the model."""
+def has_interventions(replication: Replication) -> bool:
+    """Whether any scan of a replication intervenes."""
     fields = [replication.defaults, replication.bundled, *replication.scan.values()]
-    named = [edit for entry in fields for edit in entry.get("interventions", [])]
-    return any(edit != "none" for edit in named)
+    named = [intervention for entry in fields for intervention in entry.get("interventions", [])]
+    return any(intervention != "none" for intervention in named)
 
 
 def passing_share(value: PublishedValue) -> float:

@@ -55,7 +55,7 @@ class ControlledQuery(BaseModel):
     """SQL whose rows the controls try, and why some cannot fail.
 
     `python -m headcount.reproduce.controls` demands that every row fails for random weights, and
-    for edits that do nothing, unless it says why here.
+    for interventions that do nothing, unless it says why here.
     """
 
     # A misspelt key in a file is an error.
@@ -64,14 +64,14 @@ class ControlledQuery(BaseModel):
     passes_random: Reasons = ""
     """Why a model with random weights cannot be told from the published model."""
     passes_null: Reasons = ""
-    """Why an edit that does nothing cannot be told from the published edit."""
+    """Why an intervention that does nothing cannot be told from the published intervention."""
 
     def why_random_passes(self, name: str) -> str:
         """Why a row of this name holds for random weights, too; empty if it must not."""
         return named_reason(self.passes_random, name)
 
     def why_null_passes(self, name: str) -> str:
-        """Why a row of this name holds if edits do nothing, too; empty if it must not."""
+        """Why a row of this name holds if interventions do nothing, too; empty if it must not."""
         return named_reason(self.passes_null, name)
 
 

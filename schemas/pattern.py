@@ -2,16 +2,16 @@
 
 `A[q, k]` is the softmax pattern of one head. `S[q, k]` is its score just before the softmax:
 scaled, capped where the layer caps scores, and with ALiBi's bias where it has one. T = `n_ctx`.
-Both include all edits. Answers have the axes `[batch head query]` unless a docstring gives others.
-Statistics and profiles see a pattern only through this protocol.
+Both include all changes. Answers have the axes `[batch head query]` unless a docstring gives
+others. Statistics and profiles see a pattern only through this protocol.
 
 * Query q sees the keys `max(0, q - window + 1) .. q`. To a key of the future it gives no attention:
   0. Of a key behind its window there is neither `S[q, k]` nor `A[q, k]`: answers about it are NaN.
   So statistics of key k are means over the queries that see it, `k .. k + window - 1`.
 * A layer may have a learned sink, one more entry of the softmax that has no key. `A[q, k]` is the
   key's share of the whole row, so the keys of a row sum to `1 - gate`.
-* If an edit hides a key from a query, `S[q, k]` is not defined: answers about it are NaN, and so is
-  everything computed from them. `A[q, k]` is 0 there.
+* If a change hides a key from a query, `S[q, k]` is not defined: answers about it are NaN, and so
+  is everything computed from them. `A[q, k]` is 0 there.
 """
 
 # The methods of `Tensor` are torch's.
@@ -235,7 +235,7 @@ class Pattern(Protocol):
         """The pattern of queries without their bias `b_Q [head d_head]`.
 
         It is the softmax of `scale (q[q] - b_Q)·k[k]` over the keys that a query sees. A cap,
-        ALiBi's bias, a learned sink, and edits of scores and of the pattern are left out: it asks
+        ALiBi's bias, a learned sink, and changes of scores and of the pattern are left out: it asks
         what the products alone would do.
         """
         ...

@@ -324,7 +324,7 @@ def _n_kv_heads(info: ModelInfo) -> int:
 def _intervention(
     heads: tuple[KVHead, ...], info: ModelInfo, sink: int, recent: int
 ) -> Intervention:
-    """The edit that leaves a whole cache to some KV heads alone."""
+    """The change that leaves a whole cache to some KV heads alone."""
     if heads == _kv_heads(info):
         return NONE
     group = info.n_heads // _n_kv_heads(info)

@@ -16,14 +16,14 @@ from headcount.schemas.errors import MeasureError, ModelError, ScanError, counte
 from headcount.schemas.files.commits import Method
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.scan import Scan
+from headcount.workers.engine.changes import LABELS
 from headcount.workers.engine.dense_engine import DenseEngine
-from headcount.workers.engine.edits import LABELS
 from headcount.workers.engine.engine import Engine
 from headcount.workers.engine.fused_engine import FusedEngine
 from headcount.workers.engine.kernel.kernel_check import proven_sweep
 from headcount.workers.engine.patching import with_partner
 from headcount.workers.engine.prediction_inputs import check_unembedding
-from headcount.workers.interventions import edited_weights
+from headcount.workers.interventions import changed_weights
 from headcount.workers.interventions.settlement import (
     Settled,
     check_bridge_precision,
@@ -114,13 +114,13 @@ class Replica:
         self, labels: list[list[str]] | None, intervention: Intervention
     ) -> dict[str, np.ndarray]:
         """Where each label stands: `[sequence pos]` by label; empty if nothing reads labels."""
-        needed_by_edit = self._settled(intervention).bound.needs_labels
-        if needed_by_edit and labels is None:
+        needed_by_change = self._settled(intervention).bound.needs_labels
+        if needed_by_change and labels is None:
             raise ScanError(
                 f"interventions: '{intervention}': reads which tokens are labelled, and no labels "
                 "are given"
             )
-        is_read = needed_by_edit or self.requested.reads(LABELS)
+        is_read = needed_by_change or self.requested.reads(LABELS)
         return _masks(labels) if labels and is_read else {}
 
     @contextmanager
@@ -135,12 +135,12 @@ class Replica:
                 f"{intervention}: takes something from the run on partner sequences, and none are "
                 "given"
             )
-        # The engine edits activations. Weights are edited in the model itself, and restored when
+        # The engine changes activations. Weights are changed in the model itself, and restored when
         # the block ends.
-        edits = bound.edits(self.model)
+        changes = bound.changes(self.model)
         is_fused = settled.engine == "fused"
-        engine = self.engine.edited(edits) if is_fused else DenseEngine(self.model, edits)
-        with torch.inference_mode(), edited_weights(self.model, bound):
+        engine = self.engine.changed(changes) if is_fused else DenseEngine(self.model, changes)
+        with torch.inference_mode(), changed_weights(self.model, bound):
             yield engine
 
     @property
@@ -202,8 +202,8 @@ class Replica:
             name: self._on_device(torch.from_numpy(mask)) for name, mask in batch.masks.items()
         }
         partner = None if batch.partner is None else self._tokens_on_device(batch.partner)
-        if LABELS in engine.edits.reads:
-            engine = engine.edited(engine.edits.given({LABELS: labels}))
+        if LABELS in engine.changes.reads:
+            engine = engine.changed(engine.changes.given({LABELS: labels}))
         patched_engine = with_partner(engine, partner, self.depth)
         return launch(patched_engine, self.requested, tokens, first, labels)
 

@@ -125,16 +125,16 @@ class RunModel:
         from headcount.workers.replica import Replica
         from headcount.workers.strongest_keys import strongest_keys
 
-        edit = parse_intervention(intervention)
+        change = parse_intervention(intervention)
         # As the rows were measured, but one sequence under one intervention.
         changes = {"interventions": [intervention], "batch_size": 1, "precision": self._precision}
         scan = parse_scan(self._scan_fields | changes)
         # Before torch computes anything: it sets threads and memory.
         prepare_process()
         replica = Replica(self.info, scan, device)
-        partner = self._partner(scan, sequence) if needs_partners((edit,)) else None
+        partner = self._partner(scan, sequence) if needs_partners((change,)) else None
         strongest = strongest_keys(
-            replica, np.array(tokens, np.int32), layer, head, edit, partner=partner
+            replica, np.array(tokens, np.int32), layer, head, change, partner=partner
         )
         return [
             Look(int(key), float(mass), float(first))

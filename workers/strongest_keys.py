@@ -53,7 +53,7 @@ def strongest_keys(
         patched_engine = with_partner(engine, partner_batch, depth=layer + 1)
         patched_engine.run(batch, {}, read_pattern, (), layers=[layer])
     key, mass, first = torch.stack(rows).cpu().numpy().T
-    # An edit can leave a query no attention at all, and then the largest is that of any key.
+    # A change can leave a query no attention at all, and then the largest is that of any key.
     return StrongestKeys(np.where(mass > 0, key, -1).astype(int), mass, first)
 
 

@@ -17,7 +17,7 @@ from headcount.schemas.scans.kinds import TABLES
 from headcount.schemas.scans.scan import safe_name
 
 Configurations: TypeAlias = Mapping[str, Sequence[str]]
-"""Patterns of files by the name of a configuration: a table, and an edit if it has one."""
+"""Patterns of files by the name of a configuration: a table, and an intervention if it has one."""
 
 
 @export_format(
@@ -66,9 +66,9 @@ def _configurations(source: ExportSource) -> Iterator[tuple[str, list[str]]]:
             folder, _, name = path.removeprefix(f"{run}/").rpartition("/")
             by_folder.setdefault(folder, []).append(name)
         for folder, committed in by_folder.items():
-            edit = folder.partition("intervention=")[2]
-            # The text of an edit may hold parentheses and commas, which are not for names.
-            name = table if edit == "none" else f"{table}-{safe_name(edit)}"
+            intervention = folder.partition("intervention=")[2]
+            # The text of an intervention may hold parentheses and commas, which are not for names.
+            name = table if intervention == "none" else f"{table}-{safe_name(intervention)}"
             yield name, _patterns(run, root, folder, committed)
 
 
@@ -127,7 +127,7 @@ def _introduction(source: ExportSource) -> Iterator[str]:
     yield "|---|---|"
     for name in ("run_id", "precision", "weight_processing", "model_fingerprint", "code"):
         yield f"| {name} | `{run[name]}` |"
-    yield f"| interventions | {', '.join(f'`{edit}`' for edit in run['interventions'])} |"
+    yield f"| interventions | {', '.join(f'`{name}`' for name in run['interventions'])} |"
     yield ""
 
 

@@ -28,7 +28,7 @@ def _meanings(registry: str) -> Mapping[str, str]:
     if registry == "interventions":
         from headcount.workers.interventions import INTERVENTIONS
 
-        return {name: edit.meaning for name, edit in INTERVENTIONS.items()}
+        return {name: intervention.meaning for name, intervention in INTERVENTIONS.items()}
     if registry == "inputs":
         from headcount.workers.inputs import INPUTS
 

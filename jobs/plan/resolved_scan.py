@@ -1,4 +1,5 @@
-"""What a scan measures, with every name looked up: its model, its input, its formulas, its edits.
+"""What a scan measures, with every name looked up: its model, its input, its formulas, its
+interventions.
 
 This is the first of three steps from a scan file to a run. `resolve` needs no run directory and
 reads no corpus. `jobs.plan.plan` then finds or names the run, and `jobs.run.loop` measures it.
@@ -81,7 +82,7 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
     if info is None:
         info = describe(find_model(scan.model, scan.revision))
     scan_of_model = scan.for_model(info)
-    # Whether an edit fits depends on the model: a layer or a head may not exist.
+    # Whether an intervention fits depends on the model: a layer or a head may not exist.
     for intervention in interventions:
         intervention.check(info, scan_of_model.n_ctx)
         intervention.check_measured(scan_of_model.depth(info))
@@ -100,7 +101,7 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
         identity["tokenizer"] = sequences.tokenizer.fingerprint
 
     # An intervention such as `a+b(1,2)` has several parts; each is described by itself.
-    edits = {
+    bound = {
         part.registered.name: part.registered.record
         for intervention in interventions
         for part in intervention.parts
@@ -117,7 +118,7 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
         sequences=sequences,
         kinds=kinds,
         inputs={sequences.family.name: sequences.family.record},
-        interventions=edits,
+        interventions=bound,
         identity=identity,
         code=code_fingerprint(),
     )

@@ -32,7 +32,7 @@ def text(
         typer.Option(metavar="L5H1", help="Say what this head attends to from every token."),
     ] = None,
     intervention: Annotated[
-        str, typer.Option(metavar="NAME", help="Under this edit of the model.")
+        str, typer.Option(metavar="NAME", help="Under this intervention of the model.")
     ] = "none",
     width: Annotated[int, typer.Option(min=20, help="Characters of a line.")] = WIDTH,
     model: Annotated[
@@ -203,6 +203,6 @@ def _write_looks(texts: list[str], looks: Sequence[Look], out: TextIO, width: in
         if look.key >= 0:
             key = f"{look.key:>{digits}} {fitted(quoted_texts[look.key])}  {look.mass:5.3f}"
         else:
-            # An edit may hide all keys of a query.
+            # An intervention may hide all keys of a query.
             key = f"{'-':>{digits}} {fitted('')}  {'-':>5}"
         out.write(f"{position:>{digits}} {fitted(text)} {key}  {look.first:5.3f}\n")

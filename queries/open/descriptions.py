@@ -97,7 +97,7 @@ SHARED_COLUMNS = {
     "standard_error": "Standard error of the mean change, over documents. NULL for a single one.",
     "documents": DOCUMENTS,
     "untouched": "Mean over the pairs without an intervention.",
-    "edited": "Mean over the pairs under the intervention.",
+    "intervened": "Mean over the pairs under the intervention.",
     "other_run": "Run that run_id is compared with.",
     "other": "Mean over the pairs in other_run.",
     "this": "Mean over the pairs in run_id.",

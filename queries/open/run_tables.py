@@ -59,7 +59,10 @@ RUNS: ColumnTypes = {
         "What became of the corpus's documents. NULL if there is no corpus, or an old run did not "
         "record it.",
     ),
-    "interventions": (pa.list_(pa.string()), "Edits of the model. none is the untouched model."),
+    "interventions": (
+        pa.list_(pa.string()),
+        "Interventions of the model. none is the untouched model.",
+    ),
     "statistics": (pa.list_(pa.string()), "Statistics that were measured."),
     "measured_heads": (
         pa.string(),
@@ -152,7 +155,7 @@ SHARDS: ColumnTypes = {
     "methods": (
         COMMITS.field("methods").type,
         "How each intervention was measured: intervention, engine, precision, attention (tiles, "
-        "kernel or matrix) and the layers whose pattern was built because an edit needs it.",
+        "kernel or matrix) and the layers whose pattern an intervention had built.",
     ),
     "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
 }

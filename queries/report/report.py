@@ -422,18 +422,18 @@ def _prediction_sql(name: str, in_run: str) -> str:
             document_error(change_sums) AS change_error
         FROM (
             SELECT
-                edited.intervention, documents.document,
-                document_sums(edited.{name}, documents.document) AS value_sums,
+                intervened.intervention, documents.document,
+                document_sums(intervened.{name}, documents.document) AS value_sums,
                 document_sums(
-                    edited.{name}::DOUBLE - untouched.{name}, documents.document
+                    intervened.{name}::DOUBLE - untouched.{name}, documents.document
                 ) AS change_sums
-            FROM (FROM sequences {in_run}) AS edited
+            FROM (FROM sequences {in_run}) AS intervened
             JOIN ledger.documents USING (run_id, intervention, sequence)
             LEFT JOIN sequences AS untouched
-                ON untouched.run_id = edited.run_id
-                AND untouched.sequence = edited.sequence
+                ON untouched.run_id = intervened.run_id
+                AND untouched.sequence = intervened.sequence
                 AND untouched.intervention = 'none'
-                AND edited.intervention <> 'none'
+                AND intervened.intervention <> 'none'
             GROUP BY ALL
         )
         GROUP BY intervention

@@ -316,8 +316,8 @@ def _read_parts(database: RunDatabase, section: Section, of_head: str) -> None:
 
 def _read_changes(database: RunDatabase, section: Section, of_head: str) -> None:
     """What an intervention changes, if the same run also measured the untouched model."""
-    is_edit = section.intervention != "none" and "none" in section.run["interventions"]
-    if not is_edit or "effects" in database.unmeasured_views("effects"):
+    is_intervention = section.intervention != "none" and "none" in section.run["interventions"]
+    if not is_intervention or "effects" in database.unmeasured_views("effects"):
         return
     table = _table(database, "effects", f"FROM effects {section.condition}{of_head}")
     for name, rows in _by_statistic(table):

@@ -89,7 +89,7 @@ class Method(BaseModel):
     matrix: patterns were built. Empty in commits of older code.
     """
     built_layers: list[int]
-    """Layers whose pattern was built because an edit needs it."""
+    """Layers whose pattern was built because an intervention needs it."""
 
 
 class Version(BaseModel):

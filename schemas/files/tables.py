@@ -197,7 +197,7 @@ RUN_ID = Column("run_id", WORD, "Run that the row belongs to.", nullable=False)
 INTERVENTION = Column(
     "intervention",
     WORD,
-    "Edit of the model under which it was measured; none is the untouched model.",
+    "Intervention of the model under which it was measured; none is the untouched model.",
     nullable=False,
 )
 PARTITIONS = (RUN_ID, INTERVENTION)

@@ -1,7 +1,7 @@
 """Interventions as a scan names them: `NAME`, `NAME(1,0.5)`, `A+B`.
 
 A text is parsed once, when the scan is read. Only `workers.interventions` knows which names exist,
-what they edit and which arguments they take.
+what they change and which arguments they take.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Argument = int | float | str
 """A number, or a name."""
 
 PART = re.compile(r"(\w+)(?:\(([^()]*)\))?")
-"""An edit: its name, and its arguments if it has some."""
+"""A change: its name, and its arguments if it has some."""
 
 WHOLE_NUMBER = re.compile(r"[+-]?\d+")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -28,13 +28,13 @@ LARGEST_WHOLE = 2**53
 
 @dataclass(frozen=True)
 class InterventionPart:
-    """One edit and its arguments."""
+    """One change and its arguments."""
 
     name: str
     arguments: tuple[Argument, ...] = ()
 
     def __str__(self) -> str:
-        """The edit in its canonical form: the same edit always has the same text.
+        """The change in its canonical form: the same change always has the same text.
 
         >>> str(InterventionPart("zero_head", (1, 2))), str(InterventionPart("none"))
         ('zero_head(1,2)', 'none')
@@ -45,7 +45,7 @@ class InterventionPart:
 
 @dataclass(frozen=True)
 class Intervention:
-    """One edit of the model, or several that are applied in order."""
+    """One change of the model, or several that are applied in order."""
 
     parts: tuple[InterventionPart, ...]
 
@@ -67,7 +67,7 @@ class Intervention:
 
 
 def parse_intervention(text: str) -> Intervention:
-    """The intervention that a text names; whether its edits exist is not checked here.
+    """The intervention that a text names; whether its changes exist is not checked here.
 
     >>> parse_intervention("zero_head(1, 2)").parts
     (InterventionPart(name='zero_head', arguments=(1, 2)),)
@@ -119,7 +119,7 @@ def _argument(text: str) -> Argument:
     if not NUMBER.fullmatch(text):
         return text
     number = float(text)
-    # 1.0 and 1 are the same edit, so they must have the same text and the same directory.
+    # 1.0 and 1 are the same change, so they must have the same text and the same directory.
     return int(number) if number.is_integer() and abs(number) <= LARGEST_WHOLE else number
 
 

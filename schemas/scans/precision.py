@@ -34,7 +34,7 @@ PRECISIONS: dict[str, Precision] = {
 """Every value of a scan's `precision`, besides auto."""
 
 BRIDGE_PRECISIONS = ("auto", "float32", "float64")
-"""What the dense engine accepts: its scores, softmax and edits have the format of the model."""
+"""What the dense engine accepts: its scores, softmax and changes have the format of the model."""
 
 ACCEPTABLE = 1e-3
 """A precision is acceptable if 99 of 100 values are this close to float64.

@@ -127,7 +127,8 @@ class Setting(BaseModel):
     input: Input
     """Where sequences come from: a family and its options."""
     interventions: tuple[Intervention, ...] = (NONE,)
-    """Edits of the model, each measured on the same sequences. none is the untouched model."""
+    """Interventions of the model, each measured on the same sequences. none is the untouched model.
+    """
     layers: Literal["all"] | Layers = "all"
     """Layers that are measured and stored, from 0: all, or a list such as [0, 3]. A forward pass
     ends after the last layer that is needed.

@@ -595,21 +595,21 @@ def test_a_run_with_its_card_loads_as_a_data_set(
     patterns = {entry["config_name"]: entry["data_files"] for entry in front_matter["configs"]}
     assert patterns["heads"] == ["heads/intervention=none/*.parquet"]
     assert set(patterns) == {
-        f"{table}{edit}"
+        f"{table}{intervention}"
         for table in ("heads", "sequences", "profiles")
-        for edit in ("", "-zero_head_0_1_")
+        for intervention in ("", "-zero_head_0_1_")
     }
     assert "| `entropy` | Mean entropy of the attention rows." in text
     assert str(home) not in text
 
     import datasets
 
-    for edit, suffix in (("none", ""), ("zero_head(0,1)", "-zero_head_0_1_")):
+    for intervention, suffix in (("none", ""), ("zero_head(0,1)", "-zero_head_0_1_")):
         rows = list(
             datasets.load_dataset(str(directory), f"heads{suffix}", split="train", streaming=True)
         )
         ((count, total),) = database.rows(
-            f"SELECT count(*), sum(entropy) FROM heads WHERE intervention = '{edit}'"
+            f"SELECT count(*), sum(entropy) FROM heads WHERE intervention = '{intervention}'"
         )
         assert len(rows) == count
         assert sum(row["entropy"] for row in rows) == pytest.approx(total)

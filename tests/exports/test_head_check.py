@@ -17,7 +17,7 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.head_check import HeadTrial, verdict
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.files.model_info import describe
-from tests.reference.reference_edits import run_edited
+from tests.reference.reference_changes import run_changed
 from tests.reference.weights import read_weights
 from tests.toys import toy_models as toy
 
@@ -57,15 +57,15 @@ def test_the_table_says_what_an_independent_model_says(llama: Path) -> None:
     rows = {row["kept_whole"]: row for row in table}
     losses: set[float] = set()
     for kept, whole in whole_by_row.items():
-        edit = f"stream_other_heads({','.join(map(str, (SINK, RECENT, *whole)))})"
+        intervention = f"stream_other_heads({','.join(map(str, (SINK, RECENT, *whole)))})"
         recalled: list[bool] = []
         for tokens, names in zip(needles.tolist(), labels, strict=True):
-            logits = run_edited(weights, tokens, edit, tokens).logits
+            logits = run_changed(weights, tokens, intervention, tokens).logits
             answer = [place for place, name in enumerate(names) if name == "answer"]
             recalled += [int(logits[place - 1].argmax()) == tokens[place] for place in answer]
         token_losses: list[float] = []
         for tokens in repeats.tolist():
-            logits = run_edited(weights, tokens, edit, tokens).logits
+            logits = run_changed(weights, tokens, intervention, tokens).logits
             for place in range(22, 40):
                 row = logits[place - 1]
                 token_losses.append(np.log(np.exp(row).sum()) - row[tokens[place]])

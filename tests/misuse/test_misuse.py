@@ -55,7 +55,7 @@ def agree(expected: str, found: str) -> bool:
     return re.fullmatch(re.escape(expected).replace("…", ".*"), found, re.DOTALL) is not None
 
 
-def edit(path: Path, value: Any, locks: ExitStack) -> None:
+def intervention(path: Path, value: Any, locks: ExitStack) -> None:
     """Write, change, cut, delete or lock a file or a model, as `misuse.toml` says."""
     if isinstance(value, str):
         for name, text in TABLE["texts"].items():
@@ -77,7 +77,7 @@ def edit(path: Path, value: Any, locks: ExitStack) -> None:
             shutil.copytree(source, path)
         path.mkdir(exist_ok=True)
         for name, content in value.items():
-            edit(path / name, content, locks)
+            intervention(path / name, content, locks)
 
 
 def fill(weights: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
@@ -110,11 +110,11 @@ class Folder:
         """Every file, but for those of runs."""
         return sorted(path for path in self.path.rglob("*") if "runs" not in path.parts)
 
-    def edit(self, files: dict[str, Any]) -> None:
+    def intervention(self, files: dict[str, Any]) -> None:
         """Write or change files, by their names or globs."""
         for name, value in files.items():
             for path in sorted(self.path.glob(name)) if "*" in name else [self.path / name]:
-                edit(path, value, self.locks)
+                intervention(path, value, self.locks)
 
     def run(self, words: str) -> tuple[int, list[str]]:
         """How a command ends: its code, and its lines of stderr."""
@@ -134,7 +134,9 @@ def folder(
         (tmp_path / path.name).symlink_to(path)
     with ExitStack() as locks:
         folder = Folder(tmp_path, command, locks)
-        folder.edit({name: text.removeprefix("\n") for name, text in TABLE["folder"].items()})
+        folder.intervention(
+            {name: text.removeprefix("\n") for name, text in TABLE["folder"].items()}
+        )
         yield folder
 
 
@@ -157,8 +159,8 @@ def plan(folder: Folder, changes: dict[str, Any], files: dict[str, Any], lines: 
     fields = tomllib.loads(TABLE["folder"]["toy.toml"]) | changes
     if isinstance(fields["input"], dict):
         fields["input"] = {"family": "uniform_random"} | fields["input"]
-    folder.edit(files)
-    folder.edit({"toy.toml": ""})
+    folder.intervention(files)
+    folder.intervention({"toy.toml": ""})
     toml = [f"{json.dumps(key)} = {written(value)}" for key, value in fields.items()]
     (folder.path / "toy.toml").write_text("\n".join(toml), encoding="utf-8")
     found_code, found = folder.run("plan toy.toml")
@@ -197,7 +199,7 @@ def test_a_corpus_that_cannot_be_read_as_it_is_is_refused(folder: Folder, row: l
 def test_a_command_is_refused(folder: Folder, row: list[Any]) -> None:
     words, *rest = row
     if isinstance(rest[0], dict):
-        folder.edit(rest.pop(0))
+        folder.intervention(rest.pop(0))
     code = rest.pop(0) if isinstance(rest[0], int) else 2
     check_refused(folder, words, rest, code)
 
@@ -228,7 +230,7 @@ def test_the_program_says_what_the_page_says(
     said: list[str] = []
     for step in steps:
         if isinstance(step, dict):
-            folder.edit(step)
+            folder.intervention(step)
         elif step.startswith("raise "):
             with pytest.raises(SystemExit), ended_in_lines():
                 exec(step)

@@ -80,7 +80,7 @@ def rows(run: Path) -> list[Any]:
     return connect_to_tables(run).execute(sql).fetchall()
 
 
-def edit_json(file: Path, change: Callable[[Any], object]) -> None:
+def intervention_json(file: Path, change: Callable[[Any], object]) -> None:
     """Change a JSON file."""
     content = json.loads(file.read_text())
     change(content)
@@ -95,7 +95,7 @@ def exchange_two_ids(home: Path) -> None:
         vocabulary = tokenizer["model"]["vocab"]
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
-    edit_json(home / "bytes" / "tokenizer.json", exchange)
+    intervention_json(home / "bytes" / "tokenizer.json", exchange)
 
 
 def change_weights(home: Path) -> None:
@@ -110,7 +110,7 @@ def change_configuration(home: Path) -> None:
 def change_code(home: Path) -> None:
     (manifest,) = home.glob("runs/*/manifest.json")
     other_record = {"fingerprint": "0123456789ab"}
-    edit_json(
+    intervention_json(
         manifest, lambda fields: fields["kinds"]["statistics"]["entropy"].update(other_record)
     )
 
@@ -171,7 +171,7 @@ def test_other_libraries_are_named_before_anything_is_measured(
 ) -> None:
     run = without_last_commit(scan_here(command))
     old_versions = {"tokenizers": "0.1", "gone": "2.0"}
-    edit_json(run / "manifest.json", lambda fields: fields["versions"].update(old_versions))
+    intervention_json(run / "manifest.json", lambda fields: fields["versions"].update(old_versions))
     code, lines = command("resume", run, *IN_PROCESS)
     assert code == 0
     assert lines[0].startswith(
@@ -182,7 +182,7 @@ def test_other_libraries_are_named_before_anything_is_measured(
 def test_the_layout_of_its_file_does_not_change_a_tokenizer(home: Path) -> None:
     path = home / "bytes" / "tokenizer.json"
     before = TextTokenizer(home / "bytes", 257).fingerprint
-    edit_json(path, lambda tokenizer: tokenizer.update(truncation=None))
+    intervention_json(path, lambda tokenizer: tokenizer.update(truncation=None))
     path.write_text(json.dumps(json.loads(path.read_text()), indent=3, sort_keys=True))
     assert TextTokenizer(home / "bytes", 257).fingerprint == before
 
@@ -412,9 +412,11 @@ ODD = ("lr=0.1", "a?b", "a*", "a[b]", "a%20b", "it's", "a b", "日本", 'a"b', "
 
 def odd_run(out: Path, name: str, seed: int = 0) -> Path:
     """A run of two interventions, one of which has punctuation in its name."""
-    edits = ("none", "scale_query_bias(0.5)+zero_mlps")
-    run = local(write_run(out, name, {"entropy": lambda _: 0.5}, interventions=edits).path)
-    edit_json(run / "manifest.json", lambda fields: fields["identity"]["scan"].update(seed=seed))
+    interventions = ("none", "scale_query_bias(0.5)+zero_mlps")
+    run = local(write_run(out, name, {"entropy": lambda _: 0.5}, interventions=interventions).path)
+    intervention_json(
+        run / "manifest.json", lambda fields: fields["identity"]["scan"].update(seed=seed)
+    )
     return run
 
 

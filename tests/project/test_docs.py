@@ -21,7 +21,7 @@ from headcount.reproduce import literature_page
 from headcount.schemas import formula_pages
 from headcount.schemas.house import PACKAGES
 from headcount.schemas.scans.scan import Scan
-from headcount.workers import edit_and_input_pages
+from headcount.workers import intervention_and_input_pages
 from tests import ROOT
 from tests.pages import page_commands, reference_pages
 from tests.tools.processes import Command
@@ -64,10 +64,10 @@ run_shard(Replica(plan.info, scan), plan.run, plan.sequences.shard(0))
 rows = connect(Path("steps")).execute(
     "SELECT intervention, layer, head, round(mean_second_key_mass, 4) FROM by_head ORDER BY ALL"
 ).fetchall()
-edited = [row[1:] for row in rows if row[0] != "none"]
+changed = [row[1:] for row in rows if row[0] != "none"]
 untouched = [row[1:] for row in rows if row[0] == "none"]
 # Values change no pattern of the layer that reads them.
-assert len(untouched) == 16 and edited[:8] == untouched[:8] and edited != untouched, rows
+assert len(untouched) == 16 and changed[:8] == untouched[:8] and changed != untouched, rows
 assert connect(Path("steps")).execute("SELECT count(*) FROM restless_sinks").fetchone() == (32,)
 
 assert pytest.main(["-q", "--doctest-modules", "headcount/schemas/statistics/sink.py"]) == 0
@@ -287,12 +287,12 @@ def test_whoever_followed_adding_md_passes_the_tests_that_look_for_what_is_new(
     "name",
     [
         *formula_pages.PAGES,
-        *edit_and_input_pages.PAGES,
+        *intervention_and_input_pages.PAGES,
         *literature_page.PAGES,
     ],
 )
 def test_pages_are_what_the_registries_say(name: str) -> None:
-    written_by = edit_and_input_pages.PAGES | literature_page.PAGES
+    written_by = intervention_and_input_pages.PAGES | literature_page.PAGES
     expected = written_by[name]() if name in written_by else formula_pages.page(name)
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == expected, "run: make docs"
 
@@ -304,16 +304,16 @@ def test_the_generated_parts_of_pages_are_what_the_code_says(name: str) -> None:
 
 
 def test_the_pages_of_options_say_values_and_defaults_in_words() -> None:
-    inputs = edit_and_input_pages.inputs_page()
+    inputs = intervention_and_input_pages.inputs_page()
     assert '* `packing`: "document" or "concat", default "document". `document` makes' in inputs
     assert "* `high`: a whole number, 1 or more, may be left out. The id after" in inputs
     # One that has another default than most is explained again, the others are only named.
     assert "* `distinct`: true or false, default false\n* `low`, `high`\n" in inputs
     assert "* `low`, `high`, `distinct`\n" in inputs
     assert "* `rate`: a number. A probability, 0 to 1.\n" in inputs
-    edits = edit_and_input_pages.interventions_page()
-    assert "`scale`: `raw` or `layer_mean`, default `raw`" in edits
-    for page in (inputs, edits):
+    interventions = intervention_and_input_pages.interventions_page()
+    assert "`scale`: `raw` or `layer_mean`, default `raw`" in interventions
+    for page in (inputs, interventions):
         assert re.findall(r"Packing|Literal|\| None|unless told", page) == []
 
 

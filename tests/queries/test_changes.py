@@ -87,7 +87,7 @@ def test_effects_are_those_of_numpy(tmp_path: Path) -> None:
         assert row["pairs"] < 11
         for column, key in (
             ("untouched", "before"),
-            ("edited", "after"),
+            ("changed", "after"),
             ("change", "change"),
             ("standard_error", "standard_error"),
         ):

@@ -750,9 +750,9 @@ def test_samples_make_room_for_those_that_are_asked_for(
     async def both() -> list[np.ndarray]:
         return [await counts("none"), await counts("zero_key_bias"), await counts("none")]
 
-    first, edited, again = asyncio.run(both())
-    assert first.sum() == edited.sum() == len(IN_SAMPLE)
-    assert first.tolist() == again.tolist() != edited.tolist()
+    first, changed, again = asyncio.run(both())
+    assert first.sum() == changed.sum() == len(IN_SAMPLE)
+    assert first.tolist() == again.tolist() != changed.tolist()
     (run,) = large("overview")["runs"]
     assert run["waits_for_sample"] == ["zero_key_bias"]
     sql = "SELECT count(*) FROM duckdb_tables() WHERE table_name LIKE 'sample_%'"

@@ -473,7 +473,7 @@ def test_a_bridge_is_measured_as_it_is(toy: Path) -> None:
     assert {name: len(point.fwd_hooks) for name, point in bridge.hook_dict.items()} == hooks
     assert all(part.training for part in bridge.modules())
     assert all(torch.equal(value, bridge.state_dict()[name]) for name, value in values.items())
-    # The hooks of a bridge are how it is edited, so they run.
+    # The hooks of a bridge are how it is changed, so they run.
     assert calls
 
 
@@ -602,7 +602,7 @@ def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_code_of_the_page_about_models_in_memory_runs() -> None:
     names = names_after("measure.md")
     assert names["rows"].num_rows == 8 * 24
-    assert set(names["edited"]["intervention"].to_pylist()) == {"none", "zero_query_bias"}
+    assert set(names["changed"]["intervention"].to_pylist()) == {"none", "zero_query_bias"}
 
 
 def look_at_a_card(head: Any, runs: Any) -> None:

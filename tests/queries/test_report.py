@@ -75,8 +75,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     size: dict[str, Any] = {"layers": LAYERS, "heads": HEADS, "model": "a <b>model</b>"}
     write_run(folder, "a-1", cells(), family="pile", pile_sets=[EVIL, "Github"], commit=[0], **size)
-    edits = ("none", "zero_query_bias")
-    write_run(folder, "b-2", cells(), family="repeated_random", interventions=edits, **size)
+    interventions = ("none", "zero_query_bias")
+    write_run(folder, "b-2", cells(), family="repeated_random", interventions=interventions, **size)
     write_run(folder, "c-3", cells(), family="uniform_random", commit=[], **size)
     write_run(folder, "d-4", cells(), family="uniform_random", **size)
     return folder
@@ -607,15 +607,15 @@ def test_the_report_of_a_text(
     assert engines == ["fused", "fused", "fused, with built patterns in layers 1"]
     browser.execute_script("location.hash = 'intervention=zero_head(1,6)'")
     browser.execute_async_script("setTimeout(arguments[0], 0)")
-    untouched, edited = (
+    untouched, changed = (
         replica.measure(shard.tokens, intervention).sequences["loss"].astype(float)
         for intervention in replica.scan.interventions[:2]
     )
     row = texts(browser, "[data-predictions] tbody td")
     assert row[:2] == ["loss", "nats"]
     # All sequences are of one document, so the means have no errors.
-    assert numbers(row[2]) == pytest.approx([edited.mean()], rel=0.06)
-    assert numbers(row[3]) == pytest.approx([(edited - untouched).mean()], rel=0.06)
+    assert numbers(row[2]) == pytest.approx([changed.mean()], rel=0.06)
+    assert numbers(row[3]) == pytest.approx([(changed - untouched).mean()], rel=0.06)
     assert browser.get_log("browser") == []
 
 

@@ -202,11 +202,11 @@ def test_predictions_and_kept_curves_have_the_errors_of_numpy(
 ) -> None:
     of_documents = [row["document"] for row in sequences]
     database = open_runs(plan.run.path)
-    edited = database.rows(
+    changed = database.rows(
         "SELECT loss FROM sequences WHERE intervention <> 'none' ORDER BY sequence"
     )
     losses = np.array([row["loss"] for row in sequences], float)
-    changes = np.array(edited, float).ravel() - losses
+    changes = np.array(changed, float).ravel() - losses
     rows = {row["intervention"]: row for row in database.records(_prediction_sql("loss", ""))}
     error, _ = error_over_documents(losses, of_documents)
     assert rows["none"]["standard_error"] == pytest.approx(error, rel=1e-5)

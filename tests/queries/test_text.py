@@ -31,7 +31,7 @@ TEXTS = "text\nHello there!\x1b[2J and on it goes\nDer Bär ißt große Äpfel h
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a model and a run of it, on two texts, untouched and edited."""
+    """A directory with a model and a run of it, on two texts, untouched and changed."""
     folder = tmp_path_factory.mktemp("text")
     model = toy.save_byte_model(folder / "bytes")
     (folder / "texts.csv").write_text(TEXTS, encoding="utf-8")
@@ -124,7 +124,7 @@ def test_the_keys_of_a_head_are_those_of_its_pattern(
 def whole_pattern(home: Path, intervention: str) -> np.ndarray:
     """The pattern of layer 0 on sequence 1: `[head query key]`."""
     from headcount.schemas.scans.intervention import parse_intervention
-    from headcount.workers.interventions import bind, edited_weights
+    from headcount.workers.interventions import bind, changed_weights
 
     model = load_model(describe(home / "bytes"), "raw", "cpu", torch.float32)
     bound = bind(parse_intervention(intervention))
@@ -135,8 +135,8 @@ def whole_pattern(home: Path, intervention: str) -> np.ndarray:
     def keep_pattern(layer: int, activations: Any) -> None:
         patterns.append(activations["pattern"].dense())
 
-    with torch.inference_mode(), edited_weights(model, bound):
-        DenseEngine(model, bound.edits(model)).run(torch.tensor([tokens]), {}, keep_pattern)
+    with torch.inference_mode(), changed_weights(model, bound):
+        DenseEngine(model, bound.changes(model)).run(torch.tensor([tokens]), {}, keep_pattern)
     return patterns[0][0].numpy()
 
 

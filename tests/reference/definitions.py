@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.reference.forward import ActivationEdit, Run, forward
-from tests.reference.reference_edits import run_edited
+from tests.reference.forward import ActivationChange, Run, forward
+from tests.reference.reference_changes import run_changed
 from tests.reference.weights import Array, Weights, read_weights
 
 Columns = dict[str, Array]
@@ -31,9 +31,9 @@ class Head:
     labels: list[str]
     """The label of every position, "" if it has none."""
     A: Matrix
-    """A[q][k], the attention pattern as edited."""
+    """A[q][k], the attention pattern as changed."""
     S: Matrix
-    """S[q][k], the score as edited; NaN where an edit hides the key."""
+    """S[q][k], the score as changed; NaN where a change hides the key."""
     q: Array
     """Before any rotation, like k: `[pos d_head]`."""
     k: Array
@@ -286,7 +286,7 @@ def sink_score_advantage(h: Head) -> float:
 
 @fixed_positions
 def sink_mass_shift_only(h: Head) -> float:
-    """Over all k ≤ q: neither masks nor edits of scores enter."""
+    """Over all k ≤ q: neither masks nor changes of scores enter."""
     return mean(first_share([h.s * d for d in h.delta[: q + 1]]) for q in h.late_0 if h.T >= 2)
 
 
@@ -864,10 +864,10 @@ def position_cosine_layer(run: Run) -> list[float]:
     effective = run.effective_positions
     if effective is None or weights.layers[0].mlp is None:
         return [math.nan] * len(run.tokens)
-    without = ActivationEdit("pos_embed", lambda value, place: value * 0)
+    without = ActivationChange("pos_embed", lambda value, place: value * 0)
     after = [
-        forward(weights, run.tokens, edits, layers=1).layers[0].resid_post
-        for edits in ([], [without])
+        forward(weights, run.tokens, changes, layers=1).layers[0].resid_post
+        for changes in ([], [without])
     ]
     return [cosine(effective[i], after[0][i] - after[1][i]) for i in range(len(run.tokens))]
 
@@ -882,7 +882,7 @@ def first_mlp_out(run: Run) -> Array | None:
         outputs.append(value[0].copy())
         return value
 
-    forward(run.weights, run.tokens, [ActivationEdit("mlp_out", keep)], layers=1)
+    forward(run.weights, run.tokens, [ActivationChange("mlp_out", keep)], layers=1)
     return outputs[0]
 
 
@@ -987,7 +987,7 @@ def recompute(
     partners = sequences if partner is None else partner.tolist()
     labels_of_all = labels or [[""] * len(row) for row in sequences]
     runs = [
-        run_edited(weights, row, intervention, other, labels[i] if labels else ())
+        run_changed(weights, row, intervention, other, labels[i] if labels else ())
         for i, (row, other) in enumerate(zip(sequences, partners, strict=True))
     ]
     heads = [heads_of(run, marks) for run, marks in zip(runs, labels_of_all, strict=True)]

@@ -13,7 +13,7 @@ from tests.reference.weights import Array, Weights
 
 @dataclass
 class LayerActivations:
-    """One layer of one sequence, as edits leave it.
+    """One layer of one sequence, as changes leave it.
 
     Vectors are `[head pos d_head]`, matrices `[head query key]`. Keys and values that query heads
     share are repeated.
@@ -21,13 +21,13 @@ class LayerActivations:
 
     resid_pre: Array
     q: Array
-    """As an edit leaves them, before any rotation."""
+    """As a change leaves them, before any rotation."""
     k: Array
     v: Array
     q_rotated: Array
     k_rotated: Array
     scores: Array
-    """-∞ where the key lies in the future or an edit hides it."""
+    """-∞ where the key lies in the future or a change hides it."""
     pattern: Array
     z: Array
     resid_post: Array
@@ -43,18 +43,18 @@ class Run:
     layers: list[LayerActivations]
     logits: Array
     """`[pos d_vocab]`."""
-    values_before_edit: dict[tuple[int, int], Array] = field(default_factory=dict)
-    """What edit i was given in a layer: of a partner's run, what a patch writes."""
+    values_before_change: dict[tuple[int, int], Array] = field(default_factory=dict)
+    """What change i was given in a layer: of a partner's run, what a patch writes."""
 
     @cached_property
     def effective_positions(self) -> Array | None:
-        """Those of the weights, which nothing edits once they have run."""
+        """Those of the weights, which nothing changes once they have run."""
         return self.weights.effective_positions()
 
 
 @dataclass
 class Place:
-    """Where an edit is made, and what it may read."""
+    """Where a change is made, and what it may read."""
 
     tokens: list[int]
     layer: int
@@ -67,7 +67,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class ActivationEdit:
+class ActivationChange:
     """A change of one activation in one layer, or in all where `layer` is None."""
 
     target: str
@@ -78,22 +78,22 @@ class ActivationEdit:
 
 
 EMBEDDINGS = -1
-"""The layer of edits that come before the first one."""
+"""The layer of changes that come before the first one."""
 
 
 def forward(
     weights: Weights,
     tokens: Sequence[int],
-    edits: Sequence[ActivationEdit] = (),
+    changes: Sequence[ActivationChange] = (),
     partner: Run | None = None,
     layers: int | None = None,
     labels: Sequence[str] = (),
 ) -> Run:
     """Run one sequence; `layers` may stop it early.
 
-    Without a partner, edits that patch do nothing: that is how the partner itself is run.
+    Without a partner, changes that patch do nothing: that is how the partner itself is run.
     """
-    forward_pass = _ForwardPass(weights, list(tokens), edits, partner, labels)
+    forward_pass = _ForwardPass(weights, list(tokens), changes, partner, labels)
     stream = forward_pass.embedded()
     for number in range(len(weights.layers[:layers])):
         stream = forward_pass.after_layer(number, stream)
@@ -103,46 +103,46 @@ def forward(
 
 
 class _ForwardPass:
-    """One pass over one sequence, and the edits that are made on the way."""
+    """One pass over one sequence, and the changes that are made on the way."""
 
     def __init__(
         self,
         weights: Weights,
         tokens: list[int],
-        edits: Sequence[ActivationEdit],
+        changes: Sequence[ActivationChange],
         partner: Run | None,
         labels: Sequence[str],
     ) -> None:
         self.weights = weights
-        self.edits = edits
+        self.changes = changes
         self.partner = partner
         self.labels = labels
         self.run = Run(weights, tokens, [], np.zeros(0))
         self.known: dict[str, Array] = {}
-        """What edits may read of the present layer."""
+        """What changes may read of the present layer."""
 
-    def edited(self, target: str, layer: int, value: Array) -> Array:
-        """An activation as edits leave it."""
-        for number, edit in enumerate(self.edits):
-            if edit.target != target or edit.layer not in (None, layer):
+    def changed(self, target: str, layer: int, value: Array) -> Array:
+        """An activation as changes leave it."""
+        for number, change in enumerate(self.changes):
+            if change.target != target or change.layer not in (None, layer):
                 continue
-            self.run.values_before_edit[number, layer] = value
-            if edit.patches and self.partner is None:
+            self.run.values_before_change[number, layer] = value
+            if change.patches and self.partner is None:
                 continue
             from_partner = None
-            if edit.patches and self.partner is not None:
-                from_partner = self.partner.values_before_edit[number, layer]
+            if change.patches and self.partner is not None:
+                from_partner = self.partner.values_before_change[number, layer]
             place = Place(self.run.tokens, layer, self.known, from_partner, self.labels)
-            value = edit.function(value.copy(), place)
+            value = change.function(value.copy(), place)
         return value
 
     def embedded(self) -> Array:
         """The stream before the first layer `[pos d_model]`."""
         weights, tokens = self.weights, self.run.tokens
-        stream = self.edited("embed", EMBEDDINGS, weights.W_E[tokens])
+        stream = self.changed("embed", EMBEDDINGS, weights.W_E[tokens])
         if weights.W_pos is not None:
             positions = weights.W_pos[: len(tokens)]
-            stream = stream + self.edited("pos_embed", EMBEDDINGS, positions)
+            stream = stream + self.changed("pos_embed", EMBEDDINGS, positions)
         if weights.norm_of_embeddings:
             stream = weights.norm_of_embeddings(stream)
         return stream
@@ -151,7 +151,7 @@ class _ForwardPass:
         """The stream after a layer; its activations are added to the run."""
         layer = self.weights.layers[number]
         self.known = {}
-        resid_pre = self.edited("resid_pre", number, stream)
+        resid_pre = self.changed("resid_pre", number, stream)
         self.known["resid_pre"] = resid_pre
         activations = self.attention(number, resid_pre)
         attn_out = np.einsum("hqe,hed->qd", activations.z, layer.W_O)
@@ -159,9 +159,9 @@ class _ForwardPass:
             attn_out = attn_out + layer.b_O
         if layer.norm_after_attention:
             attn_out = layer.norm_after_attention(attn_out)
-        resid_mid = resid_pre + self.edited("attn_out", number, attn_out)
+        resid_mid = resid_pre + self.changed("attn_out", number, attn_out)
         resid_post = resid_mid + self.mlp_out(number, resid_pre, resid_mid)
-        activations.resid_post = self.edited("resid_post", number, resid_post)
+        activations.resid_post = self.changed("resid_post", number, resid_post)
         self.run.layers.append(activations)
         return activations.resid_post
 
@@ -175,10 +175,10 @@ class _ForwardPass:
         v = projected(x, layer.W_V, layer.b_V)
         q = layer.q_norm(q) if layer.q_norm else q
         k = layer.k_norm(k) if layer.k_norm else k
-        # All three are made at once, so an edit of one does not see the others.
-        q = self.edited("q", number, q)
-        k = weights.shared(self.edited("k", number, k))
-        v = weights.shared(self.edited("v", number, v))
+        # All three are made at once, so a change of one does not see the others.
+        q = self.changed("q", number, q)
+        k = weights.shared(self.changed("k", number, k))
+        v = weights.shared(self.changed("v", number, v))
         self.known |= {"q": q, "k": k, "v": v}
         q_rotated = rotated(q, weights.rotated, weights.rotary_base)
         k_rotated = rotated(k, weights.rotated, weights.rotary_base)
@@ -188,7 +188,7 @@ class _ForwardPass:
         position = np.arange(n_ctx)
         if layer.distance_slopes is not None:
             scores = scores + layer.distance_slopes[:, None, None] * (position - position[:, None])
-        scores = self.edited("attn_scores", number, scores)
+        scores = self.changed("attn_scores", number, scores)
         behind = position[:, None] - position
         window = n_ctx if layer.window is None else layer.window
         scores = np.where((behind < 0) | (behind >= window), -np.inf, scores)
@@ -196,9 +196,9 @@ class _ForwardPass:
         if layer.sink is not None:
             sink = np.broadcast_to(layer.sink[:, None, None], (len(scores), n_ctx, 1))
             row = np.concatenate([scores, sink], axis=-1)
-        pattern = self.edited("pattern", number, softmax(row)[..., :n_ctx])
+        pattern = self.changed("pattern", number, softmax(row)[..., :n_ctx])
         self.known["pattern"] = pattern
-        z = self.edited("z", number, pattern @ v)
+        z = self.changed("z", number, pattern @ v)
         return LayerActivations(
             resid_pre, q, k, v, q_rotated, k_rotated, scores, pattern, z, resid_pre
         )
@@ -213,7 +213,7 @@ class _ForwardPass:
         mlp_out = layer.mlp(layer.norm_before_mlp(mlp_input))
         if layer.norm_after_mlp:
             mlp_out = layer.norm_after_mlp(mlp_out)
-        return self.edited("mlp_out", number, mlp_out)
+        return self.changed("mlp_out", number, mlp_out)
 
 
 def projected(x: Array, W: Array, b: Array | None) -> Array:

@@ -35,7 +35,7 @@ CIRCUIT = {
     if name.startswith("sink_circuit")
 }
 
-EDIT_OF_COLUMN = {
+INTERVENTION_OF_COLUMN = {
     "b_nullify_query_bias": "zero_query_bias",
     "c_remove_first_position": "first_position_second",
     "d_swap_effective_positions": "swap_effective_positions",
@@ -46,9 +46,14 @@ EDIT_OF_COLUMN = {
     "i_zero_massive_key_columns": "scale_massive_keys",
     "j_zero_random_key_columns": "scale_random_keys",
 }
-"""Our edits by column of the published table, which begins with the source's letter."""
+"""Our interventions by column of the published table, which begins with the source's letter."""
 
-EDITS_OF_FAMILY = {"gpt2": "bcdefghij", "gpt-neo": "cdefghij", "opt": "bcfgh", "Qwen2.5": "bfg"}
+INTERVENTIONS_OF_FAMILY = {
+    "gpt2": "bcdefghij",
+    "gpt-neo": "cdefghij",
+    "opt": "bcfgh",
+    "Qwen2.5": "bfg",
+}
 """Which of them a family's models can have."""
 
 
@@ -78,15 +83,15 @@ def test_the_table_of_sixteen_models_is_the_published_one() -> None:
     assert len(rows) == len(replication.published_models) == 16
     # The rows are in the order of the models of the source: by family, then by size.
     by_size = sorted(replication.published_models, key=lambda model: _size_of(replication, model))
-    for family, letters in EDITS_OF_FAMILY.items():
+    for family, letters in INTERVENTIONS_OF_FAMILY.items():
         prefix = {"gpt2": "GPT-2", "gpt-neo": "GPT-Neo", "opt": "OPT"}.get(family, family)
         family_rows = [row for row in rows if row["model"].startswith(f"{prefix} ")]
         models = [model for model in by_size if f"/{family}" in model]
         for row, model in zip(family_rows, models, strict=True):
             ours = values(replication, model)
             assert ours["first key, middle layers: untouched"] == float(row["baseline"])
-            for column, edit in EDIT_OF_COLUMN.items():
-                name = f"{edit}: percent of the untouched model"
+            for column, intervention in INTERVENTION_OF_COLUMN.items():
+                name = f"{intervention}: percent of the untouched model"
                 expected = float(row[column]) if column[0] in letters else None
                 assert ours.get(name) == expected
 
@@ -99,19 +104,21 @@ def _size_of(replication: Replication, model: str) -> tuple[int, ...]:
 
 def test_the_table_of_interventions_is_the_published_one() -> None:
     ours = values(CIRCUIT["sink_circuit"])
-    letters = {f"int_{column[0]}": edit for column, edit in EDIT_OF_COLUMN.items()}
+    letters = {
+        f"int_{column[0]}": intervention for column, intervention in INTERVENTION_OF_COLUMN.items()
+    }
     letters |= {"int_a": "none", "int_j": "scale_random_keys(42)"}
     for file in ("overall", "by_dataset"):
         path = published.data_file(f"sink_circuit_bos_attention_{file}.csv")
         with path.open(newline="") as lines:
             for row in csv.DictReader(lines):
-                edit = letters[row["intervention"]]
+                intervention = letters[row["intervention"]]
                 mean = float(row["mean_bos_attention"])
                 if file == "by_dataset":
-                    assert ours[f"{edit}, {row['dataset']}"] == mean
+                    assert ours[f"{intervention}, {row['dataset']}"] == mean
                     continue
-                assert ours[f"{edit}: first key, layers 3 to 10"] == mean
-                assert ours[f"{edit}: standard error"] == float(row["stderr"])
+                assert ours[f"{intervention}: first key, layers 3 to 10"] == mean
+                assert ours[f"{intervention}: standard error"] == float(row["stderr"])
 
 
 @pytest.mark.parametrize("name", CIRCUIT)
@@ -184,7 +191,7 @@ def test_slopes_are_of_each_data_set_and_then_averaged() -> None:
 def test_half_a_dose_is_part_of_the_change() -> None:
     doses = """
         SELECT * FROM (VALUES ('scale_query_bias', 0.0, 0.2), ('scale_query_bias', 0.5, 0.35),
-                              ('scale_query_bias', 1.0, 0.5)) AS t(edit, dose, mean)
+                              ('scale_query_bias', 1.0, 0.5)) AS t(intervention, dose, mean)
     """
     ask = connection(CIRCUIT["sink_circuit_doses"], (), {"dose": doses})
     (check,) = [
@@ -215,8 +222,8 @@ def test_maps_are_means_of_the_patterns(tmp_path: Path) -> None:
             )
         ]
     )
-    for edit in ("none", "zero_query_bias"):
-        if edit == "zero_query_bias":
+    for intervention in ("none", "zero_query_bias"):
+        if intervention == "zero_query_bias":
             for block in gpt.transformer.h:
                 # Queries are the first third of the joint weights.
                 block.attn.c_attn.bias.data[:128] = 0
@@ -225,11 +232,13 @@ def test_maps_are_means_of_the_patterns(tmp_path: Path) -> None:
         expected = torch.stack(patterns).mean((0, 1, 2)).numpy()
         measured = np.zeros((21, 21))
         for query, key, attention in database.rows(
-            f"SELECT query, key, attention FROM maps WHERE intervention = '{edit}'"
+            f"SELECT query, key, attention FROM maps WHERE intervention = '{intervention}'"
         ):
             measured[query, key] = attention
         np.testing.assert_allclose(measured, expected, atol=1e-5)
-        ((first,),) = database.rows(f"SELECT first FROM sinks WHERE intervention = '{edit}'")
+        ((first,),) = database.rows(
+            f"SELECT first FROM sinks WHERE intervention = '{intervention}'"
+        )
         assert first == pytest.approx(expected[10:, 0].mean(), abs=1e-5)
 
 
@@ -241,11 +250,11 @@ def test_figures_of_models_are_numpys(tmp_path: Path) -> None:
         "head FROM replication_heads ORDER BY intervention, layer, head, sequence"
     )
 
-    def column(edit: str, place: int) -> np.ndarray:
-        return np.array([row[place] for row in rows if row[0] == edit], dtype=float)
+    def column(intervention: str, place: int) -> np.ndarray:
+        return np.array([row[place] for row in rows if row[0] == intervention], dtype=float)
 
     plain = column("none", 1).mean()
-    for edit, name in (
+    for intervention, name in (
         ("zero_mlp(0)", "zero_mlp(0)"),
         ("scale_massive_keys(0,6)", "scale_massive_keys"),
         ("scale_random_keys(0,0,6)", "scale_random_keys"),
@@ -254,7 +263,7 @@ def test_figures_of_models_are_numpys(tmp_path: Path) -> None:
             "bias, key columns and positions together",
         ),
     ):
-        percent = 100 * column(edit, 1).mean() / plain
+        percent = 100 * column(intervention, 1).mean() / plain
         assert figures[f"{name}: percent of the untouched model"] == pytest.approx(percent)
     gain = column("swap_effective_positions", 2).mean() - column("none", 2).mean()
     assert figures["relocation: gain of key 1 over what key 0 had"] == pytest.approx(gain / plain)
@@ -263,23 +272,23 @@ def test_figures_of_models_are_numpys(tmp_path: Path) -> None:
     assert share == pytest.approx((cosines > 0.1).mean())
     assert figures["largest cosine of the queries of a cell"] == pytest.approx(cosines.max())
     losses = {
-        edit: np.mean(
+        intervention: np.mean(
             [
                 loss
                 for name, loss in database.rows(
                     "SELECT intervention, loss FROM replication_sequences WHERE loss IS NOT NULL"
                 )
-                if name == edit
+                if name == intervention
             ]
         )
-        for edit in ("none", "zero_query_bias")
+        for intervention in ("none", "zero_query_bias")
     }
     added = losses["zero_query_bias"] - losses["none"]
     assert figures["loss added by zero_query_bias, nats"] == pytest.approx(added)
 
 
 def test_a_step_of_a_training_is_in_the_name_of_its_scan() -> None:
-    # Attention .5 to the first key: an edit leaves .4, another .05.
+    # Attention .5 to the first key: an intervention leaves .4, another .05.
     heads = """
         SELECT 'texts-step-000400' AS scan, 'r' AS run_id, layer, *
         FROM (VALUES ('none', 0.5), ('zero_query_bias', 0.4), ('first_position_second', 0.05))

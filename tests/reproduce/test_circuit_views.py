@@ -35,31 +35,32 @@ def ask_replication(
 
 
 def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_path: Path) -> None:
-    edits = ["none", "zero_query_bias", "random_query_bias"]
+    interventions = ["none", "zero_query_bias", "random_query_bias"]
     ask = ask_replication(
         "sink_circuit",
         "bundled:gpt2-mini",
         tmp_path,
         "sequences=9",
-        f"interventions={edits}".replace("'", '"'),
+        f"interventions={interventions}".replace("'", '"'),
     )
     rows = ask(
         "SELECT intervention, sequence, layer, head, sink_mass_late FROM replication_heads "
         "ORDER BY ALL"
     )
     cells = {
-        edit: np.array([row[4] for row in rows if row[0] == edit]).reshape(9, 24) for edit in edits
+        intervention: np.array([row[4] for row in rows if row[0] == intervention]).reshape(9, 24)
+        for intervention in interventions
     }
-    band = {edit: values.mean(1) for edit, values in cells.items()}
+    band = {intervention: values.mean(1) for intervention, values in cells.items()}
     effects_found = {
         row[0]: row[1:]
         for row in ask("SELECT intervention, mean, percent, change, standard_error FROM effect")
     }
-    for edit in edits:
-        change = band[edit] - band["none"]
-        percent = 100 * band[edit].mean() / band["none"].mean()
-        expected = (band[edit].mean(), percent, change.mean(), change.std(ddof=1) / 3)
-        np.testing.assert_allclose(effects_found[edit], expected, rtol=1e-9, atol=1e-12)
+    for intervention in interventions:
+        change = band[intervention] - band["none"]
+        percent = 100 * band[intervention].mean() / band["none"].mean()
+        expected = (band[intervention].mean(), percent, change.mean(), change.std(ddof=1) / 3)
+        np.testing.assert_allclose(effects_found[intervention], expected, rtol=1e-9, atol=1e-12)
     (control,) = ask(
         "SELECT control, control_percent, control_standard_error "
         "FROM effects_and_controls WHERE intervention = 'zero_query_bias'"
@@ -69,8 +70,10 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
         "random_query_bias",
         *(pytest.approx(effects_found["random_query_bias"][i], rel=1e-9) for i in (1, 3)),
     )
-    for edit, sequence, gini, above in ask("SELECT intervention, sequence, gini, above2 FROM band"):
-        sorted_values = np.sort(cells[edit][sequence])
+    for intervention, sequence, gini, above in ask(
+        "SELECT intervention, sequence, gini, above2 FROM band"
+    ):
+        sorted_values = np.sort(cells[intervention][sequence])
         differences = np.abs(sorted_values[:, None] - sorted_values).sum() / (
             2 * 24**2 * sorted_values.mean()
         )

@@ -1,5 +1,5 @@
-"""Controls of figures: what passes for random weights or for edits that do nothing is found, and a
-model that is right passes.
+"""Controls of figures: what passes for random weights or for interventions that do nothing is
+found, and a model that is right passes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOY = {
     "published_sizes": {"n_layers": 2, "n_heads": 2, "n_ctx": 16, "d_vocab": 300},
     "bundled_model": "bundled:gpt2-mini",
     "scan": {
-        "edits": {
+        "interventions": {
             "n_ctx": 8,
             "sequences": 2,
             "bos": False,
@@ -53,12 +53,15 @@ TOY = {
         }
     },
     "view": {
-        "means": "SELECT intervention AS edit, avg(sink_mass_late) AS mean FROM replication_heads "
+        "means": "SELECT intervention, avg(sink_mass_late) AS mean FROM replication_heads "
         "GROUP BY ALL",
     },
 }
 
-RATIO = "SELECT edit || ' ratio', mean / (SELECT mean FROM means WHERE edit = 'none') FROM means"
+RATIO = (
+    "SELECT intervention || ' ratio', "
+    "mean / (SELECT mean FROM means WHERE intervention = 'none') FROM means"
+)
 
 
 def toy_replication(**check: object) -> Replication:
@@ -77,7 +80,7 @@ def controls_of(replication: Replication, directory: Path) -> list[Control]:
 def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(tmp_path: Path) -> None:
     # The mean of 1/5, 1/6, 1/7 and 1/8: attention that is the same everywhere.
     uniform = np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8])
-    check = {"sql": "SELECT edit, mean FROM means", "tolerance": 0.02}
+    check = {"sql": "SELECT intervention, mean FROM means", "tolerance": 0.02}
     published = {"none": uniform, "zero_positions": 0.9}
     replication = toy_replication(**check, published=published)
     assert names(controls_of(replication, tmp_path / "a")) == ["none"]
@@ -86,22 +89,24 @@ def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(tmp_path:
     assert (control.is_wrong, control.text) == (False, "a control")
 
 
-def test_a_figure_that_an_edit_without_effect_passes_is_found(tmp_path: Path) -> None:
+def test_a_figure_that_an_intervention_without_effect_passes_is_found(tmp_path: Path) -> None:
     values = {"none ratio": 1.0, "zero_positions ratio": 0.9, "zero_head(0,0) ratio": 0.5}
     replication = toy_replication(sql=RATIO, tolerance=0.2, published=values)
-    # The untouched model depends on no edit, and 0.5 is too far from 1.
+    # The untouched model depends on no intervention, and 0.5 is too far from 1.
     assert names(controls_of(replication, tmp_path / "a"), "null") == ["zero_positions ratio"]
     absolute = {"none": 0.6, "zero_positions": 0.55, "zero_head(0,0)": 0.1}
-    sql = "SELECT edit, mean FROM means"
+    sql = "SELECT intervention, mean FROM means"
     replication = toy_replication(sql=sql, tolerance=0.1, published=absolute)
     # Doing nothing gives what was published for the untouched model, 0.6.
     assert names(controls_of(replication, tmp_path / "b"), "null") == ["zero_positions"]
 
 
-def test_an_edit_that_does_nothing_has_the_rows_of_the_untouched_model(tmp_path: Path) -> None:
+def test_an_intervention_that_does_nothing_has_the_rows_of_the_untouched_model(
+    tmp_path: Path,
+) -> None:
     replication = toy_replication(sql="", tolerance=1, published={"a": 1})
     # One scan has the untouched model, and one lacks it.
-    alone = replication.scan["edits"] | {"interventions": ["zero_positions"]}
+    alone = replication.scan["interventions"] | {"interventions": ["zero_positions"]}
     replication = replication.model_copy(update={"scan": replication.scan | {"alone": alone}})
     runs = ControlRuns(tmp_path, QUICK)
     short = short_replication(replication, replication.published_sizes, QUICK)
@@ -116,15 +121,21 @@ def test_an_edit_that_does_nothing_has_the_rows_of_the_untouched_model(tmp_path:
     sql = "SELECT scan, intervention, count(*), list(sink_mass_late ORDER BY sequence, label) "
     sql += "FROM replication_heads GROUP BY ALL ORDER BY ALL"
     as_measured(plans).show(database)
-    edited = {(scan, edit): (count, values) for scan, edit, count, values in database.rows(sql)}
-    assert [*edited] == [
-        ("alone", "zero_positions"), ("edits", "none"), ("edits", "zero_head(0,0)"),
-        ("edits", "zero_positions"),
+    changed = {
+        (scan, intervention): (count, values)
+        for scan, intervention, count, values in database.rows(sql)
+    }
+    assert [*changed] == [
+        ("alone", "zero_positions"), ("interventions", "none"), ("interventions", "zero_head(0,0)"),
+        ("interventions", "zero_positions"),
     ]  # fmt: skip
-    assert edited["edits", "none"] != edited["edits", "zero_positions"]
+    assert changed["interventions", "none"] != changed["interventions", "zero_positions"]
     as_if_untouched(plans, untouched).show(database)
-    null = {(scan, edit): (count, values) for scan, edit, count, values in database.rows(sql)}
-    assert null == dict.fromkeys(edited, edited["edits", "none"])
+    null = {
+        (scan, intervention): (count, values)
+        for scan, intervention, count, values in database.rows(sql)
+    }
+    assert null == dict.fromkeys(changed, changed["interventions", "none"])
 
 
 def test_a_run_that_two_models_share_is_measured_once(tmp_path: Path) -> None:
@@ -192,7 +203,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ControlRuns:
 @pytest.mark.long
 @pytest.mark.parametrize("name", REPLICATIONS)
 def test_no_figure_passes_that_must_not(name: str, runs: ControlRuns) -> None:
-    # Claims under edits that do nothing are tried on the miniatures: test_reproduce.
+    # Claims under interventions that do nothing are tried on the miniatures: test_reproduce.
     controls = ReplicationControls(name, REPLICATIONS[name], runs)
     wrong = [control for control in controls.measure() if control.is_wrong]
     assert [f"{control.control}: {control.name}: {control.text}" for control in wrong] == []

@@ -26,12 +26,12 @@ REPLICATIONS = {name: replication for name, replication in replications().items(
 
 def recency(slope: float, exponents: tuple[float, ...] = (-0.5,)) -> duckdb.DuckDBPyConnection:
     """The views of `recency_bias` on a last row that rises by `slope` from key to key, in every
-    edit, and on outputs of layer 0 that shrink with these exponents.
+    intervention, and on outputs of layer 0 that shrink with these exponents.
     """
     connection = duckdb.connect()
     connection.execute(
         """
-        CREATE TABLE edits AS
+        CREATE TABLE interventions AS
         SELECT unnest(['zero_positions', 'zero_positions+keep_head(0,1)',
                        'zero_positions+keep_head(0,2)']) AS intervention
         """
@@ -42,7 +42,7 @@ def recency(slope: float, exponents: tuple[float, ...] = (-0.5,)) -> duckdb.Duck
         SELECT 'random-50' AS scan, intervention, 1 AS layer, 6 AS head,
                'last_attention_by_key' AS profile, NULL::INT AS query, key::INT AS key,
                0.02 + {slope} * (key - 24.5) AS mean, 0.01 AS standard_error
-        FROM edits, range(50) AS t(key)
+        FROM interventions, range(50) AS t(key)
         """
     )
     for head, exponent in enumerate(exponents):

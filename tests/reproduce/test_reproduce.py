@@ -27,7 +27,7 @@ from headcount.reproduce.control_runs import (
     measure_run,
     with_untouched,
 )
-from headcount.reproduce.controls import has_edits, null_claims
+from headcount.reproduce.controls import has_interventions, null_claims
 from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import (
     Check,
@@ -86,7 +86,7 @@ LONG_REPLICATIONS = {
     "recency_bias",
     "sequence_patching",
 }
-"""They measure most sequences or edits; what runs them is the same for all replications."""
+"""They measure most sequences or interventions; what runs them is the same for all replications."""
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ LONG_REPLICATIONS = {
         for name in REPLICATIONS
     ],
 )
-def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its_edits(
+def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its_interventions(
     name: str, tmp_path: Path, models: KnownModels
 ) -> None:
     replication = REPLICATIONS[name]
@@ -126,7 +126,7 @@ def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its
     page = (tmp_path / "page.html").read_text()
     assert all(figure.title in html.unescape(page) for figure in replication.figure)
     # Last, because it changes what the database shows.
-    if has_edits(replication):
+    if has_interventions(replication):
         null = as_if_untouched(plans, untouched)
         controls = null_claims(name, replication, database, results, null)
         assert [control.name for control in controls if control.is_wrong] == []

@@ -37,7 +37,7 @@ from tests.toys import toy_models as toy
 
 T = 12
 TOKENS = toy.repeating_tokens(T, batch=3)
-EDITS = ["none", "mask_keys(0,1)", "zero_random_heads(entropy,1.2)"]
+ALL_INTERVENTIONS = ["none", "mask_keys(0,1)", "zero_random_heads(entropy,1.2)"]
 SUBSETS: dict[str, dict[str, Any]] = {
     "first layer": {"layers": [0]},
     "two layers": {"layers": [2, 0]},
@@ -132,15 +132,15 @@ def test_every_number_of_some_heads_is_that_of_the_whole_scan(
     path = request.getfixturevalue(name)
     fields = {"n_ctx": T, "engine": engine, **EVERYTHING}
     whole = toy.replica(path, **fields)
-    expected = {edit: tables(whole, edit) for edit in EDITS}
+    expected = {name: tables(whole, name) for name in ALL_INTERVENTIONS}
     for subset in SUBSETS.values():
         part = toy.replica(path, **fields, **subset)
-        for edit in EDITS:
-            tables_of_part = tables(part, edit)
-            assert tables_of_part.keys() == expected[edit].keys()
+        for name in ALL_INTERVENTIONS:
+            tables_of_part = tables(part, name)
+            assert tables_of_part.keys() == expected[name].keys()
             assert all(tables_of_part[table].num_rows for table in ("heads", "curves", "profiles"))
             for table, rows in tables_of_part.items():
-                assert_same(rows, chosen(expected[edit][table], subset), "layers" in subset)
+                assert_same(rows, chosen(expected[name][table], subset), "layers" in subset)
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
@@ -157,9 +157,9 @@ def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, e
 @pytest.mark.parametrize("engine", ["fused", "dense"])
 def test_a_patched_head_of_a_measured_layer_shows_in_the_next(gpt2: Path, engine: str) -> None:
     partner = (TOKENS * 7 + 1) % toy.D_VOCAB
-    edit, fields = "patch_head(0,1)", {"n_ctx": T, "engine": engine}
-    whole = toy.replica(gpt2, **fields).measure(TOKENS, edit, partner=partner)
-    part = toy.replica(gpt2, **fields, layers=[1]).measure(TOKENS, edit, partner=partner)
+    name, fields = "patch_head(0,1)", {"n_ctx": T, "engine": engine}
+    whole = toy.replica(gpt2, **fields).measure(TOKENS, name, partner=partner)
+    part = toy.replica(gpt2, **fields, layers=[1]).measure(TOKENS, name, partner=partner)
     for name, values in part.heads.items():
         assert np.array_equal(values, whole.heads[name][:, 1:2], equal_nan=True), name
 

@@ -295,17 +295,17 @@ def test_names_of_interventions_are_names_of_objects(store: S3Server) -> None:
         "n_ctx": 16,
         "sequences": 2,
         "interventions": names,
-        "out": "s3://bucket/edited",
+        "out": "s3://bucket/changed",
         "input": {"family": "uniform_random"},
         "statistics": ["sink_mass"],
         "profiles": ["attention_by_lag"],
         "predictions": ["losses"],
     }
-    plan = make_plan(parse_scan(fields), "edited")
+    plan = make_plan(parse_scan(fields), "changed")
     prepare_run(plan, "")
     measure(plan, range(1), Replica)
     assert missing_shards(plan, verify=True).tolist() == []
-    connection = connect_to_tables("s3://bucket/edited")
+    connection = connect_to_tables("s3://bucket/changed")
     for view in ("heads", "profiles", "sequences"):
         rows = connection.execute(f"SELECT DISTINCT intervention FROM {view} ORDER BY 1").fetchall()
         assert [name for (name,) in rows] == list(names)

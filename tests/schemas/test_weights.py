@@ -267,7 +267,7 @@ def test_a_run_has_them_once_of_the_untouched_model(tmp_path: Path, gpt2: Path) 
     assert missing_shards(plan).tolist() == []
 
 
-def test_a_scan_of_edits_alone_has_those_that_it_names(tmp_path: Path, gpt2: Path) -> None:
+def test_a_scan_of_interventions_alone_has_those_that_it_names(tmp_path: Path, gpt2: Path) -> None:
     changes = {"interventions": ["zero_query_bias"], "weight_statistics": ["query_bias_norm"]}
     plan = measure_shards(begin(tmp_path / "a", gpt2, **changes))
     assert files_of(plan) == ["weights/intervention=none/shard-000000-"]

@@ -160,10 +160,10 @@ def save_byte_model(path: Path) -> Path:
     return byte_tokenizer(save_model(path, config))
 
 
-def copy_of(path: Path, to: Path, edit: Callable[[Path], object] = lambda _: None) -> Path:
-    """A copy of a model directory, edited."""
+def copy_of(path: Path, to: Path, change: Callable[[Path], object] = lambda _: None) -> Path:
+    """A copy of a model directory, changed."""
     shutil.copytree(path, to)
-    edit(to)
+    change(to)
     return to
 
 
@@ -177,12 +177,12 @@ def change_config(path: Path, **changes: Any) -> None:
     write_config(path, json.loads((path / "config.json").read_text(encoding="utf-8")) | changes)
 
 
-def change_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Edit the tensors of a model.safetensors."""
+def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a model.safetensors."""
     from safetensors.torch import load, save_file
 
     tensors = load((path / "model.safetensors").read_bytes())
-    edit(tensors)
+    change(tensors)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 

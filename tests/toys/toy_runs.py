@@ -373,5 +373,5 @@ def data_file(run: RunDirectory, table: str, intervention: str, shard: int) -> P
 
 
 def read_manifest(directory: RunDirectory) -> dict[str, Any]:
-    """The manifest as JSON, for tests that edit it."""
+    """The manifest as JSON, for tests that intervention it."""
     return json.loads(directory.manifest_file.read_bytes())

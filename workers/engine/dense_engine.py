@@ -20,40 +20,40 @@ from headcount.workers.engine.attention_scores import (
     unseen_keys,
     weighted_values,
 )
+from headcount.workers.engine.changes import EMBEDDINGS, WHOLE_PATTERN, Changes, hidden_keys
 from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
-from headcount.workers.engine.edits import EMBEDDINGS, WHOLE_PATTERN, Edits, hidden_keys
 from headcount.workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.model import Hook, Model, at_least_float32
 
 Tensors = dict[str, Tensor]
-"""Activations of one layer as edits leave them. Beside them are the pattern and the scores before
-edits, under `unedited …`, and the keys that an edit hides, under `hidden`.
+"""Activations of one layer as changes leave them. Beside them are the pattern and the scores before
+changes, under `unchanged …`, and the keys that a change hides, under `hidden`.
 """
 
 
 class DenseEngine:
     """Runs the bridge with hooks and reads the whole pattern.
 
-    It is the reference, and the way to edit what only TransformerLens shows.
+    It is the reference, and the way to change what only TransformerLens shows.
     """
 
     name: Literal["dense"] = "dense"
     attention: Literal["matrix"] = "matrix"
 
-    def __init__(self, model: Model, edits: Edits | None = None) -> None:
+    def __init__(self, model: Model, changes: Changes | None = None) -> None:
         self.model = model
-        self.edits = edits or Edits()
+        self.changes = changes or Changes()
         self._checked_patterns: set[tuple[int, int]] = set()
         """Layers and lengths whose pattern has been held against its scores."""
 
-    def edited(self, edits: Edits) -> DenseEngine:
-        """The same engine with edits of activations."""
-        return DenseEngine(self.model, edits)
+    def changed(self, changes: Changes) -> DenseEngine:
+        """The same engine with changes of activations."""
+        return DenseEngine(self.model, changes)
 
     def method(self, intervention: str, depth: int) -> Method:
-        """How it measures: every pattern is a matrix, so none is built for an edit alone."""
+        """How it measures: every pattern is a matrix, so none is built for a change alone."""
         return Method(
             intervention=intervention,
             engine=self.name,
@@ -83,9 +83,9 @@ class DenseEngine:
         except UserWarning as warning:
             # TransformerLens warns where it has no way to apply what a hook returns, and
             # `run_with_hooks` makes the warning an error.
-            targets = ", ".join(edit.target for edit in self.edits.edits)
+            targets = ", ".join(change.target for change in self.changes.changes)
             raise ModelError(
-                f"{self.model.info.name}: {targets} cannot be edited "
+                f"{self.model.info.name}: {targets} cannot be changed "
                 f"in this architecture ({warning})"
             ) from None
         except StopPass:
@@ -98,10 +98,10 @@ class DenseEngine:
         q, k = _queries_and_keys(tensors)
         if model.shows_scores(layer):
             scores = _as_facts_have_them(tensors, facts)
-        elif self.edits.touch("attn_scores", layer):
+        elif self.changes.touch("attn_scores", layer):
             raise ModelError(
                 f"{model.info.name}: the bridge does not show the scores behind the pattern of "
-                f"layer {layer}, so they cannot be edited"
+                f"layer {layer}, so they cannot be changed"
             )
         else:
             scores = all_scores(q, k, facts)
@@ -117,10 +117,10 @@ class DenseEngine:
     ) -> None:
         """Refuse a pattern that its scores and facts do not make.
 
-        Either the layer's mask is another one, or an edit of the scores has no effect.
+        Either the layer's mask is another one, or a change of the scores has no effect.
         """
         name = self.model.info.name
-        pattern = tensors["unedited pattern"]
+        pattern = tensors["unchanged pattern"]
         other_mask = f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
         if pattern.isnan().any() and (problem := self.model.weight_problem) is not None:
             other_mask = f"{name}: layer {layer} has no attention pattern: {problem}"
@@ -132,7 +132,7 @@ class DenseEngine:
             return
         # A mask of the bridge is seen in its scores. One that hides more keys than the facts say
         # was not known when the model was loaded.
-        if (tensors["unedited attn_scores"].masked_fill(unseen, 0) <= MASKED).any():
+        if (tensors["unchanged attn_scores"].masked_fill(unseen, 0) <= MASKED).any():
             raise ModelError(other_mask)
         if not is_made_of_scores:
             raise ModelError(
@@ -154,7 +154,7 @@ def _as_facts_have_them(tensors: Tensors, facts: AttentionFacts) -> Tensor:
     # A query's bias to its own key is 0.
     product = torch.linalg.vecdot(q, k.repeat_interleave(queries_per_key, 1))
     own_score = scored(product, torch.zeros_like(product[0, 0]), facts)
-    shown_own_score = tensors["unedited attn_scores"].diagonal(dim1=-2, dim2=-1)
+    shown_own_score = tensors["unchanged attn_scores"].diagonal(dim1=-2, dim2=-1)
     return scores - (shown_own_score - own_score)[..., None]
 
 
@@ -172,7 +172,7 @@ class _DensePass:
     ) -> None:
         self.engine = engine
         self.model = engine.model
-        self.edits = engine.edits
+        self.changes = engine.changes
         self.tokens = tokens
         self.matches = matches
         self.on_layer = on_layer
@@ -186,37 +186,37 @@ class _DensePass:
     def hooks(self) -> Iterator[tuple[str, Hook]]:
         """Where this pass hooks in, and with what."""
         for name in EMBEDDINGS:
-            if self.edits.touch(name):
-                yield self.model.hook_name(name), partial(self._edit, name, None)
+            if self.changes.touch(name):
+                yield self.model.hook_name(name), partial(self._change, name, None)
         for layer in range(self.model.info.n_layers):
             yield self.model.hook_name("resid_post", layer), partial(self._end_layer, layer)
-            # Hooks cost time, so a layer that nobody reads or edits has only that of its end.
-            if layer in self.shown_layers or self.edits.touch_layer(layer):
+            # Hooks cost time, so a layer that nobody reads or changes has only that of its end.
+            if layer in self.shown_layers or self.changes.touch_layer(layer):
                 yield from self._hooks_inside(layer)
         if self.on_final is not None:
             yield self.model.hook_name("unembed_in"), self._end_pass
 
     def _hooks_inside(self, layer: int) -> Iterator[tuple[str, Hook]]:
-        """The hooks of a layer that is shown or edited, all but that of its end."""
+        """The hooks of a layer that is shown or changed, all but that of its end."""
         for name in ("attn_out", "mlp_out"):
-            if self.edits.touch(name, layer):
-                yield self.model.hook_name(name, layer), partial(self._edit, name, layer)
+            if self.changes.touch(name, layer):
+                yield self.model.hook_name(name, layer), partial(self._change, name, layer)
         place = self.model.hook_name("resid_pre", layer)
-        yield place, partial(self._edit_and_record, "resid_pre", layer)
+        yield place, partial(self._change_and_record, "resid_pre", layer)
         if layer in self.attention_layers:
             yield from self._hooks_of_attention(layer)
 
     def _hooks_of_attention(self, layer: int) -> Iterator[tuple[str, Hook]]:
-        """The hooks inside the attention of a layer that is shown or edited."""
+        """The hooks inside the attention of a layer that is shown or changed."""
         if layer in self.shown_layers:
             self.model.shown_facts(layer)  # What hides its attention is refused.
-        if self.model.changes_z(layer) and self.edits.touch("z", layer):
+        if self.model.changes_z(layer) and self.changes.touch("z", layer):
             raise ModelError(
                 f"{self.model.info.name}: TransformerLens shows z of layer {layer} only after the "
-                "layer has changed it, so it cannot be edited; use engine = 'fused'"
+                "layer has changed it, so it cannot be changed; use engine = 'fused'"
             )
         for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
-            yield self.model.hook_name(name, layer), partial(self._edit_and_record, name, layer)
+            yield self.model.hook_name(name, layer), partial(self._change_and_record, name, layer)
         place = self.model.hook_name("q_normed", layer)
         if self.model.has_hook(place):
             yield place, self._record_normed
@@ -228,35 +228,37 @@ class _DensePass:
     # TransformerLens calls hooks as `hook(value, hook=place)`. It puts what they return in the
     # place of the activation, and leaves the activation as it is if they return None.
 
-    def _edit(self, name: str, layer: int | None, value: Tensor, hook: object) -> Tensor | None:
-        """The activation as edits leave it; None if they leave it as it is."""
-        if not self.edits.touch(name, layer):
+    def _change(self, name: str, layer: int | None, value: Tensor, hook: object) -> Tensor | None:
+        """The activation as changes leave it; None if they leave it as it is."""
+        if not self.changes.touch(name, layer):
             return None
         readable_values: dict[str, Any] = {} if layer is None else {**self._activations(layer)}
-        edited = self.edits.apply(name, layer, value, {**readable_values, "tokens": self.tokens})
-        return None if edited is value else edited
+        changed = self.changes.apply(name, layer, value, {**readable_values, "tokens": self.tokens})
+        return None if changed is value else changed
 
-    def _edit_and_record(self, name: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
-        """Edit an activation, and remember what came of it."""
-        edited = self._edit(name, layer, value, hook)
-        if edited is not None and name in WHOLE_PATTERN:
-            edited = self._within_window(name, layer, edited)
-        self.tensors[name] = at_least_float32(value if edited is None else edited)
+    def _change_and_record(
+        self, name: str, layer: int, value: Tensor, hook: object
+    ) -> Tensor | None:
+        """Change an activation, and remember what came of it."""
+        changed = self._change(name, layer, value, hook)
+        if changed is not None and name in WHOLE_PATTERN:
+            changed = self._within_window(name, layer, changed)
+        self.tensors[name] = at_least_float32(value if changed is None else changed)
         if name in WHOLE_PATTERN:
             # Whether scores make the pattern is checked on what the model itself made.
-            self.tensors[f"unedited {name}"] = at_least_float32(value)
-        return edited
+            self.tensors[f"unchanged {name}"] = at_least_float32(value)
+        return changed
 
-    def _within_window(self, name: str, layer: int, edited: Tensor) -> Tensor:
-        """Edited scores or an edited pattern, with nothing for keys that a query does not see."""
+    def _within_window(self, name: str, layer: int, changed: Tensor) -> Tensor:
+        """Changed scores or a changed pattern, with nothing for keys that a query does not see."""
         facts = self.model.shown_facts(layer)
-        unseen = unseen_keys(edited.shape[-1], facts, edited.device)
+        unseen = unseen_keys(changed.shape[-1], facts, changed.device)
         if name == "pattern":
-            check_unseen(edited, unseen, facts, layer)
-            return edited
-        self.tensors["hidden"] = hidden_keys(edited, unseen)
-        # An edit may have given scores to keys that a query does not see.
-        return edited.masked_fill(unseen, MASKED)
+            check_unseen(changed, unseen, facts, layer)
+            return changed
+        self.tensors["hidden"] = hidden_keys(changed, unseen)
+        # A change may have given scores to keys that a query does not see.
+        return changed.masked_fill(unseen, MASKED)
 
     def _record_normed(self, value: Tensor, hook: object) -> None:
         """Remember queries after their norm: `[batch pos head·d_head]`, or `[batch head pos
@@ -274,7 +276,7 @@ class _DensePass:
 
     def _end_layer(self, layer: int, value: Tensor, hook: object) -> Tensor | None:
         """Hand over what is known of the layer, and forget it."""
-        edited = self._edit_and_record("resid_post", layer, value, hook)
+        changed = self._change_and_record("resid_post", layer, value, hook)
         if layer in self.shown_layers:
             self.on_layer(layer, cast(Activations, {**self._activations(layer), **self.matches}))
         # A matrix of T² for each head: only one layer's fits the memory.
@@ -283,7 +285,7 @@ class _DensePass:
             self.model.forget_pattern(layer)
         if layer == self.last_layer and self.on_final is None:
             raise StopPass
-        return edited
+        return changed
 
     def _end_pass(self, value: Tensor, hook: object) -> None:
         """Hand over the stream before the unembedding."""
@@ -292,7 +294,7 @@ class _DensePass:
         raise StopPass
 
     def _activations(self, layer: int) -> Activations:
-        """What statistics and edits are shown of a layer so far: keys and values repeated, and a
+        """What statistics and changes are shown of a layer so far: keys and values repeated, and a
         pattern that answers questions.
         """
         tensors = dict(self.tensors)
@@ -315,8 +317,8 @@ class _DensePass:
         }
         if {"pattern", "attn_scores"} <= tensors.keys():
             activations["pattern"] = self.engine.pattern_of(layer, tensors)
-        elif "pattern" in self.edits.reads and {"q", "k"} <= tensors.keys():
-            # Some bridges show the pattern and the scores only after z. An edit that reads the
+        elif "pattern" in self.changes.reads and {"q", "k"} <= tensors.keys():
+            # Some bridges show the pattern and the scores only after z. A change that reads the
             # pattern before gets one of q and k. Whether these make the layer's pattern is checked
             # at the end of the layer.
             facts = self.model.shown_facts(layer)

@@ -39,11 +39,11 @@ class DensePattern:
         facts: AttentionFacts,
         hidden: Tensor | None = None,
     ) -> None:
-        """`pattern` and `scores` are `[batch head query key]`, as edits leave them; scores of keys
-        that a query does not see may be anything, and the pattern is 0 there.
+        """`pattern` and `scores` are `[batch head query key]`, as changes leave them; scores of
+        keys that a query does not see may be anything, and the pattern is 0 there.
 
         q and k are what the layer multiplies; k may have fewer heads, which query heads share.
-        `hidden` is true where an edit hides a key.
+        `hidden` is true where a change hides a key.
         """
         self.pattern = pattern
         self.q = q
@@ -61,7 +61,7 @@ class DensePattern:
 
     @property
     def scores(self) -> Tensor:
-        """`S`, NaN where an edit hides the key."""
+        """`S`, NaN where a change hides the key."""
         self.was_asked_for_scores = True
         return self._scores
 
@@ -95,7 +95,7 @@ class DensePattern:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, facts: AttentionFacts) -> DensePattern:
-        """The pattern that q, k and the facts make, with no edit of scores or pattern."""
+        """The pattern that q, k and the facts make, with no change of scores or pattern."""
         scores = all_scores(q, k, facts)
         masked = scores.masked_fill(unseen_keys(q.shape[2], facts, q.device), -torch.inf)
         return cls(softmax_of(masked, facts), scores, q, k, facts)
@@ -214,7 +214,7 @@ class DensePattern:
 
     def without(self, b_Q: Tensor) -> DensePattern:
         """The pattern of queries less `b_Q [head d_qk]`, without cap, slopes and learned sink, and
-        with no edit of scores or pattern.
+        with no change of scores or pattern.
         """
         return DensePattern.of(self.q - b_Q[:, None], self.k, without_bias(self.facts))
 
@@ -258,7 +258,7 @@ class DensePattern:
 
 
 def check_unseen(pattern: Tensor, unseen: Tensor, facts: AttentionFacts, layer: int) -> None:
-    """Refuse an edited pattern that gives attention to keys behind the window of a layer.
+    """Refuse a changed pattern that gives attention to keys behind the window of a layer.
 
     `unseen [query key]` are the keys that a query does not see.
     """
@@ -267,6 +267,7 @@ def check_unseen(pattern: Tensor, unseen: Tensor, facts: AttentionFacts, layer: 
         return
     if pattern.masked_select(unseen).any():
         raise ScanError(
-            f"interventions: an edit gives attention to keys that queries of layer {layer} do not "
+            f"interventions: an intervention gives attention to keys that queries of layer {layer} "
+            "do not "
             f"see: they see {window} keys; leave the layer out or lower n_ctx"
         )

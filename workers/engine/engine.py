@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headcount.schemas.files.commits import Method
 from headcount.schemas.statistics import LAYER_VALUES
+from headcount.workers.engine.changes import Changes
 from headcount.workers.engine.dense_pattern import DensePattern
-from headcount.workers.engine.edits import Edits
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.model import Model
@@ -68,7 +68,7 @@ class StopPass(Exception):
 
 
 class Engine(Protocol):
-    """Runs a model under edits of activations."""
+    """Runs a model under changes of activations."""
 
     @property
     def name(self) -> Literal["fused", "dense"]:
@@ -81,13 +81,13 @@ class Engine(Protocol):
         ...
 
     @property
-    def edits(self) -> Edits:
-        """The edits of activations that every pass makes."""
+    def changes(self) -> Changes:
+        """The changes of activations that every pass makes."""
         ...
 
     @property
     def attention(self) -> Attention:
-        """What computes the patterns, except in layers where an edit needs them built."""
+        """What computes the patterns, except in layers where a change needs them built."""
         ...
 
     def run(
@@ -106,13 +106,13 @@ class Engine(Protocol):
         """
         ...
 
-    def edited(self, edits: Edits) -> Engine:
-        """The same engine with other edits of activations."""
+    def changed(self, changes: Changes) -> Engine:
+        """The same engine with other changes of activations."""
         ...
 
     def method(self, intervention: str, depth: int) -> Method:
-        """How this engine measures under its edits, in a pass through the first `depth` layers.
+        """How this engine measures under its changes, in a pass through the first `depth` layers.
 
-        The edits are those of the intervention.
+        The changes are those of the intervention.
         """
         ...

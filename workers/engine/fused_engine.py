@@ -23,8 +23,8 @@ from headcount.workers.engine.attention_scores import (
     weighted_values,
     window_of,
 )
+from headcount.workers.engine.changes import Changes, hidden_keys
 from headcount.workers.engine.dense_pattern import DensePattern
-from headcount.workers.engine.edits import Edits, hidden_keys
 from headcount.workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.kernel.sweep_kernel import Sweep
@@ -54,7 +54,7 @@ class FusedEngine:
         """`sweep` is a GPU's kernel that has proved itself (`kernel_check`); None means tiles."""
         self.model = model
         self.precision = precision
-        self.edits = Edits()
+        self.changes = Changes()
         self.questions: set[str] = set()
         """Questions that every sweep answers on its way; patterns add what they are asked."""
         self._check_attention()
@@ -64,17 +64,17 @@ class FusedEngine:
 
     @property
     def attention(self) -> Literal["tiles", "kernel"]:
-        """What computes the patterns, except in layers where an edit needs them built."""
+        """What computes the patterns, except in layers where a change needs them built."""
         return "tiles" if self.sweep is None else "kernel"
 
     def method(self, intervention: str, depth: int) -> Method:
-        """How it measures under its edits."""
+        """How it measures under its changes."""
         return Method(
             intervention=intervention,
             engine=self.name,
             precision=self.precision,
             attention=self.attention,
-            built_layers=self.edits.dense_layers(depth),
+            built_layers=self.changes.dense_layers(depth),
         )
 
     def run(
@@ -110,10 +110,10 @@ class FusedEngine:
             return nullcontext()
         return mlps_in_pieces(self.model.mlps)
 
-    def edited(self, edits: Edits) -> FusedEngine:
-        """The same engine with edits of activations."""
+    def changed(self, changes: Changes) -> FusedEngine:
+        """The same engine with changes of activations."""
         engine = copy.copy(self)  # It shares `questions`: what one learns, the other knows.
-        engine.edits = edits
+        engine.changes = changes
         return engine
 
     def _check_attention(self) -> None:
@@ -179,7 +179,7 @@ class _FusedPass:
     ) -> None:
         self.engine = engine
         self.model = engine.model
-        self.edits = engine.edits
+        self.changes = engine.changes
         self.tokens = tokens
         self.matches = matches
         self.on_layer = on_layer
@@ -188,7 +188,7 @@ class _FusedPass:
         self.shown_layers = shown_layers
         # If no layer is shown, the pass is for its end alone.
         self.last_layer = max(shown_layers, default=-1)
-        self.dense_layers = self.edits.dense_layers(len(self.model.blocks))
+        self.dense_layers = self.changes.dense_layers(len(self.model.blocks))
         self.layer = 0
         self.n_heads = 0
         """Query heads of the layer, known when its attention asks."""
@@ -200,18 +200,18 @@ class _FusedPass:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Within it, the model's modules tell this pass where it is, and take what edits return."""
+        """Within it, the model's modules tell this pass where it is and take changed tensors."""
         hooks: list[RemovableHandle] = []
         for layer, block in enumerate(self.model.blocks):
             begin_layer = partial(self._begin_layer, layer)
             hooks.append(block.register_forward_pre_hook(begin_layer, with_kwargs=True))
             hooks.append(block.register_forward_hook(partial(self._end_layer, layer)))
         # Only the bridge may know the modules of an activation, so they are not asked for in vain.
-        for name in filter(self.edits.touch, ("embed", "pos_embed", "attn_out", "mlp_out")):
+        for name in filter(self.changes.touch, ("embed", "pos_embed", "attn_out", "mlp_out")):
             for layer, module in enumerate(self.model.modules(name)):
-                if self.edits.touch(name, layer):
-                    edit_output = partial(self._edit_output, name)
-                    hooks.append(module.register_forward_hook(edit_output))
+                if self.changes.touch(name, layer):
+                    change_output = partial(self._change_output, name)
+                    hooks.append(module.register_forward_hook(change_output))
         if self.on_final is not None:
             hooks += [
                 module.register_forward_pre_hook(self._end_pass)
@@ -226,18 +226,18 @@ class _FusedPass:
     def _begin_layer(
         self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Note where the pass is; returns the block's arguments if an edit changes its input."""
+        """Note where the pass is; returns the block's arguments if a change changes its input."""
         self.layer = layer
         self.has_attended = False
         # Libraries pass the stream as the first argument or by this name.
         resid_pre: Tensor = self.model.stream(args[0] if args else kwargs["hidden_states"])
-        edited = self.edit("resid_pre", resid_pre)
-        self.activations = {"resid_pre": at_least_float32(edited)}
-        if edited is resid_pre:
+        changed = self.change("resid_pre", resid_pre)
+        self.activations = {"resid_pre": at_least_float32(changed)}
+        if changed is resid_pre:
             return None
         if args:
-            return (edited, *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": edited}
+            return (changed, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": changed}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         """The attention of a layer, as `attention_facts.Attend` says it.
@@ -252,15 +252,15 @@ class _FusedPass:
         dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
         self.n_heads = q.shape[1]
         self.rotation = facts.rotation
-        q = self._edited_projection("q", at_least_float32(q))
-        k = self._edited_projection("k", at_least_float32(k))
-        v = self._edited_projection("v", at_least_float32(v))
+        q = self._changed_projection("q", at_least_float32(q))
+        k = self._changed_projection("k", at_least_float32(k))
+        v = self._changed_projection("v", at_least_float32(v))
         self.activations["q"] = q.transpose(1, 2)
         self.activations["k"] = k.transpose(1, 2)
         self.activations["v"] = v.transpose(1, 2)
         z = self._attention(q, k, v, facts)
-        edited_z = self.edit("z", z)
-        self.activations["z"] = edited_z
+        changed_z = self.change("z", z)
+        self.activations["z"] = changed_z
         self.has_attended = True
         self._show_layer()
         # If nobody reads what comes after the attention of the last layer, the pass is done.
@@ -271,11 +271,11 @@ class _FusedPass:
         ):
             raise StopPass
         self._forget_what_nobody_reads()
-        return edited_z.to(dtype)
+        return changed_z.to(dtype)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         """z `[batch pos head d_head]` of a layer, whose pattern is remembered if there is one."""
-        streaming = self.edits.streaming(self.layer)
+        streaming = self.changes.streaming(self.layer)
         if streaming is not None and not self._is_questioned():
             formats = self.engine.formats.scores
             sweep = self.engine.sweep
@@ -293,12 +293,12 @@ class _FusedPass:
 
     def _is_questioned(self) -> bool:
         """Whether somebody may ask about the pattern of the layer."""
-        return self.layer in self.shown_layers or "pattern" in self.edits.reads
+        return self.layer in self.shown_layers or "pattern" in self.changes.reads
 
     def _fused_pattern(
         self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts
     ) -> FusedPattern:
-        """The pattern of a layer that no edit needs built."""
+        """The pattern of a layer that no change needs built."""
         # In a layer that nobody looks at, the sweep is asked for z alone.
         return FusedPattern(
             q,
@@ -312,52 +312,52 @@ class _FusedPass:
         )
 
     def _built_pattern(self, q: Tensor, k: Tensor, facts: AttentionFacts) -> DensePattern:
-        """The pattern of a layer whose scores or pattern are edited."""
+        """The pattern of a layer whose scores or pattern are changed."""
         unseen = unseen_keys(q.shape[2], facts, q.device)
         scores = all_scores(q, k, facts).masked_fill_(unseen, MASKED)
         hidden = None
-        if self.edits.touch("attn_scores", self.layer):
-            edited_scores = self.edit("attn_scores", scores)
-            hidden = hidden_keys(edited_scores, unseen)
-            # An edit may have given scores to keys that a query does not see.
-            scores = edited_scores.masked_fill(unseen, MASKED)
+        if self.changes.touch("attn_scores", self.layer):
+            changed_scores = self.change("attn_scores", scores)
+            hidden = hidden_keys(changed_scores, unseen)
+            # A change may have given scores to keys that a query does not see.
+            scores = changed_scores.masked_fill(unseen, MASKED)
         made = softmax_of(scores, facts)
-        pattern = self.edit("pattern", made)
+        pattern = self.change("pattern", made)
         is_partial = window_of(facts, q.shape[2]) < q.shape[2]
         if is_partial and pattern is not made and pattern.masked_select(unseen).any():
             raise ScanError(
-                f"interventions: an edit gives attention to keys that queries of layer "
+                f"interventions: an intervention gives attention to keys that queries of layer "
                 f"{self.layer} do not see: they see {window_of(facts, q.shape[2])} keys; "
                 "leave the layer out or lower n_ctx"
             )
         return DensePattern(pattern, scores, q, k, facts, hidden)
 
-    def _edited_projection(self, name: str, projection: Tensor) -> Tensor:
-        """Queries, keys or values `[batch head pos d_head]` as edits leave them.
+    def _changed_projection(self, name: str, projection: Tensor) -> Tensor:
+        """Queries, keys or values `[batch head pos d_head]` as changes leave them.
 
-        Edits see the axes `[batch pos head d_head]`.
+        Changes see the axes `[batch pos head d_head]`.
         """
         by_position = projection.transpose(1, 2)
-        edited = self.edit(name, by_position)
-        return projection if edited is by_position else edited.transpose(1, 2)
+        changed = self.change(name, by_position)
+        return projection if changed is by_position else changed.transpose(1, 2)
 
-    def edit(self, name: str, value: Tensor) -> Tensor:
-        """An activation of the layer as edits leave it; the same tensor if nothing edits it."""
-        if not self.edits.touch(name, self.layer):
+    def change(self, name: str, value: Tensor) -> Tensor:
+        """An activation of the layer as changes leave it; the same tensor if nothing changes it."""
+        if not self.changes.touch(name, self.layer):
             return value
         activations = _OfEveryHead(self.activations, self.n_heads, self._rotated_back)
         readable_values: dict[str, Any] = {
-            read: activations[read] for read in self.edits.reads if read in activations
+            read: activations[read] for read in self.changes.reads if read in activations
         }
         readable_values["tokens"] = self.tokens
-        return self.edits.apply(name, self.layer, value, readable_values)
+        return self.changes.apply(name, self.layer, value, readable_values)
 
-    def _edit_output(
+    def _change_output(
         self, name: str, _module: nn.Module, _args: tuple[Any, ...], output: ModuleOutput
     ) -> ModuleOutput:
         if isinstance(output, tuple):
-            return (self.edit(name, output[0]), *output[1:])
-        return self.edit(name, output)
+            return (self.change(name, output[0]), *output[1:])
+        return self.change(name, output)
 
     def _show_layer(self) -> None:
         """Hand over what is known of the layer, if somebody wants to know."""
@@ -378,8 +378,8 @@ class _FusedPass:
         return q if self.rotation is None else self.rotation.undo(q)
 
     def _forget_what_nobody_reads(self) -> None:
-        """Free the layer's tensors that neither formulas nor edits read after the attention, before
-        the MLP takes its memory.
+        """Free the layer's tensors that neither formulas nor changes read after the attention,
+        before the MLP takes its memory.
         """
         self.activations = {
             name: activation
@@ -387,13 +387,13 @@ class _FusedPass:
             if name in self.read_late
             # Queries before their rotation are made of these when they are asked for.
             or (name == "q" and "unrotated_q" in self.read_late)
-            or name in self.edits.reads
+            or name in self.changes.reads
         }
 
     def _end_layer(
         self, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: ModuleOutput
     ) -> ModuleOutput | None:
-        """Show the layer with its output; returns the block's output if an edit changes it."""
+        """Show the layer with its output; returns the block's output if a change changes it."""
         if not self.has_attended and layer in self.model.info.attention_layers_or_all:
             raise ModelError(
                 f"{self.model.info.name}: layer {layer} has no attention that can be seen; "
@@ -401,15 +401,15 @@ class _FusedPass:
             )
         has_more = isinstance(output, tuple | list)
         resid_post = self.model.stream(output[0] if has_more else output)
-        edited = self.edit("resid_post", resid_post)
-        self.activations["resid_post"] = at_least_float32(edited)
+        changed = self.change("resid_post", resid_post)
+        self.activations["resid_post"] = at_least_float32(changed)
         self._show_layer()
         self.activations = {}
         if layer == self.last_layer and self.on_final is None:
             raise StopPass
-        if edited is resid_post:
+        if changed is resid_post:
             return None
-        return (edited, *output[1:]) if has_more else edited
+        return (changed, *output[1:]) if has_more else changed
 
     def _end_pass(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         """Hand over the stream before the unembedding."""

@@ -72,7 +72,7 @@ class WeightHalves:
         # A part of a parameter begins where the parameter begins, so the size is asked for too.
         if parameter is None or parameter.numel() != weight.numel():
             return _two_halves(weight)
-        # PyTorch counts the writes to a tensor and its views: an edit makes the halves stale.
+        # PyTorch counts the writes to a tensor and its views: a change makes the halves stale.
         key = (weight.data_ptr(), weight.stride())
         version, halves = self._halves.get(key, (-1, weight))
         if version != parameter._version:
@@ -99,7 +99,7 @@ class LinearProducts(TorchFunctionMode):
     """While it is on, linear layers multiply in another way than PyTorch would by itself.
 
     It changes the call and not the module: a second set of weights, cast to the format, would not
-    see edits of the first.
+    see changes of the first.
     """
 
     def __init__(self, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""Activation patching: a run on partner sequences, from which edits take their own target.
+"""Activation patching: a run on partner sequences, from which changes take their own target.
 
-An edit that reads `partner` patches. The run on the partner is the same pass, in which every such
-edit is replaced by one that changes nothing and records what it is given. So neither engine knows
+A change that reads `partner` patches. The run on the partner is the same pass, in which every such
+change is replaced by one that changes nothing and records what it is given. So neither engine knows
 of patching.
 """
 
@@ -13,27 +13,27 @@ from typing import Any
 
 from torch import Tensor
 
-from headcount.workers.engine.edits import PARTNER, Edit, Edits
+from headcount.workers.engine.changes import PARTNER, Change, Changes
 from headcount.workers.engine.engine import Activations, Engine, StopPass
 
 Recorded = dict[tuple[int, int | None], Tensor]
-"""Activations of the partner run, by the number of the edit that wants them and by layer."""
+"""Activations of the partner run, by the number of the change that wants them and by layer."""
 
 
 def with_partner(engine: Engine, tokens: Tensor | None, depth: int) -> Engine:
-    """The engine whose edits know the run on partner sequences `[batch pos]`.
+    """The engine whose changes know the run on partner sequences `[batch pos]`.
 
-    All other edits are made in that run too. Passes go through the first `depth` layers.
+    All other changes are made in that run too. Passes go through the first `depth` layers.
     """
-    edits = engine.edits.edits
-    if tokens is None or PARTNER not in engine.edits.reads:
+    changes = engine.changes.changes
+    if tokens is None or PARTNER not in engine.changes.reads:
         return engine
     recorded: Recorded = {}
-    recording = Edits(
-        _recording(recorded, number, edit) if PARTNER in edit.reads else edit
-        for number, edit in enumerate(edits)
+    recording = Changes(
+        _recording(recorded, number, change) if PARTNER in change.reads else change
+        for number, change in enumerate(changes)
     )
-    patches = [edit for edit in edits if PARTNER in edit.reads]
+    patches = [change for change in changes if PARTNER in change.reads]
     # A patch of all layers is recorded once in each of them.
     expected_count = sum(depth if patch.layer is None else 1 for patch in patches)
 
@@ -42,33 +42,33 @@ def with_partner(engine: Engine, tokens: Tensor | None, depth: int) -> Engine:
             raise StopPass
 
     # With `resid_post` a pass goes to the end of its last layer, and a patch may be of its MLP.
-    engine.edited(recording).run(
+    engine.changed(recording).run(
         tokens, {}, stop_after_last_patch, ("resid_post",), layers=range(depth)
     )
-    return engine.edited(
-        Edits(
-            _patching(recorded, number, edit) if PARTNER in edit.reads else edit
-            for number, edit in enumerate(edits)
+    return engine.changed(
+        Changes(
+            _patching(recorded, number, change) if PARTNER in change.reads else change
+            for number, change in enumerate(changes)
         )
     )
 
 
-def _recording(recorded: Recorded, number: int, edit: Edit) -> Edit:
-    """An edit that changes nothing, and records what the patch would be made of."""
+def _recording(recorded: Recorded, number: int, change: Change) -> Change:
+    """A change that changes nothing, and records what the patch would be made of."""
 
     def record(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
         recorded[number, readable_values["layer"]] = value
         return value
 
     # It reads nothing: the run on the partner has no partner of its own.
-    return replace(edit, function=record, reads=frozenset[str]())
+    return replace(change, function=record, reads=frozenset[str]())
 
 
-def _patching(recorded: Recorded, number: int, edit: Edit) -> Edit:
-    """The edit, which reads as `partner` what was recorded for it."""
+def _patching(recorded: Recorded, number: int, change: Change) -> Change:
+    """The change, which reads as `partner` what was recorded for it."""
 
     def patch(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
         partner = recorded[number, readable_values["layer"]]
-        return edit.function(value, {**readable_values, PARTNER: partner})
+        return change.function(value, {**readable_values, PARTNER: partner})
 
-    return replace(edit, function=patch)
+    return replace(change, function=patch)

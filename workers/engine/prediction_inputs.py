@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
+from headcount.workers.engine.changes import Change, Changes
 from headcount.workers.engine.dense_engine import DenseEngine
-from headcount.workers.engine.edits import Edit, Edits
 from headcount.workers.engine.engine import Activations, Engine, StopPass
 from headcount.workers.engine.fused_engine import FusedEngine
 from headcount.workers.model.layer_weights import first_mlp_out_or_nan
@@ -110,7 +110,7 @@ def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
     first_mlp = mlps[0]
     mlp_of_both = first_mlp(embeddings + positions)
     mlp_of_tokens = first_mlp(embeddings)
-    layer_of_both = _after_first_layer(inputs, Edits())
+    layer_of_both = _after_first_layer(inputs, Changes())
     layer_of_tokens = _after_first_layer(inputs, WITHOUT_POSITIONS)
     return {
         "positions_known": torch.ones((), dtype=torch.bool, device=device),
@@ -120,7 +120,7 @@ def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
     }
 
 
-def _after_first_layer(inputs: PredictionInputs, edits: Edits) -> Tensor:
+def _after_first_layer(inputs: PredictionInputs, changes: Changes) -> Tensor:
     """The stream after the first layer `[batch pos d_model]`."""
     streams: list[Tensor] = []
 
@@ -130,20 +130,20 @@ def _after_first_layer(inputs: PredictionInputs, edits: Edits) -> Tensor:
             streams.append(activations["resid_post"])
             raise StopPass
 
-    engine = _engine_of_first_layer(inputs.model).edited(edits)
+    engine = _engine_of_first_layer(inputs.model).changed(changes)
     engine.run(inputs.tokens, {}, keep_stream, ("resid_post",), layers=[0])
     return streams[0]
 
 
 def _engine_of_first_layer(model: Model) -> Engine:
-    """The fused engine, which builds no matrix of T², if it can run and edit the first layer."""
+    """The fused engine, which builds no matrix of T², if it can run and change the first layer."""
     is_known = model.attention_problem is None and 0 in model.info.attention_layers_or_all
     if not is_known or not model.modules("pos_embed"):
         return DenseEngine(model)
     return FusedEngine(model, "float64" if model.dtype == torch.float64 else "float32")
 
 
-WITHOUT_POSITIONS = Edits([Edit("pos_embed", lambda positions, _: torch.zeros_like(positions))])
+WITHOUT_POSITIONS = Changes([Change("pos_embed", lambda positions, _: torch.zeros_like(positions))])
 
 COMPUTED_BY: dict[str, Callable[[PredictionInputs], dict[str, Tensor]]] = {
     "tokens": lambda inputs: {"tokens": inputs.tokens},

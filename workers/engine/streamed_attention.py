@@ -19,7 +19,7 @@ from headcount.workers.engine.attention_scores import (
     weighted_values,
     window_of,
 )
-from headcount.workers.engine.edits import Streaming
+from headcount.workers.engine.changes import Streaming
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.kernel.sweep_kernel import Sweep
 from headcount.workers.model.attention_facts import AttentionFacts

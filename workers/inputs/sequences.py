@@ -366,9 +366,9 @@ class Sequences:
             self._draw_of(start + i).tokens(1)[0] if replaced.token is None else replaced.token
             for i in range(len(tokens))
         ]
-        edited = tokens.copy()
-        edited[:, replaced.position] = column
-        return edited
+        changed = tokens.copy()
+        changed[:, replaced.position] = column
+        return changed
 
     def _with_bos(self, tokens: np.ndarray) -> np.ndarray:
         """The sequences, with the beginning-of-sequence token in front if the scan asks for it."""

@@ -1,4 +1,4 @@
-"""Edits of single heads."""
+"""Changes of single heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.scans.values import Index
-from headcount.workers.engine.edits import replaced
+from headcount.workers.engine.changes import replaced
 from headcount.workers.engine.token_pairs import find_matches
 from headcount.workers.interventions.intervention_registry import intervention
 
@@ -38,7 +38,7 @@ def mean_head(z: Tensor, *, layer: Index, head: Index) -> Tensor:
 
 @intervention
 def patch_head(z: Tensor, partner: Tensor, *, layer: Index, head: Index) -> Tensor:
-    """The output of one head comes from the run on the partner sequence, in which all other edits
+    """The output of one head comes from the run on the partner sequence, in which all other changes
     are made, too (activation patching; Farrell 2023).
     """
     return replaced(z, (..., head, slice(None)), partner[:, :, head])
@@ -55,10 +55,10 @@ def patch_head_at(
 @intervention
 def head_to_first(pattern: Tensor, *, layer: Index, head: Index) -> Tensor:
     """One head attends to the first token alone (Guo et al. 2024; Stolfo et al. 2024)."""
-    edited = pattern.clone()
-    edited[:, head] = 0
-    edited[:, head, :, 0] = 1
-    return edited
+    changed = pattern.clone()
+    changed[:, head] = 0
+    changed[:, head, :, 0] = 1
+    return changed
 
 
 @intervention

@@ -1,4 +1,4 @@
-"""Edits of heads that are inactive on a sequence, or sinks, and their control. Which heads these
+"""Changes of heads that are inactive on a sequence, or sinks, and their control. Which heads these
 are is decided for each sequence.
 """
 

@@ -1,30 +1,30 @@
-"""Interventions by name: a function whose first parameter names what it edits.
+"""Interventions by name: a function whose first parameter names what it changes.
 
-The first parameter is a weight of the attention layers (`W_Q [head d_model d_head]`,
-`b_Q [head d_head]`, …), `W_pos [pos d_model]`, or an activation
-(`workers.engine.edits.EDITABLE_ACTIVATIONS`). The function returns the edited tensor. It does not
-change its arguments.
+The first parameter is a weight of the attention layers (`W_Q [head d_model d_head]`, `b_Q [head
+d_head]`, …), `W_pos [pos d_model]`, or an activation
+(`workers.engine.changes.CHANGEABLE_ACTIVATIONS`). The function returns the changed tensor. It does
+not change its arguments.
 
-Further positional parameters name what the edit reads:
+Further positional parameters name what the change reads:
 
-* `circuit`: what the unedited weights say of positions;
-* `b_Q` and `scale`: the query bias of the layer as it is under the edits of weights, and the factor
-  of its scores, only for an edit of `attn_scores` in a model without rotations, soft caps, windows
-  and learned sinks;
+* `circuit`: what the unchanged weights say of positions;
+* `b_Q` and `scale`: the query bias of the layer as it is under the changes of weights, and the
+  factor of its scores, only for a change of `attn_scores` in a model without rotations, soft caps,
+  windows and learned sinks;
 * `layer`: the number of the layer;
-* `tokens`, and activations that come before the edited one (`workers.engine.edits.readable`), only
-  for an edit of an activation;
-* `partner`: the edited activation in the run on the partner sequences;
+* `tokens`, and activations that come before the changed one (`workers.engine.changes.readable`),
+  only for a change of an activation;
+* `partner`: the changed activation in the run on the partner sequences;
 * `labels`: which tokens the input family has labelled, a mask `[batch pos]` by label.
 
 Keyword-only parameters are options: numbers, or one of some names. A scan writes them in their
 order, `name(1,0.5)`. If the last option is a tuple, it takes all values that are left. An option
-named `layer` says where the edit is made; without it, the edit is made in every layer. `a+b` is a,
-then b.
+named `layer` says where the change is made; without it, the change is made in every layer. `a+b` is
+a, then b.
 
 The type of an option says what it may be (`schemas.scans.values`). If the model or the length of
 the sequences sets a limit, the decorator says so in `most`. If options are wrong only together,
-`refuse` says so. An edit of scores that hides all but the first and the last keys of some heads
+`refuse` says so. A change of scores that hides all but the first and the last keys of some heads
 says which in `streaming`, so that no matrix of scores is needed where nobody looks at it.
 """
 
@@ -46,12 +46,12 @@ from headcount.schemas.formulas import first_paragraph
 from headcount.schemas.scans.intervention import NONE, Argument, Intervention, InterventionPart
 from headcount.schemas.scans.measured_heads import Head, find_heads
 from headcount.schemas.scans.values import expected, problem_of
-from headcount.workers.engine.edits import (
-    EDITABLE_ACTIVATIONS,
+from headcount.workers.engine.changes import (
+    CHANGEABLE_ACTIVATIONS,
     LABELS,
     PARTNER,
-    Edit,
-    Edits,
+    Change,
+    Changes,
     Streaming,
     readable,
 )
@@ -59,17 +59,17 @@ from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.model import Model
 
-EDITABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
-EDITABLE_EMBEDDINGS = ("W_pos",)
+CHANGEABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
+CHANGEABLE_EMBEDDINGS = ("W_pos",)
 """Weights that are not a layer's."""
 
 Options = dict[str, Any]
-"""Options of an edit by name: whole numbers, numbers, or names."""
+"""Options of a change by name: whole numbers, numbers, or names."""
 
 
 @dataclass(frozen=True)
 class LargestValue:
-    """The largest value of an option with which an edit still does what it says."""
+    """The largest value of an option with which a change still does what it says."""
 
     words: str
     """The value in words, for example `n_ctx - 1`."""
@@ -83,7 +83,7 @@ is.
 """
 
 Streams = Callable[[Options, ModelInfo], Streaming]
-"""Which heads of a model an edit leaves the first and the last keys alone, by its options."""
+"""Which heads of a model a change leaves the first and the last keys alone, by its options."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class RegisteredIntervention:
     name: str
     function: Callable[..., Any]
     target: str
-    """What it edits; empty for `none`, which edits nothing."""
+    """What it changes; empty for `none`, which changes nothing."""
     reads: tuple[str, ...]
     """What it reads besides the target, in the order of the function's parameters."""
     options: dict[str, inspect.Parameter]
@@ -125,19 +125,19 @@ class RegisteredIntervention:
 
 @dataclass(frozen=True)
 class BoundPart:
-    """One edit of an intervention, with its options by name."""
+    """One change of an intervention, with its options by name."""
 
     registered: RegisteredIntervention
     options: dict[str, Any]
 
     @property
     def target(self) -> str:
-        """What is edited."""
+        """What is changed."""
         return self.registered.target
 
     @property
     def layer(self) -> int | None:
-        """The layer in which it is edited; None means every layer."""
+        """The layer in which it is changed; None means every layer."""
         layer = self.options.get("layer")
         return None if layer is None else int(layer)
 
@@ -147,39 +147,39 @@ class BoundPart:
         return None if streaming is None else streaming(self.options, info)
 
     def function_for(self, model: Model) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
-        """The edit for a model: a function of what is edited and of what may be read."""
+        """The change for a model: a function of what is changed and of what may be read."""
         function = partial(self.registered.function, **self.options)
         reads = self.registered.reads
-        # The circuit is asked for now, while the weights are unedited.
+        # The circuit is asked for now, while the weights are unchanged.
         circuit = {"circuit": model.circuit} if "circuit" in reads else {}
         reads_bias = "b_Q" in reads
         if reads_bias:
             self._check_bias(model)
 
-        def edit(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
+        def change(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
             values = {**readable_values, **circuit}
             if reads_bias:
                 layer = readable_values["layer"]
-                # Read now: an edit of weights in the same intervention may have changed it.
+                # Read now: a change of weights in the same intervention may have changed it.
                 values |= {"b_Q": model.layer_weight(layer, "b_Q"), "scale": model.scale(layer)}
             if LABELS in reads and LABELS not in values:
                 raise ScanError(f"interventions: {self.registered.name}: no labels are given")
             return function(value, *(values[name] for name in reads))
 
-        return edit
+        return change
 
     def _check_bias(self, model: Model) -> None:
         """Refuse a model in which the query bias has no part of a score for each key alone."""
         name = f"{model.info.name}: {self.registered.name}"
         if model.rotary:
             raise ModelError(f"{name}: queries are rotated, and their bias with them")
-        if model.editable_weight("b_Q", 0) is None:
+        if model.changeable_weight("b_Q", 0) is None:
             raise ModelError(f"{name}: the model has no b_Q")
         for layer in model.info.attention_layers_or_all:
             facts = model.facts(layer)
             if facts is not None and (feature := _more_than_a_softmax(facts)) is not None:
                 raise ModelError(
-                    f"{name}: layer {layer} has {feature}, and this edit is defined for a softmax "
+                    f"{name}: layer {layer} has {feature}, and it is defined for a softmax "
                     "of q·k over all keys before a query; use zero_query_bias"
                 )
 
@@ -195,13 +195,13 @@ def _more_than_a_softmax(facts: AttentionFacts) -> str | None:
 
 @dataclass(frozen=True)
 class BoundIntervention:
-    """An intervention and the functions that make its edits, in order."""
+    """An intervention and the functions that make its changes, in order."""
 
     intervention: Intervention
     parts: tuple[BoundPart, ...]
 
     def check(self, info: ModelInfo, n_ctx: int) -> None:
-        """Refuse what a model or a sequence does not have, and edits that would edit nothing."""
+        """Refuse what a model or a sequence does not have, and what would change nothing."""
         for part in self.parts:
             problem = (
                 _missing_place(part, info, n_ctx)
@@ -212,38 +212,38 @@ class BoundIntervention:
                 raise ScanError(f"interventions: '{self.intervention}': {problem}")
 
     def check_measured(self, depth: int) -> None:
-        """Refuse edits of layers from `depth` on, which no forward pass goes through.
+        """Refuse changes of layers from `depth` on, which no forward pass goes through.
 
         They would change nothing.
         """
         for part in self.parts:
             if part.layer is not None and part.layer >= depth:
                 raise ScanError(
-                    f"interventions: '{self.intervention}': edits layer {part.layer}, and nothing "
-                    f"after layer {depth - 1} is measured, so it would change nothing; measure "
-                    f"layer {part.layer} or a later one, name a prediction, or leave it out"
+                    f"interventions: '{self.intervention}': changes layer {part.layer}, and "
+                    f"nothing after layer {depth - 1} is measured, so it would change nothing; "
+                    f"measure layer {part.layer} or a later one, name a prediction, or leave it out"
                 )
 
     @property
     def weight_parts(self) -> tuple[BoundPart, ...]:
-        """The parts that edit weights."""
-        weights = (*EDITABLE_WEIGHTS, *EDITABLE_EMBEDDINGS)
+        """The parts that change weights."""
+        weights = (*CHANGEABLE_WEIGHTS, *CHANGEABLE_EMBEDDINGS)
         return tuple(part for part in self.parts if part.target in weights)
 
     @property
     def activation_parts(self) -> tuple[BoundPart, ...]:
-        """The parts that edit activations."""
-        return tuple(part for part in self.parts if part.target in EDITABLE_ACTIVATIONS)
+        """The parts that change activations."""
+        return tuple(part for part in self.parts if part.target in CHANGEABLE_ACTIVATIONS)
 
-    def edits(self, model: Model) -> Edits:
-        """The edits of activations. An activation that the model does not have is refused."""
+    def changes(self, model: Model) -> Changes:
+        """The changes of activations. An activation that the model does not have is refused."""
         for part in self.activation_parts:
             if not model.has(part.target):
                 raise ModelError(
-                    f"{model.info.name}: no {part.target} for {part.registered.name} to edit"
+                    f"{model.info.name}: no {part.target} for {part.registered.name} to change"
                 )
-        return Edits(
-            Edit(
+        return Changes(
+            Change(
                 part.target,
                 part.function_for(model),
                 part.layer,
@@ -272,7 +272,7 @@ def _missing_place(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | None:
         "position": (n_ctx, "a sequence"),
     }
     for option, (count, owner) in counts.items():
-        # An edit without the option passes, as if it named the first.
+        # A change without the option passes, as if it named the first.
         number = part.options.get(option, 0)
         if number >= count:
             return f"{option} {number} of {owner}, which has {count}"
@@ -285,7 +285,7 @@ def _missing_place(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | None:
 
 
 def _too_large_option(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | None:
-    """What is wrong with an option that is larger than its edit allows; None if none is."""
+    """What is wrong with an option that is larger than its change allows; None if none is."""
     for option, largest in part.registered.most.items():
         most, number = largest.of(info, n_ctx), part.options[option]
         if most < 1:
@@ -327,7 +327,7 @@ def intervention(
     options = {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     positional = [name for name in parameters if name not in options]
     target, *reads = positional or [""]
-    targets = ("", *EDITABLE_WEIGHTS, *EDITABLE_EMBEDDINGS, *EDITABLE_ACTIVATIONS)
+    targets = ("", *CHANGEABLE_WEIGHTS, *CHANGEABLE_EMBEDDINGS, *CHANGEABLE_ACTIVATIONS)
     if target not in targets:
         raise ValueError(
             f"intervention {function.__name__!r}: {unknown('target', target, targets)}"
@@ -338,7 +338,7 @@ def intervention(
         if name not in can_read:
             raise ValueError(
                 f"intervention {function.__name__!r}: "
-                f"{unknown(f'thing that an edit of {target} reads', name, can_read)}"
+                f"{unknown(f'thing that a change of {target} reads', name, can_read)}"
             )
     if function.__name__ in INTERVENTIONS:
         raise ValueError(f"intervention {function.__name__!r} is defined twice")
@@ -357,12 +357,12 @@ def intervention(
 
 
 def _readable(target: str) -> tuple[str, ...]:
-    """What the edit of a target may read besides the target itself."""
+    """What the change of a target may read besides the target itself."""
     if target == "attn_scores":
         return ("circuit", "b_Q", "scale", *readable(target))
-    if target in EDITABLE_ACTIVATIONS:
+    if target in CHANGEABLE_ACTIVATIONS:
         return ("circuit", *readable(target))
-    if target in EDITABLE_WEIGHTS:
+    if target in CHANGEABLE_WEIGHTS:
         return ("circuit", "layer")
     return ("circuit",)
 
@@ -393,7 +393,7 @@ def _check_combination(intervention: Intervention) -> None:
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise ScanError(
-            f"interventions: '{intervention}': expected each edit once, got {repeated} "
+            f"interventions: '{intervention}': expected each intervention once, got {repeated} "
             f"{names.count(repeated)} times"
         )
 

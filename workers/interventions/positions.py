@@ -1,4 +1,4 @@
-"""Edits of embeddings and of what the first MLP makes of positions."""
+"""Changes of embeddings and of what the first MLP makes of positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.scans.values import Factor, Index, Seed
-from headcount.workers.engine.edits import replaced
+from headcount.workers.engine.changes import replaced
 from headcount.workers.interventions.intervention_registry import intervention
 from headcount.workers.interventions.sinks import random_directions
 from headcount.workers.model.circuit import Circuit
@@ -45,7 +45,7 @@ def random_first_position(W_pos: Tensor, *, draw: Seed = 0, alpha: Factor = 0.0)
 @intervention
 def blend_position(W_pos: Tensor, *, position: Index, alpha: Factor = 0.0) -> Tensor:
     """A position gets alpha times its own embedding and 1 - alpha times that of the next one: the
-    edit of blend_first_position, elsewhere.
+    change of blend_first_position, elsewhere.
     """
     # The last position has no next one.
     _check_position(position, len(W_pos) - 1)
@@ -60,7 +60,7 @@ def scale_first_position(W_pos: Tensor, *, alpha: Factor) -> Tensor:
 
 @intervention
 def scale_position(W_pos: Tensor, *, position: Index, alpha: Factor) -> Tensor:
-    """The embedding of a position is multiplied by alpha: the edit of scale_first_position,
+    """The embedding of a position is multiplied by alpha: the change of scale_first_position,
     elsewhere.
     """
     _check_position(position, len(W_pos))
@@ -70,16 +70,16 @@ def scale_position(W_pos: Tensor, *, position: Index, alpha: Factor) -> Tensor:
 @intervention
 def swap_first_positions(W_pos: Tensor) -> Tensor:
     """Positions 0 and 1 exchange their embeddings."""
-    edited = W_pos.clone()
-    edited[[0, 1]] = W_pos[[1, 0]]
-    return edited
+    changed = W_pos.clone()
+    changed[[0, 1]] = W_pos[[1, 0]]
+    return changed
 
 
 def _with_row(W_pos: Tensor, position: int, row: Tensor) -> Tensor:
     """The embeddings, with one position's replaced."""
-    edited = W_pos.clone()
-    edited[position] = row
-    return edited
+    changed = W_pos.clone()
+    changed[position] = row
+    return changed
 
 
 def _check_position(position: int, count: int) -> None:
@@ -110,13 +110,13 @@ def zero_first_token(embed: Tensor) -> Tensor:
 
 @intervention
 def zero_token(embed: Tensor, *, position: Index) -> Tensor:
-    """The embedding of the token at a position is set to zero: the edit of zero_first_token,
+    """The embedding of the token at a position is set to zero: the change of zero_first_token,
     elsewhere.
     """
     _check_position(position, embed.shape[1])
-    edited = embed.clone()
-    edited[:, position] = 0
-    return edited
+    changed = embed.clone()
+    changed[:, position] = 0
+    return changed
 
 
 @intervention(refuse=_one_position)
@@ -144,10 +144,10 @@ def _swapped(mlp_out: Tensor, rows: Tensor) -> Tensor:
     first, second = (rows / rows.norm(dim=-1, keepdim=True)).to(mlp_out.dtype)
     length_along_first = mlp_out[:, 0] @ first
     step = length_along_first[:, None] * (second - first)
-    edited = mlp_out.clone()
-    edited[:, 0] += step
-    edited[:, 1] -= step
-    return edited
+    changed = mlp_out.clone()
+    changed[:, 0] += step
+    changed[:, 1] -= step
+    return changed
 
 
 @intervention

@@ -17,7 +17,7 @@ from headcount.schemas.scans.intervention import Intervention
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.engine.attention_scores import unseen_keys, window_of
-from headcount.workers.engine.edits import hidden_keys
+from headcount.workers.engine.changes import hidden_keys
 from headcount.workers.interventions import BoundIntervention, bind, check_targets, needs_bridge
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.model import Model
@@ -61,7 +61,7 @@ def settle(model: Model, scan: Scan, device: str) -> Settlement:
 
 
 def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
-    """The engine of one intervention. An edit that the model does not allow is refused."""
+    """The engine of one intervention. A change that the model does not allow is refused."""
     settled = _settle(model, scan, intervention)
     if settled.engine == "dense" and not model.has_bridge:
         raise ScanError(

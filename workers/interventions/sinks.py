@@ -1,4 +1,4 @@
-"""Edits of what may make a sink: query biases, keys, values, and who may look where."""
+"""Changes of what may make a sink: query biases, keys, values, and who may look where."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.scans.values import Count, Factor, Index, Positive, Seed
-from headcount.workers.engine.edits import hide, replaced
+from headcount.workers.engine.changes import hide, replaced
 from headcount.workers.interventions.intervention_registry import LargestValue, intervention
 from headcount.workers.model.circuit import Circuit
 
@@ -107,7 +107,7 @@ def scale_massive_keys(
     W_K: Tensor, circuit: Circuit, *, alpha: Factor = 0.0, count: Count = 3
 ) -> Tensor:
     """Keys read some coordinates alpha times: those in which the first effective position of the
-    unedited model is largest in size (Ran-Milo et al. 2026, intervention i).
+    unchanged model is largest in size (Ran-Milo et al. 2026, intervention i).
     """
     return _scaled(W_K, circuit.massive_coordinates(count), alpha)
 
@@ -155,9 +155,9 @@ def random_coordinates(
 
 def _scaled(W_K: Tensor, coordinates: list[int], alpha: float) -> Tensor:
     """`W_K [head d_model d_head]`, with the rows of some coordinates multiplied by alpha."""
-    edited = W_K.clone()
-    edited[:, coordinates] *= alpha
-    return edited
+    changed = W_K.clone()
+    changed[:, coordinates] *= alpha
+    return changed
 
 
 @intervention

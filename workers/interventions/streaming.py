@@ -1,6 +1,6 @@
 """Heads that stream: their queries see the first keys and the last ones, as with a short KV cache.
 
-The two edits differ in which heads they name: those that stream, or those that do not.
+The two changes differ in which heads they name: those that stream, or those that do not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headcount.schemas.scans.measured_heads import Head, MeasuredHeads
 from headcount.schemas.scans.values import Count, Index
-from headcount.workers.engine.edits import Streaming, hide
+from headcount.workers.engine.changes import Streaming, hide
 from headcount.workers.interventions.intervention_registry import intervention
 from headcount.workers.model.files.model_info import ModelInfo
 
@@ -21,7 +21,7 @@ from headcount.workers.model.files.model_info import ModelInfo
 def _refused(options: Mapping[str, Any], n_ctx: int) -> str | None:
     """Why the options as a whole mean nothing, or are not in their one form; None if they do."""
     heads: tuple[Head, ...] = options["heads"]
-    # One edit has one text, because the text is the name of its rows.
+    # One change has one text, because the text is the name of its rows.
     in_order = tuple(sorted(set(heads)))
     if heads != in_order:
         return f"heads: expected in order and each once, {','.join(map(str, in_order))}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from headcount.schemas.scans.values import Count
-from headcount.workers.engine.edits import replaced
+from headcount.workers.engine.changes import replaced
 from headcount.workers.interventions.intervention_registry import intervention
 
 

@@ -1,6 +1,6 @@
 """Where a formula has no value although its layer was measured: NULL, and never a large number.
 
-Some things leave a formula without a value. An edit may hide a score that it reads. A formula that
+Some things leave a formula without a value. A change may hide a score that it reads. A formula that
 reads directions, as a cosine, may meet a vector of zeros. With a window, no query may see the key.
 A layer may lack what the formula is about. All make NaN. Broken weights make NaN too, but that is
 an error, so it is marked by infinity.
@@ -39,7 +39,7 @@ def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
 def _value_under_mask(
     formula: Formula, activations: Mapping[str, Any], pattern: DensePattern
 ) -> Tensor:
-    """The value where an edit hides keys: undefined where only a hidden score makes it so."""
+    """The value where a change hides keys: undefined where only a hidden score makes it so."""
     pattern = pattern.not_yet_asked()
     value = evaluate(formula.compute, _with_pattern(activations, pattern), formula.options)
     undefined = torch.zeros_like(value, dtype=torch.bool)

@@ -283,7 +283,7 @@ def _scale_of(attention: nn.Module, d_head: int) -> float:
 def score_problem(
     made: Tensor, shown: Tensor, pattern: Tensor, facts: AttentionFacts
 ) -> tuple[bool, str | None]:
-    """Check the scores of an unedited run against its pattern.
+    """Check the scores of an unchanged run against its pattern.
 
     `made` are the scores from q·k and the facts, `shown` those that the bridge shows. All are
     `[batch head query key]`, of two sequences. Returns whether the shown ones are the scores behind

@@ -25,7 +25,7 @@ READ_THROUGH_BRIDGE = (
 
 
 def attention_weights(model: Model, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
-    """Those of a layer's weights of these names that are known, as they are now, edits included."""
+    """A layer's weights of these names that are known, as they are now, changes included."""
     weights: dict[str, Tensor] = {}
     for name in names:
         kind, letter = name.split("_")

@@ -67,7 +67,7 @@ class Hook(Protocol):
 
 @dataclass(frozen=True)
 class ShownAttention:
-    """What the bridge shows of a layer's attention, as an unedited run confirms it."""
+    """What the bridge shows of a layer's attention, as an unchanged run confirms it."""
 
     facts: AttentionFacts
     shows_scores: bool
@@ -77,12 +77,12 @@ class ShownAttention:
 
 
 @dataclass(frozen=True)
-class EditableWeight:
-    """A weight that can be edited in place."""
+class ChangeableWeight:
+    """A weight that can be changed in place."""
 
     layer: int | None
     tensor: Tensor
-    """The weight. Writing to it edits the model."""
+    """The weight. Writing to it changes the model."""
     parameter: str | None
     """The parameter of the bare modules that holds it. None if it is a copy that only the bridge
     reads.
@@ -245,7 +245,7 @@ class Model:
     def circuit(self) -> Circuit:
         """What the weights say of positions.
 
-        It is kept, so it must be asked for while no weight is edited.
+        It is kept, so it must be asked for while no weight is changed.
         """
         positions = self.positions
         effective = self.effective_positions()
@@ -362,7 +362,7 @@ class Model:
     def _settle_shown_attention(self) -> None:
         """Hold what the bridge shows of every layer that attends against the layer's facts.
 
-        The check runs the unedited model on two short sequences and compares.
+        The check runs the unchanged model on two short sequences and compares.
         """
         shape = (2, min(self.info.n_ctx, CHECK_TOKENS))
         generator = torch.Generator().manual_seed(0)
@@ -397,7 +397,7 @@ class Model:
         }
 
     def _settle_layer(self, layer: int, activations: dict[str, Tensor]) -> ShownAttention:
-        """What the bridge shows of a layer, held against the activations of an unedited run."""
+        """What the bridge shows of a layer, held against the activations of an unchanged run."""
         attention = getattr(self._bridge.blocks[layer], "attn", None)
         # What a rotary layer multiplies is the rotated q and k, if the bridge shows them.
         q = activations.get("rot_q", activations.get("q"))
@@ -485,8 +485,8 @@ class Model:
         unembedding = getattr(self._optional_bridge, "W_U", None)
         return unembedding if isinstance(unembedding, Tensor) else None
 
-    def editable_weight(self, name: str, layer: int | None = None) -> EditableWeight | None:
-        """A weight that can be edited: of a layer, or `W_pos` if `layer` is None.
+    def changeable_weight(self, name: str, layer: int | None = None) -> ChangeableWeight | None:
+        """A weight that can be changed: of a layer, or `W_pos` if `layer` is None.
 
         None if the model does not have it.
         """
@@ -505,7 +505,7 @@ class Model:
             assert weight is not None
             return weight
 
-        return EditableWeight(layer, tensor, parameter, read_again)
+        return ChangeableWeight(layer, tensor, parameter, read_again)
 
     @cached_property
     def _parameters(self) -> dict[int, str]:
@@ -553,7 +553,7 @@ class Model:
         Positions may be rotations instead of embeddings, and layers may have no MLP.
         """
         if activation in ("resid_pre", "resid_post") and self._active_stream is not None:
-            return False  # There are several, and which of them an edit means is not settled.
+            return False  # There are several, and which of them a change means is not settled.
         if activation not in MODULE_OUTPUTS:
             return True
         if self._optional_bridge is None:
@@ -624,7 +624,7 @@ class Model:
 
         Raises `UserWarning` if the architecture gives it no way to apply what a hook returns.
         """
-        # TransformerLens only warns. The rows would be those of the unedited model.
+        # TransformerLens only warns. The rows would be those of the unchanged model.
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*edit is discarded")
             self._bridge.run_with_hooks(tokens, return_type=None, fwd_hooks=list(hooks))

@@ -24,7 +24,7 @@ MOST_POSITIONS = 1024
 """Positions of a model, if the other has more."""
 
 UNTRAINED, LIVELY = 0.02, 0.3
-"""Standard deviation of weights: as GPT-2 begins, and so large that every edit shows."""
+"""Standard deviation of weights: as GPT-2 begins, and so large that every change shows."""
 
 
 def write_random_model(

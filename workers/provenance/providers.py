@@ -23,7 +23,7 @@ ENGINE_CODE = (
     "workers.model.attention_layers",
     "workers.engine.dense_engine",
     "workers.engine.fused_engine",
-    "workers.engine.edits",
+    "workers.engine.changes",
     "workers.engine.number_formats",
 )
 PATTERN_CODE = (

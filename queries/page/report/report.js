@@ -589,7 +589,7 @@ function readoutText(one, name, compared, difference, layer, head) {
 
 function comparedSql(one, another, name) {
   if (one.run_id === another.run_id && one.intervention === "none") {
-    return `SELECT layer, head, untouched, edited, change, standard_error, documents, pairs
+    return `SELECT layer, head, untouched, intervened, change, standard_error, documents, pairs
 FROM effects
 WHERE ${condition(another)}
   AND statistic = ${literal(name)}`;
@@ -625,7 +625,7 @@ function comparisonNote(one) {
   const isPaired =
     one.run_id === another.run_id && [one.intervention, another.intervention].includes("none");
   const how = isPaired
-    ? "Differences are means over the same sequences, with and without the edit."
+    ? "Differences are means over the same sequences, with and without the intervention."
     : "The standard error of a difference takes the two for independent. Shared documents make it too large: run_changes has that of pairs.";
   return html(
     "p",

@@ -1,7 +1,7 @@
 -- What each intervention changes in each statistic of each head, compared with none.
 -- One row per run, intervention, head and statistic.
 -- A pair is one sequence on which the statistic is defined with and without the intervention.
--- untouched, edited, change: means over the pairs. standard_error: of the change, over documents;
+-- untouched, intervened, change: means over the pairs. standard_error: of the change, over documents;
 -- NULL for one document.
 -- Needs: interventions = ["none", "…"] in one scan.
 WITH
@@ -31,18 +31,18 @@ WITH
     ),
     pairs AS (
         SELECT
-            edit.run_id, edit.intervention, edit.input_family, edit.layer, edit.head, document,
-            generate_subscripts(edit.values, 1) AS number,
+            intervened.run_id, intervened.intervention, intervened.input_family, intervened.layer, intervened.head, document,
+            generate_subscripts(intervened.values, 1) AS number,
             -- The stored float32 would lose digits when differences are added up.
             unnest(none.values)::DOUBLE AS before,
-            unnest(edit.values)::DOUBLE AS after
-        FROM value_lists AS edit
+            unnest(intervened.values)::DOUBLE AS after
+        FROM value_lists AS intervened
         JOIN value_lists AS none USING (run_id, sequence, layer, head)
         JOIN ledger.documents AS origins
-            ON origins.run_id = edit.run_id
-            AND origins.intervention = edit.intervention
-            AND origins.sequence = edit.sequence
-        WHERE none.intervention = 'none' AND edit.intervention <> 'none'
+            ON origins.run_id = intervened.run_id
+            AND origins.intervention = intervened.intervention
+            AND origins.sequence = intervened.sequence
+        WHERE none.intervention = 'none' AND intervened.intervention <> 'none'
     ),
     changes_of_documents AS (
         SELECT
@@ -58,7 +58,7 @@ WITH
         SELECT
             run_id, intervention, input_family, layer, head, number,
             sum(before) / sum(sums.number) AS untouched,
-            sum(after) / sum(sums.number) AS edited,
+            sum(after) / sum(sums.number) AS intervened,
             document_mean(sums) AS change,
             document_error(sums) AS standard_error,
             sum(sums.documents)::BIGINT AS documents,
@@ -71,7 +71,7 @@ SELECT
     'L' || layer || 'H' || head AS label,
     layer, head,
     names[number] AS statistic,
-    untouched, edited, change, standard_error, documents, pairs
+    untouched, intervened, change, standard_error, documents, pairs
 FROM changes
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id), statistic_names
 ORDER BY run_id, intervention, input_family, layer, head, number

@@ -363,10 +363,10 @@ def die_after(monkeypatch: pytest.MonkeyPatch, allowed_changes: int | None) -> C
 
 
 @pytest.mark.parametrize(
-    ("change_ledger", "edits"),
+    ("change_ledger", "interventions"),
     [
         (leave_ledger, FIELDS["interventions"]),
-        # A ledger in another form is taken back in the same way for each edit.
+        # A ledger in another form is taken back in the same way for each intervention.
         pytest.param(fold_and_commit_again, ["none"], marks=pytest.mark.long),
         pytest.param(compact_all, ["none"], marks=pytest.mark.long),
     ],
@@ -375,14 +375,14 @@ def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_ro
     tmp_path: Path,
     rows_of_whole_run: Callable[[int], pa.Table],
     change_ledger: Callable[[RunDirectory], None],
-    edits: list[str],
+    interventions: list[str],
 ) -> None:
     expected_rows, rows_before = (
-        table.filter(pc.is_in(table["intervention"], pa.array(edits)))
+        table.filter(pc.is_in(table["intervention"], pa.array(interventions)))
         for table in map(rows_of_whole_run, (8, 5))
     )
     kept_rows = rows_of_first_shard(rows_before)
-    begun_plan = plan_of(tmp_path / "begun", 5, interventions=edits)
+    begun_plan = plan_of(tmp_path / "begun", 5, interventions=interventions)
     run_here(begun_plan)
     change_ledger(begun_plan.run)
     was_killed = True
@@ -394,7 +394,7 @@ def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_ro
         with pytest.MonkeyPatch.context() as patch:
             die_after(patch, allowed_changes)
             try:
-                run_here(plan_of(directory, 8, interventions=edits))
+                run_here(plan_of(directory, 8, interventions=interventions))
                 was_killed = False
             except Killed:
                 pass
@@ -404,7 +404,7 @@ def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_ro
             sequence_count = len(rows_in_between) * SHARD_SIZE // len(kept_rows)
             assert sequence_count in (3, 5, 6, 8)
             assert rows_of_first_shard(rows_in_between).equals(kept_rows)
-        run_here(plan_of(directory, 8, interventions=edits))
+        run_here(plan_of(directory, 8, interventions=interventions))
         assert rows(run).equals(expected_rows)
         assert count_rows_by_glob(run) == len(expected_rows)
         allowed_changes += 1

@@ -54,7 +54,7 @@ def unused():
 
 Size = Annotated[int, Field(ge=0)]
 
-def edit(x, size: int | None = None):
+def intervention(x, size: int | None = None):
     """Say something."""
     table = Table()
     return helper(x) * table.total
@@ -63,7 +63,7 @@ COUNT = itertools.count()
 
 
 def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
-    """The fingerprint of `edit` in CODE, as a module of `workers`, after a replacement."""
+    """The fingerprint of `intervention` in CODE, as a module of `workers`, after a replacement."""
     assert old in CODE
     file = path / f"made_{next(COUNT)}.py"
     file.write_text(CODE.replace(old, new))
@@ -72,7 +72,7 @@ def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return fingerprint(module.edit)
+    return fingerprint(module.intervention)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def planned(path: Path, name: str) -> Plan:
     return plan
 
 
-def change(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Edit a run's manifest."""
+def change(plan: Plan, intervention: Callable[[dict[str, Any]], object]) -> None:
+    """Intervention a run's manifest."""
     file = Path(str(plan.run.manifest_file))
     manifest = json.loads(file.read_text())
-    edit(manifest)
+    intervention(manifest)
     file.write_text(json.dumps(manifest))
 
 

@@ -245,20 +245,20 @@ MEASURING = sorted(
 
 
 def copy_code(
-    out: Path, file: str, edit: Callable[[str], str], files: Iterable[str] = MEASURING
+    out: Path, file: str, intervention: Callable[[str], str], files: Iterable[str] = MEASURING
 ) -> Path:
-    """A copy of some code that measures, with one file edited."""
+    """A copy of some code that measures, with one file changed."""
     for name in files:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PACKAGE / name, out / name)
     text = (out / file).read_text()
-    assert edit(text) != text
-    (out / file).write_text(edit(text))
+    assert intervention(text) != text
+    (out / file).write_text(intervention(text))
     return out
 
 
 @pytest.mark.parametrize(
-    ("edit", "shows"),
+    ("intervention", "shows"),
     [
         (lambda text: text + "# why\n", False),
         (
@@ -275,11 +275,11 @@ def copy_code(
     ids=["comment", "docstring", "layout", "line", "message"],
 )
 def test_the_code_is_known_by_what_python_runs(
-    tmp_path: Path, edit: Callable[[str], str], shows: bool
+    tmp_path: Path, intervention: Callable[[str], str], shows: bool
 ) -> None:
     files = ("workers/replica.py", "schemas/scans/scan.py")
     before = read_code(copy_code(tmp_path / "before", files[0], lambda text: text + "\n", files))
-    project = copy_code(tmp_path / "after", files[0], edit, files)
+    project = copy_code(tmp_path / "after", files[0], intervention, files)
     # What another process says of its files holds for the same bytes alone.
     learn_fingerprint(before)
     assert (code_fingerprint(project) != before.fingerprint) == shows

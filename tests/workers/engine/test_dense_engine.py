@@ -146,7 +146,7 @@ def test_learned_sinks_are_those_of_eager_attention(shelf: Shelf) -> None:
             np.testing.assert_allclose(heads[name][:, layer], values, atol=1e-5, err_msg=name)
 
 
-def test_edits_stay_within_the_window(shelf: Shelf) -> None:
+def test_changes_stay_within_the_window(shelf: Shelf) -> None:
     model = shelf.replica("mistral", "dense").model
     with pytest.raises(ScanError, match="hides every key from query 6"):
         # Refused before anything runs, because no query sees a key before these six.
@@ -178,7 +178,7 @@ def test_both_engines_agree_on_other_families(tmp_path: Path, family: str) -> No
         np.testing.assert_allclose(dense.heads[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_z_that_the_layer_norms_is_not_edited(tmp_path: Path) -> None:
+def test_z_that_the_layer_norms_is_not_changed(tmp_path: Path) -> None:
     model_families.tiny_model("bitnet").save_pretrained(tmp_path / "bitnet")  # pyright: ignore[reportCallIssue]
     replica = toy.replica(tmp_path / "bitnet", engine="dense")
     with pytest.raises(ModelError, match="shows z of layer 0 only after the layer has changed it"):

@@ -179,14 +179,14 @@ def test_the_dense_engine_computes_in_float64_too(paths: dict[str, Path], name: 
         )
 
 
-def test_an_edited_weight_is_felt_in_every_precision(paths: dict[str, Path]) -> None:
+def test_a_changed_weight_is_felt_in_every_precision(paths: dict[str, Path]) -> None:
     tokens = toy.repeating_tokens(20, batch=2)
     for precision in PRECISIONS:
         replica = toy.replica(paths["gpt2"], precision=precision)
-        before, edited, after = (
+        before, changed, after = (
             replica.measure(tokens, i) for i in ("none", "zero_query_bias", "none")
         )
-        assert (edited.heads["query_norm"] != before.heads["query_norm"]).all(), precision
+        assert (changed.heads["query_norm"] != before.heads["query_norm"]).all(), precision
         for name in STATISTICS:
             assert np.array_equal(before.heads[name], after.heads[name], equal_nan=True), (
                 precision,
@@ -194,7 +194,7 @@ def test_an_edited_weight_is_felt_in_every_precision(paths: dict[str, Path]) -> 
             )
 
 
-def test_weights_are_split_once_and_again_after_an_edit(
+def test_weights_are_split_once_and_again_after_a_change(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split_weights: list[torch.Tensor] = []
@@ -215,13 +215,13 @@ def test_weights_are_split_once_and_again_after_an_edit(
         assert layers < len(split_weights) <= linears_of_layer * layers
         np.testing.assert_array_equal(before.heads["entropy"], again.heads["entropy"])
         split_weights.clear()
-        weight = replica.model.editable_weight("W_Q", 1)
+        weight = replica.model.changeable_weight("W_Q", 1)
         assert weight is not None
         weight.tensor.mul_(2)
-        edited = replica.measure(tokens)
+        changed = replica.measure(tokens)
         # The queries of the layer, in GPT-2 together with keys and values.
         assert len(split_weights) == 1
-        assert (edited.heads["entropy"][:, 1] != before.heads["entropy"][:, 1]).all()
+        assert (changed.heads["entropy"][:, 1] != before.heads["entropy"][:, 1]).all()
         split_weights.clear()
 
 

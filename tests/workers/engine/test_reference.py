@@ -38,7 +38,7 @@ from tests.reference.definitions import (
     recompute,
 )
 from tests.reference.forward import forward
-from tests.reference.reference_edits import ALL_EDITS, NotApplicable
+from tests.reference.reference_changes import ALL_CHANGES, NotApplicable
 from tests.reference.weight_definitions import WEIGHT_DEFINITIONS, Rows
 from tests.reference.weights import Weights, read_weights
 from tests.toys import toy_models as toy
@@ -75,8 +75,8 @@ MODELS: dict[str, Any] = {
 }
 
 ON_EVERY_INTERVENTION = ("attn-only-2l-mini", "llama-gqa", "neox")
-SCORES_NOT_EDITABLE = ("attn-only-2l-mini", "legacy-pth", "opt", "gpt-neo")
-"""Models whose scores TransformerLens shows and does not let edit: the dense engine says so."""
+SCORES_NOT_CHANGEABLE = ("attn-only-2l-mini", "legacy-pth", "opt", "gpt-neo")
+"""Models whose scores TransformerLens shows and does not let change: the dense engine says so."""
 
 OLDER = ("opt", "gpt-neo", "bloom")
 """Models that scale queries or nothing, or have ALiBi, in modules of their own."""
@@ -339,10 +339,10 @@ def compare(
 
 def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
     of_scores = ("mask_", "keep_window", "stream_", "mean_query_bias")
-    edits_scores = any(part.startswith(of_scores) for part in intervention.split("+"))
-    if edits_scores and engine == "dense" and name in SCORES_NOT_EDITABLE:
+    changes_scores = any(part.startswith(of_scores) for part in intervention.split("+"))
+    if changes_scores and engine == "dense" and name in SCORES_NOT_CHANGEABLE:
         with pytest.raises(
-            ModelError, match=r"attn_scores.* cannot be edited in this architecture"
+            ModelError, match=r"attn_scores.* cannot be changed in this architecture"
         ):
             shelf.measured(name, intervention, engine)
         return
@@ -365,7 +365,7 @@ def test_everything_that_is_registered_has_an_independent_definition() -> None:
     assert set(PROFILE_DEFINITIONS) == set(PROFILES)
     assert set(PREDICTION_DEFINITIONS) == set(PREDICTIONS)
     assert set(WEIGHT_DEFINITIONS) == set(WEIGHT_STATISTICS)
-    assert set(INTERVENTIONS) == ALL_EDITS
+    assert set(INTERVENTIONS) == ALL_CHANGES
 
 
 def test_the_reference_imports_nothing_that_it_checks() -> None:
@@ -501,7 +501,7 @@ def test_layers_that_differ_in_their_window_have_no_common_chance_level(
     assert np.isnan(measured.sequences["chance_sink_mass"]).all()
 
 
-def test_no_edit_gives_attention_to_keys_behind_the_window(
+def test_no_change_gives_attention_to_keys_behind_the_window(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf.replica("llama-gqa", "fused", "float32")
@@ -521,7 +521,7 @@ EVERYWHERE = [
     *((name, intervention) for name in ON_EVERY_INTERVENTION for intervention in ONE_EACH),
 ]
 LIKE_ANOTHER = ("attn-only-2l-mini", "neox")
-"""Models whose edits act where those of `gpt2` or `llama-gqa` do, except A_FEW."""
+"""Models whose changes act where those of `gpt2` or `llama-gqa` do, except A_FEW."""
 
 OF_ONE_THING = (
     "backcopy-3l-mini", "legacy-pth", "gpt2-inverse-layer", "neox-serial", "qwen2", "qwen3",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.workers.engine.attention_scores import MASKED, all_scores, softmax_of, unseen_keys
-from headcount.workers.engine.edits import Streaming
+from headcount.workers.engine.changes import Streaming
 from headcount.workers.engine.streamed_attention import streamed_attention
 from headcount.workers.model.attention_facts import AttentionFacts
 from tests.toys import toy_models as toy
@@ -94,7 +94,7 @@ def test_a_pass_that_shows_no_layer_builds_no_pattern(
     measured = stream_at_the_end(replica, STREAMED, tokens)
     assert calls == [0, 1]
     torch.testing.assert_close(measured.double(), expected, rtol=1e-5, atol=1e-5)
-    # A second edit of the scores is one that the two pieces do not know.
+    # A second change of the scores is one that the two pieces do not know.
     both = f"{STREAMED}+mask_keys(7,1)"
     measured = stream_at_the_end(replica, both, tokens)
     assert calls == [0, 1]

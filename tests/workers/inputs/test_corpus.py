@@ -955,15 +955,15 @@ def test_a_token_of_the_text_is_replaced_by_a_fixed_or_a_random_one(
         {"input": options},
         {"input": options, "sequences_per_shard": 2},
     ]
-    text, edited, in_parts = (
+    text, changed, in_parts = (
         np.array(all_tokens(open_corpus(info, three_files, "concat", n_ctx=9, bos=True, **change)))
         for change in changes
     )
-    assert edited.tolist() == in_parts.tolist()
-    assert (edited[:, 0] == BYTE_BOS).all()
+    assert changed.tolist() == in_parts.tolist()
+    assert (changed[:, 0] == BYTE_BOS).all()
     others = np.arange(9) != position
-    assert (edited[:, others] == text[:, others]).all()
-    replaced = set(edited[:, position].tolist())
+    assert (changed[:, others] == text[:, others]).all()
+    replaced = set(changed[:, position].tolist())
     assert replaced == {7} if token == 7 else len(replaced) > 10
 
 

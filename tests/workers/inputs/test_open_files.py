@@ -61,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def row_counts(origins: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
     """How many rows there are, by the name of their run and by intervention."""
-    return dict(Counter((run_id.partition("-")[0], edit) for run_id, edit in origins))
+    return dict(Counter((run_id.partition("-")[0], change) for run_id, change in origins))
 
 
 def origins(heads: Any) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Interventions: what `test_reference`, which judges their values, cannot say.
 
-What is refused, in which order edits are made and what they may read, that weights come back, seeds
-and partners, what is undefined under an edit, and which engine and precision measure it.
+What is refused, in which order changes are made and what they may read, that weights come back,
+seeds and partners, what is undefined under a change, and which engine and precision measure it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 from headcount.schemas.scans.scan import Input, parse_scan
 from headcount.schemas.statistics import KIND, STATISTICS
-from headcount.workers.engine.edits import hidden_keys, hide
+from headcount.workers.engine.changes import hidden_keys, hide
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import (
     INTERVENTIONS,
     bind,
-    edited_weights,
+    changed_weights,
     intervention,
     intervention_registry,
     needs_partners,
@@ -128,8 +128,8 @@ ALONE = (
 REFUSED = """
 none+none -> ALONE
 zero_first_value+none -> ALONE
-zero_query_bias+zero_query_bias -> expected each edit once, got zero_query_bias 2 times
-swap_first_key(3)+zero_mlps+swap_first_key(3) -> expected each edit once, got swap_first_key(3) 2 times
+zero_query_bias+zero_query_bias -> expected each intervention once, got zero_query_bias 2 times
+swap_first_key(3)+zero_mlps+swap_first_key(3) -> expected each intervention once, got swap_first_key(3) 2 times
 mask_keys(0,0) -> count: expected 1 or more, got 0
 mask_keys(0,16) -> hides every key; expected count at most 15, got 16
 mask_keys(0,500) -> hides the keys 0 to 499 of 16 tokens; expected count at most 16, got 500
@@ -294,11 +294,11 @@ def test_a_scan_holds_interventions_and_writes_their_canonical_text() -> None:
 CANNOT_HAVE = """
 llama|swap_effective_positions|no position embeddings
 llama|first_position_second|no W_pos for first_position_second
-llama|zero_query_bias+zero_positions|no pos_embed for zero_positions to edit
-llama|zero_query_bias|layer 0 has no b_Q for zero_query_bias to edit
+llama|zero_query_bias+zero_positions|no pos_embed for zero_positions to change
+llama|zero_query_bias|layer 0 has no b_Q for zero_query_bias to change
 llama|mean_query_bias|mean_query_bias: queries are rotated, and their bias with them
-legacy|zero_mlp(0)|no mlp_out for zero_mlp to edit
-legacy|zero_mlps|no mlp_out for zero_mlps to edit
+legacy|zero_mlp(0)|no mlp_out for zero_mlp to change
+legacy|zero_mlps|no mlp_out for zero_mlps to change
 opt|swap_effective_positions|no module of its own, or folded, so its effective positions are not
 opt|scale_massive_keys|no module of its own, or folded, so its effective positions are not known
 gpt2|zero_head(7,0)|layer 7 of gpt2, which has 3
@@ -352,7 +352,7 @@ def test_weights_that_a_dose_overflows_are_named(paths: Paths, tmp_path: Path) -
         toy.replica(huge).measure(TOKENS, "scale_query_bias(1000000)")
 
 
-# Order, and what edits read
+# Order, and what changes read
 
 
 def test_no_intervention_is_measured_to_the_last_bit_as_no_intervention(
@@ -368,7 +368,7 @@ def test_no_intervention_is_measured_to_the_last_bit_as_no_intervention(
             assert measured[statistic].tobytes() == plain[statistic].tobytes()
 
 
-def test_edits_are_made_in_their_order(replicas: Replicas) -> None:
+def test_changes_are_made_in_their_order(replicas: Replicas) -> None:
     replica = replicas("gpt2")
 
     def measured(text: str) -> InterventionMeasurements:
@@ -383,7 +383,7 @@ def test_edits_are_made_in_their_order(replicas: Replicas) -> None:
     assert difference(scaled_after, scaled_before) > 1e-3
     both = measured("zero_head(1,2)+zero_head(1,0)").heads["head_output_norm"]
     assert (both[:, 1] == 0).all(0).tolist() == [True, False, True, False]
-    # The run on the partner has the other edits, so the head is zero there, too.
+    # The run on the partner has the other changes, so the head is zero there, too.
     for text in ("patch_head(1,2)+zero_head(1,2)", "zero_head(1,2)+patch_head(1,2)"):
         assert_same(measured(text), measured("zero_head(1,2)"))
 
@@ -413,41 +413,41 @@ def lean_out(attn_out: Tensor, z: Tensor, q: Tensor, pattern: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "edits"),
-    # A rotated model's queries are edited in the bridge alone, and the bridge shows no scores of a
+    ("name", "changes"),
+    # A rotated model's queries are changed in the bridge alone, and the bridge shows no scores of a
     # legacy one.
     [("gpt2", "q scores z out z+out"), ("llama", "scores z"), ("legacy", "q z out")],
 )
-def test_edits_read_what_their_layer_has_known_before(
-    replicas: Replicas, register: Register, name: str, edits: str
+def test_changes_read_what_their_layer_has_known_before(
+    replicas: Replicas, register: Register, name: str, changes: str
 ) -> None:
     register(lean_q, lean_scores, lean_z, lean_out)
     fused, dense = replicas(name), replicas(name, "dense")
-    unedited = fused.measure(TOKENS)
-    for edit in edits.split():
-        text = "+".join(f"lean_{part}" for part in edit.split("+"))
-        edited = fused.measure(TOKENS, text)
-        assert edited.method.engine == "fused"
-        assert difference(edited, dense.measure(TOKENS, text)) < 1e-5
-        assert difference(edited, unedited) > 1e-3
+    unchanged = fused.measure(TOKENS)
+    for change in changes.split():
+        text = "+".join(f"lean_{part}" for part in change.split("+"))
+        changed = fused.measure(TOKENS, text)
+        assert changed.method.engine == "fused"
+        assert difference(changed, dense.measure(TOKENS, text)) < 1e-5
+        assert difference(changed, unchanged) > 1e-3
 
 
-def test_an_edit_that_reads_what_is_not_known_yet_is_refused() -> None:
+def test_a_change_that_reads_what_is_not_known_yet_is_refused() -> None:
     def early(v: Tensor, z: Tensor) -> None: ...
     def at_once(q: Tensor, k: Tensor) -> None: ...
     def elsewhere(b_Q: Tensor, tokens: Tensor) -> None: ...
     def nothing(logits: Tensor) -> None: ...
     def zero_head(z: Tensor) -> None: ...
 
-    for edit, problem in (
-        (early, "unknown thing that an edit of v reads 'z'"),
-        (at_once, "unknown thing that an edit of q reads 'k'"),
-        (elsewhere, "unknown thing that an edit of b_Q reads 'tokens'"),
+    for change, problem in (
+        (early, "unknown thing that a change of v reads 'z'"),
+        (at_once, "unknown thing that a change of q reads 'k'"),
+        (elsewhere, "unknown thing that a change of b_Q reads 'tokens'"),
         (nothing, "unknown target 'logits'"),
         (zero_head, "'zero_head' is defined twice"),
     ):
         with pytest.raises(ValueError, match=problem):
-            intervention_registry.intervention(edit)
+            intervention_registry.intervention(change)
 
 
 # Weights come back
@@ -464,7 +464,7 @@ def spoil_query_bias(b_Q: Tensor) -> Tensor:
 
 
 def break_off(W_V: Tensor, layer: int) -> Tensor:
-    """The first layer is edited, the second one raises."""
+    """The first layer is changed, the second one raises."""
     if layer == 1:
         raise MeasureError("on purpose")
     return W_V * 2
@@ -477,7 +477,7 @@ def weights_of(replica: toy.TextReplica) -> dict[str, bytes]:
 
 @both_engines
 @pytest.mark.parametrize("name", ["gpt2", "llama", "legacy"])
-def test_an_edit_of_a_weight_is_measured_and_undone(
+def test_a_change_of_a_weight_is_measured_and_undone(
     replicas: Replicas,
     register: Register,
     name: str,
@@ -486,13 +486,13 @@ def test_an_edit_of_a_weight_is_measured_and_undone(
     register(flatten_queries, spoil_query_bias, break_off)
     replica = replicas(name, engine)
     weights, before = weights_of(replica), replica.measure(TOKENS)
-    edited = replica.measure(TOKENS, "flatten_queries").heads
+    changed = replica.measure(TOKENS, "flatten_queries").heads
     # Less their bias, queries are zero. Where there is no bias, attention is uniform.
-    assert np.isnan(edited["sink_position_cosine"]).all()
-    assert (edited["query_norm"] > 0).all() == (name != "llama")
+    assert np.isnan(changed["sink_position_cosine"]).all()
+    assert (changed["query_norm"] > 0).all() == (name != "llama")
     if name == "llama":
         uniform = np.log(np.arange(TOKENS.shape[1]) + 1).mean()
-        np.testing.assert_allclose(edited["entropy"], uniform, rtol=1e-5)
+        np.testing.assert_allclose(changed["entropy"], uniform, rtol=1e-5)
     else:
         with pytest.raises((MeasureError, ModelError), match=r"layer 0"):
             replica.measure(TOKENS, "spoil_query_bias")
@@ -510,8 +510,8 @@ def test_an_edit_of_a_weight_is_measured_and_undone(
     ],
 )
 def test_weights_that_are_not_restored_are_an_error(paths: Paths, text: str, name: str) -> None:
-    model, edit = model_of(paths["gpt2"]), toy.bound(text)
-    with torch.inference_mode(), edited_weights(model, edit):
+    model, change = model_of(paths["gpt2"]), toy.bound(text)
+    with torch.inference_mode(), changed_weights(model, change):
         pass
     module, _, weight = name.rpartition(".")
     owner = model.bare.get_submodule(module)
@@ -519,9 +519,9 @@ def test_weights_that_are_not_restored_are_an_error(paths: Paths, text: str, nam
     with (
         pytest.raises(ModelError, match=f"{name} was not restored after {text}"),
         torch.inference_mode(),
-        edited_weights(model, edit),
+        changed_weights(model, change),
     ):
-        # The engine reads a copy from now on: the edit stays in it.
+        # The engine reads a copy from now on: the change stays in it.
         setattr(owner, weight, torch.nn.Parameter(original.clone(), requires_grad=False))
 
 
@@ -719,17 +719,17 @@ def test_one_token_keeps_its_key_and_is_nobodys_sink(
 ) -> None:
     one = TOKENS[:, :1]
     for text in ("mask_keys", "mask_random_span", "zero_entropy_sinks(2,-1)"):
-        edited = replicas("gpt2").measure(one, text)
-        assert difference(edited, replicas("gpt2").measure(one)) < 1e-5
+        changed = replicas("gpt2").measure(one, text)
+        assert difference(changed, replicas("gpt2").measure(one)) < 1e-5
 
 
 def test_hidden_scores_are_minus_infinity() -> None:
     hidden = torch.tensor([False, True, False]) & torch.tensor([[False], [False], [True]])
-    edited = hide(torch.zeros(1, 1, 3, 3), hidden)
-    assert edited.isneginf().nonzero().tolist() == [[0, 0, 2, 1]]
-    assert hidden_keys(edited)[0, 0].nonzero().tolist() == [[2, 1]]
+    changed = hide(torch.zeros(1, 1, 3, 3), hidden)
+    assert changed.isneginf().nonzero().tolist() == [[0, 0, 2, 1]]
+    assert hidden_keys(changed)[0, 0].nonzero().tolist() == [[2, 1]]
     with pytest.raises(ScanError, match="hides every key from query 1"):
-        hidden_keys(hide(edited, torch.tensor([[False], [True], [False]])))
+        hidden_keys(hide(changed, torch.tensor([[False], [True], [False]])))
 
 
 # Settlement of engine and precision
@@ -758,8 +758,8 @@ def test_auto_is_the_fastest_precision_that_every_intervention_can_have(
 def test_a_precision_that_an_intervention_cannot_have_is_refused(paths: Paths) -> None:
     changes: dict[str, Any] = {"precision": "bfloat16", "interventions": ["swap_first_key(5)"]}
     line = (
-        r"^precision: swap_first_key\(5\) is measured by the dense engine \(k is edited before its "
-        r"rotation\), which does not compute in bfloat16; set precision = 'auto', 'float32' or "
+        r"^precision: swap_first_key\(5\) is measured by the dense engine \(k is changed before "
+        r"its rotation\), which does not compute in bfloat16; set precision = 'auto', 'float32' or "
         "'float64'$"
     )
     llama = model_of(paths["llama"])
@@ -795,7 +795,7 @@ def test_a_run_goes_on_in_the_precision_it_was_begun_in() -> None:
         check_begun(frozenset({"float32"}), "tf32", "toy", "cuda")
 
 
-def test_activations_are_edited_in_every_precision(paths: Paths, replicas: Replicas) -> None:
+def test_activations_are_changed_in_every_precision(paths: Paths, replicas: Replicas) -> None:
     exact = replicas("gpt2").measure(TOKENS, "zero_head(1,2)")
     low = toy.replica(paths["gpt2"], precision="bfloat16").measure(TOKENS, "zero_head(1,2)")
     assert (low.method.engine, low.method.precision) == ("fused", "bfloat16")
@@ -819,7 +819,7 @@ def test_a_mean_of_the_query_bias_is_refused_where_scores_are_not_all(
     settled(gpt2, "cpu", interventions=["mean_query_bias"])
     # Facts that a layer of GPT-2 does not have, although it has a query bias.
     gpt2._attention.facts[2] = replace(gpt2._attention.facts[2], **fact)
-    with pytest.raises(ModelError, match=f"mean_query_bias: layer 2 has {words}, and this edit is"):
+    with pytest.raises(ModelError, match=f"mean_query_bias: layer 2 has {words}, and it is"):
         settled(gpt2, "cpu", interventions=["mean_query_bias"])
 
 
@@ -833,7 +833,7 @@ def test_a_mean_of_the_bias_over_keys_leaves_the_pattern_of_no_bias(
     texts = ("zero_query_bias", "mean_query_bias", "scale_query_bias(2)+mean_query_bias", "none")
     zero, mean, doubled, plain = (replicas("gpt2").measure(TOKENS, t).heads for t in texts)
     for statistic in ("sink_mass", "entropy", "head_output_norm", "resid_post_norm"):
-        # The bias that is averaged is the edited one.
+        # The bias that is averaged is the changed one.
         for heads in (mean, doubled):
             np.testing.assert_allclose(heads[statistic], zero[statistic], rtol=1e-5, atol=1e-6)
         assert np.abs(mean[statistic] - plain[statistic]).max() > 1e-3

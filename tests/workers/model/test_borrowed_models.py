@@ -125,12 +125,12 @@ def test_adapters_are_measured_as_they_are_switched() -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_an_edit_of_weights_leaves_those_under_an_adapter_alone() -> None:
+def test_a_change_of_weights_leaves_those_under_an_adapter_alone() -> None:
     model = adapted("gpt2")
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    edits = ["none", "zero_query_bias", "scale_massive_keys"]
-    rows = headcount.measure(model, TOKENS, FEW, interventions=edits)
-    expected = headcount.measure(merged(model), TOKENS, FEW, interventions=edits)
+    changes = ["none", "zero_query_bias", "scale_massive_keys"]
+    rows = headcount.measure(model, TOKENS, FEW, interventions=changes)
+    expected = headcount.measure(merged(model), TOKENS, FEW, interventions=changes)
     assert_same_columns(rows, expected)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 

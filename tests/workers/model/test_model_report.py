@@ -136,7 +136,7 @@ def test_the_command_prints_the_report_or_one_line(tmp_path: Path) -> None:
         ),
         (
             {"interventions": ["zero_query_bias"]},
-            "dbrx: layer 0 has no b_Q for zero_query_bias to edit",
+            "dbrx: layer 0 has no b_Q for zero_query_bias to change",
         ),
     ],
 )

@@ -13,47 +13,47 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.reference.forward import ActivationEdit, Place, Run, forward
+from tests.reference.forward import ActivationChange, Place, Run, forward
 from tests.reference.weights import Array, Weights
 
 
 class NotApplicable(Exception):
-    """The model does not have what the intervention edits or reads."""
+    """The model does not have what the intervention changes or reads."""
 
 
 HIDDEN = -np.inf
 
-WEIGHT_EDITS: dict[str, Callable[..., None]] = {}
+WEIGHT_CHANGES: dict[str, Callable[..., None]] = {}
 """Functions of the weights, which they change, and of the untouched weights; options by name."""
 
-ACTIVATION_EDITS: dict[str, Callable[..., Array]] = {}
+ACTIVATION_CHANGES: dict[str, Callable[..., Array]] = {}
 """Functions of the activation, of its place and of the untouched weights; options by name."""
 
 TARGETS: dict[str, str] = {}
-"""What each of `ACTIVATION_EDITS` edits."""
+"""What each of `ACTIVATION_CHANGES` changes."""
 
 PATCHES = ("patch_head", "patch_head_at")
 
-ALL_EDITS: set[str] = {"none"}
+ALL_CHANGES: set[str] = {"none"}
 
 
 def of_weights(function: Callable[..., None]) -> Callable[..., None]:
-    WEIGHT_EDITS[function.__name__] = function
-    ALL_EDITS.add(function.__name__)
+    WEIGHT_CHANGES[function.__name__] = function
+    ALL_CHANGES.add(function.__name__)
     return function
 
 
 def of(target: str) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
     def register(function: Callable[..., Array]) -> Callable[..., Array]:
-        ACTIVATION_EDITS[function.__name__] = function
+        ACTIVATION_CHANGES[function.__name__] = function
         TARGETS[function.__name__] = target
-        ALL_EDITS.add(function.__name__)
+        ALL_CHANGES.add(function.__name__)
         return function
 
     return register
 
 
-def run_edited(
+def run_changed(
     weights: Weights,
     tokens: Sequence[int],
     intervention: str,
@@ -61,29 +61,29 @@ def run_edited(
     labels: Sequence[str] = (),
 ) -> Run:
     """One sequence under an intervention such as `zero_query_bias+zero_head(1,2)`."""
-    edited, activation_edits = parse(weights, intervention)
+    changed, activation_changes = parse(weights, intervention)
     partner_run = None
-    if any(edit.patches for edit in activation_edits):
-        partner_run = forward(edited, partner, activation_edits, labels=labels)
-    return forward(edited, tokens, activation_edits, partner_run, labels=labels)
+    if any(change.patches for change in activation_changes):
+        partner_run = forward(changed, partner, activation_changes, labels=labels)
+    return forward(changed, tokens, activation_changes, partner_run, labels=labels)
 
 
-def parse(weights: Weights, intervention: str) -> tuple[Weights, list[ActivationEdit]]:
-    """The weights as edited, and the edits of activations."""
-    edited = copy.deepcopy(weights)
-    activation_edits: list[ActivationEdit] = []
+def parse(weights: Weights, intervention: str) -> tuple[Weights, list[ActivationChange]]:
+    """The weights as changed, and the changes of activations."""
+    changed = copy.deepcopy(weights)
+    activation_changes: list[ActivationChange] = []
     for part in intervention.split("+"):
         match = re.fullmatch(r"(\w+)(?:\((.*)\))?", part)
         assert match, part
         name = match[1]
         options = [option_of(text) for text in (match[2] or "").split(",") if text]
-        if name in WEIGHT_EDITS:
-            WEIGHT_EDITS[name](edited, weights, *options)
-        elif name in ACTIVATION_EDITS:
-            activation_edits.append(activation_edit(name, weights, options))
+        if name in WEIGHT_CHANGES:
+            WEIGHT_CHANGES[name](changed, weights, *options)
+        elif name in ACTIVATION_CHANGES:
+            activation_changes.append(activation_change(name, weights, options))
         else:
             assert name == "none", name
-    return edited, activation_edits
+    return changed, activation_changes
 
 
 def option_of(text: str) -> float | int | str:
@@ -95,8 +95,8 @@ def option_of(text: str) -> float | int | str:
     return text
 
 
-def activation_edit(name: str, weights: Weights, options: list[Any]) -> ActivationEdit:
-    function, target = ACTIVATION_EDITS[name], TARGETS[name]
+def activation_change(name: str, weights: Weights, options: list[Any]) -> ActivationChange:
+    function, target = ACTIVATION_CHANGES[name], TARGETS[name]
     if target == "pos_embed" and weights.W_pos is None:
         raise NotApplicable("no positions are embedded")
     if target == "mlp_out" and weights.layers[0].mlp is None:
@@ -109,7 +109,7 @@ def activation_edit(name: str, weights: Weights, options: list[Any]) -> Activati
     def change(value: Array, place: Place) -> Array:
         return function(value, place, weights, *options)
 
-    return ActivationEdit(target, change, layer, name in PATCHES)
+    return ActivationChange(target, change, layer, name in PATCHES)
 
 
 # Query biases
@@ -123,23 +123,23 @@ def query_biases(weights: Weights) -> list[Array]:
 
 
 @of_weights
-def zero_query_bias(edited: Weights, untouched: Weights) -> None:
-    for bias in query_biases(edited):
+def zero_query_bias(changed: Weights, untouched: Weights) -> None:
+    for bias in query_biases(changed):
         bias[:] = 0
 
 
 @of_weights
-def scale_query_bias(edited: Weights, untouched: Weights, alpha: float) -> None:
-    for bias in query_biases(edited):
+def scale_query_bias(changed: Weights, untouched: Weights, alpha: float) -> None:
+    for bias in query_biases(changed):
         bias[:] = bias * alpha
 
 
 @of_weights
 def random_query_bias(
-    edited: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0
+    changed: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0
 ) -> None:
     """The control of a scaled bias: it moves b as far, (1 - alpha) ‖b‖, in a random direction."""
-    for bias in query_biases(edited):
+    for bias in query_biases(changed):
         directions = random_directions(bias.shape, draw)
         for head in range(len(bias)):
             distance = (1 - alpha) * math.sqrt((bias[head] ** 2).sum())
@@ -165,15 +165,15 @@ def massive_coordinates(untouched: Weights, count: int) -> list[int]:
 
 @of_weights
 def scale_massive_keys(
-    edited: Weights, untouched: Weights, alpha: float = 0.0, count: int = 3
+    changed: Weights, untouched: Weights, alpha: float = 0.0, count: int = 3
 ) -> None:
-    for layer in edited.layers:
+    for layer in changed.layers:
         layer.W_K[:, massive_coordinates(untouched, count)] *= alpha
 
 
 @of_weights
 def scale_random_keys(
-    edited: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0, count: int = 3
+    changed: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0, count: int = 3
 ) -> None:
     """Python's randint, seeded with the draw, layer after layer.
 
@@ -182,7 +182,7 @@ def scale_random_keys(
     massive = massive_coordinates(untouched, count)
     d_model = untouched.W_E.shape[1]
     generator = random.Random(draw)
-    for layer in edited.layers:
+    for layer in changed.layers:
         coordinates: set[int] = set()
         while len(coordinates) < min(count, d_model - len(massive)):
             coordinate = generator.randint(0, d_model - 1)
@@ -201,45 +201,45 @@ def positions(weights: Weights) -> Array:
 
 
 @of_weights
-def first_position_second(edited: Weights, untouched: Weights) -> None:
-    W_pos = positions(edited)
+def first_position_second(changed: Weights, untouched: Weights) -> None:
+    W_pos = positions(changed)
     W_pos[0] = W_pos[1]
 
 
 @of_weights
-def blend_first_position(edited: Weights, untouched: Weights, alpha: float) -> None:
-    W_pos = positions(edited)
+def blend_first_position(changed: Weights, untouched: Weights, alpha: float) -> None:
+    W_pos = positions(changed)
     W_pos[0] = alpha * W_pos[0] + (1 - alpha) * W_pos[1]
 
 
 @of_weights
 def random_first_position(
-    edited: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0
+    changed: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0
 ) -> None:
-    W_pos = positions(edited)
+    W_pos = positions(changed)
     distance = (1 - alpha) * math.sqrt(((W_pos[1] - W_pos[0]) ** 2).sum())
     W_pos[0] += distance * random_directions(W_pos[0].shape, draw)
 
 
 @of_weights
-def blend_position(edited: Weights, untouched: Weights, position: int, alpha: float = 0.0) -> None:
-    W_pos = positions(edited)
+def blend_position(changed: Weights, untouched: Weights, position: int, alpha: float = 0.0) -> None:
+    W_pos = positions(changed)
     W_pos[position] = alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1]
 
 
 @of_weights
-def scale_first_position(edited: Weights, untouched: Weights, alpha: float) -> None:
-    positions(edited)[0] *= alpha
+def scale_first_position(changed: Weights, untouched: Weights, alpha: float) -> None:
+    positions(changed)[0] *= alpha
 
 
 @of_weights
-def scale_position(edited: Weights, untouched: Weights, position: int, alpha: float) -> None:
-    positions(edited)[position] *= alpha
+def scale_position(changed: Weights, untouched: Weights, position: int, alpha: float) -> None:
+    positions(changed)[position] *= alpha
 
 
 @of_weights
-def swap_first_positions(edited: Weights, untouched: Weights) -> None:
-    W_pos = positions(edited)
+def swap_first_positions(changed: Weights, untouched: Weights) -> None:
+    W_pos = positions(changed)
     W_pos[[0, 1]] = W_pos[[1, 0]]
 
 

@@ -1,6 +1,6 @@
-"""Edits of weights: made in place, undone, and checked to be undone.
+"""Changes of weights: made in place, undone, and checked to be undone.
 
-They are made in place because both engines read the same tensors. A copy of a model with an edit
+They are made in place because both engines read the same tensors. A copy of a model with a change
 would need its memory twice.
 """
 
@@ -16,55 +16,55 @@ from torch import Tensor
 
 from headcount.schemas.errors import ModelError
 from headcount.workers.interventions.intervention_registry import (
-    EDITABLE_EMBEDDINGS,
+    CHANGEABLE_EMBEDDINGS,
     BoundIntervention,
     BoundPart,
 )
-from headcount.workers.model.model import EditableWeight, Model
+from headcount.workers.model.model import ChangeableWeight, Model
 
 
 def needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
-    """Why only the bridge sees an edit; None if the bare modules see it too."""
+    """Why only the bridge sees a change; None if the bare modules see it too."""
     for part in bound.weight_parts:
         if _weights_of(model, part)[0].parameter is None:
             return f"the modules do not share {part.target} with the bridge"
     for part in bound.activation_parts:
         if part.target in ("q", "k") and model.rotary:
-            return f"{part.target} is edited before its rotation"
+            return f"{part.target} is changed before its rotation"
         if model.hides(part.target):
             return f"no module puts out {part.target}"
     return None
 
 
 def check_targets(model: Model, bound: BoundIntervention) -> None:
-    """Refuse an intervention that edits or reads something that a model does not have."""
+    """Refuse an intervention that changes or reads something that a model does not have."""
     # Each of these calls raises `ModelError` if something is missing.
-    bound.edits(model)
+    bound.changes(model)
     for part in bound.weight_parts:
         part.function_for(model)
         _weights_of(model, part)
 
 
 @contextmanager
-def edited_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
-    """Apply the edits of weights; afterwards restore them and check what the engines read."""
-    originals: list[tuple[EditableWeight, Tensor]] = []
-    # Functions that read the circuit must take it from the unedited weights, so all functions are
-    # made before the first edit is applied.
+def changed_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
+    """Apply the changes of weights; afterwards restore them and check what the engines read."""
+    originals: list[tuple[ChangeableWeight, Tensor]] = []
+    # Functions that read the circuit must take it from the unchanged weights, so all functions are
+    # made before the first change is applied.
     functions = [(part, part.function_for(model)) for part in bound.weight_parts]
     readers = _readers(model, bound)
     checksums = {name: _checksum(read()) for name, read in readers.items()}
     try:
         for part, function in functions:
             for weight in _weights_of(model, part):
-                edited = function(weight.tensor, {"layer": weight.layer})
+                changed = function(weight.tensor, {"layer": weight.layer})
                 originals.append((weight, weight.tensor.clone()))
-                weight.tensor.copy_(edited)
-                if not torch.equal(weight.read(), edited):
-                    raise ModelError(f"{model.info.name}: {part.target} cannot be edited in place")
+                weight.tensor.copy_(changed)
+                if not torch.equal(weight.read(), changed):
+                    raise ModelError(f"{model.info.name}: {part.target} cannot be changed in place")
         yield
     finally:
-        # Backwards, because two parts may have edited one weight: its first original counts.
+        # Backwards, because two parts may have changed one weight: its first original counts.
         for weight, original in reversed(originals):
             weight.tensor.copy_(original)
         for name, read in readers.items():
@@ -74,29 +74,29 @@ def edited_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
                 )
 
 
-def _weights_of(model: Model, part: BoundPart) -> list[EditableWeight]:
-    """The weights that a part edits, one for each of its layers."""
+def _weights_of(model: Model, part: BoundPart) -> list[ChangeableWeight]:
+    """The weights that a part changes, one for each of its layers."""
     layers: Iterable[int | None] = range(model.info.n_layers)
-    if part.target in EDITABLE_EMBEDDINGS:
+    if part.target in CHANGEABLE_EMBEDDINGS:
         layers = [None]
     elif part.layer is not None:
         layers = [part.layer]
-    weights: list[EditableWeight] = []
+    weights: list[ChangeableWeight] = []
     for layer in layers:
-        weight = model.editable_weight(part.target, layer)
+        weight = model.changeable_weight(part.target, layer)
         if weight is None:
             place = "" if layer is None else f"layer {layer} has "
             raise ModelError(
-                f"{model.info.name}: {place}no {part.target} for {part.registered.name} to edit"
+                f"{model.info.name}: {place}no {part.target} for {part.registered.name} to change"
             )
         weights.append(weight)
     return weights
 
 
 def _readers(model: Model, bound: BoundIntervention) -> dict[str, Callable[[], Tensor]]:
-    """Functions that return the edited weights as the engines read them, by name.
+    """Functions that return the changed weights as the engines read them, by name.
 
-    A weight is looked up again by each call: the tensor that was edited would not tell whether the
+    A weight is looked up again by each call: the tensor that was changed would not tell whether the
     model still uses it.
     """
     readers: dict[str, Callable[[], Tensor]] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headcount.schemas.errors import ScanError
 
-EDITABLE_ACTIVATIONS: dict[str, str] = {
+CHANGEABLE_ACTIVATIONS: dict[str, str] = {
     "embed": "token embeddings [batch pos d_model]",
     "pos_embed": "position embeddings as they are added [batch pos d_model]; batch may be 1",
     "resid_pre": "residual stream before the layer [batch pos d_model]",
@@ -30,7 +30,7 @@ EDITABLE_ACTIVATIONS: dict[str, str] = {
     "mlp_out": "what the MLP adds to the stream [batch pos d_model]",
     "resid_post": "residual stream after the layer [batch pos d_model]",
 }
-"""Every activation that can be edited, with its TransformerLens axes, in the order in which a pass
+"""Every activation that can be changed, with its TransformerLens axes, in the order in which a pass
 makes them.
 """
 
@@ -38,37 +38,37 @@ EMBEDDINGS = ("embed", "pos_embed")
 """Activations before the first layer."""
 
 PROJECTIONS = ("q", "k", "v")
-"""Activations that a layer makes at the same time, so an edit of one cannot read the others."""
+"""Activations that a layer makes at the same time, so a change of one cannot read the others."""
 
 WHOLE_PATTERN = ("attn_scores", "pattern")
 """Activations that exist only where a pattern is built, both from the same q and k."""
 
 READABLE_ACTIVATIONS = ("resid_pre", "q", "k", "v", "pattern", "z")
-"""Activations that an edit of a later one may read, in the form in which statistics see them.
+"""Activations that a change of a later one may read, in the form in which statistics see them.
 
 So the pattern is one that answers questions.
 """
 
 PARTNER = "partner"
-"""Read by an edit that wants its own target from the run on the partner sequence."""
+"""Read by a change that wants its own target from the run on the partner sequence."""
 
 LABELS = "labels"
-"""Read by an edit that wants to know which tokens the input family has labelled."""
+"""Read by a change that wants to know which tokens the input family has labelled."""
 
 Index = int | slice | EllipsisType | Tensor | list[int]
 """What selects places along an axis of a tensor."""
 
 
 def readable(target: str) -> tuple[str, ...]:
-    """What an edit may read besides its target.
+    """What a change may read besides its target.
 
     >>> readable("v")
     ('tokens', 'layer', 'partner', 'labels', 'resid_pre')
     >>> readable("pattern")
     ('tokens', 'layer', 'partner', 'labels', 'resid_pre', 'q', 'k', 'v')
     """
-    order = list(EDITABLE_ACTIVATIONS)
-    # What is made at the same time as the target does not exist yet when the edit is made.
+    order = list(CHANGEABLE_ACTIVATIONS)
+    # What is made at the same time as the target does not exist yet when the change is made.
     made_at = target
     if target in PROJECTIONS:
         made_at = PROJECTIONS[0]
@@ -83,7 +83,7 @@ def readable(target: str) -> tuple[str, ...]:
 class Streaming:
     """Heads whose queries see the first keys and the last ones, and none between.
 
-    An edit of scores that says this can be followed without a matrix of scores.
+    A change of scores that says this can be followed without a matrix of scores.
     """
 
     sink: int
@@ -95,7 +95,7 @@ class Streaming:
 
 
 @dataclass(frozen=True)
-class Edit:
+class Change:
     """A function of one activation and of what it reads by name.
 
     It returns another tensor and leaves its arguments as they are.
@@ -107,60 +107,65 @@ class Edit:
     """The layer it is for; none means all of them."""
     reads: frozenset[str] = frozenset()
     streaming: Streaming | None = None
-    """What it hides, if it is an edit of scores that does nothing but this."""
+    """What it hides, if it is a change of scores that does nothing but this."""
 
     def touches(self, name: str, layer: int | None) -> bool:
-        """Whether it edits an activation, in a layer if the activation belongs to one."""
+        """Whether it changes an activation, in a layer if the activation belongs to one."""
         return self.target == name and (layer is None or self.is_in(layer))
 
     def is_in(self, layer: int) -> bool:
-        """Whether it edits something in a layer."""
+        """Whether it changes something in a layer."""
         if self.streaming is not None:
             return layer in self.streaming.heads
         return self.layer in (None, layer)
 
 
-class Edits:
-    """Edits in the order in which they are applied."""
+class Changes:
+    """Changes in the order in which they are applied."""
 
-    def __init__(self, edits: Iterable[Edit] = ()) -> None:
-        self.edits = tuple(edits)
-        self.reads = frozenset[str]().union(*(edit.reads for edit in self.edits))
+    def __init__(self, changes: Iterable[Change] = ()) -> None:
+        self.changes = tuple(changes)
+        self.reads = frozenset[str]().union(*(change.reads for change in self.changes))
 
     def touch(self, name: str, layer: int | None = None) -> bool:
-        """Whether an activation is edited, in a layer if the activation belongs to one."""
-        return any(edit.touches(name, layer) for edit in self.edits)
+        """Whether an activation is changed, in a layer if the activation belongs to one."""
+        return any(change.touches(name, layer) for change in self.changes)
 
     def touch_layer(self, layer: int) -> bool:
-        """Whether anything is edited in a layer."""
-        return any(edit.is_in(layer) and edit.target not in EMBEDDINGS for edit in self.edits)
+        """Whether anything is changed in a layer."""
+        return any(
+            change.is_in(layer) and change.target not in EMBEDDINGS for change in self.changes
+        )
 
     def apply(
         self, name: str, layer: int | None, value: Tensor, readable_values: Mapping[str, Any]
     ) -> Tensor:
-        """An activation as edits leave it; the same tensor if nothing edits it."""
-        edited = value
-        for edit in self.edits:
-            if edit.touches(name, layer):
-                # Each edit gets what the one before it left.
-                edited = edit.function(edited, {**readable_values, "layer": layer})
-        return edited
+        """An activation as changes leave it; the same tensor if nothing changes it."""
+        changed = value
+        for change in self.changes:
+            if change.touches(name, layer):
+                # Each change gets what the one before it left.
+                changed = change.function(changed, {**readable_values, "layer": layer})
+        return changed
 
     def streaming(self, layer: int) -> Streaming | None:
-        """What the edits of a layer's scores and pattern hide, if there is one edit that says it.
+        """What the changes of a layer's scores and pattern hide, if there is one change that says
+        it.
 
-        None if there is no such edit, or another one beside it.
+        None if there is no such change, or another one beside it.
         """
-        edits = [
-            edit for edit in self.edits if any(edit.touches(name, layer) for name in WHOLE_PATTERN)
+        changes = [
+            change
+            for change in self.changes
+            if any(change.touches(name, layer) for name in WHOLE_PATTERN)
         ]
-        return edits[0].streaming if len(edits) == 1 else None
+        return changes[0].streaming if len(changes) == 1 else None
 
-    def given(self, values: Mapping[str, Any]) -> Edits:
-        """The same edits, which may read these values too."""
-        return Edits(
-            replace(edit, function=partial(_with_values, edit.function, values))
-            for edit in self.edits
+    def given(self, values: Mapping[str, Any]) -> Changes:
+        """The same changes, which may read these values too."""
+        return Changes(
+            replace(change, function=partial(_with_values, change.function, values))
+            for change in self.changes
         )
 
     def dense_layers(self, n_layers: int) -> list[int]:
@@ -192,7 +197,7 @@ def hide(scores: Tensor, hidden: Tensor) -> Tensor:
 
 
 def hidden_keys(scores: Tensor, unseen: Tensor | None = None) -> Tensor:
-    """Which keys edited scores `[batch head query key]` hide, of those that a query can see.
+    """Which keys changed scores `[batch head query key]` hide, of those that a query can see.
 
     `unseen [query key]` are the keys that a query cannot see; None means the future. A query from
     which every key is hidden would attend to nothing, so that is refused.
@@ -204,7 +209,8 @@ def hidden_keys(scores: Tensor, unseen: Tensor | None = None) -> Tensor:
     sees_nothing = (hidden.sum(-1) == visible_keys).flatten(0, -2).any(0)  # [query]
     if sees_nothing.any():
         raise ScanError(
-            f"interventions: an edit hides every key from query {int(sees_nothing.nonzero()[0])}; "
+            f"interventions: an intervention hides every key from query "
+            f"{int(sees_nothing.nonzero()[0])}; "
             "leave each query a key"
         )
     return hidden
@@ -217,6 +223,6 @@ def replaced(x: Tensor, where: Index | tuple[Index, ...], value: Tensor | float)
     >>> replaced(torch.ones(3), slice(1), 0).tolist()
     [0.0, 1.0, 1.0]
     """
-    edited = x.clone()
-    edited[where] = value
-    return edited
+    changed = x.clone()
+    changed[where] = value
+    return changed
