@@ -56,8 +56,8 @@ demo: .venv/.installed
 	@echo; echo 'Induction heads: at work on 25 tokens repeated, and resting on the first token where nothing repeats'
 	@$(BIN)/headcount query $(RUNS) "SELECT model, label, induction_repeated, sink_repeated, sink_unrepeated, sink_text \
 		FROM dormant_induction_heads WHERE induction_repeated >= 0.4"
-	@echo; echo 'Sink heads: attention to the first token against chance, its value vector and residual stream against the others'
-	@$(BIN)/headcount query $(RUNS) "SELECT model, input_family, label, sink_mass, chance, value_norm_ratio, resid_pre_norm_ratio \
+	@echo; echo 'Sink heads: attention to the first token against the uniform baseline, its value vector and residual stream against the others'
+	@$(BIN)/headcount query $(RUNS) "SELECT model, input_family, label, sink_mass, uniform_baseline, value_norm_ratio, resid_pre_norm_ratio \
 		FROM sink_heads WHERE rank <= 2 AND input_family <> 'repeated_random'"
 	@echo; echo 'Previous-token heads: what the induction heads are built on'
 	@$(BIN)/headcount query $(RUNS) "SELECT model, label, mean_previous_token_score, mean_entropy, mean_mean_distance \

@@ -82,8 +82,7 @@ class ExportSource:
         n_kv_heads = self.run["n_kv_heads"]
         if n_kv_heads is None:
             raise QueryError(
-                f"run {self.run_id}: was begun by older code, which did not record how many KV "
-                "heads the model has; scan again with --model"
+                f"run {self.run_id}: has no record of its KV heads; scan again with --model"
             )
         return self.run["n_layers"], n_kv_heads
 

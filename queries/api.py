@@ -122,8 +122,8 @@ class Runs:
     def head(self, label: Name, *, run_id: Name | None = None, intervention: Name = "none") -> Head:
         """The card of a head, such as `L5H1`, of one run. `run_id` may be left out if one is open.
 
-        The card has every statistic with its chance level and its place among the heads. Tokens are
-        numbers if the tokenizer of the model is not there.
+        The card has every statistic with its uniform baseline and its place among the heads. Tokens
+        are numbers if the tokenizer of the model is not there.
         """
         from headcount.queries.report.head_card import head_card
 

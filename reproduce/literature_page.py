@@ -293,7 +293,7 @@ def _quantity_cells(catalogue: Source, named: set[str]) -> list[list[str]]:
     """The quantities of the catalogue, without those that are one of the named columns."""
     cells: list[list[str]] = []
     for claim in catalogue.claim:
-        names = re.findall(r"`(?:chance_)?(\w+)`", claim.covered_by)
+        names = re.findall(r"`(?:uniform_)?(\w+)`", claim.covered_by)
         # What is left beside the names are commas, "and" and "or" if it is named.
         rest = re.sub(rf"`\w+`|{KIND_WORDS}|,|;|and|or", "", claim.covered_by)
         if not (names and set(names) <= named and not rest.strip()):

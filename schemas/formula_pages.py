@@ -98,7 +98,7 @@ def _own_facts(formula: Formula) -> list[str]:
     if isinstance(formula, Statistic):
         if formula.standard:
             facts.append("standard")
-        if formula.chance:
+        if formula.uniform_baseline:
             facts.append("baseline")
     return facts
 

@@ -28,11 +28,17 @@ from headcount.queries.ask.answers import run_query
 from headcount.queries.open.connection import connect
 from headcount.schemas.files.commits import COMMITS, write_fold
 from headcount.schemas.files.digests import digest_of
-from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.parquet import parquet_bytes, table_of
 from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory, data_path
-from headcount.schemas.files.tables import HEADS, ROLLUPS, SEQUENCES, chance_column, with_partitions
+from headcount.schemas.files.tables import (
+    HEADS,
+    ROLLUPS,
+    SEQUENCES,
+    uniform_column,
+    with_partitions,
+)
 from headcount.schemas.histogram_bins import Axis
 from headcount.schemas.scans.kinds import table_schema
 from headcount.schemas.statistics import KIND, STATISTICS, Statistic
@@ -147,8 +153,8 @@ def _sequence_rows(rng: np.random.Generator, sequence: np.ndarray) -> pa.Table:
         "n_tokens": np.full(len(sequence), N_CTX),
     }
     for statistic in statistics():
-        if statistic.chance:
-            sequences[chance_column(statistic.name)] = np.full(len(sequence), 0.01, np.float32)
+        if statistic.uniform_baseline:
+            sequences[uniform_column(statistic.name)] = np.full(len(sequence), 0.01, np.float32)
     return table_of(sequences, table_schema(SEQUENCES, {KIND.field: statistics()}))
 
 
@@ -199,6 +205,7 @@ def _manifest(files: int) -> Manifest:
     scan = {"model": "gpt2", "n_ctx": N_CTX, "input": {"family": "pile"},
             "interventions": ["none"], "sequences_per_shard": SHARD}  # fmt: skip
     return Manifest(
+        layout=LAYOUT,
         run_id=RUN_ID,
         created="2026-01-01T00:00:00Z",
         identity={"scan": scan},

@@ -50,7 +50,7 @@ from headcount.schemas.files.commits import (
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.run_directory import data_path, shard_file_name
-from headcount.schemas.files.tables import chance_column, with_partitions
+from headcount.schemas.files.tables import uniform_column, with_partitions
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import Scan, parse_scan
@@ -114,8 +114,10 @@ class Idler(Replica):
         shape = (len(tokens), self.info.n_layers, self.info.n_heads)
         statistics = self.scan.formulas(KIND)
         heads = {s.name: np.zeros(shape, np.float32) for s in statistics}
-        chance = {
-            chance_column(s.name): np.zeros(len(tokens), np.float32) for s in statistics if s.chance
+        uniform_baseline = {
+            uniform_column(s.name): np.zeros(len(tokens), np.float32)
+            for s in statistics
+            if s.uniform_baseline
         }
         method = Method(
             intervention=str(intervention),
@@ -125,7 +127,9 @@ class Idler(Replica):
             built_layers=[],
         )
         every = MeasuredHeads.every(self.info.n_layers, self.info.n_heads)
-        return InterventionMeasurements({"heads": heads, "sequences": chance}, {}, every, method)
+        return InterventionMeasurements(
+            {"heads": heads, "sequences": uniform_baseline}, {}, every, method
+        )
 
 
 def begin_run(out: Path | str, name: str, fields: Mapping[str, object]) -> Plan:

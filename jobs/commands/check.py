@@ -63,13 +63,6 @@ def _check(run: RunDirectory, console: Console) -> bool:
             f"{run.run_id}: {counted(checked.unreferenced, 'file')} that no commit refers to; "
             f"headcount compact {run.path} deletes what it may",
         )
-    if checked.without_digest:
-        # Without a digest, a flipped bit in a value may go unnoticed.
-        say(
-            console,
-            f"{run.run_id}: {counted(checked.without_digest, 'file')} of older code, committed "
-            "without a digest; what shows in them was checked",
-        )
     size = f"{counted(checked.files, 'file')}, {checked.bytes / 1e6:,.1f} MB"
     if not checked.damaged:
         say(console, f"{run.run_id}: {counted(checked.shards, 'shard')}, {size}, as committed")

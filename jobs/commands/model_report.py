@@ -166,7 +166,7 @@ def _undefined_by_windows(model: Model) -> Iterator[tuple[str, str]]:
     windows = [window for window in layers_by_window if window is not None]
     if len(layers_by_window) > 1 and windows:
         cause = "the layers differ in their window, so measure layers of one window for them"
-        yield "NULL", f"chance levels: from n_ctx = {min(windows) + 1:,} on; {cause}"
+        yield "NULL", f"uniform baselines: from n_ctx = {min(windows) + 1:,} on; {cause}"
 
 
 LARGEST_TRIAL_WINDOW = 128

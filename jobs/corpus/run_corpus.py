@@ -94,7 +94,7 @@ class RunCorpus:
 
     @classmethod
     def read(cls, run: RunDirectory) -> RunCorpus:
-        """The record of a run; a run of an older version does not have one."""
+        """The record of a run."""
         file = _record_file(run)
         try:
             content = json.loads(file.read_bytes())
@@ -107,8 +107,8 @@ class RunCorpus:
             return cls(content["store"], portions)
         except FileNotFoundError:
             raise OtherRunError(
-                f"{run.path}: begun by an older headcount, which kept no tokens of its corpus, so "
-                "it can be read but not continued"
+                f"{file}: gone, so nothing says which corpus the run was begun with; it can be "
+                "read but not continued"
             ) from None
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             raise OtherRunError(

@@ -38,7 +38,6 @@ LIBRARIES = (
 
 def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: ResolvedScan) -> None:
     """Refuse to continue a run that measured something else."""
-    check_not_older(run, manifest)
     # A manifest holds what JSON makes of an identity: tuples became lists.
     identity = json.loads(json.dumps(resolved.identity))
     changes = changed_identity(manifest, identity, resolved.records, resolved.info.record)
@@ -50,15 +49,6 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
     if changes:
         raise OtherRunError(f"{run.path}: this run measured something else: {', '.join(changes)}")
     _check_same_text(run, manifest.identity.get("corpus") or {}, identity["corpus"])
-
-
-def check_not_older(run: RunDirectory, manifest: Manifest) -> None:
-    """Refuse to continue a run whose identity meant something else when it was begun."""
-    if manifest.older:
-        raise OtherRunError(
-            f"{run.path}: begun by an older headcount (code {manifest.code}), so it can be read "
-            "but not continued"
-        )
 
 
 def _check_same_text(
@@ -115,7 +105,6 @@ def changed_meanings(run_meanings: Meanings, meanings: Meanings) -> list[str]:
 
 def changed_versions(manifest: Manifest) -> list[str]:
     """One line that names the libraries of another version than at the run's begin, or no line."""
-    # A run of older code may name libraries that are no longer looked at.
     run_versions = {
         library: release for library, release in manifest.versions.items() if library in LIBRARIES
     }

@@ -24,7 +24,6 @@ from headcount.jobs.corpus.run_corpus import (
 from headcount.jobs.plan.identity import (
     LIBRARIES,
     changed_versions,
-    check_not_older,
     check_same_identity,
     installed_version,
 )
@@ -40,7 +39,7 @@ from headcount.jobs.plan.scan_runs import (
 )
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import OtherRunError, RunError, ScanError, counted
-from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.places import names, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, parse_scan
@@ -295,6 +294,7 @@ def _new_manifest(
     """The manifest of a run that begins here and now."""
     scan = resolved.scan
     return Manifest(
+        layout=LAYOUT,
         run_id=run.run_id,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         identity=resolved.identity,
@@ -405,8 +405,6 @@ def replan(
             f"{run.path}: this is run {manifest.run_id}; call its directory "
             f"run_id={manifest.run_id} again"
         )
-    with naming_the_alternative(run, command):
-        check_not_older(run, manifest)
     if not isinstance(manifest.identity.get("scan"), dict):
         raise RunError(
             f"{run.manifest_file}: not a manifest (no scan in it); put the run's own file back, or "

@@ -304,9 +304,8 @@ class _Origin(NamedTuple):
     """What a shard was measured on and with."""
 
     device: str
-    """Empty in commits of older code."""
     versions: dict[str, str]
-    """The version of each library; empty in commits of older code."""
+    """The version of each library."""
 
 
 def _first_origin(run: RunDirectory) -> _Origin | None:
@@ -323,9 +322,9 @@ def _origin_of(commit: Commit) -> _Origin:
 
 
 def _differences(begun: _Origin, origin: _Origin) -> list[str]:
-    """What differs between two origins, in words; what older code did not record does not count."""
-    differences = differing_keys(begun.versions, origin.versions) if begun.versions else []
-    if begun.device and origin.device != begun.device:
+    """What differs between two origins, in words."""
+    differences = differing_keys(begun.versions, origin.versions)
+    if origin.device != begun.device:
         differences = [f"{origin.device}, begun on {begun.device}", *differences]
     return differences
 

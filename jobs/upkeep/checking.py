@@ -26,8 +26,6 @@ class Checked:
     """In the order of shards."""
     unreferenced: int
     """Files in the data directories that no commit refers to."""
-    without_digest: int
-    """Files of which the commit records no digest."""
 
 
 def check_run(run: RunDirectory) -> Checked:
@@ -39,12 +37,10 @@ def check_run(run: RunDirectory) -> Checked:
     damaged: list[Damage] = []
     committed_paths: set[str] = set()
     committed_bytes = 0
-    without_digest = 0
     try:
         for file, why in examined_files(run.path, manifest, [ledger]):
             committed_paths.add(file.path)
             committed_bytes += file.bytes
-            without_digest += not file.digest  # Older code recorded none.
             if why is not None:
                 damaged.append(Damage(file.path, file.shards, why))
         unreferenced = sum(path not in committed_paths for path in _paths_in_data_directories(run))
@@ -56,7 +52,6 @@ def check_run(run: RunDirectory) -> Checked:
         bytes=committed_bytes,
         damaged=sorted(damaged, key=lambda damage: (min(damage.shards), damage.path)),
         unreferenced=unreferenced,
-        without_digest=without_digest,
     )
 
 

@@ -170,7 +170,7 @@ def merge_files(
         is_rolled_up = table in (HEADS.name, SEQUENCES.name)
         if stays and not is_rolled_up:
             continue
-        rows = _read_rows(run, manifest, files, bounds)
+        rows = _read_rows(run, files, bounds)
         if not stays:
             rows = _sorted(rows, TABLES[table].order)
             shard_count = sum(len(file.shards) for file in files)
@@ -285,12 +285,12 @@ def _with_rollups(commits: pa.Table, new_rollups: list[DataFile]) -> pa.Table:
 
 
 def _read_rows(
-    run: RunDirectory, manifest: Manifest, files: list[CommittedFile], bounds: Mapping[str, Bounds]
+    run: RunDirectory, files: list[CommittedFile], bounds: Mapping[str, Bounds]
 ) -> pa.Table:
     """The rows of some files of one table, without those that do not count."""
     readers = DISK_READERS if isinstance(run.path, Path) else READERS
     with ThreadPoolExecutor(readers) as pool:
-        tables = list(pool.map(lambda file: _read_file(run, manifest, file, bounds), files))
+        tables = list(pool.map(lambda file: _read_file(run, file, bounds), files))
     for file, table in zip(files, tables, strict=True):
         if table.schema != tables[0].schema:
             raise DamagedShards(
@@ -299,9 +299,7 @@ def _read_rows(
     return pa.concat_tables(tables).combine_chunks()
 
 
-def _read_file(
-    run: RunDirectory, manifest: Manifest, file: CommittedFile, bounds: Mapping[str, Bounds]
-) -> pa.Table:
+def _read_file(run: RunDirectory, file: CommittedFile, bounds: Mapping[str, Bounds]) -> pa.Table:
     """The rows of a file that count; a file that is not as committed is never merged.
 
     A merged file gets a digest of its own, which would hide the damage for ever.
@@ -309,7 +307,7 @@ def _read_file(
     try:
         # The file is read twice, for its digest and for its rows.
         with open_at_once(run.path / file.path) as content:
-            why = problem(run.path, manifest, file, bounds, content)
+            why = problem(run.path, file, bounds, content)
             if why is None:
                 content.seek(0)
                 table = read_content(content)

@@ -68,7 +68,7 @@ class OpenedRuns:
         self._runs = _runs_of(database)
         self._records = database.records("FROM runs ORDER BY run_id")
         self._statistics = database.records(
-            "SELECT name, unit, range_low, range_high, meaning, formula, source, chance "
+            "SELECT name, unit, range_low, range_high, meaning, formula, source, uniform_baseline "
             "FROM statistics ORDER BY name"
         )
         self._parts = self._parts_by_run()
@@ -252,8 +252,8 @@ class OpenedRuns:
             heads=record["n_heads"],
             interventions=tuple(record["interventions"]),
             statistics=tuple(record["statistics"]),
-            chance=frozenset(
-                name for name in record["statistics"] if f"chance_{name}" in self._sequence_columns
+            uniform_baseline=frozenset(
+                name for name in record["statistics"] if f"uniform_{name}" in self._sequence_columns
             ),
             every=-(-rows // sample_rows) if is_large else 1,
             has_rollups=has_rollups,

@@ -63,8 +63,8 @@ class RunFacts:
     heads: int
     interventions: tuple[str, ...]
     statistics: tuple[str, ...]
-    chance: frozenset[str] = frozenset()
-    """Statistics with a chance level in `sequences`."""
+    uniform_baseline: frozenset[str] = frozenset()
+    """Statistics with a uniform baseline in `sequences`."""
     axes: dict[str, Axis] = field(default_factory=dict[str, Axis])
     """The axis of each statistic that was asked for."""
     every: int = 1
@@ -491,7 +491,7 @@ _SUMMARY = "statistic, count, mean, sd, standard_error, documents, minimum, maxi
 
 
 class Card(HeadQuestion):
-    """Every statistic of a head: count, mean, spread and chance level. One object each."""
+    """Every statistic of a head: count, mean, spread and uniform baseline. One object each."""
 
     kind: Literal["card"]
 
@@ -500,18 +500,18 @@ class Card(HeadQuestion):
         return not facts.has_rollups
 
     def statements(self, facts: RunFacts) -> list[Statement]:
-        """The means of the head, and one row of chance levels."""
+        """The means of the head, and one row of uniform baselines."""
         statements = [
             Statement(self._from_rollups() if facts.has_rollups else self._from_rows(facts))
         ]
-        if facts.chance:
-            chances = ", ".join(
-                f"avg({quoted_name(f'chance_{name}')})" for name in self._with_chance(facts)
+        if facts.uniform_baseline:
+            baselines = ", ".join(
+                f"avg({quoted_name(f'uniform_{name}')})" for name in self._with_baseline(facts)
             )
             of_sequences = self.scope.conditions_on_run
             if self.scope.part is not None:
                 of_sequences.append(f"pile_set_name = {text_literal(self.scope.part)}")
-            statements.append(Statement(f"SELECT {chances} FROM sequences{where(of_sequences)}"))
+            statements.append(Statement(f"SELECT {baselines} FROM sequences{where(of_sequences)}"))
         return statements
 
     def _from_rollups(self) -> str:
@@ -536,19 +536,19 @@ class Card(HeadQuestion):
             "FROM of_rows JOIN errors USING (statistic) GROUP BY statistic"
         )
 
-    def _with_chance(self, facts: RunFacts) -> list[str]:
-        return [name for name in facts.statistics if name in facts.chance]
+    def _with_baseline(self, facts: RunFacts) -> list[str]:
+        return [name for name in facts.statistics if name in facts.uniform_baseline]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each statistic."""
-        chances: dict[str, float | None] = {}
-        if facts.chance:
-            chances = dict(zip(self._with_chance(facts), _row(tables[1]), strict=True))
+        baselines: dict[str, float | None] = {}
+        if facts.uniform_baseline:
+            baselines = dict(zip(self._with_baseline(facts), _row(tables[1]), strict=True))
         by_name = {row["statistic"]: row for row in tables[0].to_pylist()}
         return Answer(
             {
                 "rows": [
-                    by_name[name] | {"chance": chances.get(name)}
+                    by_name[name] | {"uniform_baseline": baselines.get(name)}
                     for name in facts.statistics
                     if name in by_name
                 ]

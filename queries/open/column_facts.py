@@ -12,7 +12,7 @@ from headcount.queries.open.connection import describe, view_descriptions
 from headcount.queries.open.descriptions import PREFIXES
 from headcount.schemas.scans.kinds import KINDS, TABLES
 
-SAME_RANGE = ("mean_", "max_", "chance_")
+SAME_RANGE = ("mean_", "max_", "uniform_")
 """Prefixes of columns that have the range of the column that they sum up."""
 
 Facts = dict[str, dict[str, str]]
@@ -70,7 +70,7 @@ def _formula_facts(connection: duckdb.DuckDBPyConnection) -> Facts:
 
 def _base_column(column: str) -> str:
     """The column that another one sums up: `entropy` for `mean_entropy`."""
-    for prefix in (*PREFIXES, "chance_"):
+    for prefix in (*PREFIXES, "uniform_"):
         if column.startswith(prefix):
             return column.removeprefix(prefix)
     return column

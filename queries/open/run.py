@@ -122,12 +122,12 @@ class Run:
         """The code of every shard that is done, each once. Before the first shard it is the code
         that began the run.
         """
-        codes = _named_codes(pc.unique(self.done["code"]), self.manifest)
+        codes = pc.unique(self.done["code"]).to_pylist()
         return list(dict.fromkeys(codes)) or [self.manifest.code]
 
     def shards_of(self, code: str) -> str:
         """The shards that some code measured, in words."""
-        is_of_code = [own == code for own in _named_codes(self.done["code"], self.manifest)]
+        is_of_code = [own == code for own in self.done["code"].to_pylist()]
         shards = self.done["shard"].to_numpy()[is_of_code]
         if len(shards) == 1:
             return f"shard {shards[0]}"
@@ -143,19 +143,14 @@ def _shards_of(damaged: list[Damage]) -> list[int]:
     return [shard for damage in damaged for shard in damage.shards]
 
 
-def _named_codes(codes: pa.ChunkedArray, manifest: Manifest) -> list[str]:
-    """The code of each commit. Old commits do not name it: theirs is the one of the manifest."""
-    return [code or manifest.code for code in codes.to_pylist()]
-
-
 def read_run(directory: RunDirectory, code: str | None) -> Run:
     """Read a manifest and a ledger, and look for files that are gone or have another size."""
     manifest = directory.manifest()
     ledger = directory.ledger()
-    # Two compactions of older code at the same time may have left rows that would count twice.
+    # Otherwise rows would count twice.
     check_merged(ledger)
     if code is not None:
-        codes = _named_codes(ledger["code"], manifest)
+        codes = ledger["code"].to_pylist()
         if code not in codes:
             raise QueryError(f"run {directory.run_id}: {unknown('code', code, set(codes))}")
         ledger = ledger.filter(pa.array([own == code for own in codes], pa.bool_()))

@@ -70,14 +70,13 @@ RUNS: ColumnTypes = {
     ),
     "seed": (
         pa.int64(),
-        "Seed of synthetic input. NULL if it is 2^63 or more, which older versions allowed.",
+        "Seed of synthetic input.",
     ),
     "n_layers": (pa.int32(), "Layers of the model."),
     "n_heads": (pa.int32(), "Heads in a layer."),
     "n_kv_heads": (
         pa.int32(),
-        "Heads of a layer with keys and values of their own, which query heads may share. NULL if "
-        "older code began the run.",
+        "Heads of a layer with keys and values of their own, which query heads may share.",
     ),
     "d_model": (pa.int32(), "Width of the residual stream."),
     "d_head": (pa.int32(), "Width of a head."),
@@ -167,9 +166,9 @@ FORMULA_FACTS: ColumnTypes = {
     "meaning": (pa.string(), "Meaning, in one sentence."),
     "formula": (pa.string(), "Formula, in index notation."),
     "source": (pa.string(), "Where the definition comes from."),
-    "chance": (
+    "uniform_baseline": (
         pa.bool_(),
-        "Whether sequences.chance_<name> holds what uniform attention would score.",
+        "Whether sequences.uniform_<name> holds what uniform attention would score.",
     ),
     "description": (pa.string(), "Meaning, formula and when it is NULL, on one line."),
     "fingerprint": (pa.string(), "Fingerprint of the formula's code."),
@@ -353,10 +352,6 @@ def _committed_shards(run: Run) -> pa.Table:
     status = pa.array(np.where(run.is_whole, "done", "damaged"), pa.string())
     shards = run.ledger.select(of_commit).append_column("status", status)
     shards = shards.append_column("damage", _damage_column(run))
-    for name in ("code", "device"):
-        # A commit of an older version says nothing of these, which a ledger holds as "".
-        known = pc.if_else(pc.equal(shards[name], ""), None, shards[name])
-        shards = shards.set_column(shards.schema.get_field_index(name), name, known)
     return shards.select(schema.names).cast(schema)
 
 

@@ -245,7 +245,7 @@ def _failing_view(name: str, message: str) -> str:
 
 def base_names(column: str) -> set[str]:
     """A column and those that it may sum up: `entropy` for `mean_entropy`."""
-    return {column.removeprefix(prefix) for prefix in ("", *PREFIXES, "chance_")}
+    return {column.removeprefix(prefix) for prefix in ("", *PREFIXES, "uniform_")}
 
 
 def way_to(column: str) -> str:

@@ -10,7 +10,6 @@ from headcount.queries.open.run_tables import measured_columns
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.files.tables import HEADS, PARTITION_NAMES, SEQUENCES, Table
 from headcount.schemas.scans.kinds import TABLES
-from headcount.schemas.scans.scan import SAFE_NAME
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,8 @@ def source_sql(source: Source, runs: list[Run]) -> str:
     selects = [f"FROM ledger.{table.name}_content"]
     files_by_columns: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
-        if _has_safe_name(run):
-            columns = _measured_names(run, table)
-            files_by_columns.setdefault(columns, []).extend(_files(run, source))
+        files = run.files(table.name, source.unrolled)
+        files_by_columns.setdefault(_measured_names(run, table), []).extend(files)
     for columns, files in sorted(files_by_columns.items()):
         if files:
             # Without hive_types, DuckDB would read a run named like a number or a date as one.
@@ -56,9 +54,6 @@ def source_sql(source: Source, runs: list[Run]) -> str:
                 "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'intervention': "
                 "VARCHAR})" + _without_damaged_shards(table, runs)
             )
-    for run in runs:
-        if not _has_safe_name(run):
-            selects += _selects_by_intervention(run, source)
     # BY NAME: what one run did not measure is NULL in its rows.
     return " UNION ALL BY NAME ".join(selects)
 
@@ -84,11 +79,6 @@ def _escaped(text: str) -> str:
     return re.sub(r"[*?\[]", r"[\g<0>]", text)
 
 
-def _has_safe_name(run: Run) -> bool:
-    """Whether DuckDB can read the run's name off a path. Older versions allowed other names."""
-    return SAFE_NAME.fullmatch(run.directory.run_id) is not None
-
-
 def _measured_names(run: Run, table: Table) -> tuple[str, ...]:
     return tuple(sorted(measured_columns([run])[table.name]))
 
@@ -106,26 +96,3 @@ def _without_damaged_shards(table: Table, runs: list[Run]) -> str:
             run_id = text_literal(run.directory.run_id)
             conditions.append(f"(run_id = {run_id} AND shard IN ({', '.join(map(str, shards))}))")
     return f" WHERE NOT ({' OR '.join(conditions)})" if conditions else ""
-
-
-def _files(run: Run, source: Source) -> list[str]:
-    return run.files(source.table.name, source.unrolled)
-
-
-def _selects_by_intervention(run: Run, source: Source) -> list[str]:
-    """One select per intervention, which says run and intervention itself.
-
-    That is for a run of an older version, whose name DuckDB cannot read off a path.
-    """
-    table = source.table
-    files_by_folder: dict[str, list[str]] = {}
-    for file in _files(run, source):
-        files_by_folder.setdefault(file.split("/")[-2], []).append(file)
-    columns = _name_list([*table.own, *_measured_names(run, table)])
-    return [
-        f"SELECT {text_literal(run.directory.run_id)} AS run_id, "
-        f"{text_literal(folder.removeprefix('intervention='))} AS intervention, {columns} FROM "
-        f"read_parquet({_path_list(files)}, hive_partitioning = false)"
-        f"{_without_damaged_shards(table, [run])}"
-        for folder, files in sorted(files_by_folder.items())
-    ]

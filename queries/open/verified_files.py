@@ -65,7 +65,7 @@ def damage_in(run: Run, tables: Iterable[str], tell: Tell) -> list[Damage]:
     damaged: list[Damage] = []
 
     def examine(file: CommittedFile) -> None:
-        why = problem(home, run.manifest, file, bounds)
+        why = problem(home, file, bounds)
         if why is not None:
             damaged.append(Damage(file.path, file.shards, why))
         # A file that changed a moment ago has no key, and is read again next time.

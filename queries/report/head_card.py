@@ -41,7 +41,7 @@ class CardStatistic:
     count: int
     """Sequences on which it is defined."""
     undefined: int
-    chance: float | None
+    uniform_baseline: float | None
     """What uniform attention would score on the same sequences."""
     percentile: float | None
     """Share of the other heads of the run with a smaller mean, in percent."""
@@ -202,7 +202,7 @@ def _card_statistic(facts: Record, values: HeadValues, head: Head) -> CardStatis
         maximum=_defined(values.maximum[head]),
         count=int(values.means.count[head]),
         undefined=int(values.undefined[head]),
-        chance=values.chance,
+        uniform_baseline=values.uniform_baseline,
         percentile=_defined(values.percentiles[head]),
         change=_defined(changes.mean[head]) if changes else None,
         change_error=_defined(changes.standard_error[head]) if changes else None,

@@ -72,9 +72,9 @@ class Ranking(NamedTuple):
 
 RANKINGS = {
     "sink_heads": Ranking(
-        "is_sink", ["sink_mass", "chance", "sink_alpha", "sink_rate", "value_norm_ratio"]
+        "is_sink", ["sink_mass", "uniform_baseline", "sink_alpha", "sink_rate", "value_norm_ratio"]
     ),
-    "induction_heads": Ranking("is_induction", ["induction_score", "chance", "coverage"]),
+    "induction_heads": Ranking("is_induction", ["induction_score", "uniform_baseline", "coverage"]),
 }
 """The rankings, by view."""
 
@@ -294,7 +294,7 @@ def _values(values: HeadValues) -> Record:
     content: Record = {
         **_mean_lists(values.means),
         "kind": _kind(values),
-        "chance": values.chance,
+        "uniform_baseline": values.uniform_baseline,
         "percentile": _rounded(values.percentiles, 3),
         "undefined": values.undefined.ravel().tolist(),
         "changes": _mean_lists(values.changes) if values.changes else None,

@@ -1,7 +1,7 @@
 """What a page shows of one run under one intervention: for every statistic, numbers by head.
 
 All of it comes from views of sums (`head_summaries`, `part_summaries`, `distributions`), but for
-the chance levels, which `sequences` has. The sequences behind a number are in `examples.py`.
+the uniform baselines, which `sequences` has. The sequences behind a number are in `examples.py`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class HeadValues:
     maximum: Floats
     undefined: Counts
     """Sequences on which the statistic is undefined."""
-    chance: float | None = None
+    uniform_baseline: float | None = None
     """What uniform attention would score on the same sequences."""
     histograms: Histograms | None = None
     parts: dict[str, Means] = field(default_factory=dict[str, Means])
@@ -161,7 +161,7 @@ def read_section(
         run["n_layers"] or 1 + _largest(summaries, "layer"),
         run["n_heads"] or 1 + _largest(summaries, "head"),
     )
-    chance = chance_levels(database, run["run_id"])
+    uniform_baseline = uniform_baselines(database, run["run_id"])
     rows_by_name = dict(_by_statistic(summaries))
     # In the order of the registry, and not in that of the rows.
     order = [*run["statistics"], *sorted(rows_by_name)]
@@ -174,7 +174,7 @@ def read_section(
             _by_head(rows, "minimum", section.shape),
             _by_head(rows, "maximum", section.shape),
             _counts(rows, "undefined", section.shape),
-            chance.get(f"chance_{name}"),
+            uniform_baseline.get(f"uniform_{name}"),
         )
     if not section.statistics:
         return section
@@ -188,15 +188,15 @@ def read_section(
     return section
 
 
-def chance_levels(database: RunDatabase, run_id: str) -> Record:
+def uniform_baselines(database: RunDatabase, run_id: str) -> Record:
     """What uniform attention would score, by name of the column in `sequences`."""
     # DuckDB refuses a COLUMNS that matches nothing.
-    if not any(column.startswith("chance_") for column in database.columns("sequences")):
+    if not any(column.startswith("uniform_") for column in database.columns("sequences")):
         return {}
     sql = f"""
-        SELECT avg(COLUMNS('^chance_.*')) FROM sequences WHERE run_id = {text_literal(run_id)}
+        SELECT avg(COLUMNS('^uniform_.*')) FROM sequences WHERE run_id = {text_literal(run_id)}
     """
-    (levels,) = records(database, "chance levels", sql)
+    (levels,) = records(database, "uniform baselines", sql)
     return levels
 
 

@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.digests import digest_of, digest_of_file
@@ -71,8 +71,8 @@ class DataFile(BaseModel):
     """Size of the file."""
     shards: int = 1
     """Number of shards with rows in the file; more than one after `headcount compact`."""
-    digest: str = ""
-    """Digest of the content (`schemas.files.digests`); empty in commits of older code."""
+    digest: str
+    """Digest of the content (`schemas.files.digests`)."""
 
 
 class Method(BaseModel):
@@ -86,7 +86,7 @@ class Method(BaseModel):
     """Number formats of the products, one of `schemas.scans.precision.PRECISIONS`."""
     attention: str
     """How the engine computed attention. tiles or kernel: the fused engine, without a pattern.
-    matrix: patterns were built. Empty in commits of older code.
+    matrix: patterns were built.
     """
     built_layers: list[int]
     """Layers whose pattern was built because an intervention needs it."""
@@ -125,68 +125,15 @@ class Commit(BaseModel):
     """Identifies the replica among those of the run."""
     attempt: int
     code: str
-    """Fingerprint of the code that measured the shard; empty in commits of older code."""
+    """Fingerprint of the code that measured the shard."""
     device: str
-    """Device that computed it, for example `cuda NVIDIA H100`; empty in commits of older code."""
+    """Device that computed it, for example `cuda NVIDIA H100`."""
     versions: list[Version]
-    """Libraries that measured; an empty list in commits of older code."""
+    """Libraries that measured."""
     methods: list[Method]
     """How each intervention was measured, in the order of the scan."""
     bad_rows: list[str]
     files: list[DataFile]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _translate_older_fields(cls, fields: object) -> object:
-        if not isinstance(fields, dict):
-            return fields
-        return translate_older_commit(cast("dict[str, Any]", fields))
-
-
-def translate_older_commit(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a commit in today's format.
-
-    Older code kept the engines and the precision as strings. Other commits stay as they are.
-    """
-    if "engine" not in fields:
-        return fields
-    unchanged = {
-        name: value for name, value in fields.items() if name not in ("engine", "precision")
-    }
-    interventions = dict.fromkeys(file["intervention"] for file in fields["files"] or ())
-    methods = older_methods(fields["engine"], fields["precision"], list(interventions))
-    return {"code": "", "device": "", "versions": [], "methods": methods} | unchanged
-
-
-OLDER_BUILT_LAYERS = re.compile(r"(\w+), with built patterns in layers ([\d ]+)")
-
-
-def older_methods(engines: str, precision: str, interventions: list[str]) -> list[dict[str, Any]]:
-    """The fields of `Method` for each intervention, from the strings of an older commit.
-
-    >>> engines = "none: fused; mask: fused, with built patterns in layers 0 2"
-    >>> older_methods(engines, "float32", ["none", "mask"])[1] == {
-    ...     "intervention": "mask", "engine": "fused", "precision": "float32",
-    ...     "attention": "", "built_layers": [0, 2],
-    ... }
-    True
-    """
-    engine_by_intervention = dict.fromkeys(interventions, engines)
-    if ": " in engines:
-        engine_by_intervention = dict(part.split(": ", 1) for part in engines.split("; "))
-    methods: list[dict[str, Any]] = []
-    for intervention, engine in engine_by_intervention.items():
-        built = OLDER_BUILT_LAYERS.fullmatch(engine)
-        methods.append(
-            {
-                "intervention": intervention,
-                "engine": built[1] if built else engine,
-                "precision": precision,
-                "attention": "",
-                "built_layers": [int(layer) for layer in built[2].split()] if built else [],
-            }
-        )
-    return methods
 
 
 @dataclass(frozen=True)
@@ -230,12 +177,6 @@ FILES = COMMITS.field("files").type.value_type
 """What a fold says about each data file."""
 
 DROPPED = pa.field("dropped", pa.bool_())
-
-OLDER_COLUMNS = ["engine", "precision", "files"]
-"""Columns of an older fold from which `TRANSLATED_COLUMNS` follow."""
-
-TRANSLATED_COLUMNS = ("code", "device", "versions", "methods")
-"""Columns that an older fold does not have."""
 
 
 def read_ledger(directory: Place, run_id: str, columns: Sequence[str] | None = None) -> pa.Table:
@@ -348,34 +289,14 @@ def read_parts(
 
 
 def _read_fold(file: Place, wanted_columns: list[str], mask: np.ndarray) -> pa.Table:
-    """Some columns of the rows of a fold that `mask` selects; older code may have written it."""
-    # Whether older code wrote the fold is seen only once it is read, so both kinds are asked for.
-    translated = [name for name in wanted_columns if name in TRANSLATED_COLUMNS]
-    columns = [*wanted_columns, *(OLDER_COLUMNS if translated else [])]
-    # Parquet calls the items of a list `list.element`. Columns that a file lacks are not read.
-    leaves = [name.replace("files.", "files.list.element.") for name in columns]
+    """Some columns of the rows of a fold that `mask` selects."""
+    # Parquet calls the items of a list `list.element`.
+    leaves = [name.replace("files.", "files.list.element.") for name in wanted_columns]
     with open_at_once(file) as content:
-        table = read_content(content, list(dict.fromkeys(leaves)))
+        table = read_content(content, leaves)
     if not mask.all():
         table = table.filter(pa.array(mask))
-    if translated and "engine" in table.column_names:
-        table = _with_translated_columns(table, translated)
-    schema = _schema_of(wanted_columns)
-    if "files" in schema.names:
-        field = schema.field("files")
-        files = _with_file_fields(table["files"].combine_chunks(), field.type)
-        table = table.set_column(table.schema.get_field_index("files"), field, files)
-    return table.select(schema.names)
-
-
-def _with_translated_columns(table: pa.Table, translated: list[str]) -> pa.Table:
-    """An older fold with the columns `translated`, which follow from `OLDER_COLUMNS`."""
-    older_rows = table.select(OLDER_COLUMNS).to_pylist()
-    rows = [translate_older_commit(row) for row in older_rows]
-    for name in translated:
-        values = pa.array([row[name] for row in rows], COMMITS.field(name).type)
-        table = table.append_column(name, values)
-    return table
+    return table.select(_schema_of(wanted_columns).names)
 
 
 def _schema_of(wanted_columns: Sequence[str]) -> pa.Schema:
@@ -388,27 +309,8 @@ def _schema_of(wanted_columns: Sequence[str]) -> pa.Schema:
     return pa.schema([*top_level, pa.field("files", pa.list_(files))])
 
 
-def _with_file_fields(lists: pa.ListArray, list_type: pa.ListType) -> pa.ListArray:
-    """Lists of files with the fields of `list_type`; fields that older code did not keep are ""."""
-    if lists.type == list_type:
-        return lists
-    files = lists.values
-    present = {files.type.field(i).name for i in range(files.type.num_fields)}
-    file_type = list_type.value_type
-    fields = [file_type.field(i) for i in range(file_type.num_fields)]
-    arrays: list[pa.Array] = []
-    for field in fields:
-        if field.name in present:
-            arrays.append(files.field(field.name))
-        else:
-            arrays.append(pa.array([""] * len(files), field.type))
-    return pa.ListArray.from_arrays(
-        lists.offsets, pa.StructArray.from_arrays(arrays, fields=fields)
-    )
-
-
 FOLD_NAME = re.compile(r"fold-\d+-([0-9a-f]{32})\.parquet")
-"""The name of a fold, with the digest of its content. Older code wrote names without a digest."""
+"""The name of a fold, with the digest of its content."""
 
 
 def _read_keys(file: Place) -> pa.Table:
@@ -516,7 +418,6 @@ def write_fold(directory: Place, table: pa.Table, dropped: int = 0) -> None:
 
     The last `dropped` rows take their shards back.
     """
-    # Names begin with `fold-` and six digits, with a digest behind them or not.
     numbers = [int(name[5:11]) for name in names(directory) if name.startswith("fold-")]
     is_dropped = np.arange(len(table)) >= len(table) - dropped
     content = parquet_bytes(table.append_column(DROPPED, pa.array(is_dropped, pa.bool_())))

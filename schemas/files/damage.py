@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from headcount.schemas.files.commits import READERS, reading_at_once
 from headcount.schemas.files.digests import digest_of_file
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.parquet import ends_whole, read_content
+from headcount.schemas.files.parquet import ends_whole
 from headcount.schemas.files.places import OpenFile, Place, open_whole, reason, sizes
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.kinds import TABLES, columns_of
@@ -107,10 +107,6 @@ class CommittedFile:
     """Shards whose rows in the file count."""
     rows: int | None
     """Number of rows; None if the file also holds rows that do not count."""
-    start: int
-    """First sequence of its first shard."""
-    stop: int
-    """One past the last sequence of its last shard."""
 
 
 def is_data_path(path: str) -> bool:
@@ -243,17 +239,14 @@ def committed_files(ledger: pa.Table, tables: Iterable[str] = TABLES) -> Iterato
     files = pc.list_flatten(ledger["files"]).combine_chunks()
     row_of_file = pc.list_parent_indices(ledger["files"]).to_numpy()
     file_columns = {name: pc.struct_field(files, name) for name in files.type.names}
-    commit_columns = {
-        name: ledger[name].to_numpy()[row_of_file] for name in ("shard", "start", "stop")
-    }
-    references = pa.table({**file_columns, **commit_columns})
+    shards = ledger["shard"].to_numpy()[row_of_file]
+    references = pa.table({**file_columns, "shard": shards})
     references = references.filter(pc.is_in(references["table"], pa.array(tables, pa.string())))
     # One row per file: a merged file has a reference from the commit of each of its shards.
     # One thread, because with several the order of the groups would change from call to call.
     same_in_all = ("table", "intervention", "bytes", "digest", "shards")
     grouped = references.group_by("path", use_threads=False).aggregate(
-        [(name, "first") for name in same_in_all]
-        + [("shard", "list"), ("rows", "sum"), ("start", "min"), ("stop", "max")]
+        [(name, "first") for name in same_in_all] + [("shard", "list"), ("rows", "sum")]
     )
     for batch in grouped.to_batches(READERS * 64):
         for row in batch.to_pylist():
@@ -267,8 +260,6 @@ def committed_files(ledger: pa.Table, tables: Iterable[str] = TABLES) -> Iterato
                 digest=row["digest_first"],
                 shards=shards,
                 rows=row["rows_sum"] if every_row_counts else None,
-                start=row["start_min"],
-                stop=row["stop_max"],
             )
 
 
@@ -284,7 +275,7 @@ def examined_files(
     examined_paths: set[str] = set()
 
     def examine(file: CommittedFile) -> tuple[CommittedFile, str | None]:
-        return file, problem(home, manifest, file, bounds)
+        return file, problem(home, file, bounds)
 
     with ThreadPoolExecutor(threads) as pool:
         for part in parts:
@@ -313,39 +304,32 @@ def _range_of(facts: Mapping[str, str]) -> Range:
 
 def problem(
     home: Place,
-    manifest: Manifest,
     file: CommittedFile,
     bounds: Mapping[str, Bounds],
     content: OpenFile | None = None,
 ) -> str | None:
     """What is wrong with a committed file, as words that follow its path; None if nothing is.
 
-    `content` is the open file; without it the file is opened here. Files that older code committed
-    do not have a digest. They are checked by their page checksums, if they have some, and by every
-    value that has bounds.
+    `content` is the open file; without it the file is opened here.
     """
     # Nothing outside of the run is opened, whatever a damaged commit names.
     if not is_data_path(file.path):
         return _size_problem(NOT_OURS, file.bytes)
     try:
         if content is not None:
-            return _content_problem(content, manifest, file, bounds.get(file.table, {}))
+            return _content_problem(content, file, bounds.get(file.table, {}))
         with open_whole(home / file.path) as opened:
-            return _content_problem(opened, manifest, file, bounds.get(file.table, {}))
+            return _content_problem(opened, file, bounds.get(file.table, {}))
     except FileNotFoundError:
         return _size_problem(GONE, file.bytes)
     except (OSError, ValueError, pa.ArrowException) as error:
         return f"cannot be read ({reason(error)})"
 
 
-def _content_problem(
-    content: OpenFile, manifest: Manifest, file: CommittedFile, bounds: Bounds
-) -> str | None:
+def _content_problem(content: OpenFile, file: CommittedFile, bounds: Bounds) -> str | None:
     size = content.seek(0, os.SEEK_END)
     if size != file.bytes:
         return _size_problem(size, file.bytes)
-    if not file.digest:
-        return _older_problem(content, manifest, file, bounds)
     if digest_of_file(content) != file.digest:
         return "has other content than was committed"
     # The content is what was written; but what was written may have been wrong.
@@ -379,57 +363,3 @@ def _range_problem(name: str, values: Range, allowed: Range) -> str | None:
         f"has {name} from {values.low:.6g} to {values.high:.6g}, outside of its range from "
         f"{allowed.low:g} to {allowed.high:g}"
     )
-
-
-def _older_problem(
-    content: OpenFile, manifest: Manifest, file: CommittedFile, bounds: Bounds
-) -> str | None:
-    """What is wrong with a file without a digest, by its metadata, its rows and its values."""
-    content.seek(0)
-    table = read_content(content)
-    metadata = table.schema.metadata or {}
-    for key, expected in (("run_id", manifest.run_id), ("intervention", file.intervention)):
-        actual = metadata.get(key.encode())
-        if actual is not None and actual != expected.encode():
-            return f"belongs to {key} {actual.decode(errors='replace')}"
-    if file.rows is not None and table.num_rows != file.rows:
-        return f"holds {table.num_rows:,} rows where {file.rows:,} were committed"
-    if why := _key_problem(table, manifest, file):
-        return why
-    for name, allowed in bounds.items():
-        if name not in table.column_names:
-            return f"has no column {name}"
-        values = _extent(table[name])
-        if values is not None and (why := _range_problem(name, values, allowed)):
-            return why
-    return None
-
-
-def _key_problem(table: pa.Table, manifest: Manifest, file: CommittedFile) -> str | None:
-    """Which key has values that a file with these shards, of this model, cannot have."""
-    model = manifest.model
-    allowed_by_key = {
-        "shard": Range(min(file.shards), max(file.shards)),
-        "sequence": Range(file.start, file.stop - 1),
-        "layer": Range(0, model.get("n_layers", math.inf) - 1),
-        "head": Range(0, model.get("n_heads", math.inf) - 1),
-        "tokens": Range(0, model.get("d_vocab", math.inf) - 1),
-    }
-    for name, allowed in allowed_by_key.items():
-        values = _extent(table[name]) if name in table.column_names else None
-        if values is None or (allowed.low <= values.low and values.high <= allowed.high):
-            continue
-        # A file that also holds rows that do not count holds other shards and sequences.
-        if file.rows is not None or name == "layer":
-            return (
-                f"has {name} from {values.low} to {values.high} where {allowed.low} to "
-                f"{allowed.high} were committed"
-            )
-    return None
-
-
-def _extent(column: pa.ChunkedArray) -> Range | None:
-    """The smallest and the largest value of a column or of its lists; None if it has no value."""
-    values = pc.list_flatten(column) if pa.types.is_list(column.type) else column
-    extent = pc.min_max(values).as_py()
-    return None if extent["min"] is None else Range(extent["min"], extent["max"])

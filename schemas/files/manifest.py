@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator, model_validator
-
-from headcount.schemas.scans.kinds import KINDS
-from headcount.schemas.scans.scan import CHANGES_NO_ROW, RENAMED
+from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator
 
 Records = dict[str, dict[str, dict[str, Any]]]
 """What each name means: a record by name, by the manifest's field that describes the name."""
@@ -19,6 +16,10 @@ Meanings = dict[str, dict[str, str]]
 
 Location = str | list[str]
 """A place, or several of them, as a scan names them."""
+
+
+LAYOUT: Final = 4
+"""The layout of a run's files; a change after which other code would misread them has the next."""
 
 
 class _ScanFacts(BaseModel):
@@ -37,6 +38,8 @@ class Manifest(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True)
+    layout: Literal[4]
+    """The layout of the run's files, `LAYOUT`."""
     run_id: str
     created: str
     identity: dict[str, Any]
@@ -67,8 +70,6 @@ class Manifest(BaseModel):
     """The words after `headcount scan` that began it: the scan file, and what was set."""
     places: dict[str, Location] = {}
     """Where the model and the input files lie, by dotted field of the scan: the last setting."""
-    older: bool = False
-    """Whether older code wrote it, when identities held the batch size and the sequences too."""
 
     def stops(self, shards: int | np.ndarray) -> np.ndarray:
         """One past the last sequence of each shard; the last shard of a run may be short."""
@@ -81,12 +82,9 @@ class Manifest(BaseModel):
         return {**self.kinds, "inputs": self.inputs, "interventions": self.interventions}
 
     def meanings(self, code: str) -> Meanings | None:
-        """The fingerprints of every name in some code; None if the run did not use that code.
-
-        Commits of older code do not name their code. It counts as the one that began the run.
-        """
+        """The fingerprints of every name in some code; None if the run did not use that code."""
         # The code that began the run is described by the records, the others only by fingerprints.
-        if code in ("", self.code):
+        if code == self.code:
             return fingerprints(self.records)
         return self.other_codes.get(code)
 
@@ -101,38 +99,6 @@ class Manifest(BaseModel):
         # A manifest without these fields fails here, once, and not in whatever reads the run later.
         _ScanFacts.model_validate(identity.get("scan"))
         return identity
-
-    @model_validator(mode="before")
-    @classmethod
-    def _translate_older_fields(cls, fields: object) -> object:
-        if not isinstance(fields, dict):
-            return fields
-        return _translate_older_manifest(cast("dict[str, Any]", fields))
-
-
-def _translate_older_manifest(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a manifest in today's format; those of today's manifests stay as they are.
-
-    In version 0.1 the identity held sizes and fingerprints, every kind of formula was a field of
-    the manifest itself, and some fields had other names.
-    """
-    identity = cast("dict[str, Any]", fields.get("identity") or {})
-    # Only version 0.1 kept the batch size in the identity.
-    if "batch_size" not in identity.get("scan", {}):
-        return fields
-    scan = {RENAMED.get(name, name): value for name, value in identity["scan"].items()}
-    new_identity = {key: identity[key] for key in ("model", "corpus") if key in identity}
-    new_identity["scan"] = {
-        name: value for name, value in scan.items() if name not in CHANGES_NO_ROW
-    }
-    renamed = {RENAMED.get(name, name): value for name, value in fields.items()}
-    # The identity keeps only what the rows mean. What may change has fields of its own today.
-    return renamed | {
-        "identity": new_identity,
-        "kinds": {kind.field: renamed.get(kind.field, {}) for kind in KINDS},
-        "batch_size": scan["batch_size"],
-        "older": True,
-    }
 
 
 def fingerprints(records: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Meanings:

@@ -88,7 +88,7 @@ class RunDirectory:
     def fates(self) -> Fates | None:
         """What became of the corpus's documents.
 
-        None if the run has no corpus, or if older code began it and did not keep this.
+        None if the run has no corpus.
         """
         try:
             return Fates.read(json.loads(self.fates_file.read_bytes()))
@@ -147,6 +147,11 @@ class RunDirectory:
         except OSError as error:
             raise RunError(f"{self.manifest_file}: cannot be read ({reason(error)})") from None
         except ValidationError as error:
+            if any(problem["loc"] == ("layout",) for problem in error.errors()):
+                raise OtherRunError(
+                    f"{self.path}: its files are laid out in another way than in this headcount; "
+                    f"read it with the version that wrote it (before layouts were numbered: 0.3)"
+                ) from None
             problems = counted(error.error_count(), "problem")
             raise OtherRunError(
                 f"{self.manifest_file}: not a manifest ({problems}){self._removal}"

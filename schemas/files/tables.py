@@ -153,15 +153,15 @@ that were measured before there was such an axis are read and continued as they 
 """
 
 
-def chance_column(statistic: str) -> str:
-    """The column of `sequences` that holds a statistic's chance level."""
-    return f"chance_{statistic}"
+def uniform_column(statistic: str) -> str:
+    """The column of `sequences` that holds a statistic's uniform baseline."""
+    return f"uniform_{statistic}"
 
 
-def measured_chance(name: str, facts: Mapping[str, Any]) -> Column:
+def measured_uniform(name: str, facts: Mapping[str, Any]) -> Column:
     """The column of `sequences` with what uniform attention would score as a statistic."""
     description = f"What uniform attention would score as {name}."
-    return Column(chance_column(name), pa.float32(), description, facts=_column_facts(facts))
+    return Column(uniform_column(name), pa.float32(), description, facts=_column_facts(facts))
 
 
 def carried_name(field: str) -> str:

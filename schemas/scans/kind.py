@@ -13,8 +13,8 @@ from headcount.schemas.files.tables import (
     SEQUENCES,
     Column,
     Table,
-    measured_chance,
     measured_column,
+    measured_uniform,
 )
 from headcount.schemas.formulas import Formula, find_formula
 
@@ -170,8 +170,8 @@ class Kind(Generic[F]):
                     yield self.table, column
             return
         yield self.table, measured_column(name, facts)
-        if facts.get("chance"):
-            yield SEQUENCES, measured_chance(name, facts)
+        if facts.get("uniform_baseline"):
+            yield SEQUENCES, measured_uniform(name, facts)
 
 
 def check_names(field: str, names: tuple[str, ...], required: bool) -> None:

@@ -73,9 +73,6 @@ CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_
 LEFT_OUT = {"layers": "all", "heads": "all", "unused_weights": "refuse"}
 """Values with which a field is no part of what rows mean."""
 
-RENAMED = {"outputs": "predictions", "weights": "weight_processing"}
-"""Today's names of fields that had another name in version 0.1."""
-
 
 class Input(BaseModel):
     """Where sequences come from: a family, and that family's own options."""
@@ -468,8 +465,6 @@ def _explain(key: str, problems: list[Problem], misplaced: dict[str, Any]) -> st
             return f"{key}: stands below [input]; move it above"
         case "extra_forbidden" if key == "family":
             return "family: stands outside of [input]; move it below"
-        case "extra_forbidden" if key in RENAMED:
-            return f"{key}: this field is now called {RENAMED[key]}; rename it in the scan"
         case "extra_forbidden":
             return unknown("key", key, Scan.model_fields)
         case "missing":

@@ -26,7 +26,7 @@ def after_copy(pattern: Pattern) -> Tensor:
     unit="probability",
     range=(0, 1),
     source="TransformerLens demos",
-    chance=True,
+    uniform_baseline=True,
     defined=has_repeated_half,
     standard=False,
 )
@@ -48,7 +48,7 @@ def induction_diagonal(pattern: Pattern) -> Tensor:
     unit="probability",
     range=(0, 1),
     source="Olsson et al. 2022",
-    chance=True,
+    uniform_baseline=True,
     defined=has_repeated_half,
     standard=False,
 )
@@ -69,7 +69,7 @@ def induction_diagonal_strict(pattern: Pattern) -> Tensor:
     unit="probability",
     range=(0, 1),
     source="TransformerLens demos",
-    chance=True,
+    uniform_baseline=True,
     defined=has_repeated_half,
     standard=False,
 )

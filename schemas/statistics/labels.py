@@ -42,7 +42,7 @@ def mean_at_triggers(mass: Tensor, labels: Labels, others: bool = False) -> Tens
     unit="probability",
     range=(0, 1),
     source="Guo et al. 2024, arXiv 2410.13835",
-    chance=True,
+    uniform_baseline=True,
     defined=has_triggers,
     standard=False,
 )
@@ -62,7 +62,7 @@ def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Tensor:
     unit="probability",
     range=(0, 1),
     source="Guo et al. 2024, arXiv 2410.13835",
-    chance=True,
+    uniform_baseline=True,
     defined=has_triggers,
     standard=False,
 )
@@ -82,7 +82,7 @@ def sink_mass_others(pattern: Pattern, labels: Labels) -> Tensor:
     unit="probability",
     range=(0, 1),
     source="Guo et al. 2024, arXiv 2410.13835",
-    chance=True,
+    uniform_baseline=True,
     defined=has_triggers,
     standard=False,
 )
@@ -116,7 +116,7 @@ def sees_labelled_key(
     unit="probability",
     range=(0, 1),
     source="after Zhang et al. 2025, arXiv 2506.09944",
-    chance=True,
+    uniform_baseline=True,
     defined=sees_labelled_key,
     standard=False,
 )

@@ -26,7 +26,7 @@ def mean_over_matched(pattern: Pattern, pairs: Pairs) -> Tensor:
     unit="probability",
     range=(0, 1),
     source="Elhage et al. 2021",
-    chance=True,
+    uniform_baseline=True,
     defined=has_two_positions,
 )
 def previous_token_score(pattern: Pattern) -> Tensor:
@@ -44,7 +44,7 @@ def previous_token_score(pattern: Pattern) -> Tensor:
     unit="probability",
     range=(0, 1),
     source="Farrell 2023",
-    chance=True,
+    uniform_baseline=True,
     defined=has_three_positions,
 )
 def lookback_two_score(pattern: Pattern) -> Tensor:
@@ -58,7 +58,9 @@ def lookback_two_score(pattern: Pattern) -> Tensor:
     return pattern.lag(2).mean(-1)
 
 
-@statistic(unit="probability", range=(0, 1), source="TransformerLens head_detector", chance=True)
+@statistic(
+    unit="probability", range=(0, 1), source="TransformerLens head_detector", uniform_baseline=True
+)
 def self_attention(pattern: Pattern) -> Tensor:
     """Mean attention of a token to itself.
 
@@ -71,7 +73,11 @@ def self_attention(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="Olsson et al. 2022", chance=True, defined=has_copies
+    unit="probability",
+    range=(0, 1),
+    source="Olsson et al. 2022",
+    uniform_baseline=True,
+    defined=has_copies,
 )
 def induction_score(pattern: Pattern, successors: Pairs) -> Tensor:
     """Mean attention to the keys that follow an earlier copy of the query's token.
@@ -92,7 +98,7 @@ def induction_score(pattern: Pattern, successors: Pairs) -> Tensor:
     unit="probability",
     range=(0, 1),
     source="TransformerLens head_detector",
-    chance=True,
+    uniform_baseline=True,
     defined=has_copies,
 )
 def duplicate_score(pattern: Pattern, copies: Pairs) -> Tensor:

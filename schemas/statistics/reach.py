@@ -17,7 +17,7 @@ def has_distant_keys(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -
     unit="probability",
     range=(0, 1),
     source="after Xiao et al. 2024, arXiv 2410.10819",
-    chance=True,
+    uniform_baseline=True,
     defined=has_distant_keys,
     standard=False,
 )
@@ -38,7 +38,7 @@ def distant_mass(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> Te
     unit="probability",
     range=(0, 1),
     source="after Xiao et al. 2024, arXiv 2410.10819",
-    chance=True,
+    uniform_baseline=True,
     defined=has_distant_keys,
     standard=False,
 )

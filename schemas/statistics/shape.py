@@ -16,7 +16,7 @@ def largest_entropy(pattern: Pattern) -> Tensor:
     unit="nats",
     range=(0, math.inf),
     source="Sandoval-Segura et al. 2025, arXiv 2504.03889",
-    chance=True,
+    uniform_baseline=True,
 )
 def entropy(pattern: Pattern) -> Tensor:
     """Mean entropy of the attention rows.
@@ -35,7 +35,7 @@ def entropy(pattern: Pattern) -> Tensor:
     unit="share of the maximum",
     range=(0, 1),
     source="Guo et al. 2024, arXiv 2410.13835",
-    chance=True,
+    uniform_baseline=True,
     defined=has_two_positions,
 )
 def entropy_normalised(pattern: Pattern) -> Tensor:
@@ -54,7 +54,7 @@ def entropy_normalised(pattern: Pattern) -> Tensor:
     unit="share of the maximum",
     range=(0, 1),
     source="after Ran-Milo et al. 2026, arXiv 2604.14722",
-    chance=True,
+    uniform_baseline=True,
     defined=has_two_positions,
     standard=False,
 )
@@ -72,7 +72,7 @@ def entropy_normalised_late(pattern: Pattern) -> Tensor:
     return (pattern.entropy() / largest_entropy(pattern))[..., late].mean(-1)
 
 
-@statistic(unit="tokens", range=(0, math.inf), source="common", chance=True)
+@statistic(unit="tokens", range=(0, math.inf), source="common", uniform_baseline=True)
 def mean_distance(pattern: Pattern) -> Tensor:
     """Mean number of tokens that attention looks back.
 

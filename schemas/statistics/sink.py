@@ -10,7 +10,11 @@ def has_two_positions(pattern: Pattern) -> bool:
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="headcount", chance=True, defined=has_two_positions
+    unit="probability",
+    range=(0, 1),
+    source="headcount",
+    uniform_baseline=True,
+    defined=has_two_positions,
 )
 def sink_mass(pattern: Pattern) -> Tensor:
     """Mean attention to key 0 over the queries that see other keys.
@@ -23,7 +27,12 @@ def sink_mass(pattern: Pattern) -> Tensor:
     return pattern.key(0)[..., 1 : pattern.window].mean(-1)
 
 
-@statistic(unit="probability", range=(0, 1), source="Gu et al. 2024, arXiv 2410.10781", chance=True)
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="Gu et al. 2024, arXiv 2410.10781",
+    uniform_baseline=True,
+)
 def sink_alpha(pattern: Pattern) -> Tensor:
     """Mean attention to key 0 over all queries, the first included.
 
@@ -36,7 +45,10 @@ def sink_alpha(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="Ran-Milo et al. 2026, arXiv 2604.14722", chance=True
+    unit="probability",
+    range=(0, 1),
+    source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    uniform_baseline=True,
 )
 def sink_mass_late(pattern: Pattern) -> Tensor:
     """Mean attention to key 0 over the second half of the queries.
@@ -50,7 +62,10 @@ def sink_mass_late(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="Xiao et al. 2023, arXiv 2309.17453", chance=True
+    unit="probability",
+    range=(0, 1),
+    source="Xiao et al. 2023, arXiv 2309.17453",
+    uniform_baseline=True,
 )
 def sink_mass_first4(pattern: Pattern) -> Tensor:
     """Mean attention to the first four keys together, over the second half of the queries.
@@ -80,7 +95,7 @@ def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:
     unit="probability",
     range=(0, 1),
     source="Xiao et al. 2023, arXiv 2309.17453",
-    chance=True,
+    uniform_baseline=True,
     standard=False,
 )
 def sink_mass_first8(pattern: Pattern) -> Tensor:
@@ -98,7 +113,7 @@ def sink_mass_first8(pattern: Pattern) -> Tensor:
     unit="probability",
     range=(0, 1),
     source="after Ran-Milo et al. 2026, arXiv 2604.14722",
-    chance=True,
+    uniform_baseline=True,
     defined=has_two_positions,
     standard=False,
 )
@@ -117,7 +132,7 @@ def next4_mass_late(pattern: Pattern) -> Tensor:
     unit="probability",
     range=(0, 1),
     source="Ran-Milo et al. 2026, arXiv 2604.14722",
-    chance=True,
+    uniform_baseline=True,
     defined=has_two_positions,
     standard=False,
 )

@@ -41,7 +41,7 @@ LAYER_VALUES: dict[str, str] = {
 class Statistic(Ranged):
     """A registered statistic: a column of `heads`."""
 
-    chance: bool
+    uniform_baseline: bool
     """Whether the table `sequences` also stores what uniform attention would score."""
     standard: bool
     """Whether a scan that does not name statistics measures it."""
@@ -49,7 +49,7 @@ class Statistic(Ranged):
     @property
     def facts(self) -> dict[str, Any]:
         """What columns, comments and manifests say about it."""
-        return super().facts | {"chance": self.chance}
+        return super().facts | {"uniform_baseline": self.uniform_baseline}
 
 
 STATISTICS: dict[str, Statistic] = {}
@@ -63,7 +63,7 @@ def statistic(
     unit: str,
     range: tuple[float, float] = (0.0, math.inf),  # noqa: A002
     source: str,
-    chance: bool = False,
+    uniform_baseline: bool = False,
     defined: Callable[..., Tensor | bool] | None = None,
     of_directions: bool = False,
     missing: str = "",
@@ -73,13 +73,12 @@ def statistic(
 
     It returns `[batch head]`, or `[batch]` if all heads of a layer share the value.
 
-    chance: also record what uniform attention would score, as column `chance_NAME` of `sequences`.
-    defined: a rule that takes activations too and says, per sequence, where the statistic has a
-    value. Elsewhere the column is NULL. The rule's docstring is the end of "NULL unless …".
-    of_directions: it reads only directions, as a mean of cosines does. Then it is NULL too if one
-    of its vectors is zero.
-    missing: what a layer may lack, so that the column is NULL there: the end of "NULL if …".
-    standard: measured by scans that do not name statistics.
+    uniform_baseline: also record what uniform attention would score, as column `uniform_NAME` of
+    `sequences`. defined: a rule that takes activations too and says, per sequence, where the
+    statistic has a value. Elsewhere the column is NULL. The rule's docstring is the end of "NULL
+    unless …". of_directions: it reads only directions, as a mean of cosines does. Then it is NULL
+    too if one of its vectors is zero. missing: what a layer may lack, so that the column is NULL
+    there: the end of "NULL if …". standard: measured by scans that do not name statistics.
 
     Keyword-only parameters of the function are its options. Their types say what they may be
     (`schemas.scans.values`). The column is named after the function and all options.
@@ -96,7 +95,9 @@ def statistic(
         )
         fields |= {"unit": unit, "range": range, "source": source, "defined": defined}
         fields |= {"of_directions": of_directions, "missing": missing}
-        STATISTICS[fields["name"]] = Statistic(**fields, chance=chance, standard=standard)
+        STATISTICS[fields["name"]] = Statistic(
+            **fields, uniform_baseline=uniform_baseline, standard=standard
+        )
         return function
 
     return register
@@ -125,7 +126,7 @@ last line of an entry has unit and range, and:
 
 * *standard*: measured unless a scan names statistics. A scan asks for the others by name, or for
   `all`.
-* *baseline*: the column `chance_NAME` of the table `sequences` is the value of uniform attention,
+* *baseline*: the column `uniform_NAME` of the table `sequences` is the value of uniform attention,
   `A[q,k] = 1/(q+1)`, on the same sequence.
 * *options*: a scan writes them in their order, `distant_mass(8,128)`. Those left out have their
   defaults. All of them are in the column's name, `distant_mass_8_128`.

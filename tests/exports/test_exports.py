@@ -151,13 +151,13 @@ def test_kv_heads_sum_up_the_query_heads_that_share_keys(database: RunDatabase) 
         assert (row["heads"], row["group_size"]) == (2, 2)
 
 
-def test_runs_of_older_code_have_no_kv_heads(tmp_path: Path) -> None:
+def test_runs_may_not_say_how_many_kv_heads_there_are(tmp_path: Path) -> None:
     write_run(tmp_path, "old-1", {"sink_mass": lambda row: 0.5})
     opened = open_runs(tmp_path)
     assert opened.rows("SELECT n_kv_heads FROM runs") == [(None,)]
     assert opened.rows("FROM kv_heads") == []
     export = export_format_named("duo")
-    with pytest.raises(QueryError, match="begun by older code"):
+    with pytest.raises(QueryError, match="has no record of its KV heads"):
         _ = ExportSource(opened, opened.records("runs")[0], export, {}, tmp_path).kv_shape
 
 

@@ -440,18 +440,6 @@ def test_a_file_of_any_name_is_one_run_here_and_on_a_cluster(home: Path) -> None
         assert len(list((home / "runs of odd names").glob(f"run_id={run_id}*"))) == 1
 
 
-def test_runs_and_directories_of_odd_names_are_read_as_themselves(tmp_path: Path) -> None:
-    """An older version took the names of scans as they are."""
-    runs = [odd_run(tmp_path / "runs", f"{name}-1") for name in (*ODD, "plain")]
-    odd_run(tmp_path / "runs", "large-1", seed=2**64)
-    names = sorted([run.name.removeprefix("run_id=") for run in runs] + ["large-1"])
-    assert run_ids(tmp_path / "runs") == sorted(names * 2)
-    for run in runs[1:6]:
-        assert run_ids(run) == [run.name.removeprefix("run_id=")] * 2
-    sql = "SELECT run_id FROM runs WHERE seed IS NULL"
-    assert connect_to_tables(tmp_path / "runs").execute(sql).fetchall() == [("large-1",)]
-
-
 @pytest.mark.parametrize("out", ["x=1/y=2", "a?b", "a*", "[ab]", "a%20b"])
 def test_a_directory_of_any_name_holds_only_its_own_runs(tmp_path: Path, out: str) -> None:
     for name, directory in (("one-1", out), ("two-1", "a_b"), ("two-2", "axb"), ("two-3", "b")):

@@ -285,8 +285,8 @@ def test_a_card_has_every_statistic_of_a_head(ask: Asker) -> None:
         assert row["mean"] == pytest.approx(own.mean())
         assert row["standard_error"] == pytest.approx(own.std(ddof=1) / len(own) ** 0.5)
         assert (row["minimum"], row["maximum"]) == pytest.approx((own.min(), own.max()))
-    assert rows["sink_mass"]["chance"] == 0.25
-    assert rows["value_norm"]["chance"] is None
+    assert rows["sink_mass"]["uniform_baseline"] == 0.25
+    assert rows["value_norm"]["uniform_baseline"] is None
 
 
 def test_parts_have_a_mean_each(ask: Asker) -> None:

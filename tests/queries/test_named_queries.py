@@ -60,7 +60,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             family=family,
             model=MODELS[run],
             pile_sets=PARTS if family == "pile" else (None,),
-            chance=0.125,
+            uniform_baseline=0.125,
         )
     return out
 
@@ -87,7 +87,7 @@ def of_run(rows: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["run_id"] == run]
 
 
-def test_a_ranking_has_means_errors_and_chance_levels(database: RunDatabase) -> None:
+def test_a_ranking_has_means_errors_and_uniform_baselines(database: RunDatabase) -> None:
     rows = of_run(database.records("ranking"), "a-1")
     expected = values("a-1")[:, :, 1:]
     for row in rows[:-1]:
@@ -95,7 +95,7 @@ def test_a_ranking_has_means_errors_and_chance_levels(database: RunDatabase) -> 
         assert row["mean"] == pytest.approx(cell.mean(), rel=1e-12)
         assert row["sd"] == pytest.approx(cell.std(ddof=1), rel=1e-9)
         assert row["standard_error"] == pytest.approx(cell.std(ddof=1) / 8**0.5, rel=1e-9)
-        assert row["above_chance"] == pytest.approx(cell.mean() - 0.125)
+        assert row["above_uniform"] == pytest.approx(cell.mean() - 0.125)
         assert (row["defined"], row["sequences"], row["n_ctx"]) == (8, 9, 5)
     means = [row["mean"] for row in rows[:-1]]
     assert means == sorted(means, reverse=True)
@@ -130,7 +130,12 @@ def test_a_head_card_places_a_head_among_the_others(database: RunDatabase) -> No
     others = means[~np.isnan(means)]
     assert sink["mean"] == pytest.approx(means[0, 3])
     assert sink["percentile"] == pytest.approx(100 * (others < means[0, 3]).sum() / 10)
-    assert (sink["heads"], sink["chance"], sink["defined"], sink["undefined"]) == (11, 0.125, 8, 1)
+    assert (sink["heads"], sink["uniform_baseline"], sink["defined"], sink["undefined"]) == (
+        11,
+        0.125,
+        8,
+        1,
+    )
     cell = values("a-1")[0, 3, 1:]
     assert sink["standard_error"] == pytest.approx(cell.std(ddof=1) / 8**0.5, rel=1e-6)
     assert (sink["minimum"], sink["maximum"]) == pytest.approx((cell.min(), cell.max()))
@@ -247,8 +252,10 @@ def test_agreement_of_seeds_is_the_correlation_of_ranks(database: RunDatabase) -
     assert (rows[0]["spearman"], rows[0]["top"]) == (pytest.approx(1), 1)
 
 
-def test_chance_levels_are_one_row_per_statistic(database: RunDatabase) -> None:
-    rows = database.rows("SELECT DISTINCT statistic, chance, n_ctx FROM chance_levels ORDER BY 1")
+def test_uniform_baselines_are_one_row_per_statistic(database: RunDatabase) -> None:
+    rows = database.rows(
+        "SELECT DISTINCT statistic, uniform_baseline, n_ctx FROM uniform_baselines ORDER BY 1"
+    )
     assert rows == [("entropy", 0.125, 5), ("sink_mass", 0.125, 5)]
 
 

@@ -166,10 +166,10 @@ def test_by_layer_is_mean_and_maximum_of_the_heads(tmp_path: Path) -> None:
     ]
 
 
-def test_sink_heads_are_ranked_with_chance_threshold_and_ratios(tmp_path: Path) -> None:
+def test_sink_heads_are_ranked_with_uniform_baseline_threshold_and_ratios(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", {"sink_mass": sink_mass, **NORMS}, layers=1, sequences=2)
     columns = (
-        "rank, label, sink_mass, chance, sink_alpha, is_sink, sink_rate, "
+        "rank, label, sink_mass, uniform_baseline, sink_alpha, is_sink, sink_rate, "
         "value_norm_ratio, resid_pre_norm_ratio, sequences"
     )
     # sink_alpha = (1 + (T - 1) sink_mass) / T.
@@ -200,7 +200,7 @@ def test_induction_heads_count_the_sequences_that_had_copies(tmp_path: Path) -> 
         "match_coverage": lambda row: 0.0 if row.sequence == 0 else 1.0,
     }
     write_run(tmp_path, "a-1", cells, layers=1, heads=2)
-    columns = "rank, label, induction_score, chance, is_induction, coverage, measured, sequences"
+    columns = "rank, label, induction_score, uniform_baseline, is_induction, coverage, measured, sequences"
     assert ask(connect(tmp_path), f"SELECT {columns} FROM induction_heads") == [
         (1, "L0H1", 0.5, 0.25, True, 0.75, 3, 4),
         (2, "L0H0", 0.25, 0.25, False, 0.75, 3, 4),
@@ -309,7 +309,8 @@ def test_runs_and_shards_and_statistics(tmp_path: Path) -> None:
     ]
     assert ask(
         connection,
-        "SELECT name, unit, range_low, range_high, chance, runs FROM statistics ORDER BY name",
+        "SELECT name, unit, range_low, range_high, uniform_baseline, runs FROM statistics "
+        "ORDER BY name",
     ) == [
         ("sink_logit_margin", "logits", float("-inf"), float("inf"), False, 1),
         ("sink_mass", "probability", 0.0, 1.0, True, 1),
@@ -516,7 +517,7 @@ def test_views_that_lack_a_column_can_be_listed(tmp_path: Path) -> None:
     unmeasured = database.unmeasured_views()
     assert unmeasured["sink_values"] == unmeasured["a_first"] == "sink_value_norm"
     assert not {"broken", "ungrouped", "lost", "by_head"} & unmeasured.keys()
-    assert {"chance_sink_mass", "tokens", "run_id"} <= database.columns("sequences")
+    assert {"uniform_sink_mass", "tokens", "run_id"} <= database.columns("sequences")
     assert database.columns("nowhere") == frozenset()
     with pytest.raises(
         QueryError, match=r"'a_first' .* needs column 'sink_value_norm', which none"

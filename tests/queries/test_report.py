@@ -153,7 +153,7 @@ def test_every_statistic_that_differs_between_heads_has_a_heatmap(page: webdrive
         assert len(set(attributes(page, f"[data-map={name}] .cell", "fill"))) >= 2
         assert texts(page, f"[data-map={name}] .cell title") == labels
     assert "Mean attention to the keys that follow an earlier copy" in body(page)
-    assert texts(page, "[data-map=induction_score] .readout") == ["Chance: 0.25"]
+    assert texts(page, "[data-map=induction_score] .readout") == ["Uniform baseline: 0.25"]
 
 
 def test_what_heads_share_is_not_a_heatmap(page: webdriver.Chrome) -> None:
@@ -193,7 +193,9 @@ def test_it_says_what_was_scanned_what_stands_out_and_how_sure_that_is(
     assert warning in texts(page, ".warning")[0]
     finding = texts(page, "[data-standout=sink_mass] .finding")[0]
     # The values are 14/16 and 14/16 + 1/64: mean 0.8828, standard error 1/128. L2H3 is 1/16 lower.
-    assert finding.startswith("L2H4 leads with 0.8828 ± 0.0078, 3.5 times chance. It is 5.7 stand")
+    assert finding.startswith(
+        "L2H4 leads with 0.8828 ± 0.0078, 3.5 times the uniform baseline. It is 5.7 stand"
+    )
     # sink_alpha is above 0.3 if sink_mass is above 1/8: all but the two lowest heads.
     assert "13 of 15 heads pass the threshold of sink_heads" in finding
     show(page, "run=c-3")

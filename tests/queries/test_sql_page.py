@@ -211,8 +211,8 @@ def test_attention_by_token_is_the_sum_over_pairs(
         uniform = [1 / (q + 1) for _, k in keys for q in range(k, N_CTX)]
         assert row["keys"] == len(keys)
         assert row["attention"] == pytest.approx(np.concatenate(received).mean(), rel=1e-5)
-        assert row["chance"] == pytest.approx(np.mean(uniform), rel=1e-9)
-        assert row["attention_ratio"] == pytest.approx(row["attention"] / row["chance"])
+        assert row["uniform_baseline"] == pytest.approx(np.mean(uniform), rel=1e-9)
+        assert row["attention_ratio"] == pytest.approx(row["attention"] / row["uniform_baseline"])
         assert row["sink_keys"] == np.mean([values.mean() > 0.3 for values in received])
         assert row["share"] == pytest.approx(np.concatenate(received).sum() / tokens.size, rel=1e-5)
         total += row["share"]

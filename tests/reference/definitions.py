@@ -961,7 +961,7 @@ class Reference:
 
     heads: Columns
     """`[sequence layer head]` by statistic."""
-    chance: Columns
+    uniform_baseline: Columns
     """`[sequence]` by statistic: what uniform attention would score."""
     profiles: Columns
     """`[sequence layer head entry]` by profile."""
@@ -975,13 +975,13 @@ def recompute(
     intervention: str = "none",
     partner: Array | None = None,
     labels: Sequence[Sequence[str]] | None = None,
-    chance: Iterable[str] = (),
+    uniform_baseline: Iterable[str] = (),
     variants: Mapping[str, Statistic] | None = None,
 ) -> Reference:
     """Everything, on tokens `[sequence pos]`.
 
-    `chance` names statistics that have a chance level. `variants` are statistics with other options
-    than their defaults.
+    `uniform_baseline` names statistics that have a uniform baseline. `variants` are statistics with
+    other options than their defaults.
     """
     sequences = tokens.tolist()
     partners = sequences if partner is None else partner.tolist()
@@ -995,7 +995,10 @@ def recompute(
     statistics = {**STATISTIC_DEFINITIONS, **(variants or {})}
     return Reference(
         {name: by_head(heads, define) for name, define in statistics.items()},
-        {name: np.array([statistics[name](head) for head in indifferent]) for name in chance},
+        {
+            name: np.array([statistics[name](head) for head in indifferent])
+            for name in uniform_baseline
+        },
         {
             name: by_head(heads, define)
             for name, define in PROFILE_DEFINITIONS.items()

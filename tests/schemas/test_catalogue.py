@@ -159,16 +159,20 @@ def test_diagonals_are_undefined_without_a_repeated_block(gpt2: Path) -> None:
     measured = toy.measure(gpt2, tokens)
     for name in diagonals:
         assert np.isnan(measured.heads[name]).all((1, 2)).tolist() == [False, True, False], name
-        assert np.isnan(measured.sequences[f"chance_{name}"]).tolist() == [False, True, False], name
+        assert np.isnan(measured.sequences[f"uniform_{name}"]).tolist() == [False, True, False], (
+            name
+        )
         assert np.isnan(toy.measure(gpt2, repeated(1, True)).heads[name]).all()
 
 
-def test_the_chance_level_of_strict_induction(gpt2: Path) -> None:
-    chance = toy.measure(gpt2, repeated(19, True)).sequences
+def test_the_uniform_baseline_level_of_strict_induction(gpt2: Path) -> None:
+    uniform_baseline = toy.measure(gpt2, repeated(19, True)).sequences
     keys = [1 / (q + 1) for q in range(20, 39)]
-    np.testing.assert_allclose(chance["chance_induction_diagonal_strict"], np.mean(keys), rtol=1e-5)
+    np.testing.assert_allclose(
+        uniform_baseline["uniform_induction_diagonal_strict"], np.mean(keys), rtol=1e-5
+    )
     whole = (19 * np.mean(keys) + 1 / 19 + 1 / 20) / 21
-    np.testing.assert_allclose(chance["chance_induction_diagonal"], whole, rtol=1e-5)
+    np.testing.assert_allclose(uniform_baseline["uniform_induction_diagonal"], whole, rtol=1e-5)
 
 
 def test_formulas_of_the_catalogue_follow_from_columns(gpt2: Path) -> None:

@@ -395,13 +395,6 @@ def test_check_names_the_damage_and_the_command_that_mends_it(
     assert re.fullmatch(f"b-1: 10 shards, {size}, as committed", lines[4])
 
 
-def remove_digests(run: RunDirectory) -> None:
-    """Commits as older code wrote them."""
-    for commit in run.commits():
-        text = re.sub(r'"digest":"\w*"', '"digest":""', commit.model_dump_json())
-        local(run.commit_file(commit.shard)).write_text(text)
-
-
 def rewrite_file(run: RunDirectory, shard: int, change: Callable[[pa.Table], pa.Table]) -> None:
     """Write other rows into a file, and commit its size."""
     commit = {c.shard: c for c in run.commits()}[shard]
@@ -422,52 +415,14 @@ def with_column(table: pa.Table, name: str, values: list[Any]) -> pa.Table:
     return table.set_column(position, field, pa.array(values, field.type))
 
 
-OLDER_DAMAGE: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
-    "value": (
-        lambda table: with_column(table, "sink_mass", [0.5, None, 0.25, 1124.2]),
-        "has sink_mass from 0.25 to 1124.2, outside of its range from 0 to 1",
-    ),
-    "negative": (
-        lambda table: with_column(table, "entropy", [0.5, None, -0.25, 1]),
-        "has entropy from -0.25 to 1, outside of its range from 0 to inf",
-    ),
-    "shard": (
-        lambda table: with_column(table, "shard", [4] * 4),
-        "has shard from 4 to 4 where 3 to 3 were committed",
-    ),
-    "sequence": (
-        lambda table: with_column(table, "sequence", [2, 3, 3, 3]),
-        "has sequence from 2 to 3 where 3 to 3 were committed",
-    ),
-    "layer": (
-        lambda table: with_column(table, "layer", [0, 0, 1, 2]),
-        "has layer from 0 to 2 where 0 to 1 were committed",
-    ),
-    "rows": (lambda table: table.slice(1), "holds 3 rows where 4 were committed"),
-    "column": (lambda table: table.drop_columns(["entropy"]), "has no column entropy"),
-}
-
-
-@pytest.mark.parametrize("what", OLDER_DAMAGE)
-def test_files_of_older_code_are_checked_by_their_values(run: RunDirectory, what: str) -> None:
-    remove_digests(run)
-    assert check_run(run).damaged == []
-    assert check_run(run).without_digest == 6 * SHARDS + 1
-    change, why = OLDER_DAMAGE[what]
-    rewrite_file(run, 3, change)
-    assert [str(found) for found in check_run(run).damaged] == [
-        f"shard 3: heads/intervention=none/shard-000003.parquet {why}"
-    ]
-
-
 def test_a_value_outside_its_range_is_damage_even_if_the_digest_fits(run: RunDirectory) -> None:
-    rewrite_file(run, 3, OLDER_DAMAGE["value"][0])
+    rewrite_file(run, 3, lambda table: with_column(table, "sink_mass", [0.5, None, 0.25, 1124.2]))
     commit = json.loads(local(run.commit_file(3)).read_bytes())
     for file in commit["files"]:
         file["digest"] = digest_of((local(run.path) / file["path"]).read_bytes())
     local(run.commit_file(3)).write_text(json.dumps(commit))
     (found,) = check_run(run).damaged
-    assert found.why == OLDER_DAMAGE["value"][1]
+    assert found.why == ("has sink_mass from 0.25 to 1124.2, outside of its range from 0 to 1")
     assert len(open_runs(run.path).rows("FROM heads")) == 8 * (SHARDS - 1)
 
 

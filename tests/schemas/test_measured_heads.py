@@ -232,7 +232,7 @@ def test_the_pattern_of_a_layer_between_is_not_questioned(
 
     monkeypatch.setattr(FusedPattern, "_sweep", recording_sweep)
     replica.measure(TOKENS)
-    # The last one is of the uniform pattern, for chance levels.
+    # The last one is of the uniform pattern, for uniform baselines.
     everything = {"entropy", "copies", "successors"}
     by_layer = [questions & everything for questions in questions_of_sweeps[:3]]
     assert by_layer == [everything, set(), everything]

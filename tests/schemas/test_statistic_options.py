@@ -149,10 +149,12 @@ def test_a_scan_with_options_is_measured_extended_and_asked_in_sql(fields: dict[
         shares = np.array([row[3] for row in rows], dtype=float)
         assert ((shares > 0) & (shares < 1)).all()
         assert {row[4] for row in rows} <= set(range(7))
-        chance = run.sql("SELECT DISTINCT round(chance_distant_mass_1_3, 5) FROM sequences").rows()
+        uniform_baseline = run.sql(
+            "SELECT DISTINCT round(uniform_distant_mass_1_3, 5) FROM sequences"
+        ).rows()
         # Of q + 1 keys, q - 3 are distant.
         expected = np.mean([(q - 3) / (q + 1) for q in range(4, 12)])
-        assert chance == [(pytest.approx(expected, abs=1e-5),)]
+        assert uniform_baseline == [(pytest.approx(expected, abs=1e-5),)]
         with connect(first) as connection:
             comments = connection.execute(
                 "SELECT comment FROM duckdb_columns() "

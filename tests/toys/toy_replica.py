@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headcount.schemas.files.commits import Method
-from headcount.schemas.files.tables import chance_column
+from headcount.schemas.files.tables import uniform_column
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.statistics import KIND
@@ -58,10 +58,10 @@ class ToyReplica(Replica):
             statistic.name: (of_sequence[:, None, None] + of_head + number) / SCALE
             for number, statistic in enumerate(statistics)
         }
-        chance = {
-            chance_column(statistic.name): of_sequence / SCALE
+        uniform_baseline = {
+            uniform_column(statistic.name): of_sequence / SCALE
             for statistic in statistics
-            if statistic.chance
+            if statistic.uniform_baseline
         }
         method = Method(
             intervention=str(intervention),
@@ -72,7 +72,7 @@ class ToyReplica(Replica):
         )
         every_head = MeasuredHeads.every(n_layers, n_heads)
         return InterventionMeasurements(
-            {"heads": heads, "sequences": chance}, {}, every_head, method
+            {"heads": heads, "sequences": uniform_baseline}, {}, every_head, method
         )
 
     def misbehave(self, token: int) -> None:

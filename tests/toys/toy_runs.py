@@ -17,11 +17,11 @@ from headcount.queries.ask.asking import RunDatabase
 from headcount.queries.open.connection import OPENED, OpenedRuns, connect
 from headcount.schemas.files.commits import Commit, DataFile, Method, Version
 from headcount.schemas.files.digests import digest_of
-from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.places import Place, names
 from headcount.schemas.files.run_directory import RunDirectory, data_path
-from headcount.schemas.files.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, chance_column
+from headcount.schemas.files.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, uniform_column
 from headcount.schemas.files.tables import PROFILES as PROFILES_TABLE
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.kinds import table_schema
@@ -71,7 +71,7 @@ class ToyRun:
     commit: Iterable[int] | None = None
     """The shards to write. Default: all."""
     interventions: Sequence[str] = ("none",)
-    chance: float = 0.25
+    uniform_baseline: float = 0.25
     pile_sets: Sequence[str | None] = (None,)
     """Parts of the Pile, which the sequences take in turn."""
     documents: Sequence[int | None] = (None,)
@@ -124,6 +124,7 @@ class ToyRun:
     @property
     def manifest(self) -> Manifest:
         return Manifest(
+            layout=LAYOUT,
             run_id=self.name,
             created="2026-01-02T03:04:05Z",
             identity={
@@ -180,7 +181,7 @@ class ToyRun:
                 self.n_ctx,
                 origins,
                 documents,
-                self.chance,
+                self.uniform_baseline,
             ),
         }
         if self.profiles:
@@ -308,7 +309,7 @@ def _sequences(
     n_ctx: int,
     origins: list[str | None],
     documents: list[int | None],
-    chance: float,
+    uniform_baseline: float,
 ) -> pa.Table:
     n = len(span)
     content: dict[str, list[Any]] = {
@@ -325,8 +326,8 @@ def _sequences(
         "labels": [None] * n,
     }
     for statistic in statistics:
-        if statistic.chance:
-            content[chance_column(statistic.name)] = [chance] * n
+        if statistic.uniform_baseline:
+            content[uniform_column(statistic.name)] = [uniform_baseline] * n
     return pa.table(content, schema=table_schema(SEQUENCES, {KIND.field: statistics}))
 
 

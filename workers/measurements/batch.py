@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headcount.schemas.files.tables import SEQUENCES, chance_column
+from headcount.schemas.files.tables import SEQUENCES, uniform_column
 from headcount.schemas.formulas import Along, Formula
 from headcount.schemas.pattern import Labels
 from headcount.schemas.scans.kinds import KINDS
@@ -36,7 +36,7 @@ from headcount.workers.measurements.layer_formulas import (
     LayerFormulas,
     LayerResults,
     where_defined,
-    with_chance,
+    with_baseline,
 )
 from headcount.workers.measurements.profile_means import Aggregate, aggregates, merge
 from headcount.workers.measurements.requested import Requested
@@ -66,7 +66,7 @@ class Measurements:
 
     @property
     def sequences(self) -> Columns:
-        """Values of the table `sequences`: chance levels and predictions."""
+        """Values of the table `sequences`: uniform baselines and predictions."""
         return self.tables["sequences"]
 
     @classmethod
@@ -199,7 +199,7 @@ def _layers_to_host(results: LayerResults) -> LayerResults:
         defined=_copied_to_host(results.defined),
         lists=_to_host(results.lists),
         means=_to_host(results.means),
-        chance=_copied_to_host(results.chance),
+        uniform_baseline=_copied_to_host(results.uniform_baseline),
     )
 
 
@@ -225,9 +225,9 @@ def collect(pending: PendingBatch) -> Measurements:
         if kind.averaged:
             means[kind.field] = _checked_means(pending, formulas, results)
         else:
-            columns, chance = _checked_columns(pending, formulas, results)
+            columns, uniform_baseline = _checked_columns(pending, formulas, results)
             tables[kind.table.name] |= columns
-            tables[SEQUENCES.name] |= chance
+            tables[SEQUENCES.name] |= uniform_baseline
     for kind, _ in pending.requested.computed("after the pass"):
         tables[kind.table.name] |= _checked_predictions(pending, pending.predictions[kind.field])
     return Measurements(tables, means, pending.requested.heads)
@@ -245,7 +245,7 @@ def _checked_means(
 def _checked_columns(
     pending: PendingBatch, formulas: Sequence[Formula], results: LayerResults
 ) -> tuple[Columns, Columns]:
-    """The columns of a kind that is not averaged, and the chance levels of its statistics."""
+    """The columns of a kind that is not averaged, and the uniform baselines of its statistics."""
     heads = pending.requested.heads
     names = [formula.name for formula in formulas if not formula.listed]
     # Pinned memory is scarce, so what is kept is copied out of it.
@@ -258,12 +258,14 @@ def _checked_columns(
     lists = _as_columns(results.lists)
     check_lists(lists, _along(formulas), heads, pending.first)
 
-    chance: Columns = {}
-    for statistic, values in zip(with_chance(formulas), results.chance.numpy(), strict=True):
-        chance[chance_column(statistic.name)] = np.where(
+    uniform_baseline: Columns = {}
+    for statistic, values in zip(
+        with_baseline(formulas), results.uniform_baseline.numpy(), strict=True
+    ):
+        uniform_baseline[uniform_column(statistic.name)] = np.where(
             defined[statistic.name], values, np.float32(np.nan)
         )
-    return numbers | lists, chance
+    return numbers | lists, uniform_baseline
 
 
 def _checked_predictions(pending: PendingBatch, results: PredictionResults) -> Columns:

@@ -50,8 +50,8 @@ class LayerResults:
     """By formula, count, mean and M2 over the batch: `[3 layer head entry]`, or
     `[3 layer entry]`.
     """
-    chance: Tensor
-    """What uniform attention would score as the statistics `with_chance`: `[statistic batch]`."""
+    uniform_baseline: Tensor
+    """What uniform attention would score as the statistics `with_baseline`: `[statistic batch]`."""
 
 
 class LayerFormulas:
@@ -140,20 +140,21 @@ class LayerFormulas:
         for field, values in self.by_field.items():
             defined = [where_defined(f, by_tokens, tokens[:, 0]) for f in values.single_valued]
             # Uniform attention is the same in all heads, so its pattern has one.
-            chance = [
+            uniform_baseline = [
                 evaluate(statistic.compute, by_tokens, statistic.options)[:, 0]
-                for statistic in with_chance(values.formulas)
+                for statistic in with_baseline(values.formulas)
             ]
             if len(self.windows) > 1:
-                # A sequence has one chance level, and here every kind of layer would have its own.
-                chance = [torch.full_like(level, torch.nan) for level in chance]
+                # A sequence has one uniform baseline, and here every kind of layer would have its
+                # own.
+                uniform_baseline = [torch.full_like(level, torch.nan) for level in uniform_baseline]
             by_layer = values.by_layer()
             results[field] = LayerResults(
                 numbers=values.numbers,
                 defined=_stacked(defined),
                 lists={} if values.kind.averaged else by_layer,
                 means=by_layer if values.kind.averaged else {},
-                chance=_stacked(chance),
+                uniform_baseline=_stacked(uniform_baseline),
             )
         return results
 
@@ -248,9 +249,9 @@ class _KindValues:
         return _padded(value_of_heads, self.heads.width)
 
 
-def with_chance(formulas: Sequence[Formula]) -> list[Statistic]:
+def with_baseline(formulas: Sequence[Formula]) -> list[Statistic]:
     """The statistics whose value under uniform attention is recorded."""
-    return [f for f in formulas if isinstance(f, Statistic) and f.chance]
+    return [f for f in formulas if isinstance(f, Statistic) and f.uniform_baseline]
 
 
 def where_defined(formula: Formula, values: Mapping[str, LayerValue], like: Tensor) -> Tensor:

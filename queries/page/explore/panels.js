@@ -13,7 +13,7 @@ function table(columns, rows, caption) {
 export function cardTable(rows, chosen, percentile, choose) {
   const columns = [
     { name: "statistic" }, { name: "mean" }, { name: "± s.e.", title: "Standard error of the mean, over documents" },
-    { name: "chance", title: "What uniform attention would score" },
+    { name: "uniform baseline", title: "What uniform attention would score" },
     { name: "percentile", title: "Share of the run's heads with a smaller mean" },
     { name: "smallest" }, { name: "largest" }, { name: "undefined", title: "Sequences on which it is undefined" },
   ];
@@ -22,7 +22,7 @@ export function cardTable(rows, chosen, percentile, choose) {
     const rank = percentile(row.statistic);
     const name = html("button", { type: "button", class: "plain", onclick: () => choose(row.statistic) }, row.statistic);
     const cells = [
-      number(row.mean), number(row.standard_error), row.chance === null ? "" : number(row.chance),
+      number(row.mean), number(row.standard_error), row.uniform_baseline === null ? "" : number(row.uniform_baseline),
       rank === null ? "" : `${Math.round(rank * 100)} %`, number(row.minimum), number(row.maximum),
       row.count === most ? "" : number(most - row.count),
     ];

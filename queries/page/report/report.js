@@ -337,12 +337,12 @@ function ranked(one, name) {
 
 function howSure(one, name, top) {
   const [first, second] = top;
-  const chance = one.values[name].chance;
+  const uniform_baseline = one.values[name].uniform_baseline;
   const parts = [
     html("strong", {}, label(first.layer, first.head)),
     ` leads with ${plusMinus(first.mean, first.error)}`,
   ];
-  if (chance) parts.push(`, ${number(Number((first.mean / chance).toPrecision(2)))} times chance`);
+  if (uniform_baseline) parts.push(`, ${number(Number((first.mean / uniform_baseline).toPrecision(2)))} times the uniform baseline`);
   if (second && first.error !== null && second.error !== null) {
     const gap = (first.mean - second.mean) / Math.hypot(first.error, second.error);
     if (Number.isFinite(gap))
@@ -406,7 +406,7 @@ function standoutCard(one, name) {
       names: top.map((entry) => label(entry.layer, entry.head)),
       values: top.map((entry) => entry.mean),
       errors: top.map((entry) => entry.error),
-      reference: { x: one.values[name].chance, name: "chance" },
+      reference: { x: one.values[name].uniform_baseline, name: "uniform baseline" },
       range:
         facts(name).low === 0 && facts(name).high === 1 && !state.ownRange ? [0, 1] : undefined,
       title: `Heads with the largest ${name}`,
@@ -484,7 +484,7 @@ function mapCard(one, name) {
   const another = other();
   const compared = another?.values[name] ? another : null;
   const readout = html("p", { class: "readout" });
-  const restingText = values.chance === null ? "\u00a0" : `Chance: ${number(values.chance)}`;
+  const restingText = values.uniform_baseline === null ? "\u00a0" : `Uniform baseline: ${number(values.uniform_baseline)}`;
   readout.textContent = restingText;
   const difference = compared ? differences(one, compared, name) : null;
   const onHover = (layer, head) => {
@@ -1004,7 +1004,7 @@ function cardOf(one, layer, head) {
         maximum: value(values.maximum),
         count: value(values.count),
         undefined: value(values.undefined),
-        chance: values.chance,
+        uniform_baseline: values.uniform_baseline,
         percentile: values.kind === "heads" ? value(values.percentile) : null,
         change: value(values.changes?.mean),
         change_error: value(values.changes?.error),

@@ -32,7 +32,7 @@ function statisticsTable(card, options) {
   const { compared, statistic, onStatistic } = options;
   const names = [
     "statistic",
-    ...(compared ? ["first", "second", "difference ±"] : ["mean ±", "chance"]),
+    ...(compared ? ["first", "second", "difference ±"] : ["mean ±", "uniform baseline"]),
     "percentile",
   ];
   const head = html("tr", {}, ...names.map((name) => html("th", { scope: "col" }, name)));
@@ -52,7 +52,7 @@ function statisticsTable(card, options) {
       const [change, error] =
         (other?.change ?? null) ? [other.change, other.change_error] : difference(one, other);
       cells.push(cell(number(other?.mean)), cell(plusMinus(change, error)));
-    } else cells.push(cell(number(one.chance)));
+    } else cells.push(cell(number(one.uniform_baseline)));
     cells.push(percentileCell(one.percentile));
     return html("tr", { "aria-selected": one.name === statistic ? "true" : "false" }, ...cells);
   });
@@ -86,7 +86,7 @@ function distributionPart(card, one) {
     unit: one.unit,
     marks: [
       { x: one.mean, name: "mean" },
-      { x: one.chance, name: "chance", kind: "chance" },
+      { x: one.uniform_baseline, name: "uniform baseline", kind: "baseline" },
     ],
   });
   const plot = html("div", { class: "plot" }, figure);
@@ -123,7 +123,7 @@ function partsPart(card, one) {
     names: parts.map((part) => `${part.part} (${part.count})`),
     values: parts.map((part) => part.mean),
     errors: parts.map((part) => part.standard_error),
-    reference: { x: one.chance, name: "chance" },
+    reference: { x: one.uniform_baseline, name: "uniform baseline" },
     title: `${one.name} by part of the Pile`,
     unit: one.unit,
   });
@@ -292,7 +292,7 @@ WHERE ${conditions(card)}`;
     "maximum",
     "count",
     "undefined",
-    "chance",
+    "uniform_baseline",
     "percentile",
   ];
   return html(
@@ -303,7 +303,7 @@ WHERE ${conditions(card)}`;
     html(
       "p",
       { class: "note" },
-      `± is one standard error, over documents. Percentile: the share of the ${number(card.heads)} measured heads with a smaller mean. Chance: what uniform attention would score.`,
+      `± is one standard error, over documents. Percentile: the share of the ${number(card.heads)} measured heads with a smaller mean. Uniform baseline: what uniform attention would score.`,
     ),
     behind({
       sql: summarySql,

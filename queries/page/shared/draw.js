@@ -640,7 +640,7 @@ export function bars(options) {
     figure.append(svg("line", { x1: x(0), x2: x(0), y1: top, y2: bottom, class: "axis" }));
   if (reference && !isUndefined(reference.x)) {
     const at = x(reference.x);
-    const line = svg("line", { x1: at, x2: at, y1: top - 3, y2: bottom, class: "mark chance" });
+    const line = svg("line", { x1: at, x2: at, y1: top - 3, y2: bottom, class: "mark baseline" });
     figure.append(titled(line, `${reference.name}: ${number(reference.x)}`));
     figure.append(
       text(at, top - 5, reference.name, {

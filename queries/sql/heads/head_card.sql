@@ -1,4 +1,4 @@
--- All statistics of one head: means with errors, uniform baselines (chance) and its place among the
+-- All statistics of one head: means with errors, uniform baselines and its place among the
 -- heads.
 -- percentile: share of the other heads with a smaller mean, from 0 to 100. heads: with how many it
 -- was compared.
@@ -22,14 +22,14 @@ WITH
     )
 SELECT
     placed.run_id, placed.model, contexts.n_ctx, placed.intervention, placed.input_family, placed.label,
-    placed.statistic, placed.mean, placed.standard_error, placed.documents, placed.sd, levels.chance,
+    placed.statistic, placed.mean, placed.standard_error, placed.documents, placed.sd, levels.uniform_baseline,
     placed.percentile, placed.heads, placed.minimum, placed.maximum, placed.count AS defined,
     placed.undefined
 FROM placed
 JOIN (SELECT run_id, n_ctx FROM runs) AS contexts ON contexts.run_id = placed.run_id
 LEFT JOIN (
-    SELECT chances.run_id, chances.statistic AS measured, chances.chance
-    FROM chance_levels AS chances
+    SELECT baselines.run_id, baselines.statistic AS measured, baselines.uniform_baseline
+    FROM uniform_baselines AS baselines
 ) AS levels
     ON levels.run_id = placed.run_id AND levels.measured = placed.statistic
 WHERE $label IS NULL OR placed.label = upper($label)

@@ -1,5 +1,5 @@
 -- Heads ranked by attention to what followed an earlier copy of the token, with the uniform
--- baseline (chance).
+-- baseline.
 -- is_induction: score of at least the threshold, by default that of ARENA's exercises.
 -- coverage: share of queries that have an earlier copy. measured: sequences in which any query has
 -- one; only they count.
@@ -17,8 +17,8 @@ WITH
         GROUP BY ALL
     ),
     -- What uniform attention would score on the same sequences.
-    chance_levels AS (
-        SELECT run_id, avg(chance_induction_score) AS chance
+    uniform_baselines AS (
+        SELECT run_id, avg(uniform_induction_score) AS uniform_baseline
         FROM sequences
         GROUP BY ALL
     )
@@ -32,10 +32,10 @@ SELECT
         )
     END AS rank,
     'L' || layer || 'H' || head AS label,
-    layer, head, induction_score, chance,
+    layer, head, induction_score, uniform_baseline,
     induction_score >= $threshold AS is_induction,
     coverage, measured, sequences
 FROM head_means
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
-LEFT JOIN chance_levels USING (run_id)
+LEFT JOIN uniform_baselines USING (run_id)
 ORDER BY run_id, intervention, input_family, rank, layer, head

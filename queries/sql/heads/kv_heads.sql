@@ -1,7 +1,6 @@
 -- Every statistic by KV head, which a cache keeps or drops: its mean and its extremes over the
 -- query heads that share the keys.
 -- heads: query heads of the group that were measured.
--- Needs: runs that recorded n_kv_heads, which older code did not.
 -- example: kv_heads --limit 5
 WITH
     model_sizes AS (

@@ -1,5 +1,5 @@
 -- Heads ranked by the mean of any statistic over the sequences on which it is defined, with the
--- uniform baseline (chance).
+-- uniform baseline.
 -- parameter statistic VARCHAR = 'sink_mass': A column of heads.
 -- parameter ascending BOOLEAN = false: Whether the smallest mean comes first.
 -- example: ranking --statistic entropy --ascending true --limit 5
@@ -15,7 +15,7 @@ SELECT
     label, layer, head,
     summaries.statistic,
     mean, sd, standard_error, documents,
-    chance, mean - chance AS above_chance,
+    uniform_baseline, mean - uniform_baseline AS above_uniform,
     count AS defined, count + undefined AS sequences
 FROM (
     SELECT head_summaries.* EXCLUDE (model)
@@ -29,8 +29,8 @@ FROM (
 ) AS summaries
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 LEFT JOIN (
-    SELECT levels.run_id, levels.chance
-    FROM chance_levels AS levels
+    SELECT levels.run_id, levels.uniform_baseline
+    FROM uniform_baselines AS levels
     WHERE levels.statistic = $statistic
 ) USING (run_id)
 ORDER BY run_id, intervention, input_family, rank, layer, head

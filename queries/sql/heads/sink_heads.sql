@@ -1,4 +1,4 @@
--- Heads ranked by attention to key 0, with the uniform baseline (chance) and ratios of norms at
+-- Heads ranked by attention to key 0, with the uniform baseline and ratios of norms at
 -- position 0 to those at other positions.
 -- is_sink: mean sink_alpha above the threshold, by default that of Gu et al. 2024 (arXiv
 -- 2410.10781). sink_rate: share of sequences above it.
@@ -33,8 +33,8 @@ WITH
         JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
     ),
     -- What uniform attention would score on the same sequences.
-    chance_levels AS (
-        SELECT run_id, avg(chance_sink_mass) AS chance
+    uniform_baselines AS (
+        SELECT run_id, avg(uniform_sink_mass) AS uniform_baseline
         FROM sequences
         GROUP BY ALL
     )
@@ -48,12 +48,12 @@ SELECT
         )
     END AS rank,
     'L' || layer || 'H' || head AS label,
-    layer, head, sink_mass, chance, sink_alpha,
+    layer, head, sink_mass, uniform_baseline, sink_alpha,
     sink_alpha > $threshold AS is_sink,
     sink_rate,
     first_value / nullif(other_values, 0) AS value_norm_ratio,
     first_resid / nullif(other_resid, 0) AS resid_pre_norm_ratio,
     sequences
 FROM head_means
-LEFT JOIN chance_levels USING (run_id)
+LEFT JOIN uniform_baselines USING (run_id)
 ORDER BY run_id, intervention, input_family, rank, layer, head

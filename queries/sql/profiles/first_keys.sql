@@ -28,7 +28,7 @@ WITH
             unnest(range(greatest(n_ctx - 64, 0), n_ctx)) + 1 AS visible
         FROM runs
     ),
-    -- The chance level: what uniform attention to the visible keys would give the first ones.
+    -- The uniform baseline: what uniform attention to the visible keys would give the first ones.
     uniform AS (
         SELECT
             run_id, model, n_ctx,

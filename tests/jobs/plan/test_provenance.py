@@ -7,6 +7,7 @@ of older code.
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,7 +27,7 @@ from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.commits import fold
-from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.files.places import write_whole
 from headcount.schemas.formulas import Formula
 from headcount.schemas.house import PACKAGE
 from headcount.schemas.predictions import PREDICTION_INPUTS, PREDICTIONS
@@ -43,7 +44,6 @@ from headcount.workers.provenance.code_fingerprint import (
 )
 from headcount.workers.provenance.providers import PROVIDERS, column_fingerprint, provider_modules
 from headcount.workers.replica import Replica
-from tests import ROOT
 from tests.toys.toy_replica import ToyReplica
 
 CODE_HERE = code_fingerprint()
@@ -337,20 +337,11 @@ def test_what_a_fix_of_the_inputs_of_predictions_changes() -> None:
     assert "workers.engine.token_pairs" not in provider_modules(STATISTICS["entropy"])
 
 
-OLDER_RUNS = ROOT / "tests" / "data" / "older_runs"
-
-
-@pytest.fixture
-def older_run(tmp_path: Path) -> RunDirectory:
-    """A run that older code measured on a toy of 2×2 heads: a commit in a fold, one in a file."""
-    shutil.copytree(OLDER_RUNS, tmp_path / "runs")
-    (path,) = (tmp_path / "runs").iterdir()
-    return RunDirectory(path)
-
-
-def test_a_run_of_older_code_is_not_continued(older_run: RunDirectory) -> None:
-    with pytest.raises(RunError) as refusal:
-        replan(older_run)
-    (line,) = str(refusal.value).splitlines()
-    assert "begun by an older headcount" in line
-    assert line.endswith("; headcount scan SCAN --new starts another run")
+def test_a_run_of_another_layout_is_refused_in_one_line(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    prepare_run(plan, "")
+    fields = json.loads(plan.run.manifest_file.read_bytes())
+    for layout in (None, 3, fields["layout"] + 1):
+        write_whole(plan.run.manifest_file, json.dumps(fields | {"layout": layout}).encode())
+        with pytest.raises(RunError, match=r"read it with the version that wrote it \(.*0\.3\)$"):
+            plan.run.manifest()

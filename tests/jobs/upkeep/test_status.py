@@ -23,7 +23,7 @@ from filelock import FileLock
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import COMMITS, COMMITS_PER_FOLD, DROPPED
-from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.run_directory import RunDirectory
 from tests import ROOT
 from tests.tools.processes import Command, Ended
@@ -46,6 +46,7 @@ def make_run(out: Path, shards: int = SHARDS) -> RunDirectory:
         "sequences_per_shard": 4,
     }
     manifest = Manifest(
+        layout=LAYOUT,
         run_id=run.run_id,
         created="2026-05-01T10:00:00+00:00",
         identity={"scan": scan},

@@ -107,7 +107,7 @@ def with_parameters(function: Callable[..., Any]) -> Statistic:
         source="",
         meaning="",
         formula="",
-        chance=False,
+        uniform_baseline=False,
         standard=True,
     )
 

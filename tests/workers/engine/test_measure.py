@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from headcount.schemas.errors import MeasureError
-from headcount.schemas.files.tables import chance_column
+from headcount.schemas.files.tables import uniform_column
 from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.number_formats import LinearProducts
@@ -137,17 +137,17 @@ def test_values_lie_in_the_registered_range() -> None:
         assert ((low - 1e-6 <= defined) & (defined <= high + 1e-6)).all(), name
 
 
-def test_chance_is_what_uniform_attention_scores() -> None:
+def test_uniform_baseline_is_what_uniform_attention_scores() -> None:
     tokens = tokens_of(60)
     labels = labels_of(tokens)
-    names = [s.name for s in STATISTICS.values() if s.chance]
+    names = [s.name for s in STATISTICS.values() if s.uniform_baseline]
     weights = read_weights(find_model("bundled:gpt2-mini"))
-    expected = recompute(weights, tokens, labels=labels, chance=names).chance
+    expected = recompute(weights, tokens, labels=labels, uniform_baseline=names).uniform_baseline
     measured = replica().measure(tokens, labels=labels).sequences
-    assert set(measured) == {chance_column(name) for name in names}
+    assert set(measured) == {uniform_column(name) for name in names}
     for name in names:
         np.testing.assert_allclose(
-            measured[chance_column(name)], expected[name], rtol=1e-5, err_msg=name
+            measured[uniform_column(name)], expected[name], rtol=1e-5, err_msg=name
         )
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from headcount.schemas.errors import MeasureError, ModelError, ScanError
-from headcount.schemas.files.tables import chance_column
+from headcount.schemas.files.tables import uniform_column
 from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.intervention import parse_intervention
@@ -144,7 +144,7 @@ WITH_OPTIONS = (
 """Statistics with options that mean something in short sequences."""
 
 STATISTICS_MEASURED = {s.name: s for s in KIND.select(["all", *WITH_OPTIONS])}
-WITH_CHANCE = [s.name for s in STATISTICS_MEASURED.values() if s.chance]
+WITH_BASELINE = [s.name for s in STATISTICS_MEASURED.values() if s.uniform_baseline]
 
 EVERY = [name + options for name in INTERVENTIONS for options in OPTIONS.get(name, ("",))]
 EVERY += COMBINATIONS
@@ -176,7 +176,7 @@ The others do the same to the trained `gpt2-mini` as to the toy of its architect
 """
 
 
-reference_of = partial(recompute, chance=WITH_CHANCE, variants=VARIANT_DEFINITIONS)
+reference_of = partial(recompute, uniform_baseline=WITH_BASELINE, variants=VARIANT_DEFINITIONS)
 
 
 class Shelf:
@@ -302,10 +302,14 @@ def compare(
         problems[name] = disagreements(
             measured.heads[name], reference.heads[name], bounded, tolerance, of_scores
         )
-        if statistic.chance:
-            column = chance_column(name)
+        if statistic.uniform_baseline:
+            column = uniform_column(name)
             problems[column] = disagreements(
-                measured.sequences[column], reference.chance[name], bounded, tolerance, False
+                measured.sequences[column],
+                reference.uniform_baseline[name],
+                bounded,
+                tolerance,
+                False,
             )
     for name, prediction in PREDICTIONS.items():
         bounded = max(map(abs, prediction.range)) <= 1
@@ -479,7 +483,7 @@ def test_every_column_with_the_facts_of_a_layer(
     assert np.isnan(measured.heads["sink_gate"]).all() == ("sink" not in FACTS[facts])
 
 
-def test_layers_that_differ_in_their_window_have_no_common_chance_level(
+def test_layers_that_differ_in_their_window_have_no_common_uniform_baseline_level(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf.replica("llama-gqa", "fused", "float32")
@@ -498,7 +502,7 @@ def test_layers_that_differ_in_their_window_have_no_common_chance_level(
         )
     assert np.isnan(measured.heads["sink_mass_late"][:, 1]).all()
     assert not np.isnan(measured.heads["sink_mass_late"][:, 0]).any()
-    assert np.isnan(measured.sequences["chance_sink_mass"]).all()
+    assert np.isnan(measured.sequences["uniform_sink_mass"]).all()
 
 
 def test_no_change_gives_attention_to_keys_behind_the_window(

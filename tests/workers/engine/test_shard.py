@@ -124,10 +124,10 @@ def test_undefined_is_null_and_never_zero(plan: Plan) -> None:
     # Distinct tokens: nothing repeats, so there is nothing to score.
     assert heads["induction_score"].null_count == heads.num_rows
     assert heads["match_coverage"].to_pylist() == [0.0] * heads.num_rows
-    assert sequences["chance_induction_score"].null_count == 3
+    assert sequences["uniform_induction_score"].null_count == 3
     assert sequences["file"].null_count == 3
     assert (
-        sequences["chance_sink_mass"].to_pylist()
+        sequences["uniform_sink_mass"].to_pylist()
         == [pytest.approx((1 / 2 + 1 / 3 + 1 / 4 + 1 / 5) / 4)] * 3
     )
 

@@ -64,12 +64,14 @@ def test_layers_with_windows_and_sinks_are_told_apart(tmp_path: Path) -> None:
     assert reason == "positions rotate queries and keys"
     assert "score_shift" in names.split(", ")
     assert not any("sink_gate" in text for text in report["NULL"])
-    behind_window, chance = report["NULL"][-2:]
+    behind_window, uniform_baseline = report["NULL"][-2:]
     names, rest = behind_window.split(": ")
     assert rest == (
         "layer 0, from n_ctx = 18 on; no query sees what they are about in its window of 8 tokens"
     )
-    assert chance.startswith("chance levels: from n_ctx = 9 on; the layers differ in their window")
+    assert uniform_baseline.startswith(
+        "uniform baselines: from n_ctx = 9 on; the layers differ in their window"
+    )
     # As it is when they are measured.
     behind = names.split(", ")
     replica = replica_of(tmp_path / "gpt_oss", {"statistics": ["all"], "n_ctx": 18})
@@ -83,9 +85,9 @@ def test_layers_with_windows_and_sinks_are_told_apart(tmp_path: Path) -> None:
     # The tokens that these are about lie too far back for 18.
     assert {*behind} - lost == {"distant_mass_4_64", "distant_mass_last_4_64"}
     assert lost <= {*behind}
-    chances = {name: values for name, values in measured.sequences.items() if "chance_" in name}
-    assert chances
-    assert all(np.isnan(values).all() for values in chances.values())
+    baselines = {name: values for name, values in measured.sequences.items() if "uniform_" in name}
+    assert baselines
+    assert all(np.isnan(values).all() for values in baselines.values())
 
 
 def test_layers_that_do_not_attend_and_a_missing_bridge_are_named(tmp_path: Path) -> None:

@@ -89,9 +89,7 @@ class ModelInfo:
     @property
     def identity(self) -> dict[str, Any]:
         """What makes it the same model; `sha256` stands for its files."""
-        # Runs from before `n_kv_heads` was recorded keep their identity; the files imply it.
-        implied = ("files", "n_kv_heads")
-        return {key: value for key, value in self.record.items() if key not in implied}
+        return {key: value for key, value in self.record.items() if key != "files"}
 
 
 def find_model(spec: str, revision: str | None = None) -> Path:
