@@ -239,7 +239,7 @@ def open_source(
     code: str | None = None,
     baseline: str | None = None,
 ) -> ExportSource:
-    """The run that a format is made of, opened for questions.
+    """The run that a format is made of, opened for queries.
 
     `baseline` is the run that it is compared with, if that does not lie among `runs`.
     """

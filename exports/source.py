@@ -186,7 +186,7 @@ class ExportSource:
 
 
 def opened_run(database: RunDatabase, run_id: str) -> Run:
-    """A run as questions see it."""
+    """A run as queries see it."""
     opened = OPENED[database.connection]
     return next(run for run in opened.runs if run.directory.run_id == run_id)
 

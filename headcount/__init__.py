@@ -100,7 +100,7 @@ def open(  # noqa: A001 - that is what it does
 ) -> Runs:
     """Open a run directory, or a directory of runs: a path or `s3://…`, live or finished.
 
-    `code` reads only the shards that this code measured. `memory` is what a question may take:
+    `code` reads only the shards that this code measured. `memory` is what a query may take:
     `4GB`, or a share of the machine's, `50%`. It needs neither torch nor Ray.
     """
     try:

@@ -1,4 +1,4 @@
-"""Runs opened in Python: questions in SQL, tables, and cards of heads. `headcount.open` opens them.
+"""Runs opened in Python: queries in SQL, tables, and cards of heads. `headcount.open` opens them.
 
 It needs neither torch nor Ray. A mistake is an error of `schemas.errors` with one line.
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 ROWS_SHOWN = 20
 """Rows of an answer that a notebook shows; `df()`, `pl()` and `arrow()` have all."""
 
-Question: TypeAlias = Annotated[str, Field(min_length=0)]
+QueryText: TypeAlias = Annotated[str, Field(min_length=0)]
 """An empty one has an error of its own, which says what can be asked."""
 
 MORE_ROWS = "and more rows: df(), pl() and arrow() have all"
@@ -109,14 +109,14 @@ class Runs:
 
     @checked(QueryError)
     def sql(
-        self, question: Question, *, timeout: Positive | None = None, **parameters: object
+        self, query: QueryText, *, timeout: Positive | None = None, **parameters: object
     ) -> AnswerTable:
         """Ask in SQL, or by the name of a query with its parameters: `"sink_heads", threshold=0.2`.
 
         Nothing can be written; `timeout` is in seconds. A mistake in the SQL is an error here. What
         only the rows show, for example a statistic that no run measured, is one when they are read.
         """
-        return AnswerTable(self, _with_parameters(question, parameters), timeout)
+        return AnswerTable(self, _with_parameters(query, parameters), timeout)
 
     @checked(QueryError)
     def head(self, label: Name, *, run_id: Name | None = None, intervention: Name = "none") -> Head:
@@ -172,11 +172,11 @@ class Runs:
 
 
 class AnswerTable:
-    """The answer to a question. Its rows are computed once, when they are first asked for."""
+    """The answer to a query. Its rows are computed once, when they are first asked for."""
 
-    def __init__(self, runs: Runs, question: str, timeout: float | None) -> None:
+    def __init__(self, runs: Runs, query: str, timeout: float | None) -> None:
         self._runs = runs
-        self._question = question
+        self._query = query
         self._timeout = timeout
         # No row is read, but DuckDB finds what is wrong with the SQL.
         self.schema: pa.Schema = self._ask(limit=0).schema
@@ -184,7 +184,7 @@ class AnswerTable:
 
     def _ask(self, limit: int | None = None) -> Answer:
         connection = self._runs.database.connection
-        return run_query(connection, self._question, limit, self._timeout)
+        return run_query(connection, self._query, limit, self._timeout)
 
     @cached_property
     def _table(self) -> pa.Table:
@@ -302,25 +302,25 @@ class Frame:
         )
 
 
-def _with_parameters(question: str, parameters: dict[str, object]) -> str:
-    """A question in SQL; only named queries take parameters."""
+def _with_parameters(query: str, parameters: dict[str, object]) -> str:
+    """A query in SQL; only named queries take parameters."""
     if not parameters:
-        return question
+        return query
     queries = read_queries(QUERIES)
-    query = queries.get(question.strip())
-    if query is None:
+    named = queries.get(query.strip())
+    if named is None:
         raise QueryError(
             f"{next(iter(parameters))}: only named queries take parameters, and this is SQL; "
             "write the value into it"
-            if " " in question.strip()
-            else unknown("query", question.strip(), queries)
+            if " " in query.strip()
+            else unknown("query", query.strip(), queries)
         )
     # As a user would type them: true, not True.
     values = {
         name: str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in parameters.items()
     }
-    return query.call(values)
+    return named.call(values)
 
 
 def text_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -409,12 +409,12 @@ def _is_for_figures(replication: Replication, scan: str) -> bool:
     sequences = _field(replication, replication.scan[scan], "sequences", "all")
     if sequences == "all" or sequences > MOST_DRAWN:
         return False
-    questions = [
+    queries = [
         *replication.view.values(),
         *(each.sql for each in (*replication.check, *replication.claim)),
     ]
     is_drawn = any(name in figure.sql for figure in replication.figure)
-    return is_drawn and not any(name in sql for sql in questions)
+    return is_drawn and not any(name in sql for sql in queries)
 
 
 def _short_scan(

@@ -177,7 +177,7 @@ class ReplicationControls:
     def _note(self, short: ShortReplication) -> None:
         self.notes += [note for note in short.notes if note not in self.notes]
 
-    # Questions
+    # Queries
 
     def _measured(self, check: Check, shown: RunsShown) -> dict[str, float | None]:
         """What a check measures on some runs; models of other sizes may ask for the same."""

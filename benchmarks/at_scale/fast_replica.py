@@ -4,7 +4,7 @@ The replica has no model. It takes two million tokens a second, which no GPU doe
 and gives the rows of GPT-2: 12 layers of 12 heads with the default statistics, for sequences of
 1,024 tokens. Everything around it is real: Ray, the dispatch, the tables, their files, the commits.
 
-Two questions, each with its target:
+Two measurements, each with its target:
 
 * Which share of its time does the replica wait, on a disk and on an S3 server of this machine?
 * How many tokens a second does one thread write as rows, from measured numbers to the commit?

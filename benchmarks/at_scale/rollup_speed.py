@@ -3,8 +3,8 @@
 A compacted run of GPT-2 small over a billion tokens of the Pile is generated: 144 million rows of
 the standard statistics, with their roll-ups. A few merged files are written; the others are links
 to them, so the disk holds one file in `LINKED`, and only the numbers of shards repeat. Each
-question is asked on two threads, in a connection of its own, until nothing has to be checked any
-more. Questions of roll-ups are timed as they are; named queries over rows are compared with a plain
+query is asked on two threads, in a connection of its own, until nothing has to be checked any
+more. Queries of roll-ups are timed as they are; named queries over rows are compared with a plain
 DuckDB scan that averages the same columns of the same files.
 """
 
@@ -56,7 +56,7 @@ LINKED = 24
 
 RUN_ID = "billion-000000000000"
 
-ROLLUP_QUESTIONS = {
+ROLLUP_QUERIES = {
     "heatmap of one statistic": "SELECT layer, head, mean, standard_error FROM head_summaries "
     "WHERE statistic = 'sink_mass' AND intervention = 'none'",
     "summaries of one head": "FROM head_summaries WHERE layer = 5 AND head = 1",
@@ -67,7 +67,7 @@ ROLLUP_QUESTIONS = {
     "list of statistics": "FROM statistics",
 }
 
-ROW_QUESTIONS = {
+ROW_QUERIES = {
     "by_head": [s.name for s in STATISTICS.values() if s.standard],
     "sink_heads": ["sink_mass", "sink_value_norm", "value_norm", "sink_resid_pre_norm",
                    "resid_pre_norm"],
@@ -77,7 +77,7 @@ ROW_QUESTIONS = {
 
 @dataclass(frozen=True)
 class Timed:
-    """What a question took once everything was checked and cached: the best of some times."""
+    """What a query took once everything was checked and cached: the best of some times."""
 
     seconds: float
     cpu_seconds: float
@@ -218,12 +218,12 @@ def _manifest(files: int) -> Manifest:
     )
 
 
-def ask(connection: duckdb.DuckDBPyConnection, question: str, rounds: int) -> Timed:
-    """Ask a question some times."""
+def ask(connection: duckdb.DuckDBPyConnection, query: str, rounds: int) -> Timed:
+    """Ask a query some times."""
     times: list[tuple[float, float]] = []
     for _ in range(rounds):
         began, cpu_began = time.perf_counter(), time.process_time()
-        for _batch in run_query(connection, question).batches():
+        for _batch in run_query(connection, query).batches():
             pass
         times.append((time.perf_counter() - began, time.process_time() - cpu_began))
     seconds, cpu_seconds = (min(column) for column in zip(*times, strict=True))
@@ -266,9 +266,9 @@ def main() -> None:
         connection = connect(place(str(run.path)))
         print(f"open: {time.perf_counter() - began:.3f} s, "
               f"CPU {time.process_time() - cpu_began:.3f} s")  # fmt: skip
-        for name, question in ROLLUP_QUESTIONS.items():
-            print(f"{name}: {ask(connection, question, options.rounds)}")
-        for view, columns in ROW_QUESTIONS.items() if options.rows else ():
+        for name, query in ROLLUP_QUERIES.items():
+            print(f"{name}: {ask(connection, query, options.rounds)}")
+        for view, columns in ROW_QUERIES.items() if options.rows else ():
             view_time = ask(connection, f"FROM {view}", options.rounds)
             scan_time = plain_scan(run, columns, options.rounds)
             ratio = view_time.cpu_seconds / scan_time.cpu_seconds

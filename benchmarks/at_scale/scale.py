@@ -1,12 +1,12 @@
 """How the machinery around the replicas scales: `make scale`.
 
-Six questions, each with its target:
+Six measurements, each with its target:
 
 * How fast are commits made if replicas do no work?
 * How close does a scan through Ray come to the same engine in a plain loop?
 * How do two one-core replicas compare with one?
 * What do plan, status and resume cost if a run has a million shards?
-* How long does a connection for questions take if a run has 100,000 shards?
+* How long does a connection for queries take if a run has 100,000 shards?
 * How long does it take to compact them?
 """
 
@@ -72,7 +72,7 @@ WRITTEN_TABLES = ("heads", "sequences")
 """Tables that a shard writes if the scan asks for no profiles."""
 
 UNCOMPACTED = 100_000
-"""Shards of a run with real files, which is opened for questions and compacted."""
+"""Shards of a run with real files, which is opened for queries and compacted."""
 
 MILLION_SCAN = {
     "model": "bundled:attn-only-2l-mini",
@@ -325,8 +325,8 @@ def _write_small_file(plan: Plan, table: str, shard: int, rows: pa.Table) -> dic
     return _data_file(plan, table, shard) | fields
 
 
-def open_for_questions(run: Path) -> dict[str, float]:
-    """Seconds of a new process that opens a run for questions, by the clock and of its cores."""
+def open_for_queries(run: Path) -> dict[str, float]:
+    """Seconds of a new process that opens a run for queries, by the clock and of its cores."""
     code = (
         "import sys, time; from headcount.queries.ask.asking import open_runs; "
         "times = time.perf_counter(), time.process_time(); open_runs(sys.argv[1]); "
@@ -367,16 +367,16 @@ def resume(plan: Plan) -> int:
     return len(missing)
 
 
-QUESTIONS: Mapping[str, Callable[[Plan], int]] = {
+QUERIES: Mapping[str, Callable[[Plan], int]] = {
     "plan": plan_again,
     "status": lambda plan: read_status(plan.run).done,
     "resume": resume,
 }
 
 
-def ask(question: str, run: Path) -> dict[str, float]:
-    """Seconds and memory of a new process that answers one question about a run."""
-    command = [sys.executable, "-m", "benchmarks.at_scale.scale", "--ask", question, str(run)]
+def ask(query: str, run: Path) -> dict[str, float]:
+    """Seconds and memory of a new process that answers one query about a run."""
+    command = [sys.executable, "-m", "benchmarks.at_scale.scale", "--ask", query, str(run)]
     start_time = time.perf_counter()
     process = subprocess.run(command, capture_output=True, text=True, check=True)
     seconds = time.perf_counter() - start_time
@@ -384,11 +384,11 @@ def ask(question: str, run: Path) -> dict[str, float]:
     return {"seconds": seconds, "peak_mb": float(peak_mb), "answer": int(answer)}
 
 
-def print_answer(question: str, run: Path) -> None:
-    """Answer one question about a run in this process, and print its peak memory in MB."""
+def print_answer(query: str, run: Path) -> None:
+    """Answer one query about a run in this process, and print its peak memory in MB."""
     fields = {**MILLION_SCAN, "input": {"family": "repeated_random"}, "out": str(run.parent)}
     plan = make_plan(parse_scan(fields), "million")
-    answer = QUESTIONS[question](plan)
+    answer = QUERIES[query](plan)
     # Not ru_maxrss: that begins with the peak of the process that started this one.
     peak = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
     print(answer, int(peak[1]) / 1e3 if peak else 0)
@@ -409,9 +409,9 @@ def report(results: Mapping[str, Any], console: Console) -> None:
         ),
         ("two one-core replicas over one", f"{two_over_one:.2f}", TARGETS["two_replicas"]),
     ]
-    for question, cost in results["million"].items():
+    for query, cost in results["million"].items():
         measured = f"{cost['seconds']:.1f} s, {cost['peak_mb']:.0f} MB"
-        rows.append((f"{question}, 1,000,000 shards", measured, TARGETS["million"]))
+        rows.append((f"{query}, 1,000,000 shards", measured, TARGETS["million"]))
     for what, cost in results.get("uncompacted", {}).items():
         measured = f"{cost['seconds']:.1f} s ({cost['cpu_seconds']:.1f} s of a core)"
         rows.append((f"{what}, {UNCOMPACTED:,} shards", measured, TARGETS.get(what, "")))
@@ -427,8 +427,8 @@ def main() -> None:
     parser.add_argument("--only", choices=["no_work", "overhead", "million", "uncompacted"])
     options = parser.parse_args()
     if options.ask:
-        question, run = options.ask
-        print_answer(question, Path(run))
+        query, run = options.ask
+        print_answer(query, Path(run))
         return
     # With --only the other figures stay as they were measured before, each with its own record.
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -445,11 +445,11 @@ def main() -> None:
             keep("overhead", overhead(out, options.rounds))
         if options.only in (None, "million"):
             run_directory = write_million(out)
-            keep("million", {question: ask(question, run_directory) for question in QUESTIONS})
+            keep("million", {query: ask(query, run_directory) for query in QUERIES})
         if options.only in (None, "uncompacted"):
             run_directory = write_uncompacted(out)
             costs = {
-                "open": open_for_questions(run_directory),
+                "open": open_for_queries(run_directory),
                 "compact": compact_by_command(run_directory),
             }
             keep("uncompacted", costs)

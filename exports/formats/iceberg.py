@@ -114,7 +114,7 @@ def _add_files(source: ExportSource, table: Table, name: str) -> int:
     """Add the committed files of a table as one snapshot; returns the number of rows."""
     from pyiceberg.io.pyarrow import parquet_file_to_data_file
 
-    # The question compares the content of the files with their commits.
+    # The query compares the content of the files with their commits.
     ((rows,),) = source.rows(f"SELECT count(*) FROM {name} WHERE run_id = '{source.run_id}'")
     data_files: list[Any] = []
     for path in source.committed_files(name):

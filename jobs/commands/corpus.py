@@ -201,8 +201,8 @@ def remove(
             )
         stored = stored_corpus(directory, full_key)
         tokens = counted(stored.tokens, "token")
-        question = f"Delete {directory / full_key} ({tokens}, {in_bytes(stored.bytes)})?"
-        if not typer.confirm(question, err=True):
+        query = f"Delete {directory / full_key} ({tokens}, {in_bytes(stored.bytes)})?"
+        if not typer.confirm(query, err=True):
             return
     remove_corpus(directory, full_key)
     say(Console(highlight=False, stderr=True), f"deleted {directory / full_key}")

@@ -1,4 +1,4 @@
-"""Asking a question: SQL or the name of a view goes in, rows come out, read once."""
+"""Asking a query: SQL or the name of a view goes in, rows come out, read once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH_ROWS = 10_000
 """Rows that DuckDB hands over at once."""
 
 INTERRUPTS = 300
-"""How often a question is interrupted before it is given up, a tenth of a second apart."""
+"""How often a query is interrupted before it is given up, a tenth of a second apart."""
 
 EXPLAIN = re.compile(r"(?:\s|--.*\n|/\*.*?\*/)*EXPLAIN(?:\s+ANALYZE)?\b", re.IGNORECASE)
 """What an EXPLAIN begins with, after spaces and comments."""
@@ -136,22 +136,22 @@ def run_query(
 ) -> Answer:
     """Ask for a view by name, or in SQL. Nothing is computed twice and nothing can be written.
 
-    `timeout` is in seconds. The question runs as a subquery, in which DuckDB itself allows no
+    `timeout` is in seconds. The query runs as a subquery, in which DuckDB itself allows no
     statement that writes.
     """
     if not text.strip():
         raise QueryError(
-            "the question is empty: expected the name of a view, or SQL; without a question, "
+            "the query is empty: expected the name of a view, or SQL; without a query, "
             "headcount query RUNS lists the views"
         )
     views = view_descriptions(connection)
     is_view = text.strip().lower() in views
     if not is_view and re.fullmatch(r"\s*\w+\s*", text):
         raise QueryError(unknown("view", text.strip(), views))
-    explain, sql = _one_question(f"FROM {text}" if is_view else text)
+    explain, sql = _one_query(f"FROM {text}" if is_view else text)
     # The rows of an EXPLAIN are the plan, not the answer, so a limit would cut the plan.
     limit_clause = f" LIMIT {limit}" if limit is not None and not explain else ""
-    # On lines of its own: the question may end in a comment.
+    # On lines of its own: the query may end in a comment.
     subquery = f"FROM (\n{sql}\n)"
     hold_to_commits(connection, subquery)
     cursor = connection.cursor()
@@ -169,7 +169,7 @@ def run_query(
     return Answer(patience, reader)
 
 
-def _one_question(text: str) -> tuple[str, str]:
+def _one_query(text: str) -> tuple[str, str]:
     """Split a single statement that reads into its EXPLAIN (empty if it has none) and its SQL."""
     try:
         statements = duckdb.extract_statements(text)
@@ -184,8 +184,8 @@ def _one_question(text: str) -> tuple[str, str]:
     if statement_type == duckdb.StatementType.EXPLAIN:
         match = EXPLAIN.match(sql)
         end = match.end() if match else len(sql)
-        # EXPLAIN ANALYZE runs its statement, so that one must be a question too.
-        _, explained = _one_question(sql[end:])
+        # EXPLAIN ANALYZE runs its statement, so that one must be a query too.
+        _, explained = _one_query(sql[end:])
         return f"{sql[:end]} ", explained
     # PIVOT without an IN list counts as several statements.
     if statement_type not in (duckdb.StatementType.SELECT, duckdb.StatementType.MULTI):

@@ -1,4 +1,4 @@
-"""Runs opened for questions: SQL goes in, rows come out, and a mistake is one line."""
+"""Runs opened for queries: SQL goes in, rows come out, and a mistake is one line."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class RunDatabase:
         except duckdb.Error as error:
             raise explained(error, self.connection, sql) from None
 
-    def records(self, question: str) -> list[Record]:
-        """The rows of an answer by name of column. `question` is SQL or the name of a view."""
-        answer = run_query(self.connection, question)
+    def records(self, query: str) -> list[Record]:
+        """The rows of an answer by name of column. `query` is SQL or the name of a view."""
+        answer = run_query(self.connection, query)
         names = answer.schema.names
         return [dict(zip(names, row, strict=True)) for row in answer.rows()]
 
-    def table(self, question: str) -> pa.Table:
-        """The rows of an answer as an Arrow table. `question` is SQL or the name of a view.
+    def table(self, query: str) -> pa.Table:
+        """The rows of an answer as an Arrow table. `query` is SQL or the name of a view.
 
         The table has `to_pandas`. Polars reads it by `polars.from_arrow`.
         """
-        answer = run_query(self.connection, question)
+        answer = run_query(self.connection, query)
         # The schema is given because an answer without rows has no batch that would have it.
         return pa.Table.from_batches(answer.batches(), schema=answer.schema)
 
@@ -69,18 +69,18 @@ class RunDatabase:
         )
         return frozenset(name for (name,) in self.connection.execute(sql, [view]).fetchall())
 
-    def unmeasured_views(self, question: str | None = None) -> dict[str, str]:
+    def unmeasured_views(self, query: str | None = None) -> dict[str, str]:
         """Views that cannot be answered, each with the column that it needs and no run measured.
 
-        Those that a question may stand on are among them. Without a question, all are.
+        Those that a query may stand on are among them. Without a query, all are.
         """
-        make_views(self.connection, question)
+        make_views(self.connection, query)
         return dict(OPENED[self.connection].shipped.unmeasured)
 
     def damage(self) -> list[str]:
         """One line for each run that cannot be read, or has files that are not as committed.
 
-        More may be found later: opening compares sizes, and a question the content that it reads.
+        More may be found later: opening compares sizes, and a query the content that it reads.
         """
         return damage_lines(OPENED[self.connection])
 
@@ -97,7 +97,7 @@ def open_runs(
     """Open a run directory or a directory of runs.
 
     `views` adds views, SQL by name. `code` reads only the shards that it measured. `memory` is
-    what queries may take. `tell` is called with a line whenever a question finds damage. `read` may
+    what queries may take. `tell` is called with a line whenever a query finds damage. `read` may
     remember runs that were opened before.
     """
     connection = connect(path, queries, code, memory, tell, lazily=True, read=read)

@@ -81,7 +81,7 @@ def _suffix_of(answer_format: Format) -> str:
 def rows_to_read(answer_format: Format, limit: int | None) -> int | None:
     """How many rows to ask for. A table also reads rows that it does not show, to count them.
 
-    The question is asked once, with this limit: DuckDB then sorts and reads no more than it needs.
+    The query is asked once, with this limit: DuckDB then sorts and reads no more than it needs.
     """
     if answer_format != "table":
         return limit

@@ -1,4 +1,4 @@
-"""What is wrong with a question: one line instead of DuckDB's many, and the place in the SQL."""
+"""What is wrong with a query: one line instead of DuckDB's many, and the place in the SQL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACE = re.compile(r"LINE \d+: (?P<line>.*)\n(?P<indent> *)(?P<carets>\^+)\s*$")
 
 
 class SqlMistake(QueryError):
-    """A question that DuckDB does not understand."""
+    """A query that DuckDB does not understand."""
 
     def __init__(self, text: str, pointer: str | None = None) -> None:
         super().__init__(text)
@@ -31,7 +31,7 @@ def query_error(error: Exception) -> SqlMistake:
     message = str(error)
     if isinstance(error, duckdb.OutOfMemoryException):
         return SqlMistake(
-            "the question needs more memory than it may take, or more disk than is free for what "
+            "the query needs more memory than it may take, or more disk than is free for what "
             "does not fit; --memory 8GB gives it more, fewer columns or runs need less"
         )
     if "data-modifying" in message or "containing a COPY" in message:
@@ -45,23 +45,21 @@ def query_error(error: Exception) -> SqlMistake:
     return SqlMistake(printable(" ".join(first_paragraph.split())), pointer_in(message))
 
 
-def explained(
-    error: duckdb.Error, connection: duckdb.DuckDBPyConnection, question: str
-) -> SqlMistake:
-    """What is wrong with a question, with the name of a view or column that was probably meant."""
+def explained(error: duckdb.Error, connection: duckdb.DuckDBPyConnection, sql: str) -> SqlMistake:
+    """What is wrong with a query, with the name of a view or column that was probably meant."""
     mistake = query_error(error)
     message = str(error)
     if not isinstance(error, duckdb.BinderException | duckdb.CatalogException):
         return mistake
-    pointer = mistake.pointer or _place_in(question, connection)
-    line = _why_unknown(message, connection, question)
+    pointer = mistake.pointer or _place_in(sql, connection)
+    line = _why_unknown(message, connection, sql)
     return SqlMistake(line or str(mistake), pointer)
 
 
-def _place_in(question: str, connection: duckdb.DuckDBPyConnection) -> str | None:
+def _place_in(sql: str, connection: duckdb.DuckDBPyConnection) -> str | None:
     """The place of a mistake. DuckDB leaves it out of the messages of relations."""
     try:
-        connection.cursor().execute(f"EXPLAIN {question}")
+        connection.cursor().execute(f"EXPLAIN {sql}")
     except duckdb.Error as error:
         return pointer_in(str(error))
     return None
@@ -81,33 +79,33 @@ def pointer_in(message: str) -> str | None:
     offset = place.start("line") - place.start()
     indent = len(place["indent"]) - offset
     line = place["line"]
-    # A question runs in parentheses, on lines of its own: the first line is not the user's.
+    # A query runs in parentheses, on lines of its own: the first line is not the user's.
     if indent < 0 or line == "FROM (" or not line.isprintable():
         return None
     return f"{line}\n{' ' * indent}{place['carets']}"
 
 
-def _why_unknown(message: str, connection: duckdb.DuckDBPyConnection, question: str) -> str | None:
-    """Why a question names a view, column, query or parameter in vain. None if it does not."""
+def _why_unknown(message: str, connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
+    """Why a query names a view, column, query or parameter in vain. None if it does not."""
     shipped = OPENED[connection].shipped
-    problem = shipped.problem_of(question)
+    problem = shipped.problem_of(sql)
     if problem is not None:
         return problem
     if 'Candidate bindings: "missing"' in message:
         # The view of a query that needs a parameter has this one column.
-        return shipped.missing_parameter(question)
+        return shipped.missing_parameter(sql)
     if missing := re.search(r"Table with name (\S+) does not exist", message):
         return unknown("view", missing[1], view_descriptions(connection))
     if called := re.search(r"Macro (\w+)\(\) does not support", message):
         query = shipped.queries.get(called[1])
-        return None if query is None else _wrong_call(query, question)
+        return None if query is None else _wrong_call(query, sql)
     if (statistic := unmeasured_statistic(message)) is not None:
         return _unknown_statistic(statistic, connection)
     return _why_no_column(message, connection)
 
 
 def _why_no_column(message: str, connection: duckdb.DuckDBPyConnection) -> str | None:
-    """Why a question names a column in vain, if DuckDB's message says less than we can."""
+    """Why a query names a column in vain, if DuckDB's message says less than we can."""
     column = _missing_column(message)
     if column is None:
         return None
@@ -122,9 +120,9 @@ def _why_no_column(message: str, connection: duckdb.DuckDBPyConnection) -> str |
     return f"unknown column {column!r}: did you mean {nearest[0]!r}?"
 
 
-def _wrong_call(query: NamedQuery, question: str) -> str:
+def _wrong_call(query: NamedQuery, sql: str) -> str:
     """What is wrong with the arguments of a query in SQL."""
-    call = re.search(rf'{query.name}"?\s*\((.*)', question, re.IGNORECASE | re.DOTALL)
+    call = re.search(rf'{query.name}"?\s*\((.*)', sql, re.IGNORECASE | re.DOTALL)
     names = re.findall(r"(\w+)\s*:=", call[1]) if call else []
     known = [parameter.name for parameter in query.parameters]
     for name in names:

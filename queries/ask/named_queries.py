@@ -44,7 +44,7 @@ EXAMPLE = re.compile(r"example: (.+)")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A value that a question may set."""
+    """A value that a query may set."""
 
     name: str
     type: SqlType
@@ -87,7 +87,7 @@ def _number_literal(sql_type: SqlType, text: str) -> str:
 
 @dataclass(frozen=True)
 class NamedQuery:
-    """A question that is asked by its name."""
+    """A query that is asked by its name."""
 
     name: str
     description: str

@@ -1,4 +1,4 @@
-"""Questions one after another, with a history and the names of views and columns completed."""
+"""Queries one after another, with a history and the names of views and columns completed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from headcount.queries.ask.asking import RunDatabase
 from headcount.queries.ask.mistakes import SqlMistake
 from headcount.queries.ask.named_queries import NamedQuery
-from headcount.queries.ask.questions import with_parameters
+from headcount.queries.ask.typed_queries import with_parameters
 from headcount.queries.open.connection import view_descriptions
 from headcount.schemas.errors import HeadcountError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PROMPT = "headcount> "
 
 GREETING = (
-    "A question is a named query with its parameters, or SQL. help lists the queries, help NAME "
+    "A query is a named query with its parameters, or SQL. help lists the queries, help NAME "
     "explains one, Tab completes names, Ctrl-D ends."
 )
 
@@ -40,18 +40,18 @@ def converse(
     answer: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Answer questions until there are no more. A mistake is a line, and the next question comes.
+    """Answer queries until there are no more. A mistake is a line, and the next query comes.
 
     `answer` writes the answer to SQL. `say` writes what is not an answer.
     """
     for line in _lines(database, queries, say):
-        question = line.strip().rstrip(";").strip()
-        if question in ("exit", "quit"):
+        typed = line.strip().rstrip(";").strip()
+        if typed in ("exit", "quit"):
             return
-        if not question:
+        if not typed:
             continue
         try:
-            _respond(question, database, queries, answer, say)
+            _respond(typed, database, queries, answer, say)
         except SqlMistake as mistake:
             place = f"{mistake.pointer}\n" if mistake.pointer else ""
             say(f"{place}error: {mistake}")
@@ -60,14 +60,14 @@ def converse(
 
 
 def _respond(
-    question: str,
+    typed: str,
     database: RunDatabase,
     queries: Mapping[str, NamedQuery],
     answer: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Answer one question, or explain what can be asked."""
-    first, _, rest = question.partition(" ")
+    """Answer one query, or explain what can be asked."""
+    first, _, rest = typed.partition(" ")
     if first == "help" and rest.strip() in queries:
         say(queries[rest.strip()].help_text())
     elif first == "help":
@@ -76,7 +76,7 @@ def _respond(
     elif first in queries:
         answer(with_parameters(first, shlex.split(rest), queries))
     else:
-        answer(question)
+        answer(typed)
 
 
 def _lines(
@@ -110,7 +110,7 @@ def _lines(
 def _history_file() -> Path:
     from platformdirs import user_state_path
 
-    return user_state_path("headcount") / "questions"
+    return user_state_path("headcount") / "queries"
 
 
 def _completer(database: RunDatabase, queries: Mapping[str, NamedQuery]) -> Completer:

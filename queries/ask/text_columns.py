@@ -44,7 +44,7 @@ class TextAnswer(Answer):
             run_ids = [self.only_run] * len(token_lists)
         else:
             run_ids = batch.column("run_id").to_pylist()
-        # Both may be NULL, for example after an outer join in the question.
+        # Both may be NULL, for example after an outer join in the query.
         texts: list[str | None] = []
         for run_id, tokens in zip(run_ids, token_lists, strict=True):
             if tokens is None or run_id is None:

@@ -129,7 +129,7 @@ def _read(answer: Answer, row_limit: int, marks: Marks) -> _TableContent:
         shown = batch.slice(0, row_limit - len(rows))
         rows += rows_of(shown)
         hidden_rows += batch.num_rows - shown.num_rows
-        # A question may have billions of rows, and DuckDB computes only those that are read.
+        # A query may have billions of rows, and DuckDB computes only those that are read.
         if hidden_rows > COUNTED_ROWS:
             break
     names = [marks.written(name) for name in answer.schema.names]

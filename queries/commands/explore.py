@@ -36,11 +36,11 @@ def explore(
     ] = False,
     timeout: Annotated[
         float,
-        typer.Option(min=0.1, metavar="SECONDS", help="Give up a question after this time."),
+        typer.Option(min=0.1, metavar="SECONDS", help="Give up a query after this time."),
     ] = 20.0,
     memory: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="Memory that questions may take: 4GB, or 50%."),
+        typer.Option(metavar="SIZE", help="Memory that queries may take: 4GB, or 50%."),
     ] = "50%",
     code: Code = None,
 ) -> None:
@@ -48,7 +48,7 @@ def explore(
     # A tokenizer is read where it lies on this machine, and never fetched.
     os.environ["HF_HUB_OFFLINE"] = "1"
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
-    from headcount.queries.explore.question_engine import Engine
+    from headcount.queries.explore.query_engine import Engine
     from headcount.queries.explore.server import LOCAL_NAMES, serve
     from headcount.queries.open.connection import check_memory
 

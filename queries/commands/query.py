@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from headcount.queries.ask.named_queries import QUERIES, read_queries
-from headcount.queries.ask.questions import read_question, with_parameters
+from headcount.queries.ask.typed_queries import read_typed, with_parameters
 from headcount.schemas.errors import QueryError
 from headcount.workers.run_model import RunModels
 
@@ -22,7 +22,7 @@ commands = typer.Typer(rich_markup_mode=None)
 
 
 TIMEOUT = 600.0
-"""Seconds after which a question is given up by default."""
+"""Seconds after which a query is given up by default."""
 
 MANY_RUNS = 3
 """If more runs are not complete, one line speaks of all of them."""
@@ -65,7 +65,7 @@ def query(
             metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
         ),
     ],
-    question: Annotated[
+    typed: Annotated[
         str | None,
         typer.Argument(
             metavar="QUESTION",
@@ -105,18 +105,18 @@ def query(
     ] = TIMEOUT,
     memory: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="Memory that the question may take: 4GB, or 50%."),
+        typer.Option(metavar="SIZE", help="Memory that the query may take: 4GB, or 50%."),
     ] = "50%",
     code: Code = None,
     interactive: Annotated[
         bool,
         typer.Option(
             "--interactive",
-            help="Ask one question after another, with a history and completion of names.",
+            help="Ask one query after another, with a history and completion of names.",
         ),
     ] = False,
 ) -> None:
-    """Ask the committed rows of runs a question in SQL, or by the name of a view."""
+    """Query the committed rows of runs, in SQL or by the name of a view."""
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
     from headcount.queries.ask.asking import open_runs
     from headcount.queries.ask.formats import (
@@ -131,7 +131,7 @@ def query(
     from headcount.queries.open.connection import check_memory
 
     time_limit = timeout if 0 < timeout < float("inf") else None
-    asked = read_question(question, file)
+    asked = read_typed(typed, file)
     answer_format = format_of(requested_format, output, vertical)
     database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
     warn_of_damage(database)
@@ -184,7 +184,7 @@ def _say_how_much_is_in(database: RunDatabase) -> None:
 def _ask(
     database: RunDatabase, sql: str, row_limit: int | None, time_limit: float | None
 ) -> Answer:
-    """Ask a question. A mistake in it is shown where it stands, above the error."""
+    """Ask a query. A mistake in it is shown where it stands, above the error."""
     from headcount.queries.ask.answers import run_query
     from headcount.queries.ask.mistakes import SqlMistake
 
@@ -197,16 +197,16 @@ def _ask(
 
 
 def _converse(
-    database: RunDatabase, question: str | None, time_limit: float | None, limit: int | None
+    database: RunDatabase, typed: str | None, time_limit: float | None, limit: int | None
 ) -> None:
-    """Answer questions one after another, as tables."""
+    """Answer queries one after another, as tables."""
     from headcount.queries.ask.answers import run_query
     from headcount.queries.ask.formats import rows_to_read, write, writing_to_stdout
     from headcount.queries.ask.prompt import converse
     from headcount.queries.open.column_facts import why_empty
 
-    if question is not None:
-        raise QueryError(f"--interactive asks for questions itself; leave out {question!r}")
+    if typed is not None:
+        raise QueryError(f"--interactive asks for queries itself; leave out {typed!r}")
 
     def answer(sql: str) -> None:
         found = run_query(database.connection, sql, rows_to_read("table", limit), time_limit)

@@ -1,1 +1,1 @@
-"""The explorer: questions of a page, the engine that answers them, and the server between them."""
+"""The explorer: queries of a page, the engine that answers them, and the server between them."""

@@ -1,4 +1,4 @@
-"""The runs as they are committed now: what the page lists of them, and what questions need."""
+"""The runs as they are committed now: what the page lists of them, and what queries need."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import duckdb
 
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.explore.axes import Axis, axis_of
-from headcount.queries.explore.page_questions import (
+from headcount.queries.explore.page_queries import (
     BINS_IN_MEMORY,
     Header,
     Heatmap,
     ProfileFacts,
-    Question,
+    Query,
     RunFacts,
     Scope,
     where,
@@ -81,7 +81,7 @@ class OpenedRuns:
         self._unreadable_samples: set[SampleKey] = set()
         self._sample_numbers = count(1)
         if any(facts.has_rollups for facts in self._facts.values()):
-            # Questions are asked on cursors of the connection, which make no views.
+            # Queries are asked on cursors of the connection, which make no views.
             make_views(database.connection, " ".join(_ROLLED_UP_VIEWS))
         self._bins: BinsInMemory | None = None
         if any(facts.keeps_sample for facts in self._facts.values()):
@@ -125,20 +125,20 @@ class OpenedRuns:
             tables.append(PROFILES.name)
         for table in tables:
             hold_to_commits(self.database.connection, f"FROM {table}")
-        # Not before: meanwhile another question may ask.
+        # Not before: meanwhile another query may ask.
         self.has_verified_rows = rows
 
     def facts(self, run_id: str) -> RunFacts:
-        """What questions need to know of a run, without axes."""
+        """What queries need to know of a run, without axes."""
         if run_id not in self._facts:
             raise QueryError(unknown("run", run_id, self._facts))
         return self._facts[run_id]
 
-    def facts_for(self, question: Question) -> RunFacts:
-        """What a question needs to know of its run, without axes."""
-        facts = self.facts(question.scope.run_id)
-        key = facts.run_id, question.scope.intervention
-        if not question.reads_sample or key in self._unreadable_samples:
+    def facts_for(self, query: Query) -> RunFacts:
+        """What a query needs to know of its run, without axes."""
+        facts = self.facts(query.scope.run_id)
+        key = facts.run_id, query.scope.intervention
+        if not query.reads_sample or key in self._unreadable_samples:
             return replace(facts, keeps_sample=False)
         sample = self._samples.get(key)
         return replace(facts, sample=sample.table if sample else None)
@@ -155,13 +155,13 @@ class OpenedRuns:
         return Sample(table, self.facts(run_id), Scope(run_id=run_id, intervention=intervention))
 
     def keep_sample(self, key: SampleKey, sample: Sample) -> list[Sample]:
-        """Answer questions from a sample that was read. Returns those that are not kept longer."""
+        """Answer queries from a sample that was read. Returns those that are not kept longer."""
         self._samples[key] = sample
         oldest = list(self._samples)[:-MOST_SAMPLES]
         return [self._samples.pop(key) for key in oldest]
 
     def give_up_sample(self, key: SampleKey) -> None:
-        """Answer questions from rows: their sample cannot be read."""
+        """Answer queries from rows: their sample cannot be read."""
         self._unreadable_samples.add(key)
 
     def with_axes(
@@ -185,7 +185,7 @@ class OpenedRuns:
         if self._bins is not None and facts.keeps_sample:
             self._bins.hold(facts.run_id, intervention, statistics, cursor)
 
-    def first_question(self) -> Heatmap:
+    def first_query(self) -> Heatmap:
         """The heatmap that a page shows first."""
         facts = next(iter(self._facts.values()))
         scope = Scope(run_id=facts.run_id, intervention=facts.interventions[0])
@@ -343,7 +343,7 @@ class OpenedRuns:
 
 
 _ROLLED_UP_VIEWS = ("head_summaries", "part_summaries")
-"""The views over roll-ups that questions read."""
+"""The views over roll-ups that queries read."""
 
 _SHOWN_OF_RUN = (
     "run_id",
@@ -420,7 +420,7 @@ class BinsInMemory:
         cursor: duckdb.DuckDBPyConnection,
     ) -> None:
         """Read the histograms of some statistics, unless they are there."""
-        # Two questions must not read the same ones: they would count twice.
+        # Two queries must not read the same ones: they would count twice.
         with self._lock:
             keys = {(run_id, intervention, name) for name in statistics} - self._held
             if not keys:

@@ -1,6 +1,6 @@
 """The sample of a large run: read from its files once, and then asked in memory.
 
-Every question about a head would open every file of the run, and decode rows of sequences that it
+Every query about a head would open every file of the run, and decode rows of sequences that it
 does not want. In memory, the rows of a head lie side by side and nothing else is read.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import duckdb
 
-from headcount.queries.explore.page_questions import RunFacts, Scope, sample_condition, where
+from headcount.queries.explore.page_queries import RunFacts, Scope, sample_condition, where
 from headcount.queries.sql_text import quoted_name
 
 SAMPLE_ROWS = 10_000_000
@@ -21,7 +21,7 @@ MOST_SAMPLES = 2
 """Samples that are kept: of so many runs, or interventions of a run."""
 
 MEMORY_SHARE = 1 / 8
-"""Share of the memory for questions that a sample may take."""
+"""Share of the memory for queries that a sample may take."""
 
 BYTES_OF_KEYS = 27
 """Bytes of a row's layer, head and sequence, with what DuckDB notes about a row (measured).
@@ -60,7 +60,7 @@ class Sample:
     def parts(self) -> Iterator[str]:
         """SQL that fills the table, layer by layer.
 
-        Questions of the page are answered between two layers. Files are sorted by layer, so each
+        Queries of the page are answered between two layers. Files are sorted by layer, so each
         statement reads what the others do not.
         """
         for layer in range(self.facts.layers):

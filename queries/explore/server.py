@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from headcount.queries.explore.question_engine import Engine
+from headcount.queries.explore.query_engine import Engine
 from headcount.schemas.errors import HeadcountError, QueryError, printable
 from headcount.schemas.house import PACKAGE
 
@@ -111,7 +111,7 @@ class Guard:
 
 
 def make_app(engine: Engine, guard: Guard) -> web.Application:
-    """The application: the files of the page, and one address for questions."""
+    """The application: the files of the page, and one address for queries."""
     files = page_files()
 
     @web.middleware
@@ -201,7 +201,7 @@ async def _serve(
     engine: Engine, guard: Guard, port: int, tell: Callable[[str], None], open_browser: bool
 ) -> signal.Signals:
     """Serve until a signal comes, and return it."""
-    # A question whose asker is gone is cancelled.
+    # A query whose asker is gone is cancelled.
     runner = web.AppRunner(
         make_app(engine, guard), handler_cancellation=True, access_log=None, logger=_silent()
     )

@@ -19,24 +19,24 @@ Facts = dict[str, dict[str, str]]
 """Description, unit, range and source, by name of the column."""
 
 
-def views_read(connection: duckdb.DuckDBPyConnection, question: str) -> list[str]:
-    """The views whose names stand in a question. DuckDB would name the tables below them."""
-    words = re.findall(r"\w+", question.lower())
+def views_read(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:
+    """The views whose names stand in a query. DuckDB would name the tables below them."""
+    words = re.findall(r"\w+", query.lower())
     views = view_descriptions(connection)
     return [word for word in dict.fromkeys(words) if word in views]
 
 
-def column_facts(connection: duckdb.DuckDBPyConnection, question: str) -> Facts:
+def column_facts(connection: duckdb.DuckDBPyConnection, query: str) -> Facts:
     """Meaning, unit, range and source of all columns, by name.
 
-    If two views differ, the views that the question reads win, then the tables.
+    If two views differ, the views that the query reads win, then the tables.
     """
     describe(connection)
     sql = """
         SELECT table_name, column_name, comment FROM duckdb_columns()
         WHERE schema_name = 'main' AND NOT internal AND comment IS NOT NULL
     """
-    preferred = [*views_read(connection, question), *TABLES]
+    preferred = [*views_read(connection, query), *TABLES]
     rank = {view: preferred.index(view) for view in preferred}
     comments = connection.cursor().execute(sql).fetchall()
     comments.sort(key=lambda comment: rank.get(comment[0], len(preferred)))
@@ -76,10 +76,10 @@ def _base_column(column: str) -> str:
     return column
 
 
-def why_empty(connection: duckdb.DuckDBPyConnection, question: str) -> list[str]:
-    """For each view that a question reads and that has no rows, what a scan needs to fill it."""
+def why_empty(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:
+    """For each view that a query reads and that has no rows, what a scan needs to fill it."""
     lines: list[str] = []
-    for view in views_read(connection, question):
+    for view in views_read(connection, query):
         need = _need(connection, view)
         if need and not connection.cursor().execute(f'SELECT 1 FROM "{view}" LIMIT 1').fetchall():
             lines.append(f"{view} has no rows in these runs; it needs {need}")

@@ -67,7 +67,7 @@ class OpenedRuns:
     """For each run that cannot be read at all, why."""
     tell: Tell
     shipped: ShippedViews = field(default_factory=lambda: ShippedViews({}))
-    """The named queries, whose views are made when a question names them."""
+    """The named queries, whose views are made when a query names them."""
     is_described: bool = False
     """Whether the database holds as comments what its views and columns mean."""
     unrolled: list[MeasuredStatistic] = field(default_factory=list[MeasuredStatistic])
@@ -96,12 +96,12 @@ def connect(
 
     `code` reads only the shards that it measured. `memory` is what queries may take: `4GB`, or a
     share of the machine's, `50%`. `lazily` makes the view of a named query when `run_query` or
-    `hold_to_commits` first meets its name, and comments when a question reads them: that opens in a
+    `hold_to_commits` first meets its name, and comments when a query reads them: that opens in a
     third of the time. SQL that goes past these two needs all views. `read` may remember runs that
     were opened before.
 
     Opening compares the names and sizes of files with their commits. Pass a user's SQL to
-    `queries.ask.answers.run_query`: that also compares the content of the files which the question
+    `queries.ask.answers.run_query`: that also compares the content of the files which the query
     reads (`tell` hears of damage), and refuses to write.
     """
     runs, unreadable = read_runs(place(path), code, read)
@@ -157,11 +157,11 @@ def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
     return VIEWS | dict(sorted((descriptions | VIEWS).items()))
 
 
-def make_views(connection: duckdb.DuckDBPyConnection, question: str | None = None) -> None:
-    """Make the views that a question may stand on and that are not there yet, or all views."""
+def make_views(connection: duckdb.DuckDBPyConnection, query: str | None = None) -> None:
+    """Make the views that a query may stand on and that are not there yet, or all views."""
     opened = OPENED[connection]
     with opened.lock:
-        _make_views(connection, opened, question)
+        _make_views(connection, opened, query)
 
 
 def describe(connection: duckdb.DuckDBPyConnection) -> None:
@@ -173,23 +173,23 @@ def describe(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 def _make_views(
-    connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, question: str | None
+    connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, query: str | None
 ) -> None:
     cursor = connection.cursor()
     try:
-        opened.shipped.create(cursor, question)
+        opened.shipped.create(cursor, query)
     except duckdb.Error:
         # DuckDB opens a file to create a view. This one was damaged after the runs were opened.
         opened.runs = [_verified(run, list(TABLES), opened.tell) for run in opened.runs]
         _point_at_files(cursor, opened)
-        opened.shipped.create(cursor, question)
-    # Such a question may ask the database itself what its views mean.
-    if question is not None and BLIND.search(question.lower()):
+        opened.shipped.create(cursor, query)
+    # Such a query may ask the database itself what its views mean.
+    if query is not None and BLIND.search(query.lower()):
         _describe(cursor, opened)
 
 
 def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-    """Make the views that a question names, and compare the files that it reads with their commits.
+    """Make the views that a query names, and compare the files that it reads with their commits.
 
     What is damaged is taken out of every view, and the user is told.
     """
@@ -232,9 +232,9 @@ def damage_lines(opened: OpenedRuns) -> list[str]:
 
 
 def _sources_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
-    """The sources of rows that a question reads, whether it names them or views over them."""
+    """The sources of rows that a query reads, whether it names them or views over them."""
     cursor = connection.cursor()
-    # To name the tables, DuckDB binds the question, which opens files; these may be damaged. So in
+    # To name the tables, DuckDB binds the query, which opens files; these may be damaged. So in
     # a transaction that is taken back, every source is empty.
     cursor.execute("BEGIN TRANSACTION")
     try:
@@ -243,7 +243,7 @@ def _sources_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
         tables = cursor.get_table_names(sql, qualified=True)
     except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException):
         # DuckDB names the tables without the columns that USING needs and without the values that
-        # parameters of some macros need. Or the question has a mistake, of which the user hears
+        # parameters of some macros need. Or the query has a mistake, of which the user hears
         # when it is asked.
         code = OPENED[connection].shipped.code_of(sql)
         # Internal views do not say which tables they read.

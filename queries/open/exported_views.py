@@ -57,7 +57,7 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> Export
     where = place(runs_path)
     absolute = where.resolve() if isinstance(where, Path) else where
     runs, unreadable = read_runs(absolute, code)
-    # Damage is found by the sizes of files. Reading them all would take as long as a question.
+    # Damage is found by the sizes of files. Reading them all would take as long as a query.
     opened = OpenedRuns(runs, [str(why) for why in unreadable], print, ShippedViews.of(QUERIES))
     with appearing(output) as partial:
         partial.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ They come from the roll-ups that were written, and from the rows of shards that 
 `ledger.part_moments`, `ledger.head_moments`, `ledger.part_bins` and `ledger.head_bins` are what the
 views part_summaries, head_summaries, distributions and head_quantiles stand on.
 
-Each statistic has a select of its own. So a question about one of them reads one column of the
+Each statistic has a select of its own. So a query about one of them reads one column of the
 rows: DuckDB drops the selects whose constant `statistic` is another one.
 """
 
@@ -278,7 +278,7 @@ def _rows(keys: Sequence[str]) -> str:
 
 def _rows_with(columns: str, view: str) -> str:
     """The rows of heads, with columns that an internal view has for each sequence."""
-    # Not USING: where DuckDB names the tables of a question, it knows no columns of a table.
+    # Not USING: where DuckDB names the tables of a query, it knows no columns of a table.
     return f"""ledger.unrolled_heads JOIN (
             SELECT run_id AS _run, intervention AS _intervention, sequence AS _sequence, {columns}
             FROM ledger.{view}

@@ -1,4 +1,4 @@
-"""One run as questions see it: its manifest, its ledger, and the files whose rows count."""
+"""One run as queries see it: its manifest, its ledger, and the files whose rows count."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ BLIND = re.compile(
     r'\bquery(?:_table)?"?\s*(?:\(|/\*|--)'
     r"|\b(?:duckdb_\w+|information_schema|pg_\w+|sqlite_\w+|show)\b"
 )
-"""Words of questions that may name any view without its name standing in them.
+"""Words of queries that may name any view without its name standing in them.
 
 Profiles have a column `query`, so only a function of this name counts.
 """
@@ -59,25 +59,23 @@ class ShippedViews:
         """What each query is for."""
         return {name: query.description for name, query in self.queries.items()}
 
-    def named_in(self, question: str) -> list[str]:
-        """The queries that a question may stand on, each after those that it stands on itself.
+    def named_in(self, sql: str) -> list[str]:
+        """The queries that a query may stand on, each after those that it stands on itself.
 
         A name that stands anywhere in the text counts: one view too many does no harm.
         """
-        if BLIND.search(question.lower()):
+        if BLIND.search(sql.lower()):
             return self._with_foundations(self.queries)
-        return self._written_in(question)
+        return self._written_in(sql)
 
-    def _written_in(self, question: str) -> list[str]:
-        """The queries whose names stand in a question, each after those that it stands on."""
-        text = question.lower()
+    def _written_in(self, sql: str) -> list[str]:
+        """The queries whose names stand in a query, each after those that it stands on."""
+        text = sql.lower()
         return self._with_foundations(name for name in self.queries if name.lower() in text)
 
-    def code_of(self, question: str) -> str:
-        """The SQL of a question and of all queries that it stands on."""
-        return " ".join(
-            [question.lower(), *(self.queries[n].code for n in self.named_in(question))]
-        )
+    def code_of(self, sql: str) -> str:
+        """The SQL of a query and of all queries that it stands on."""
+        return " ".join([sql.lower(), *(self.queries[n].code for n in self.named_in(sql))])
 
     def _with_foundations(self, names: Iterable[str]) -> list[str]:
         ordered: dict[str, None] = {}
@@ -100,13 +98,11 @@ class ShippedViews:
         code = self.queries[name].code
         return [other for other in self.queries if other != name and other.lower() in code]
 
-    def create(self, connection: duckdb.DuckDBPyConnection, question: str | None = None) -> None:
-        """Create the views that a question may stand on, or all of them."""
-        names = (
-            self._with_foundations(self.queries) if question is None else self.named_in(question)
-        )
+    def create(self, connection: duckdb.DuckDBPyConnection, sql: str | None = None) -> None:
+        """Create the views that a query may stand on, or all of them."""
+        names = self._with_foundations(self.queries) if sql is None else self.named_in(sql)
         missing = [name for name in names if name not in self.created]
-        if self.foundation and (question is None or FOUNDED.search(self.code_of(question))):
+        if self.foundation and (sql is None or FOUNDED.search(self.code_of(sql))):
             self.foundation(connection)
             self.foundation = None
         # What failed before is tried again: another query may stand on it and fail for its reason.
@@ -152,17 +148,15 @@ class ShippedViews:
             name = missing[1]
         return name
 
-    def problem_of(self, question: str) -> str | None:
-        """Why a question cannot be answered that stands on a query without an answer."""
-        # A question that may name any view is about those that it does name.
-        problems = [
-            self.problems[name] for name in self._written_in(question) if name in self.problems
-        ]
+    def problem_of(self, sql: str) -> str | None:
+        """Why a query cannot be answered that stands on a query without an answer."""
+        # A query that may name any view is about those that it does name.
+        problems = [self.problems[name] for name in self._written_in(sql) if name in self.problems]
         return problems[-1] if problems else None
 
-    def missing_parameter(self, question: str) -> str | None:
-        """Which parameters a question lacks, if it stands on a query that needs some."""
-        for name in reversed(self.named_in(question)):
+    def missing_parameter(self, sql: str) -> str | None:
+        """Which parameters a query lacks, if it stands on a query that needs some."""
+        for name in reversed(self.named_in(sql)):
             query = self.queries[name]
             if query.required:
                 return query.what_is_missing(query.required)

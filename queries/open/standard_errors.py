@@ -4,7 +4,7 @@ s² = Σ_d (S_d - n_d x̄)² / N² · D / (D - 1): the sum runs over the D docum
 the sum of document d's n_d values, N = Σ n_d, and x̄ = Σ S_d / N. Where each sequence is a document,
 s = sd / √N. With less than two documents it is NULL.
 
-Every view goes by these macros. One question needs two steps: `document_sums` by document, then
+Every view goes by these macros. One query needs two steps: `document_sums` by document, then
 `document_error` of what it gave.
 """
 
@@ -55,7 +55,7 @@ DOCUMENTS = """
         END AS document
     FROM ledger.{sequences}
     WINDOW in_order AS (PARTITION BY run_id, intervention ORDER BY sequence)"""
-"""The document of each sequence. NULL if it has no other: most questions need no group for it."""
+"""The document of each sequence. NULL if it has no other: most queries need no group for it."""
 
 AT_AN_END = """
     OR lag(sequence) OVER in_order IS DISTINCT FROM sequence - 1

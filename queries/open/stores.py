@@ -3,7 +3,7 @@
 DuckDB's own extension for stores is a download, and reading runs must not need the network.
 
 DuckDB keeps what it has read in memory. Before it uses that, it asks for the size and the time of
-change of the file: several times a file and question. A commit says both of a file that counts, so
+change of the file: several times a file and query. A commit says both of a file that counts, so
 the store itself is asked only for bytes that were not read before.
 """
 

@@ -634,11 +634,11 @@ def test_iceberg_tables_have_the_rows_of_the_views(database: RunDatabase, tmp_pa
     assert not list((tmp_path / "tables").rglob("*.parquet"))
     names = ("run_id", "intervention", "sequence", "layer", "head")
     heads = pyiceberg_table.StaticTable.from_metadata(str(tmp_path / "tables" / "heads"))
-    question = f"SELECT {', '.join(names)}, entropy FROM heads ORDER BY ALL"
+    query = f"SELECT {', '.join(names)}, entropy FROM heads ORDER BY ALL"
     read = heads.scan(selected_fields=(*names, "entropy")).to_arrow()
     connection = duckdb.connect()
     connection.register("heads", read)
-    assert connection.execute(question).fetchall() == database.rows(question)
+    assert connection.execute(query).fetchall() == database.rows(query)
     untouched = heads.scan(row_filter="intervention = 'none' and layer = 1").to_arrow()
     assert untouched.num_rows == 6 * HEADS
     assert heads.schema().find_field("layer").doc == "Layer, from 0."

@@ -124,7 +124,7 @@ def _wrapped(text: str) -> str:
 
 
 def _argument(parameter: TyperArgument) -> str:
-    """An argument as a usage line writes it: `SCAN...`, or `[QUESTION]` if it may be left out."""
+    """An argument as a usage line writes it: `SCAN...`, or `[QUERY]` if it may be left out."""
     assert parameter.name is not None
     word = (parameter.metavar or parameter.name.upper()).removesuffix("...")
     if parameter.nargs == -1:

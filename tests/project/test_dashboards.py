@@ -1,4 +1,4 @@
-"""The dashboard that refreshes, and the questions that its page gives to other tools."""
+"""The dashboard that refreshes, and the queries that its page gives to other tools."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def test_what_the_dashboard_shows_grows_with_the_run(
         assert (progress["sequences_done"], progress["sequences"]) == (4, 4)
         shown = dashboard["means"](runs, "entropy").df()
         assert shown["count"].unique().tolist() == [4]
-        question = "SELECT layer, head, avg(entropy) AS mean FROM heads GROUP BY ALL ORDER BY ALL"
-        by_rows = runs.sql(question).df()
+        query = "SELECT layer, head, avg(entropy) AS mean FROM heads GROUP BY ALL ORDER BY ALL"
+        by_rows = runs.sql(query).df()
         assert shown["mean"].tolist() == pytest.approx(by_rows["mean"].tolist(), rel=1e-6)
         axes = {channel["field"] for channel in dashboard["HEATMAP"]["encoding"].values()}
         assert axes <= set(shown.columns)
         assert dashboard["means"](runs, "it's nothing").rows() == []
 
 
-def test_the_questions_of_the_page_have_answers(fields: dict[str, Any]) -> None:
+def test_the_queries_of_the_page_have_answers(fields: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "dashboards.md").read_text(encoding="utf-8")
-    questions = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
-    assert len(questions) == 4
+    queries = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    assert len(queries) == 4
     with headcount.scan(fields, quiet=True) as runs:
-        answers = [runs.sql(question).rows() for question in questions]
+        answers = [runs.sql(query).rows() for query in queries]
     heads, ranked, bins, percents = answers
     assert len(heads) == len(ranked) == 16
     assert ranked == sorted(ranked, key=lambda row: -row[1])

@@ -120,8 +120,8 @@ assert [file.table for file in commit.files] == ["heads", "sequences", "layers"]
 record = plan.run.manifest().kinds["layer_statistics"]["update_norm"]
 assert record["meaning"].startswith("Mean length of what a layer adds"), record
 
-question = "SELECT intervention, layer, sequence, update_norm FROM layers ORDER BY ALL"
-rows = connect(plan.run.path).execute(question).fetchall()
+query = "SELECT intervention, layer, sequence, update_norm FROM layers ORDER BY ALL"
+rows = connect(plan.run.path).execute(query).fetchall()
 assert len(rows) == 2 * 2 * 6, len(rows)
 update_norms = []
 def add_update_norm(layer, activations):
@@ -143,7 +143,7 @@ assert merged["layer"].to_pylist() == [0] * 6 + [1] * 6
 assert merged["sequence"].to_pylist() == [*range(6)] * 2
 
 connection = connect(plan.run.path)
-assert connection.execute(question).fetchall() == rows
+assert connection.execute(query).fetchall() == rows
 description = view_descriptions(connection)["layers"]
 assert description.startswith("One row per run, intervention, sequence and layer: "), description
 assert description.endswith("every layer statistic as it was measured."), description

@@ -186,11 +186,11 @@ def test_the_wheel_measures_and_answers_in_an_empty_environment(
     assert "headcount scan scan.toml" in run_in(tmp_path, headcount, "init")
     words = ["scan", demo, "licence.toml", "scan.toml", "--replicas", "0", "--set", "sequences=2"]
     run_in(tmp_path, headcount, *words, said=SCANNED * 3)
-    question = (
+    query = (
         "SELECT model, count(*) AS n FROM heads JOIN runs USING (run_id) GROUP BY ALL ORDER BY 1"
     )
     python = installed / "bin" / "python"
-    answered = run_in(tmp_path, python, "-c", ANSWERING, question)
+    answered = run_in(tmp_path, python, "-c", ANSWERING, query)
     codes, file, answer, report, systems = json.loads(answered)
     from headcount.workers.provenance.code_fingerprint import code_fingerprint
 

@@ -41,8 +41,8 @@ def varied_cells(shift: float = 0.0) -> dict[str, Cell]:
     }
 
 
-def answer_rows(path: Path, question: str) -> list[dict[str, Any]]:
-    answer = run_query(connect(path), question)
+def answer_rows(path: Path, query: str) -> list[dict[str, Any]]:
+    answer = run_query(connect(path), query)
     return [dict(zip(answer.schema.names, row, strict=True)) for row in answer.rows()]
 
 
@@ -161,8 +161,8 @@ def test_parts_of_the_pile_have_standard_errors_and_sink_rates(tmp_path: Path) -
         heads=2,
         pile_sets=("Github", "ArXiv"),
     )
-    question = "FROM by_pile_set WHERE pile_set_name = 'ArXiv' ORDER BY head"
-    first, second = answer_rows(tmp_path, question)
+    query = "FROM by_pile_set WHERE pile_set_name = 'ArXiv' ORDER BY head"
+    first, second = answer_rows(tmp_path, query)
     # Every other sequence is of ArXiv.
     arxiv_masses = np.array([0.2, 0.9, 0.05], np.float32).astype(float)
     # sink_alpha of a sequence of 5 tokens.

@@ -29,13 +29,13 @@ from selenium.webdriver.common.by import By
 from headcount.command_line import main
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.queries.explore import question_engine
-from headcount.queries.explore.question_engine import Engine
+from headcount.queries.explore import query_engine
+from headcount.queries.explore.query_engine import Engine
 from headcount.queries.explore.server import HEADERS, MOST_BYTES, Guard, make_app
 from headcount.schemas.files.run_directory import RunDirectory
 from tests import ROOT
 from tests.pages.browser import chromium, cut_tables
-from tests.queries.test_explore_questions import CURVES, SEQUENCES, unpacked, write
+from tests.queries.test_explore_queries import CURVES, SEQUENCES, unpacked, write
 from tests.tools.processes import DIES_WITH_ITS_PARENT
 
 HOSTILE_RUN = "a-b_0.1"
@@ -170,7 +170,7 @@ REQUESTS: list[tuple[str, dict[str, Any], int]] = [
     ("no JSON", {"body": b"{"}, 400),
     ("bytes that are not text", {"body": b"\xff\xfe"}, 400),
     ("deep JSON", {"body": b"[" * 100_000}, 400),
-    ("a question by GET", {"method": "GET"}, 404),
+    ("a query by GET", {"method": "GET"}, 404),
     ("a traversal", {"method": "GET", "path": "/../headcount.py"}, 404),
     ("a coded traversal", {"method": "GET", "path": "/%2e%2e%2fserver.py"}, 404),
     ("a double traversal", {"method": "GET", "path": "/..%2f..%2fsecret.txt"}, 404),
@@ -247,7 +247,7 @@ def test_a_request_that_is_not_the_page_s_is_refused(
 
 
 @pytest.mark.parametrize("statement", STATEMENTS, ids=lambda text: text[:40])
-def test_sql_that_is_not_a_question_about_the_runs_is_refused(
+def test_sql_that_is_not_a_query_about_the_runs_is_refused(
     explorer: Explorer, statement: str
 ) -> None:
     began = time.monotonic()
@@ -257,7 +257,7 @@ def test_sql_that_is_not_a_question_about_the_runs_is_refused(
     assert time.monotonic() - began < DEADLINE
 
 
-def test_after_all_attacks_nothing_is_written_and_questions_are_answered(
+def test_after_all_attacks_nothing_is_written_and_queries_are_answered(
     explorer: Explorer,
 ) -> None:
     assert sorted(path for path in explorer.runs.rglob("*") if path.is_file()) == explorer.files
@@ -341,8 +341,8 @@ class Page:
         return self.find(selector).text
 
     @property
-    def questions(self) -> int:
-        """Questions that the page has asked."""
+    def queries(self) -> int:
+        """Queries that the page has asked."""
         return int(self.run("return document.body.dataset.sent"))
 
     def titles(self) -> dict[str, str]:
@@ -377,9 +377,9 @@ def database(explorer: Explorer) -> RunDatabase:
     return open_runs(explorer.runs)
 
 
-def shown(page: Page, question: str, database: RunDatabase) -> None:
+def shown(page: Page, query: str, database: RunDatabase) -> None:
     """Hold the heatmap to SQL that gives layer, head and mean."""
-    rows = database.rows(question)
+    rows = database.rows(query)
     titles = page.titles()
     assert len(rows) == len(titles) == 6
     for layer, head, mean in rows:
@@ -452,13 +452,13 @@ def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
     # The pointer enters: the page asks for the cube.
     ActionChains(page.browser).move_to_element(histogram).perform()
     page.wait()
-    asked = page.questions
+    asked = page.queries
     drag = ActionChains(page.browser, duration=0).move_to_element(histogram).click_and_hold()
     for _ in range(30):
         drag.move_by_offset(4, 0)
     drag.perform()
     time.sleep(0.1)
-    assert page.questions == asked
+    assert page.queries == asked
     assert len(page.run("return performance.getEntriesByName('brush')")) > 2
     ActionChains(page.browser).release().perform()
     page.wait()
@@ -488,13 +488,13 @@ def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
 
 
 def axis_of_page(explorer: Explorer) -> list[float]:
-    question = {
+    query = {
         "kind": "histograms",
         "scope": {"run_id": HOSTILE_RUN},
         "head": {"layer": 1, "head": 2},
         "statistics": ["value_norm"],
     }
-    return unpacked(request(explorer, body=question).body)["axes"]["value_norm"]
+    return unpacked(request(explorer, body=query).body)["axes"]["value_norm"]
 
 
 def test_a_brush_moves_with_the_keyboard(page: Page) -> None:
@@ -744,7 +744,7 @@ def test_the_page_asked_its_own_host_alone_and_its_console_is_empty(
 def test_refreshing_beside_a_running_scan_shows_more_and_never_an_error(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(question_engine, "FRESH_SECONDS", 0.2)
+    monkeypatch.setattr(query_engine, "FRESH_SECONDS", 0.2)
     scan = write(tmp_path / "scan", "live", per_shard=5)
     run = write(tmp_path / "runs", "live", per_shard=5, commit=[0])
     engine = Engine(str(run))
@@ -919,7 +919,7 @@ def test_who_has_no_token_is_told_what_to_paste_and_a_token_never_stays_in_the_a
         assert not page.find("#trouble").is_displayed()
         assert page.browser.current_url == bookmark
         assert page.run("return document.cookie") == ""
-        # The refused questions are in the browser's own log.
+        # The refused queries are in the browser's own log.
         assert {"401" in entry["message"] for entry in page.browser.get_log("browser")} == {True}
     close_tab(page)
     engine.close()

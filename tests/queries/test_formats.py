@@ -36,7 +36,7 @@ ENDLESS = (
 )
 
 SECONDS_BEHIND_THE_BEGINNING = 1.0
-"""Seconds of a processor after which a command has long begun its question."""
+"""Seconds of a processor after which a command has long begun its query."""
 
 
 def sink(row: Row) -> float:
@@ -57,13 +57,13 @@ class Terminal(io.StringIO):
 
 @cache
 def connection_to(runs: Path) -> duckdb.DuckDBPyConnection:
-    """One connection for all questions."""
+    """One connection for all queries."""
     return connect(runs, lazily=True)
 
 
 def table_lines(
     runs: Path,
-    question: str,
+    query: str,
     width: int | None,
     limit: int | None = None,
     *,
@@ -74,7 +74,7 @@ def table_lines(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm")
         patch.setenv("COLUMNS", str(width or 80))
-        write_table(run_query(connection_to(runs), question), out, limit, vertical)
+        write_table(run_query(connection_to(runs), query), out, limit, vertical)
     # The heading of a table is bold on a terminal.
     return [re.sub("\x1b\\[[01]m", "", line).rstrip() for line in out.getvalue().splitlines()]
 
@@ -107,23 +107,23 @@ def test_constant_columns_are_written_once_and_columns_that_do_not_fit_are_named
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80])
 @pytest.mark.parametrize(
-    "question", ["by_head", "heads", "FROM heads LIMIT 1", "sequences", "runs", "statistics"]
+    "query", ["by_head", "heads", "FROM heads LIMIT 1", "sequences", "runs", "statistics"]
 )
-def test_a_table_never_is_wider_than_its_terminal(runs: Path, question: str, width: int) -> None:
-    assert max(map(len, table_lines(runs, question, width, limit=30))) <= width
+def test_a_table_never_is_wider_than_its_terminal(runs: Path, query: str, width: int) -> None:
+    assert max(map(len, table_lines(runs, query, width, limit=30))) <= width
 
 
 def test_a_row_too_wide_for_the_terminal_has_one_column_a_line(runs: Path) -> None:
-    question = "SELECT 'L0H0' AS label, 0.25 AS sink_mass, repeat('ab', 20) AS long, NULL AS none"
-    assert table_lines(runs, question, 40) == [
+    query = "SELECT 'L0H0' AS label, 0.25 AS sink_mass, repeat('ab', 20) AS long, NULL AS none"
+    assert table_lines(runs, query, 40) == [
         "label      L0H0",
         "sink_mass  0.25",
         "long       ababababababababababababababa",
         "           bababababab",
         "none       –",
     ]
-    assert table_lines(runs, question, 200)[0].split() == ["label", "sink_mass", "long", "none"]
-    assert table_lines(runs, question, None, vertical=True) == [
+    assert table_lines(runs, query, 200)[0].split() == ["label", "sink_mass", "long", "none"]
+    assert table_lines(runs, query, None, vertical=True) == [
         "label      L0H0",
         "sink_mass  0.25",
         f"long       {'ab' * 20}",
@@ -144,19 +144,19 @@ def test_wide_characters_are_folded_whole(runs: Path) -> None:
 def test_a_terminal_is_shown_no_control_characters(runs: Path) -> None:
     # Escape, a control character of eight bits, a mark of direction, and the bell.
     unsafe = "'a' || chr(27) || '[2J' || chr(155) || chr(8238) || chr(7) || 'b'"
-    question = f'SELECT {unsafe} AS "x\x1b[31m", [{unsafe}] AS y'
+    query = f'SELECT {unsafe} AS "x\x1b[31m", [{unsafe}] AS y'
     for width in (None, 40, 200):
         for vertical in (False, True):
-            text = "\n".join(table_lines(runs, question, width, vertical=vertical))
+            text = "\n".join(table_lines(runs, query, width, vertical=vertical))
             assert not any(sign in text for sign in "\x1b\x9b\u202e\x07")
             assert "a\\x1b[2J\\x9b\\u202e\\x07b" in text.replace("\n", "").replace(" ", "")
     terminal, file = Terminal(), io.StringIO()
-    write_csv(run_query(connection_to(runs), question), terminal)
-    write_csv(run_query(connection_to(runs), question), file)
+    write_csv(run_query(connection_to(runs), query), terminal)
+    write_csv(run_query(connection_to(runs), query), file)
     assert not any(sign in terminal.getvalue() for sign in "\x1b\x9b\u202e\x07")
     assert "\x1b[2J\x9b\u202e\x07b" in file.getvalue()
     terminal = Terminal()
-    write_json(run_query(connection_to(runs), question), terminal)
+    write_json(run_query(connection_to(runs), query), terminal)
     assert not any(sign in terminal.getvalue() for sign in "\x1b\x9b\u202e\x07")
     first, _ = json.loads(terminal.getvalue())[0].values()
     assert first == "a\x1b[2J\x9b\u202e\x07b"
@@ -174,24 +174,24 @@ def call(runs: Path, *arguments: str, stdin: str | None = None) -> str:
 
 
 def test_the_name_of_a_file_says_its_format(runs: Path, tmp_path: Path) -> None:
-    question = "SELECT layer, head FROM heads ORDER BY ALL LIMIT 2"
+    query = "SELECT layer, head FROM heads ORDER BY ALL LIMIT 2"
     contents = {}
     for name in ("a.csv", "a.json", "a.jsonl", "a.txt", "a.CSV"):
-        assert call(runs, question, "-o", str(tmp_path / name)) == ""
+        assert call(runs, query, "-o", str(tmp_path / name)) == ""
         contents[name] = (tmp_path / name).read_text()
     assert contents["a.csv"] == contents["a.CSV"] == "layer,head\n0,0\n0,0\n"
     assert json.loads(contents["a.json"]) == [{"layer": 0, "head": 0}] * 2
     assert contents["a.jsonl"] == '{"layer": 0, "head": 0}\n' * 2
     assert contents["a.txt"].splitlines()[0].split() == ["layer", "head"]
-    call(runs, question, "-o", str(tmp_path / "odd.dat"), "--format", "csv")
+    call(runs, query, "-o", str(tmp_path / "odd.dat"), "--format", "csv")
     assert (tmp_path / "odd.dat").read_text() == contents["a.csv"]
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*contents, "odd.dat"])
 
 
 def test_parquet_says_what_columns_mean(runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
-    question = "SELECT label, mean_sink_mass, sd_sink_mass, mean_entropy, 1 AS one FROM by_head"
-    call(runs, question, "-o", str(file))
+    query = "SELECT label, mean_sink_mass, sd_sink_mass, mean_entropy, 1 AS one FROM by_head"
+    call(runs, query, "-o", str(file))
     schema = pq.read_schema(file)
     facts: dict[str, dict[str, str]] = {}
     for column in schema:
@@ -212,10 +212,8 @@ def test_parquet_says_what_columns_mean(runs: Path, tmp_path: Path) -> None:
 def test_a_file_stays_until_the_answer_is_whole(runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text("old")
-    question = (
-        "SELECT CASE WHEN i = 50000 THEN error('broken') ELSE i END AS i FROM range(60000) t(i)"
-    )
-    result = CliRunner().invoke(app, ["query", str(runs), question, "-o", str(file)])
+    query = "SELECT CASE WHEN i = 50000 THEN error('broken') ELSE i END AS i FROM range(60000) t(i)"
+    result = CliRunner().invoke(app, ["query", str(runs), query, "-o", str(file)])
     assert result.exit_code != 0
     assert [(left.name, left.read_text()) for left in tmp_path.iterdir()] == [("a.csv", "old")]
     (tmp_path / "link.csv").symlink_to(file)
@@ -224,10 +222,10 @@ def test_a_file_stays_until_the_answer_is_whole(runs: Path, tmp_path: Path) -> N
     assert (tmp_path / "link.csv").is_symlink()
 
 
-# Questions
+# Queries
 
 
-def test_questions_come_from_files_and_stdin(runs: Path, tmp_path: Path) -> None:
+def test_queries_come_from_files_and_stdin(runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "count.sql"
     # With a byte order mark, as editors on Windows write it.
     file.write_text("-- how many\nSELECT count(*) AS n FROM heads;\n", encoding="utf-8-sig")
@@ -256,12 +254,12 @@ def test_a_full_stdout_is_one_line(runs: Path, arguments: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("answer_format", ["table", "csv", "json"])
 def test_a_reader_may_leave(runs: Path, tmp_path: Path, answer_format: str) -> None:
-    question = "SELECT i, repeat('x', 50) FROM range(20000) t(i)"
+    query = "SELECT i, repeat('x', 50) FROM range(20000) t(i)"
     # More than a pipe holds.
     options = ["--format", answer_format, "--limit", "2000"]
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    command = headcount("query", runs, question, *options, stdout=pipe)
+    command = headcount("query", runs, query, *options, stdout=pipe)
     with pipe.open("rb") as reader:
         assert reader.read(10)
     assert command.ended() == (0, "", "")
@@ -270,14 +268,14 @@ def test_a_reader_may_leave(runs: Path, tmp_path: Path, answer_format: str) -> N
 def test_any_encoding_is_written(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    question = "SELECT 'é' AS a, NULL AS b"
+    query = "SELECT 'é' AS a, NULL AS b"
 
     def ended(*options: str) -> tuple[int | str | None, bytes, str]:
         """Exit code, stdout and stderr of a process whose stdout is ASCII."""
         written = io.BytesIO()
         stdout = io.TextIOWrapper(written, encoding="ascii", write_through=True)
         monkeypatch.setattr(sys, "stdout", stdout)
-        monkeypatch.setattr(sys, "argv", ["headcount", "query", str(runs), question, *options])
+        monkeypatch.setattr(sys, "argv", ["headcount", "query", str(runs), query, *options])
         with pytest.raises(SystemExit) as end:
             main()
         return end.value.code, written.getvalue(), capsys.readouterr().err
@@ -290,10 +288,10 @@ def test_any_encoding_is_written(
     assert code == 2
 
 
-def test_ctrl_c_ends_a_question_in_one_line(runs: Path) -> None:
+def test_ctrl_c_ends_a_query_in_one_line(runs: Path) -> None:
     command = headcount("query", runs, ENDLESS)
     process = psutil.Process(command.pid)
-    # Opening the runs takes less, so the question has begun, which has no end.
+    # Opening the runs takes less, so the query has begun, which has no end.
     while process.cpu_times().user < SECONDS_BEHIND_THE_BEGINNING:
         time.sleep(0.05)
     command.send_signal(signal.SIGINT)
@@ -303,12 +301,12 @@ def test_ctrl_c_ends_a_question_in_one_line(runs: Path) -> None:
 
 
 def test_markdown_is_a_table_that_no_text_can_leave(runs: Path, tmp_path: Path) -> None:
-    question = (
+    query = (
         "SELECT 'a|b' AS \"n|m\", '<script>' AS s, 0.1::FLOAT AS x, NULL AS y, [1, NULL] AS l, "
         "'two' || chr(10) || 'lines' AS t"
     )
     path = tmp_path / "answer.md"
-    arguments = ["query", str(runs), question, "-o", str(path)]
+    arguments = ["query", str(runs), query, "-o", str(path)]
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     assert path.read_text().splitlines() == [
         "| n\\|m | s | x | y | l | t |",

@@ -23,7 +23,7 @@ from headcount.workers.model.files.model_info import find_model
 from tests.toys import toy_models as toy
 from tests.toys.toy_runs import Entry, write_run
 
-# All questions here go through `run_query`, which makes the views that they name.
+# All queries here go through `run_query`, which makes the views that they name.
 connect = partial(connect_eagerly, lazily=True)
 
 COLUMNS = [
@@ -59,8 +59,8 @@ def connect_to_new_run(out: Path, model: Path, **changes: Any) -> duckdb.DuckDBP
     return connect(str(out))
 
 
-def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any, ...]]:
-    return list(run_query(connection, question).rows())
+def ask(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[Any, ...]]:
+    return list(run_query(connection, query).rows())
 
 
 # Inactive heads
@@ -178,21 +178,21 @@ def test_scores_without_columns_are_left_out(tmp_path: Path) -> None:
         "a-1": ["AWFT", "AWFT (LN)", "Random"],
         "b-1": ["AEQD", "AEQD (LN)", "AVVN", "Random"],
     }
-    question = (
+    query = (
         "SELECT head, value FROM inactive_scores WHERE score = 'AWFT (LN)' "
         "GROUP BY ALL ORDER BY ALL"
     )
-    np.testing.assert_allclose(ask(connection, question), [(0, 0.5), (1, 1), (2, 1.5)], atol=1e-6)
-    question = (
+    np.testing.assert_allclose(ask(connection, query), [(0, 0.5), (1, 1), (2, 1.5)], atol=1e-6)
+    query = (
         "SELECT head, inactive_share FROM inactive_heads "
         "WHERE score = 'AWFT' AND quantile = 0.3 AND layer = 1"
     )
     # A third of the numbers are 0.3, so the threshold is that, and nothing is above it.
-    assert ask(connection, f"{question} ORDER BY ALL") == [(0, 0), (1, 0), (2, 0)]
-    question = (
+    assert ask(connection, f"{query} ORDER BY ALL") == [(0, 0), (1, 0), (2, 0)]
+    query = (
         "SELECT threshold FROM inactive_heads WHERE score = 'AEQD' AND quantile = 0.25 GROUP BY ALL"
     )
-    assert ask(connection, question) == [(1.75,)]
+    assert ask(connection, query) == [(1.75,)]
 
 
 def test_where_nothing_was_measured_there_are_no_inactive_heads(tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
         sequences_per_shard=1,
         profiles=["tail_attention_by_key"],
     )
-    question = "SELECT mean FROM profiles ORDER BY shard, layer, head, key"
-    tails = np.array(ask(connection, question)).reshape(3, 3, 8, n_ctx)
+    query = "SELECT mean FROM profiles ORDER BY shard, layer, head, key"
+    tails = np.array(ask(connection, query)).reshape(3, 3, 8, n_ctx)
     uniform = np.tril(np.ones((n_ctx, n_ctx)) / np.arange(1, n_ctx + 1)[:, None])[-64:].mean(0)
     expected = {f"first_{k}": tails[..., :k].sum(-1) for k in (1, 4, 8)}
     expected |= {f"boost_{k}": tails[..., :k].sum(-1) / uniform[:k].sum() for k in (1, 4, 8)}

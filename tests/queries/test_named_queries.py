@@ -299,7 +299,7 @@ def test_parameters_on_the_command_line_and_in_sql_are_the_same(path: Path) -> N
         (["by_head", "--threshold", "1"], "query 'by_head' has no parameter --threshold"),
         (["by_head", "--limt", "1"], "unknown option --limt: did you mean --limit"),
         (["SELECT 1", "--k", "1"], "unknown option --k; only named queries take parameters"),
-        (["SELECT", "1"], "expected one question, got also '1'"),
+        (["SELECT", "1"], "expected one query, got also '1'"),
         (["FROM outliers(kk := 3)"], "unknown parameter of outliers 'kk': … Known: k, statistic"),
         (["FROM outliers(k := 'x')"], "expected values of the types (statistic VARCHAR"),
     ],
@@ -318,9 +318,9 @@ def test_a_parameter_without_a_default_must_be_given(path: Path, tmp_path: Path)
     )
     database = open_runs(path, queries=tmp_path)
     assert len(database.rows("FROM one_layer(depth := 1)")) == 3 * HEADS * SEQUENCES
-    for question in ("FROM one_layer", "FROM one_layer()", "SELECT label FROM one_layer"):
+    for query in ("FROM one_layer", "FROM one_layer()", "SELECT label FROM one_layer"):
         with pytest.raises(QueryError, match=r"needs --depth .*, as in: one_layer --depth 1"):
-            database.records(question)
+            database.records(query)
     (tmp_path / "one_layer.sql").write_text("-- parameter depth LAYER: The layer.\nFROM heads")
     with pytest.raises(QueryError, match=r"expected a type of VARCHAR, .* got LAYER"):
         open_runs(path, queries=tmp_path)
@@ -351,12 +351,12 @@ def test_the_answers_of_the_page_are_right_and_every_query_can_be_asked(tmp_path
         if isinstance(step, FileToSave) or step.output is None:
             follow(step, tmp_path)
             continue
-        # The runs are opened once. As a command, every question would open them anew.
+        # The runs are opened once. As a command, every query would open them anew.
         database = database or open_runs(tmp_path / "runs")
         (command,) = step.commands
-        *_, question = shlex.split(command)
+        *_, query = shlex.split(command)
         printed = io.StringIO()
-        write_table(run_query(database.connection, question), printed)
+        write_table(run_query(database.connection, query), printed)
         advice = "if this is right: python -m tests.pages.page_commands docs/queries.md"
         assert same_output(step.output, printed.getvalue()), f"{printed.getvalue()}\n{advice}"
     assert database is not None

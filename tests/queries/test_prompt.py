@@ -48,7 +48,7 @@ def test_names_are_completed(database: RunDatabase, text: str, expected: list[st
     assert [name for name, _ in completions(text, database, read_queries(QUERIES))] == expected
 
 
-def test_a_pipe_asks_several_questions_and_a_mistake_ends_none(path: Path) -> None:
+def test_a_pipe_asks_several_queries_and_a_mistake_ends_none(path: Path) -> None:
     lines = (
         "ranking --limit 3\nSELECT lyer FROM heads\nhelp outliers\n\n"
         "SELECT count(*) AS n FROM heads;\nquit\nFROM heads\n"
@@ -95,7 +95,7 @@ def test_a_terminal_completes_and_remembers(path: Path, tmp_path: Path) -> None:
         process.kill()
         process.wait()
         os.close(terminal)
-    assert "+ranking" in (tmp_path / "headcount" / "questions").read_text()
+    assert "+ranking" in (tmp_path / "headcount" / "queries").read_text()
 
 
 def read_until(terminal: int, words: str, seconds: float = 120) -> str:

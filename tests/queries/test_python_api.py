@@ -90,8 +90,8 @@ def loaded(path: Path) -> Any:
 
 
 def tokens_of(runs: Any) -> np.ndarray:
-    question = "SELECT tokens FROM sequences WHERE intervention = 'none' ORDER BY sequence"
-    return np.array([tokens for (tokens,) in runs.sql(question)])
+    query = "SELECT tokens FROM sequences WHERE intervention = 'none' ORDER BY sequence"
+    return np.array([tokens for (tokens,) in runs.sql(query)])
 
 
 # Opening and asking
@@ -162,7 +162,7 @@ def test_one_answer_in_every_form(runs: Any) -> None:
     assert list(answer.pl()["label"]) == list(answer.df()["label"])
 
 
-def test_a_question_by_the_name_of_a_view(runs: Any) -> None:
+def test_a_query_by_the_name_of_a_view(runs: Any) -> None:
     assert "one row per" in runs.views["heads"].lower()
     assert sorted(runs.sql("by_head").df()["label"]) == sorted(
         runs.sql("FROM by_head").df()["label"]
@@ -174,16 +174,16 @@ def test_a_question_by_the_name_of_a_view(runs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "problem"),
+    ("query", "problem"),
     [
         ("SELECT 1", "threshold: only named queries take parameters"),
         ("sinkheads", "unknown query 'sinkheads': did you mean 'sink_heads'"),
         ("by_head", "query 'by_head' has no parameter --threshold"),
     ],
 )
-def test_a_parameter_that_nobody_takes_is_one_line(runs: Any, question: str, problem: str) -> None:
+def test_a_parameter_that_nobody_takes_is_one_line(runs: Any, query: str, problem: str) -> None:
     with pytest.raises(headcount.Error, match=problem):
-        runs.sql(question, threshold=0.2)
+        runs.sql(query, threshold=0.2)
 
 
 def test_an_answer_without_rows_has_columns(runs: Any) -> None:
@@ -193,18 +193,18 @@ def test_an_answer_without_rows_has_columns(runs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "problem"),
+    ("query", "problem"),
     [
         ("sinkheads", "did you mean 'sink_heads'"),
         ("SELECT sink_mas FROM heads", "unknown column 'sink_mas'"),
         ("COPY heads TO 'x.csv'", "read-only"),
-        ("", "the question is empty"),
+        ("", "the query is empty"),
         ("FROM '/etc/passwd'", "unknown view"),
     ],
 )
-def test_a_mistake_is_one_line_and_at_once(runs: Any, question: str, problem: str) -> None:
+def test_a_mistake_is_one_line_and_at_once(runs: Any, query: str, problem: str) -> None:
     with pytest.raises(headcount.Error, match=f"(?i){problem}") as caught:
-        runs.sql(question)
+        runs.sql(query)
     assert "\n" not in str(caught.value)
 
 
@@ -214,12 +214,12 @@ def test_a_path_without_runs_is_one_line(tmp_path: Path) -> None:
 
 
 def test_notebooks_show_few_rows_and_escape_them(runs: Any) -> None:
-    question = "SELECT '<script>' AS \"a<b\", 0.123456::DOUBLE AS n, NULL AS nothing"
-    shown = runs.sql(question)._repr_html_()
+    query = "SELECT '<script>' AS \"a<b\", 0.123456::DOUBLE AS n, NULL AS nothing"
+    shown = runs.sql(query)._repr_html_()
     assert "<script>" not in shown
     assert "<th>a&lt;b</th>" in shown
     assert "<td>&lt;script&gt;</td><td>0.1235</td><td>–</td>" in shown
-    assert repr(runs.sql(question)) == "a<b       n       nothing\n<script>  0.1235  –"
+    assert repr(runs.sql(query)) == "a<b       n       nothing\n<script>  0.1235  –"
     many = runs.sql("SELECT layer, head FROM heads")
     assert many._repr_html_().count("<tr>") == 21
     assert "more rows: df(), pl() and arrow() have all" in many._repr_html_()
@@ -608,8 +608,8 @@ def test_the_code_of_the_page_about_models_in_memory_runs() -> None:
 def look_at_a_card(head: Any, runs: Any) -> None:
     """The card of the page, its file, its frame, and a head that is not there."""
     (mean,) = [each.mean for each in head.card.statistics if each.name == "entropy"]
-    question = "SELECT avg(entropy) FROM heads WHERE label = 'L1H5'"
-    assert mean == pytest.approx(runs.sql(question).rows()[0][0], rel=1e-6)
+    query = "SELECT avg(entropy) FROM heads WHERE label = 'L1H5'"
+    assert mean == pytest.approx(runs.sql(query).rows()[0][0], rel=1e-6)
     assert Path("L1H5.html").read_text(encoding="utf-8") == head.html()
     shown = head.show(height=300)._repr_html_()
     inside = re.fullmatch(r'<iframe srcdoc="([^"]*)" sandbox="allow-scripts" (.*)></iframe>', shown)

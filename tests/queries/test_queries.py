@@ -59,7 +59,7 @@ from tests.toys.toy_runs import (
     write_run,
 )
 
-# All questions here go through `run_query`, which makes the views that they name.
+# All queries here go through `run_query`, which makes the views that they name.
 connect = partial(connect_eagerly, lazily=True)
 
 NORMS = {
@@ -83,17 +83,17 @@ NEEDED = {
 """What all named queries together need. Views over all statistics take long to bind."""
 
 
-def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any, ...]]:
-    return list(run_query(connection, question).rows())
+def ask(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[Any, ...]]:
+    return list(run_query(connection, query).rows())
 
 
 def written(
-    connection: duckdb.DuckDBPyConnection, question: str, writer: Any, limit: int | None = None
+    connection: duckdb.DuckDBPyConnection, query: str, writer: Any, limit: int | None = None
 ) -> str:
     """What a writer makes of an answer."""
     out = io.StringIO()
     options = [] if limit is None else [limit]
-    writer(run_query(connection, question), out, *options)
+    writer(run_query(connection, query), out, *options)
     return out.getvalue()
 
 
@@ -200,7 +200,10 @@ def test_induction_heads_count_the_sequences_that_had_copies(tmp_path: Path) -> 
         "match_coverage": lambda row: 0.0 if row.sequence == 0 else 1.0,
     }
     write_run(tmp_path, "a-1", cells, layers=1, heads=2)
-    columns = "rank, label, induction_score, uniform_baseline, is_induction, coverage, measured, sequences"
+    columns = (
+        "rank, label, induction_score, uniform_baseline, is_induction, coverage, "
+        "measured, sequences"
+    )
     assert ask(connect(tmp_path), f"SELECT {columns} FROM induction_heads") == [
         (1, "L0H1", 0.5, 0.25, True, 0.75, 3, 4),
         (2, "L0H0", 0.25, 0.25, False, 0.75, 3, 4),
@@ -252,8 +255,8 @@ def test_by_pile_set_is_not_multiplied_by_interventions(tmp_path: Path) -> None:
         pile_sets=pile_sets,
         interventions=("none", "zero_query_bias"),
     )
-    question = "SELECT intervention, pile_set_name, sequences, mean_sink_mass FROM by_pile_set"
-    assert ask(connect(tmp_path), question) == [
+    query = "SELECT intervention, pile_set_name, sequences, mean_sink_mass FROM by_pile_set"
+    assert ask(connect(tmp_path), query) == [
         ("none", "Github", 2, 1.5 / 8),
         ("none", "Wikipedia (en)", 1, 1 / 8),
         ("zero_query_bias", "Github", 2, 1.5 / 8),
@@ -277,11 +280,11 @@ def test_dormant_induction_heads_join_runs_of_the_same_weights(tmp_path: Path) -
     columns = (
         "label, induction_repeated, sink_unrepeated, is_dormant, sink_repeated, sink_text, text_run"
     )
-    question = f"SELECT {columns} FROM dormant_induction_heads"
+    query = f"SELECT {columns} FROM dormant_induction_heads"
     expected = [("L0H0", 0.75, 0.5, True, 0.125), ("L0H1", 0.75, 0.25, False, 0.0625)]
-    assert ask(connect(tmp_path), question) == [(*row, None, None) for row in expected]
+    assert ask(connect(tmp_path), query) == [(*row, None, None) for row in expected]
     write_run(tmp_path, "pile-1", cells(0.25, 0.25), family="pile", **size)
-    assert ask(connect(tmp_path), question) == [
+    assert ask(connect(tmp_path), query) == [
         (*expected[0], 0.25, "pile-1"),
         (*expected[1], 0.125, "pile-1"),
     ]
@@ -474,10 +477,10 @@ def test_a_run_directory_and_a_directory_of_runs(
     write_run(home, "b-2", {"entropy": lambda row: 1.0})
     monkeypatch.chdir(local(run.path))
     assert ask(connect(Path(".")), "SELECT DISTINCT run_id FROM heads") == [("a-1",)]
-    question = (
+    query = (
         "SELECT run_id, count(sink_mass), count(entropy), count(*) FROM heads GROUP BY 1 ORDER BY 1"
     )
-    assert ask(connect(home), question) == [("a-1", 24, 0, 24), ("b-2", 0, 24, 24)]
+    assert ask(connect(home), query) == [("a-1", 24, 0, 24), ("b-2", 0, 24, 24)]
     assert "date" not in run_query(connect(home), "heads").schema.names
     with pytest.raises(RunError, match="no run here"):
         connect(run.path / "commits")
@@ -499,9 +502,9 @@ def test_two_formulas_under_one_name_are_refused(tmp_path: Path) -> None:
 def test_a_view_without_its_columns_names_them(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", {"sink_mass": sink_mass})
     connection = connect(tmp_path)
-    for question in ("sink_values", "SELECT count(*) FROM sink_values"):
+    for query in ("sink_values", "SELECT count(*) FROM sink_values"):
         with pytest.raises(QueryError, match=r"'sink_values' .* needs column 'sink_value_norm'"):
-            ask(connection, question)
+            ask(connection, query)
     assert len(ask(connection, "by_head")) == 6
 
 
@@ -526,7 +529,7 @@ def test_views_that_lack_a_column_can_be_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "makes_all"),
+    ("query", "makes_all"),
     [
         ("SELECT max(query) FROM profiles", False),
         ("SELECT ln(query + 1) FROM profiles", False),
@@ -537,11 +540,11 @@ def test_views_that_lack_a_column_can_be_listed(tmp_path: Path) -> None:
     ],
 )
 def test_only_a_function_called_query_has_every_view_made(
-    small: Path, question: str, makes_all: bool
+    small: Path, query: str, makes_all: bool
 ) -> None:
     """Profiles have a column of this name. The text of the function may name any view."""
     database = open_runs(small)
-    database.rows(question)
+    database.rows(query)
     assert ("by_head" in OPENED[database.connection].shipped.created) == makes_all
 
 
@@ -629,7 +632,7 @@ def test_nothing_outside_the_runs_can_be_read(small: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "message"),
+    ("query", "message"),
     [
         (
             "by_heads",
@@ -646,13 +649,13 @@ def test_nothing_outside_the_runs_can_be_read(small: Path) -> None:
         ("SELECT 1 // 0", r"Division by zero"),
     ],
 )
-def test_mistakes_are_explained_in_one_line(small: Path, question: str, message: str) -> None:
+def test_mistakes_are_explained_in_one_line(small: Path, query: str, message: str) -> None:
     with pytest.raises(QueryError, match=message) as mistake:
-        ask(connect(small), question)
+        ask(connect(small), query)
     assert "\n" not in str(mistake.value)
 
 
-def test_questions_of_every_kind(small: Path) -> None:
+def test_queries_of_every_kind(small: Path) -> None:
     connection = connect(small)
     assert ask(connection, "-- a comment\nSELECT max(layer) FROM heads; -- the end") == [(1,)]
     assert ask(connection, "FROM heads SELECT count(*)") == [(24,)]
@@ -677,7 +680,7 @@ FROM once, range({rows}) AS numbers(i)"""
 
 @pytest.fixture
 def executions(small: Path) -> Iterator[tuple[duckdb.DuckDBPyConnection, list[int]]]:
-    """A connection, and a list that grows by one when the question COUNTED is executed."""
+    """A connection, and a list that grows by one when the query COUNTED is executed."""
     connection = connect(small)
     calls: list[int] = []
 
@@ -714,9 +717,9 @@ def test_a_table_asks_once_however_many_rows_there_are(
     has_limit: bool,
 ) -> None:
     connection, calls = executions
-    question = COUNTED.format(rows=rows, broken=-1)
+    query = COUNTED.format(rows=rows, broken=-1)
     # With the limit that the command sets, and without one.
-    answer = run_query(connection, question, rows_to_read("table", limit) if has_limit else None)
+    answer = run_query(connection, query, rows_to_read("table", limit) if has_limit else None)
     out = io.StringIO()
     write_table(answer, out, limit)
     assert " ".join(out.getvalue().splitlines()[-1].split()) == " ".join(last_line.split())
@@ -733,9 +736,9 @@ def test_other_formats_ask_once_and_read_no_row_beyond_the_limit(
     rows: int,
 ) -> None:
     connection, calls = executions
-    question = COUNTED.format(rows=45, broken=-1)
+    query = COUNTED.format(rows=45, broken=-1)
     out = io.StringIO()
-    answer = run_query(connection, question, rows_to_read(answer_format, limit))
+    answer = run_query(connection, query, rows_to_read(answer_format, limit))
     write(answer, answer_format, out, limit)
     # CSV has a line for its header, JSON has one for each bracket.
     more_lines = 1 if answer_format == "csv" else 2
@@ -748,9 +751,9 @@ def test_an_explanation_asks_at_most_once(
     executions: tuple[duckdb.DuckDBPyConnection, list[int]], prefix: str, count: int
 ) -> None:
     connection, calls = executions
-    question = f"{prefix} {COUNTED.format(rows=100_000, broken=-1)}"
+    query = f"{prefix} {COUNTED.format(rows=100_000, broken=-1)}"
     out = io.StringIO()
-    write_table(run_query(connection, question, rows_to_read("table", None)), out)
+    write_table(run_query(connection, query, rows_to_read("table", None)), out)
     assert "CTE" in out.getvalue()
     assert "more rows" not in out.getvalue()
     assert len(calls) == count
@@ -761,10 +764,10 @@ def test_an_error_in_the_middle_of_an_answer_is_a_line_and_nothing_is_asked_agai
     executions: tuple[duckdb.DuckDBPyConnection, list[int]], broken: int
 ) -> None:
     connection, calls = executions
-    question = COUNTED.format(rows=1_000_000, broken=broken)
+    query = COUNTED.format(rows=1_000_000, broken=broken)
     out = io.StringIO()
     with pytest.raises(QueryError, match=f"row {broken}$"):
-        write_table(run_query(connection, question, rows_to_read("table", None)), out)
+        write_table(run_query(connection, query, rows_to_read("table", None)), out)
     assert out.getvalue() == ""
     assert len(calls) == 1
 
@@ -777,8 +780,8 @@ def test_csv(small: Path) -> None:
         "head, sink_mass, entropy, [1, 2] AS pair, [0.1::FLOAT, NULL] AS curve, "
         "['a', NULL] AS labels, 'a,b' AS t"
     )
-    question = f"SELECT {columns} FROM heads WHERE sequence = 0 AND layer = 0"
-    lines = list(csv.reader(io.StringIO(written(connect(small), question, write_csv))))
+    query = f"SELECT {columns} FROM heads WHERE sequence = 0 AND layer = 0"
+    lines = list(csv.reader(io.StringIO(written(connect(small), query, write_csv))))
     assert lines[0] == ["head", "sink_mass", "entropy", "pair", "curve", "labels", "t"]
     lists = ["[1, 2]", "[0.1, null]", '["a", null]', "a,b"]
     # A float32 is written as the shortest number that means it.
@@ -824,8 +827,8 @@ def test_parquet(small: Path, tmp_path: Path) -> None:
 
 
 def test_a_table_is_exact_and_counts_what_it_leaves_out(small: Path) -> None:
-    question = "SELECT label, mean_sink_mass / 3 AS third, mean_entropy, 1234567 AS n FROM by_head"
-    assert written(connect(small), question, write_table, 2).split("\n") == [
+    query = "SELECT label, mean_sink_mass / 3 AS third, mean_entropy, 1234567 AS n FROM by_head"
+    assert written(connect(small), query, write_table, 2).split("\n") == [
         "label     third   mean_entropy           n",
         "──────────────────────────────────────────",
         "L0H0    0.03333              –   1,234,567",
@@ -833,8 +836,8 @@ def test_a_table_is_exact_and_counts_what_it_leaves_out(small: Path) -> None:
         "… 4 more rows (--limit 2)",
         "",
     ]
-    question = "SELECT [1/3, NULL, 12345.678] AS a, ['none', NULL] AS b"
-    assert written(connect(small), question, write_table).split("\n") == [
+    query = "SELECT [1/3, NULL, 12345.678] AS a, ['none', NULL] AS b"
+    assert written(connect(small), query, write_table).split("\n") == [
         "a                     b        ",
         "───────────────────────────────",
         "[0.3333, –, 12,346]   [none, –]",

@@ -325,16 +325,16 @@ def test_parts_of_the_pile_and_names_that_are_never_markup(
 def test_every_figure_has_its_sql_which_answers(
     page: webdriver.Chrome, database: RunDatabase
 ) -> None:
-    questions: set[str] = set()
+    queries: set[str] = set()
     for words in ("run=a-1&head=L2H0", "run=b-2&with=b-2/zero_query_bias", "run=b-2&with=d-4/none"):
         show(page, words)
         figures = page.execute_script(
             "return document.querySelectorAll('figure.card, [data-standout]').length"
         )
         assert len(texts(page, "main .behind")) >= figures
-        questions |= set(texts(page, ".behind pre"))
-    assert len(questions) > 25
-    for sql in questions:
+        queries |= set(texts(page, ".behind pre"))
+    assert len(queries) > 25
+    for sql in queries:
         assert database.rows(f"FROM ({sql}) LIMIT 1"), sql
 
 

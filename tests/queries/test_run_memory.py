@@ -211,17 +211,17 @@ def test_refreshed_runs_are_opened_again_only_for_news(tmp_path: Path) -> None:
     commit = local(directory.commit_file(3))
     content = commit.read_bytes()
     commit.unlink()
-    question = "SELECT shards_done FROM runs"
+    query = "SELECT shards_done FROM runs"
     with headcount.open(tmp_path) as runs:
         time.sleep(TICK)
         database = runs.refresh().database
         assert runs.refresh().database is database
         write_whole(commit, content)
-        assert runs.refresh().sql(question).rows() == [(4,)]
+        assert runs.refresh().sql(query).rows() == [(4,)]
         assert runs.database is not database
         toy = write_run(tmp_path, "b-1", {"entropy": lambda row: 1.0})
-        assert len(runs.refresh().sql(question)) == 2
+        assert len(runs.refresh().sql(query)) == 2
         os.unlink(local(data_file(toy, "heads", "none", 0)))
         with pytest.warns(UserWarning, match="is gone"):
             runs.refresh()
-        assert sorted(runs.sql(question).rows()) == [(1,), (4,)]
+        assert sorted(runs.sql(query).rows()) == [(1,), (4,)]

@@ -21,7 +21,7 @@ from headcount.queries.report.head_card import head_card
 from headcount.queries.report.report import _prediction_sql
 from headcount.queries.report.section import read_section, runs_by_id
 from headcount.schemas.scans.scan import parse_scan
-from tests.queries.test_explore_questions import Asker
+from tests.queries.test_explore_queries import Asker
 from tests.toys.toy_corpora import documents, write_jsonl
 from tests.toys.toy_runs import Row, write_run
 
@@ -165,7 +165,7 @@ def check_section(
 
 
 def check_explorer(path: Path, sequences: list[dict[str, Any]], values: Values) -> None:
-    """The explorer's questions say what numpy says."""
+    """The explorer's queries say what numpy says."""
     of_documents = [row["document"] for row in sequences]
     of_parts = np.array([row["pile_set_name"] or "" for row in sequences])
     ask = Asker(path)

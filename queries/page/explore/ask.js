@@ -40,8 +40,8 @@ function unpacked(body) {
   return header;
 }
 
-// Ask a question. An answer that says no is an Error with one line.
-export async function ask(question, signal) {
+// Ask a query. An answer that says no is an Error with one line.
+export async function ask(query, signal) {
   count(1);
   try {
     const token = offered ?? localStorage.getItem(STORED_TOKEN) ?? "";
@@ -49,7 +49,7 @@ export async function ask(question, signal) {
       method: "POST",
       signal,
       headers: { "Content-Type": "application/json", Authorization: `Bearer ${token}` },
-      body: JSON.stringify(question),
+      body: JSON.stringify(query),
     });
     document.body.classList.toggle("locked", response.status === 401);
     if (response.status === 401) offered = null; // A wrong one does not replace the one that is kept.

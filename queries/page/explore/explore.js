@@ -1,4 +1,4 @@
-// The explorer: what is chosen, which questions that asks, and where the answers are shown.
+// The explorer: what is chosen, which queries that asks, and where the answers are shown.
 import { ask, isWaiting, takeToken } from "./ask.js";
 import { BINS, brushHistogram } from "./brush.js";
 import { Cube } from "./cube.js";
@@ -43,10 +43,10 @@ function trouble(error) {
 }
 
 // Ask, and show what goes wrong in one line. Undefined if there is no answer.
-async function tryToAsk(question, signal) {
+async function tryToAsk(query, signal) {
   try {
-    const answer = await ask(question, signal);
-    if (overview && answer.revision !== overview.revision && question.kind !== "overview") lookAgain();
+    const answer = await ask(query, signal);
+    if (overview && answer.revision !== overview.revision && query.kind !== "overview") lookAgain();
     trouble(null);
     return answer;
   } catch (error) {
@@ -281,14 +281,14 @@ function warm(name) {
   const others = brushList().filter((brush) => brush.statistic !== name);
   const statistics = chosen.shown.filter((one) => one !== name);
   if (!statistics.length) statistics.push(name);
-  const question = {
+  const query = {
     kind: "cube", scope: scope(), head: head(), active: name, statistic: chosen.statistic, statistics, brushes: others, meaning: chosen.meaning,
   };
-  const key = JSON.stringify([question, overview.revision]);
+  const key = JSON.stringify([query, overview.revision]);
   if (cube?.key !== key) {
     cube?.abort.abort();
     const asked = { key, abort: new AbortController(), whole: null };
-    asked.done = tryToAsk(question, asked.abort.signal).then((answer) => {
+    asked.done = tryToAsk(query, asked.abort.signal).then((answer) => {
       if (answer) asked.whole = new Cube(answer, statistics, run.n_layers * run.n_heads);
       else if (cube === asked) cube = null;
       return asked.whole;
@@ -372,8 +372,8 @@ async function showHead() {
   const began = performance.now();
   by("head-name").textContent = `Head ${label(chosen.head)}`;
   const statistics = chosen.shown;
-  const question = { kind: "histograms", scope: scope(), head: head(), statistics };
-  const answer = await tryToAsk(question);
+  const query = { kind: "histograms", scope: scope(), head: head(), statistics };
+  const answer = await tryToAsk(query);
   if (!answer || turn !== turns.head) return;
   sql.hist = answer.sql.join("\n");
   isCoarse = answer.source === "rollups";
@@ -385,7 +385,7 @@ async function showHead() {
   });
   performance.measure("head", { start: began });
   // Counts of a sample are not drawn over counts of all rows.
-  const under = chosen.brushes.size && !isCoarse ? tryToAsk({ ...question, brushes: brushList() }) : null;
+  const under = chosen.brushes.size && !isCoarse ? tryToAsk({ ...query, brushes: brushList() }) : null;
   showExtremes();
   showCard(turn);
   if (run.parts.length) showParts(turn);

@@ -1,4 +1,4 @@
-// The question and the data behind a figure: SQL to copy, and a CSV file to download.
+// The query and the data behind a figure: SQL to copy, and a CSV file to download.
 import { html } from "./draw.js";
 import { download, pictureButtons } from "./picture.js";
 

@@ -59,7 +59,7 @@ WITH
             head_output_norm_last::DOUBLE / nullif(head_output_norm, 0) AS "LTHON (HN)",
             head_result_norm::DOUBLE AS "FullHeadOutput",
             head_result_norm / nullif(layer_result, 0) AS "FullHeadOutput (LN)",
-            -- Not random(): the same row has the same score in every question.
+            -- Not random(): the same row has the same score in every query.
             md5_number_lower(sequence || ' ' || layer || ' ' || head)
                 / 2.0::DOUBLE ** 64 AS "Random"
         FROM layer_means

@@ -6,7 +6,7 @@
 -- Needs: interventions = ["none", "…"] in one scan.
 WITH
     -- All statistics of a row as one list: then a single join pairs them all. If DuckDB kept it as
-    -- a table, the conditions of a question would not reach the files and would skip nothing.
+    -- a table, the conditions of a query would not reach the files and would skip nothing.
     value_lists AS NOT MATERIALIZED (
         SELECT
             run_id, intervention, input_family, sequence, layer, head,

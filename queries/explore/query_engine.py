@@ -1,4 +1,4 @@
-"""Answers questions about runs on threads: each has a deadline, and can be interrupted."""
+"""Answers queries about runs on threads: each has a deadline, and can be interrupted."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from headcount.queries.ask.answers import query_error, run_query
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.explore.opened import OpenedRuns, SampleKey
-from headcount.queries.explore.page_questions import (
+from headcount.queries.explore.page_queries import (
     Answer,
     Header,
-    PageQuestion,
-    Question,
+    PageQuery,
+    Query,
     RunFacts,
     Texts,
 )
@@ -39,22 +39,22 @@ from headcount.schemas.scans.values import EXPECTED, wrong_value
 from headcount.workers.run_model import RunModels
 
 DEADLINE = 20.0
-"""Seconds after which a question is given up by default."""
+"""Seconds after which a query is given up by default."""
 
 FRESH_SECONDS = 2.0
 """A page that asks for the runs within this time gets them as they were looked at last."""
 
 YIELDING_SECONDS = 2.0
-"""Time that the reading of a sample waits for questions of the page before it goes on."""
+"""Time that the reading of a sample waits for queries of the page before it goes on."""
 
 INTERRUPT_SECONDS = 0.02
 """Time between two interrupts. One that comes before a statement has begun is lost."""
 
 CLOSING_SECONDS = 5.0
-"""Seconds in which running questions are stopped when the server ends."""
+"""Seconds in which running queries are stopped when the server ends."""
 
 THREADS = 2
-"""Questions of the page that are answered at once. DuckDB uses all cores for each."""
+"""Queries of the page that are answered at once. DuckDB uses all cores for each."""
 
 MOST_ROWS = 1_000
 """Rows that the page shows of an answer in SQL."""
@@ -76,21 +76,21 @@ class Overview(BaseModel):
 
 
 class Sql(BaseModel):
-    """A question in SQL, as `headcount query` answers it."""
+    """A query in SQL, as `headcount query` answers it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     kind: Literal["sql"]
     text: Annotated[str, Field(max_length=100_000)]
 
 
-Asked = Annotated[PageQuestion | Overview | Sql, Field(discriminator="kind")]
+Asked = Annotated[PageQuery | Overview | Sql, Field(discriminator="kind")]
 
-ASKED: TypeAdapter[Question | Overview | Sql] = TypeAdapter(Asked)
+ASKED: TypeAdapter[Query | Overview | Sql] = TypeAdapter(Asked)
 """Reads whatever the page may ask."""
 
 
 class Engine:
-    """Answers the questions of a page about the runs at a place."""
+    """Answers the queries of a page about the runs at a place."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class Engine:
         self.models = RunModels(path)
         self.cache = AnswerCache()
         self.memory_of_runs = RunMemory()
-        self.threads = ThreadPoolExecutor(THREADS, "question")
-        # A long question of the user's must not hold up the page.
+        self.threads = ThreadPoolExecutor(THREADS, "query")
+        # A long query of the user's must not hold up the page.
         self.sql_threads = ThreadPoolExecutor(THREADS, "sql")
         # A tokenizer is opened once, and by one thread.
         self.text_thread = ThreadPoolExecutor(1, "text")
         self.sample_thread = ThreadPoolExecutor(1, "sample")
         self.interrupted = 0
-        """Questions that were stopped: too long, or nobody waited for them any more."""
+        """Queries that were stopped: too long, or nobody waited for them any more."""
         self._running: dict[Future[Any], Interruptible] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
@@ -125,38 +125,38 @@ class Engine:
         self._looked = time.monotonic()
 
     async def ask(self, body: bytes) -> bytes:
-        """The packed answer to a question in JSON."""
+        """The packed answer to a query in JSON."""
         try:
-            question = ASKED.validate_json(body)
+            query = ASKED.validate_json(body)
         except ValidationError as error:
             raise QueryError(_problem_of(error)) from None
-        if isinstance(question, Overview):
+        if isinstance(query, Overview):
             # While another look is on its way, the page gets what is known. It asks again soon.
             is_stale = time.monotonic() - self._looked > FRESH_SECONDS
             if is_stale and not self._opening.locked():
                 await self.look_again()
             return _packed_of(self.runs, Answer(self.runs.overview()))
-        if isinstance(question, Sql):
-            return await self._ask_sql(question.text)
-        facts = self.runs.facts_for(question)
+        if isinstance(query, Sql):
+            return await self._ask_sql(query.text)
+        facts = self.runs.facts_for(query)
         if facts.waits_for_sample:
-            self._want_sample((facts.run_id, question.scope.intervention))
-        key = f"{self.runs.revision} {facts.sample} {question.model_dump_json()}"
-        return await self.cache.get(key, lambda: self._answer(question))
+            self._want_sample((facts.run_id, query.scope.intervention))
+        key = f"{self.runs.revision} {facts.sample} {query.model_dump_json()}"
+        return await self.cache.get(key, lambda: self._answer(query))
 
     async def prepare(self) -> None:
         """Look at the files, and answer what a page asks first, before it does."""
         # What fails here fails again when the page asks, and is said there.
         with contextlib.suppress(HeadcountError):
             await self.look_again()
-            question = self.runs.first_question()
-            await self.ask(question.model_dump_json().encode())
+            query = self.runs.first_query()
+            await self.ask(query.model_dump_json().encode())
             # A first click needs the axes of the histograms that are shown first, and whole rows.
             await self._find_first_axes()
             await self.look_again(rows=True)
-            facts = self.runs.facts(question.scope.run_id)
+            facts = self.runs.facts(query.scope.run_id)
             if facts.keeps_sample:
-                self._want_sample((facts.run_id, question.scope.intervention))
+                self._want_sample((facts.run_id, query.scope.intervention))
 
     async def look_again(self, rows: bool = False) -> None:
         """Open the runs anew if something was committed, or damaged, since they were opened.
@@ -200,7 +200,7 @@ class Engine:
                 # A file may have gone or changed under the page. Whole ones are still read.
                 with contextlib.suppress(HeadcountError):
                     await self.look_again()
-                # Otherwise questions read rows, and say what is wrong with them.
+                # Otherwise queries read rows, and say what is wrong with them.
                 if self.runs is runs:
                     runs.give_up_sample(key)
             if self.runs is runs:
@@ -225,7 +225,7 @@ class Engine:
             await self._execute(runs, oldest.drop)
 
     async def _wait_for_page(self) -> None:
-        """Let questions that wait for an answer go first."""
+        """Let queries that wait for an answer go first."""
         give_up = time.monotonic() + YIELDING_SECONDS
         while self._running and time.monotonic() < give_up:
             await asyncio.sleep(INTERRUPT_SECONDS)
@@ -247,7 +247,7 @@ class Engine:
             await asyncio.wait([self._sampling])
 
     def close(self) -> None:
-        """Take no more questions, and stop those that are being answered."""
+        """Take no more queries, and stop those that are being answered."""
         for threads in (self.threads, self.sql_threads, self.text_thread, self.sample_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         give_up = time.monotonic() + CLOSING_SECONDS
@@ -272,13 +272,13 @@ class Engine:
         self.cache.clear()
         return runs
 
-    async def _answer(self, question: Question) -> bytes:
-        facts = self.runs.facts_for(question)
-        if question.reads_rows(facts) and not self.runs.has_verified_rows:
+    async def _answer(self, query: Query) -> bytes:
+        facts = self.runs.facts_for(query)
+        if query.reads_rows(facts) and not self.runs.has_verified_rows:
             await self.look_again(rows=True)
         runs = self.runs
         try:
-            header, answer = await self._compute(runs, question)
+            header, answer = await self._compute(runs, query)
         except duckdb.Error as error:
             if isinstance(error, duckdb.InterruptException | duckdb.OutOfMemoryException):
                 raise query_error(error) from None
@@ -288,24 +288,24 @@ class Engine:
             if self.runs is runs and not isinstance(error, duckdb.CatalogException):
                 raise query_error(error) from None
             runs = self.runs
-            header, answer = await self._compute(runs, question)
-        if isinstance(question, Texts):
-            answer = await self._with_texts(question, answer)
+            header, answer = await self._compute(runs, query)
+        if isinstance(query, Texts):
+            answer = await self._with_texts(query, answer)
         return _packed_of(runs, Answer(header | answer.header, answer.arrays))
 
-    async def _compute(self, runs: OpenedRuns, question: Question) -> tuple[Header, Answer]:
+    async def _compute(self, runs: OpenedRuns, query: Query) -> tuple[Header, Answer]:
         """What every answer says, and the answer."""
 
         def work(connection: Interruptible) -> tuple[Header, Answer]:
             cursor = connection.cursor()
-            facts = runs.facts_for(question)
-            question.check(facts)
-            facts = runs.with_axes(facts, question.binned_statistics, cursor)
+            facts = runs.facts_for(query)
+            query.check(facts)
+            facts = runs.with_axes(facts, query.binned_statistics, cursor)
             if facts.waits_for_sample:
-                intervention = question.scope.intervention
-                runs.hold_bins(facts, intervention, question.binned_statistics, cursor)
-            tables = _tables(cursor, question, facts)
-            return _header(question, facts), question.answer(facts, tables)
+                intervention = query.scope.intervention
+                runs.hold_bins(facts, intervention, query.binned_statistics, cursor)
+            tables = _tables(cursor, query, facts)
+            return _header(query, facts), query.answer(facts, tables)
 
         return await self._in_thread(self.threads, runs, work)
 
@@ -339,13 +339,13 @@ class Engine:
             raise
 
     def _ended(self, job: Future[Any]) -> None:
-        """Close the cursors of a question, in the thread that has answered it."""
+        """Close the cursors of a query, in the thread that has answered it."""
         connection = self._running.pop(job, None)
         if connection is not None:
             connection.close()
 
     def _stop(self, job: Future[Any]) -> None:
-        """Stop a question: at once if it has not begun, and else by interrupts."""
+        """Stop a query: at once if it has not begun, and else by interrupts."""
         self.interrupted += 1
         if not job.cancel():
             task = asyncio.create_task(self._interrupt(job))
@@ -366,10 +366,10 @@ class Engine:
         seconds = round(time.perf_counter() - began, 3)
         return _packed_of(runs, Answer(header | {"seconds": seconds}))
 
-    async def _with_texts(self, question: Texts, answer: Answer) -> Answer:
+    async def _with_texts(self, query: Texts, answer: Answer) -> Answer:
         """The answer with the text of each token."""
         loop = asyncio.get_running_loop()
-        run_id = question.scope.run_id
+        run_id = query.scope.run_id
         rows: list[Header] = answer.header["rows"]
 
         def texts() -> Header:
@@ -413,22 +413,20 @@ def packed(answer: Answer) -> bytes:
     return b"".join(parts)
 
 
-def _tables(
-    cursor: duckdb.DuckDBPyConnection, question: Question, facts: RunFacts
-) -> list[pa.Table]:
-    """The table of each statement of a question."""
+def _tables(cursor: duckdb.DuckDBPyConnection, query: Query, facts: RunFacts) -> list[pa.Table]:
+    """The table of each statement of a query."""
     tables: list[pa.Table] = []
-    for statement in question.statements(facts):
+    for statement in query.statements(facts):
         for name, sql in statement.temporary_tables.items():
             cursor.execute(f"CREATE TEMP TABLE {name} AS {sql}")
         tables.append(cursor.sql(statement.sql).to_arrow_table())
     return tables
 
 
-def _header(question: Question, facts: RunFacts) -> Header:
+def _header(query: Query, facts: RunFacts) -> Header:
     """What every answer says: the axes it uses, its SQL, and whether it is of a sample."""
     # The user reads the same rows from the files: a table in memory is not theirs.
-    statements = question.statements(replace(facts, keeps_sample=False, sample=None))
+    statements = query.statements(replace(facts, keeps_sample=False, sample=None))
     axes = {name: [axis.low, axis.high] for name, axis in facts.axes.items()}
     sql = [statement.sql for statement in statements if not statement.temporary_tables]
     return {"axes": axes, "sql": sql, "every": facts.every}
@@ -456,9 +454,9 @@ def _sql_rows(connection: Interruptible, text: str) -> Header:
 
 
 def _problem_of(error: ValidationError) -> str:
-    """What is wrong with a question, in one line."""
+    """What is wrong with a query, in one line."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"])) or "question"
+    place = ".".join(map(str, first["loc"])) or "query"
     if first["type"] in EXPECTED:
         return wrong_value(place, [first])
     return f"{place}: {first['msg']}"
@@ -502,7 +500,7 @@ Compute = Callable[[], Coroutine[Any, Any, bytes]]
 
 @dataclass
 class _Pending:
-    """A question that is being answered, and how many wait for it."""
+    """A query that is being answered, and how many wait for it."""
 
     task: asyncio.Task[bytes]
     waiting: int = 0
@@ -531,7 +529,7 @@ class AnswerCache:
         finally:
             pending.waiting -= 1
             if pending.waiting == 0:
-                # Nobody waits any more: an unfinished question is stopped.
+                # Nobody waits any more: an unfinished query is stopped.
                 pending.task.cancel()
                 self._pending.pop(key, None)
         self._keep(key, answer)

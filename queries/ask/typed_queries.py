@@ -1,4 +1,4 @@
-"""What a user types, as one question in SQL: a named query with parameters, SQL, or a file."""
+"""What a user types, as one query in SQL: a named query with parameters, SQL, or a file."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from headcount.queries.ask.named_queries import NamedQuery
 from headcount.schemas.errors import QueryError
 
 
-def read_question(question: str | None, file: Path | None) -> str | None:
-    """The question as it was typed, or from a file or stdin. None if nothing was asked."""
-    if file is not None and question is not None:
-        raise QueryError(f"expected one question, got {question!r} and --file {file}")
-    if question == "-" or (file is not None and str(file) == "-"):
+def read_typed(typed: str | None, file: Path | None) -> str | None:
+    """The query as it was typed, or from a file or stdin. None if nothing was asked."""
+    if file is not None and typed is not None:
+        raise QueryError(f"expected one query, got {typed!r} and --file {file}")
+    if typed == "-" or (file is not None and str(file) == "-"):
         return sys.stdin.read()
-    if question is not None and question.startswith("@"):
-        file = Path(question.removeprefix("@"))
-    elif question is not None and re.fullmatch(r"[^\s;]+\.sql", question.strip()):
-        file = Path(question.strip())
+    if typed is not None and typed.startswith("@"):
+        file = Path(typed.removeprefix("@"))
+    elif typed is not None and re.fullmatch(r"[^\s;]+\.sql", typed.strip()):
+        file = Path(typed.strip())
     if file is None:
-        return question
+        return typed
     try:
         # Editors on Windows may write a byte order mark, which DuckDB does not read.
         sql = file.read_text(encoding="utf-8-sig")
@@ -37,25 +37,25 @@ def read_question(question: str | None, file: Path | None) -> str | None:
 
 
 def with_parameters(
-    question: str,
+    typed: str,
     words: Sequence[str],
     queries: Mapping[str, NamedQuery],
     options: Sequence[str] = (),
 ) -> str:
-    """A question in SQL. `words` are those that set parameters, as `--threshold 0.2`.
+    """A query in SQL. `words` are those that set parameters, as `--threshold 0.2`.
 
     `options` are those of the command, one of which may have been meant.
     """
-    query = queries.get(question.strip())
+    query = queries.get(typed.strip())
     if query is None:
         if words:
-            raise QueryError(_unexpected(words[0], question, options))
-        return question
+            raise QueryError(_unexpected(words[0], typed, options))
+        return typed
     values = parameter_values(words)
     names = [parameter.name for parameter in query.parameters]
     for name in values:
         if name not in names and difflib.get_close_matches(f"--{name}", options, n=1, cutoff=0.8):
-            raise QueryError(_unexpected(f"--{name}", question, options))
+            raise QueryError(_unexpected(f"--{name}", typed, options))
     return query.call(values)
 
 
@@ -83,12 +83,12 @@ def parameter_values(words: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def _unexpected(word: str, question: str, options: Sequence[str]) -> str:
+def _unexpected(word: str, typed: str, options: Sequence[str]) -> str:
     """Why a word is not understood."""
-    if question.startswith("--"):
-        return f"expected a question before {question}: QUERY --PARAMETER VALUE"
+    if typed.startswith("--"):
+        return f"expected a query before {typed}: QUERY --PARAMETER VALUE"
     if not word.startswith("-"):
-        return f"expected one question, got also {word!r}; SQL with spaces stands in quotes"
+        return f"expected one query, got also {word!r}; SQL with spaces stands in quotes"
     nearest = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.5)
     hint = f": did you mean {nearest[0]}?" if nearest else "; only named queries take parameters"
     return f"unknown option {word}{hint}"

@@ -1,7 +1,7 @@
-"""The questions that the explorer's page can ask, as SQL, and their answers, as dense arrays.
+"""The queries that the explorer's page can ask, as SQL, and their answers, as dense arrays.
 
-Nothing here reads a file or a database: a question becomes SQL, and tables become an answer.
-The page never sends SQL, except in `queries.explore.question_engine` as a question of the user's.
+Nothing here reads a file or a database: a query becomes SQL, and tables become an answer.
+The page never sends SQL, except in `queries.explore.query_engine` as a query of the user's.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, unknown
 
 MOST_STATISTICS = 12
-"""Histograms that one question asks for at most."""
+"""Histograms that one query asks for at most."""
 
 MOST_SEQUENCES = 20
-"""Sequences that one question names at most."""
+"""Sequences that one query names at most."""
 
 BINS_IN_MEMORY = "ledger.bins_in_memory"
 """The table of the histograms of roll-ups that were asked for, by head."""
@@ -56,7 +56,7 @@ class ProfileFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What questions need to know of a run."""
+    """What queries need to know of a run."""
 
     run_id: str
     layers: int
@@ -74,7 +74,7 @@ class RunFacts:
     keeps_sample: bool = False
     """Whether these sequences are read once, into a table in memory."""
     sample: str | None = None
-    """That table, for the intervention of a question. None before it is there."""
+    """That table, for the intervention of a query. None before it is there."""
     profiles: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
     """Profiles by lag, key or query that the run averaged over sequences."""
     kept_curves: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
@@ -98,7 +98,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Statement:
-    """SQL that answers a question, and tables that it needs while it runs."""
+    """SQL that answers a query, and tables that it needs while it runs."""
 
     sql: str
     temporary_tables: dict[str, str] = field(default_factory=dict[str, str])
@@ -120,7 +120,7 @@ class _Closed(BaseModel):
 
 
 class Scope(_Closed):
-    """The rows that a question is about."""
+    """The rows that a query is about."""
 
     run_id: str
     intervention: str = "none"
@@ -202,8 +202,8 @@ Statistics = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_STAT
 Brushes = Annotated[tuple[Brush, ...], Field(max_length=MOST_STATISTICS)]
 
 
-class Question(_Closed):
-    """A question about the rows of one run."""
+class Query(_Closed):
+    """A query about the rows of one run."""
 
     reads_sample: ClassVar[bool] = False
     """Whether it is about the sample of a large run."""
@@ -212,16 +212,16 @@ class Question(_Closed):
 
     @property
     def named_statistics(self) -> set[str]:
-        """Every statistic that the question names."""
+        """Every statistic that the query names."""
         return set()
 
     @property
     def binned_statistics(self) -> set[str]:
-        """The statistics whose axes the question needs."""
+        """The statistics whose axes the query needs."""
         return set()
 
     def reads_rows(self, facts: RunFacts) -> bool:
-        """Whether the question reads `heads`, also of a run with roll-ups."""
+        """Whether the query reads `heads`, also of a run with roll-ups."""
         return True
 
     def check(self, facts: RunFacts) -> None:
@@ -232,7 +232,7 @@ class Question(_Closed):
             raise QueryError(unknown("intervention", self.scope.intervention, facts.interventions))
 
     def statements(self, facts: RunFacts) -> list[Statement]:
-        """The SQL of the question."""
+        """The SQL of the query."""
         raise NotImplementedError
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
@@ -240,8 +240,8 @@ class Question(_Closed):
         raise NotImplementedError
 
 
-class HeadQuestion(Question):
-    """A question about one head."""
+class HeadQuery(Query):
+    """A query about one head."""
 
     head: Head
 
@@ -260,7 +260,7 @@ class HeadQuestion(Question):
         return whole_scope.conditions(facts, sampled=sampled) + self.head.conditions
 
 
-class Heatmap(Question):
+class Heatmap(Query):
     """The mean of a statistic for every head. Arrays: mean and count, [layer head]."""
 
     kind: Literal["heatmap"]
@@ -268,7 +268,7 @@ class Heatmap(Question):
 
     @property
     def named_statistics(self) -> set[str]:
-        """Every statistic that the question names."""
+        """Every statistic that the query names."""
         return {self.statistic}
 
     def reads_rows(self, facts: RunFacts) -> bool:
@@ -305,7 +305,7 @@ class Heatmap(Question):
         return Answer({"source": source}, (means, counts))
 
 
-class Histograms(HeadQuestion):
+class Histograms(HeadQuery):
     """How some statistics of a head are distributed. Arrays: counts [statistic bin]."""
 
     reads_sample: ClassVar[bool] = True
@@ -316,7 +316,7 @@ class Histograms(HeadQuestion):
 
     @property
     def binned_statistics(self) -> set[str]:
-        """The statistics whose axes the question needs."""
+        """The statistics whose axes the query needs."""
         return {*self.statistics, *(brush.statistic for brush in self.brushes)}
 
     def reads_rows(self, facts: RunFacts) -> bool:
@@ -348,7 +348,7 @@ class Histograms(HeadQuestion):
         return Answer({}, (counts,))
 
 
-class Background(Question):
+class Background(Query):
     """How a statistic is distributed over the rows of all heads. Array: counts [bin]."""
 
     reads_sample: ClassVar[bool] = True
@@ -358,7 +358,7 @@ class Background(Question):
 
     @property
     def binned_statistics(self) -> set[str]:
-        """The statistics whose axes the question needs."""
+        """The statistics whose axes the query needs."""
         return {self.statistic}
 
     def reads_rows(self, facts: RunFacts) -> bool:
@@ -399,7 +399,7 @@ rows: the rows in range, of whichever head.
 """
 
 
-class Cube(HeadQuestion):
+class Cube(HeadQuery):
     """Everything that a brush on one statistic can show, so that moving it asks nothing.
 
     Arrays: counts [statistic bin_of_active bin], then sums and counts of the heatmap's statistic
@@ -421,12 +421,12 @@ class Cube(HeadQuestion):
 
     @property
     def named_statistics(self) -> set[str]:
-        """Every statistic that the question names."""
+        """Every statistic that the query names."""
         return {self.statistic}
 
     @property
     def binned_statistics(self) -> set[str]:
-        """The statistics whose axes the question needs."""
+        """The statistics whose axes the query needs."""
         return {self.active, *self.statistics, *(brush.statistic for brush in self.brushes)}
 
     @cached_property
@@ -490,7 +490,7 @@ class Cube(HeadQuestion):
 _SUMMARY = "statistic, count, mean, sd, standard_error, documents, minimum, maximum"
 
 
-class Card(HeadQuestion):
+class Card(HeadQuery):
     """Every statistic of a head: count, mean, spread and uniform baseline. One object each."""
 
     kind: Literal["card"]
@@ -556,7 +556,7 @@ class Card(HeadQuestion):
         )
 
 
-class Parts(HeadQuestion):
+class Parts(HeadQuery):
     """A statistic of a head in each part of the Pile. One object each, largest mean first."""
 
     kind: Literal["parts"]
@@ -564,7 +564,7 @@ class Parts(HeadQuestion):
 
     @property
     def named_statistics(self) -> set[str]:
-        """Every statistic that the question names."""
+        """Every statistic that the query names."""
         return {self.statistic}
 
     def reads_rows(self, facts: RunFacts) -> bool:
@@ -604,7 +604,7 @@ class Parts(HeadQuestion):
         return Answer({"rows": tables[0].to_pylist()})
 
 
-class Curves(HeadQuestion):
+class Curves(HeadQuery):
     """The profiles of a head by lag, key or query, means over all sequences. One object each."""
 
     kind: Literal["curves"]
@@ -642,7 +642,7 @@ class Curves(HeadQuestion):
                 yield curve_of(profile, about.axis, False, table, shape)
 
 
-class Extremes(HeadQuestion):
+class Extremes(HeadQuery):
     """The sequences in which a statistic of a head is highest or lowest. One object each."""
 
     kind: Literal["extremes"]
@@ -654,12 +654,12 @@ class Extremes(HeadQuestion):
 
     @property
     def named_statistics(self) -> set[str]:
-        """Every statistic that the question names."""
+        """Every statistic that the query names."""
         return {self.statistic, *self.statistics}
 
     @property
     def binned_statistics(self) -> set[str]:
-        """The statistics whose axes the question needs."""
+        """The statistics whose axes the query needs."""
         return {brush.statistic for brush in self.brushes}
 
     def statements(self, facts: RunFacts) -> list[Statement]:
@@ -689,7 +689,7 @@ class Extremes(HeadQuestion):
         return Answer({"rows": tables[0].to_pylist()})
 
 
-class Texts(Question):
+class Texts(Query):
     """The tokens of some sequences, in the order in which they are named."""
 
     kind: Literal["texts"]
@@ -725,13 +725,13 @@ class Texts(Question):
         }
 
 
-PageQuestion: TypeAlias = Annotated[
+PageQuery: TypeAlias = Annotated[
     Heatmap | Histograms | Background | Cube | Card | Parts | Curves | Extremes | Texts,
     Field(discriminator="kind"),
 ]
 
-QUESTIONS: TypeAdapter[Question] = TypeAdapter(PageQuestion)
-"""Reads a question."""
+QUERIES: TypeAdapter[Query] = TypeAdapter(PageQuery)
+"""Reads a query."""
 
 
 def where(conditions: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The explorer's questions give what numpy gives. Its engine keeps time and sees changes."""
+"""The explorer's queries give what numpy gives. Its engine keeps time and sees changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.explore import opened, sample
 from headcount.queries.explore.axes import BINS, DRAWN_BINS, Axis, axis_of
 from headcount.queries.explore.opened import AXIS_ROWS
-from headcount.queries.explore.question_engine import MOST_ROWS, Engine
+from headcount.queries.explore.query_engine import MOST_ROWS, Engine
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.files.run_directory import RunDirectory
 from tests.toys.toy_runs import Entry, Row, write_run
@@ -416,12 +416,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("question", "why"), REFUSED, ids=[why for _, why in REFUSED])
+@pytest.mark.parametrize(("query", "why"), REFUSED, ids=[why for _, why in REFUSED])
 def test_what_a_run_does_not_have_is_refused_in_one_line(
-    ask: Asker, question: dict[str, Any], why: str
+    ask: Asker, query: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(QueryError, match=why) as refusal:
-        ask(**question)
+        ask(**query)
     assert "\n" not in str(refusal.value)
 
 
@@ -462,7 +462,7 @@ RECURSIVE = "WITH RECURSIVE x(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM x) SEL
 
 
 @pytest.mark.parametrize("endless", [ENDLESS, RECURSIVE])
-def test_an_endless_question_is_given_up_and_the_next_answered_at_once(
+def test_an_endless_query_is_given_up_and_the_next_answered_at_once(
     ask: Asker, monkeypatch: pytest.MonkeyPatch, endless: str
 ) -> None:
     monkeypatch.setattr(ask.engine, "deadline", 0.1)
@@ -472,10 +472,10 @@ def test_an_endless_question_is_given_up_and_the_next_answered_at_once(
     assert ask("sql", text="SELECT 1 AS one")["rows"] == [[1]]
 
 
-def test_a_question_of_the_page_that_nobody_waits_for_is_interrupted(
+def test_a_query_of_the_page_that_nobody_waits_for_is_interrupted(
     ask: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Rows are compared with their commits before the first question that reads them.
+    # Rows are compared with their commits before the first query that reads them.
     ask("histograms", head=HEAD, statistics=["sink_mass"])
     monkeypatch.setattr(opened, "where", lambda _: f" WHERE ({ENDLESS}) > 0")
     ask.engine.runs._axes.clear()
@@ -486,9 +486,9 @@ def test_a_question_of_the_page_that_nobody_waits_for_is_interrupted(
     async def hang_up() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: forgotten_errors.append(context))
-        question = ask.ask("background", statistic="sink_mass", scope=scope)
+        query = ask.ask("background", statistic="sink_mass", scope=scope)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(question, 0.1)
+            await asyncio.wait_for(query, 0.1)
         # The thread is free again: the interrupt has reached DuckDB.
         while ask.engine._running:
             await asyncio.sleep(0.01)
@@ -502,7 +502,7 @@ def test_a_question_of_the_page_that_nobody_waits_for_is_interrupted(
     assert ask("background", statistic="sink_mass", scope=scope)["undefined"] == 0
 
 
-def test_one_question_asked_twice_at_once_is_computed_once(ask: Asker) -> None:
+def test_one_query_asked_twice_at_once_is_computed_once(ask: Asker) -> None:
     computed: list[object] = []
     compute = ask.engine._compute
 
@@ -511,8 +511,8 @@ def test_one_question_asked_twice_at_once_is_computed_once(ask: Asker) -> None:
         return await compute(*arguments)
 
     async def ask_twice() -> list[dict[str, Any]]:
-        question = {"statistic": "value_norm", "scope": {"part": "ArXiv", "layers": [0, 0]}}
-        return list(await asyncio.gather(*(ask.ask("heatmap", **question) for _ in range(2))))
+        query = {"statistic": "value_norm", "scope": {"part": "ArXiv", "layers": [0, 0]}}
+        return list(await asyncio.gather(*(ask.ask("heatmap", **query) for _ in range(2))))
 
     ask.engine._compute = counted  # type: ignore[method-assign]
     first, second = asyncio.run(ask_twice())
@@ -524,7 +524,7 @@ def test_one_question_asked_twice_at_once_is_computed_once(ask: Asker) -> None:
 def test_a_page_sees_what_is_committed_while_it_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headcount.queries.explore.question_engine.FRESH_SECONDS", 0)
+    monkeypatch.setattr("headcount.queries.explore.query_engine.FRESH_SECONDS", 0)
     write(tmp_path / "whole", "toy")
     write(tmp_path / "runs", "toy", commit=[0])
     asker = Asker(tmp_path / "runs")
@@ -567,19 +567,17 @@ def test_a_compacted_run_answers_from_its_roll_ups(tmp_path: Path, ask: Asker) -
     (run,) = merged("overview")["runs"]
     assert run["has_rollups"]
     for scope in ({}, {"part": "ArXiv", "layers": [1, 1]}):
-        question = {"statistic": "entropy", "scope": scope}
-        from_rollups = merged("heatmap", **question)
-        from_rows = ask("heatmap", **question)
+        query = {"statistic": "entropy", "scope": scope}
+        from_rollups = merged("heatmap", **query)
+        from_rows = ask("heatmap", **query)
         assert (from_rollups["source"], from_rows["source"]) == ("rollups", "rows")
         for rolled_up, plain in zip(from_rollups["arrays"], from_rows["arrays"], strict=True):
             assert rolled_up == pytest.approx(plain, nan_ok=True)
         for kind in ("card", "parts"):
-            question = {"scope": scope, "head": HEAD}
+            query = {"scope": scope, "head": HEAD}
             if kind == "parts":
-                question["statistic"] = "value_norm"
-            pairs = zip(
-                merged(kind, **question)["rows"], ask(kind, **question)["rows"], strict=True
-            )
+                query["statistic"] = "value_norm"
+            pairs = zip(merged(kind, **query)["rows"], ask(kind, **query)["rows"], strict=True)
             for rolled_up, plain in pairs:
                 assert rolled_up == {
                     name: value if isinstance(value, str | None) else pytest.approx(value)
@@ -592,9 +590,9 @@ def test_axes_from_roll_ups_hold_the_values(tmp_path: Path, ask: Asker) -> None:
     write(tmp_path, "toy")
     compact(RunDirectory.of(tmp_path, "toy"))
     merged = Asker(tmp_path)
-    question = {"head": HEAD, "statistics": STATISTICS}
-    from_rollups = merged("histograms", **question)["axes"]
-    from_rows = ask("histograms", **question)["axes"]
+    query = {"head": HEAD, "statistics": STATISTICS}
+    from_rollups = merged("histograms", **query)["axes"]
+    from_rows = ask("histograms", **query)["axes"]
     for statistic in STATISTICS:
         low, high = from_rows[statistic]
         # A bin on an open axis is 4.4 % of the value, and ends are round.
@@ -605,7 +603,7 @@ def test_axes_from_roll_ups_hold_the_values(tmp_path: Path, ask: Asker) -> None:
     merged.engine.close()
 
 
-def test_rows_are_compared_with_commits_when_a_question_reads_them(tmp_path: Path) -> None:
+def test_rows_are_compared_with_commits_when_a_query_reads_them(tmp_path: Path) -> None:
     write(tmp_path, "toy")
     compact(RunDirectory.of(tmp_path, "toy"))
     file = next(tmp_path.glob("*/heads/intervention=none/*.parquet"))
@@ -661,12 +659,12 @@ IN_SAMPLE = np.arange(0, SEQUENCES, 3)
 
 
 def test_histograms_come_from_roll_ups_until_the_sample_is_in_memory(large: Asker) -> None:
-    question = {"head": HEAD, "statistics": STATISTICS}
+    query = {"head": HEAD, "statistics": STATISTICS}
 
     async def ask_before_and_after() -> list[dict[str, Any]]:
-        before = await large.ask("histograms", **question)
+        before = await large.ask("histograms", **query)
         await until_sample_is_read(large)
-        return [before, await large.ask("histograms", **question)]
+        return [before, await large.ask("histograms", **query)]
 
     before, after = asyncio.run(ask_before_and_after())
     assert (before["source"], before["every"]) == ("rollups", 3)
@@ -698,7 +696,7 @@ def test_a_sample_in_memory_answers_as_its_rows_do(large: Asker, scope: dict[str
         "statistics": ["sink_mass", "value_norm"],
         "brushes": [brush],
     }
-    questions: list[tuple[str, dict[str, Any]]] = [
+    queries: list[tuple[str, dict[str, Any]]] = [
         ("histograms", {"head": HEAD, "statistics": STATISTICS, "brushes": [brush]}),
         ("cube", cube | {"meaning": "sequences"}),
         ("cube", cube | {"meaning": "rows"}),
@@ -706,7 +704,7 @@ def test_a_sample_in_memory_answers_as_its_rows_do(large: Asker, scope: dict[str
     ]
 
     async def answers() -> list[dict[str, Any]]:
-        return [await large.ask(kind, scope=scope, **fields) for kind, fields in questions]
+        return [await large.ask(kind, scope=scope, **fields) for kind, fields in queries]
 
     async def answers_from_memory() -> list[dict[str, Any]]:
         await large.ask("background", statistic="sink_mass")
@@ -727,8 +725,8 @@ def test_a_sample_in_memory_answers_as_its_rows_do(large: Asker, scope: dict[str
 
 
 def test_a_coarse_picture_of_a_part_is_of_that_part(large: Asker) -> None:
-    question = {"head": HEAD, "statistics": ["sink_mass"], "scope": {"part": "ArXiv"}}
-    answer = large("histograms", **question)
+    query = {"head": HEAD, "statistics": ["sink_mass"], "scope": {"part": "ArXiv"}}
+    answer = large("histograms", **query)
     assert answer["source"] == "rollups"
     assert answer["arrays"][0].sum() == IS_ARXIV.sum()
     background = large("background", statistic="sink_mass", scope={"layers": [1, 1]})
@@ -742,10 +740,10 @@ def test_samples_make_room_for_those_that_are_asked_for(
 
     async def counts(intervention: str) -> np.ndarray:
         scope = {"intervention": intervention}
-        question = {"head": HEAD, "statistics": ["value_norm"], "scope": scope}
-        await large.ask("histograms", **question)
+        query = {"head": HEAD, "statistics": ["value_norm"], "scope": scope}
+        await large.ask("histograms", **query)
         await until_sample_is_read(large, intervention)
-        return (await large.ask("histograms", **question))["arrays"][0]
+        return (await large.ask("histograms", **query))["arrays"][0]
 
     async def both() -> list[np.ndarray]:
         return [await counts("none"), await counts("zero_key_bias"), await counts("none")]
@@ -759,7 +757,7 @@ def test_samples_make_room_for_those_that_are_asked_for(
     assert large.engine.runs.database.rows(sql) == [(1,)]
 
 
-def test_a_sample_is_as_small_as_the_memory_for_questions(tmp_path: Path) -> None:
+def test_a_sample_is_as_small_as_the_memory_for_queries(tmp_path: Path) -> None:
     sizes = {}
     for memory in ("100MB", "200MB", "100GB"):
         connection = duckdb.connect(config={"memory_limit": memory})
@@ -770,13 +768,13 @@ def test_a_sample_is_as_small_as_the_memory_for_questions(tmp_path: Path) -> Non
 
 
 def test_a_sample_is_read_again_after_damage(large: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headcount.queries.explore.question_engine.FRESH_SECONDS", 0)
-    question = {"head": HEAD, "statistics": ["sink_mass"]}
+    monkeypatch.setattr("headcount.queries.explore.query_engine.FRESH_SECONDS", 0)
+    query = {"head": HEAD, "statistics": ["sink_mass"]}
 
     async def sampled_counts() -> int:
-        await large.ask("histograms", **question)
+        await large.ask("histograms", **query)
         await until_sample_is_read(large)
-        return int((await large.ask("histograms", **question))["arrays"][0].sum())
+        return int((await large.ask("histograms", **query))["arrays"][0].sum())
 
     async def before_and_after() -> list[int]:
         before = await sampled_counts()
@@ -790,19 +788,19 @@ def test_a_sample_is_read_again_after_damage(large: Asker, monkeypatch: pytest.M
 
 
 def test_a_file_that_changes_while_the_sample_is_read_leaves_it(large: Asker) -> None:
-    question = {"head": HEAD, "statistics": ["sink_mass"]}
+    query = {"head": HEAD, "statistics": ["sink_mass"]}
     may_read = threading.Event()
 
     async def counts() -> int:
         await large.engine.look_again(rows=True)
         large.engine.sample_thread.submit(may_read.wait)
-        await large.ask("histograms", **question)
+        await large.ask("histograms", **query)
         # Compared with its commit already: only reading it shows that it has changed.
         file = next(Path(large.engine.path).glob("*/heads/intervention=none/*.parquet"))
         file.write_bytes(file.read_bytes()[:100])
         may_read.set()
         await until_sample_is_read(large)
-        return int((await large.ask("histograms", **question))["arrays"][0].sum())
+        return int((await large.ask("histograms", **query))["arrays"][0].sum())
 
     before = large.engine.runs
     assert asyncio.run(counts()) == 0
