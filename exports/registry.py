@@ -129,10 +129,10 @@ def ranked(scores: np.ndarray) -> list[tuple[int, int]]:
     >>> ranked(np.array([[0.1, 0.2], [0.3, 0.1], [np.nan, 0.4]]))
     [(2, 1), (1, 0), (0, 1), (0, 0), (1, 1)]
     """
-    places = np.argsort(-scores, axis=None, kind="stable")
+    order = np.argsort(-scores, axis=None, kind="stable")
     # NaN is sorted to the end.
-    places = places[: np.count_nonzero(~np.isnan(scores))]
-    layers, heads = np.unravel_index(places, scores.shape)
+    order = order[: np.count_nonzero(~np.isnan(scores))]
+    layers, heads = np.unravel_index(order, scores.shape)
     return list(zip(layers.tolist(), heads.tolist(), strict=True))
 
 

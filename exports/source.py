@@ -219,10 +219,10 @@ def choose_run(
     for run_id in run_ids:
         if run_id not in known:
             raise QueryError(unknown("run", run_id, known))
-    named = [run for run in runs if not run_ids or run["run_id"] in run_ids]
-    _require_one_model(named)
-    _require_more_tokens(export, named, options)
-    run = _fitting_run(database, export, named, needs)
+    named_runs = [run for run in runs if not run_ids or run["run_id"] in run_ids]
+    _require_one_model(named_runs)
+    _require_more_tokens(export, named_runs, options)
+    run = _fitting_run(database, export, named_runs, needs)
     source = ExportSource(database, run, export, options, destination)
     if needs.baseline is None:
         return source

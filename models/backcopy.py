@@ -107,10 +107,10 @@ def sequences(table: Bigrams, batch: int, length: int, seed: int, device: str) -
     bos = torch.full((batch,), bos_of(table), device=device)
     while True:
         # float64, because a symbol is where its number falls in the cumulative row.
-        places = torch.rand(
+        draws = torch.rand(
             length - 1, batch, generator=generator, device=device, dtype=torch.float64
         )
-        tokens = [table.first_id + symbols for symbols in follow(chain, places, is_copied)]
+        tokens = [table.first_id + symbols for symbols in follow(chain, draws, is_copied)]
         yield torch.stack([bos, *tokens], dim=1)
 
 

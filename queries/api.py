@@ -307,10 +307,10 @@ def _with_parameters(query: str, parameters: dict[str, object]) -> str:
     if not parameters:
         return query
     queries = read_queries(QUERIES)
-    named = queries.get(query.strip())
-    if named is None:
+    found = queries.get(query.strip())
+    if found is None:
         raise QueryError(
-            f"{next(iter(parameters))}: only named queries take parameters, and this is SQL; "
+            f"{next(iter(parameters))}: only found queries take parameters, and this is SQL; "
             "write the value into it"
             if " " in query.strip()
             else unknown("query", query.strip(), queries)
@@ -320,7 +320,7 @@ def _with_parameters(query: str, parameters: dict[str, object]) -> str:
         name: str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in parameters.items()
     }
-    return named.call(values)
+    return found.call(values)
 
 
 def text_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

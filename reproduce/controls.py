@@ -359,8 +359,10 @@ def _depends_on_no_intervention(
 def has_interventions(replication: Replication) -> bool:
     """Whether any scan of a replication intervenes."""
     fields = [replication.defaults, replication.bundled, *replication.scan.values()]
-    named = [intervention for entry in fields for intervention in entry.get("interventions", [])]
-    return any(intervention != "none" for intervention in named)
+    interventions = [
+        intervention for entry in fields for intervention in entry.get("interventions", [])
+    ]
+    return any(intervention != "none" for intervention in interventions)
 
 
 def passing_share(value: PublishedValue) -> float:

@@ -122,10 +122,10 @@ class StatedClaim(BaseModel):
             raise ValueError("expected shown_by, covered_by or left_out")
         if bool(self.left_out) != bool(self.reason):
             raise ValueError("expected left_out and its reason, got one of them")
-        for place in self.shown_by:
-            if ": " not in place:
+        for figure in self.shown_by:
+            if ": " not in figure:
                 raise ValueError(
-                    f"shown_by: expected 'REPLICATION: beginning of a name', got {place!r}"
+                    f"shown_by: expected 'REPLICATION: beginning of a name', got {figure!r}"
                 )
         return self
 
@@ -154,8 +154,8 @@ def read_source(file: Path) -> Source:
         raise ScanError(f"{file}: cannot be read ({reason(error)})") from None
     except ValidationError as error:
         problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise ScanError(f"{file}: {place}: {problem['msg']}") from None
+        field = ".".join(map(str, problem["loc"]))
+        raise ScanError(f"{file}: {field}: {problem['msg']}") from None
 
 
 def problems(directory: Path = CLAIMS) -> list[str]:
@@ -178,8 +178,8 @@ def _problems_of(
 ) -> list[str]:
     """What a claim is shown by that is not there."""
     lines: list[str] = []
-    for place in claim.shown_by:
-        replication, _, beginning = place.partition(": ")
+    for figure in claim.shown_by:
+        replication, _, beginning = figure.partition(": ")
         names = names_by_replication.get(replication)
         if names is None:
             lines.append(f"there is no replication {replication!r}")
@@ -213,7 +213,7 @@ def _known_words() -> set[str]:
 def literature_page() -> str:
     """The page, as Markdown."""
     names_by_source = _names_by_source()
-    named = {name for names in names_by_source.values() for name in names}
+    known_names = {name for names in names_by_source.values() for name in names}
     all_sources = sources()
     tables = {
         INTRODUCTION: [],
@@ -221,7 +221,7 @@ def literature_page() -> str:
         REPLICATIONS: [_replication_cells(name, one) for name, one in replications().items()],
         LEFT_OUT: _reason_cells(all_sources),
         NAMES: [[source, _listed(names)] for source, names in names_by_source.items()],
-        QUANTITIES: _quantity_cells(all_sources[CATALOGUE], named),
+        QUANTITIES: _quantity_cells(all_sources[CATALOGUE], known_names),
     }
     return "".join(
         heading + "".join(f"| {' | '.join(map(_cell, cells))} |\n" for cells in rows)
@@ -233,7 +233,7 @@ def _source_cells(file: str, source: Source) -> list[str]:
     """A source, how many of its claims are shown, and by which replications."""
     shown = sum(not claim.left_out for claim in source.claim)
     in_part = sum(claim.answered and bool(claim.left_out) for claim in source.claim)
-    names = {place.partition(": ")[0] for claim in source.claim for place in claim.shown_by}
+    names = {figure.partition(": ")[0] for claim in source.claim for figure in claim.shown_by}
     page = f" ({source.page})" if source.page else ""
     return [
         f"{_file_link(file)}: {source.source}{page}",
@@ -289,14 +289,14 @@ def _names_by_source() -> dict[str, list[str]]:
     return dict(sorted(names.items(), key=lambda item: -len(item[1])))
 
 
-def _quantity_cells(catalogue: Source, named: set[str]) -> list[list[str]]:
+def _quantity_cells(catalogue: Source, known_names: set[str]) -> list[list[str]]:
     """The quantities of the catalogue, without those that are one of the named columns."""
     cells: list[list[str]] = []
     for claim in catalogue.claim:
         names = re.findall(r"`(?:uniform_)?(\w+)`", claim.covered_by)
         # What is left beside the names are commas, "and" and "or" if it is named.
         rest = re.sub(rf"`\w+`|{KIND_WORDS}|,|;|and|or", "", claim.covered_by)
-        if not (names and set(names) <= named and not rest.strip()):
+        if not (names and set(names) <= known_names and not rest.strip()):
             cells.append([claim.text, claim.covered_by or f"*left out*: {claim.reason}"])
     return cells
 

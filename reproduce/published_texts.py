@@ -151,8 +151,8 @@ def _continued_texts(
     beginnings = _long_enough(data_set, pieces, sources.tell)
     random.Random(seed * 1009 + number * 9176).shuffle(beginnings)
     texts: list[Text] = []
-    for place, beginning in enumerate(beginnings[:PER_DATA_SET]):
-        generator = random.Random(seed * 1000003 + number * 9176 + place * 7919)
+    for order, beginning in enumerate(beginnings[:PER_DATA_SET]):
+        generator = random.Random(seed * 1000003 + number * 9176 + order * 7919)
         text = _continued(beginning, pieces, tokenizer, generator)
         texts.append(Text(data_set.name, beginning.index, text))
     return texts

@@ -275,8 +275,8 @@ def read_replication(file: Path) -> Replication:
     except ValidationError as error:
         # One mistake is enough for one line.
         problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise ScanError(f"{file}: {place}: {problem['msg']}") from None
+        key = ".".join(map(str, problem["loc"]))
+        raise ScanError(f"{file}: {key}: {problem['msg']}") from None
 
 
 def find_replications(names: Iterable[str]) -> dict[str, Replication]:

@@ -103,7 +103,7 @@ def measure_runs(
     console: Console,
     allow_other_code: bool = False,
     models: KnownModels | None = None,
-    whole: WholeProgress | None = None,
+    all_runs: WholeProgress | None = None,
 ) -> None:
     """Measure what is missing of runs: in this process if there are 0 replicas, else on Ray.
 
@@ -118,7 +118,7 @@ def measure_runs(
             stop_at_failure=True,
             allow_other_code=allow_other_code,
             models=models,
-            whole=whole,
+            all_runs=all_runs,
         )
 
 

@@ -108,7 +108,7 @@ class Reproduction:
         skip: Callable[[SkippedReplication], None],
     ) -> None:
         """Measure the replications one after the other. Each is handed to `judge`, or to `skip`."""
-        whole = WholeProgress(sum(tokens_to_measure(each.plans) for each in planned))
+        all_runs = WholeProgress(sum(tokens_to_measure(each.plans) for each in planned))
         for each in planned:
             try:
                 measure_runs(
@@ -117,7 +117,7 @@ class Reproduction:
                     self.console,
                     self.allow_other_code,
                     models=self.models,
-                    whole=whole,
+                    all_runs=all_runs,
                 )
                 judge(each)
             # One replication that cannot be measured says nothing about the others.

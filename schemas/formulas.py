@@ -313,5 +313,5 @@ def evaluate(
     A rule takes only some of a formula's options. Without options, the defaults hold.
     """
     values = (activations[name] for name in parameters_of(function))
-    taken = options_of(function)
-    return function(*values, **{name: value for name, value in options if name in taken})
+    own_options = options_of(function)
+    return function(*values, **{name: value for name, value in options if name in own_options})

@@ -55,9 +55,9 @@ class Axis:
         """
         values = values.astype(np.float64)
         if self.is_linear:
-            places = np.floor((values - self.low) * (LINEAR_BINS / (self.high - self.low)))
+            bins = np.floor((values - self.low) * (LINEAR_BINS / (self.high - self.low)))
             # The upper end is in the last bin, with what rounding has put beyond it.
-            return places.clip(0, LINEAR_BINS - 1).astype(np.int16)
+            return bins.clip(0, LINEAR_BINS - 1).astype(np.int16)
         # Zero has no logarithm. Any size below the smallest bin will do in its place.
         sizes = np.abs(values).clip(2.0**SMALLEST_OCTAVE / 2)
         steps = np.floor((np.log2(sizes) - SMALLEST_OCTAVE) * BINS_PER_OCTAVE)

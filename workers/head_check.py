@@ -303,8 +303,8 @@ def _cuts(
     yield Cut("every head", None, every)
     yield Cut("chosen heads", None, chosen_heads)
     for seed in random_seeds:
-        places = np.random.default_rng(seed).permutation(len(every))[: len(chosen_heads)]
-        yield Cut("random heads", seed, tuple(sorted(every[place] for place in places)))
+        drawn = np.random.default_rng(seed).permutation(len(every))[: len(chosen_heads)]
+        yield Cut("random heads", seed, tuple(sorted(every[index] for index in drawn)))
     yield Cut("no head", None, ())
 
 
@@ -328,10 +328,10 @@ def _intervention(
     if heads == _kv_heads(info):
         return NONE
     group = info.n_heads // _n_kv_heads(info)
-    whole = [
+    whole_heads = [
         Head(layer, kv_head * group + member) for layer, kv_head in heads for member in range(group)
     ]
-    arguments = (sink, recent, *map(str, whole))
+    arguments = (sink, recent, *map(str, whole_heads))
     return Intervention((InterventionPart("stream_other_heads", arguments),))
 
 

@@ -466,8 +466,8 @@ def _exceptions(precision: str, cases: Sequence[Case]) -> str:
 def _beyond(precision: str, case: Case) -> str:
     """The probabilities and norms of a case that a precision does not keep within the limit."""
     drift = case.drift[precision]
-    named = [f"`{name}` {drift[name].p99:.2e}" for name in beyond_limit(drift)]
-    return f"`{precision}`: {', '.join(named) or 'nothing'}"
+    over_limit = [f"`{name}` {drift[name].p99:.2e}" for name in beyond_limit(drift)]
+    return f"`{precision}`: {', '.join(over_limit) or 'nothing'}"
 
 
 def main() -> None:

@@ -316,9 +316,9 @@ def write_uncompacted(out: Path, shards: int = UNCOMPACTED) -> Path:
 def _write_small_file(plan: Plan, table: str, shard: int, rows: pa.Table) -> dict[str, Any]:
     """Write a shard's rows of a table, without fsync; returns the file as a commit lists it."""
     for key in ("shard", "sequence"):
-        place = rows.schema.get_field_index(key)
-        field = rows.schema.field(place)
-        rows = rows.set_column(place, field, pa.array(np.full(len(rows), shard), field.type))
+        index = rows.schema.get_field_index(key)
+        field = rows.schema.field(index)
+        rows = rows.set_column(index, field, pa.array(np.full(len(rows), shard), field.type))
     content = parquet_bytes(with_partitions(rows, plan.run.run_id, "none"))
     Path(str(plan.run.path / _path(table, shard))).write_bytes(content)
     fields = {"rows": len(rows), "bytes": content.size, "digest": digest_of(content)}

@@ -74,9 +74,9 @@ def _configurations(source: ExportSource) -> Iterator[tuple[str, list[str]]]:
 
 def _patterns(run: Place, root: str, folder: str, committed: Sequence[str]) -> list[str]:
     """One pattern if all files of a folder count, else the names of those that do."""
-    place = run / folder
+    files_of = run / folder
     # An attempt that died leaves files without a commit, and a reader of the Hub must not see them.
-    present = {name for name in names(place) if name.endswith(".parquet")}
+    present = {name for name in names(files_of) if name.endswith(".parquet")}
     matching = ["*.parquet"] if present == {*committed} else sorted(committed)
     return [f"{root}{folder}/{name}" for name in matching]
 

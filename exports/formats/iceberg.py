@@ -120,8 +120,8 @@ def _add_files(source: ExportSource, table: Table, name: str) -> int:
     for path in source.committed_files(name):
         file = parquet_file_to_data_file(table.io, table.metadata, path)
         # The library takes partitions from statistics of columns, and these are not in the files.
-        for place, value in enumerate(partition_of(path)):
-            file.partition[place] = value
+        for index, value in enumerate(partition_of(path)):
+            file.partition[index] = value
         data_files.append(file)
     added = sum(file.record_count for file in data_files)
     if added != rows:

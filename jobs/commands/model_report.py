@@ -160,9 +160,9 @@ def _undefined_by_windows(model: Model) -> Iterator[tuple[str, str]]:
     for window, layers in layers_by_window.items():
         names = ", ".join(undefined_behind(window)) if window is not None else ""
         if window is not None and names:
-            place = f"{_listed_layers(layers)}, from n_ctx = {2 * window + 2:,} on"
+            where = f"{_listed_layers(layers)}, from n_ctx = {2 * window + 2:,} on"
             cause = f"no query sees what they are about in its window of {counted(window, 'token')}"
-            yield "NULL", f"{names}: {place}; {cause}"
+            yield "NULL", f"{names}: {where}; {cause}"
     windows = [window for window in layers_by_window if window is not None]
     if len(layers_by_window) > 1 and windows:
         cause = "the layers differ in their window, so measure layers of one window for them"

@@ -275,12 +275,12 @@ def _run_table(plan: Plan, cost: Cost) -> Table:
     shards_done = plan.shards_done
     done_note = f", {shards_done:,} done" if shards_done else ""
     estimate, index = plan.estimate, plan.sequences.index
-    about = "" if estimate is None else "at least " if estimate.is_least else "about "
-    table.add_row("shards", f"{about}{plan.manifest.shards:,}{done_note}")
-    table.add_row("sequences", f"{about}{plan.manifest.sequences:,}")
-    table.add_row("tokens", f"{about}{plan.tokens:,} through the model")
+    roughly = "" if estimate is None else "at least " if estimate.is_least else "about "
+    table.add_row("shards", f"{roughly}{plan.manifest.shards:,}{done_note}")
+    table.add_row("sequences", f"{roughly}{plan.manifest.sequences:,}")
+    table.add_row("tokens", f"{roughly}{plan.tokens:,} through the model")
     if estimate is not None:
-        for line in _estimate_lines(estimate, about):
+        for line in _estimate_lines(estimate, roughly):
             table.add_row("corpus", line)
     elif index is not None:
         documents = counted(index.documents, "document")
@@ -294,15 +294,15 @@ def _run_table(plan: Plan, cost: Cost) -> Table:
     return table
 
 
-def _estimate_lines(estimate: CorpusEstimate, about: str) -> list[str]:
+def _estimate_lines(estimate: CorpusEstimate, roughly: str) -> list[str]:
     """What a corpus probably holds, what of it is prepared, and what the rest takes."""
     from headcount.jobs.console import duration
 
-    holds = f"{about}{estimate.documents:,} documents, {estimate.tokens:,} tokens"
+    holds = f"{roughly}{estimate.documents:,} documents, {estimate.tokens:,} tokens"
     if estimate.bad:
         holds += f", {counted(estimate.bad, 'bad row')}"
     sample = f"from a sample of {estimate.sampled_tokens:,} tokens"
-    missing = f"{about}{estimate.tokens_missing:,} tokens to prepare"
+    missing = f"{roughly}{estimate.tokens_missing:,} tokens to prepare"
     if estimate.tokens_there:
         missing = f"{counted(estimate.tokens_there, 'token')} prepared, {missing}"
     takes = f"about {duration(estimate.seconds)} on this machine, {in_bytes(estimate.bytes)}"

@@ -179,10 +179,10 @@ class _Sample:
     def _sequences(self, scale: float) -> int:
         """How many sequences the corpus probably holds."""
         length = self.work.sequences.text_length
-        taken = joined = long_documents = 0
+        documents_taken = joined = long_documents = 0
         for block in self.index.blocks(self.corpus):
             with_tokens = block.n_tokens[block.n_tokens > 0]
-            taken += len(block)
+            documents_taken += len(block)
             joined += int(with_tokens.sum()) + len(with_tokens)
             long_documents += int(np.count_nonzero(with_tokens >= length))
         if self.corpus.packing == "document":
@@ -194,7 +194,7 @@ class _Sample:
             sequences = scale * joined / length - len(self.corpus.sources) / 2
         corpus = self.work.sequences.corpus
         assert corpus is not None
-        share_left = 1 - min(1.0, corpus.choice.skip / max(1.0, scale * taken))
+        share_left = 1 - min(1.0, corpus.choice.skip / max(1.0, scale * documents_taken))
         return max(1, round(sequences * share_left))
 
 

@@ -72,7 +72,7 @@ def run_to_end(
     stop_at_failure: bool = False,
     allow_other_code: bool = False,
     models: KnownModels | None = None,
-    whole: WholeProgress | None = None,
+    all_runs: WholeProgress | None = None,
 ) -> list[Failure]:
     """Measure every shard that is not done; returns the failures.
 
@@ -109,7 +109,7 @@ def run_to_end(
             outcomes = fold_commits(plan.run, outcomes)
             # The generators above have measured nothing yet. They run as this asks for outcomes.
             with finishing_work_in_hand():
-                failures = show_progress(outcomes, plan.tokens, tokens_done, console, whole)
+                failures = show_progress(outcomes, plan.tokens, tokens_done, console, all_runs)
         if not failures and len(requested) == len(missing):
             _make_globs_right(plan.run, console)
     _say_failures(plan, failures, console)
@@ -274,8 +274,8 @@ class _LedgerSurvey:
 def _fold_loose_commits(run: RunDirectory, damaged: set[int]) -> None:
     ledger = run.ledger()
     loose = ledger.filter(pa.array(~ledger["folded"].to_numpy()))
-    whole = [commit for commit in commits_of(loose) if commit.shard not in damaged]
-    fold(run.commits_directory, whole)
+    undamaged = [commit for commit in commits_of(loose) if commit.shard not in damaged]
+    fold(run.commits_directory, undamaged)
 
 
 def say_what_differs(

@@ -27,14 +27,14 @@ def show_progress(
     tokens: int,
     done: int,
     console: Console,
-    whole: WholeProgress | None = None,
+    all_runs: WholeProgress | None = None,
 ) -> list[Failure]:
     """Show progress until the outcomes end; returns the failures.
 
     `done` of all `tokens` were measured before. `whole` is the progress of several runs, of which
     this is one.
     """
-    progress = _Progress(tokens, done, whole)
+    progress = _Progress(tokens, done, all_runs)
     # A short scan prints no line but its summary.
     next_line = time.monotonic() + QUIET_SECONDS
     with _bar(console) as bar:
@@ -123,9 +123,9 @@ class WholeProgress:
 class _Progress:
     """How many tokens are done, and how fast they were measured."""
 
-    def __init__(self, tokens: int, done: int, whole: WholeProgress | None = None) -> None:
+    def __init__(self, tokens: int, done: int, all_runs: WholeProgress | None = None) -> None:
         self.tokens = tokens
-        self.whole = whole
+        self.all_runs = all_runs
         self.done_before = done
         self.done = done
         self.failures: list[Failure] = []
@@ -146,8 +146,8 @@ class _Progress:
             # The host's clock may be wrong, so the shard's own duration is taken.
             self.began = time.monotonic() - outcome.seconds
         self.done += outcome.tokens
-        if self.whole is not None:
-            self.whole.add(outcome.tokens)
+        if self.all_runs is not None:
+            self.all_runs.add(outcome.tokens)
         self.compute_seconds += outcome.compute_seconds
         self.idle_seconds += outcome.idle_seconds
 
@@ -171,6 +171,6 @@ class _Progress:
             parts += [f"{speed:,.0f} tokens/s", f"{duration(seconds_left)} left"]
         if self.failures:
             parts.append(f"{counted(len(self.failures), 'shard')} failed")
-        if self.whole is not None and self.whole.measured:
-            parts.append(self.whole.line())
+        if self.all_runs is not None and self.all_runs.measured:
+            parts.append(self.all_runs.line())
         return ", ".join(parts)

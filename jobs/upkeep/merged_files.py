@@ -240,13 +240,13 @@ def _with_new_files(commits: pa.Table, new_files: list[DataFile]) -> pa.Table:
     )
     new_kinds = pa.array([f"{file.table}/{file.intervention}" for file in new_files], pa.string())
     # NULL for a file that stays where it is.
-    new_places = pc.index_in(kinds, new_kinds)
+    new_indices = pc.index_in(kinds, new_kinds)
     arrays: list[pa.Array] = []
     for field in FILES:
         old_values = pc.struct_field(files, field.name)
         if field.name in ("path", "bytes", "shards", "digest"):
             new_values = pa.array([getattr(file, field.name) for file in new_files], field.type)
-            old_values = pc.coalesce(new_values.take(new_places), old_values)
+            old_values = pc.coalesce(new_values.take(new_indices), old_values)
         arrays.append(old_values)
     offsets = np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])
     moved = pa.ListArray.from_arrays(
@@ -273,10 +273,10 @@ def _with_rollups(commits: pa.Table, new_rollups: list[DataFile]) -> pa.Table:
     # Each commit has the files that it keeps, and then all the roll-ups.
     kept = np.bincount(commit_of_file, minlength=len(commits))
     added = np.tile(np.arange(len(records)) + len(kept_files), len(commits))
-    places = np.insert(np.arange(len(kept_files)), np.repeat(np.cumsum(kept), len(records)), added)
+    indices = np.insert(np.arange(len(kept_files)), np.repeat(np.cumsum(kept), len(records)), added)
     offsets = np.concatenate([[0], np.cumsum(kept + len(records))])
     new_lists = pa.ListArray.from_arrays(
-        pa.array(offsets, pa.int32()), all_files.take(pa.array(places))
+        pa.array(offsets, pa.int32()), all_files.take(pa.array(indices))
     )
     field = COMMITS.field("files")
     return commits.set_column(

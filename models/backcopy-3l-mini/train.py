@@ -47,9 +47,9 @@ def backcopy_tokens(rng: np.random.Generator, batch: int, length: int) -> np.nda
     """Sequences of the input family `backcopy`, BOS first, as tokens [batch pos]."""
     table = bigrams_of(BUNDLED_TEXT, len(TRIGGERS))
     # A symbol is where a uniform number falls in its row; a copy follows every trigger.
-    places = rng.random((length - 1, batch))
+    draws = rng.random((length - 1, batch))
     copies = np.ones(length - 1, bool)
-    symbols = follow(chain_of(table), places, copies)
+    symbols = follow(chain_of(table), draws, copies)
     tokens = [table.first_id + symbols_at_position for symbols_at_position in symbols]
     return np.stack([np.full(batch, BOS), *tokens], axis=1)
 

@@ -72,17 +72,17 @@ def pointer_in(message: str) -> str | None:
     SELECT lyer
            ^^^^
     """
-    place = PLACE.search(message)
-    if place is None:
+    match = PLACE.search(message)
+    if match is None:
         return None
     # The carets stand below the line as DuckDB wrote it, with "LINE 2: " before it.
-    offset = place.start("line") - place.start()
-    indent = len(place["indent"]) - offset
-    line = place["line"]
+    offset = match.start("line") - match.start()
+    indent = len(match["indent"]) - offset
+    line = match["line"]
     # A query runs in parentheses, on lines of its own: the first line is not the user's.
     if indent < 0 or line == "FROM (" or not line.isprintable():
         return None
-    return f"{line}\n{' ' * indent}{place['carets']}"
+    return f"{line}\n{' ' * indent}{match['carets']}"
 
 
 def _why_unknown(message: str, connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:

@@ -141,9 +141,9 @@ def completions(
     elif typed == text:
         names = [*views, "help", "exit", *WORDS_OF_SQL]
     else:
-        named = [view for view in views if re.search(rf"\b{re.escape(view)}\b", text)]
-        columns = {column for view in named for column in database.columns(view)}
-        if not named:
+        views_named = [view for view in views if re.search(rf"\b{re.escape(view)}\b", text)]
+        columns = {column for view in views_named for column in database.columns(view)}
+        if not views_named:
             columns = set(database.columns("heads"))
         names = [*sorted(columns), *views, *WORDS_OF_SQL]
     matching = [name for name in names if name.lower().startswith(typed.lower())]

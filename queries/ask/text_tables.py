@@ -217,10 +217,12 @@ def _write_left_out(names: list[str], target: _Target) -> None:
     """Name the columns that do not fit."""
     more = target.marks.more
     count = f"{len(names)} more column{'s' if len(names) > 1 else ''}"
-    named = names[:NAMED_COLUMNS]
+    shown_names = names[:NAMED_COLUMNS]
     if len(names) > NAMED_COLUMNS:
-        named.append(more)
-    target.print_wrapped(f"{more} {count}: {', '.join(named)} (--vertical or -o FILE.csv has all)")
+        shown_names.append(more)
+    target.print_wrapped(
+        f"{more} {count}: {', '.join(shown_names)} (--vertical or -o FILE.csv has all)"
+    )
 
 
 def _write_vertically(content: _TableContent, target: _Target) -> None:

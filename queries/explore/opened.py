@@ -261,7 +261,7 @@ class OpenedRuns:
             keeps_sample=has_rollups and is_large,
             profiles=profiles,
             kept_curves={
-                name: about for name, about in kept_curves.items() if name not in profiles
+                name: facts for name, facts in kept_curves.items() if name not in profiles
             },
         )
 
@@ -382,9 +382,9 @@ def _runs_of(database: RunDatabase) -> list[Run]:
 def _profiles(run: Run, field: str) -> dict[str, ProfileFacts]:
     """The profiles in a field of a run's scan that a page can draw as lines."""
     return {
-        name: ProfileFacts(about["axis"], about["meaning"], about["unit"])
-        for name, about in run.manifest.kinds.get(field, {}).items()
-        if about["axis"] in AXES
+        name: ProfileFacts(record["axis"], record["meaning"], record["unit"])
+        for name, record in run.manifest.kinds.get(field, {}).items()
+        if record["axis"] in AXES
     }
 
 
@@ -408,7 +408,7 @@ class BinsInMemory:
         connection.execute(
             f"CREATE TABLE {BINS_IN_MEMORY} AS SELECT {COLUMNS} FROM ledger.head_bins LIMIT 0"
         )
-        self._held: set[tuple[str, str, str]] = set()
+        self._bins_held: set[tuple[str, str, str]] = set()
         """Run, intervention and statistic."""
         self._lock = Lock()
 
@@ -422,7 +422,7 @@ class BinsInMemory:
         """Read the histograms of some statistics, unless they are there."""
         # Two queries must not read the same ones: they would count twice.
         with self._lock:
-            keys = {(run_id, intervention, name) for name in statistics} - self._held
+            keys = {(run_id, intervention, name) for name in statistics} - self._bins_held
             if not keys:
                 return
             names = ", ".join(text_literal(name) for _, _, name in sorted(keys))
@@ -435,4 +435,4 @@ class BinsInMemory:
                 f"INSERT INTO {BINS_IN_MEMORY} "
                 f"SELECT {COLUMNS} FROM ledger.head_bins{where(conditions)}"
             )
-            self._held |= keys
+            self._bins_held |= keys

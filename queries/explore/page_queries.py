@@ -583,8 +583,10 @@ class Parts(HeadQuery):
                     f"part_summaries{where(conditions)} {order}"
                 )
             ]
-        whole = self.model_copy(update={"scope": self.scope.model_copy(update={"part": None})})
-        rows = where(whole.conditions(facts, sampled=True))
+        of_all_parts = self.model_copy(
+            update={"scope": self.scope.model_copy(update={"part": None})}
+        )
+        rows = where(of_all_parts.conditions(facts, sampled=True))
         value = quoted_name(self.statistic)
         return [
             Statement(
@@ -617,17 +619,19 @@ class Curves(HeadQuery):
         """One statement for all profiles, and one for each curve that was not averaged."""
         condition = where([*self.scope.conditions_on_run, *self.head.conditions])
         statements = [Statement(profile_curves_sql(condition))] if facts.profiles else []
-        for profile, about in facts.kept_curves.items():
-            statements.append(Statement(kept_curve_sql(profile, about.axis, condition)))
+        for profile, profile_facts in facts.kept_curves.items():
+            statements.append(Statement(kept_curve_sql(profile, profile_facts.axis, condition)))
         return statements
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each profile that has a value for the head."""
-        about_profile = {**facts.profiles, **facts.kept_curves}
+        facts_by_profile = {**facts.profiles, **facts.kept_curves}
         rows: list[Header] = []
         for curve in self._curves(facts, tables):
-            about = about_profile[curve.profile]
-            own = curve.of_head(self.head.layer, self.head.head, about.meaning, about.unit)
+            profile_facts = facts_by_profile[curve.profile]
+            own = curve.of_head(
+                self.head.layer, self.head.head, profile_facts.meaning, profile_facts.unit
+            )
             if any(value is not None for value in own.values):
                 rows.append(asdict(own))
         return Answer({"rows": rows})
@@ -637,9 +641,9 @@ class Curves(HeadQuery):
         if facts.profiles:
             yield from curves_of_profiles(tables[0], shape)
             tables = tables[1:]
-        for (profile, about), table in zip(facts.kept_curves.items(), tables, strict=True):
+        for (profile, profile_facts), table in zip(facts.kept_curves.items(), tables, strict=True):
             if len(table):
-                yield curve_of(profile, about.axis, False, table, shape)
+                yield curve_of(profile, profile_facts.axis, False, table, shape)
 
 
 class Extremes(HeadQuery):

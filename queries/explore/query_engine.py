@@ -456,10 +456,10 @@ def _sql_rows(connection: Interruptible, text: str) -> Header:
 def _problem_of(error: ValidationError) -> str:
     """What is wrong with a query, in one line."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"])) or "query"
+    field = ".".join(map(str, first["loc"])) or "query"
     if first["type"] in EXPECTED:
-        return wrong_value(place, [first])
-    return f"{place}: {first['msg']}"
+        return wrong_value(field, [first])
+    return f"{field}: {first['msg']}"
 
 
 def _cell(value: object) -> object:

@@ -67,8 +67,8 @@ def create_error_macros(connection: duckdb.DuckDBPyConnection) -> None:
     """Create the macros, and the view of documents that they need."""
     for signature, body in MACROS.items():
         connection.execute(f"CREATE MACRO {signature} AS {body}")
-    whole = DOCUMENTS.format(sequences="sequences", or_it_goes_on="")
-    connection.execute(f"CREATE VIEW ledger.documents AS {whole}")
+    all_documents = DOCUMENTS.format(sequences="sequences", or_it_goes_on="")
+    connection.execute(f"CREATE VIEW ledger.documents AS {all_documents}")
     # Where all is rolled up, this one reads nothing.
     unrolled = DOCUMENTS.format(sequences="unrolled_sequences", or_it_goes_on=AT_AN_END)
     connection.execute(f"CREATE VIEW ledger.unrolled_documents AS {unrolled}")

@@ -91,8 +91,8 @@ def example_statistics(measured: Iterable[str]) -> list[str]:
 def strongest_heads(means: Floats, count: int) -> list[Head]:
     """The heads with the largest means. An undefined mean is no mean."""
     order = np.argsort(-np.where(np.isnan(means), -np.inf, means), axis=None, kind="stable")
-    places = zip(*np.unravel_index(order[:count], means.shape), strict=True)
-    heads = [Head(int(layer), int(head)) for layer, head in places]
+    cells = zip(*np.unravel_index(order[:count], means.shape), strict=True)
+    heads = [Head(int(layer), int(head)) for layer, head in cells]
     return [head for head in heads if not np.isnan(means[head])]
 
 
@@ -172,8 +172,8 @@ def _received(
     """Attention that each token receives, by layer, head and sequence."""
     if RECEIVED not in database.columns("curves") or not extremes:
         return {}
-    places = {(key[1], key[2], extreme.sequence) for key, extreme in extremes}
-    wanted = ", ".join(map(str, sorted(places)))
+    cells = {(key[1], key[2], extreme.sequence) for key, extreme in extremes}
+    wanted = ", ".join(map(str, sorted(cells)))
     sql = f"""
         SELECT layer, head, sequence, {RECEIVED} AS received
         FROM curves {section.condition} AND (layer, head, sequence) IN ({wanted})

@@ -270,9 +270,9 @@ def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
     )
     lows = rows["low"].to_numpy().astype(float)[first_rows]
     highs = rows["high"].to_numpy().astype(float)[first_rows]
-    edges, is_even, place_of_bin = _edges(lows, highs)
+    edges, is_even, index_of_bin = _edges(lows, highs)
     counts = np.zeros((len(edges) - 1, *shape), np.int64)
-    np.add.at(counts, (place_of_bin[bin_of_row], *places(rows)), rows["count"].to_numpy())
+    np.add.at(counts, (index_of_bin[bin_of_row], *places(rows)), rows["count"].to_numpy())
     return Histograms(edges, is_even, counts)
 
 
@@ -281,18 +281,18 @@ def _edges(lows: Floats, highs: Floats) -> tuple[list[float], bool, npt.NDArray[
     widths = highs - lows
     if np.isfinite(widths).all() and np.allclose(widths, widths[0], rtol=1e-3):
         # Bins of one width: an axis without gaps, however many bins in it are empty.
-        places = np.rint((lows - lows[0]) / widths[0]).astype(np.int64)
-        count = int(places[-1]) + 1
-        return np.linspace(lows[0], highs[-1], count + 1).tolist(), True, places
+        bins = np.rint((lows - lows[0]) / widths[0]).astype(np.int64)
+        count = int(bins[-1]) + 1
+        return np.linspace(lows[0], highs[-1], count + 1).tolist(), True, bins
     edges = [float(lows[0])]
-    place_of_bin: list[int] = []
+    index_of_bin: list[int] = []
     for low, high in zip(lows, highs, strict=True):
         # What no head has between two bins is one empty bin.
         if low > edges[-1] + 1e-9 * abs(low):
             edges.append(float(low))
-        place_of_bin.append(len(edges) - 1)
+        index_of_bin.append(len(edges) - 1)
         edges.append(float(high))
-    return edges, False, np.array(place_of_bin)
+    return edges, False, np.array(index_of_bin)
 
 
 def _read_parts(database: RunDatabase, section: Section, of_head: str) -> None:

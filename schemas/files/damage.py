@@ -230,8 +230,8 @@ class Listing:
             return np.full(len(names), GONE)
         wanted = np.fromiter(map(hash, names.to_pylist()), np.int64, len(names))
         # searchsorted gives the place where a hash would be, present or not.
-        places = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
-        return np.where(self.hashes[places] == wanted, self.sizes[places], GONE)
+        nearest = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
+        return np.where(self.hashes[nearest] == wanted, self.sizes[nearest], GONE)
 
 
 def committed_files(ledger: pa.Table, tables: Iterable[str] = TABLES) -> Iterator[CommittedFile]:

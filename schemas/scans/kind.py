@@ -119,9 +119,11 @@ class Kind(Generic[F]):
                     f"{self.field}: {other.text} and {formula.text} would have one column, "
                     f"{formula.name}; leave one of them out"
                 )
-        places = {formula.function: place for place, formula in enumerate(self.registry.values())}
+        order_of = {formula.function: order for order, formula in enumerate(self.registry.values())}
         return tuple(
-            sorted(selected.values(), key=lambda formula: (places[formula.function], formula.name))
+            sorted(
+                selected.values(), key=lambda formula: (order_of[formula.function], formula.name)
+            )
         )
 
     def _in_set(self, word: str) -> list[F]:

@@ -156,11 +156,11 @@ class MeasuredHeads:
 
 def check_named(layers: tuple[int, ...] | str, heads: tuple[Head, ...] | str) -> None:
     """Refuse a list that is empty or names something twice, and lists of both layers and heads."""
-    for field, named, noun in (("layers", layers, "layer"), ("heads", heads, "head")):
-        if isinstance(named, str):
+    for field, chosen, noun in (("layers", layers, "layer"), ("heads", heads, "head")):
+        if isinstance(chosen, str):
             continue
-        if not named or len(set(named)) < len(named):
-            shown = ", ".join(map(str, named))
+        if not chosen or len(set(chosen)) < len(chosen):
+            shown = ", ".join(map(str, chosen))
             raise ScanError(
                 f'{field}: expected "all", or at least one {noun} and each once, got [{shown}]'
             )

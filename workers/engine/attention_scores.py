@@ -56,8 +56,8 @@ def scored(products: Tensor, behind: Tensor, facts: AttentionFacts) -> Tensor:
 
 def all_scores(q: Tensor, k: Tensor, facts: AttentionFacts) -> Tensor:
     """`S` of every query and key, NaN behind the window: `[batch head query key]`."""
-    place = torch.arange(q.shape[2], device=q.device)
-    return scored(products_of(q, k), distances(place, place), facts)
+    positions = torch.arange(q.shape[2], device=q.device)
+    return scored(products_of(q, k), distances(positions, positions), facts)
 
 
 def distances(queries: Tensor, keys: Tensor) -> Tensor:

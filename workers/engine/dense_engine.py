@@ -201,8 +201,8 @@ class _DensePass:
         for name in ("attn_out", "mlp_out"):
             if self.changes.touch(name, layer):
                 yield self.model.hook_name(name, layer), partial(self._change, name, layer)
-        place = self.model.hook_name("resid_pre", layer)
-        yield place, partial(self._change_and_record, "resid_pre", layer)
+        at = self.model.hook_name("resid_pre", layer)
+        yield at, partial(self._change_and_record, "resid_pre", layer)
         if layer in self.attention_layers:
             yield from self._hooks_of_attention(layer)
 
@@ -217,13 +217,13 @@ class _DensePass:
             )
         for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
             yield self.model.hook_name(name, layer), partial(self._change_and_record, name, layer)
-        place = self.model.hook_name("q_normed", layer)
-        if self.model.has_hook(place):
-            yield place, self._record_normed
+        at = self.model.hook_name("q_normed", layer)
+        if self.model.has_hook(at):
+            yield at, self._record_normed
         for name in ("q", "k"):
-            place = self.model.hook_name(f"rot_{name}", layer)
-            if self.model.has_hook(place):
-                yield place, partial(self._record_rotated, name)
+            at = self.model.hook_name(f"rot_{name}", layer)
+            if self.model.has_hook(at):
+                yield at, partial(self._record_rotated, name)
 
     # TransformerLens calls hooks as `hook(value, hook=place)`. It puts what they return in the
     # place of the activation, and leaves the activation as it is if they return None.

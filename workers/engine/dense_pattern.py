@@ -116,8 +116,8 @@ class DensePattern:
 
     def _is_behind_window(self) -> Tensor:
         """Which keys lie behind the window of a query: `[query key]`."""
-        place = torch.arange(self.n_ctx, device=self.pattern.device)
-        return distances(place, place) >= self.window
+        positions = torch.arange(self.n_ctx, device=self.pattern.device)
+        return distances(positions, positions) >= self.window
 
     @property
     def _attention(self) -> Tensor:
@@ -152,9 +152,9 @@ class DensePattern:
         """`Σ A[q, k]` over the keys `k >= sink` with `q - k >= recent`, NaN if the query sees none:
         `[batch head query]`.
         """
-        place = torch.arange(self.n_ctx, device=self.pattern.device)
-        behind = distances(place, place)
-        is_distant = (behind >= recent) & (place >= sink) & (behind < self.window)
+        positions = torch.arange(self.n_ctx, device=self.pattern.device)
+        behind = distances(positions, positions)
+        is_distant = (behind >= recent) & (positions >= sink) & (behind < self.window)
         mass = (self.pattern * is_distant).sum(-1)
         return mass.masked_fill(~is_distant.any(-1), torch.nan)
 

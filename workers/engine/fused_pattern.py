@@ -167,7 +167,7 @@ class FusedPattern:
         `[batch head query]`.
         """
         mass = self._swept(DistantKeys(sink, recent).question)
-        sees_none = self._places() < sink + recent
+        sees_none = self._positions() < sink + recent
         if recent >= self.window:
             sees_none = torch.ones_like(sees_none)
         return mass.masked_fill(sees_none, torch.nan)
@@ -192,11 +192,11 @@ class FusedPattern:
         """
         strongest = torch.zeros_like(self.lse, dtype=torch.int64)
         for tile, attention in self._attention_of(queries):
-            place = first_of_largest(attention) + tile.keys.start
-            strongest[tile.sequences, :, tile.queries] = place
+            key = first_of_largest(attention) + tile.keys.start
+            strongest[tile.sequences, :, tile.queries] = key
         return strongest.masked_fill(~queries[:, None], 0)
 
-    def _attention_of(self, chosen: Tensor) -> Iterator[tuple[_Place, Tensor]]:
+    def _attention_of(self, chosen: Tensor) -> Iterator[tuple[_Block, Tensor]]:
         """Tiles that hold the queries of a mask `[batch query]`, and `A` of them."""
         # On the host at once, because every tile asks.
         is_chosen = chosen.cpu()
@@ -206,10 +206,10 @@ class FusedPattern:
                 continue
             first, last = queries.start + rows[0], queries.start + rows[-1]
             first_key = max(keys.start, first - self.window + 1)
-            tile = _Place(sequences, slice(first, last + 1), slice(first_key, last + 1))
+            tile = _Block(sequences, slice(first, last + 1), slice(first_key, last + 1))
             yield tile, self._tile_attention(tile)
 
-    def _tile_attention(self, tile: _Place) -> Tensor:
+    def _tile_attention(self, tile: _Block) -> Tensor:
         """`A` of a tile, 0 where the query does not see the key: `[batch head query key]`."""
         scores = self._tile_scores(tile.sequences, tile.queries, tile.keys)
         attention = _attention(scores, self.lse[tile.sequences, :, tile.queries, None])
@@ -245,7 +245,7 @@ class FusedPattern:
     def _scores_of(self, first: int, stop: int) -> Tensor:
         """The scores of some keys: `[batch head query key]`."""
         keys = self.k[:, :, first:stop]
-        behind = distances(self._places(), self._places()[first:stop])
+        behind = distances(self._positions(), self._positions()[first:stop])
         return scored(products_of(self.q, keys), behind, self.facts)
 
     def largest_score(self) -> Tensor:
@@ -283,8 +283,8 @@ class FusedPattern:
         sums = torch.zeros_like(self.lse)
         for sequences, queries, keys in self._tiles():
             scores = self._tile_scores(sequences, queries, keys)
-            behind = distances(self._places()[queries], self._places()[keys])
-            is_earlier = (behind > 0) & (self._places()[keys] > 0)
+            behind = distances(self._positions()[queries], self._positions()[keys])
+            is_earlier = (behind > 0) & (self._positions()[keys] > 0)
             sums[sequences, :, queries] = scores.masked_fill_(~is_earlier, 0).sum(-1)
         return sums
 
@@ -323,7 +323,7 @@ class FusedPattern:
         """`A[q, k]` for the queries `q >= first`, 0 where the query does not see the key:
         `[batch head query key]`.
         """
-        behind = distances(self._places()[first:], self._places())
+        behind = distances(self._positions()[first:], self._positions())
         scores = scored(products_of(self.q[:, :, first:], self.k), behind, self.facts)
         attention = _attention(scores, self.lse[..., first:, None]).tril(first)
         return attention.masked_fill_(behind >= self.window, 0) if self.is_partial else attention
@@ -335,7 +335,7 @@ class FusedPattern:
         kv_heads = self.k.shape[1]
         queries = self.q[:, :, q].unflatten(1, (kv_heads, -1))  # [batch kv_head head-of-group d_qk]
         products = (self.k @ queries.mT).mT.flatten(1, 2)
-        return scored(products, q - self._places(), self.facts)
+        return scored(products, q - self._positions(), self.facts)
 
     def dense(self) -> Tensor:
         """The matrix `A` itself, of T² numbers, NaN behind the window: `[batch head query key]`."""
@@ -351,7 +351,7 @@ class FusedPattern:
         """`0 .. T-1` in the pattern's dtype and on its device: `[query]`."""
         return torch.arange(self.n_ctx, dtype=self.q.dtype, device=self.q.device)
 
-    def _places(self) -> Tensor:
+    def _positions(self) -> Tensor:
         """`0 .. T-1` as integers: `[query]`."""
         return torch.arange(self.n_ctx, device=self.q.device)
 
@@ -361,7 +361,7 @@ class FusedPattern:
     def _tile_scores(self, sequences: slice, queries: slice, keys: slice) -> Tensor:
         """The scores of a tile; those of the future may be anything: `[batch head query key]`."""
         products = products_of(self.q[sequences, :, queries], self.k[sequences, :, keys])
-        behind = distances(self._places()[queries], self._places()[keys])
+        behind = distances(self._positions()[queries], self._positions()[keys])
         return scored(products, behind, self.facts)
 
     def _remembered(self, question: str, compute: Callable[[], Tensor]) -> Tensor:
@@ -411,11 +411,11 @@ class FusedPattern:
         if not sums.are_asked_for:
             return {}
         for sequences, queries, keys in self._tiles():
-            tile = _Place(sequences, queries, keys)
+            tile = _Block(sequences, queries, keys)
             attention = self._tile_attention(tile)
             if sums.largest_score is not None:
                 scores = self._tile_scores(sequences, queries, keys)
-                behind = distances(self._places()[queries], self._places()[keys])
+                behind = distances(self._positions()[queries], self._positions()[keys])
                 unseen = (behind < 0) | (behind >= self.window)
                 largest = scores.masked_fill_(unseen, -torch.inf).amax(-1)
                 sums.largest_score[sequences, :, queries] = largest
@@ -442,7 +442,7 @@ class DistantKeys:
         words = [question.split() for question in sorted(questions)]
         return [cls(int(w[1]), int(w[2])) for w in words if w[0] == "distant" and len(w) == 3]
 
-    def sum_of(self, weights: Tensor, tile: _Place) -> Tensor:
+    def sum_of(self, weights: Tensor, tile: _Block) -> Tensor:
         """The sum of the weights of a tile `[… query key]` on such keys: `[… query]`.
 
         Added up and not what the other keys leave of the whole, which would round away a small sum.
@@ -461,7 +461,7 @@ class DistantKeys:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Block:
     """Where a tile of scores lies."""
 
     sequences: slice
@@ -486,7 +486,7 @@ class _TileSums:
             answer is not None for answer in (self.largest_score, self.received)
         )
 
-    def add(self, tile: _Place, heads: slice, weights: Tensor, total: Tensor) -> None:
+    def add(self, tile: _Block, heads: slice, weights: Tensor, total: Tensor) -> None:
         """Add a tile of weights `[batch head query key]`: `A` times the `total` of a row."""
         for distant_keys, mass in self.distant.items():
             distant = distant_keys.sum_of(weights, tile)
@@ -641,7 +641,7 @@ class _TileSweep:
         torch.sub(query_share, position_sum / total, out=self.distance[tile])
         # log2 Σ 2^s = maximum + log2 Σ 2^(s - maximum)
         torch.add(maximum[..., 0], log2_total, out=self.log2_sums[tile])
-        self.sums.add(_Place(sequences, queries, keys), part.heads, weights, total)
+        self.sums.add(_Block(sequences, queries, keys), part.heads, weights, total)
 
         if self.entropy is not None:
             # A = weight / total, so log2 A = relative_score - log2 total, and

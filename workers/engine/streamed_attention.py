@@ -77,8 +77,8 @@ def _of_two_pieces(
     window = FusedPattern(q, k, v, window_facts, {}, number_format=number_format, sweep=sweep)
     sink = streaming.sink
     first_keys, first_values = window.k[:, :, :sink], window.v[:, :, :sink]
-    places = torch.arange(n_ctx, device=q.device)
-    behind = distances(places, places[:sink])  # [query key]
+    positions = torch.arange(n_ctx, device=q.device)
+    behind = distances(positions, positions[:sink])  # [query key]
     scores = scored(products_of(window.q, first_keys), behind, replace(facts, window=None))
     # A first key that is in the window is counted there.
     scores = scores.masked_fill((behind < recent) | (behind >= seen), -torch.inf)

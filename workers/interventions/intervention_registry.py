@@ -440,8 +440,8 @@ def _bound_part(part: InterventionPart) -> BoundPart:
     options: dict[str, Any] = {}
     # Arguments stand in the order of the options. The last options may be left out.
     for (option, parameter), argument in zip(parameters.items(), arguments, strict=False):
-        place = f"interventions: '{part}': {option}"
-        options[option] = _option(place, parameter.annotation, argument)
+        subject = f"interventions: '{part}': {option}"
+        options[option] = _option(subject, parameter.annotation, argument)
     for option, parameter in parameters.items():
         if option in options:
             continue
@@ -465,24 +465,24 @@ def _of_each_option(
 
 
 def _option(
-    place: str, annotation: object, argument: Argument | tuple[Argument, ...]
+    subject: str, annotation: object, argument: Argument | tuple[Argument, ...]
 ) -> Argument | tuple[object, ...]:
     """A number in the range of its type, one of the names that a `Literal` lists, or a tuple."""
     if isinstance(argument, tuple):
-        return _tuple_option(place, annotation, argument)
+        return _tuple_option(subject, annotation, argument)
     if get_origin(annotation) is Literal:
         if argument not in get_args(annotation):
-            raise ScanError(f"{place}: {unknown('name', str(argument), get_args(annotation))}")
+            raise ScanError(f"{subject}: {unknown('name', str(argument), get_args(annotation))}")
         return argument
     problem = problem_of(annotation, argument)
     if problem is not None:
-        raise ScanError(f"{place}: expected {problem}, got {argument!r}")
+        raise ScanError(f"{subject}: expected {problem}, got {argument!r}")
     # A scan may write a whole number for a float: `scale_query_bias(1)`.
     return float(argument) if _is_float(annotation) else argument
 
 
 def _tuple_option(
-    place: str, annotation: object, arguments: tuple[Argument, ...]
+    subject: str, annotation: object, arguments: tuple[Argument, ...]
 ) -> tuple[object, ...]:
     """The values of an option that takes several, each of the type of the tuple's items."""
     adapter = TypeAdapter[tuple[object, ...]](cast("Any", annotation))
@@ -492,7 +492,7 @@ def _tuple_option(
     except ValidationError as error:
         problems = error.errors()
         wrong = problems[0]["input"]
-        raise ScanError(f"{place}: expected {expected(problems[:1])}, got {wrong!r}") from None
+        raise ScanError(f"{subject}: expected {expected(problems[:1])}, got {wrong!r}") from None
 
 
 def _is_float(annotation: object) -> bool:

@@ -31,52 +31,52 @@ def _refused(options: Mapping[str, Any], n_ctx: int) -> str | None:
     return None
 
 
-def _named(options: Mapping[str, Any], info: ModelInfo) -> Streaming:
-    """The heads that are named."""
-    named = MeasuredHeads.of(info.n_heads, options["heads"])
-    return Streaming(options["sink"], options["recent"], named.by_layer)
+def _whole_heads_of(options: Mapping[str, Any], info: ModelInfo) -> Streaming:
+    """The heads that are chosen."""
+    chosen = MeasuredHeads.of(info.n_heads, options["heads"])
+    return Streaming(options["sink"], options["recent"], chosen.by_layer)
 
 
 def _others(options: Mapping[str, Any], info: ModelInfo) -> Streaming:
-    """The heads that are not named, in all layers that attend."""
-    named = MeasuredHeads.of(info.n_heads, options["heads"])
+    """The heads that are not chosen, in all layers that attend."""
+    chosen = MeasuredHeads.of(info.n_heads, options["heads"])
     others: dict[int, tuple[int, ...]] = {}
     for layer in info.attention_layers_or_all:
-        whole_heads = named.by_layer.get(layer, ())
+        whole_heads = chosen.by_layer.get(layer, ())
         streaming_heads = tuple(h for h in range(info.n_heads) if h not in whole_heads)
         if streaming_heads:
             others[layer] = streaming_heads
     return Streaming(options["sink"], options["recent"], others)
 
 
-@intervention(refuse=_refused, streaming=_named)
+@intervention(refuse=_refused, streaming=_whole_heads_of)
 def stream_heads(
     attn_scores: Tensor, layer: int, *, sink: Index, recent: Count, heads: tuple[Head, ...]
 ) -> Tensor:
-    """The queries of the named heads see only the first `sink` keys and the last `recent` keys,
+    """The queries of the chosen heads see only the first `sink` keys and the last `recent` keys,
     their own among them. Other heads see all keys (after Xiao et al. 2024, DuoAttention).
     """
-    named = [head.head for head in heads if head.layer == layer]
-    return _streamed(attn_scores, sink, recent, named)
+    chosen = [head.head for head in heads if head.layer == layer]
+    return _streamed(attn_scores, sink, recent, chosen)
 
 
 @intervention(refuse=_refused, streaming=_others)
 def stream_other_heads(
     attn_scores: Tensor, layer: int, *, sink: Index, recent: Count, heads: tuple[Head, ...] = ()
 ) -> Tensor:
-    """All heads but the named ones see only the first `sink` keys and the last `recent` keys, as if
-    only the named heads kept a whole KV cache.
+    """All heads but the chosen ones see only the first `sink` keys and the last `recent` keys, as
+    if only the chosen heads kept a whole KV cache.
     """
-    named = {head.head for head in heads if head.layer == layer}
-    others = [head for head in range(attn_scores.shape[1]) if head not in named]
+    chosen = {head.head for head in heads if head.layer == layer}
+    others = [head for head in range(attn_scores.shape[1]) if head not in chosen]
     return _streamed(attn_scores, sink, recent, others)
 
 
 def _streamed(scores: Tensor, sink: int, recent: int, heads: Collection[int]) -> Tensor:
     """Hide the keys between the first and the last ones from some heads."""
     n_queries, n_heads = scores.shape[-2], scores.shape[1]
-    places = torch.arange(n_queries, device=scores.device)
-    is_between = (places[:, None] - places >= recent) & (places >= sink)  # [query key]
+    positions = torch.arange(n_queries, device=scores.device)
+    is_between = (positions[:, None] - positions >= recent) & (positions >= sink)  # [query key]
     streams = torch.zeros(n_heads, dtype=torch.bool, device=scores.device)
     streams[list(heads)] = True
     return hide(scores, is_between & streams[:, None, None])

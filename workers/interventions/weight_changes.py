@@ -85,9 +85,9 @@ def _weights_of(model: Model, part: BoundPart) -> list[ChangeableWeight]:
     for layer in layers:
         weight = model.changeable_weight(part.target, layer)
         if weight is None:
-            place = "" if layer is None else f"layer {layer} has "
+            where = "" if layer is None else f"layer {layer} has "
             raise ModelError(
-                f"{model.info.name}: {place}no {part.target} for {part.registered.name} to change"
+                f"{model.info.name}: {where}no {part.target} for {part.registered.name} to change"
             )
         weights.append(weight)
     return weights
@@ -104,8 +104,8 @@ def _readers(model: Model, bound: BoundIntervention) -> dict[str, Callable[[], T
         for weight in _weights_of(model, part):
             if weight.parameter is not None:
                 readers[weight.parameter] = partial(model.bare.get_parameter, weight.parameter)
-            place = "" if weight.layer is None else f"layer {weight.layer}: "
-            readers[place + part.target] = weight.read
+            where = "" if weight.layer is None else f"layer {weight.layer}: "
+            readers[where + part.target] = weight.read
     return readers
 
 

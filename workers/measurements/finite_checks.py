@@ -107,7 +107,7 @@ def check_predictions(
             )
 
 
-class _Place(NamedTuple):
+class _Entry(NamedTuple):
     """Where a formula is not finite."""
 
     name: str
@@ -115,13 +115,13 @@ class _Place(NamedTuple):
     """The place of its layer, then its place on the other axes."""
 
 
-def _earliest(not_finite: Mapping[str, np.ndarray]) -> _Place | None:
+def _earliest(not_finite: Mapping[str, np.ndarray]) -> _Entry | None:
     """The first place in the earliest layer, of masks whose first axis is the layer.
 
     What is not finite in one layer spoils all later ones, so the earliest names the cause.
     """
     places = [
-        _Place(name, np.argwhere(where)[0].tolist())
+        _Entry(name, np.argwhere(where)[0].tolist())
         for name, where in not_finite.items()
         if where.any()
     ]

@@ -87,12 +87,12 @@ def _cells(heads: pa.Table, sequences: pa.Table, by_part: bool) -> Cells:
     cells_of_head = len(parts) * len(open_documents)
     document_codes = np.unique(document, return_inverse=True)[1]
     sequence_order = np.argsort(number)
-    place = sequence_order[np.searchsorted(number[sequence_order], heads["sequence"].to_numpy())]
+    index = sequence_order[np.searchsorted(number[sequence_order], heads["sequence"].to_numpy())]
 
     layers, heads_of_layer = (heads[key].to_numpy().astype(np.int64) for key in ("layer", "head"))
     width = int(heads_of_layer.max()) + 1
-    codes = (layers * width + heads_of_layer) * cells_of_head + cell_of_sequence[place]
-    documents = codes * len(number) + document_codes[place]
+    codes = (layers * width + heads_of_layer) * cells_of_head + cell_of_sequence[index]
+    documents = codes * len(number) + document_codes[index]
     order = np.argsort(documents, kind="stable")
     document_starts = np.unique(documents[order], return_index=True)[1]
     code_of_cell, starts, sizes = np.unique(codes[order], return_index=True, return_counts=True)
@@ -119,8 +119,8 @@ def _cells(heads: pa.Table, sequences: pa.Table, by_part: bool) -> Cells:
 def _coded(values: list[Any]) -> tuple[list[Any], np.ndarray]:
     """The different values in order, None last, and the place of each value among them."""
     distinct = [*sorted({value for value in values if value is not None}), None]
-    places = {value: place for place, value in enumerate(distinct)}
-    return distinct, np.array([places[value] for value in values], np.int64)
+    index_of = {value: index for index, value in enumerate(distinct)}
+    return distinct, np.array([index_of[value] for value in values], np.int64)
 
 
 def _documents(sequences: pa.Table) -> np.ndarray:
@@ -184,8 +184,8 @@ def _histograms(
     """For each cell, the bins with a value, and how many values each has."""
     lowest = int(bins.min(initial=0))
     span = int(bins.max(initial=0)) - lowest + 1
-    places = cell_of_value * span + (bins.astype(np.int64) - lowest)
-    counts = np.bincount(places, minlength=cells.count * span)
+    counted_cells = cell_of_value * span + (bins.astype(np.int64) - lowest)
+    counts = np.bincount(counted_cells, minlength=cells.count * span)
     occupied = np.flatnonzero(counts)
     bins_of_cell = np.bincount(occupied // span, minlength=cells.count)
     offsets = pa.array(np.concatenate([[0], np.cumsum(bins_of_cell)]), pa.int32())

@@ -252,13 +252,13 @@ def _rows(
     own_axes = [] if statistic.axis == "none" else [statistic.axis]
     is_by_head = values.ndim == 2 + len(own_axes)
     axes = ["layer", "head", *own_axes] if is_by_head else ["layer", *own_axes]
-    places = [place.ravel() for place in np.indices(values.shape)]
-    indices = dict(zip(axes, places, strict=True))
+    indices_of_axes = [index.ravel() for index in np.indices(values.shape)]
+    indices = dict(zip(axes, indices_of_axes, strict=True))
     # All heads of a layer are computed at once; only the measured ones have rows.
     if is_by_head:
         is_measured = np.zeros((len(heads.layers), heads.n_heads), bool)
-        for place, measured_heads in enumerate(heads.by_layer.values()):
-            is_measured[place, list(measured_heads)] = True
+        for layer_index, measured_heads in enumerate(heads.by_layer.values()):
+            is_measured[layer_index, list(measured_heads)] = True
         in_table = is_measured[indices["layer"], indices["head"]]
     else:
         in_table = np.ones(values.size, bool)
@@ -284,10 +284,10 @@ def _rows_of_pairs(
     assert kind.named_by is not None
     measured = np.array(heads.by_layer[block.layer])
     values = block.values.numpy()[measured]
-    place, earlier_head = (places.ravel() for places in np.indices(values.shape))
+    later_head, earlier_head = (index.ravel() for index in np.indices(values.shape))
     columns: dict[str, Any] = {
         "layer": np.full(values.size, block.layer),
-        "head": measured[place],
+        "head": measured[later_head],
         "earlier_layer": np.full(values.size, block.earlier_layer),
         "earlier_head": earlier_head,
         kind.named_by: [statistic.name] * values.size,

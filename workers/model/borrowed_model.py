@@ -62,7 +62,7 @@ class BorrowedModel:
     is_bridge: bool
     """Whether it was a `TransformerBridge`, which only the dense engine runs."""
     layout: Layout
-    places: frozenset[int]
+    addresses: frozenset[int]
     """Where in memory their weights lie."""
 
     @property
@@ -72,7 +72,7 @@ class BorrowedModel:
         Weights in narrow formats were copied. Bridges of some architectures split weights into
         copies, so the answer may change when the bridge is booted.
         """
-        return _places(self.model.all_weights()) <= self.places
+        return _addresses(self.model.all_weights()) <= self.addresses
 
     def fits(self, modules: nn.Module) -> bool:
         """Whether it still has the weights of the modules, whatever these are now."""
@@ -122,8 +122,8 @@ def borrow(modules: nn.Module) -> BorrowedModel:
         is_bridge = _is_bridge(modules)
         model = _of_bridge(modules) if is_bridge else _of_transformers(modules, device)
     # Adapters are switched without a change of any tensor, so nothing made of them is kept.
-    places = frozenset[int]() if _adapters(modules) else _places(modules.parameters())
-    return BorrowedModel(model, device.type, is_bridge, _layout(modules), places)
+    addresses = frozenset[int]() if _adapters(modules) else _addresses(modules.parameters())
+    return BorrowedModel(model, device.type, is_bridge, _layout(modules), addresses)
 
 
 # A model of transformers
@@ -339,7 +339,7 @@ def _layout(modules: nn.Module) -> Layout:
     )
 
 
-def _places(weights: Iterable[Tensor]) -> frozenset[int]:
+def _addresses(weights: Iterable[Tensor]) -> frozenset[int]:
     """Where in memory weights lie. A view lies where its tensor does."""
     return frozenset(weight.untyped_storage().data_ptr() for weight in weights)
 

@@ -372,9 +372,9 @@ class Model:
         for layer in self.info.attention_layers_or_all:
             activations[layer] = {}
             for name in ("q", "k", "rot_q", "rot_k", "attn_scores", "pattern"):
-                place = self.hook_name(name, layer)
-                if self.has_hook(place):
-                    hooks.append((place, _recording(activations[layer], name)))
+                hook = self.hook_name(name, layer)
+                if self.has_hook(hook):
+                    hooks.append((hook, _recording(activations[layer], name)))
 
         def end_pass(value: Tensor, hook: object) -> None:
             raise _SeenEnough

@@ -116,7 +116,7 @@ def noted_rotations(model: nn.Module, note: Callable[[Rotation], None]) -> Itera
     All models of the process use these files, so afterwards they are as they were.
     """
     files = {sys.modules[type(module).__module__] for module in model.modules()}
-    found = [(file, *named) for file in files for named in _rotating_functions(file)]
+    found = [(file, *function) for file in files for function in _rotating_functions(file)]
     for file, name, function in found:
         setattr(file, name, _noted(function, note))
     try:

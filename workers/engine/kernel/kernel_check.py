@@ -188,13 +188,13 @@ def layers_of(model: Model, n_ctx: int) -> list[tuple[Shape, FactNames]]:
             continue
         d_v = None if sizes.d_v == sizes.d_qk else sizes.d_v
         shape = Shape(sizes.heads, sizes.kv_heads, min(n_ctx, MOST_TOKENS), sizes.d_qk, d_v)
-        facts = _named(layer_facts, n_ctx)
+        facts = _fact_names(layer_facts, n_ctx)
         # `FusedPattern.without` leaves a layer its window alone.
         layers |= {(shape, PLAIN), (shape, facts & {WINDOW}), (shape, facts)}
     return sorted(layers, key=lambda layer: (len(layer[1]), str(layer[0]), sorted(layer[1])))
 
 
-def _named(facts: AttentionFacts, n_ctx: int) -> FactNames:
+def _fact_names(facts: AttentionFacts, n_ctx: int) -> FactNames:
     """The names of the facts that a layer has in sequences of this length."""
     has = {
         SOFT_CAP: facts.soft_cap is not None,

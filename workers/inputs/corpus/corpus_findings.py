@@ -203,8 +203,8 @@ class BadRows:
 def check_choice(found: Findings, corpus: Corpus) -> None:
     """Refuse conditions that no document fits, and fields to carry that no document has."""
     fates = found.fates.all
-    taken = found.documents - fates.get(OTHER, 0)
-    if corpus.choice.where and fates.get(OTHER) and taken == found.bad:
+    documents_taken = found.documents - fates.get(OTHER, 0)
+    if corpus.choice.where and fates.get(OTHER) and documents_taken == found.bad:
         counts = Counter(
             {name: counts[OTHER] for name, counts in found.fates.parts.items() if OTHER in counts}
         )
@@ -220,9 +220,9 @@ def check_choice(found: Findings, corpus: Corpus) -> None:
             f"pile_set_name is {parts or 'nowhere'}; change input.where"
         )
     for column, count in zip(corpus.choice.columns, found.carried, strict=True):
-        if not count and taken:
+        if not count and documents_taken:
             raise CorpusError(
-                f"input.columns: none of {taken:,} documents has a field {column}, nor "
+                f"input.columns: none of {documents_taken:,} documents has a field {column}, nor "
                 "its meta; leave it out, or write its name as it is there"
             )
 

@@ -119,9 +119,9 @@ class Stretch:
         """The byte or the row from which on records are wanted."""
         return max(self.start, self.offset)
 
-    def holds(self, place: int) -> bool:
+    def holds(self, index: int) -> bool:
         """Whether a byte or a row lies before the end of the range."""
-        return self.stop is None or place < self.stop
+        return self.stop is None or index < self.stop
 
 
 EVERYTHING = Stretch()

@@ -263,8 +263,8 @@ def _check_ids(ids: np.ndarray, least: int, purpose: str) -> None:
 def _gaps(draw: Draw, needles: int, haystack_length: int, depth: float | None) -> np.ndarray:
     """Behind how many tokens of the haystack each needle stands, the first gold one first."""
     first_depth = (draw.sequence * GOLDEN_RATIO) % 1 if depth is None else depth
-    places = 1 + draw.rng.permutation(needles - 1)
-    other_depths = (first_depth + places / needles) % 1
+    order = 1 + draw.rng.permutation(needles - 1)
+    other_depths = (first_depth + order / needles) % 1
     depths = np.concatenate([[first_depth], other_depths])
     return np.rint(depths * haystack_length).astype(int)
 

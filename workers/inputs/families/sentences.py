@@ -88,7 +88,7 @@ class _Fitting(NamedTuple):
     """The names that are one token each in a template."""
 
     names: tuple[str, ...]
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     """The positions of the three names in the tokens of a sentence."""
 
 
@@ -117,8 +117,8 @@ def _sentence(
             f"beginning-of-sequence token, the sequence has room for {draw.length}; "
             f"change n_ctx by {len(tokens) - draw.length:+d}"
         )
-    places = _fitting(template, tuple(names or NAMES), tokenizer).places
-    return Labelled(np.array(tokens), dict(zip(labels, places, strict=True)))
+    positions = _fitting(template, tuple(names or NAMES), tokenizer).positions
+    return Labelled(np.array(tokens), dict(zip(labels, positions, strict=True)))
 
 
 @lru_cache(maxsize=4)
@@ -133,13 +133,13 @@ def _fitting(template: str, names: tuple[str, ...], tokenizer: Tokenizer) -> _Fi
     ]
     # The sentences differ where they have their names: at three positions if these are one token.
     table = np.array([tokens for _, tokens in one_token_names])
-    places = np.flatnonzero((table != table[0]).any(0)).tolist()
-    if len(one_token_names) < NAMES_DRAWN or len(places) != len(PLACES):
+    positions = np.flatnonzero((table != table[0]).any(0)).tolist()
+    if len(one_token_names) < NAMES_DRAWN or len(positions) != len(PLACES):
         raise ScanError(
             f"input.names: expected {NAMES_DRAWN} or more names that the model's tokenizer takes "
             f"for one token each in {template!r}, got too few in {', '.join(names)}"
         )
-    return _Fitting(tuple(name for name, _ in one_token_names), tuple(places))
+    return _Fitting(tuple(name for name, _ in one_token_names), tuple(positions))
 
 
 def _filled(template: str, names: tuple[str, ...]) -> str:

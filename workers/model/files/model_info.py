@@ -225,9 +225,11 @@ def _hugging_face_shape(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        whole = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        full_config = AutoConfig.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
         # A model that also sees images keeps the sizes of its language model apart.
-        config = whole.get_text_config(decoder=True)
+        config = full_config.get_text_config(decoder=True)
     except Exception as error:
         raise ModelError(
             f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
@@ -379,8 +381,8 @@ def _check_positive(shape: dict[str, Any]) -> None:
             raise ValueError(f"{name} is {value!r}, expected a positive integer")
 
 
-def _token(named: object, d_vocab: int) -> int | None:
+def _token(token_ids: object, d_vocab: int) -> int | None:
     """A special token's id; None if the config names none that is in the vocabulary."""
     # Some configs list several end-of-text tokens. The first one is used.
-    token = named[0] if isinstance(named, list) and named else named
+    token = token_ids[0] if isinstance(token_ids, list) and token_ids else token_ids
     return token if isinstance(token, int) and 0 <= token < d_vocab else None
