@@ -60,7 +60,7 @@ ROLLUP_QUERIES = {
     "heatmap of one statistic": "SELECT layer, head, mean, standard_error FROM head_summaries "
     "WHERE statistic = 'sink_mass' AND intervention = 'none'",
     "summaries of one head": "FROM head_summaries WHERE layer = 5 AND head = 1",
-    "summaries of one head by part": "FROM part_summaries WHERE layer = 5 AND head = 1",
+    "summaries of one head by part": "FROM subset_summaries WHERE layer = 5 AND head = 1",
     "quantiles of one statistic": "FROM head_quantiles WHERE statistic = 'entropy'",
     "distribution of one head": "SELECT low, high, sum(count) FROM distributions "
     "WHERE statistic = 'entropy' AND layer = 5 AND head = 1 GROUP BY ALL",
@@ -136,7 +136,7 @@ def _tables(seed: int) -> list[tuple[str, tuple[pa.Table, int]]]:
 
 
 def _sequence_rows(rng: np.random.Generator, sequence: np.ndarray) -> pa.Table:
-    """Rows of `sequences`, of documents that each are of a random part of the Pile."""
+    """Rows of `sequences`, of documents that each are of a random subset of the Pile."""
     # Most of the Pile is in few of its parts.
     shares = np.arange(1, PARTS + 1) ** -1.0
     parts = rng.choice(

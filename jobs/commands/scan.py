@@ -317,7 +317,7 @@ def _documents_table(fates: Fates) -> Table:
     if len(fates.parts) > 1:
         for part, counts in fates.parts.items():
             cells = [f"{counts.get(name, 0):,}" for name in fate_names]
-            label = escape(printable(part) or "of no part")
+            label = escape(printable(part) or "of no subset")
             table.add_row(label, f"{sum(counts.values()):,}", *cells)
     totals = [f"{count:,}" for count in fates.all.values()]
     table.add_row("all", f"{sum(fates.all.values()):,}", *totals)

@@ -226,7 +226,7 @@ class OpenedRuns:
         return [name for name in facts.interventions if (facts.run_id, name) not in keys]
 
     def _parts_by_run(self) -> dict[str, list[str]]:
-        """The parts of the Pile that each run has sequences of."""
+        """The subsets of the Pile that each run has sequences of."""
         rows = self.database.rows(
             "SELECT DISTINCT run_id, pile_set_name FROM sequences "
             "WHERE pile_set_name IS NOT NULL ORDER BY ALL"
@@ -342,7 +342,7 @@ class OpenedRuns:
         return dict(zip(statistics, zip(values[::2], values[1::2], strict=True), strict=True))
 
 
-_ROLLED_UP_VIEWS = ("head_summaries", "part_summaries")
+_ROLLED_UP_VIEWS = ("head_summaries", "subset_summaries")
 """The views over roll-ups that queries read."""
 
 _SHOWN_OF_RUN = (

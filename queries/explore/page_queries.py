@@ -125,7 +125,7 @@ class Scope(_Closed):
     run_id: str
     intervention: str = "none"
     part: str | None = None
-    """Part of the Pile. None is all of them."""
+    """Subset of the Pile. None is all of them."""
     layers: tuple[NonNegativeInt, NonNegativeInt] | None = None
     """First and last layer. None is all of them."""
 
@@ -151,7 +151,9 @@ class Scope(_Closed):
         conditions = [*self.conditions_on_run, *conditions]
         if self.part is None:
             return f"head_summaries{where(conditions)}"
-        return f"part_summaries{where([*conditions, f'pile_set_name = {text_literal(self.part)}'])}"
+        return (
+            f"subset_summaries{where([*conditions, f'pile_set_name = {text_literal(self.part)}'])}"
+        )
 
     @property
     def conditions_on_layers(self) -> list[str]:
@@ -557,7 +559,7 @@ class Card(HeadQuery):
 
 
 class Parts(HeadQuery):
-    """A statistic of a head in each part of the Pile. One object each, largest mean first."""
+    """A statistic of a head in each subset of the Pile. One object each, largest mean first."""
 
     kind: Literal["parts"]
     statistic: str
@@ -580,7 +582,7 @@ class Parts(HeadQuery):
             return [
                 Statement(
                     "SELECT pile_set_name AS part, count, mean, standard_error, documents FROM "
-                    f"part_summaries{where(conditions)} {order}"
+                    f"subset_summaries{where(conditions)} {order}"
                 )
             ]
         of_all_parts = self.model_copy(
@@ -794,7 +796,7 @@ def _rolled_up_bins(scope: Scope, statistics: Sequence[str], conditions: list[st
     conditions = [*scope.conditions_on_run, *conditions, f"statistic IN ({names})"]
     bins = BINS_IN_MEMORY
     if scope.part is not None:
-        bins = "ledger.part_bins"
+        bins = "ledger.subset_bins"
         conditions.append(f"pile_set_name = {text_literal(scope.part)}")
     return Statement(
         # The outermost bins of an open axis have no end, but their values do.

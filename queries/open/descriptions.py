@@ -64,7 +64,7 @@ COLUMNS_OF_VIEWS: dict[str, dict[str, str]] = {
         "groups": "Sequences or shards that standard_error takes for independent.",
     },
     "head_summaries": _SUMMARY_COLUMNS,
-    "part_summaries": _SUMMARY_COLUMNS,
+    "subset_summaries": _SUMMARY_COLUMNS,
     "ranking": _SUMMARY_COLUMNS,
     "head_card": _SUMMARY_COLUMNS,
     "contrasts": {

@@ -1,9 +1,9 @@
-"""Moments and histograms of every statistic, by head and by part of the Pile, as internal views.
+"""Moments and histograms of every statistic, by head and by subset of the Pile, as internal views.
 
 They come from the roll-ups that were written, and from the rows of shards that have none.
 
-`ledger.part_moments`, `ledger.head_moments`, `ledger.part_bins` and `ledger.head_bins` are what the
-views part_summaries, head_summaries, distributions and head_quantiles stand on.
+`ledger.subset_moments`, `ledger.head_moments`, `ledger.subset_bins` and `ledger.head_bins` are what
+the views subset_summaries, head_summaries, distributions and head_quantiles stand on.
 
 Each statistic has a select of its own. So a query about one of them reads one column of the
 rows: DuckDB drops the selects whose constant `statistic` is another one.
@@ -28,7 +28,7 @@ from headcount.schemas.histogram_bins import (
 )
 
 HEAD_KEYS = ("run_id", "intervention", "input_family", "layer", "head", "statistic")
-PART_KEYS = (*HEAD_KEYS, "pile_set_name")
+SUBSET_KEYS = (*HEAD_KEYS, "pile_set_name")
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def create_rollup_views(
 ) -> None:
     """Create the internal views; no statistic at all gives views without rows."""
     views = {
-        "part_moments": merged_moments(PART_KEYS, statistics),
+        "subset_moments": merged_moments(SUBSET_KEYS, statistics),
         "head_moments": merged_moments(HEAD_KEYS, statistics),
-        "part_bins": merged_bins(PART_KEYS, statistics),
+        "subset_bins": merged_bins(SUBSET_KEYS, statistics),
         "head_bins": merged_bins(HEAD_KEYS, statistics),
     }
     for name, sql in views.items():
@@ -209,8 +209,8 @@ def _written_bins(keys: Sequence[str]) -> str:
 
 
 def _level(keys: Sequence[str]) -> str:
-    """The roll-ups to add up: those of parts of the Pile, or the far fewer of whole heads."""
-    return "by_part" if "pile_set_name" in keys else "NOT by_part"
+    """The roll-ups to add up: those of subsets of the Pile, or the far fewer of whole heads."""
+    return "by_subset" if "pile_set_name" in keys else "NOT by_subset"
 
 
 def _moments_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
@@ -270,7 +270,7 @@ def _keys_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
 
 
 def _rows(keys: Sequence[str]) -> str:
-    """The rows of heads, with the part of the Pile if it is among the keys."""
+    """The rows of heads, with the subset of the Pile if it is among the keys."""
     if "pile_set_name" not in keys:
         return "ledger.unrolled_heads"
     return _rows_with("pile_set_name", "unrolled_sequences")

@@ -154,7 +154,7 @@ def _extremes(
 def _sequences(
     database: RunDatabase, section: Section, numbers: Sequence[int]
 ) -> dict[int, Record]:
-    """Tokens and part of the Pile of some sequences."""
+    """Tokens and subset of the Pile of some sequences."""
     if not numbers:
         return {}
     wanted = ", ".join(map(str, numbers))

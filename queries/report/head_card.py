@@ -60,7 +60,7 @@ class CardDistribution:
 
 @dataclass(frozen=True)
 class CardPart:
-    """The mean over one part of the Pile."""
+    """The mean over one subset of the Pile."""
 
     part: str
     mean: float | None
@@ -89,7 +89,7 @@ class HeadCard:
     distributions: dict[str, CardDistribution]
     """By statistic."""
     parts: dict[str, list[CardPart]]
-    """By statistic. Empty if the input has no parts of the Pile."""
+    """By statistic. Empty if the input has no subsets of the Pile."""
     curves: list[HeadCurve]
     most: dict[str, list[Excerpt]]
     """By statistic, the sequences in which the head is most active."""

@@ -1,6 +1,6 @@
 """What a page shows of one run under one intervention: for every statistic, numbers by head.
 
-All of it comes from views of sums (`head_summaries`, `part_summaries`, `distributions`), but for
+All of it comes from views of sums (`head_summaries`, `subset_summaries`, `distributions`), but for
 the uniform baselines, which `sequences` has. The sequences behind a number are in `examples.py`.
 """
 
@@ -91,7 +91,7 @@ class HeadValues:
     """What uniform attention would score on the same sequences."""
     histograms: Histograms | None = None
     parts: dict[str, Means] = field(default_factory=dict[str, Means])
-    """By part of the Pile."""
+    """By subset of the Pile."""
     changes: Means | None = None
     """What the intervention changes: means over pairs of the same sequence."""
 
@@ -252,7 +252,7 @@ def _means(rows: pa.Table, shape: tuple[int, int], mean: str = "mean") -> Means:
 
 def _read_distributions(database: RunDatabase, section: Section, of_head: str) -> None:
     """Histograms of all statistics."""
-    # Not `distributions`, which has as many rows for each part of the Pile, and joins sequences.
+    # Not `distributions`, which has as many rows for each subset of the Pile, and joins sequences.
     sql = f"""
         SELECT statistic, layer, head, bin, low, high, count
         FROM ledger.head_bins {section.condition}{of_head}
@@ -296,17 +296,17 @@ def _edges(lows: Floats, highs: Floats) -> tuple[list[float], bool, npt.NDArray[
 
 
 def _read_parts(database: RunDatabase, section: Section, of_head: str) -> None:
-    """Means by part of the Pile. A run whose input has no parts has none."""
+    """Means by subset of the Pile. A run whose input has no parts has none."""
     has_parts = f"""
         FROM sequences {section.condition} AND pile_set_name IS NOT NULL LIMIT 1
     """
-    if not records(database, "parts of the Pile", has_parts):
+    if not records(database, "subsets of the Pile", has_parts):
         return
     sql = f"""
-        FROM part_summaries {section.condition} AND pile_set_name IS NOT NULL{of_head}
+        FROM subset_summaries {section.condition} AND pile_set_name IS NOT NULL{of_head}
         ORDER BY pile_set_name
     """
-    table = _table(database, "part_summaries", sql)
+    table = _table(database, "subset_summaries", sql)
     for part in table["pile_set_name"].unique().to_pylist():
         rows_of_part = table.filter(pc.equal(table["pile_set_name"], part))
         for name, rows in _by_statistic(rows_of_part):

@@ -279,7 +279,7 @@ SEQUENCES = Table(
         Column(
             "pile_set_name",
             pa.string(),
-            "Part of the Pile that the row belongs to; NULL if the corpus does not say.",
+            "Subset of the Pile that the row belongs to; NULL if the corpus does not say.",
         ),
         Column(
             "n_tokens",
@@ -380,9 +380,9 @@ WEIGHTS = Table(
 
 ROLLUPS = Table(
     name="rollups",
-    grain=("statistic", "layer", "head", "part of the Pile", "merged shards"),
+    grain=("statistic", "layer", "head", "subset of the Pile", "merged shards"),
     content="moments and histogram of the values in heads, over the shards that were merged "
-    "together; the views head_summaries, part_summaries, distributions and head_quantiles add "
+    "together; the views head_summaries, subset_summaries, distributions and head_quantiles add "
     "them up.",
     keys=(
         INPUT_FAMILY,
@@ -392,14 +392,14 @@ ROLLUPS = Table(
     ),
     columns=(
         Column(
-            "by_part",
+            "by_subset",
             pa.bool_(),
-            "Whether the row is of one part of the Pile. If not, it is of all sequences.",
+            "Whether the row is of one subset of the Pile. If not, it is of all sequences.",
         ),
         Column(
             "pile_set_name",
             pa.string(),
-            "Part of the Pile that the sequences belong to; NULL if the corpus does not say, or if "
+            "Subset of the Pile that the sequences belong to; NULL if the corpus does not say, or if "
             "the row is of all sequences.",
         ),
         Column(
@@ -438,7 +438,7 @@ ROLLUPS = Table(
         Column("counts", pa.list_(pa.int32()), "Number of values in each of these bins."),
     ),
     # Few rows are of all sequences. Of the others, dashboards ask for those of one head.
-    order=("by_part", "layer", "head", "statistic", "pile_set_name", "document"),
+    order=("by_subset", "layer", "head", "statistic", "pile_set_name", "document"),
     written="when shards are merged",
     row_group=4096,
 )

@@ -461,7 +461,7 @@ def test_a_plan_says_what_is_left_out(home: Path, capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out.replace("│", " ").splitlines()
     words = [" ".join(line.split()) for line in printed]
     assert "a\\x1b[31m 4 4 0 0 0" in words
-    assert "of no part 3 0 1 1 1" in words
+    assert "of no subset 3 0 1 1 1" in words
     assert "all 7 4 1 1 1" in words
     assert "1 bad row left out: a.jsonl, line 5 (invalid JSON)" in words
     assert "Lines and rows are counted from 1 here, and from 0 in sequences.row." in words

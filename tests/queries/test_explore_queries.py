@@ -299,7 +299,7 @@ def test_parts_have_a_mean_each(ask: Asker) -> None:
 
 def test_curves_are_means_over_sequences_by_place(ask: Asker) -> None:
     lists = np.array([by_index(Row("none", one, 1, 2)) for one in range(SEQUENCES)])
-    # A profile is of all sequences, whatever part of the Pile is chosen.
+    # A profile is of all sequences, whatever subset of the Pile is chosen.
     answer = ask("curves", head=HEAD, scope={"part": "ArXiv"})
     averaged, kept = answer["rows"]
     for curve, axis in ((averaged, "lag"), (kept, "key")):

@@ -206,9 +206,9 @@ def test_contrasts_of_parts_inputs_and_models(database: RunDatabase) -> None:
         ("Github", "Wikipedia (en)"),
     }
     cell = values("a-1")[0, 1]
-    by_part = {part: cell[1:][np.arange(1, SEQUENCES) % 3 == i] for i, part in enumerate(PARTS)}
+    by_subset = {part: cell[1:][np.arange(1, SEQUENCES) % 3 == i] for i, part in enumerate(PARTS)}
     row = parts["a-1", "L0H1", "ArXiv", "Github"]
-    difference, error = welch(by_part["ArXiv"], by_part["Github"])
+    difference, error = welch(by_subset["ArXiv"], by_subset["Github"])
     assert row["difference"] == pytest.approx(difference, rel=1e-6)
     assert row["standard_error"] == pytest.approx(error, rel=1e-6)
     assert row["z"] == pytest.approx(difference / error, rel=1e-6)

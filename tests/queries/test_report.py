@@ -521,7 +521,7 @@ def test_the_data_of_a_model_of_the_size_of_gpt2_is_small() -> None:
         )
         for i in range(3)
     }
-    # 24 statistics of GPT-2 small over 22 parts of the Pile, beside a page of 60 KB.
+    # 24 statistics of GPT-2 small over 22 subsets of the Pile, beside a page of 60 KB.
     assert len(packed(values)) * 24 / 3 < 1_400_000
 
 

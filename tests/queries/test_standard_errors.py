@@ -122,7 +122,7 @@ def check_views(
         assert len(records) == 2 * HEADS * (3 if view == "head_summaries" else 1)
         for record in records:
             check(record, values[place(record)], of_documents, rel)
-    for record in database.records("part_summaries"):
+    for record in database.records("subset_summaries"):
         is_here = of_parts == (record["pile_set_name"] or "")
         here = np.array(of_documents)[is_here]
         check(record, values[place(record)][is_here], here, rel)

@@ -1,8 +1,8 @@
 """Roll-ups: moments and histograms of every statistic, from the rows of many shards.
 
 Roll-ups of one shard would take more than its rows: 64 sequences lie in some fifteen parts of the
-Pile, and each part has a mean, a spread and a histogram of four values. So they are made of shards
-that are merged.
+Pile, and each subset has a mean, a spread and a histogram of four values. So they are made of
+shards that are merged.
 """
 
 # pyarrow has no types.
@@ -25,7 +25,7 @@ from headcount.schemas.histogram_bins import Axis
 
 @dataclass(frozen=True)
 class Cells:
-    """The rows of `heads` by layer and head, or also by part of the Pile.
+    """The rows of `heads` by layer and head, or also by subset of the Pile.
 
     A document that may have sequences elsewhere has cells of its own: only with those can its sum
     be known.
@@ -53,15 +53,15 @@ class Cells:
 def rolled_up(heads: pa.Table, sequences: pa.Table, axes: Mapping[str, Axis]) -> pa.Table:
     """The roll-ups of rows of `heads`, which are of one run and one intervention.
 
-    They are of every head over all sequences, and again over those of each part of the Pile.
-    `sequences` says of which part of the Pile each sequence is. `axes` names the statistics.
+    They are of every head over all sequences, and again over those of each subset of the Pile.
+    `sequences` says of which subset of the Pile each sequence is. `axes` names the statistics.
     """
     schema = ROLLUPS.schema()
     if not len(heads):
         return schema.empty_table()
     rows: list[pa.Table] = []
-    for by_part in (False, True):
-        cells = _cells(heads, sequences, by_part)
+    for by_subset in (False, True):
+        cells = _cells(heads, sequences, by_subset)
         for name in sorted(axes):
             columns = _statistic_columns(name, heads[name].to_numpy(), axes[name], cells)
             rows.append(table_of(columns, schema))
@@ -69,14 +69,14 @@ def rolled_up(heads: pa.Table, sequences: pa.Table, axes: Mapping[str, Axis]) ->
     return table.sort_by([(column, "ascending") for column in ROLLUPS.order]).combine_chunks()
 
 
-def _cells(heads: pa.Table, sequences: pa.Table, by_part: bool) -> Cells:
+def _cells(heads: pa.Table, sequences: pa.Table, by_subset: bool) -> Cells:
     """The cells in the order of the table: layer, head, part, document. NULL comes last.
 
     Without parts, a cell is a head.
     """
     number = sequences["sequence"].to_numpy()
     parts, part = _coded(
-        sequences["pile_set_name"].to_pylist() if by_part else [None] * len(number)
+        sequences["pile_set_name"].to_pylist() if by_subset else [None] * len(number)
     )
     document = _documents(sequences)
     is_open = _may_go_on(number, document)
@@ -102,7 +102,7 @@ def _cells(heads: pa.Table, sequences: pa.Table, by_part: bool) -> Cells:
         "input_family": [heads["input_family"][0].as_py()] * len(starts),
         "layer": head_of_cell // width,
         "head": head_of_cell % width,
-        "by_part": [by_part] * len(starts),
+        "by_subset": [by_subset] * len(starts),
         "pile_set_name": [parts[code] for code in part_of_cell],
         "document": [open_documents[code] for code in document_of_cell],
     }

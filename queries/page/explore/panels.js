@@ -1,4 +1,4 @@
-// The panels beside the heatmap: a head's statistics, its parts of the Pile, sequences, and SQL.
+// The panels beside the heatmap: a head's statistics, its subsets of the Pile, sequences, and SQL.
 import { bars, html, number, tokens } from "./draw.js";
 
 function table(columns, rows, caption) {
@@ -34,10 +34,10 @@ export function cardTable(rows, chosen, percentile, choose) {
 // The mean of a statistic in each part.
 export function partBars(rows, statistic) {
   return bars({
-    names: rows.map((row) => row.part ?? "no part"),
+    names: rows.map((row) => row.part ?? "no subset"),
     values: rows.map((row) => row.mean),
     errors: rows.map((row) => row.standard_error),
-    title: `${statistic} by part of the Pile`,
+    title: `${statistic} by subset of the Pile`,
   });
 }
 

@@ -634,7 +634,7 @@ function comparisonNote(one) {
   );
 }
 
-// ---- By layer, by part of the Pile, and what all heads share.
+// ---- By layer, by subset of the Pile, and what all heads share.
 
 function layerCards(one) {
   const cards = one.norms.map((chart) =>
@@ -703,7 +703,7 @@ function lineCard(one, title, meaning, unit, series, log, sql) {
   );
 }
 
-// The heads whose means differ most between parts, in standard errors of the larger error.
+// The heads whose means differ most between subsets, in standard errors of the larger error.
 function partsCard(one) {
   const names = Object.keys(one.values).filter(
     (name) => isMap(one, name) && Object.keys(one.values[name].parts ?? {}).length,
@@ -714,7 +714,7 @@ function partsCard(one) {
     : (LEADING.find((name) => names.includes(name)) ?? names[0]);
   const select = html(
     "select",
-    { id: "part-statistic", "aria-label": "Statistic by part of the Pile" },
+    { id: "part-statistic", "aria-label": "Statistic by subset of the Pile" },
     ...names.map((name) => option(name, name, name === chosen)),
   );
   const where = html("div", { class: "plot" });
@@ -735,7 +735,7 @@ function partsCard(one) {
     const nameOf = (i) => label(Math.floor(i / one.n_heads), i % one.n_heads);
     const counts = partNames.map((part) => Math.max(...parts[part].count));
     const values = partNames.map((part) => heads.map((i) => parts[part].mean[i]));
-    note.textContent = `The ${heads.length} heads whose mean ${name} differs most between parts. The number of sequences is in brackets: with few, a mean says little.`;
+    note.textContent = `The ${heads.length} heads whose mean ${name} differs most between subsets. The number of sequences is in brackets: with few, a mean says little.`;
     where.replaceChildren(
       heatmap({
         rows: partNames.map((part, i) => `${part} (${counts[i]})`),
@@ -745,7 +745,7 @@ function partsCard(one) {
         width: 640,
         values,
         ...rangeOf(name, values.flat()),
-        title: `${name} by part of the Pile`,
+        title: `${name} by subset of the Pile`,
         cellName: (row, col) => `${partNames[row]}, ${nameOf(heads[col])}`,
         onChoose: (row, col) =>
           choose(Math.floor(heads[col] / one.n_heads), heads[col] % one.n_heads, name),
@@ -754,7 +754,7 @@ function partsCard(one) {
     tools.replaceChildren(
       behind({
         sql: `SELECT label, pile_set_name, mean, standard_error, documents, count
-FROM part_summaries
+FROM subset_summaries
 WHERE ${condition(one)}
   AND statistic = ${literal(name)}`,
         name: `${name}-parts`,
@@ -936,7 +936,7 @@ function drawMain() {
         ? [html("h2", {}, "By layer"), html("div", { class: "grid wide" }, ...layers)]
         : [],
       parts
-        ? [html("h2", {}, "By part of the Pile"), html("div", { class: "grid wide" }, parts)]
+        ? [html("h2", {}, "By subset of the Pile"), html("div", { class: "grid wide" }, parts)]
         : [],
       constants(one),
       report.dormant.length

@@ -124,16 +124,16 @@ function partsPart(card, one) {
     values: parts.map((part) => part.mean),
     errors: parts.map((part) => part.standard_error),
     reference: { x: one.uniform_baseline, name: "uniform baseline" },
-    title: `${one.name} by part of the Pile`,
+    title: `${one.name} by subset of the Pile`,
     unit: one.unit,
   });
   const plot = html("div", { class: "plot" }, figure);
   const sql = `SELECT pile_set_name, mean, standard_error, documents, count
-FROM part_summaries
+FROM subset_summaries
 WHERE ${conditions(card)}
   AND statistic = ${literal(one.name)}`;
   return [
-    html("h4", {}, "By part of the Pile"),
+    html("h4", {}, "By subset of the Pile"),
     html(
       "p",
       { class: "note" },

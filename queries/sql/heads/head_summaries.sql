@@ -1,5 +1,5 @@
--- Every statistic of every head: count, mean, spread, error and extremes. By part of the Pile:
--- part_summaries.
+-- Every statistic of every head: count, mean, spread, error and extremes. By subset of the Pile:
+-- subset_summaries.
 SELECT
     run_id, model, intervention, input_family, layer, head,
     'L' || layer || 'H' || head AS label,

@@ -1,4 +1,4 @@
--- Mean of every statistic per part of the Pile and head, with standard errors over documents
+-- Mean of every statistic per subset of the Pile and head, with standard errors over documents
 -- (se_…).
 -- sink_rate: share of sequences with sink_alpha above the threshold.
 -- Needs: an input of the family pile whose rows have meta.pile_set_name.

@@ -3,7 +3,7 @@
 -- standard_error.
 -- The error is too large for groups that share documents. For runs on the same sequences take
 -- run_changes.
--- Needs: two groups to compare; parts of the Pile need an input of the family pile.
+-- Needs: two groups to compare; subsets of the Pile need an input of the family pile.
 -- parameter compare VARCHAR = 'pile_set_name': What separates the groups: pile_set_name,
 --   input_family, model or run_id.
 -- parameter statistic VARCHAR = NULL: A column of heads, or NULL for all.
@@ -28,7 +28,7 @@ WITH
             parts.count, parts.documents, parts.mean, parts.standard_error
         -- Whole heads where parts are no groups: a document may have sequences in two parts.
         FROM (
-            FROM part_summaries WHERE $compare = 'pile_set_name'
+            FROM subset_summaries WHERE $compare = 'pile_set_name'
             UNION ALL BY NAME
             SELECT *, NULL::VARCHAR AS pile_set_name FROM head_summaries
             WHERE $compare <> 'pile_set_name'

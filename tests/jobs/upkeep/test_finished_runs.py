@@ -28,7 +28,7 @@ def toy_run(tmp_path: Path, commit: list[int] | None = None) -> RunDirectory:
 
 
 def rows_in_roll_ups(run: RunDirectory) -> int | None:
-    [(rows,)] = open_runs(run.path).rows("SELECT sum(count) FROM rollups WHERE NOT by_part")
+    [(rows,)] = open_runs(run.path).rows("SELECT sum(count) FROM rollups WHERE NOT by_subset")
     return rows
 
 

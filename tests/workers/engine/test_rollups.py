@@ -19,7 +19,7 @@ from tests.toys.toy_runs import Cell, Row, local, write_run
 
 PARTS = ("ArXiv", None, "Github")
 LEVELS = {"p01": 0.01, "p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
-VIEWS = ("part_summaries", "head_summaries", "distributions", "head_quantiles")
+VIEWS = ("subset_summaries", "head_summaries", "distributions", "head_quantiles")
 
 Cells = dict[tuple[Any, ...], np.ndarray]
 """The values of the rows, NaN if undefined, by intervention, statistic, layer, head and part."""
@@ -44,7 +44,7 @@ def random_columns(seed: int = 0) -> dict[str, Cell]:
     return {"sink_mass": lambda row: drawn(row, 0) ** 4, "entropy": entropy, "score_shift": score}
 
 
-def cells_of(database: RunDatabase, by_part: bool) -> Cells:
+def cells_of(database: RunDatabase, by_subset: bool) -> Cells:
     """The values of every cell, from the rows."""
     records = database.records(
         "SELECT heads.*, pile_set_name FROM heads JOIN sequences "
@@ -55,7 +55,7 @@ def cells_of(database: RunDatabase, by_part: bool) -> Cells:
         for statistic in random_columns():
             key = (record["intervention"], statistic, record["layer"], record["head"])
             value = record[statistic]
-            part = (record["pile_set_name"],) if by_part else ()
+            part = (record["pile_set_name"],) if by_subset else ()
             cells[(*key, *part)].append(math.nan if value is None else value)
     return {key: np.array(values) for key, values in cells.items()}
 
@@ -67,8 +67,8 @@ def key_of(record: dict[str, Any]) -> tuple[Any, ...]:
 
 def check_summaries(database: RunDatabase) -> None:
     """Both summaries say what numpy says of the rows."""
-    for view in ("head_summaries", "part_summaries"):
-        cells = cells_of(database, by_part=view == "part_summaries")
+    for view in ("head_summaries", "subset_summaries"):
+        cells = cells_of(database, by_subset=view == "subset_summaries")
         records = {key_of(record): record for record in database.records(view)}
         assert set(records) == set(cells)
         for key, values in cells.items():
@@ -96,7 +96,7 @@ def check_distributions(database: RunDatabase) -> None:
     bins: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for record in database.records("distributions"):
         bins[key_of(record)].append(record)
-    for key, values in cells_of(database, by_part=True).items():
+    for key, values in cells_of(database, by_subset=True).items():
         defined = values[~np.isnan(values)]
         assert sum(record["count"] for record in bins[key]) == len(defined)
         for record in bins[key]:
@@ -110,7 +110,7 @@ def check_distributions(database: RunDatabase) -> None:
 def check_quantiles(database: RunDatabase) -> None:
     """A quantile is off by less than the bin that holds it."""
     records = {key_of(record): record for record in database.records("head_quantiles")}
-    for key, values in cells_of(database, by_part=False).items():
+    for key, values in cells_of(database, by_subset=False).items():
         defined = values[~np.isnan(values)]
         if not len(defined):
             assert key not in records

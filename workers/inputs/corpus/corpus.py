@@ -20,7 +20,7 @@ Conditions = tuple[tuple[str, tuple[Value, ...]], ...]
 """Names of fields, each with the values that it may have."""
 
 PART = "pile_set_name"
-"""The field that names the part of the Pile. It is kept of every document."""
+"""The field that names the subset of the Pile. It is kept of every document."""
 
 
 class Tokenizer(Protocol):

@@ -149,7 +149,7 @@ class DocumentBlock:
     # Labels of documents
 
     def pile_set_names(self, documents: np.ndarray) -> list[str | None]:
-        """The part of the Pile that each document says it belongs to."""
+        """The subset of the Pile that each document says it belongs to."""
         return self.labels[PART].take(pa.array(documents)).to_pylist()
 
     def problem(self, document: int) -> str:

@@ -1,5 +1,5 @@
--- Every statistic of every head by part of the Pile: count, mean, spread, error and extremes.
--- pile_set_name is NULL for what is of no part.
+-- Every statistic of every head by subset of the Pile: count, mean, spread, error and extremes.
+-- pile_set_name is NULL for what is of no subset.
 SELECT
     run_id, model, intervention, input_family, pile_set_name, layer, head,
     'L' || layer || 'H' || head AS label,
@@ -8,6 +8,6 @@ SELECT
     standard_error(document_m2, count, documents) AS standard_error,
     documents,
     minimum, maximum
-FROM ledger.part_moments
+FROM ledger.subset_moments
 JOIN (SELECT run_id, model FROM runs) USING (run_id)
 ORDER BY run_id, intervention, input_family, statistic, layer, head, pile_set_name
