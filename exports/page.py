@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headcount.exports.commands import needs_line
 from headcount.exports.registry import ExportFormat, Option, export_formats
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 
 DOCS = PACKAGE.parent / "docs"
 

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from headcount.reproduce.replication import Replication, replications
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.places import reason
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 
 CLAIMS = Path(__file__).parent / "claims"
 

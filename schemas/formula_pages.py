@@ -13,7 +13,7 @@ from sys import modules
 from typing import Any
 
 from headcount.schemas.formulas import Along, Formula, Ranged, notes_of, options_of
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 from headcount.schemas.predictions import Prediction
 from headcount.schemas.scans.kind import Kind
 from headcount.schemas.scans.kinds import KINDS

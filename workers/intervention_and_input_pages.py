@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 from headcount.schemas.scans.measured_heads import Head
 from headcount.schemas.scans.values import range_of
 from headcount.workers.engine.changes import CHANGEABLE_ACTIVATIONS

@@ -26,7 +26,7 @@ from headcount.jobs.endings import is_a_command, listen_to_signals, processes_st
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files.places import reason
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, located
 from headcount.workers.memory import available_cores
 

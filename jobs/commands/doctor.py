@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import KIND
 

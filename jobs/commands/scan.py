@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 
 from headcount.jobs.console import in_bytes, say
 from headcount.schemas.errors import HeadcountError, RunError, ScanError, counted, printable
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 
 if TYPE_CHECKING:
     from headcount.jobs.corpus.estimate import CorpusEstimate

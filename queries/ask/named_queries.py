@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias, cast, get_args
 
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 
 QUERIES = PACKAGE / "queries" / "sql"
 """The folder whose `.sql` files are the named queries."""

@@ -27,7 +27,7 @@ from aiohttp import web
 
 from headcount.queries.explore.query_engine import Engine
 from headcount.schemas.errors import HeadcountError, QueryError, printable
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 
 PAGE = PACKAGE / "queries" / "page" / "explore"
 SHARED_PAGE = PACKAGE / "queries" / "page" / "shared"

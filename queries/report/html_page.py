@@ -16,7 +16,7 @@ import jinja2
 from headcount.queries.ask.asking import Record
 from headcount.queries.ask.formats import check_suffix
 from headcount.schemas.errors import QueryError
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 
 PAGE = PACKAGE / "queries" / "page" / "shared"
 """Style and modules that pages share with the explorer."""

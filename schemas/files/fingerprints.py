@@ -15,7 +15,7 @@ from functools import cache
 from types import FunctionType
 from typing import Annotated, Any, NamedTuple, cast, get_args, get_origin
 
-from headcount.schemas.house import MEASURING
+from headcount.schemas.packages import MEASURING
 
 OURS = tuple(f"headcount.{package}." for package in MEASURING)
 """How the names of our modules begin whose code decides numbers."""

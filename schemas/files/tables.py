@@ -394,13 +394,13 @@ ROLLUPS = Table(
         Column(
             "by_subset",
             pa.bool_(),
-            "Whether the row is of one subset of the Pile. If not, it is of all sequences.",
+            "Whether the row is of one subset of the Pile, and not of all sequences.",
         ),
         Column(
             "pile_set_name",
             pa.string(),
-            "Subset of the Pile that the sequences belong to; NULL if the corpus does not say, or if "
-            "the row is of all sequences.",
+            "Subset of the Pile that the sequences belong to; NULL if the corpus does not say, or "
+            "if the row is of all sequences.",
         ),
         Column(
             "document",

@@ -19,7 +19,7 @@ from headcount.exports.registry import export_formats
 from headcount.queries.ask.named_queries import QUERIES, read_queries
 from headcount.reproduce import literature_page
 from headcount.schemas import formula_pages
-from headcount.schemas.house import PACKAGES
+from headcount.schemas.packages import PACKAGES
 from headcount.schemas.scans.scan import Scan
 from headcount.workers import intervention_and_input_pages
 from tests import ROOT

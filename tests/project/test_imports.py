@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headcount.schemas.house import PACKAGES
+from headcount.schemas.packages import PACKAGES
 from tests import ROOT
 
 MAY_IMPORT = {

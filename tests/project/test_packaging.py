@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from headcount.jobs.cluster.ray_cluster import staged_code
-from headcount.schemas.house import PACKAGES
+from headcount.schemas.packages import PACKAGES
 from tests import ROOT
 from tests.tools.processes import DIES_WITH_ITS_PARENT, Ended, libraries_alone
 from tests.toys.toy_runs import write_run

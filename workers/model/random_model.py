@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 
 MINIATURES = PACKAGE / "models"
 

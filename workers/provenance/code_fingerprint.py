@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headcount.schemas.files.fingerprints import digest, module_code
-from headcount.schemas.house import MEASURING, PACKAGE
+from headcount.schemas.packages import MEASURING, PACKAGE
 
 
 class Code(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 from headcount.schemas.files.fingerprints import digest, module_code
 from headcount.schemas.formulas import Formula
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 from headcount.schemas.profiles import Profile
 from headcount.schemas.statistics import Statistic
 from headcount.schemas.weight_statistics import WeightStatistic

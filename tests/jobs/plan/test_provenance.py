@@ -29,7 +29,7 @@ from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.commits import fold
 from headcount.schemas.files.places import write_whole
 from headcount.schemas.formulas import Formula
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 from headcount.schemas.predictions import PREDICTION_INPUTS, PREDICTIONS
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.scan import parse_scan

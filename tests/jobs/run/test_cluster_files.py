@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from headcount.schemas.house import PACKAGES
+from headcount.schemas.packages import PACKAGES
 from tests import ROOT
 
 DEPLOY = ROOT / "deploy"

@@ -18,7 +18,7 @@ from headcount.jobs.commands.doctor import (
     check_library,
     examine,
 )
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.model.files.bundled_models import BUNDLED
 from headcount.workers.model.files.model_info import describe, find_model

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.places import place, reason
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 from headcount.workers.inputs.corpus.documents import COMPRESSED, Source, flowing
 
 BUNDLED_PREFIX = "bundled:"

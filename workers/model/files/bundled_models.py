@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headcount.schemas.house import PACKAGE
+from headcount.schemas.packages import PACKAGE
 
 BUNDLED_MODELS = PACKAGE / "models"
 
