@@ -156,15 +156,17 @@ class RunsShown:
         )
         execute = database.connection.execute
         execute(
-            "CREATE OR REPLACE TABLE ledger.shown AS "
+            "CREATE OR REPLACE TABLE internal.shown AS "
             f"SELECT * FROM (VALUES {cells}) AS t(run_id, intervention)"
         )
-        shown_runs = "run_id IN (SELECT run_id FROM ledger.shown)"
-        execute(f"CREATE OR REPLACE VIEW main.runs AS SELECT * FROM ledger.runs WHERE {shown_runs}")
+        shown_runs = "run_id IN (SELECT run_id FROM internal.shown)"
+        execute(
+            f"CREATE OR REPLACE VIEW main.runs AS SELECT * FROM internal.runs WHERE {shown_runs}"
+        )
         source = "'none'" if self.is_null else "shown.intervention"
         columns = _columns(database)
         for name, table in TABLES.items():
-            measured_columns = columns["ledger", name]
+            measured_columns = columns["commit log", name]
             if "intervention" not in measured_columns:
                 continue
             # The columns that users see, in their order: views over a table must still fit it.
@@ -172,15 +174,15 @@ class RunsShown:
             label = ", 'L' || layer || 'H' || head AS label" if is_labelled else ""
             rows = (
                 f"SELECT measured.* REPLACE (shown.intervention AS intervention) "
-                f"FROM ledger.{name} AS measured JOIN ledger.shown AS shown "
+                f"FROM internal.{name} AS measured JOIN internal.shown AS shown "
                 f"ON measured.run_id = shown.run_id AND measured.intervention = {source}"
             )
             if table.written == "once":
                 # Of the weights, which are filed under `none` whatever the scan changes.
-                rows = f"SELECT * FROM ledger.{name} WHERE {shown_runs}"
-            execute(f"CREATE OR REPLACE TABLE ledger.shown_{name} AS {rows}")
+                rows = f"SELECT * FROM internal.{name} WHERE {shown_runs}"
+            execute(f"CREATE OR REPLACE TABLE internal.shown_{name} AS {rows}")
             execute(
-                f"CREATE OR REPLACE VIEW main.{name} AS SELECT *{label} FROM ledger.shown_{name}"
+                f"CREATE OR REPLACE VIEW main.{name} AS SELECT *{label} FROM internal.shown_{name}"
             )
 
 

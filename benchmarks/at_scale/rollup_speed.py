@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from headcount.queries.ask.answers import run_query
 from headcount.queries.open.connection import connect
-from headcount.schemas.files.commits import COMMITS, write_fold
+from headcount.schemas.files.commits import COMMITS, write_segment
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.parquet import parquet_bytes, table_of
@@ -116,7 +116,7 @@ def write_run(out: Path, files: int) -> RunDirectory:
             )  # fmt: skip
         first = number * SHARDS_OF_FILE
         commits += [_commit(first + shard, data_files) for shard in range(SHARDS_OF_FILE)]
-    write_fold(run.commits_directory, pa.Table.from_pylist(commits, COMMITS))
+    write_segment(run.commits_directory, pa.Table.from_pylist(commits, COMMITS))
     Path(str(run.manifest_file)).write_text(_manifest(files).model_dump_json())
     return run
 

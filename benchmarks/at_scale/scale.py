@@ -41,11 +41,11 @@ from headcount.jobs.run.loop import missing_shards, say_what_differs
 from headcount.jobs.upkeep.status import read_status
 from headcount.schemas.files.commits import (
     COMMITS,
-    COMMITS_PER_FOLD,
+    COMMITS_PER_SEGMENT,
     DROPPED,
     Commit,
     Method,
-    write_fold,
+    write_segment,
 )
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes
@@ -204,7 +204,7 @@ def overhead(out: Path, rounds: int, shards: int = 10) -> list[dict[str, float]]
 
 def write_million(out: Path, missing: int = 1000) -> Path:
     """The directory of a run of a million shards of one sequence: all but `missing` of them are
-    done, and their commits are folded.
+    done, and their commits are gathered.
     """
     plan = begin_run(out, "million", MILLION_SCAN)
     run_directory = Path(str(plan.run.path))
@@ -215,14 +215,14 @@ def write_million(out: Path, missing: int = 1000) -> Path:
         for shard in done_shards:
             _write_sparse_file(str(plan.run.path / _path(table, int(shard))))
     (run_directory / "commits").mkdir()
-    for number, start in enumerate(range(0, len(done_shards), COMMITS_PER_FOLD)):
+    for number, start in enumerate(range(0, len(done_shards), COMMITS_PER_SEGMENT)):
         commits = [
-            _commit(plan, int(shard)) for shard in done_shards[start : start + COMMITS_PER_FOLD]
+            _commit(plan, int(shard)) for shard in done_shards[start : start + COMMITS_PER_SEGMENT]
         ]
-        fold = pa.Table.from_pylist(commits, schema=COMMITS)
-        fold = fold.append_column(DROPPED, pa.array([False] * len(fold)))
-        path = run_directory / "commits" / f"fold-{number:06d}-00000000.parquet"
-        pq.write_table(fold, path, compression="zstd")
+        segment = pa.Table.from_pylist(commits, schema=COMMITS)
+        segment = segment.append_column(DROPPED, pa.array([False] * len(segment)))
+        path = run_directory / "commits" / f"segment-{number:06d}-00000000.parquet"
+        pq.write_table(segment, path, compression="zstd")
     return run_directory
 
 
@@ -234,7 +234,7 @@ def _write_sparse_file(path: str) -> None:
 
 
 def _commit(plan: Plan, shard: int) -> dict[str, Any]:
-    """The commit of a shard, as a row of a fold."""
+    """The commit of a shard, as a row of a segment."""
     return {
         "run_id": plan.run.run_id,
         "shard": shard,
@@ -285,7 +285,7 @@ def _data_file(plan: Plan, table: str, shard: int) -> dict[str, Any]:
 
 
 def write_uncompacted(out: Path, shards: int = UNCOMPACTED) -> Path:
-    """The directory of a run of real, tiny shards. All are done, and most are folded."""
+    """The directory of a run of real, tiny shards. All are done, and most are gathered."""
     fields = {
         **MILLION_SCAN,
         "sequences": shards,
@@ -304,8 +304,8 @@ def write_uncompacted(out: Path, shards: int = UNCOMPACTED) -> Path:
     for shard in range(shards):
         files = [_write_small_file(plan, name, shard, rows) for name, rows in tables.items()]
         commits.append(_commit(plan, shard) | {"files": files})
-        if len(commits) == COMMITS_PER_FOLD:
-            write_fold(plan.run.commits_directory, pa.Table.from_pylist(commits, COMMITS))
+        if len(commits) == COMMITS_PER_SEGMENT:
+            write_segment(plan.run.commits_directory, pa.Table.from_pylist(commits, COMMITS))
             commits = []
     for commit in map(Commit.model_validate, commits):
         content = commit.model_dump_json(indent=1).encode()

@@ -137,7 +137,7 @@ def _tables(source: ExportSource) -> Iterator[str]:
         if not source.committed_files(table):
             continue
         facts: Facts = column_facts(source.database.connection, f"FROM {table}")
-        stored = source.table(f"SELECT * FROM ledger.{table} LIMIT 0").schema
+        stored = source.table(f"SELECT * FROM internal.{table} LIMIT 0").schema
         yield f"## {table}"
         yield ""
         yield "| column | meaning |"

@@ -103,7 +103,7 @@ def _table(source: ExportSource, catalog: Catalog, name: str) -> Table:
 def _schema(source: ExportSource, name: str) -> pa.Schema:
     """The stored columns of a view. `label` is none of them: the view makes it."""
     facts = column_facts(source.database.connection, f"FROM {name}")
-    stored = source.table(f"SELECT * FROM ledger.{quoted_name(name)} LIMIT 0").schema
+    stored = source.table(f"SELECT * FROM internal.{quoted_name(name)} LIMIT 0").schema
     return pa.schema(
         field.with_metadata({"doc": facts.get(field.name, {}).get("description", "")})
         for field in stored

@@ -303,8 +303,8 @@ def _sources_of_run(before: RunCorpus, corpus: Corpus) -> tuple[Source, ...]:
 
 def _committed_sequences(run: RunDirectory, manifest: Manifest) -> Iterator[int]:
     """The numbers of the sequences that are committed."""
-    ledger = run.ledger(["start", "stop"])
-    whole_shards = ledger.filter(pa.array(holds_whole_shard(manifest, ledger)))
+    commit_log = run.commit_log(["start", "stop"])
+    whole_shards = commit_log.filter(pa.array(holds_whole_shard(manifest, commit_log)))
     starts, stops = whole_shards["start"].to_pylist(), whole_shards["stop"].to_pylist()
     for start, stop in zip(starts, stops, strict=True):
         yield from range(start, stop)

@@ -42,16 +42,16 @@ def check_unchanged(plan: Plan) -> None:
 
 
 def take_back(run: RunDirectory, shard: int) -> None:
-    """Take a shard out of the ledger, and its rows out of merged files: it is missing again."""
-    # The commit file goes first. As long as a fold has the shard, its own file does not count; once
-    # the fold has dropped the shard, the file would count again.
+    """Take a shard out of the commit log, and its rows out of merged files: it is missing again."""
+    # The commit file goes first. As long as a segment has the shard, its own file does not count;
+    # once the segment has dropped the shard, the file would count again.
     run.commit_file(shard).unlink(missing_ok=True)
     commits = {commit.shard: commit for commit in run.commits()}
     if shard in commits:
         neighbours = _shards_in_the_same_files(commits, shard)
         try:
             if neighbours:
-                # One fold moves the neighbours to a new file and drops the shard. At no moment
+                # One segment moves the neighbours to a new file and drops the shard. At no moment
                 # does a merged file hold rows that no commit refers to.
                 merge(run, neighbours, dropped=[shard])
             else:
@@ -61,7 +61,7 @@ def take_back(run: RunDirectory, shard: int) -> None:
             neighbour_shards = [commit.shard for commit in neighbours]
             delete(run.commit_file(neighbour) for neighbour in neighbour_shards)
             drop(run.commits_directory, run.run_id, [*neighbour_shards, shard])
-    clean(run, run.ledger())
+    clean(run, run.commit_log())
 
 
 def _shards_in_the_same_files(commits: dict[int, Commit], shard: int) -> list[Commit]:

@@ -94,7 +94,7 @@ class Plan:
     @property
     def shards_done(self) -> int:
         """How many shards are committed with all of their sequences."""
-        return int(holds_whole_shard(self.manifest, self.run.ledger(["stop"])).sum())
+        return int(holds_whole_shard(self.manifest, self.run.commit_log(["stop"])).sum())
 
     @property
     def notes(self) -> list[str]:

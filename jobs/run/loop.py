@@ -1,8 +1,8 @@
-"""Bring a run to its end: find what is missing, measure it, keep the ledger small.
+"""Bring a run to its end: find what is missing, measure it, keep the commit log small.
 
 There is one such loop. `scan`, `resume` and `reproduce` use it, with Ray and without. It is a chain
 of generators: outcomes of shards come from `dispatch` or `measure_in_process`, and pass through
-those that stop the run, fold commits and show progress.
+those that stop the run, gather commits and show progress.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from headcount.jobs.upkeep.compaction import delete_lost_attempts
 from headcount.jobs.upkeep.removal import removed_if_it_never_began
 from headcount.schemas.errors import RunError, counted
 from headcount.schemas.files.commits import (
-    COMMITS_PER_FOLD,
+    COMMITS_PER_SEGMENT,
     Commit,
     Failure,
     commits_of,
     delete,
     drop,
-    fold,
+    gather,
 )
 from headcount.schemas.files.damage import BY_CONTENT, BY_SIZE
 from headcount.schemas.files.manifest import Manifest
@@ -106,7 +106,7 @@ def run_to_end(
             outcomes = stop_after_failures_in_a_row(plan.run.run_id, outcomes)
             if stop_at_failure:
                 outcomes = stop_at_first_failure(plan.run.run_id, outcomes)
-            outcomes = fold_commits(plan.run, outcomes)
+            outcomes = gather_commits(plan.run, outcomes)
             # The generators above have measured nothing yet. They run as this asks for outcomes.
             with finishing_work_in_hand():
                 failures = show_progress(outcomes, plan.tokens, tokens_done, console, all_runs)
@@ -210,11 +210,11 @@ def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
     """The shards that have no commit, and those with files that are not as committed.
 
     Files are compared by name and size, or by content to `verify` them. The commits of damaged
-    shards are taken out of the ledger: a replica does not write a shard that is committed.
+    shards are taken out of the commit log: a replica does not write a shard that is committed.
     """
-    survey = _LedgerSurvey(plan.manifest)
+    survey = _Commit_logSurvey(plan.manifest)
     columns = BY_CONTENT if verify else BY_SIZE
-    parts = survey.watch(plan.run.ledger_parts(["stop", *columns]))
+    parts = survey.watch(plan.run.commit_log_parts(["stop", *columns]))
     damaged: set[int] = set(survey.short)
     # This reads the parts, and fills the survey on the way.
     for damage in plan.run.damaged_files(parts, plan.manifest if verify else None):
@@ -222,34 +222,34 @@ def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
         if not damage.is_of_rollup:
             damaged.update(shard for shard in damage.shards if shard < plan.manifest.shards)
 
-    # Commit files go first. While a fold has the shard, its own file does not count; once the fold
-    # has dropped the shard, the file would count again.
+    # Commit files go first. While a segment has the shard, its own file does not count; once the
+    # segment has dropped the shard, the file would count again.
     delete(plan.run.commit_file(shard) for shard in sorted(damaged))
-    folded_and_damaged = [shard for shard in sorted(damaged) if survey.is_folded[shard]]
-    if folded_and_damaged:
-        drop(plan.run.commits_directory, plan.run.run_id, folded_and_damaged)
-    if survey.loose_commits >= COMMITS_PER_FOLD:
-        # Drivers that were killed early left them: each folds only what it measured itself.
-        _fold_loose_commits(plan.run, damaged)
+    gathered_and_damaged = [shard for shard in sorted(damaged) if survey.is_gathered[shard]]
+    if gathered_and_damaged:
+        drop(plan.run.commits_directory, plan.run.run_id, gathered_and_damaged)
+    if survey.loose_commits >= COMMITS_PER_SEGMENT:
+        # Drivers that were killed early left them: each gathers only what it measured itself.
+        _gather_loose_commits(plan.run, damaged)
 
     is_missing = ~survey.is_committed
     is_missing[list(damaged)] = True
     return np.flatnonzero(is_missing)
 
 
-class _LedgerSurvey:
-    """What the ledger says of each shard of a run.
+class _Commit_logSurvey:
+    """What the commit log says of each shard of a run.
 
-    The ledger of a large run is read once, in parts. The search for damaged files needs the same
-    parts, so the survey is taken while they go by.
+    The commit log of a large run is read once, in parts. The search for damaged files needs the
+    same parts, so the survey is taken while they go by.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.is_committed = np.zeros(manifest.shards, bool)
         """By shard."""
-        self.is_folded = np.zeros(manifest.shards, bool)
-        """Whether a shard's commit is in a fold, by shard."""
+        self.is_gathered = np.zeros(manifest.shards, bool)
+        """Whether a shard's commit is in a segment, by shard."""
         self.loose_commits = 0
         """Commits in files of their own."""
         self.short: list[int] = []
@@ -258,24 +258,24 @@ class _LedgerSurvey:
         """
 
     def watch(self, parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
-        """Pass the parts of a ledger on, and note what they say."""
+        """Pass the parts of a commit log on, and note what they say."""
         for part in parts:
             shards = part["shard"].to_numpy()
-            is_folded = part["folded"].to_numpy()
+            is_gathered = part["gathered"].to_numpy()
             # A directory may hold commits beyond the scan's last shard; they are not this scan's.
             is_own = shards < len(self.is_committed)
             self.short += shards[is_own & ~holds_whole_shard(self.manifest, part)].tolist()
             self.is_committed[shards[is_own]] = True
-            self.is_folded[shards[is_own & is_folded]] = True
-            self.loose_commits += np.count_nonzero(~is_folded)
+            self.is_gathered[shards[is_own & is_gathered]] = True
+            self.loose_commits += np.count_nonzero(~is_gathered)
             yield part
 
 
-def _fold_loose_commits(run: RunDirectory, damaged: set[int]) -> None:
-    ledger = run.ledger()
-    loose = ledger.filter(pa.array(~ledger["folded"].to_numpy()))
+def _gather_loose_commits(run: RunDirectory, damaged: set[int]) -> None:
+    commit_log = run.commit_log()
+    loose = commit_log.filter(pa.array(~commit_log["gathered"].to_numpy()))
     undamaged = [commit for commit in commits_of(loose) if commit.shard not in damaged]
-    fold(run.commits_directory, undamaged)
+    gather(run.commits_directory, undamaged)
 
 
 def say_what_differs(
@@ -382,29 +382,29 @@ def stop_after_failures_in_a_row(
             yield attempt
 
 
-def fold_commits(
+def gather_commits(
     run: RunDirectory, outcomes: Iterable[Commit | Failure]
 ) -> Iterator[Commit | Failure]:
-    """Pass outcomes on, and fold their commits into one file whenever there are enough.
+    """Pass outcomes on, and gather their commits into one file whenever there are enough.
 
-    A fold is written in the background, because a store may take seconds for it. The next one waits
-    for it: so there is one at a time, and an error of a fold is raised and not lost.
+    A segment is written in the background, because a store may take seconds for it. The next one
+    waits for it: so there is one at a time, and an error of a segment is raised and not lost.
     """
-    unfolded: list[Commit] = []
+    ungathered: list[Commit] = []
     with ThreadPoolExecutor(1) as background:
-        folding: Future[None] | None = None
+        gathering: Future[None] | None = None
         for outcome in outcomes:
             if isinstance(outcome, Commit):
-                unfolded.append(outcome)
+                ungathered.append(outcome)
             # The last few commits stay in files of their own, until there are enough of them.
-            if len(unfolded) == COMMITS_PER_FOLD:
-                if folding is not None:
-                    folding.result()
-                folding = background.submit(fold, run.commits_directory, unfolded)
-                unfolded = []
+            if len(ungathered) == COMMITS_PER_SEGMENT:
+                if gathering is not None:
+                    gathering.result()
+                gathering = background.submit(gather, run.commits_directory, ungathered)
+                ungathered = []
             yield outcome
-        if folding is not None:
-            folding.result()
+        if gathering is not None:
+            gathering.result()
 
 
 MakeReplica = Callable[[ModelInfo, Scan, str], Replica]

@@ -31,14 +31,14 @@ class Checked:
 def check_run(run: RunDirectory) -> Checked:
     """Read every committed file of a run, also in a store, and count the other files."""
     manifest = run.manifest()
-    ledger = run.ledger(BY_CONTENT)
+    commit_log = run.commit_log(BY_CONTENT)
     # Otherwise rows would be counted twice, which no single file shows.
-    check_merged(ledger)
+    check_merged(commit_log)
     damaged: list[Damage] = []
     committed_paths: set[str] = set()
     committed_bytes = 0
     try:
-        for file, why in examined_files(run.path, manifest, [ledger]):
+        for file, why in examined_files(run.path, manifest, [commit_log]):
             committed_paths.add(file.path)
             committed_bytes += file.bytes
             if why is not None:
@@ -47,7 +47,7 @@ def check_run(run: RunDirectory) -> Checked:
     except OSError as error:
         raise RunError(f"{run.path}: cannot be read ({reason(error)})") from None
     return Checked(
-        shards=len(ledger),
+        shards=len(commit_log),
         files=len(committed_paths),
         bytes=committed_bytes,
         damaged=sorted(damaged, key=lambda damage: (min(damage.shards), damage.path)),

@@ -5,14 +5,14 @@ The order of writes, for one group of shards after another:
 1. The merged files of every table and intervention are written whole, under names that are used
    once (`jobs.upkeep.merged_files`). No commit refers to them yet, so no reader sees them. Many
    groups are at this step at once, in other processes or on other machines.
-2. One fold says that the group's rows lie there. From that moment they do: a fold counts more than
-   commit files, and a later fold more than an earlier one.
+2. One segment says that the group's rows lie there. From that moment they do: a segment counts more
+  than commit files, and a later segment more than an earlier one.
 3. The commit files and the small data files are deleted. No commit that counts refers to them.
 
 If the process is killed before 2, merged files are left that no commit refers to. If it is killed
 after 2, small files are left that no commit refers to. So every row is counted once at every
-moment, and the next compaction deletes what was left (`clean`). At the end one fold of all commits
-replaces the folds before it.
+moment, and the next compaction deletes what was left (`clean`). At the end one segment of all
+commits replaces the segments before it.
 
 A damaged roll-up is written again in the same three steps. Merged files of its rows stay.
 
@@ -48,13 +48,13 @@ from headcount.jobs.upkeep.merged_files import (
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import (
     COMMITS,
-    COMMITS_PER_FOLD,
+    COMMITS_PER_SEGMENT,
     Commit,
     commit_name,
     commits_of,
     delete,
-    fold,
-    write_fold,
+    gather,
+    write_segment,
 )
 from headcount.schemas.files.places import names, reason
 from headcount.schemas.files.run_directory import RunDirectory, pc
@@ -66,7 +66,7 @@ ROWS = 2_000_000
 them is left alone.
 """
 
-MOST_UNITS = COMMITS_PER_FOLD
+MOST_UNITS = COMMITS_PER_SEGMENT
 """Units that are merged at once. A run of tiny shards is merged in several rounds: the units of the
 next round are the merged files of this one.
 """
@@ -80,7 +80,7 @@ class Size:
     """How large a run is on disk."""
 
     files: int
-    """Data files and files of the ledger."""
+    """Data files and files of the commit log."""
     bytes: int
     """Of the data files."""
 
@@ -130,30 +130,30 @@ class _Compaction:
     def run_to_end(self) -> list[str]:
         """Merge what can be merged; returns what is wrong with the shards that were left alone."""
         run = self.run
-        ledger = run.ledger().combine_chunks()
+        commit_log = run.commit_log().combine_chunks()
         # Make room first: a killed compaction may have left merged files that nobody needs.
-        clean(run, ledger)
-        problems = _damaged_shards(run, ledger)
-        damaged_rollups = _damaged_rollups(run, ledger)
-        while unit_groups := self._unit_groups(ledger, problems, damaged_rollups):
-            problems |= self._merge(ledger, unit_groups)
-            ledger = run.ledger().combine_chunks()
-        _fold_all(run, examined=set(ledger["shard"].to_pylist()) - problems.keys())
-        clean(run, run.ledger())
+        clean(run, commit_log)
+        problems = _damaged_shards(run, commit_log)
+        damaged_rollups = _damaged_rollups(run, commit_log)
+        while unit_groups := self._unit_groups(commit_log, problems, damaged_rollups):
+            problems |= self._merge(commit_log, unit_groups)
+            commit_log = run.commit_log().combine_chunks()
+        _gather_all(run, examined=set(commit_log["shard"].to_pylist()) - problems.keys())
+        clean(run, run.commit_log())
         # Shards of one damaged file share a message.
         return list(dict.fromkeys(problems.values()))
 
     def _unit_groups(
-        self, ledger: pa.Table, problems: Problems, damaged_rollups: list[str]
+        self, commit_log: pa.Table, problems: Problems, damaged_rollups: list[str]
     ) -> list[list[Unit]]:
         """What is to be merged now, without the shards that have a problem."""
-        units = _mergeable_units(ledger, self.rows, damaged_rollups)
+        units = _mergeable_units(commit_log, self.rows, damaged_rollups)
         return _grouped([u for u in units if problems.keys().isdisjoint(u.shards)], self.rows)
 
-    def _merge(self, ledger: pa.Table, unit_groups: list[list[Unit]]) -> Problems:
+    def _merge(self, commit_log: pa.Table, unit_groups: list[list[Unit]]) -> Problems:
         """Merge groups; returns what is wrong with the shards that cannot be merged."""
         problems: Problems = {}
-        groups = self._with_commits(ledger, unit_groups)
+        groups = self._with_commits(commit_log, unit_groups)
         for number, merged in enumerate(self.merge_groups(groups), start=1):
             problems |= merged.problems
             if len(merged.commits):
@@ -161,36 +161,37 @@ class _Compaction:
                 # process that lost the run must not go on: another one may be at work on it.
                 self.lease.check()
                 # 2. Say that the rows lie in the merged files.
-                write_fold(self.run.commits_directory, merged.commits)
+                write_segment(self.run.commits_directory, merged.commits)
                 # 3. Delete the commit files and the small data files.
                 delete(map(self.run.commit_file, merged.commits["shard"].to_pylist()))
                 delete(self.run.path / path for path in merged.old_paths)
             self.tell(f"{self.run.run_id}: group {number:,} of {len(unit_groups):,} merged")
         return problems
 
-    def _with_commits(self, ledger: pa.Table, unit_groups: list[list[Unit]]) -> Iterator[Group]:
+    def _with_commits(self, commit_log: pa.Table, unit_groups: list[list[Unit]]) -> Iterator[Group]:
         """The groups as workers get them, each when its turn comes."""
         manifest = self.run.manifest()
-        shards = ledger["shard"].to_numpy()
+        shards = commit_log["shard"].to_numpy()
         for units in unit_groups:
             shards_of_group = sorted(shard for unit in units for shard in unit.shards)
-            # The ledger is in shard order and has them all.
+            # The commit log is in shard order and has them all.
             positions = np.searchsorted(shards, shards_of_group)
-            commits = ledger.take(pa.array(positions)).select(COMMITS.names)
+            commits = commit_log.take(pa.array(positions)).select(COMMITS.names)
             yield Group(self.run, manifest, units, commits)
 
 
-def _mergeable_units(ledger: pa.Table, rows: int, damaged_rollups: list[str]) -> list[Unit]:
+def _mergeable_units(commit_log: pa.Table, rows: int, damaged_rollups: list[str]) -> list[Unit]:
     """The units that are to be merged, in shard order.
 
     These are the units with less than half of `rows`, and those that must be written again.
     """
-    lists = ledger["files"].combine_chunks()
+    lists = commit_log["files"].combine_chunks()
     files = pc.list_flatten(lists)
-    # For each file of the flattened list, the position in the ledger of the shard that it is of.
+    # For each file of the flattened list, the position in the commit log of the shard that it is
+    # of.
     positions = pc.list_parent_indices(lists).to_numpy()
 
-    rows_of_shard = np.zeros(len(ledger), int)
+    rows_of_shard = np.zeros(len(commit_log), int)
     np.maximum.at(rows_of_shard, positions, pc.struct_field(files, "rows").to_numpy())
 
     # Shards that were merged together share the files of all tables and interventions. So their
@@ -203,14 +204,14 @@ def _mergeable_units(ledger: pa.Table, rows: int, damaged_rollups: list[str]) ->
     shards_in_file = pc.struct_field(files, "shards").to_numpy()[first_files].tolist()
     shards_by_path = dict(zip(paths, shards_in_file, strict=True))
     is_rollup = pc.equal(pc.struct_field(files, "table"), ROLLUPS.name).to_numpy(False)
-    has_rollups = np.zeros(len(ledger), bool)
+    has_rollups = np.zeros(len(commit_log), bool)
     has_rollups[positions[is_rollup]] = True
     is_damaged = pc.is_in(pc.struct_field(files, "path"), pa.array(damaged_rollups, pa.string()))
-    has_damaged_rollups = np.zeros(len(ledger), bool)
+    has_damaged_rollups = np.zeros(len(commit_log), bool)
     has_damaged_rollups[positions[is_damaged.to_numpy(False)]] = True
 
-    shards = ledger["shard"].to_numpy()
-    codes = ledger["code"].to_pylist()
+    shards = commit_log["shard"].to_numpy()
+    codes = commit_log["code"].to_pylist()
     units: list[Unit] = []
     for path, members in positions_by_path.items():
         unit_rows = int(rows_of_shard[members].sum())
@@ -249,74 +250,76 @@ def _grouped(units: list[Unit], rows: int) -> list[list[Unit]]:
     return [group for group in groups if is_worth_merging(group)]
 
 
-def _damaged_shards(run: RunDirectory, ledger: pa.Table) -> Problems:
+def _damaged_shards(run: RunDirectory, commit_log: pa.Table) -> Problems:
     """The shards with a damaged file of rows, and what the user is told of each."""
     messages: Problems = {}
-    for damage in run.damaged_files([ledger]):
+    for damage in run.damaged_files([commit_log]):
         if not damage.is_of_rollup:
             message = damage_message(run, damage.shards, f"{damage.path} {damage.why}")
             messages |= dict.fromkeys(damage.shards, message)
     return messages
 
 
-def _damaged_rollups(run: RunDirectory, ledger: pa.Table) -> list[str]:
+def _damaged_rollups(run: RunDirectory, commit_log: pa.Table) -> list[str]:
     """The paths of damaged roll-ups. All of them are read: they take 4 % of the rows' space."""
-    damages = run.damaged_files([ledger], run.manifest(), [ROLLUPS.name])
+    damages = run.damaged_files([commit_log], run.manifest(), [ROLLUPS.name])
     return [damage.path for damage in damages if damage.is_of_rollup]
 
 
 def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ()) -> None:
     """Move the rows of some shards into one file for each table and intervention.
 
-    Their files may also hold rows of shards that the same fold takes back (`dropped`), and rows of
-    shards that no longer count there. Neither is moved.
+    Their files may also hold rows of shards that the same segment takes back (`dropped`), and rows
+    of shards that no longer count there. Neither is moved.
     """
-    # The order of writes is that of the docstring of this file. `fold` also deletes commit files.
+    # The order of writes is that of the docstring of this file. `gather` also deletes commit files.
     rows = pa.Table.from_pylist([commit.model_dump() for commit in commits], schema=COMMITS)
     moved_rows, old_paths = merge_files(run, run.manifest(), rows)
-    fold(run.commits_directory, list(commits_of(moved_rows)), dropped)
+    gather(run.commits_directory, list(commits_of(moved_rows)), dropped)
     delete(run.path / path for path in old_paths)
 
 
-def _fold_all(run: RunDirectory, examined: set[int]) -> None:
-    """Put all commits that count into one fold, and delete the folds before it.
+def _gather_all(run: RunDirectory, examined: set[int]) -> None:
+    """Put all commits that count into one segment, and delete the segments before it.
 
     A commit in a file of its own stays there if its shard was not `examined`: readers look at how
     files end only while a commit is in its own file (`schemas.files.damage.files_damaged_by_size`).
     """
     directory = run.commits_directory
-    old_folds = sorted(name for name in names(directory) if name.startswith("fold-"))
-    ledger = run.ledger()
-    is_folded = ledger["folded"].to_numpy()
-    shards = ledger["shard"].to_numpy()
-    is_new = ~is_folded & np.isin(shards, list(examined))
-    if len(old_folds) <= 1 and not is_new.any():
+    old_segments = sorted(name for name in names(directory) if name.startswith("segment-"))
+    commit_log = run.commit_log()
+    is_gathered = commit_log["gathered"].to_numpy()
+    shards = commit_log["shard"].to_numpy()
+    is_new = ~is_gathered & np.isin(shards, list(examined))
+    if len(old_segments) <= 1 and not is_new.any():
         return
-    write_fold(directory, ledger.filter(pa.array(is_folded | is_new)).select(COMMITS.names))
-    # The new fold has the last name and everything that counts, so the older ones say nothing any
-    # more. They go oldest first. If a fold that takes a shard back went before the fold that has
-    # the shard, and the process was killed in between, the shard would count again.
-    for name in old_folds:
+    write_segment(
+        directory, commit_log.filter(pa.array(is_gathered | is_new)).select(COMMITS.names)
+    )
+    # The new segment has the last name and everything that counts, so the older ones say nothing
+    # any more. They go oldest first. If a segment that takes a shard back went before the segment
+    # that has the shard, and the process was killed in between, the shard would count again.
+    for name in old_segments:
         (directory / name).unlink(missing_ok=True)
     delete(directory / commit_name(shard) for shard in shards[is_new].tolist())
 
 
-def clean(run: RunDirectory, ledger: pa.Table) -> None:
+def clean(run: RunDirectory, commit_log: pa.Table) -> None:
     """Delete what a killed compaction or a late replica left.
 
-    That is: commit files that a fold overrules, merged files that no commit refers to, and files
+    That is: commit files that a segment overrules, merged files that no commit refers to, and files
     of shards whose rows lie in others. Files of a shard that is not done stay: somebody may be
     about to commit them.
     """
-    done_shards = set(ledger["shard"].to_pylist())
-    folded_shards = set(ledger.filter(ledger["folded"])["shard"].to_pylist())
+    done_shards = set(commit_log["shard"].to_pylist())
+    gathered_shards = set(commit_log.filter(commit_log["gathered"])["shard"].to_pylist())
     commit_names = list(names(run.commits_directory))
     delete(
         run.commits_directory / name
         for name in commit_names
-        if name.endswith(".tmp") or _shard_of(name) in folded_shards
+        if name.endswith(".tmp") or _shard_of(name) in gathered_shards
     )
-    committed_paths = _paths(ledger)
+    committed_paths = _paths(commit_log)
     for directory in _data_directories(run):
         unused_names = [
             name
@@ -337,15 +340,15 @@ def delete_lost_attempts(run: RunDirectory) -> None:
 
     Then a bare glob is right, too. An attempt that is still under way takes its files back itself.
     """
-    # Listed before the ledger is read: an attempt that is committed meanwhile loses nothing.
+    # Listed before the commit log is read: an attempt that is committed meanwhile loses nothing.
     names_by_directory = {
         directory: list(names(run.path / directory)) for directory in _data_directories(run)
     }
-    # Unless shards were merged, each has one file in a directory. The ledger is read only if that
-    # is not so, because in a store each commit is two requests.
+    # Unless shards were merged, each has one file in a directory. The commit log is read only if
+    # that is not so, because in a store each commit is two requests.
     if all(map(_holds_each_shard_once, names_by_directory.values())):
         return
-    committed_paths = _paths(run.ledger(["files.path"]))
+    committed_paths = _paths(run.commit_log(["files.path"]))
     delete(
         run.path / directory / name
         for directory, file_names in names_by_directory.items()
@@ -360,9 +363,9 @@ def _holds_each_shard_once(file_names: list[str]) -> bool:
     return None not in shards and len(shards) == len(file_names)
 
 
-def _paths(ledger: pa.Table) -> set[str]:
-    """The paths of all files that a ledger refers to."""
-    return set(pc.struct_field(pc.list_flatten(ledger["files"]), "path").to_pylist())
+def _paths(commit_log: pa.Table) -> set[str]:
+    """The paths of all files that a commit log refers to."""
+    return set(pc.struct_field(pc.list_flatten(commit_log["files"]), "path").to_pylist())
 
 
 SHARD_FILE = re.compile(r"shard-(\d+)(-[0-9a-f]+)?\.(json|parquet)")
@@ -384,10 +387,10 @@ def _data_directories(run: RunDirectory) -> Iterator[str]:
 
 
 def _size(run: RunDirectory) -> Size:
-    files = pc.list_flatten(run.ledger(["files"])["files"])
+    files = pc.list_flatten(run.commit_log(["files"])["files"])
     paths = pc.struct_field(files, "path").to_pylist()
     sizes = pc.struct_field(files, "bytes").to_pylist()
     # Every shard of a merged file names it, so a file counts once by its path.
     size_by_path = dict(zip(paths, sizes, strict=True))
-    ledger_files = sum(not name.startswith(".") for name in names(run.commits_directory))
-    return Size(len(size_by_path) + ledger_files, sum(size_by_path.values()))
+    commit_log_files = sum(not name.startswith(".") for name in names(run.commits_directory))
+    return Size(len(size_by_path) + commit_log_files, sum(size_by_path.values()))

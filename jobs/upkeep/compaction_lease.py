@@ -1,13 +1,13 @@
 """One compaction at a time in a store, which has no locks.
 
-A compaction keeps a small object beside the ledger and writes it again and again. Another one that
-finds the object watches it: if it changes, its owner is alive, and the newcomer gives up. If it
-does not change for `STALE_SECONDS`, its owner is dead.
+A compaction keeps a small object beside the commit log and writes it again and again. Another one
+that finds the object watches it: if it changes, its owner is alive, and the newcomer gives up. If
+it does not change for `STALE_SECONDS`, its owner is dead.
 
 Two that begin in the same moment see each other, and both give up. A process that was asleep for
-longer finds out before its next fold, and stops. What remains is a fold whose one request hangs for
-so long that another compaction begins meanwhile. Then some shards refer to files that are gone,
-which is found as damage, and `headcount resume` measures them again.
+longer finds out before its next segment, and stops. What remains is a segment whose one request
+hangs for so long that another compaction begins meanwhile. Then some shards refer to files that are
+gone, which is found as damage, and `headcount resume` measures them again.
 """
 
 # pyarrow has no types.
@@ -43,7 +43,7 @@ LOOK_SECONDS = 1.0
 
 
 class Lease:
-    """The right to fold and to delete. On a disk a lock gives it, and this is always valid."""
+    """The right to gather and to delete. On a disk a lock gives it, and this is always valid."""
 
     def check(self) -> None:
         """Raise `RunError` if another process may have taken the run."""

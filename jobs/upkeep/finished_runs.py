@@ -40,7 +40,7 @@ def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> 
 
 
 def _is_large_and_complete(run: RunDirectory) -> bool:
-    ledger = run.ledger()
-    if len(ledger) < run.manifest().shards:
+    commit_log = run.commit_log()
+    if len(commit_log) < run.manifest().shards:
         return False
-    return (pc.sum(ledger["rows"]).as_py() or 0) >= LARGE_ROWS
+    return (pc.sum(commit_log["rows"]).as_py() or 0) >= LARGE_ROWS

@@ -84,7 +84,7 @@ class Group:
     run: RunDirectory
     manifest: Manifest
     units: list[Unit]
-    ledger: pa.Table
+    commit_log: pa.Table
     """The commits of their shards, in shard order."""
 
 
@@ -114,7 +114,7 @@ def merge_group(group: Group) -> Merged:
     units = group.units
     while is_worth_merging(units):
         shards = pa.array([shard for unit in units for shard in unit.shards], pa.int64())
-        rows = group.ledger.filter(pc.is_in(group.ledger["shard"], shards))
+        rows = group.commit_log.filter(pc.is_in(group.commit_log["shard"], shards))
         try:
             commits, old_paths = merge_files(group.run, group.manifest, rows)
         except DamagedShards as damage:
@@ -140,7 +140,7 @@ def damage_message(run: RunDirectory, shards: Sequence[int], what: str) -> str:
 def merge_files(
     run: RunDirectory, manifest: Manifest, commits: pa.Table
 ) -> tuple[pa.Table, list[str]]:
-    """Write the merged files of some shards, whose commits are rows of a ledger.
+    """Write the merged files of some shards, whose commits are rows of a commit log.
 
     Returns the commits that refer to them, and the paths of the files that held these rows. Such a
     file may also hold rows of shards that no longer count there. They are not moved. A merged file

@@ -1,7 +1,7 @@
 """Delete a run in an order that never leaves half a run.
 
-The manifest goes first, then the ledger, then the rows. If the process is killed on the way, what
-is left has no manifest, so no reader takes it for a run.
+The manifest goes first, then the commit log, then the rows. If the process is killed on the way,
+what is left has no manifest, so no reader takes it for a run.
 """
 
 # pyarrow has no types.
@@ -46,7 +46,7 @@ def describe_run(run: RunDirectory) -> str:
     """A run and how many of its shards are done, in words."""
     try:
         manifest = run.manifest()
-        done = int(holds_whole_shard(manifest, run.ledger(["stop"])).sum())
+        done = int(holds_whole_shard(manifest, run.commit_log(["stop"])).sum())
     except RunError as error:
         return f"{run.path} ({error})"
     return f"{run.path} ({done:,} of {manifest.shards:,} shards done)"

@@ -41,7 +41,7 @@ PATIENCE_SECONDS = 60.0
 """It is also at work if its last commit is no older than this, however short its shards are."""
 
 SHARDS_AT_ONCE = 10_000
-"""The ledger of a run with more shards is not read with the names of all files in one piece."""
+"""The commit log of a run with more shards is not read with the names of all files in one piece."""
 
 REASONS = 10
 """Failures and damaged files that are read and shown; the others are counted."""
@@ -56,7 +56,7 @@ COLUMNS = [
     "replica",
     "bad_rows",
 ]
-"""Columns of the ledger that a status needs."""
+"""Columns of the commit log that a status needs."""
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,18 @@ class StatusBefore:
 
 
 def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
-    """Read a run's manifest, its ledger and the notes of failures; `now` is the time here."""
+    """Read a run's manifest, its commit log and the notes of failures; `now` is the time here."""
     now_seconds = (now or datetime.now(UTC)).timestamp()
     manifest = run.manifest()
-    ledger, damages = done_and_damaged(run, manifest, COLUMNS)
-    done_shards = ledger["shard"].to_numpy()
+    commit_log, damages = done_and_damaged(run, manifest, COLUMNS)
+    done_shards = commit_log["shard"].to_numpy()
     failed_shards = _failed_shards(run, done_shards)
     tokens = tokens_of(manifest)
-    tokens_done = int(pc.sum(ledger["tokens"]).as_py() or 0)
+    tokens_done = int(pc.sum(commit_log["tokens"]).as_py() or 0)
     complete = len(done_shards) == manifest.shards
-    last_commit = _last_commit(ledger, now_seconds)
+    last_commit = _last_commit(commit_log, now_seconds)
     at_work = _is_locked(run.path)
-    paces = [] if complete else _paces(ledger, now_seconds)
+    paces = [] if complete else _paces(commit_log, now_seconds)
     if at_work is False:
         # Replicas of this machine end with the process that has the lock, even if their last
         # commits are recent. Those of other machines may be at work.
@@ -158,7 +158,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         damaged=len({shard for damage in damages for shard in damage.shards}),
         tokens=tokens,
         tokens_done=tokens_done,
-        bad_rows=pc.count_distinct(pc.list_flatten(ledger["bad_rows"])).as_py(),
+        bad_rows=pc.count_distinct(pc.list_flatten(commit_log["bad_rows"])).as_py(),
         damage=[str(damage) for damage in damages[:REASONS]],
         documents=fates.all if fates else None,
         failures=_errors(run, failed_shards[:REASONS].tolist()),
@@ -193,27 +193,27 @@ def read_status_before(run: RunDirectory, now: datetime | None = None) -> Status
 def done_and_damaged(
     run: RunDirectory, manifest: Manifest, columns: Sequence[str]
 ) -> tuple[pa.Table, list[Damage]]:
-    """The ledger of the shards that are done, and the files that are gone or of another size.
+    """The commit log of the shards that are done, and the files that are gone or of another size.
 
     A roll-up only repeats rows, so it is not among these files.
     """
     if manifest.shards <= SHARDS_AT_ONCE:
-        # Reading the ledger once is half the work of a list of a thousand small runs.
-        ledger = run.ledger([*columns, *BY_SIZE])
+        # Reading the commit log once is half the work of a list of a thousand small runs.
+        commit_log = run.commit_log([*columns, *BY_SIZE])
         try:
-            damages = files_damaged_by_size(run.path, [ledger])
+            damages = files_damaged_by_size(run.path, [commit_log])
         except OSError:
             damages = run.damaged_by_size()  # It tries again, and explains the error.
     else:
-        ledger = run.ledger(columns)
+        commit_log = run.commit_log(columns)
         # Sizes are checked in parts, because the names of all files take as much memory as
         # everything else.
         damages = run.damaged_by_size()
     damages = [damage for damage in damages if not damage.is_of_rollup]
     damaged_shards = [shard for damage in damages for shard in damage.shards]
-    is_whole = ~np.isin(ledger["shard"].to_numpy(), damaged_shards)
-    is_done = holds_whole_shard(manifest, ledger) & is_whole
-    return ledger.filter(pa.array(is_done)), damages
+    is_whole = ~np.isin(commit_log["shard"].to_numpy(), damaged_shards)
+    is_done = holds_whole_shard(manifest, commit_log) & is_whole
+    return commit_log.filter(pa.array(is_done)), damages
 
 
 def tokens_of(manifest: Manifest) -> int:
@@ -240,38 +240,38 @@ def _errors(run: RunDirectory, shards: list[int]) -> dict[int, str]:
     return errors
 
 
-def _last_commit(ledger: pa.Table, now: float) -> dict[str, Any]:
+def _last_commit(commit_log: pa.Table, now: float) -> dict[str, Any]:
     """The fields of a status that tell of the last commit."""
-    if not len(ledger):
+    if not len(commit_log):
         return {}
-    last = int(np.argmax(_finished_seconds(ledger)))
-    finished = ledger["finished"][last].as_py()
+    last = int(np.argmax(_finished_seconds(commit_log)))
+    finished = commit_log["finished"][last].as_py()
     seconds_since = now - finished.timestamp()
     return {
         "last_commit": finished.astimezone(UTC).isoformat(timespec="seconds"),
-        "last_host": ledger["host"][last].as_py(),
+        "last_host": commit_log["host"][last].as_py(),
         "seconds_since": round(max(0.0, seconds_since), 1),
         # A commit of the future was made by a clock that is ahead.
         "seconds_ahead": round(max(0.0, -seconds_since), 1),
     }
 
 
-def _finished_seconds(ledger: pa.Table) -> np.ndarray:
+def _finished_seconds(commit_log: pa.Table) -> np.ndarray:
     """When each commit was made, in seconds since 1970."""
-    return ledger["finished"].cast(pa.int64()).to_numpy() / 1e6
+    return commit_log["finished"].cast(pa.int64()).to_numpy() / 1e6
 
 
-def _paces(ledger: pa.Table, now: float) -> list[Pace]:
+def _paces(commit_log: pa.Table, now: float) -> list[Pace]:
     """The paces of the replicas at work, the fastest first."""
-    if not len(ledger):
+    if not len(commit_log):
         return []
     # A run may have a million commits, so they are summed by arrays. Each replica has a number, and
     # `replica_of` holds the number of the replica that made each recent commit.
-    encoded = ledger["replica"].combine_chunks().dictionary_encode()
+    encoded = commit_log["replica"].combine_chunks().dictionary_encode()
     replica_names = encoded.dictionary
     count = len(replica_names)
     replica_of_all = encoded.indices.to_numpy()
-    finished = _finished_seconds(ledger)
+    finished = _finished_seconds(commit_log)
     newest = np.full(count, -np.inf)
     np.maximum.at(newest, replica_of_all, finished)
     recent = np.flatnonzero(finished >= newest[replica_of_all] - RECENT_SECONDS)
@@ -279,7 +279,7 @@ def _paces(ledger: pa.Table, now: float) -> list[Pace]:
 
     def total(column: str) -> np.ndarray:
         """The sum of a column over the recent commits of each replica."""
-        values = ledger[column].to_numpy()[recent].astype(float)
+        values = commit_log[column].to_numpy()[recent].astype(float)
         # One commit with a broken number must not spoil the sums of its replica.
         finite_values = np.maximum(0, np.nan_to_num(values, posinf=0))
         return np.bincount(replica_of, finite_values, minlength=count)
@@ -294,7 +294,7 @@ def _paces(ledger: pa.Table, now: float) -> list[Pace]:
 
     # Each replica has a recent commit, its newest, so this has one entry for each replica.
     _, first_commits = np.unique(replica_of, return_index=True)
-    hosts = ledger["host"].take(pa.array(recent[first_commits]))
+    hosts = commit_log["host"].take(pa.array(recent[first_commits]))
     paces = [
         Pace(
             replica=replica_names[number].as_py(),
@@ -416,9 +416,9 @@ Row = tuple[str, ...]
 def list_line(run: RunDirectory, now: datetime | None = None) -> Row:
     """A run's row in a table of runs, under `HEADINGS`."""
     manifest = run.manifest()
-    ledger, _ = done_and_damaged(run, manifest, ["stop", "tokens"])
-    done_shards = ledger["shard"].to_numpy()
-    tokens_done = pc.sum(ledger["tokens"]).as_py() or 0
+    commit_log, _ = done_and_damaged(run, manifest, ["stop", "tokens"])
+    done_shards = commit_log["shard"].to_numpy()
+    tokens_done = pc.sum(commit_log["tokens"]).as_py() or 0
     scan = manifest.identity["scan"]
     phase = ""
     if len(done_shards) < manifest.shards:

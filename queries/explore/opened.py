@@ -104,7 +104,9 @@ class OpenedRuns:
         runs, _ = read_runs(place(path), code, read)
         return len(runs) == len(self._runs) and all(
             now is then
-            or (now.directory.path == then.directory.path and now.ledger.equals(then.ledger))
+            or (
+                now.directory.path == then.directory.path and now.commit_log.equals(then.commit_log)
+            )
             for now, then in zip(runs, self._runs, strict=True)
         )
 
@@ -151,7 +153,7 @@ class OpenedRuns:
     def new_sample(self, key: SampleKey) -> Sample:
         """A sample that is to be read."""
         run_id, intervention = key
-        table = f"ledger.sample_{next(self._sample_numbers)}"
+        table = f"internal.sample_{next(self._sample_numbers)}"
         return Sample(table, self.facts(run_id), Scope(run_id=run_id, intervention=intervention))
 
     def keep_sample(self, key: SampleKey, sample: Sample) -> list[Sample]:
@@ -283,7 +285,7 @@ class OpenedRuns:
     ) -> dict[str, Ends]:
         """Ends from the histograms of all values: rows would mean the footers of all files."""
         self.hold_bins(facts, facts.interventions[0], statistics, cursor)
-        bins = BINS_IN_MEMORY if facts.keeps_sample else "ledger.head_bins"
+        bins = BINS_IN_MEMORY if facts.keeps_sample else "internal.head_bins"
         conditions = [
             f"run_id = {text_literal(facts.run_id)}",
             f"intervention = {text_literal(facts.interventions[0])}",
@@ -406,7 +408,7 @@ class BinsInMemory:
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
         connection.execute(
-            f"CREATE TABLE {BINS_IN_MEMORY} AS SELECT {COLUMNS} FROM ledger.head_bins LIMIT 0"
+            f"CREATE TABLE {BINS_IN_MEMORY} AS SELECT {COLUMNS} FROM internal.head_bins LIMIT 0"
         )
         self._bins_held: set[tuple[str, str, str]] = set()
         """Run, intervention and statistic."""
@@ -433,6 +435,6 @@ class BinsInMemory:
             ]
             cursor.execute(
                 f"INSERT INTO {BINS_IN_MEMORY} "
-                f"SELECT {COLUMNS} FROM ledger.head_bins{where(conditions)}"
+                f"SELECT {COLUMNS} FROM internal.head_bins{where(conditions)}"
             )
             self._bins_held |= keys

@@ -33,7 +33,7 @@ MOST_STATISTICS = 12
 MOST_SEQUENCES = 20
 """Sequences that one query names at most."""
 
-BINS_IN_MEMORY = "ledger.bins_in_memory"
+BINS_IN_MEMORY = "internal.bins_in_memory"
 """The table of the histograms of roll-ups that were asked for, by head."""
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -523,7 +523,7 @@ class Card(HeadQuery):
     def _from_rows(self, facts: RunFacts) -> str:
         """The same rows, from those of the head."""
         names = ", ".join(map(quoted_name, facts.statistics))
-        rows = "FROM heads JOIN ledger.documents USING (run_id, intervention, sequence)"
+        rows = "FROM heads JOIN internal.documents USING (run_id, intervention, sequence)"
         return (
             "WITH of_rows AS (SELECT document, "
             f"unnest([{', '.join(map(text_literal, facts.statistics))}]) AS statistic, "
@@ -598,7 +598,7 @@ class Parts(HeadQuery):
                 "FROM (SELECT pile_set_name AS part, document, "
                 f"document_sums({value}, document) AS sums "
                 f"FROM (SELECT run_id, intervention, sequence, {value} FROM heads{rows}) "
-                "JOIN ledger.documents USING (run_id, intervention, sequence) GROUP BY ALL) "
+                "JOIN internal.documents USING (run_id, intervention, sequence) GROUP BY ALL) "
                 f"GROUP BY part {order}"
             )
         ]
@@ -796,7 +796,7 @@ def _rolled_up_bins(scope: Scope, statistics: Sequence[str], conditions: list[st
     conditions = [*scope.conditions_on_run, *conditions, f"statistic IN ({names})"]
     bins = BINS_IN_MEMORY
     if scope.part is not None:
-        bins = "ledger.subset_bins"
+        bins = "internal.subset_bins"
         conditions.append(f"pile_set_name = {text_literal(scope.part)}")
     return Statement(
         # The outermost bins of an open axis have no end, but their values do.

@@ -119,7 +119,7 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, lazily: boo
     register_stores(connection, [run.directory.path for run in runs], opened.committed)
     # DuckDB would otherwise take a misspelt view for a Python variable of the caller.
     connection.execute("SET python_enable_replacements = false")
-    connection.execute("CREATE SCHEMA ledger")
+    connection.execute("CREATE SCHEMA internal")
     # Creating a view opens a file of every run below it. So all views are created over empty
     # tables, and the tables are pointed at the files last.
     measured = run_tables.measured_columns(runs)
@@ -239,7 +239,9 @@ def _sources_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
     cursor.execute("BEGIN TRANSACTION")
     try:
         for name in SOURCES:
-            cursor.execute(f"CREATE OR REPLACE VIEW ledger.{name} AS FROM ledger.{name}_content")
+            cursor.execute(
+                f"CREATE OR REPLACE VIEW internal.{name} AS FROM internal.{name}_content"
+            )
         tables = cursor.get_table_names(sql, qualified=True)
     except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException):
         # DuckDB names the tables without the columns that USING needs and without the values that
@@ -254,7 +256,7 @@ def _sources_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
         return list(TABLES)
     finally:
         cursor.execute("ROLLBACK")
-    return [name for name in SOURCES if f"ledger.{name}_content" in tables]
+    return [name for name in SOURCES if f"internal.{name}_content" in tables]
 
 
 def _tables_of(run: Run, sources: Iterable[str]) -> list[str]:
@@ -282,9 +284,9 @@ def _verified(run: Run, tables: list[str], tell: Tell) -> Run:
     if not damage:
         return run
     # The run may have changed since it was opened: files that were measured again, extended or
-    # merged are not damaged, so look once more with the ledger of now.
+    # merged are not damaged, so look once more with the commit log of now.
     run_now = read_run(run.directory, run.code)
-    if not run_now.ledger.equals(run.ledger):
+    if not run_now.commit_log.equals(run.commit_log):
         run = run_now
         damage = _new_damage(run, tables, tell)
     return replace(run, damaged=[*run.damaged, *damage]) if damage else run
@@ -340,7 +342,7 @@ def _problem_of_view(
 ) -> str | None:
     """Create the view of a source; why that cannot be, or None if it is there."""
     return _problem(
-        connection, f"CREATE OR REPLACE VIEW ledger.{source.name} AS {source_sql(source, runs)}"
+        connection, f"CREATE OR REPLACE VIEW internal.{source.name} AS {source_sql(source, runs)}"
     )
 
 
@@ -394,7 +396,7 @@ def _create_table(connection: duckdb.DuckDBPyConnection, name: str, content: pa.
     columns = content.schema.names
     needs_label = {"layer", "head"} <= set(columns) and "label" not in columns
     label = ", 'L' || layer || 'H' || head AS label" if needs_label else ""
-    connection.execute(f"CREATE VIEW main.{name} AS SELECT *{label} FROM ledger.{name}")
+    connection.execute(f"CREATE VIEW main.{name} AS SELECT *{label} FROM internal.{name}")
 
 
 def _create_source(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
@@ -404,8 +406,8 @@ def _create_source(connection: duckdb.DuckDBPyConnection, name: str, content: pa
     else:
         # Seven times as fast as a copy of no rows, and most tables are empty.
         columns = _columns_of(content.schema)
-        connection.execute(f"CREATE TABLE ledger.{name}_content ({columns})")
-    connection.execute(f"CREATE VIEW ledger.{name} AS FROM ledger.{name}_content")
+        connection.execute(f"CREATE TABLE internal.{name}_content ({columns})")
+    connection.execute(f"CREATE VIEW internal.{name} AS FROM internal.{name}_content")
 
 
 SQL_TYPES = {
@@ -437,7 +439,7 @@ def _columns_of(fields: Iterable[pa.Field]) -> str:
 def _store_content(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
     """Copy rows into the table below a view."""
     connection.register("content", content)
-    connection.execute(f"CREATE OR REPLACE TABLE ledger.{name}_content AS FROM content")
+    connection.execute(f"CREATE OR REPLACE TABLE internal.{name}_content AS FROM content")
     connection.unregister("content")
 
 

@@ -2,8 +2,8 @@
 
 They come from the roll-ups that were written, and from the rows of shards that have none.
 
-`ledger.subset_moments`, `ledger.head_moments`, `ledger.subset_bins` and `ledger.head_bins` are what
-the views subset_summaries, head_summaries, distributions and head_quantiles stand on.
+`internal.subset_moments`, `internal.head_moments`, `internal.subset_bins` and `internal.head_bins`
+are what the views subset_summaries, head_summaries, distributions and head_quantiles stand on.
 
 Each statistic has a select of its own. So a query about one of them reads one column of the
 rows: DuckDB drops the selects whose constant `statistic` is another one.
@@ -82,7 +82,7 @@ def create_rollup_views(
         "head_bins": merged_bins(HEAD_KEYS, statistics),
     }
     for name, sql in views.items():
-        connection.execute(f"CREATE OR REPLACE VIEW ledger.{name} AS {sql}")
+        connection.execute(f"CREATE OR REPLACE VIEW internal.{name} AS {sql}")
 
 
 def merged_moments(keys: Sequence[str], statistics: Sequence[MeasuredStatistic]) -> str:
@@ -194,7 +194,7 @@ def _written_moments(keys: Sequence[str]) -> str:
         SELECT
             {", ".join(keys)}, document, count, undefined, mean, m2, minimum, maximum,
             documents, document_m2, document_product, document_squares
-        FROM ledger.rollups
+        FROM internal.rollups
         WHERE {_level(keys)}"""
 
 
@@ -204,7 +204,7 @@ def _written_bins(keys: Sequence[str]) -> str:
         SELECT
             {", ".join(keys)}, range_low, range_high, minimum, maximum,
             unnest(bins) AS bin, unnest(counts) AS count
-        FROM ledger.rollups
+        FROM internal.rollups
         WHERE {_level(keys)}"""
 
 
@@ -272,16 +272,16 @@ def _keys_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
 def _rows(keys: Sequence[str]) -> str:
     """The rows of heads, with the subset of the Pile if it is among the keys."""
     if "pile_set_name" not in keys:
-        return "ledger.unrolled_heads"
+        return "internal.unrolled_heads"
     return _rows_with("pile_set_name", "unrolled_sequences")
 
 
 def _rows_with(columns: str, view: str) -> str:
     """The rows of heads, with columns that an internal view has for each sequence."""
     # Not USING: where DuckDB names the tables of a query, it knows no columns of a table.
-    return f"""ledger.unrolled_heads JOIN (
+    return f"""internal.unrolled_heads JOIN (
             SELECT run_id AS _run, intervention AS _intervention, sequence AS _sequence, {columns}
-            FROM ledger.{view}
+            FROM internal.{view}
         ) ON run_id = _run AND intervention = _intervention AND sequence = _sequence"""
 
 

@@ -1,4 +1,4 @@
-"""One run as queries see it: its manifest, its ledger, and the files whose rows count."""
+"""One run as queries see it: its manifest, its commit log, and the files whose rows count."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from headcount.schemas.scans.kinds import WORDS
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its manifest, its ledger, and what of it can be read."""
+    """One run: its manifest, its commit log, and what of it can be read."""
 
     directory: RunDirectory
     manifest: Manifest
-    ledger: pa.Table
+    commit_log: pa.Table
     """One row per commit, in shard order."""
     code: str | None
     """Only shards that this code measured are read. None reads all."""
@@ -45,12 +45,12 @@ class Run:
     @cached_property
     def is_whole(self) -> np.ndarray:
         """For each commit, whether all of its files but roll-ups are as committed."""
-        return ~np.isin(self.ledger["shard"].to_numpy(), _shards_of(self.damaged_data))
+        return ~np.isin(self.commit_log["shard"].to_numpy(), _shards_of(self.damaged_data))
 
     @cached_property
     def done(self) -> pa.Table:
         """The commits whose files are as committed. Roll-ups may be damaged."""
-        return self.ledger.filter(pa.array(self.is_whole))
+        return self.commit_log.filter(pa.array(self.is_whole))
 
     def files(self, table: str, unrolled: bool = False) -> list[str]:
         """Full paths of a table's files that count.
@@ -107,11 +107,11 @@ class Run:
         if not self.damaged_data or table == ROLLUPS.name:
             return []
         # One entry per commit and file: which shard, which path, and whether the commit is whole.
-        files = pc.list_flatten(self.ledger["files"])
-        commit_of_file = pc.list_parent_indices(self.ledger["files"])
+        files = pc.list_flatten(self.commit_log["files"])
+        commit_of_file = pc.list_parent_indices(self.commit_log["files"])
         of_table = pc.equal(pc.struct_field(files, "table"), table)
         paths = pc.struct_field(files, "path").filter(of_table)
-        shards = self.ledger["shard"].take(commit_of_file).filter(of_table)
+        shards = self.commit_log["shard"].take(commit_of_file).filter(of_table)
         is_whole = pa.array(self.is_whole).take(commit_of_file).filter(of_table)
         # A file that only damaged shards use is not read at all, so it hides nothing.
         is_read = pc.is_in(paths, pc.unique(paths.filter(is_whole)))
@@ -144,17 +144,17 @@ def _shards_of(damaged: list[Damage]) -> list[int]:
 
 
 def read_run(directory: RunDirectory, code: str | None) -> Run:
-    """Read a manifest and a ledger, and look for files that are gone or have another size."""
+    """Read a manifest and a commit log, and look for files that are gone or have another size."""
     manifest = directory.manifest()
-    ledger = directory.ledger()
+    commit_log = directory.commit_log()
     # Otherwise rows would count twice.
-    check_merged(ledger)
+    check_merged(commit_log)
     if code is not None:
-        codes = ledger["code"].to_pylist()
+        codes = commit_log["code"].to_pylist()
         if code not in codes:
             raise QueryError(f"run {directory.run_id}: {unknown('code', code, set(codes))}")
-        ledger = ledger.filter(pa.array([own == code for own in codes], pa.bool_()))
-    return Run(directory, manifest, ledger, code, directory.damaged_files([ledger]))
+        commit_log = commit_log.filter(pa.array([own == code for own in codes], pa.bool_()))
+    return Run(directory, manifest, commit_log, code, directory.damaged_files([commit_log]))
 
 
 ReadRun = Callable[[RunDirectory, str | None], Run]
@@ -164,7 +164,7 @@ ReadRun = Callable[[RunDirectory, str | None], Run]
 def read_runs(
     path: Place, code: str | None = None, read: ReadRun = read_run
 ) -> tuple[list[Run], list[RunError]]:
-    """Read the manifests and ledgers at `path`, and say which runs cannot be read.
+    """Read the manifests and commit logs at `path`, and say which runs cannot be read.
 
     `code` reads only the shards that it measured. `read` may remember runs. It is an error if no
     run can be read.

@@ -60,7 +60,7 @@ class RunMemory:
         if last and last.is_settled and last.state == state:
             return last.run
         run = read_run(directory, code)
-        folders = data_folders(run.ledger)
+        folders = data_folders(run.commit_log)
         if last and last.state == state and last.folders == folders:
             is_settled = began - last.first_seen >= CLOCK_TICK_SECONDS
             self._reads[key] = _Read(run, folders, state, last.first_seen, is_settled)

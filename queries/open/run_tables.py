@@ -327,10 +327,10 @@ def _measured_heads(scan: Mapping[str, Any]) -> str:
     return "all"
 
 
-def _precisions(ledger: pa.Table) -> list[str]:
+def _precisions(commit_log: pa.Table) -> list[str]:
     """The precisions that some commits were measured in."""
     # Every commit has a list of methods, one for each intervention.
-    methods = pc.list_flatten(ledger["methods"])
+    methods = pc.list_flatten(commit_log["methods"])
     return sorted(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
 
 
@@ -350,7 +350,7 @@ def _committed_shards(run: Run) -> pa.Table:
     schema = _schema(SHARDS)
     of_commit = [name for name in schema.names if name not in ("status", "damage")]
     status = pa.array(np.where(run.is_whole, "done", "damaged"), pa.string())
-    shards = run.ledger.select(of_commit).append_column("status", status)
+    shards = run.commit_log.select(of_commit).append_column("status", status)
     shards = shards.append_column("damage", _damage_column(run))
     return shards.select(schema.names).cast(schema)
 
@@ -358,18 +358,18 @@ def _committed_shards(run: Run) -> pa.Table:
 def _damage_column(run: Run) -> pa.Array:
     """For each commit, the first thing that is wrong with its files. NULL if nothing is."""
     if not run.damaged_data:
-        return pa.nulls(len(run.ledger), pa.string())
+        return pa.nulls(len(run.commit_log), pa.string())
     problems: dict[int, str] = {}
     for damage in run.damaged_data:
         for shard in damage.shards:
             problems.setdefault(shard, f"{damage.path} {damage.why}")
-    shards = run.ledger["shard"].to_pylist()
+    shards = run.commit_log["shard"].to_pylist()
     return pa.array([problems.get(shard) for shard in shards], pa.string())
 
 
 def _missing_shards(run: Run) -> pa.Table:
     """A row for each shard of a run that has no commit: only its place is known."""
-    shards = np.setdiff1d(np.arange(run.manifest.shards), run.ledger["shard"].to_numpy())
+    shards = np.setdiff1d(np.arange(run.manifest.shards), run.commit_log["shard"].to_numpy())
     values: dict[str, Any] = {
         "run_id": [run.directory.run_id] * len(shards),
         "shard": shards,

@@ -25,7 +25,7 @@ BLIND = re.compile(
 Profiles have a column `query`, so only a function of this name counts.
 """
 
-FOUNDED = re.compile(r"\bledger\.(?:head|subset)_")
+FOUNDED = re.compile(r"\binternal\.(?:head|subset)_")
 """Names of the internal views that some queries stand on, which take time to create."""
 
 

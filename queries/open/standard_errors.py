@@ -18,7 +18,7 @@ MACROS = {
     "standard_error(m2, number, documents)": """
         CASE WHEN documents > 1 THEN sqrt(m2 * documents / (documents - 1)) / number END""",
     # An aggregate over the rows of one document, or of all that have one sequence each (NULL): by
-    # `ledger.documents`. For the latter, S_d is the value itself.
+    # `internal.documents`. For the latter, S_d is the value itself.
     "document_sums(value, document)": """
         struct_pack(
             number := count(value),
@@ -53,7 +53,7 @@ DOCUMENTS = """
             WHEN count(*) OVER (PARTITION BY run_id, intervention, document) > 1 {or_it_goes_on}
             THEN document
         END AS document
-    FROM ledger.{sequences}
+    FROM internal.{sequences}
     WINDOW in_order AS (PARTITION BY run_id, intervention ORDER BY sequence)"""
 """The document of each sequence. NULL if it has no other: most queries need no group for it."""
 
@@ -68,7 +68,7 @@ def create_error_macros(connection: duckdb.DuckDBPyConnection) -> None:
     for signature, body in MACROS.items():
         connection.execute(f"CREATE MACRO {signature} AS {body}")
     all_documents = DOCUMENTS.format(sequences="sequences", or_it_goes_on="")
-    connection.execute(f"CREATE VIEW ledger.documents AS {all_documents}")
+    connection.execute(f"CREATE VIEW internal.documents AS {all_documents}")
     # Where all is rolled up, this one reads nothing.
     unrolled = DOCUMENTS.format(sequences="unrolled_sequences", or_it_goes_on=AT_AN_END)
-    connection.execute(f"CREATE VIEW ledger.unrolled_documents AS {unrolled}")
+    connection.execute(f"CREATE VIEW internal.unrolled_documents AS {unrolled}")

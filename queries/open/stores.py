@@ -43,9 +43,9 @@ class CommittedObject:
     """Stands for the time of the last change. It follows from the content."""
 
 
-def committed_objects(run: StorePath, ledger: pa.Table) -> dict[str, CommittedObject]:
+def committed_objects(run: StorePath, commit_log: pa.Table) -> dict[str, CommittedObject]:
     """The objects that some commits of a run refer to, by key. Older commits have no digest."""
-    files = pc.list_flatten(ledger["files"]).combine_chunks()
+    files = pc.list_flatten(commit_log["files"]).combine_chunks()
     columns = [pc.struct_field(files, name).to_pylist() for name in ("path", "bytes", "digest")]
     return {
         f"{run.key}/{path}": CommittedObject(

@@ -17,7 +17,7 @@ class Source:
     """Committed rows of a table: all, or those that roll-ups do not have."""
 
     name: str
-    """The name of its view in the schema `ledger`."""
+    """The name of its view in the schema `commit_log`."""
     table: Table
     unrolled: bool = False
 
@@ -40,7 +40,7 @@ def source_sql(source: Source, runs: list[Run]) -> str:
     """
     # An empty table comes first, so that columns and types are there before the first commit.
     table = source.table
-    selects = [f"FROM ledger.{table.name}_content"]
+    selects = [f"FROM internal.{table.name}_content"]
     files_by_columns: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         files = run.files(table.name, source.unrolled)

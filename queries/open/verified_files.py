@@ -92,9 +92,9 @@ def _wait_for(examinations: list[Future[None]], byte_count: int, tell: Tell) -> 
         examination.result()
 
 
-def _keys(home: Path, ledger: pa.Table, tables: list[str]) -> dict[str, bytes]:
+def _keys(home: Path, commit_log: pa.Table, tables: list[str]) -> dict[str, bytes]:
     """A key for each file of some tables, by path. Empty if it cannot be remembered now."""
-    files = pc.list_flatten(ledger["files"])
+    files = pc.list_flatten(commit_log["files"])
     is_of_tables = pc.is_in(pc.struct_field(files, "table"), pa.array(tables, pa.string()))
     files = files.filter(is_of_tables)
     paths = pc.struct_field(files, "path").to_pylist()

@@ -96,7 +96,7 @@ def kept_curve_sql(profile: str, axis: str, condition: str) -> str:
                     generate_subscripts({values}, 1) - 1 AS {axis}, unnest({values}) AS value
                 FROM curves {condition}
             )
-            JOIN ledger.documents USING (run_id, intervention, sequence)
+            JOIN internal.documents USING (run_id, intervention, sequence)
             GROUP BY ALL
         )
         GROUP BY ALL

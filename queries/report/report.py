@@ -428,7 +428,7 @@ def _prediction_sql(name: str, in_run: str) -> str:
                     intervened.{name}::DOUBLE - untouched.{name}, documents.document
                 ) AS change_sums
             FROM (FROM sequences {in_run}) AS intervened
-            JOIN ledger.documents USING (run_id, intervention, sequence)
+            JOIN internal.documents USING (run_id, intervention, sequence)
             LEFT JOIN sequences AS untouched
                 ON untouched.run_id = intervened.run_id
                 AND untouched.sequence = intervened.sequence

@@ -255,7 +255,7 @@ def _read_distributions(database: RunDatabase, section: Section, of_head: str) -
     # Not `distributions`, which has as many rows for each subset of the Pile, and joins sequences.
     sql = f"""
         SELECT statistic, layer, head, bin, low, high, count
-        FROM ledger.head_bins {section.condition}{of_head}
+        FROM internal.head_bins {section.condition}{of_head}
         ORDER BY statistic, bin
     """
     for name, rows in _by_statistic(_table(database, "distributions", sql)):

@@ -1,17 +1,17 @@
-"""The ledger of a run: which shards are done, and how each one was measured.
+"""The commit log of a run: which shards are done, and how each one was measured.
 
 commits/shard-000000.json           one commit, written last by the replica that measured the shard
-commits/fold-000000-DIGEST.parquet  thousands of commits in one file, which replaces their files
+commits/segment-000000-DIGEST.parquet  thousands of commits in one file, which replaces their files
 
-A shard is done if and only if its commit is in the ledger, as a file of its own or in a fold.
-If several folds hold a shard, the fold with the latest name wins. If a fold and a file hold it, the
-fold wins: the file is what a late or repeated attempt left behind. A fold may also take shards back
-(`dropped`); then a file counts again.
+A shard is done if and only if its commit is in the commit log, as a file of its own or in a
+segment. If several segments hold a shard, the segment with the latest name wins. If a segment and a
+file hold it, the segment wins: the file is what a late or repeated attempt left behind. A segment
+may also take shards back (`dropped`); then a file counts again.
 
-A fold is written whole before the files that it replaces are deleted, and no file name is ever used
-for two contents. So a process that folds may die at any time, and two may fold at once.
+A segment is written whole before the files that it replaces are deleted, and no file name is ever
+used for two contents. So a process that gathers may die at any time, and two may gather at once.
 
-A commit knows its data files by their digests. A fold has its own digest in its name.
+A commit knows its data files by their digests. A segment has its own digest in its name.
 """
 
 # pyarrow has no types.
@@ -40,8 +40,8 @@ from headcount.schemas.files.digests import digest_of, digest_of_file
 from headcount.schemas.files.parquet import parquet_bytes, read_content
 from headcount.schemas.files.places import Place, names, open_at_once, reason, settle, write_whole
 
-COMMITS_PER_FOLD = 4096
-"""Commits that are folded into one file."""
+COMMITS_PER_SEGMENT = 4096
+"""Commits that are gathered into one file."""
 
 READERS = 16
 """Files read or deleted at once. A store answers each request slowly, but many at a time."""
@@ -50,7 +50,7 @@ MOST_LISTINGS = 20
 """A file that so many listings have and nobody can open is an error."""
 
 LISTING_PAUSE = 0.1
-"""Seconds between two listings: whoever folds deletes thousands of files."""
+"""Seconds between two listings: whoever gathers deletes thousands of files."""
 
 T = TypeVar("T")
 
@@ -171,28 +171,30 @@ def _arrow_fields(model: type[BaseModel]) -> list[tuple[str, pa.DataType]]:
 
 
 COMMITS = pa.schema(_arrow_fields(Commit))
-"""Columns of a fold, which also has the column `dropped`."""
+"""Columns of a segment, which also has the column `dropped`."""
 
 FILES = COMMITS.field("files").type.value_type
-"""What a fold says about each data file."""
+"""What a segment says about each data file."""
 
 DROPPED = pa.field("dropped", pa.bool_())
 
 
-def read_ledger(directory: Place, run_id: str, columns: Sequence[str] | None = None) -> pa.Table:
+def read_commit_log(
+    directory: Place, run_id: str, columns: Sequence[str] | None = None
+) -> pa.Table:
     """The commits that count, one row per done shard in shard order.
 
-    The table has `columns` (default: all) and `folded`. A column `files.path` is `files` with only
-    that field.
+    The table has `columns` (default: all) and `gathered`. A column `files.path` is `files` with
+    only that field.
     """
     while True:
-        folds = _fold_names(names(directory))
-        ledger = listed_again(lambda: pa.concat_tables(read_parts(directory, run_id, columns)))
-        # A listing is not a snapshot: it may show neither a new fold nor the files deleted for it.
-        # If the folds are the same before and after, no shard fell between the two.
-        if _fold_names(names(directory)) == folds:
-            order = np.argsort(ledger["shard"].to_numpy(), kind="stable")
-            return ledger.take(order)
+        segments = _segment_names(names(directory))
+        commit_log = listed_again(lambda: pa.concat_tables(read_parts(directory, run_id, columns)))
+        # A listing is not a snapshot: it may show neither a new segment nor the files deleted for
+        # it. If the segments are the same before and after, no shard fell between the two.
+        if _segment_names(names(directory)) == segments:
+            order = np.argsort(commit_log["shard"].to_numpy(), kind="stable")
+            return commit_log.take(order)
 
 
 def read_oldest(directory: Place, run_id: str, columns: Sequence[str]) -> dict[str, Any] | None:
@@ -210,10 +212,10 @@ def read_oldest(directory: Place, run_id: str, columns: Sequence[str]) -> dict[s
 
 
 def listed_again(read: Callable[[], T]) -> T:
-    """What `read` makes of a ledger; it is called again if a file that it has listed is gone.
+    """What `read` makes of a commit log; it is called again if a file that it has listed is gone.
 
-    Then somebody folded meanwhile, and the next listing has a newer fold instead of the file. One
-    that every listing has is not gone: it is for example a link to nowhere.
+    Then somebody gathered meanwhile, and the next listing has a newer segment instead of the file.
+    One that every listing has is not gone: it is for example a link to nowhere.
     """
     times_gone: Counter[str] = Counter()
     while True:
@@ -252,9 +254,9 @@ def reading_at_once(directory: Place, files: int) -> Iterator[MapFiles]:
 def read_parts(
     directory: Place, run_id: str, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """The rows of `read_ledger` in parts of bounded size, the oldest fold first.
+    """The rows of `read_commit_log` in parts of bounded size, the oldest segment first.
 
-    Commits that are files of their own come last. Raises FileNotFoundError if somebody else folds
+    Commits that are files of their own come last. Raises FileNotFoundError if somebody else gathers
     meanwhile.
     """
     # Which rows count is decided by their shards, so these are read in any case.
@@ -262,34 +264,36 @@ def read_parts(
         dict.fromkeys(["shard", *(COMMITS.names if columns is None else columns)])
     )
     file_names = list(names(directory))
-    folds = _fold_names(file_names)
+    segments = _segment_names(file_names)
     commit_files = [n for n in file_names if n.startswith("shard-") and n.endswith(".json")]
-    with reading_at_once(directory, len(folds) + len(commit_files)) as map_files:
-        # The keys of all folds come first: a later fold decides whether an earlier row counts.
-        fold_keys = list(map_files(lambda name: _read_keys(directory / name), folds))
-        row_masks = _rows_that_count(fold_keys)
-        folded_shards = [
-            keys["shard"].to_numpy()[mask] for keys, mask in zip(fold_keys, row_masks, strict=True)
+    with reading_at_once(directory, len(segments) + len(commit_files)) as map_files:
+        # The keys of all segments come first: a later segment decides whether an earlier row
+        # counts.
+        segment_keys = list(map_files(lambda name: _read_keys(directory / name), segments))
+        row_masks = _rows_that_count(segment_keys)
+        gathered_shards = [
+            keys["shard"].to_numpy()[mask]
+            for keys, mask in zip(segment_keys, row_masks, strict=True)
         ]
         loose = _read_files(map_files, directory, run_id, commit_files, _schema_of(wanted_columns))
-        # A fold wins over a file of the same shard, which a late attempt may have left behind.
-        every_folded_shard = np.concatenate([*folded_shards, np.empty(0, int)])
-        is_loose = ~np.isin(loose["shard"].to_numpy(), every_folded_shard)
-        # A few folds at a time, so that the memory stays bounded while the caller works.
-        for start in range(0, len(folds), READERS):
+        # A segment wins over a file of the same shard, which a late attempt may have left behind.
+        every_gathered_shard = np.concatenate([*gathered_shards, np.empty(0, int)])
+        is_loose = ~np.isin(loose["shard"].to_numpy(), every_gathered_shard)
+        # A few segments at a time, so that the memory stays bounded while the caller works.
+        for start in range(0, len(segments), READERS):
             stop = start + READERS
             tables = map_files(
-                lambda name, mask: _read_fold(directory / name, wanted_columns, mask),
-                folds[start:stop],
+                lambda name, mask: _read_segment(directory / name, wanted_columns, mask),
+                segments[start:stop],
                 row_masks[start:stop],
             )
             for table in tables:
-                yield _with_folded(table, folded=True)
-        yield _with_folded(loose.filter(pa.array(is_loose)), folded=False)
+                yield _with_gathered(table, gathered=True)
+        yield _with_gathered(loose.filter(pa.array(is_loose)), gathered=False)
 
 
-def _read_fold(file: Place, wanted_columns: list[str], mask: np.ndarray) -> pa.Table:
-    """Some columns of the rows of a fold that `mask` selects."""
+def _read_segment(file: Place, wanted_columns: list[str], mask: np.ndarray) -> pa.Table:
+    """Some columns of the rows of a segment that `mask` selects."""
     # Parquet calls the items of a list `list.element`.
     leaves = [name.replace("files.", "files.list.element.") for name in wanted_columns]
     with open_at_once(file) as content:
@@ -309,20 +313,20 @@ def _schema_of(wanted_columns: Sequence[str]) -> pa.Schema:
     return pa.schema([*top_level, pa.field("files", pa.list_(files))])
 
 
-FOLD_NAME = re.compile(r"fold-\d+-([0-9a-f]{32})\.parquet")
-"""The name of a fold, with the digest of its content."""
+SEGMENT_NAME = re.compile(r"segment-\d+-([0-9a-f]{32})\.parquet")
+"""The name of a segment, with the digest of its content."""
 
 
 def _read_keys(file: Place) -> pa.Table:
-    """Which shards a fold holds or drops; raises `RunError` if the fold is damaged."""
+    """Which shards a segment holds or drops; raises `RunError` if the segment is damaged."""
     try:
         with open_at_once(file) as content:
-            name = FOLD_NAME.fullmatch(file.name)
+            name = SEGMENT_NAME.fullmatch(file.name)
             if name is not None and digest_of_file(content) != name[1]:
                 raise pa.ArrowInvalid("its content is not what its name says")
             return read_content(content, ["shard", DROPPED.name])
     except FileNotFoundError:
-        raise  # Somebody folded meanwhile; the caller lists again.
+        raise  # Somebody gathered meanwhile; the caller lists again.
     except (OSError, pa.ArrowException) as error:
         raise RunError(
             f"{file}: damaged ({reason(error)}); it holds commits. Delete it, and headcount resume "
@@ -330,26 +334,26 @@ def _read_keys(file: Place) -> pa.Table:
         ) from None
 
 
-def _rows_that_count(folds: list[pa.Table]) -> list[np.ndarray]:
-    """A mask for each fold: the last row of each shard counts, unless it drops the shard."""
-    if not folds:
+def _rows_that_count(segments: list[pa.Table]) -> list[np.ndarray]:
+    """A mask for each segment: the last row of each shard counts, unless it drops the shard."""
+    if not segments:
         return []
-    rows = pa.concat_tables(folds)
+    rows = pa.concat_tables(segments)
     shards = rows["shard"].to_numpy()
     # np.unique finds first places, and the last place of a shard is the first one from the end.
     _, places_from_end = np.unique(shards[::-1], return_index=True)
     mask = np.zeros(len(shards), bool)
     mask[len(shards) - 1 - places_from_end] = True
     mask &= ~rows[DROPPED.name].to_numpy()
-    return np.split(mask, np.cumsum([len(fold) for fold in folds])[:-1])
+    return np.split(mask, np.cumsum([len(segment) for segment in segments])[:-1])
 
 
-def _with_folded(table: pa.Table, folded: bool) -> pa.Table:
-    return table.append_column("folded", pa.array(np.full(len(table), folded)))
+def _with_gathered(table: pa.Table, gathered: bool) -> pa.Table:
+    return table.append_column("gathered", pa.array(np.full(len(table), gathered)))
 
 
-def _fold_names(file_names: Iterable[str]) -> list[str]:
-    return sorted(n for n in file_names if n.startswith("fold-") and n.endswith(".parquet"))
+def _segment_names(file_names: Iterable[str]) -> list[str]:
+    return sorted(n for n in file_names if n.startswith("segment-") and n.endswith(".parquet"))
 
 
 def _read_files(
@@ -360,7 +364,7 @@ def _read_files(
     columns = set(schema.names)
     remaining = iter(files)
     # In batches, because Python objects take far more memory than their Arrow table.
-    while batch := list(islice(remaining, COMMITS_PER_FOLD)):
+    while batch := list(islice(remaining, COMMITS_PER_SEGMENT)):
         commits = map_files(lambda name: read_commit(directory / name, run_id), batch)
         rows = [commit.model_dump(include=columns) for commit in commits if commit is not None]
         tables.append(pa.Table.from_pylist(rows, schema=schema))
@@ -383,29 +387,30 @@ def read_commit(file: Place, run_id: str) -> Commit | None:
 
 
 def commits_of(table: pa.Table) -> Iterator[Commit]:
-    """The rows of a ledger as commits."""
-    for batch in table.select(COMMITS.names).to_batches(COMMITS_PER_FOLD):
+    """The rows of a commit log as commits."""
+    for batch in table.select(COMMITS.names).to_batches(COMMITS_PER_SEGMENT):
         yield from (Commit.model_validate(row) for row in batch.to_pylist())
 
 
-def fold(directory: Place, commits: Sequence[Commit], dropped: Sequence[int] = ()) -> None:
-    """Put commits into one fold, then delete the files of their own.
+def gather(directory: Place, commits: Sequence[Commit], dropped: Sequence[int] = ()) -> None:
+    """Put commits into one segment, then delete the files of their own.
 
-    The same fold takes the shards `dropped` back. They must not have a file of their own, because
-    that file would count again.
+    The same segment takes the shards `dropped` back. They must not have a file of their own,
+    because that file would count again.
     """
     rows = [commit.model_dump() for commit in commits]
     if dropped:
         rows += _dropped_rows(commits[0].run_id, dropped)
-    # In this order: a shard that is in the fold and in a file counts once, one in neither is lost.
-    write_fold(directory, pa.Table.from_pylist(rows, schema=COMMITS), len(dropped))
+    # In this order: a shard that is in the segment and in a file counts once, one in neither is
+    # lost.
+    write_segment(directory, pa.Table.from_pylist(rows, schema=COMMITS), len(dropped))
     delete(directory / commit_name(commit.shard) for commit in commits)
 
 
 def drop(directory: Place, run_id: str, shards: Sequence[int]) -> None:
-    """Take folded shards back: they are missing again."""
+    """Take gathered shards back: they are missing again."""
     rows = _dropped_rows(run_id, shards)
-    write_fold(directory, pa.Table.from_pylist(rows, schema=COMMITS), len(shards))
+    write_segment(directory, pa.Table.from_pylist(rows, schema=COMMITS), len(shards))
 
 
 def _dropped_rows(run_id: str, shards: Sequence[int]) -> list[dict[str, Any]]:
@@ -413,18 +418,18 @@ def _dropped_rows(run_id: str, shards: Sequence[int]) -> list[dict[str, Any]]:
     return [blank | {"run_id": run_id, "shard": shard} for shard in shards]
 
 
-def write_fold(directory: Place, table: pa.Table, dropped: int = 0) -> None:
-    """Write commits into one fold, without deleting the files that it replaces.
+def write_segment(directory: Place, table: pa.Table, dropped: int = 0) -> None:
+    """Write commits into one segment, without deleting the files that it replaces.
 
     The last `dropped` rows take their shards back.
     """
-    numbers = [int(name[5:11]) for name in names(directory) if name.startswith("fold-")]
+    numbers = [int(name[8:14]) for name in names(directory) if name.startswith("segment-")]
     is_dropped = np.arange(len(table)) >= len(table) - dropped
     content = parquet_bytes(table.append_column(DROPPED, pa.array(is_dropped, pa.bool_())))
     # If two processes take the same number, the digest still keeps their names apart.
-    name = f"fold-{max(numbers, default=-1) + 1:06d}-{digest_of(content)}.parquet"
+    name = f"segment-{max(numbers, default=-1) + 1:06d}-{digest_of(content)}.parquet"
     write_whole(directory / name, content)
-    # The caller now deletes what the fold replaces, so its name must survive a power cut.
+    # The caller now deletes what the segment replaces, so its name must survive a power cut.
     settle(directory)
 
 

@@ -39,10 +39,10 @@ DATA_FILE = r"^(shard|merged)-[\w-]+\.parquet$"
 """Names of the folders and files of data. A commit that names another path is damaged."""
 
 BY_SIZE = ["files.path", "files.bytes"]
-"""Columns of a ledger that `files_damaged_by_size` reads."""
+"""Columns of a commit log that `files_damaged_by_size` reads."""
 
 BY_CONTENT = ["start", "stop", "files"]
-"""Columns of a ledger that `examined_files` reads."""
+"""Columns of a commit log that `examined_files` reads."""
 
 ROUNDING = 0.01
 """How far a value may lie outside its range, as a share of the bound: bfloat16 rounds by 0.4 %."""
@@ -110,40 +110,40 @@ class CommittedFile:
 
 
 def is_data_path(path: str) -> bool:
-    """Whether a run may have a data file there. A damaged ledger may hold any path."""
+    """Whether a run may have a data file there. A damaged commit log may hold any path."""
     folder, _, name = path.rpartition("/")
     return bool(re.fullmatch(DATA_FOLDER, folder) and re.fullmatch(DATA_FILE, name))
 
 
-def data_folders(ledger: pa.Table) -> list[str]:
-    """The directories of the data files of a ledger, relative to the run."""
-    paths = pc.struct_field(pc.list_flatten(ledger["files"]), "path")
+def data_folders(commit_log: pa.Table) -> list[str]:
+    """The directories of the data files of a commit log, relative to the run."""
+    paths = pc.struct_field(pc.list_flatten(commit_log["files"]), "path")
     folders = pc.unique(
         pc.list_element(pc.split_pattern(paths, "/", max_splits=1, reverse=True), 0)
     )
-    # A damaged ledger may hold any path. Nothing outside the run's tables is listed.
+    # A damaged commit log may hold any path. Nothing outside the run's tables is listed.
     return sorted(one for one in folders.to_pylist() if re.fullmatch(DATA_FOLDER, one))
 
 
 def files_damaged_by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage]:
-    """Committed files that are missing or have another size; `parts` are those of a ledger.
+    """Committed files that are missing or have another size; `parts` are those of a commit log.
 
     On a disk a power cut can leave a file with its size but without its content. So the ends of
-    files are read too, until their commits are folded. A path outside the run's tables is damage.
+    files are read too, until their commits are gathered. A path outside the run's tables is damage.
     """
     damages: dict[str, Damage] = {}
     listings: dict[str, Listing] = {}
     for part in parts:
-        # A row of the ledger has a list of files. From here on there is one entry per file.
+        # A row of the commit log has a list of files. From here on there is one entry per file.
         row_of_file = pc.list_parent_indices(part["files"]).to_numpy()
         files = pc.list_flatten(part["files"]).combine_chunks()
         paths, committed_sizes = pc.struct_field(files, "path"), pc.struct_field(files, "bytes")
         shards = part["shard"].to_numpy()[row_of_file]
-        is_folded = part["folded"].to_numpy()[row_of_file]
+        is_gathered = part["gathered"].to_numpy()[row_of_file]
 
         actual_sizes = _actual_sizes(home, paths, listings)
         differs = actual_sizes != committed_sizes.to_numpy()
-        incomplete = _without_end(home, paths, np.flatnonzero(~differs & ~is_folded))
+        incomplete = _without_end(home, paths, np.flatnonzero(~differs & ~is_gathered))
         for i in [*np.flatnonzero(differs), *incomplete]:
             path, shard = paths[i].as_py(), int(shards[i])
             if path in damages:
@@ -186,7 +186,7 @@ def _actual_sizes(home: Place, paths: pa.Array, listings: dict[str, Listing]) ->
     is_data_file = pc.match_substring_regex(file_names, DATA_FILE).to_numpy(zero_copy_only=False)
     folder_codes = folders.indices.to_numpy()
     for code, folder in enumerate(folders.dictionary.to_pylist()):
-        # A damaged ledger may hold any path. Nothing outside the run's tables is listed.
+        # A damaged commit log may hold any path. Nothing outside the run's tables is listed.
         if re.fullmatch(DATA_FOLDER, folder):
             if folder not in listings:
                 listings[folder] = Listing.of(sizes(home / folder))
@@ -234,12 +234,14 @@ class Listing:
         return np.where(self.hashes[nearest] == wanted, self.sizes[nearest], GONE)
 
 
-def committed_files(ledger: pa.Table, tables: Iterable[str] = TABLES) -> Iterator[CommittedFile]:
-    """The files of some tables that a ledger (or a part of it) refers to, each once."""
-    files = pc.list_flatten(ledger["files"]).combine_chunks()
-    row_of_file = pc.list_parent_indices(ledger["files"]).to_numpy()
+def committed_files(
+    commit_log: pa.Table, tables: Iterable[str] = TABLES
+) -> Iterator[CommittedFile]:
+    """The files of some tables that a commit log (or a part of it) refers to, each once."""
+    files = pc.list_flatten(commit_log["files"]).combine_chunks()
+    row_of_file = pc.list_parent_indices(commit_log["files"]).to_numpy()
     file_columns = {name: pc.struct_field(files, name) for name in files.type.names}
-    shards = ledger["shard"].to_numpy()[row_of_file]
+    shards = commit_log["shard"].to_numpy()[row_of_file]
     references = pa.table({**file_columns, "shard": shards})
     references = references.filter(pc.is_in(references["table"], pa.array(tables, pa.string())))
     # One row per file: a merged file has a reference from the commit of each of its shards.
@@ -270,7 +272,7 @@ def examined_files(
     tables: Iterable[str] = TABLES,
     threads: int = READERS,
 ) -> Iterator[tuple[CommittedFile, str | None]]:
-    """The files of a ledger, each once, with what is wrong with it (None: it is as committed)."""
+    """The files of a commit log, each once, with what is wrong with it: None if nothing is."""
     bounds = declared_bounds(manifest)
     examined_paths: set[str] = set()
 

@@ -10,7 +10,7 @@ runs/run_id=NAME-HASH/
 ├── failures/shard-000000.json     attempts that failed, and why
 ├── compactions/                   in a store: who is compacting the run now
 └── commits/shard-000000.json      written last: a shard is done if and only if its commit is in
-                                   the ledger (commits.py)
+                                   the commit log (commits.py)
 """
 
 # pyarrow has no types.
@@ -36,7 +36,7 @@ from headcount.schemas.files.commits import (
     commits_of,
     listed_again,
     read_commit,
-    read_ledger,
+    read_commit_log,
     read_oldest,
     read_parts,
 )
@@ -51,7 +51,7 @@ pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths of one run, and its ledger."""
+    """The paths of one run, and its commit log."""
 
     path: Place
 
@@ -97,11 +97,11 @@ class RunDirectory:
 
     @property
     def commits_directory(self) -> Place:
-        """The directory of the ledger."""
+        """The directory of the commit log."""
         return self.path / "commits"
 
     def commit_file(self, shard: int) -> Place:
-        """The file with a shard's commit, until thousands of commits are folded into one file."""
+        """The file with a shard's commit, until thousands of commits are gathered into one file."""
         return self.commits_directory / commit_name(shard)
 
     def loose_commit(self, shard: int) -> Commit | None:
@@ -164,10 +164,10 @@ class RunDirectory:
             return ""
         return f"; bring back a copy, or headcount rm {self.path} deletes it"
 
-    def ledger(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Some columns of the commits that count, and `folded`, in shard order."""
+    def commit_log(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Some columns of the commits that count, and `gathered`, in shard order."""
         try:
-            return read_ledger(self.commits_directory, self.run_id, columns)
+            return read_commit_log(self.commits_directory, self.run_id, columns)
         except (OSError, pa.ArrowException) as error:
             raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
 
@@ -178,10 +178,10 @@ class RunDirectory:
         except (OSError, pa.ArrowException) as error:
             raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
 
-    def ledger_parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+    def commit_log_parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
         """The commits that count, unordered, in parts of bounded size.
 
-        Only for a process that is alone at work on the run: if another one folds meanwhile, it
+        Only for a process that is alone at work on the run: if another one gathers meanwhile, it
         raises `RunError`.
         """
         try:
@@ -193,7 +193,7 @@ class RunDirectory:
 
     def commits(self) -> Iterator[Commit]:
         """The commits that count, in shard order; files that are not commits are ignored."""
-        yield from commits_of(self.ledger())
+        yield from commits_of(self.commit_log())
 
     def damaged_by_size(self) -> list[Damage]:
         """Committed files that are gone or have another size.
@@ -215,7 +215,7 @@ class RunDirectory:
         manifest: Manifest | None = None,
         tables: Iterable[str] = TABLES,
     ) -> list[Damage]:
-        """Files of a ledger that differ from what was committed.
+        """Files of a commit log that differ from what was committed.
 
         They are compared by name and size, or those of some `tables` by content if a `manifest`
         is given. The `parts` need the columns `schemas.files.damage.BY_SIZE` or `BY_CONTENT`.
@@ -246,24 +246,24 @@ def shard_file_name(shard: int, digest: str) -> str:
     return f"shard-{shard:06d}-{digest[:8]}.parquet"
 
 
-def holds_whole_shard(manifest: Manifest, ledger: pa.Table) -> np.ndarray:
-    """A mask of a ledger: whether each commit holds all sequences of its shard.
+def holds_whole_shard(manifest: Manifest, commit_log: pa.Table) -> np.ndarray:
+    """A mask of a commit log: whether each commit holds all sequences of its shard.
 
     The last shard of a run may be short. It no longer covers its sequences once the run has grown.
     """
-    shards = ledger["shard"].to_numpy()
+    shards = commit_log["shard"].to_numpy()
     in_run = (shards >= 0) & (shards < manifest.shards)
-    return in_run & (ledger["stop"].to_numpy() == manifest.stops(shards))
+    return in_run & (commit_log["stop"].to_numpy() == manifest.stops(shards))
 
 
-def check_merged(ledger: pa.Table) -> None:
-    """Refuse a ledger that counts rows twice.
+def check_merged(commit_log: pa.Table) -> None:
+    """Refuse a commit log that counts rows twice.
 
     Every shard with rows in a merged file must have its commit there. Two compactions of older
     code that ran at the same time in a store can have broken this rule. Another compaction mends
     it.
     """
-    files = pc.list_flatten(ledger["files"])
+    files = pc.list_flatten(commit_log["files"])
     references = pa.table({name: pc.struct_field(files, name) for name in ("path", "shards")})
     # `shards` is the number of shards in the file, so it is the same in every reference to it.
     counts = references.group_by("path").aggregate([("shards", "count"), ("shards", "max")])

@@ -31,7 +31,7 @@ def _obey(action: str) -> None:
 def _point_of(path: str) -> str | None:
     """The point that a process has come to that renames a file to this path."""
     # Merged commits are Parquet too, and are no data.
-    if path.endswith(".parquet") and "fold-" not in path:
+    if path.endswith(".parquet") and "segment-" not in path:
         return "data"
     return "commit" if "/commits/" in path else None
 

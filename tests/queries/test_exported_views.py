@@ -53,7 +53,7 @@ def test_the_file_is_read_from_anywhere_and_renewed_while_a_scan_goes_on(
     header = output.read_bytes()[:20]
     assert (header[8:12], int.from_bytes(header[12:20], "little")) == (b"DUCK", 67)
     # No row of a run is in the file.
-    assert rows(reader, "SELECT count(*) FROM ledger.heads_content") == [(0,)]
+    assert rows(reader, "SELECT count(*) FROM internal.heads_content") == [(0,)]
     progress, refresh, note = rows(
         reader, "SELECT shards_done || ' of ' || shards, refresh, note FROM headcount_notes"
     )[0]

@@ -446,7 +446,7 @@ def test_an_empty_table_has_the_types_that_a_copy_would_have(tmp_path: Path) -> 
     contents = [_empty_table(table, columns[name]) for name, table in TABLES.items()]
     contents += [run_tables.runs_table([]), run_tables.shards_table([])]
     connection = duckdb.connect()
-    connection.execute("CREATE SCHEMA ledger")
+    connection.execute("CREATE SCHEMA internal")
     for number, content in enumerate(contents):
         _create_source(connection, f"t{number}", content)
         connection.register("copied", content)
@@ -454,7 +454,7 @@ def test_an_empty_table_has_the_types_that_a_copy_would_have(tmp_path: Path) -> 
             connection.execute(
                 f"SELECT column_name, column_type FROM (DESCRIBE {table})"
             ).fetchall()
-            for table in ("copied", f"ledger.t{number}_content")
+            for table in ("copied", f"commit log.t{number}_content")
         )
         assert copied == created
 
@@ -580,10 +580,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "COPY heads TO '{run}/stolen.csv'",
         "EXPLAIN ANALYZE COPY heads TO '{run}/stolen.csv'",
         "WITH a AS (COPY heads TO '{run}/stolen.csv') FROM a",
-        "WITH a AS (DELETE FROM ledger.runs_content RETURNING *) FROM a",
+        "WITH a AS (DELETE FROM internal.runs_content RETURNING *) FROM a",
         "CREATE TABLE t (a INT)",
         "EXPLAIN ANALYZE CREATE TABLE t (a INT)",
-        "INSERT INTO ledger.runs_content SELECT * FROM runs",
+        "INSERT INTO internal.runs_content SELECT * FROM runs",
         "ATTACH '{run}/new.duckdb'",
         "INSTALL httpfs",
         "LOAD httpfs",

@@ -398,8 +398,8 @@ def shown_at(page: webdriver.Chrome, width: int) -> Iterator[None]:
     """The page in a window of a width, with all that is folded."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    unfold = "document.querySelectorAll('details').forEach((part) => { part.open = true; })"
-    page.execute_script(unfold)
+    take_apart = "document.querySelectorAll('details').forEach((part) => { part.open = true; })"
+    page.execute_script(take_apart)
     yield
     page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

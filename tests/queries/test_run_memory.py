@@ -42,7 +42,7 @@ class Looks(NamedTuple):
         """The run as it is returned, which must be what reading it now returns."""
         run = self.memory.read_run(self.directory, None)
         now = read_run(self.directory, None)
-        assert run.ledger.equals(now.ledger)
+        assert run.commit_log.equals(now.commit_log)
         assert run.damaged == now.damaged
         assert run.manifest == now.manifest
         return run
@@ -103,10 +103,10 @@ def test_every_change_is_seen(looks: Looks, tmp_path: Path) -> None:
 
     local(directory.commit_file(3)).unlink()
     changed()
-    assert len(run.ledger) == 3
+    assert len(run.commit_log) == 3
     write_whole(directory.commit_file(3), commit)
     changed()
-    assert len(run.ledger) == 4
+    assert len(run.commit_log) == 4
     heads.write_bytes(content[:-9])
     changed()
     assert [damage.shards for damage in run.damaged] == [[1]]
@@ -115,7 +115,7 @@ def test_every_change_is_seen(looks: Looks, tmp_path: Path) -> None:
     assert run.damaged == []
     compact(directory)
     changed()
-    assert run.ledger["folded"].to_pylist() == [True] * 4
+    assert run.commit_log["gathered"].to_pylist() == [True] * 4
     manifest = local(directory.manifest_file)
     manifest.write_text(manifest.read_text().replace("2026-01-02", "2026-01-03"))
     changed()
@@ -166,14 +166,14 @@ def test_a_commit_in_the_same_tick_of_a_coarse_clock_is_seen(looks: Looks) -> No
 def test_a_run_without_commits_is_seen_to_begin(tmp_path: Path) -> None:
     directory = write_run(tmp_path, "a-1", {"entropy": lambda row: 1.0}, commit=[])
     looks = Looks(directory, RunMemory())
-    assert len(looks.settle().ledger) == 0
+    assert len(looks.settle().commit_log) == 0
     other = write_run(tmp_path / "b", "a-1", {"entropy": lambda row: 1.0})
     for file in local(other.path).rglob("*.*"):
         if file.is_file() and file.name != "manifest.json":
             write_whole(
                 directory.path / str(file.relative_to(local(other.path))), file.read_bytes()
             )
-    assert len(looks.look().ledger) == 2
+    assert len(looks.look().commit_log) == 2
     assert looks.settle().damaged == []
 
 

@@ -192,7 +192,7 @@ def test_views_and_the_explorer_have_the_errors_of_numpy_from_rows_and_from_roll
     check_views(database, sequences, values)
     check_explorer(Path(str(plan.run.path)), sequences, values)
     compact(plan.run)
-    assert not open_runs(plan.run.path).rows("FROM ledger.unrolled_heads")
+    assert not open_runs(plan.run.path).rows("FROM internal.unrolled_heads")
     check_views(open_runs(plan.run.path), sequences, values)
     check_explorer(Path(str(plan.run.path)), sequences, values)
 

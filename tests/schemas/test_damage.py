@@ -25,7 +25,7 @@ from headcount.queries.ask.asking import open_runs
 from headcount.queries.open import verified_files
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files import damage
-from headcount.schemas.files.commits import fold
+from headcount.schemas.files.commits import gather
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, read_parquet
 from headcount.schemas.files.run_directory import RunDirectory
@@ -73,8 +73,8 @@ def leave_loose(run: RunDirectory) -> None:
     """Leave the commits as they are."""
 
 
-def fold_all(run: RunDirectory) -> None:
-    fold(run.commits_directory, list(run.commits()))
+def gather_all(run: RunDirectory) -> None:
+    gather(run.commits_directory, list(run.commits()))
 
 
 def compact_in_groups(run: RunDirectory) -> None:
@@ -118,7 +118,7 @@ def query_everything(home: Path) -> tuple[dict[str, dict[tuple[str, int], list[s
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[Prepared]:
     found: list[Prepared] = []
-    for change in (leave_loose, fold_all, compact_in_groups):
+    for change in (leave_loose, gather_all, compact_in_groups):
         home, before = (tmp_path_factory.mktemp(f"{change.__name__}{i}") for i in (1, 2))
         files: dict[Path, bytes] = {}
         older: dict[Path, bytes] = {}
@@ -426,26 +426,26 @@ def test_a_value_outside_its_range_is_damage_even_if_the_digest_fits(run: RunDir
     assert len(open_runs(run.path).rows("FROM heads")) == 8 * (SHARDS - 1)
 
 
-def test_a_damaged_fold_is_refused_with_advice(run: RunDirectory) -> None:
-    fold_all(run)
+def test_a_damaged_segment_is_refused_with_advice(run: RunDirectory) -> None:
+    gather_all(run)
     (file,) = local(run.commits_directory).iterdir()
     whole = file.read_bytes()
     for i in random.Random(0).sample(range(len(whole)), 40):
         file.write_bytes(whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :])
         with pytest.raises(
-            RunError, match=r"fold-000000-\w+\.parquet: damaged .* headcount resume"
+            RunError, match=r"segment-000000-\w+\.parquet: damaged .* headcount resume"
         ):
-            run.ledger()
+            run.commit_log()
     file.write_bytes(whole)
-    assert len(run.ledger()) == SHARDS
+    assert len(run.commit_log()) == SHARDS
 
 
 def spoil_manifest(run: RunDirectory, text: str) -> None:
     local(run.manifest_file).write_text(text)
 
 
-def spoil_ledger(run: RunDirectory) -> None:
-    (local(run.commits_directory) / "fold-000000-1a2b3c4d.parquet").write_bytes(b"PAR1")
+def spoil_commit_log(run: RunDirectory) -> None:
+    (local(run.commits_directory) / "segment-000000-1a2b3c4d.parquet").write_bytes(b"PAR1")
 
 
 BREAKAGES: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
@@ -459,7 +459,7 @@ BREAKAGES: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
         "not a manifest",
     ),
     "gone": (lambda run: local(run.manifest_file).unlink(), "no manifest.json"),
-    "a fold": (lambda run: spoil_ledger(run), "damaged"),
+    "a segment": (lambda run: spoil_commit_log(run), "damaged"),
     "another column": (
         lambda run: spoil_manifest(
             run,
@@ -498,7 +498,7 @@ def test_a_broken_run_does_not_hide_other_runs(
         if not (what == "another column" and command != "query"):
             assert why in f"{done.stderr}{done.exception}"
     assert database.rows("SELECT run_id, count(*) FROM heads GROUP BY 1") == [("b-1", 8 * SHARDS)]
-    assert [name[:6] for name in os.listdir(local(other.commits_directory))] == ["fold-0"]
+    assert [name[:6] for name in os.listdir(local(other.commits_directory))] == ["segment-0"]
     shutil.rmtree(local(other.path))
     with pytest.raises(HeadcountError, match=why):
         open_runs(home)

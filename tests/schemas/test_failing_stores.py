@@ -69,7 +69,7 @@ def plan_of(out: str, **fields: Any) -> Plan:
 
 
 def done_shards(plan: Plan) -> list[int]:
-    return plan.run.ledger([])["shard"].to_pylist()
+    return plan.run.commit_log([])["shard"].to_pylist()
 
 
 def written_files(store: S3Server) -> set[str]:

@@ -26,7 +26,7 @@ from headcount.queries.ask.asking import open_runs
 from headcount.queries.open.connection import connect
 from headcount.queries.open.stores import CommittedObject, _Store
 from headcount.schemas.errors import CorpusError, QueryError, RunError, ScanError
-from headcount.schemas.files.commits import fold
+from headcount.schemas.files.commits import gather
 from headcount.schemas.files.places import StorePath, matching, names, place, write_whole
 from headcount.schemas.files.run_directory import find_runs
 from headcount.schemas.scans.scan import parse_scan
@@ -174,13 +174,13 @@ def test_the_command_line_takes_addresses(measured_plan: Plan, tmp_path: Path) -
     assert "stored" in report.read_text()
 
 
-def test_folding_and_compacting_in_a_store(store: S3Server) -> None:
-    plan = plan_of("folded", "s3://bucket/folded")
+def test_gathering_and_compacting_in_a_store(store: S3Server) -> None:
+    plan = plan_of("gathered", "s3://bucket/gathered")
     measure(plan)
     question = "SELECT sequence, layer, head, sink_mass FROM heads ORDER BY ALL"
     before = connect_to_tables(plan.scan.out).execute(question).fetchall()
-    fold(plan.run.commits_directory, list(plan.run.commits())[:2])
-    assert sorted(n[:5] for n in names(plan.run.commits_directory)) == ["fold-", "shard"]
+    gather(plan.run.commits_directory, list(plan.run.commits())[:2])
+    assert sorted(n[:5] for n in names(plan.run.commits_directory)) == ["segment-", "shard"]
     assert connect_to_tables(plan.scan.out).execute(question).fetchall() == before
     compact(plan.run)
     assert len(list(names(plan.run.path / "heads" / "intervention=none"))) == 1
@@ -334,7 +334,7 @@ def test_a_store_that_refuses_is_one_clear_line(store: S3Server) -> None:
         measure(plan)
     store.set_rules(Rule({"status": 403}, count=None))
     with pytest.raises(RunError, match="cannot be read"):
-        plan.run.ledger()
+        plan.run.commit_log()
     with pytest.raises(RunError, match="cannot be read"):
         connect("s3://bucket/refused")
     with pytest.raises(CorpusError, match="cannot be listed"):

@@ -97,7 +97,7 @@ def main() -> None:
                     if seconds:
                         kill_node_in_the_middle(cluster, plan)
                     assert run.result() == []
-                commits = plan.run.ledger(["finished", "attempt"]).to_pydict()
+                commits = plan.run.commit_log(["finished", "attempt"]).to_pydict()
                 spread = max(commits["finished"]) - min(commits["finished"])
                 seconds.append(spread.total_seconds())
             calm, hit = plans

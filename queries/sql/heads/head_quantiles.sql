@@ -11,7 +11,7 @@ WITH
             least(high, max(maximum) OVER cell) AS high,
             sum(count) OVER (cell ORDER BY bin) AS rank,
             sum(count) OVER cell AS total
-        FROM ledger.head_bins
+        FROM internal.head_bins
         WINDOW cell AS (
             PARTITION BY run_id, intervention, input_family, layer, head, statistic
         )

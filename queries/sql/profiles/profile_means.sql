@@ -40,7 +40,7 @@ WITH
     ),
     long_documents AS (
         SELECT run_id, intervention, count(document) > 0 AS is_long
-        FROM ledger.documents
+        FROM internal.documents
         GROUP BY ALL
     )
 SELECT

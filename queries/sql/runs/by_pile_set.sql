@@ -31,7 +31,7 @@ WITH
                 document
             ) AS 'sums_\0'
         FROM measured
-        JOIN ledger.documents USING (run_id, intervention, sequence)
+        JOIN internal.documents USING (run_id, intervention, sequence)
         JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
         WHERE pile_set_name IS NOT NULL
         GROUP BY ALL

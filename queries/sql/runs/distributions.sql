@@ -5,6 +5,6 @@ SELECT
     run_id, model, intervention, input_family, pile_set_name, layer, head,
     'L' || layer || 'H' || head AS label,
     statistic, bin, low, high, count
-FROM ledger.subset_bins
+FROM internal.subset_bins
 JOIN (SELECT run_id, model FROM runs) USING (run_id)
 ORDER BY run_id, intervention, input_family, statistic, layer, head, pile_set_name, bin

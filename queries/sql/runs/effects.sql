@@ -38,7 +38,7 @@ WITH
             unnest(intervened.values)::DOUBLE AS after
         FROM value_lists AS intervened
         JOIN value_lists AS none USING (run_id, sequence, layer, head)
-        JOIN ledger.documents AS origins
+        JOIN internal.documents AS origins
             ON origins.run_id = intervened.run_id
             AND origins.intervention = intervened.intervention
             AND origins.sequence = intervened.sequence

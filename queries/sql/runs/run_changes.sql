@@ -11,7 +11,7 @@ WITH
             run_id, intervention, sequence, hash(tokens) AS token_hash,
             documents.document
         FROM sequences
-        JOIN ledger.documents AS documents USING (run_id, intervention, sequence)
+        JOIN internal.documents AS documents USING (run_id, intervention, sequence)
     ),
     -- All statistics of a row as one list: then a single join pairs them all (as in effects).
     value_lists AS NOT MATERIALIZED (

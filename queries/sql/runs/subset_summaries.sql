@@ -8,6 +8,6 @@ SELECT
     standard_error(document_m2, count, documents) AS standard_error,
     documents,
     minimum, maximum
-FROM ledger.subset_moments
+FROM internal.subset_moments
 JOIN (SELECT run_id, model FROM runs) USING (run_id)
 ORDER BY run_id, intervention, input_family, statistic, layer, head, pile_set_name

@@ -30,7 +30,7 @@ from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.queries.open.connection import connect, describe
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files import places
-from headcount.schemas.files.commits import fold
+from headcount.schemas.files.commits import gather
 from headcount.schemas.files.places import write_whole
 from headcount.schemas.files.run_directory import RunDirectory, pc
 from headcount.schemas.scans.scan import Scan, parse_scan
@@ -113,18 +113,18 @@ def rows_of_whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
     return rows_of_size
 
 
-def leave_ledger(run: RunDirectory) -> None:
-    """Leave a run's ledger as it is."""
+def leave_commit_log(run: RunDirectory) -> None:
+    """Leave a run's commit log as it is."""
 
 
-def fold_all(run: RunDirectory) -> None:
-    fold(run.commits_directory, list(run.commits()))
+def gather_all(run: RunDirectory) -> None:
+    gather(run.commits_directory, list(run.commits()))
 
 
-def fold_and_commit_again(run: RunDirectory) -> None:
-    """What a late attempt leaves: a fold, and a file of the same shard."""
+def gather_and_commit_again(run: RunDirectory) -> None:
+    """What a late attempt leaves: a segment, and a file of the same shard."""
     commits = list(run.commits())
-    fold(run.commits_directory, commits)
+    gather(run.commits_directory, commits)
     write_whole(run.commit_file(commits[-1].shard), commits[-1].model_dump_json().encode())
 
 
@@ -138,31 +138,31 @@ def compact_in_pairs(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first_size", "change_ledger"),
+    ("first_size", "change_commit_log"),
     [
         # A short shard alone, behind a whole one, and none. A merged file may hold the short one
         # beside whole ones, or hold whole ones alone.
-        (2, leave_ledger),
-        (5, leave_ledger),
+        (2, leave_commit_log),
+        (5, leave_commit_log),
         *((size, compact_all) for size in (2, 5, 6)),
-        *((size, fold_and_commit_again) for size in (5, 6)),
+        *((size, gather_and_commit_again) for size in (5, 6)),
         # The only size at which a merged file of whole shards has a short one behind it.
         (7, compact_in_pairs),
         # Each of these begins or goes on as one of those above does.
-        pytest.param(6, leave_ledger, marks=pytest.mark.long),
-        *(pytest.param(size, fold_all, marks=pytest.mark.long) for size in (5, 6)),
+        pytest.param(6, leave_commit_log, marks=pytest.mark.long),
+        *(pytest.param(size, gather_all, marks=pytest.mark.long) for size in (5, 6)),
         *(pytest.param(size, compact_in_pairs, marks=pytest.mark.long) for size in (5, 6)),
     ],
 )
 def test_a_run_is_extended(
     tmp_path: Path,
     rows_of_whole_run: Callable[[int], pa.Table],
-    change_ledger: Callable[[RunDirectory], None],
+    change_commit_log: Callable[[RunDirectory], None],
     first_size: int,
 ) -> None:
     begun_plan = plan_of(tmp_path, first_size)
     run_here(begun_plan)
-    change_ledger(begun_plan.run)
+    change_commit_log(begun_plan.run)
     finished_before = {c.shard: c.finished for c in begun_plan.run.commits()}
     longer_plan = plan_of(tmp_path, 11)
     assert longer_plan.run == begun_plan.run
@@ -180,8 +180,8 @@ def test_a_run_is_extended(
     manifest = longer_plan.run.manifest()
     assert (manifest.sequences, manifest.shards) == (11, 4)
     assert read_status(longer_plan.run).complete
-    # It can be extended again, from any state of the ledger, and compacted afterwards.
-    change_ledger(longer_plan.run)
+    # It can be extended again, from any state of the commit log, and compacted afterwards.
+    change_commit_log(longer_plan.run)
     run_here(plan_of(tmp_path, 13))
     assert rows(longer_plan.run).equals(rows_of_whole_run(13))
     assert count_rows_by_glob(longer_plan.run) == len(rows_of_whole_run(13))
@@ -212,7 +212,7 @@ def test_an_unfinished_run_measures_only_the_requested_sequences(tmp_path: Path)
     for shard in (1, 3):
         local(begun_plan.run.commit_file(shard)).unlink()
     run_here(plan_of(tmp_path, 4))
-    assert begun_plan.run.ledger([])["shard"].to_pylist() == [0, 1, 2]
+    assert begun_plan.run.commit_log([])["shard"].to_pylist() == [0, 1, 2]
     assert not read_status(begun_plan.run).complete
 
 
@@ -254,7 +254,7 @@ def test_a_replica_that_outlived_its_driver_leaves_an_extended_shard_alone(
     run_here(longer_plan)
     with pytest.raises(RunError, match="the run has grown since this attempt began, and shard 1"):
         commit_shard(begun_plan.scan, begun_plan.run, short_shard, 1)
-    fold_all(begun_plan.run)
+    gather_all(begun_plan.run)
     with pytest.raises(RunError, match="goes to sequence 6, not 5"):
         commit_shard(begun_plan.scan, begun_plan.run, short_shard, 1)
     assert rows(begun_plan.run).equals(rows_of_whole_run(11))
@@ -363,18 +363,18 @@ def die_after(monkeypatch: pytest.MonkeyPatch, allowed_changes: int | None) -> C
 
 
 @pytest.mark.parametrize(
-    ("change_ledger", "interventions"),
+    ("change_commit_log", "interventions"),
     [
-        (leave_ledger, FIELDS["interventions"]),
-        # A ledger in another form is taken back in the same way for each intervention.
-        pytest.param(fold_and_commit_again, ["none"], marks=pytest.mark.long),
+        (leave_commit_log, FIELDS["interventions"]),
+        # A commit log in another form is taken back in the same way for each intervention.
+        pytest.param(gather_and_commit_again, ["none"], marks=pytest.mark.long),
         pytest.param(compact_all, ["none"], marks=pytest.mark.long),
     ],
 )
 def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_rows(
     tmp_path: Path,
     rows_of_whole_run: Callable[[int], pa.Table],
-    change_ledger: Callable[[RunDirectory], None],
+    change_commit_log: Callable[[RunDirectory], None],
     interventions: list[str],
 ) -> None:
     expected_rows, rows_before = (
@@ -384,7 +384,7 @@ def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_ro
     kept_rows = rows_of_first_shard(rows_before)
     begun_plan = plan_of(tmp_path / "begun", 5, interventions=interventions)
     run_here(begun_plan)
-    change_ledger(begun_plan.run)
+    change_commit_log(begun_plan.run)
     was_killed = True
     allowed_changes = 0
     while was_killed:

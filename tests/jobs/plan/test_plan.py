@@ -175,7 +175,7 @@ def test_the_cost_is_that_of_the_scan(tmp_path: Path) -> None:
     assert run_to_end(plan, Resources(replicas=0, device="cpu"), quiet) == []
     rows_written: Counter[str] = Counter()
     bytes_written: Counter[str] = Counter()
-    for files_of_shard in plan.run.ledger(["files"])["files"].to_pylist():
+    for files_of_shard in plan.run.commit_log(["files"])["files"].to_pylist():
         for file in files_of_shard:
             rows_written[file["table"]] += file["rows"]
             bytes_written[file["table"]] += file["bytes"]

@@ -26,7 +26,7 @@ from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import QueryError, RunError
-from headcount.schemas.files.commits import fold
+from headcount.schemas.files.commits import gather
 from headcount.schemas.files.places import write_whole
 from headcount.schemas.formulas import Formula
 from headcount.schemas.packages import PACKAGE
@@ -121,7 +121,7 @@ def test_every_commit_says_how_its_shard_was_measured(tmp_path: Path) -> None:
             for name, built in (("none", []), ("head_to_first(1,3)", [1]))
         ]
     before = list(plan.run.commits())
-    fold(plan.run.commits_directory, before)
+    gather(plan.run.commits_directory, before)
     assert list(plan.run.commits()) == before
     sql = """
         SELECT DISTINCT code, device, method.intervention, method.built_layers, version.version

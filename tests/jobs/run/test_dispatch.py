@@ -145,7 +145,7 @@ def plan(tmp_path: Path) -> Plan:
 
 
 def done_shards(plan: Plan) -> list[int]:
-    return plan.run.ledger([])["shard"].to_pylist()
+    return plan.run.commit_log([])["shard"].to_pylist()
 
 
 def first_tokens_of(plan: Plan) -> list[int]:
@@ -247,7 +247,7 @@ def test_without_ray_a_shard_is_tried_as_often_as_with_it_and_the_next_command_c
     # The first shard with a token fails once, and then no other with it.
     attempts = [1 + (first_tokens.index(token) == s) for s, token in enumerate(first_tokens)]
     attempts[failing_shard] = ATTEMPTS + 2
-    assert plan.run.ledger(["attempt"])["attempt"].to_pylist() == attempts
+    assert plan.run.commit_log(["attempt"])["attempt"].to_pylist() == attempts
 
 
 def test_a_loop_can_stop_at_the_first_failure_and_continue_later(
@@ -326,7 +326,7 @@ with pytest.raises(RunError, match="3 shards in a row could not be .*No space le
     run_to_end(plan, in_this_process, SILENT, replica_class=ToyReplica)
 assert len(done_shards(plan)) < 60
 assert not list(local(plan.run.path).rglob("*.tmp"))
-assert plan.run.damaged_files([plan.run.ledger()]) == []
+assert plan.run.damaged_files([plan.run.commit log()]) == []
 # No shard was committed half, so more room is all that is missing.
 resize("size=16m,remount")
 assert run_to_end(plan, in_this_process, SILENT, replica_class=ToyReplica) == []
@@ -398,7 +398,7 @@ def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_continues(tmp_pat
     assert "Failed to connect to GCS" in ended.stderr
     assert "Traceback" not in ended.stderr
     (run,) = find_runs(tmp_path)
-    assert 5 <= len(run.ledger([])) < 60
+    assert 5 <= len(run.commit_log([])) < 60
     plan = replan(run)
     # Whoever measures: what is missing follows from the commits.
     assert run_to_end(plan, Resources(0, 1, "cpu"), SILENT, replica_class=ToyReplica) == []

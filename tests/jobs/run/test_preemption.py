@@ -103,7 +103,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def committed(plan: Plan) -> list[int]:
-    return plan.run.ledger([])["shard"].to_pylist()
+    return plan.run.commit_log([])["shard"].to_pylist()
 
 
 def measurements(plan: Plan) -> list[int]:
@@ -179,7 +179,7 @@ def test_a_node_a_replica_and_the_driver_are_taken_away(cluster: Cluster, plan: 
     assert committed(plan) == list(range(SHARDS))
     assert len(measurements(plan)) == SHARDS
     # No try counted against a shard.
-    assert set(plan.run.ledger(["attempt"])["attempt"].to_pylist()) == {1}
+    assert set(plan.run.commit_log(["attempt"])["attempt"].to_pylist()) == {1}
     assert plan.run.failed_shards() == []
     heads = rows_of(plan.run).select(["sequence", "layer", "head"])
     assert len(heads) == SHARDS * plan.info.n_layers * plan.info.n_heads

@@ -128,7 +128,7 @@ def wait_for_commits(run: RunDirectory, count: int, command: Command) -> None:
 
 
 def committed_shards(run: RunDirectory) -> list[int]:
-    return run.ledger([])["shard"].to_pylist()
+    return run.commit_log([])["shard"].to_pylist()
 
 
 def halt_after_commits(orders: Path, commits: int) -> None:

@@ -30,7 +30,7 @@ from headcount.jobs.upkeep.merge_processes import merged_by_processes
 from headcount.jobs.upkeep.merge_tasks import merged_by_tasks
 from headcount.schemas.errors import RunError
 from headcount.schemas.files import places
-from headcount.schemas.files.commits import drop, fold
+from headcount.schemas.files.commits import drop, gather
 from headcount.schemas.files.places import StorePath, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
 from headcount.schemas.scans.kinds import TABLES
@@ -52,7 +52,7 @@ GROUPS = 3 * SHARD
 
 FILES_OF_GROUPS = len(INTERVENTIONS) * (3 * len(WRITTEN) + 2) + 2
 """Files of a run that was merged so: three of each table, roll-ups of the first two groups (the
-last is a shard alone), the weights and the fold.
+last is a shard alone), the weights and the segment.
 """
 
 PAIRS = 2 * SHARD + 1
@@ -145,10 +145,10 @@ def open_parquet(run: RunDirectory, path: str) -> pq.ParquetFile:
 
 def read_rows(run: RunDirectory) -> Rows:
     """Every row that counts of every table, by its keys; roll-ups repeat what these say."""
-    ledger = run.ledger()
-    check_merged(ledger)
+    commit_log = run.commit_log()
+    check_merged(commit_log)
     tables: Rows = {}
-    files = [file for files in ledger["files"].to_pylist() for file in files]
+    files = [file for files in commit_log["files"].to_pylist() for file in files]
     for table in TABLES.keys() - {"rollups"}:
         for intervention in INTERVENTIONS:
             mine = [f for f in files if (f["table"], f["intervention"]) == (table, intervention)]
@@ -186,17 +186,17 @@ def data_files(run: RunDirectory) -> list[str]:
     return sorted(file.relative_to(local(run.path)).as_posix() for file in found)
 
 
-def ledger_files(run: RunDirectory) -> list[str]:
+def commit_log_files(run: RunDirectory) -> list[str]:
     return sorted(file.name for file in local(run.commits_directory).iterdir())
 
 
 def assert_tidy(run: RunDirectory) -> None:
-    """Check that a commit refers to every file, and that the ledger is one fold."""
+    """Check that a commit refers to every file, and that the commit log is one segment."""
     assert data_files(run) == sorted(
         {file.path for commit in run.commits() for file in commit.files}
     )
-    assert [re.sub(r"[0-9a-f]{6,}", "#", name) for name in ledger_files(run)] == [
-        "fold-#-#.parquet"
+    assert [re.sub(r"[0-9a-f]{6,}", "#", name) for name in commit_log_files(run)] == [
+        "segment-#-#.parquet"
     ]
 
 
@@ -379,7 +379,7 @@ def test_shards_that_were_taken_back_and_measured_again_are_merged(
     compact(run, GROUPS)
     (lost,) = local(run.path).glob("heads/intervention=none/merged-000003-*.parquet")
     lost.unlink()
-    found = run.damaged_files([run.ledger()])
+    found = run.damaged_files([run.commit_log()])
     assert [damage.shards for damage in found] == [[3, 4, 5]]
     (problem,) = compact(run, GROUPS).problems
     assert problem.startswith("shards 3 to 5: heads/intervention=none/merged-000003-")
@@ -446,12 +446,12 @@ def test_two_compactions_that_overlapped_are_noticed_and_mended(
     compact(other, GROUPS)
     for table in (*WRITTEN, "rollups", "weights"):
         shutil.copytree(local(other.path) / table, local(run.path) / table, dirs_exist_ok=True)
-    fold(run.commits_directory, list(other.commits())[:3])
+    gather(run.commits_directory, list(other.commits())[:3])
     with pytest.raises(
         RunError,
         match=r"merged-000000-000006-\w+\.parquet: holds the rows of 7 shards, and 4 commits",
     ):
-        check_merged(run.ledger())
+        check_merged(run.commit_log())
     compact(run, GROUPS)
     assert same_rows(read_rows(run), expected)
     assert_tidy(run)
@@ -576,7 +576,7 @@ def test_killed_while_a_roll_up_is_written_again_the_next_compaction_ends_it(
     with pytest.MonkeyPatch.context() as patch:
         count = count_changes(patch, None)
         compact(whole, GROUPS)
-    # A roll-up and two folds are written, a roll-up and two folds deleted.
+    # A roll-up and two segments are written, a roll-up and two segments deleted.
     assert count() == 6
     for after in range(count()):
         run = copy_of(begun, tmp_path / f"killed-{after}")
@@ -708,8 +708,8 @@ def test_a_compaction_that_lost_its_lease_changes_nothing(
         raise RunError("another one may have begun")
 
     monkeypatch.setattr(compaction_lease.Lease, "check", lost)
-    commits = ledger_files(run)
+    commits = commit_log_files(run)
     with pytest.raises(RunError, match="another one may have begun"):
         compact(run, GROUPS)
-    assert ledger_files(run) == commits
+    assert commit_log_files(run) == commits
     assert same_rows(read_rows(run), expected)

@@ -28,7 +28,7 @@ from headcount.schemas.errors import CorpusError, RunError
 from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from tests import ROOT
-from tests.jobs.upkeep.test_status import NOW, fold_shards, make_run
+from tests.jobs.upkeep.test_status import NOW, gather_shards, make_run
 from tests.tools.s3_server import Rule, S3Server
 
 PATIENCE_SECONDS = 60
@@ -263,11 +263,11 @@ def test_a_note_is_told_beside_a_run_that_has_begun(tmp_path: Path) -> None:
     note_of(run, phase="waiting for a replica", began=True)
     assert "phase     waiting for a replica, for 0.0 s" in as_lines(read_status(run, NOW))
     # A speed says more.
-    fold_shards(run, np.arange(3))
+    gather_shards(run, np.arange(3))
     assert not any("waiting" in line for line in as_lines(read_status(run, NOW)))
     note_of(run, ended="no memory", began=True)
     assert "phase     ended while loading the model: no memory" in as_lines(read_status(run, NOW))
-    fold_shards(run, np.arange(3, 10))
+    gather_shards(run, np.arange(3, 10))
     assert read_status(run, NOW).phase is None
     # A run that was deleted does not come back because of its note.
     run.manifest_file.unlink()

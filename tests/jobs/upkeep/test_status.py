@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.commits import COMMITS, COMMITS_PER_FOLD, DROPPED
+from headcount.schemas.files.commits import COMMITS, COMMITS_PER_SEGMENT, DROPPED
 from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.run_directory import RunDirectory
 from tests import ROOT
@@ -61,8 +61,8 @@ def make_run(out: Path, shards: int = SHARDS) -> RunDirectory:
     return run
 
 
-def fold_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None:
-    """Commit shards in one fold; a column is one value for all of them, or an array."""
+def gather_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None:
+    """Commit shards in one segment; a column is one value for all of them, or an array."""
     count = len(shards)
     values: dict[str, Any] = {
         "run_id": run.run_id,
@@ -100,8 +100,8 @@ def fold_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None:
     table = pa.table(arrays, schema=COMMITS).append_column(DROPPED, pa.array(np.zeros(count, bool)))
     directory = Path(str(run.commits_directory))
     directory.mkdir(exist_ok=True)
-    number = len(list(directory.glob("fold-*")))
-    pq.write_table(table, directory / f"fold-{number:06d}-0123abcd.parquet", compression="zstd")
+    number = len(list(directory.glob("segment-*")))
+    pq.write_table(table, directory / f"segment-{number:06d}-0123abcd.parquet", compression="zstd")
 
 
 def note_failure(run: RunDirectory, shard: int, error: str) -> None:
@@ -125,12 +125,12 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
 
 def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    fold_shards(run, np.arange(3))
-    fold_shards(
+    gather_shards(run, np.arange(3))
+    gather_shards(
         run, np.array([3, 4]), host="two", replica="two-9", compute_seconds=0.5, idle_seconds=0.5
     )
     # This replica was slow, and left an hour ago: it is not at work.
-    fold_shards(
+    gather_shards(
         run,
         np.array([5]),
         replica="one-1",
@@ -151,14 +151,14 @@ def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path) -> None:
 
 def test_a_speed_is_taken_from_recent_commits_alone(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    fold_shards(run, np.arange(5), compute_seconds=1000.0, finished=NOW - timedelta(minutes=30))
-    fold_shards(run, np.arange(5, 8))
+    gather_shards(run, np.arange(5), compute_seconds=1000.0, finished=NOW - timedelta(minutes=30))
+    gather_shards(run, np.arange(5, 8))
     assert read_status(run, NOW).tokens_per_second == 32.0
 
 
 def test_a_run_without_recent_commits_has_no_speed_and_no_time_left(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    fold_shards(run, np.arange(3), finished=NOW - timedelta(hours=3))
+    gather_shards(run, np.arange(3), finished=NOW - timedelta(hours=3))
     status = read_status(run, NOW)
     assert status.tokens_per_second is status.seconds_left is None
     assert (
@@ -173,8 +173,8 @@ def test_a_run_without_recent_commits_has_no_speed_and_no_time_left(tmp_path: Pa
 )
 def test_wrong_clocks_make_no_absurd_numbers(tmp_path: Path, clock_error: timedelta) -> None:
     run = make_run(tmp_path)
-    fold_shards(run, np.arange(3))
-    fold_shards(run, np.arange(3, 6), host="two", replica="two-9", finished=NOW + clock_error)
+    gather_shards(run, np.arange(3))
+    gather_shards(run, np.arange(3, 6), host="two", replica="two-9", finished=NOW + clock_error)
     status = read_status(run, NOW)
     assert status.tokens_per_second == (32.0 if clock_error < timedelta(0) else 64.0)
     assert status.seconds_left is not None
@@ -190,7 +190,7 @@ def test_a_replica_that_measured_no_time_has_no_speed(
     tmp_path: Path, seconds_measured: tuple[float, float]
 ) -> None:
     run = make_run(tmp_path)
-    fold_shards(
+    gather_shards(
         run, np.arange(3), compute_seconds=seconds_measured[0], idle_seconds=seconds_measured[1]
     )
     status = read_status(run, NOW)
@@ -200,7 +200,7 @@ def test_a_replica_that_measured_no_time_has_no_speed(
 
 def test_failures_exclude_shards_committed_since_and_ten_errors_are_read(tmp_path: Path) -> None:
     run = make_run(tmp_path, 40)
-    fold_shards(run, np.arange(5))
+    gather_shards(run, np.arange(5))
     # Shards 3 and 4 were committed in spite of a failed attempt.
     for shard in range(3, 20):
         note_failure(run, shard, f"out of\nmemory in {shard}")
@@ -217,8 +217,8 @@ def test_failures_exclude_shards_committed_since_and_ten_errors_are_read(tmp_pat
 
 def test_a_complete_run_says_so_and_a_bad_row_of_two_shards_counts_once(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    fold_shards(run, np.arange(4), bad_rows=["a:1", "a:2"])
-    fold_shards(run, np.arange(4, SHARDS))
+    gather_shards(run, np.arange(4), bad_rows=["a:1", "a:2"])
+    gather_shards(run, np.arange(4, SHARDS))
     status = read_status(run, NOW)
     assert status.complete
     assert status.bad_rows == 2
@@ -238,7 +238,7 @@ def test_a_process_at_work_is_seen_and_not_disturbed(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux tells who holds a lock")
 def test_a_stopped_run_has_no_speed_and_names_the_command_that_resumes_it(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    fold_shards(run, np.arange(3), host=socket.gethostname())
+    gather_shards(run, np.arange(3), host=socket.gethostname())
     with FileLock(Path(str(run.path)) / ".lock"):
         assert as_lines(read_status(run, NOW))[3].startswith("speed     32 tokens/s, ")
     status = read_status(run, NOW)
@@ -248,7 +248,7 @@ def test_a_stopped_run_has_no_speed_and_names_the_command_that_resumes_it(tmp_pa
         f"{run.path} continues it"
     )
     # A replica of another machine may be at work on the same disk: only its commits tell.
-    fold_shards(run, np.array([4]), host="two", replica="two-9")
+    gather_shards(run, np.array([4]), host="two", replica="two-9")
     assert as_lines(read_status(run, NOW))[3].startswith("speed     ")
 
 
@@ -267,7 +267,7 @@ def test_the_command_prints_lines_or_json_and_exits_with_0_for_an_incomplete_run
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
-    fold_shards(run, np.arange(3))
+    gather_shards(run, np.arange(3))
     process = headcount("status", os.path.relpath(str(run.path), ROOT))
     assert process.code == 0, process.stderr
     assert "shards    3 of 10 done, 7 missing, 0 of them failed" in process.stdout
@@ -283,7 +283,7 @@ def test_the_command_prints_lines_or_json_and_exits_with_0_for_an_incomplete_run
 
 def test_a_directory_of_runs_is_a_table(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    fold_shards(run, np.arange(3))
+    gather_shards(run, np.arange(3))
     note_failure(run, 2, "then it succeeded")
     note_failure(run, 9, "boom")
     (tmp_path / "run_id=broken-1").mkdir()
@@ -300,14 +300,16 @@ def test_a_directory_of_runs_is_a_table(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="only Linux tells the peak memory of one program"
 )
-def test_a_hundred_thousand_folded_shards_are_read_without_a_loop_over_them(tmp_path: Path) -> None:
+def test_a_hundred_thousand_gathered_shards_are_read_without_a_loop_over_them(
+    tmp_path: Path,
+) -> None:
     shards = 100_000
     run = make_run(tmp_path, shards + 1)
-    for first_shard in range(0, shards, COMMITS_PER_FOLD):
-        shards_of_fold = np.arange(first_shard, min(first_shard + COMMITS_PER_FOLD, shards))
-        fold_shards(
+    for first_shard in range(0, shards, COMMITS_PER_SEGMENT):
+        shards_of_segment = np.arange(first_shard, min(first_shard + COMMITS_PER_SEGMENT, shards))
+        gather_shards(
             run,
-            shards_of_fold,
+            shards_of_segment,
             finished=(NOW - timedelta(seconds=5 + (shards - first_shard) / 1000)),
         )
     program = (

@@ -174,7 +174,7 @@ def test_views_from_merged_shards_say_what_the_rows_say(run: RunDirectory) -> No
     database = open_runs(run.path)
     check_all(database)
     assert [database.records(view) for view in exact_views] == from_rows
-    assert not database.rows("FROM ledger.unrolled_heads")
+    assert not database.rows("FROM internal.unrolled_heads")
     # One row per intervention, statistic and head, and one for each of its three parts.
     assert database.rows("SELECT count(*) FROM rollups") == [(2 * 3 * 6 * 4,)]
 
@@ -184,7 +184,7 @@ def test_shards_without_roll_ups_are_answered_from_rows(run: RunDirectory) -> No
     compact(run, 2 * 8 * 6 + 1)
     database = open_runs(run.path)
     check_all(database)
-    unrolled = database.rows("SELECT DISTINCT shard FROM ledger.unrolled_heads")
+    unrolled = database.rows("SELECT DISTINCT shard FROM internal.unrolled_heads")
     assert unrolled == [(4,)]
     assert database.rows("SELECT count(*) FROM rollups") == [(2 * 2 * 3 * 6 * 4,)]
 
@@ -225,7 +225,7 @@ def test_damaged_roll_ups_are_answered_from_rows(run: RunDirectory, is_shortened
     database = open_runs(run.path)
     check_all(database)
     assert database.damage() == []
-    assert database.rows("SELECT DISTINCT shard FROM ledger.unrolled_heads") == [(4,)]
+    assert database.rows("SELECT DISTINCT shard FROM internal.unrolled_heads") == [(4,)]
 
 
 def test_roll_ups_with_a_shard_that_does_not_count_are_left_out(tmp_path: Path) -> None:

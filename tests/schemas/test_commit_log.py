@@ -1,4 +1,4 @@
-"""The ledger: commits in files and in folds.
+"""The commit log: commits in files and in segments.
 
 Its meaning is the same after every order of deaths, and if something is done twice.
 """
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import headcount.schemas.files.commits as ledger
+import headcount.schemas.files.commits as commit_log
 from headcount.jobs.run.lock import locked
-from headcount.jobs.run.loop import fold_commits
+from headcount.jobs.run.loop import gather_commits
 from headcount.jobs.run.spans import Spans
 from headcount.schemas.errors import RunError, ScanError
-from headcount.schemas.files.commits import COMMITS, Commit, Failure, drop, fold
+from headcount.schemas.files.commits import COMMITS, Commit, Failure, drop, gather
 from headcount.schemas.files.damage import Damage
 from headcount.schemas.files.places import StorePath, names, place
 from headcount.schemas.files.run_directory import RunDirectory
@@ -36,28 +36,30 @@ def run(tmp_path: Path) -> RunDirectory:
     return write_run(tmp_path, "a-1", {"sink_mass": constant_statistic}, sequences=10, per_shard=1)
 
 
-def ledger_files(run: RunDirectory, prefix: str) -> list[str]:
-    """Names of the files of a ledger that begin with `fold-` or `shard-`."""
+def commit_log_files(run: RunDirectory, prefix: str) -> list[str]:
+    """Names of the files of a commit log that begin with `gather-` or `shard-`."""
     return sorted(name for name in names(run.commits_directory) if name.startswith(prefix))
 
 
 def committed_shards(run: RunDirectory) -> list[int]:
     """The shards that a reader counts as done."""
-    return run.ledger([])["shard"].to_pylist()
+    return run.commit_log([])["shard"].to_pylist()
 
 
-def test_folding_changes_where_commits_are_and_nothing_else(run: RunDirectory) -> None:
+def test_gathering_changes_where_commits_are_and_nothing_else(run: RunDirectory) -> None:
     commits_before = list(run.commits())
-    fold(run.commits_directory, commits_before[2:7])
+    gather(run.commits_directory, commits_before[2:7])
     assert list(run.commits()) == commits_before
-    assert len(ledger_files(run, "fold-")) == 1
-    assert ledger_files(run, "shard-") == [f"shard-{shard:06d}.json" for shard in (0, 1, 7, 8, 9)]
-    assert run.ledger([])["folded"].to_pylist() == [2 <= shard < 7 for shard in range(10)]
-    assert run.ledger(["rows", "host"]).column_names == ["shard", "rows", "host", "folded"]
+    assert len(commit_log_files(run, "segment-")) == 1
+    assert commit_log_files(run, "shard-") == [
+        f"shard-{shard:06d}.json" for shard in (0, 1, 7, 8, 9)
+    ]
+    assert run.commit_log([])["gathered"].to_pylist() == [2 <= shard < 7 for shard in range(10)]
+    assert run.commit_log(["rows", "host"]).column_names == ["shard", "rows", "host", "gathered"]
 
 
 @pytest.mark.parametrize("deletions", range(4))
-def test_a_fold_may_be_killed_before_all_commit_files_are_deleted(
+def test_a_segment_may_be_killed_before_all_commit_files_are_deleted(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, deletions: int
 ) -> None:
     commits_before = list(run.commits())
@@ -67,13 +69,13 @@ def test_a_fold_may_be_killed_before_all_commit_files_are_deleted(
             path.unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ledger, "delete", die)
+    monkeypatch.setattr(commit_log, "delete", die)
     with pytest.raises(KeyboardInterrupt):
-        fold(run.commits_directory, commits_before[:3])
+        gather(run.commits_directory, commits_before[:3])
     assert list(run.commits()) == commits_before
 
 
-def test_a_fold_may_fail_before_it_is_there(
+def test_a_segment_may_fail_before_it_is_there(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits_before = list(run.commits())
@@ -82,23 +84,23 @@ def test_a_fold_may_fail_before_it_is_there(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", fill_disk)
-    with pytest.raises(RunError, match=r"fold-000000-.*No space left on device"):
-        fold(run.commits_directory, commits_before)
+    with pytest.raises(RunError, match=r"segment-000000-.*No space left on device"):
+        gather(run.commits_directory, commits_before)
     assert list(run.commits()) == commits_before
 
 
-def test_two_may_fold_at_once_and_each_commit_counts_once(run: RunDirectory) -> None:
+def test_two_may_gather_at_once_and_each_commit_counts_once(run: RunDirectory) -> None:
     commits_before = list(run.commits())
-    # The folds overlap, and the third says what the first says.
-    fold(run.commits_directory, commits_before[:6])
-    fold(run.commits_directory, commits_before[4:8])
-    fold(run.commits_directory, commits_before[:6])
+    # The segments overlap, and the third says what the first says.
+    gather(run.commits_directory, commits_before[:6])
+    gather(run.commits_directory, commits_before[4:8])
+    gather(run.commits_directory, commits_before[:6])
     assert list(run.commits()) == commits_before
 
 
-def test_a_late_attempt_at_a_folded_shard_does_not_count(run: RunDirectory) -> None:
+def test_a_late_attempt_at_a_gathered_shard_does_not_count(run: RunDirectory) -> None:
     first = next(run.commits())
-    fold(run.commits_directory, [first])
+    gather(run.commits_directory, [first])
     # Its clock is ahead by far: clocks do not decide.
     late_commit = first.model_copy(
         update={"attempt": 2, "finished": first.finished + timedelta(days=300)}
@@ -111,33 +113,33 @@ def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(
     run: RunDirectory,
 ) -> None:
     commits_before = list(run.commits())
-    fold(run.commits_directory, commits_before)
+    gather(run.commits_directory, commits_before)
     drop(run.commits_directory, run.run_id, [3, 5])
     assert committed_shards(run) == [0, 1, 2, 4, 6, 7, 8, 9]
     second_commit = commits_before[3].model_copy(update={"attempt": 2})
     local(run.commit_file(3)).write_text(second_commit.model_dump_json())
     assert [commit.attempt for commit in run.commits() if commit.shard == 3] == [2]
-    fold(run.commits_directory, [second_commit])
+    gather(run.commits_directory, [second_commit])
     assert [(commit.shard, commit.attempt) for commit in run.commits()][3:5] == [(3, 2), (4, 1)]
     assert 5 not in committed_shards(run)
 
 
-def test_a_reader_that_is_overtaken_by_a_fold_reads_again(
+def test_a_reader_that_is_overtaken_by_a_segment_reads_again(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits_before = list(run.commits())
-    real_names = ledger.names
+    real_names = commit_log.names
     names_listed_first: list[str] = []
 
-    def list_then_fold(directory: Any) -> Any:
-        """List the ledger; the first time, somebody folds it before the reader opens a file."""
+    def list_then_gather(directory: Any) -> Any:
+        """List the commit log; the first time, somebody gathers it before a file is opened."""
         listed_names = list(real_names(directory))
         if not names_listed_first:
             names_listed_first.extend(listed_names)
-            fold(run.commits_directory, commits_before)
+            gather(run.commits_directory, commits_before)
         return listed_names
 
-    monkeypatch.setattr(ledger, "names", list_then_fold)
+    monkeypatch.setattr(commit_log, "names", list_then_gather)
     assert list(run.commits()) == commits_before
     assert len(names_listed_first) == 10
 
@@ -159,37 +161,37 @@ def test_a_file_that_is_no_commit_of_this_run_is_skipped(
     assert committed_shards(run) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
 
 
-def test_a_fold_holds_every_field_of_a_commit(run: RunDirectory) -> None:
+def test_a_segment_holds_every_field_of_a_commit(run: RunDirectory) -> None:
     assert set(Commit.model_fields) == set(COMMITS.names)
     commit = next(run.commits()).model_copy(
         update={"bad_rows": ["a.jsonl:7 (text is null)"], "seconds": 0.1234}
     )
-    fold(run.commits_directory, [commit])
+    gather(run.commits_directory, [commit])
     assert next(run.commits()) == commit
 
 
-def test_a_driver_folds_while_outcomes_pass(
+def test_a_driver_gathers_while_outcomes_pass(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headcount.jobs.run.loop.COMMITS_PER_FOLD", 4)
+    monkeypatch.setattr("headcount.jobs.run.loop.COMMITS_PER_SEGMENT", 4)
     commits_before = list(run.commits())
     outcomes: list[Commit | Failure] = [
         *commits_before[:5],
         Failure(99, "why"),
         *commits_before[5:],
     ]
-    assert list(fold_commits(run, outcomes)) == outcomes
-    assert len(ledger_files(run, "fold-")) == 2
-    assert ledger_files(run, "shard-") == ["shard-000008.json", "shard-000009.json"]
+    assert list(gather_commits(run, outcomes)) == outcomes
+    assert len(commit_log_files(run, "segment-")) == 2
+    assert commit_log_files(run, "shard-") == ["shard-000008.json", "shard-000009.json"]
     assert list(run.commits()) == commits_before
 
 
 def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory) -> None:
-    fold(run.commits_directory, list(run.commits())[:5])
+    gather(run.commits_directory, list(run.commits())[:5])
     local(data_file(run, "heads", "none", 2)).unlink()
     local(data_file(run, "heads", "none", 3)).write_bytes(b"")
     local(data_file(run, "heads", "none", 7)).write_bytes(b"")
-    table = run.ledger()
+    table = run.commit_log()
     heads = "heads/intervention=none/shard-{:06d}.parquet".format
     gone_damage = Damage(heads(2), [2], "is gone")
     sizes = {file.path: file.bytes for commit in run.commits() for file in commit.files}
@@ -275,11 +277,11 @@ def test_places() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["shard-000003.json", f"fold-000000-{'0' * 32}.parquet"])
+@pytest.mark.parametrize("name", ["shard-000003.json", f"segment-000000-{'0' * 32}.parquet"])
 def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(ledger, "LISTING_PAUSE", 0.001)
+    monkeypatch.setattr(commit_log, "LISTING_PAUSE", 0.001)
     link = Path(str(run.commits_directory / name))
     link.unlink(missing_ok=True)
     link.symlink_to("nowhere")
@@ -288,10 +290,10 @@ def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(
         "headcount resume measures anew the shards that it committed"
     )
     for read in (
-        run.ledger,
+        run.commit_log,
         run.damaged_by_size,
         lambda: run.oldest_commit(["methods"]),
-        lambda: list(run.ledger_parts(["stop"])),
+        lambda: list(run.commit_log_parts(["stop"])),
     ):
         with pytest.raises(RunError) as caught:
             read()
