@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import csv
+import gzip
+import io
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,14 @@ def all_tokens(sequences: Sequences) -> list[list[int]]:
     return np.concatenate([sequences.shard(i).tokens for i in range(sequences.shards)]).tolist()
 
 
+def texts_of(sequences: Sequences) -> list[str]:
+    """The sequences as texts, in which a bar stands for the end of text."""
+    return [
+        "".join("|" if i == BYTE_BOS else chr(i) for i in tokens)
+        for tokens in all_tokens(sequences)
+    ]
+
+
 def all_origins(sequences: Sequences) -> dict[str, list[Any]]:
     shards = [sequences.shard(i).origin for i in range(sequences.shards)]
     return {key: [value for origin in shards for value in origin[key]] for key in shards[0]}
@@ -153,12 +162,15 @@ def byte_info(path: Path) -> ModelInfo:
     )
 
 
-def write_zst(path: Path, *frames: bytes) -> Path:
-    path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames))
-    return path
+def packed(name: str, content: bytes) -> bytes:
+    """The content of a file, compressed as its name says."""
+    if name.endswith(".gz"):
+        return gzip.compress(content)
+    return zstandard.compress(content) if name.endswith(".zst") else content
 
 
-def write_parquet(path: Path, rows: Iterable[Row], meta: str = "struct", **options: Any) -> Path:
+def parquet_bytes(rows: Iterable[Row], meta: str = "struct", **options: Any) -> bytes:
+    """A Parquet file whose column meta is a struct, JSON, or absent."""
     texts, names = zip(*rows, strict=True)
     metas: dict[str, list[Any]] = {
         "struct": [{"pile_set_name": name} for name in names],
@@ -168,15 +180,15 @@ def write_parquet(path: Path, rows: Iterable[Row], meta: str = "struct", **optio
     columns: dict[str, list[Any]] = {"id": list(range(len(texts))), "text": list(texts)}
     if metas[meta]:
         columns["meta"] = metas[meta]
-    pq.write_table(pa.table(columns), path, **options)
+    file = io.BytesIO()
+    pq.write_table(pa.table(columns), file, **options)
+    return file.getvalue()
+
+
+def write_parquet(path: Path, rows: Iterable[Row], meta: str = "struct", **options: Any) -> Path:
+    path.write_bytes(parquet_bytes(rows, meta, **options))
     return path
 
 
 def plain_bytes(rows: Iterable[Row]) -> bytes:
     return "".join(f"{line}\n" for line in as_json(rows)).encode()
-
-
-def write_csv(path: Path, rows: Iterable[Sequence[str]], encoding: str = "utf-8") -> Path:
-    with path.open("w", encoding=encoding, newline="") as file:
-        csv.writer(file).writerows(rows)
-    return path

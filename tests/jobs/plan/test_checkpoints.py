@@ -18,38 +18,41 @@ def scan_file(folder: Path, beginning: str) -> Path:
     return file
 
 
-def model_directories(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / name).mkdir(parents=True)
-        (folder / name / "config.json").write_text("{}")
-
-
-def test_a_file_with_one_model_means_one_scan(tmp_path: Path):
-    (one,) = scans_of(scan_file(tmp_path, 'model = "bundled:gpt2-mini"'), ["n_ctx=9"])
-    assert (one.scan.model, one.scan.n_ctx, one.overrides) == ("bundled:gpt2-mini", 9, ("n_ctx=9",))
-
-
-def test_every_model_of_a_list_is_a_scan(tmp_path: Path):
-    scans = scans_of(scan_file(tmp_path, 'model = ["a/b", \'c "d"\']'), ["seed=3"])
-    assert [each.scan.model for each in scans] == ["a/b", 'c "d"']
+@pytest.mark.parametrize(
+    ("beginning", "models"),
+    [
+        ('model = "bundled:gpt2-mini"', [("bundled:gpt2-mini", None)]),
+        ('model = ["a/b", \'c "d"\']', [("a/b", None), ('c "d"', None)]),
+        (
+            'model = "EleutherAI/pythia-70m"\nrevision = ["step1", "step143000"]',
+            [("EleutherAI/pythia-70m", "step1"), ("EleutherAI/pythia-70m", "step143000")],
+        ),
+        (
+            'model = "bundled:backcopy-dynamics-mini/step-*"',
+            [
+                (f"bundled:backcopy-dynamics-mini/step-{step:06}", None)
+                for step in (0, 200, 400, 600, 1000, 2000)
+            ],
+        ),
+    ],
+)
+def test_every_model_and_every_revision_of_a_list_is_a_scan(
+    tmp_path: Path, beginning: str, models: list[tuple[str, str | None]]
+) -> None:
+    scans = scans_of(scan_file(tmp_path, beginning), ["n_ctx=9"])
+    assert [(each.scan.model, each.scan.revision) for each in scans] == models
     # What was set makes the same scan again, so each run can be continued by itself.
     for each in scans:
         (again,) = scans_of(each.file, each.overrides)
         assert again.scan == each.scan
-    assert len({each.scan.run_id("steps") for each in scans}) == 2
-
-
-def test_every_revision_of_a_list_is_a_scan(tmp_path: Path):
-    beginning = 'model = "EleutherAI/pythia-70m"\nrevision = ["step1", "step143000"]'
-    scans = scans_of(scan_file(tmp_path, beginning))
-    assert [(each.scan.model, each.scan.revision) for each in scans] == [
-        ("EleutherAI/pythia-70m", "step1"),
-        ("EleutherAI/pythia-70m", "step143000"),
-    ]
+        assert again.scan.n_ctx == 9
+    assert len({each.scan.run_id("steps") for each in scans}) == len(models)
 
 
 def test_a_pattern_means_directories_with_a_model_in_the_order_of_their_numbers(tmp_path: Path):
-    model_directories(tmp_path, "step-1000", "step-200", "step-final", "step-[9]")
+    for name in ("step-1000", "step-200", "step-final", "step-[9]"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "step-7").mkdir()
     scans = scans_of(scan_file(tmp_path, f'model = "{tmp_path}/step-*"'))
     names = [Path(each.scan.model).name for each in scans]
@@ -57,14 +60,6 @@ def test_a_pattern_means_directories_with_a_model_in_the_order_of_their_numbers(
     # A directory whose name looks like a pattern is itself.
     (one,) = scans_of(scan_file(tmp_path, f'model = "{tmp_path}/step-[9]"'))
     assert one.scan.model == f"{tmp_path}/step-[9]"
-
-
-def test_checkpoints_of_a_bundled_model_are_found(tmp_path: Path):
-    scans = scans_of(scan_file(tmp_path, 'model = "bundled:backcopy-dynamics-mini/step-*"'))
-    steps = [0, 200, 400, 600, 1000, 2000]
-    assert [each.scan.model for each in scans] == [
-        f"bundled:backcopy-dynamics-mini/step-{step:06}" for step in steps
-    ]
 
 
 @pytest.mark.parametrize(

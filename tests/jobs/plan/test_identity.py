@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,10 +13,10 @@ from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.files.places import place
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs import INPUTS
 from headcount.workers.interventions import INTERVENTIONS
+from tests.toys.toy_runs import local
 
 CODE = '''
 from functools import cached_property, lru_cache
@@ -76,40 +74,27 @@ def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "shows"),
     [
-        ("helper(x) * ", "helper(x) + "),  # the function
-        ("x + SIZE", "x - SIZE"),  # a helper behind a cache
-        ("SIZE = 3", "SIZE = 4"),  # a constant of a helper
-        ("self.half() * 2", "self.half() * 3"),  # a method that it names
-        ("return 21", "return 22"),  # a method that this method names
-        ("x < 0", "x < 1"),  # what is refused
+        ("helper(x) * ", "helper(x) + ", True),  # the function
+        ("x + SIZE", "x - SIZE", True),  # a helper behind a cache
+        ("SIZE = 3", "SIZE = 4", True),  # a constant of a helper
+        ("self.half() * 2", "self.half() * 3", True),  # a method that it names
+        ("return 21", "return 22", True),  # a method that this method names
+        ("x < 0", "x < 1", True),  # what is refused
+        ("Say something.", "Say something else.", False),
+        ("x + SIZE", "(x + SIZE)  # why", False),
+        ("return 1\n", "return 2\n", False),  # a function that nobody calls
+        ("return 5", "return 6", False),  # a method likewise
+        ("is too small", "is too low", False),  # how it is said
+        ("str(x)", "repr(x)", False),  # likewise
+        ("size: int |", "size: Size |", False),  # which options are refused
     ],
 )
-def test_a_change_of_meaning_shows(tmp_path: Path, old: str, new: str) -> None:
-    assert fingerprint_of(tmp_path, old, new) != fingerprint_of(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("Say something.", "Say something else."),
-        ("x + SIZE", "(x + SIZE)  # why"),
-        ("return 1\n", "return 2\n"),  # a function that nobody calls
-        ("return 5", "return 6"),  # a method likewise
-        ("is too small", "is too low"),  # how it is said
-        ("str(x)", "repr(x)"),  # likewise
-        ("size: int |", "size: Size |"),  # which options are refused
-    ],
-)
-def test_nothing_else_shows(tmp_path: Path, old: str, new: str) -> None:
-    assert fingerprint_of(tmp_path, old, new) == fingerprint_of(tmp_path)
-
-
-def test_every_family_and_intervention_has_a_fingerprint_of_its_own() -> None:
-    for registry in (INPUTS, INTERVENTIONS):
-        fingerprints = [registered.record["fingerprint"] for registered in registry.values()]
-        assert len(set(fingerprints)) == len(registry)
+def test_a_change_of_meaning_shows_and_nothing_else(
+    tmp_path: Path, old: str, new: str, shows: bool
+) -> None:
+    assert (fingerprint_of(tmp_path, old, new) != fingerprint_of(tmp_path)) == shows
 
 
 def planned(path: Path, name: str) -> Plan:
@@ -126,52 +111,35 @@ def planned(path: Path, name: str) -> Plan:
     return plan
 
 
-def change(plan: Plan, intervention: Callable[[dict[str, Any]], object]) -> None:
-    """Intervention a run's manifest."""
-    file = Path(str(plan.run.manifest_file))
-    manifest = json.loads(file.read_text())
-    intervention(manifest)
-    file.write_text(json.dumps(manifest))
-
-
 def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path) -> None:
     manifest = planned(tmp_path, "a").run.manifest()
     assert list(manifest.inputs) == ["ngram_overlap"]
     assert list(manifest.interventions) == ["none", "zero_head", "mean_head"]
-    for kind, registry in (("inputs", INPUTS), ("interventions", INTERVENTIONS)):
-        records = getattr(manifest, kind)
+    for registry, records in ((INPUTS, manifest.inputs), (INTERVENTIONS, manifest.interventions)):
         assert records == {name: registry[name].record for name in records}
+        fingerprints = {registered.record["fingerprint"] for registered in registry.values()}
+        assert len(fingerprints) == len(registry)
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "word"),
     [("inputs", "ngram_overlap", "input family"), ("interventions", "mean_head", "intervention")],
 )
-def test_a_run_does_not_continue_with_other_code(
-    tmp_path: Path, kind: str, name: str, word: str
-) -> None:
-    change(
-        planned(tmp_path, "a"), lambda manifest: manifest[kind][name].update(fingerprint="0" * 12)
-    )
-    with pytest.raises(
-        RunError, match=rf'the code of {word} {name} \("000000000000", now "\w+"\); headcount rm '
-    ):
-        planned(tmp_path, "a")
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "word"),
-    [("inputs", "ngram_overlap", "input family"), ("interventions", "zero_head", "intervention")],
-)
-def test_two_meanings_under_one_name_are_not_mixed(
+def test_two_meanings_under_one_name_are_neither_continued_nor_mixed(
     tmp_path: Path, kind: str, name: str, word: str
 ) -> None:
     first, second = planned(tmp_path, "a"), planned(tmp_path, "b")
-    connect(place(str(tmp_path)))
-    change(second, lambda manifest: manifest[kind][name].update(fingerprint="0" * 12))
+    connect(tmp_path, lazily=True)
+    file = local(second.run.manifest_file)
+    manifest = json.loads(file.read_text())
+    manifest[kind][name]["fingerprint"] = "0" * 12
+    file.write_text(json.dumps(manifest))
+    code = rf'the code of {word} {name} \("000000000000", now "\w+"\); headcount rm '
+    with pytest.raises(RunError, match=code):
+        planned(tmp_path, "b")
     problem = (
         rf"{word} '{name}' has one formula in run {first.run.run_id} \(.+\) "
         rf"and another in run {second.run.run_id} \(0+\)"
     )
     with pytest.raises(QueryError, match=problem):
-        connect(place(str(tmp_path)))
+        connect(tmp_path, lazily=True)

@@ -10,7 +10,7 @@ from headcount.jobs.run.lock import locked
 from headcount.jobs.upkeep import finished_runs
 from headcount.jobs.upkeep.finished_runs import merge_finished
 from headcount.jobs.upkeep.merged_files import merged_here
-from headcount.queries.ask.asking import open_runs
+from headcount.queries.open.connection import connect
 from headcount.schemas.files.run_directory import RunDirectory
 from tests.toys.toy_runs import write_run
 
@@ -27,50 +27,42 @@ def toy_run(tmp_path: Path, commit: list[int] | None = None) -> RunDirectory:
     return write_run(tmp_path, "a-1", entropy, sequences=SEQUENCES, per_shard=4, commit=commit)
 
 
+def merge(run: RunDirectory) -> list[str]:
+    """What is said of a run that is merged if it is finished."""
+    lines: list[str] = []
+    merge_finished(run, merged_here, lines.append)
+    return lines
+
+
 def rows_in_roll_ups(run: RunDirectory) -> int | None:
-    [(rows,)] = open_runs(run.path).rows("SELECT sum(count) FROM rollups WHERE NOT by_subset")
-    return rows
+    sql = "SELECT sum(count) FROM rollups WHERE NOT by_subset"
+    return connect(run.path, lazily=True).execute(sql).fetchall()[0][0]
 
 
 def test_a_complete_run_is_merged_once(tmp_path: Path) -> None:
     run = toy_run(tmp_path)
-    lines: list[str] = []
-    merge_finished(run, merged_here, lines.append)
-    assert lines == ["a-1: group 1 of 1 merged"]
+    assert merge(run) == ["a-1: group 1 of 1 merged"]
     assert rows_in_roll_ups(run) == SEQUENCES * HEADS
-    merge_finished(run, merged_here, lines.append)
-    assert len(lines) == 1
+    assert merge(run) == []
 
 
 def test_an_incomplete_or_small_run_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = toy_run(tmp_path / "incomplete", commit=[0, 1])
-    merge_finished(run, merged_here, print)
-    assert rows_in_roll_ups(run) is None
-    run = toy_run(tmp_path / "small")
+    assert merge(toy_run(tmp_path / "incomplete", commit=[0, 1])) == []
     monkeypatch.setattr(finished_runs, "LARGE_ROWS", SEQUENCES * HEADS + 1)
-    merge_finished(run, merged_here, print)
-    assert rows_in_roll_ups(run) is None
+    assert merge(toy_run(tmp_path / "small")) == []
 
 
-def test_a_run_that_somebody_holds_is_complete_all_the_same(tmp_path: Path) -> None:
+def test_a_run_that_somebody_holds_and_a_damaged_shard_are_left_and_said(tmp_path: Path) -> None:
     run = toy_run(tmp_path)
-    lines: list[str] = []
     with locked(run):
-        merge_finished(run, merged_here, lines.append)
-    (line,) = lines
+        (line,) = merge(run)
     assert line.startswith("warning: a-1 is complete, but not all of it is merged: ")
     assert line.endswith(f"headcount compact {run.path} tries again")
-    assert open_runs(run.path).rows("SELECT count(*) FROM heads") == [(SEQUENCES * HEADS,)]
-
-
-def test_a_damaged_shard_is_left_and_said(tmp_path: Path) -> None:
-    run = toy_run(tmp_path)
     file = min(tmp_path.rglob("heads/*/*.parquet"))
     content = file.read_bytes()
     file.write_bytes(content[:4] + bytes(9) + content[13:])
-    lines: list[str] = []
-    merge_finished(run, merged_here, lines.append)
+    lines = merge(run)
     assert [line for line in lines if line.startswith("warning: ")] == [lines[-1]]
     assert rows_in_roll_ups(run) == (SEQUENCES - 4) * HEADS

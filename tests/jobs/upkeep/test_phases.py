@@ -5,12 +5,10 @@ lies about a driver that has ended.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -97,24 +95,13 @@ def test_a_driver_says_what_it_does_and_leaves_nothing_when_it_ends_well(
             phases.note("preparing tokens", f"{million} of 199 million")
         last = noted(run, "preparing tokens: 199 of 199 million")
         assert last.line(last.since.timestamp() + 61).endswith("199 million, for 1 min 1 s")
-    assert list(tmp_path.iterdir()) == []
     # Outside of a command that takes notes, nothing happens.
     phases.note("measuring")
     phases.about(run)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_scan_that_is_refused_makes_no_directory(tmp_path: Path) -> None:
-    run = RunDirectory.of(tmp_path / "runs", "toy-1")
-
-    @phases.taken()
-    def scan() -> None:
-        phases.note("loading the model")
-        phases.about(run)
-        raise CorpusError("no text")
-
+    # A scan that is refused makes no directory, either.
+    other = RunDirectory.of(tmp_path / "runs", "toy-1")
     with pytest.raises(CorpusError):
-        scan()
+        scan_that_fails(other, "measuring", CorpusError("no text"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -155,18 +142,21 @@ with phases.taken():
         )
 
 
+@phases.taken()
+def scan_that_fails(run: RunDirectory, phase: phases.PhaseName, error: BaseException) -> None:
+    """A command that notes some phases and ends with an error."""
+    phases.note("loading the model")
+    phases.about(run)
+    phases.note(phase, "1 of 9")
+    phases.note(phase, "2 of 9")
+    raise error
+
+
 def test_the_end_of_a_job_is_kept_with_its_reason_until_the_run_goes_on(
     run: RunDirectory, job: None, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    @phases.taken()
-    def scan() -> None:
-        phases.note("loading the model")
-        phases.note("preparing tokens", "1 of 9")
-        phases.note("preparing tokens", "2 of 9")
-        raise CorpusError("input: no file matches\nor so")
-
     with pytest.raises(CorpusError):
-        scan()
+        scan_that_fails(run, "preparing tokens", CorpusError("input: no file matches\nor so"))
     assert capfd.readouterr().err == "phase: loading the model\nphase: preparing tokens\n"
     status = read_status_before(run)
     assert status is not None
@@ -190,34 +180,7 @@ def test_the_end_of_a_job_is_kept_with_its_reason_until_the_run_goes_on(
     remove(check_removable(str(run.path)))
     assert list(tmp_path.iterdir()) == []
 
-    with phases.taken():
-        phases.note("loading the model")
-    assert phases.read_note(run) is None
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Stopped(signal.SIGTERM), SystemError])
-def test_a_job_that_was_stopped_says_so(
-    run: RunDirectory, job: None, error: type[BaseException] | BaseException
-) -> None:
-    @phases.taken()
-    def scan() -> None:
-        phases.note("waiting for a replica")
-        try:
-            raise Stopped(signal.SIGTERM)
-        except Stopped as stopped:
-            # A library may make an error of its own of it.
-            raise error from stopped
-
-    with pytest.raises((KeyboardInterrupt, Stopped, SystemError)):
-        scan()
-    note = phases.read_note(run)
-    assert note is not None
-    assert note.line(SECONDS_NOW) == "ended while waiting for a replica: it was stopped"
-
-
-def test_a_job_that_continues_another_run_takes_its_note_along(
-    run: RunDirectory, job: None, tmp_path: Path
-) -> None:
+    # A job that continues another run takes its note along.
     other = RunDirectory.of(tmp_path, f"{run.run_id}-2")
     with phases.taken():
         phases.note("loading the model")
@@ -225,6 +188,21 @@ def test_a_job_that_continues_another_run_takes_its_note_along(
         phases.about(other)
         noted(other, "loading the model")
         assert phases.runs_with_notes(tmp_path) == [other]
+    assert phases.read_note(other) is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Stopped(signal.SIGTERM), SystemError()])
+def test_a_job_that_was_stopped_says_so(run: RunDirectory, job: None, error: BaseException) -> None:
+    # A library may make an error of its own of it.
+    error.__cause__ = Stopped(signal.SIGTERM)
+    with pytest.raises(type(error)):
+        scan_that_fails(run, "waiting for a replica", error)
+    note = phases.read_note(run)
+    assert note is not None
+    assert note.line(SECONDS_NOW) == "ended while waiting for a replica: it was stopped"
+
+
+SUBMITTED = {"phase": "submitted", "detail": "to http://x", "process": 0}
 
 
 @pytest.mark.parametrize(
@@ -239,16 +217,8 @@ def test_a_job_that_continues_another_run_takes_its_note_along(
             "loading the model: 1 of 2, but its driver on far was not heard of for 1 h 0 min and "
             "has probably ended",
         ),
-        (
-            {"phase": "submitted", "detail": "to http://x", "process": 0},
-            30,
-            "submitted: to http://x, for 30 s",
-        ),
-        (
-            {"phase": "submitted", "detail": "to http://x", "process": 0},
-            600,
-            "submitted: to http://x 10 min 0 s ago; its driver was not heard of",
-        ),
+        (SUBMITTED, 30, "submitted: to http://x, for 30 s"),
+        (SUBMITTED, 600, "submitted: to http://x 10 min 0 s ago; its driver was not heard of"),
     ],
 )
 def test_what_is_told_of_a_driver_on_another_machine(
@@ -274,15 +244,17 @@ def test_a_note_is_told_beside_a_run_that_has_begun(tmp_path: Path) -> None:
     assert phases.read_note(run) is None
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"phase": "dreaming"}', "[1]", '{"since": "x"}'])
-def test_a_broken_note_is_none(run: RunDirectory, content: str) -> None:
+def test_broken_notes_are_none_and_those_that_cannot_be_written_disturb_nobody(
+    run: RunDirectory, tmp_path: Path
+) -> None:
     note_of(run)
-    (Path(str(run.path)).parent / phases.NOTES / f"{run.run_id}.json").write_text(content)
-    assert phases.read_note(run) is None
-
-
-def test_notes_that_cannot_be_written_disturb_nobody(run: RunDirectory, tmp_path: Path) -> None:
-    (tmp_path / phases.NOTES).write_text("a file where a directory should be")
+    file = tmp_path / phases.NOTES / f"{run.run_id}.json"
+    for content in ("", "{", '{"phase": "dreaming"}', "[1]", '{"since": "x"}'):
+        file.write_text(content)
+        assert phases.read_note(run) is None, content
+    file.unlink()
+    file.parent.rmdir()
+    file.parent.write_text("a file where a directory should be")
     with phases.taken():
         phases.about(run)
         phases.note("measuring")
@@ -290,40 +262,28 @@ def test_notes_that_cannot_be_written_disturb_nobody(run: RunDirectory, tmp_path
     assert phases.read_note(run) is None
 
 
-@pytest.fixture(scope="module")
-def store() -> Iterator[S3Server]:
-    before = dict(os.environ)
-    with S3Server() as server:
-        os.environ |= server.env()
-        yield server
-    os.environ.clear()
-    os.environ |= before
-
-
-def test_notes_lie_in_a_store_too(
-    store: S3Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_notes_lie_in_a_store_too_and_one_that_is_silent_is_said_aloud(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDirectory.of(place("s3://bucket/runs"), "toy-1")
-    phases.note_submission(run, "http://head:8265")
-    list_runs("s3://bucket/runs")
-    assert "submitted: to http://head:8265, for " in capfd.readouterr().out
-    config = {"metadata": {"headcount": run.run_id, "run": str(run.path)}}
-    monkeypatch.setenv(phases.JOB_VARIABLE, json.dumps(config))
-    with phases.taken():
-        phases.note("loading the model")
-        noted(run, "loading the model")
-        phases.note_end(run, "its job was stopped")
-        stopped = phases.read_note(run)
-        assert stopped is not None
-        assert stopped.ended == "its job was stopped"
-    assert phases.read_note(run) is None
-
-
-def test_a_store_that_is_silent_is_said_aloud(
-    store: S3Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cluster_commands, "SILENCE_SECONDS", 0.1)
-    store.set_rules(Rule({"delay": 0.5}))
-    with pytest.raises(RunError, match="no run here"):
-        list_runs("s3://bucket/none")
+    with S3Server() as store:
+        for name, value in store.env().items():
+            monkeypatch.setenv(name, value)
+        phases.note_submission(run, "http://head:8265")
+        list_runs("s3://bucket/runs")
+        assert "submitted: to http://head:8265, for " in capfd.readouterr().out
+        config = {"metadata": {"headcount": run.run_id, "run": str(run.path)}}
+        monkeypatch.setenv(phases.JOB_VARIABLE, json.dumps(config))
+        with phases.taken():
+            phases.note("loading the model")
+            noted(run, "loading the model")
+            phases.note_end(run, "its job was stopped")
+            stopped = phases.read_note(run)
+            assert stopped is not None
+            assert stopped.ended == "its job was stopped"
+        assert phases.read_note(run) is None
+        monkeypatch.setattr(cluster_commands, "SILENCE_SECONDS", 0.1)
+        store.set_rules(Rule({"delay": 0.5}))
+        with pytest.raises(RunError, match="no run here"):
+            list_runs("s3://bucket/none")
     assert "s3://bucket/none: the store has not answered for 0 s" in capfd.readouterr().err

@@ -104,12 +104,10 @@ def test_the_first_draws_never_change():
     ]
 
 
-@pytest.mark.parametrize("n_ctx", [33, 65])
-def test_the_first_token_is_a_unigram_and_no_trigger(tiny: str, n_ctx: int):
-    first = shard_of(tiny, n_ctx, triggers=1, sequences=3000).tokens[:, 1]
-    assert np.bincount(first) / len(first) == pytest.approx(
-        [1 / 6, 0, 1 / 2, 1 / 6, 1 / 6], abs=0.03
-    )
+def test_the_first_token_is_a_unigram_and_no_trigger(tiny: str):
+    first = shard_of(tiny, triggers=1, sequences=1000).tokens[:, 1]
+    expected = [1 / 6, 0, 1 / 2, 1 / 6, 1 / 6]
+    assert np.bincount(first) / len(first) == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.parametrize("variant", ["backcopy", "markov", "dormant_markov", "interpolate"])
@@ -141,23 +139,17 @@ def test_every_variant_follows_its_oracle(variant: str):
         assert copied == pytest.approx(expected[variant], abs=0 if variant == "backcopy" else 0.01)
 
 
-@pytest.mark.parametrize(
-    "name", ["active_dormant", "active_dormant_one_layer", "backcopy_dynamics"]
-)
+@pytest.mark.parametrize("name", ["active_dormant", "backcopy_dynamics"])
 @shakespeare
 def test_a_perfect_model_would_pass_the_published_loss(name: str):
     replication = replications()[name]
-    own_fields = {key: replication.defaults[key] for key in ("n_ctx", "sequences")}
-    tokens = shard_of(str(SHAKESPEARE), seed=replication.defaults["seed"], **own_fields).tokens[
-        :, 1:
-    ]
+    own_fields = {key: replication.defaults[key] for key in ("n_ctx", "sequences", "seed")}
+    tokens = shard_of(str(SHAKESPEARE), **own_fields).tokens[:, 1:]
     table = bigrams_of(str(SHAKESPEARE), 3)
     # After BOS, and after every token that is no trigger.
     current, following = tokens[:, :-1], tokens[:, 1:]
-    probabilities = np.append(
-        table.start[tokens[:, 0]], table.rows[current, following][~table.is_trigger(current)]
-    )
-    perfect = -np.log(probabilities).mean()
+    after_others = table.rows[current, following][~table.is_trigger(current)]
+    perfect = -np.log(np.append(table.start[tokens[:, 0]], after_others)).mean()
     assert perfect == pytest.approx(2.20429, abs=1e-5)
     published = [
         (published_loss, check.tolerance)
@@ -166,31 +158,18 @@ def test_a_perfect_model_would_pass_the_published_loss(name: str):
         if figure.endswith(LOSS)
     ]
     assert len(published) == (2 if name == "backcopy_dynamics" else 1)
-    assert [abs(value - perfect) < tolerance for value, tolerance in published] == [True] * len(
-        published
-    )
+    assert all(abs(value - perfect) < tolerance for value, tolerance in published)
 
 
 def test_uniform_draws_all_that_follow_alike_and_no_trigger_after_a_trigger(tmp_path: Path):
     file = tmp_path / "text.txt"
-    file.write_text(
-        "abababacacbcdcb"
-    )  # The triggers a and b follow each other; c is followed by a, b twice, and d.
+    # The triggers a and b follow each other; c is followed by a, b twice, and d.
+    file.write_text("abababacacbcdcb")
     tokens = shard_of(str(file), 65, triggers=2, variant="uniform", sequences=400).tokens[:, 1:]
     frequencies = followers(tokens, np.ones(tokens.shape, bool), 4)
     expected = [[0, 0, 1, 0], [0, 0, 1, 0], [1 / 3, 1 / 3, 0, 1 / 3], [0, 0, 1, 0]]
     assert frequencies == pytest.approx(np.array(expected), abs=0.03)
     assert set(tokens[:, 0]) == {2, 3}
-
-
-def test_uniform_needs_triggers_that_others_follow(tmp_path: Path):
-    file = tmp_path / "text.txt"
-    file.write_text("abababab c")
-    with pytest.raises(
-        HeadcountError,
-        match=r"input.variant: 'uniform' needs triggers that others follow; take fewer",
-    ):
-        shard_of(str(file), triggers=2, variant="uniform")
 
 
 @shakespeare
@@ -211,26 +190,19 @@ def test_the_token_test_ends_with_every_token(tiny: str, bos: bool):
     sequences.scan = sequences.scan.model_copy(update={"bos": bos, "n_ctx": 4 + bos})
     shard = sequences.shard(0)
     assert shard.tokens[:, bos:].tolist() == [[0, 3, 4, i] for i in (0, 1, 2, 3, 4, 0, 1)]
-    assert [row[-1] for row in shard.labels or []] == [
-        "",
-        "trigger",
-        "trigger",
-        "",
-        "",
-        "",
-        "trigger",
-    ]
-    assert not any(any(row[:-1]) for row in shard.labels or [])
+    marks = ["", "trigger", "trigger", "", "", "", "trigger"]
+    assert shard.labels == [[*[""] * (3 + bos), mark] for mark in marks]
+
+
+def byte_tokens(folder: Path) -> dict[str, Any]:
+    """What a model of bytes says of itself."""
+    special = {"bos_token_id": BYTE_BOS, "eos_token_id": BYTE_BOS}
+    return {"path": str(byte_tokenizer(folder)), "d_vocab": 257, **special}
 
 
 def test_characters_are_the_tokens_of_the_tokenizer(tiny: str, tmp_path: Path):
-    info = {
-        "path": str(byte_tokenizer(tmp_path)),
-        "d_vocab": 257,
-        "bos_token_id": BYTE_BOS,
-        "eos_token_id": BYTE_BOS,
-    }
-    by_tokenizer, by_rank = shard_of(tiny, alphabet="tokenizer", info=info), shard_of(tiny)
+    by_rank = shard_of(tiny)
+    by_tokenizer = shard_of(tiny, alphabet="tokenizer", info=byte_tokens(tmp_path))
     letters = np.array([ord(character) for character in " abcd"])
     assert (by_tokenizer.tokens[:, 1:] == letters[by_rank.tokens[:, 1:]]).all()
     assert by_tokenizer.labels == by_rank.labels
@@ -260,82 +232,49 @@ def test_the_bundled_model_takes_its_table():
     )
 
 
-REFUSED = [
-    (
-        {"info": {"bos_token_id": 0}},
-        "input.text: TEXT needs the token ids 0 to 4, and 0 of them are no ordinary "
-        "tokens of the model: its vocabulary is too small, or they are special; take the "
-        "model that the task was made for, or another alphabet",
-    ),
-    (
-        {"info": {"d_vocab": 3, "bos_token_id": 0, "eos_token_id": 0}},
-        "input.text: TEXT needs the token ids 0 to 4, and 0, 3, 4 of them are no ordinary"
-        " tokens of the model: its vocabulary is too small, or they are special; take the"
-        " model that the task was made for, or another alphabet",
-    ),
+BAD_IDS = (
+    "input.text: TEXT needs the token ids 0 to 4, and {} of them are no ordinary tokens of the "
+    "model: its vocabulary is too small, or they are special; take the model that the task was "
+    "made for, or another alphabet"
+)
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"info": {"bos_token_id": 0}}, BAD_IDS.format("0")),
+    ({"info": {"d_vocab": 3, "bos_token_id": 0, "eos_token_id": 0}}, BAD_IDS.format("0, 3, 4")),
     ({"triggers": 5}, "input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 5"),
     ({"triggers": 0}, "input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 0"),
-    (
-        {"mix": 0.5},
-        "input.mix: expected with variant = 'interpolate' only, got mix = 0.5 and variant"
-        " = 'backcopy'",
-    ),
-    (
-        {"variant": "interpolate"},
-        "input.mix: expected with variant = 'interpolate' only, got mix = None and "
-        "variant = 'interpolate'",
-    ),
+    ({"mix": 0.5}, "input.mix: expected with variant = 'interpolate' only, got mix = 0.5 and "
+     "variant = 'backcopy'"),
+    ({"variant": "interpolate"}, "input.mix: expected with variant = 'interpolate' only, got mix = "
+     "None and variant = 'interpolate'"),
     ({"variant": "interpolate", "mix": 1.1}, "input.mix: expected a probability, 0 to 1, got 1.1"),
-    (
-        {"family": "backcopy_test"},
-        "n_ctx: backcopy_test has 3 tokens besides the beginning-of-sequence token, the "
-        "sequence has room for 32; change n_ctx by -29",
-    ),
-    (
-        {"text": "/nowhere/a.txt"},
-        "input.text: /nowhere/a.txt cannot be read (No such file or directory); expected "
-        "a UTF-8 text file",
-    ),
+    ({"variant": "icl"}, "input.variant: expected 'backcopy', 'markov', 'dormant_markov', "
+     "'interpolate' or 'uniform', got 'icl'"),
+    ({"family": "backcopy_test"}, "n_ctx: backcopy_test has 3 tokens besides the "
+     "beginning-of-sequence token, the sequence has room for 32; change n_ctx by -29"),
+    ({"text": "/nowhere/a.txt"}, "input.text: /nowhere/a.txt cannot be read (No such file or "
+     "directory); expected a UTF-8 text file"),
     ({"text": BUNDLED_TEXT, "triggers": 2}, "input.triggers: BUNDLED has 3, got 2; leave it out"),
-    (
-        {"text": BUNDLED_TEXT, "alphabet": "tokenizer"},
-        "input.alphabet: BUNDLED has tokens and no characters; leave it out",
-    ),
-]
+    ({"text": BUNDLED_TEXT, "alphabet": "tokenizer"},
+     "input.alphabet: BUNDLED has tokens and no characters; leave it out"),
+    ({"content": b""}, "input.text: TEXT is empty; expected a UTF-8 text file"),
+    ({"content": b"ab\xff"}, "input.text: TEXT is not UTF-8 (byte 2); expected a UTF-8 text file"),
+    ({"content": "aäaäa".encode(), "triggers": 1, "alphabet": "tokenizer"}, "input.alphabet: the "
+     "character 'ä' of TEXT is 2 tokens to the model's tokenizer, expected 1"),
+    ({"content": b"abababab c", "triggers": 2, "variant": "uniform"}, "input.variant: 'uniform' "
+     "needs triggers that others follow; take fewer triggers, or another text"),
+]  # fmt: skip
 
 
-def test_a_task_that_does_not_fit_is_refused(tiny: str):
-    for changes, message in REFUSED:
-        options = {"text": tiny} | changes
+def test_a_task_that_does_not_fit_is_refused(tiny: str, tmp_path: Path):
+    for number, (changes, message) in enumerate(REFUSED):
+        options: dict[str, Any] = {"text": tiny} | changes
+        if "content" in options:
+            options["text"] = str(tmp_path / f"{number}.txt")
+            Path(options["text"]).write_bytes(options.pop("content"))
+        if options.get("alphabet") == "tokenizer":
+            options["info"] = byte_tokens(tmp_path)
         with pytest.raises(HeadcountError) as caught:
             shard_of(**options)
-        assert str(caught.value) == message.replace("TEXT", tiny).replace("BUNDLED", BUNDLED_TEXT)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"", "is empty"), (b"ab\xff", "is not UTF-8 (byte 2)")],
-)
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes, message: str):
-    file = tmp_path / "text.txt"
-    file.write_bytes(content)
-    with pytest.raises(HeadcountError) as caught:
-        shard_of(str(file))
-    assert str(caught.value) == f"input.text: {file} {message}; expected a UTF-8 text file"
-
-
-def test_a_character_of_two_tokens_is_refused(tmp_path: Path):
-    file = tmp_path / "text.txt"
-    file.write_text("aäaäa")
-    info = {
-        "path": str(byte_tokenizer(tmp_path)),
-        "d_vocab": 257,
-        "bos_token_id": BYTE_BOS,
-        "eos_token_id": BYTE_BOS,
-    }
-    with pytest.raises(HeadcountError) as caught:
-        shard_of(str(file), triggers=1, alphabet="tokenizer", info=info)
-    assert str(caught.value) == (
-        f"input.alphabet: the character 'ä' of {file} is 2 tokens to the model's tokenizer, "
-        "expected 1"
-    )
+        told = message.replace("TEXT", options["text"]).replace("BUNDLED", BUNDLED_TEXT)
+        assert str(caught.value) == told

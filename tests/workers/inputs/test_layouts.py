@@ -17,7 +17,7 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.sequences import Sequences, ShardInput
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
-from tests.toys.toy_models import BOS, gpt2, save_model, toy_info, toy_scan
+from tests.toys.toy_models import BOS, toy_info, toy_scan
 from tests.toys.toy_runs import data_file
 
 LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
@@ -49,31 +49,27 @@ def positions(labels: list[str], label: str) -> list[int]:
     return [i for i, label_here in enumerate(labels) if label_here == label]
 
 
-@pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize(("family", "options", "expected"), LAYOUTS)
-def test_a_layout_is_as_its_source_says(
-    family: str, options: dict[str, Any], expected: str, bos: bool
-):
-    symbols = [symbol.replace(".", "") for symbol in expected.split()][1 - bos :]
-    shard = shard_of(family, len(symbols), options, bos=bos, sequences=20)
-    assert shard.labels == [symbols] * 20
-    for row in shard.tokens.tolist():
-        tokens = {
-            label: {row[i] for i in positions(symbols, label)} for label in set(symbols) - {""}
-        }
-        assert [len(tokens_of_symbol) for tokens_of_symbol in tokens.values()] == [1] * len(tokens)
-        assert len(set[int]().union(*tokens.values())) == len(tokens)
-        assert (row[0] == BOS) == bos
-    assert len({tuple(row) for row in shard.tokens.tolist()}) == 20
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "expected"), [case for case in LAYOUTS if case[0] != "ngram_order"]
-)
-def test_unlabelled_tokens_are_fresh(family: str, options: dict[str, Any], expected: str):
-    symbols = expected.split()
-    for row in shard_of(family, len(symbols), options, sequences=20).tokens.tolist():
-        assert len(set(row)) == len(set(symbols) - {"."}) + symbols.count(".")
+def test_a_layout_is_as_its_source_says(family: str, options: dict[str, Any], expected: str):
+    for bos in (True, False):
+        symbols = expected.split()[1 - bos :]
+        labels = [symbol.replace(".", "") for symbol in symbols]
+        shard = shard_of(family, len(symbols), options, bos=bos, sequences=20)
+        assert shard.labels == [labels] * 20
+        for row in shard.tokens.tolist():
+            by_label = {
+                label: {row[i] for i in positions(labels, label)} for label in labels if label
+            }
+            assert {len(tokens) for tokens in by_label.values()} == {1}
+            assert len(set[int]().union(*by_label.values())) == len(by_label)
+            # Unlabelled tokens are fresh.
+            fresh = len(by_label) + symbols.count(".")
+            assert family == "ngram_order" or len(set(row)) == fresh
+            assert (row[0] == BOS) == bos
+        assert len({tuple(row) for row in shard.tokens.tolist()}) == 20
+    # A sequence does not depend on its shard.
+    parts = shard_of(family, len(symbols), options, bos=False, sequences=20, sequences_per_shard=3)
+    assert parts.tokens.tolist() == shard.tokens[:3].tolist()
 
 
 def test_the_order_test_has_the_reference_positions():
@@ -107,30 +103,13 @@ def test_the_reversed_layout_exchanges_the_first_two_sub_sequences():
     assert (reverse[:, [0, 5, 6, 7, 8, 1, 2, 3, 4, 9, 10, 11]] == clean).all()
 
 
-@pytest.mark.parametrize(("family", "options", "expected"), LAYOUTS)
-def test_a_sequence_does_not_depend_on_its_shard(
-    family: str, options: dict[str, Any], expected: str
-):
-    n_ctx = len(expected.split())
-    input_ = {"family": family} | options
-    whole = Sequences(toy_scan(n_ctx=n_ctx, sequences=7, seed=2, input=input_), toy_info()).shard(0)
-    parts = Sequences(
-        toy_scan(n_ctx=n_ctx, sequences=7, sequences_per_shard=3, seed=2, input=input_), toy_info()
-    )
-    for number in (2, 0, 1):
-        shard = parts.shard(number)
-        assert shard.tokens.tolist() == whole.tokens[3 * number : 3 * number + 3].tolist()
-        assert shard.labels == (whole.labels or [])[3 * number : 3 * number + 3]
-
-
 def test_with_replacement_tokens_may_meet():
     options = {"second": 6, "low": 2, "high": 5}
     shard = shard_of("abac", 13, options | {"distinct": False})
     assert set(shard.tokens[:, 1:].ravel().tolist()) <= {2, 3, 4}
     assert (shard.tokens[:, [2, 6]] == shard.tokens[:, [12]]).all()
     with pytest.raises(
-        ScanError,
-        match=r"below high = 5: expected 10 or more, got 3; widen low and high",
+        ScanError, match=r"below high = 5: expected 10 or more, got 3; widen low and high"
     ):
         shard_of("abac", 13, options)
 
@@ -138,58 +117,23 @@ def test_with_replacement_tokens_may_meet():
 @pytest.mark.parametrize(
     ("family", "n_ctx", "options", "message"),
     [
-        (
-            "abac",
-            13,
-            {"second": 3},
-            "input.second: expected 4 to 10, so that the second A and its C stand between the "
-            "first and the last; got 3",
-        ),
-        (
-            "abac",
-            13,
-            {"second": 11},
-            "input.second: expected 4 to 10, so that the second A and its C stand between the "
-            "first and the last; got 11",
-        ),
-        (
-            "abac",
-            6,
-            {"second": 4},
-            (
-                "n_ctx: abac needs 6 tokens besides the beginning-of-sequence token, got 5; "
-                "raise n_ctx"
-            ),
-        ),
-        (
-            "induction_pos0",
-            3,
-            {},
-            "n_ctx: induction_pos0 needs 3 tokens besides the beginning-of-sequence token, got 2; "
-            "raise n_ctx",
-        ),
-        (
-            "ngram_overlap",
-            9,
-            {"n": 1},
-            "input.n: expected 2 or more, the tokens of a sub-sequence, got 1",
-        ),
-        (
-            "ngram_overlap",
-            10,
-            {"n": 3},
-            "n_ctx: the layout has 8 tokens besides the beginning-of-sequence token, the sequence "
-            "has room for 9; change n_ctx by -1",
-        ),
-        (
-            "ngram_order",
-            13,
-            {},
-            "n_ctx: the layout has 19 tokens besides the beginning-of-sequence token, the "
-            "sequence has room for 12; change n_ctx by +7",
-        ),
+        ("abac", 13, {}, "input.second: missing; the family abac needs it"),
+        ("abac", 13, {"second": 3}, "input.second: expected 4 to 10, so that the second A and its "
+         "C stand between the first and the last; got 3"),
+        ("abac", 13, {"second": 11}, "input.second: expected 4 to 10, so that the second A and its "
+         "C stand between the first and the last; got 11"),
+        ("abac", 6, {"second": 4}, "n_ctx: abac needs 6 tokens besides the beginning-of-sequence "
+         "token, got 5; raise n_ctx"),
+        ("induction_pos0", 3, {}, "n_ctx: induction_pos0 needs 3 tokens besides the "
+         "beginning-of-sequence token, got 2; raise n_ctx"),
+        ("ngram_overlap", 9, {"n": 1},
+         "input.n: expected 2 or more, the tokens of a sub-sequence, got 1"),
+        ("ngram_overlap", 10, {"n": 3}, "n_ctx: the layout has 8 tokens besides the "
+         "beginning-of-sequence token, the sequence has room for 9; change n_ctx by -1"),
+        ("ngram_order", 13, {}, "n_ctx: the layout has 19 tokens besides the beginning-of-sequence "
+         "token, the sequence has room for 12; change n_ctx by +7"),
     ],
-)
+)  # fmt: skip
 def test_a_layout_that_does_not_fit_is_refused(
     family: str, n_ctx: int, options: dict[str, Any], message: str
 ):
@@ -203,7 +147,7 @@ def sequences_tables(
 ) -> list[dict[str, Any]]:
     """The rows of the sequences table of two shards, measured and committed."""
     fields = {
-        "model": str(save_model(tmp_path / "model", gpt2())),
+        "model": "bundled:attn-only-2l-mini",
         "n_ctx": 12 + bos,
         "bos": bos,
         "sequences": 3,
@@ -222,23 +166,15 @@ def sequences_tables(
     return rows
 
 
-@pytest.mark.parametrize("bos", [True, False])
-def test_labels_stand_beside_the_tokens_in_the_sequences_table(tmp_path: Path, bos: bool):
-    rows = sequences_tables(tmp_path, "abac", {"second": 8}, bos)
-    assert [row["sequence"] for row in rows] == [0, 1, 2]
-    for row in rows:
-        assert row["labels"] == ["", "", "A", "B", "", "", "", "", "A", "C", "", "", "A"][1 - bos :]
-        assert (
-            len(
-                {
-                    token
-                    for token, label in zip(row["tokens"], row["labels"], strict=True)
-                    if label == "A"
-                }
-            )
-            == 1
-        )
-    assert list(rows[0]).index("labels") == list(rows[0]).index("tokens") + 1
+def test_labels_stand_beside_the_tokens_in_the_sequences_table(tmp_path: Path):
+    labels = ["", "", "A", "B", "", "", "", "", "A", "C", "", "", "A"]
+    for bos in (True, False):
+        rows = sequences_tables(tmp_path / str(bos), "abac", {"second": 8}, bos)
+        assert [row["sequence"] for row in rows] == [0, 1, 2]
+        for row in rows:
+            assert row["labels"] == labels[1 - bos :]
+            assert len({row["tokens"][i] for i in positions(row["labels"], "A")}) == 1
+        assert list(rows[0]).index("labels") == list(rows[0]).index("tokens") + 1
 
 
 def test_labels_are_null_where_the_family_has_none(tmp_path: Path):

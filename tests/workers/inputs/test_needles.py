@@ -16,8 +16,6 @@ from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE
 from headcount.workers.inputs.sequences import Sequences
 from tests.toys.toy_models import BOS, BYTE_BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
 
-LABELS = {"gold", "other", "query", "answer"}
-
 
 def sequences_of(
     family: str = "needle", n_ctx: int = 40, d_vocab: int = D_VOCAB, **options: Any
@@ -216,122 +214,70 @@ def test_passages_of_text_do_not_overlap(tmp_path: Path):
     assert len(orders) == 12
 
 
-REFUSED = [
+SHORT = "abcd" * 5
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("needle", {"depth": 1.5}, "input.depth: expected at most 1, got 1.5"),
     ("needle", {"depth": -0.1}, "input.depth: expected 0 or more, got -0.1"),
     ("needle", {"key": 0}, "input.key: expected 1 or more, got 0"),
-    (
-        "needle",
-        {"questions": 3, "needles": 2},
-        "input.questions: expected at most 2, the number of needles, got 3",
-    ),
-    (
-        "needle",
-        {"key": 12, "value": 8},
-        "n_ctx: 1 needle, 1 question and a haystack need 41 tokens besides the "
-        "beginning-of-sequence token, got 39; raise n_ctx, or take fewer or shorter ones",
-    ),
-    (
-        "needle",
-        {"high": 9},
-        "input: ordinary token ids from low = 0 on and below high = 9: expected 8 or "
-        "more, got 7; widen low and high",
-    ),
-    (
-        "needle",
-        {"high": 10},
-        "input: ordinary token ids for a haystack without the 8 of its needles: expected "
-        "1 or more, got 0; widen low and high, or lower key, value or needles",
-    ),
-    (
-        "text_needle",
-        {"fact": "{key} is {key}."},
-        "input.fact: expected {key} and {value} once each, got '{key} is {key}.'",
-    ),
-    (
-        "text_needle",
-        {"question": "Is {key} {value}?"},
-        "input.question: expected {key} and no {value}, which follows it, got 'Is {key} {value}?'",
-    ),
-    (
-        "text_needle",
-        {"needles": 2, "keys": ["a", "a"]},
-        "input.keys: expected 2 or more, as many as needles, got 1 different ones",
-    ),
+    ("needle", {"questions": 3, "needles": 2},
+     "input.questions: expected at most 2, the number of needles, got 3"),
+    ("needle", {"key": 12, "value": 8}, "n_ctx: 1 needle, 1 question and a haystack need 41 tokens "
+     "besides the beginning-of-sequence token, got 39; raise n_ctx, or take fewer or shorter ones"),
+    ("needle", {"high": 9}, "input: ordinary token ids from low = 0 on and below high = 9: "
+     "expected 8 or more, got 7; widen low and high"),
+    ("needle", {"high": 10}, "input: ordinary token ids for a haystack without the 8 of its "
+     "needles: expected 1 or more, got 0; widen low and high, or lower key, value or needles"),
+    ("text_needle", {"fact": "{key} is {key}."},
+     "input.fact: expected {key} and {value} once each, got '{key} is {key}.'"),
+    ("text_needle", {"question": "Is {key} {value}?"}, "input.question: expected {key} and no "
+     "{value}, which follows it, got 'Is {key} {value}?'"),
+    ("text_needle", {"needles": 2, "keys": ["a", "a"]},
+     "input.keys: expected 2 or more, as many as needles, got 1 different ones"),
     ("passages", {"passages": 1}, "input.passages: expected 2 or more, got 1"),
-    (
-        "passages",
-        {"passages": 3, "gold": 3},
-        "input.gold: expected 0 to 2, the numbers of the passages, got 3",
-    ),
-    (
-        "passages",
-        {},
-        "n_ctx: 4 passages that hold a query of 8 tokens and the query need 40 tokens "
-        "besides the beginning-of-sequence token, got 39; raise n_ctx, or lower passages "
-        "or query",
-    ),
-    (
-        "passages",
-        {"text": "a.txt", "distinct": True},
-        "input.distinct: expected without a text only, got text = 'a.txt'; leave out one",
-    ),
-    (
-        "passages",
-        {"text": "a.txt", "high": 9},
-        "input.high: expected without a text only, got text = 'a.txt'; leave out one",
-    ),
-]
-
-TOO_SHORT = [
-    (
-        "needle",
-        {},
-        "input.text: expected 23 tokens in a row, the longest text of TEXT has 20; lower "
-        "n_ctx, or take a longer text",
-    ),
-    (
-        "passages",
-        {"query": 7},
-        "input.text: expected 4 pieces of 8 tokens, TEXT has 2; lower n_ctx, or take a longer text",
-    ),
-    (
-        "needle",
-        {"key": 10, "value": 4, "low": 97, "high": 110},
-        "input: ordinary token ids for needles, which are not in the haystack: expected "
-        "14 or more, got 9; widen low and high, or lower key, value or needles",
-    ),
-]
+    ("passages", {"passages": 3, "gold": 3},
+     "input.gold: expected 0 to 2, the numbers of the passages, got 3"),
+    ("passages", {}, "n_ctx: 4 passages that hold a query of 8 tokens and the query need 40 tokens "
+     "besides the beginning-of-sequence token, got 39; raise n_ctx, or lower passages or query"),
+    ("passages", {"text": "a.txt", "distinct": True},
+     "input.distinct: expected without a text only, got text = 'a.txt'; leave out one"),
+    ("passages", {"text": "a.txt", "high": 9},
+     "input.high: expected without a text only, got text = 'a.txt'; leave out one"),
+    ("needle", {"text": SHORT}, "input.text: expected 23 tokens in a row, the longest text of TEXT "
+     "has 20; lower n_ctx, or take a longer text"),
+    ("passages", {"text": SHORT, "query": 7}, "input.text: expected 4 pieces of 8 tokens, TEXT has "
+     "2; lower n_ctx, or take a longer text"),
+    ("needle", {"text": SHORT, "key": 10, "value": 4, "low": 97, "high": 110}, "input: ordinary "
+     "token ids for needles, which are not in the haystack: expected 14 or more, got 9; widen low "
+     "and high, or lower key, value or needles"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("table", [REFUSED, TOO_SHORT])
-def test_what_cannot_fit_is_one_line(tmp_path: Path, table: list[tuple[str, dict[str, Any], str]]):
-    for number, (family, options, message) in enumerate(table):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        make = sequences_of
-        if table == TOO_SHORT:
-            make = partial(text_sequences, folder, "abcd" * 5, n_ctx=40)
-        with pytest.raises(ScanError) as caught:
-            make(family, **options).shard(0)
-        assert str(caught.value).replace(str(folder / "text.txt"), "TEXT") == message
+@pytest.mark.parametrize(("family", "options", "message"), REFUSED)
+def test_what_cannot_fit_is_one_line(
+    tmp_path: Path, family: str, options: dict[str, Any], message: str
+):
+    is_written = options.get("text") == SHORT
+    make = partial(text_sequences, tmp_path, n_ctx=40) if is_written else sequences_of
+    with pytest.raises(ScanError) as caught:
+        make(family=family, **options).shard(0)
+    assert str(caught.value).replace(str(tmp_path / "text.txt"), "TEXT") == message
 
 
 @pytest.mark.parametrize("family", ["needle", "passages"])
 def test_a_sequence_depends_on_the_seed_and_its_number_alone(family: str):
-    options = {"needles": 2} if family == "needle" else {"query": 4}
-    whole = sequences_of(family, **options)
-    parts = Sequences(whole.scan.model_copy(update={"sequences_per_shard": 5}), toy_info())
-    other_seed = Sequences(whole.scan.model_copy(update={"seed": 1}), toy_info())
-    shards = [parts.shard(number) for number in (2, 0, 1)]
-    tokens = np.concatenate([shards[i].tokens for i in (1, 2, 0)])
-    labels = [names for i in (1, 2, 0) for names in shards[i].labels or []]
-    assert tokens.tolist() == whole.shard(0).tokens.tolist()
-    assert labels == whole.shard(0).labels
-    assert {label for names in labels for label in names} <= LABELS | {""}
-    assert tokens.tolist() != other_seed.shard(0).tokens.tolist()
+    sequences = sequences_of(family, **({"needles": 2} if family == "needle" else {"query": 4}))
+    whole = sequences.shard(0)
+    parts = Sequences(sequences.scan.model_copy(update={"sequences_per_shard": 5}), toy_info())
+    for number in (2, 0, 1):
+        shard, stop = parts.shard(number), 5 * number + 5
+        assert shard.tokens.tolist() == whole.tokens[5 * number : stop].tolist()
+        assert shard.labels == (whole.labels or [])[5 * number : stop]
+    other_seed = Sequences(sequences.scan.model_copy(update={"seed": 1}), toy_info())
+    assert other_seed.shard(0).tokens.tolist() != whole.tokens.tolist()
 
 
+@pytest.mark.long
 def test_heads_that_repeat_what_they_saw_find_needles(tmp_path: Path):
     fields = {"n_ctx": 64, "sequences": 16, "out": str(tmp_path)}
     for model in ("attn-only-2l-mini", "gpt2-mini"):

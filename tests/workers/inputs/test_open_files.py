@@ -40,17 +40,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "b": {"statistics": ["sink_mass", "previous_token_score"]},
     }
     for name, fields in fields_by_name.items():
-        scan = parse_scan(
-            {
-                "model": "bundled:attn-only-2l-mini",
-                "n_ctx": 8,
-                "sequences": SEQUENCES,
-                "sequences_per_shard": 2,
-                "input": {"family": "uniform_random"},
-                "out": str(folder / "runs"),
-                **fields,
-            }
-        )
+        fields |= {"model": "bundled:attn-only-2l-mini", "input": {"family": "uniform_random"}}
+        sizes = {"n_ctx": 8, "sequences": SEQUENCES, "sequences_per_shard": 2}
+        scan = parse_scan(fields | sizes | {"out": str(folder / "runs")})
         plan = make_plan(scan, name)
         prepare_run(plan, "")
         replica = Replica(plan.info, scan)
@@ -61,18 +53,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def row_counts(origins: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
     """How many rows there are, by the name of their run and by intervention."""
-    return dict(Counter((run_id.partition("-")[0], change) for run_id, change in origins))
+    return Counter((run_id.partition("-")[0], intervention) for run_id, intervention in origins)
 
 
 def origins(heads: Any) -> list[tuple[str, str]]:
     """Run and intervention of every row, for rows in any library."""
     if isinstance(heads, duckdb.DuckDBPyRelation):
         return heads.project("run_id, intervention").fetchall()
-    run_ids, interventions = heads["run_id"], heads["intervention"]
-    if isinstance(heads, pa.Table):
-        # A column of a pyarrow table holds pyarrow's scalars, not strings.
-        run_ids, interventions = run_ids.to_pylist(), interventions.to_pylist()
-    return list(zip(run_ids, interventions, strict=True))
+    columns = [heads[name] for name in ("run_id", "intervention")]
+    # A column of a pyarrow table holds pyarrow's scalars, not strings.
+    lists = [column.to_pylist() if isinstance(heads, pa.Table) else column for column in columns]
+    return list(zip(*lists, strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,30 @@
+"""Runs that are brought to their end in this process."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from headcount.jobs.plan.plan import Plan, prepare_run
+from headcount.jobs.resources import Resources
+from headcount.jobs.run.loop import run_to_end
+from headcount.workers.replica import Replica
+from tests.toys.toy_replica import ToyReplica
+
+
+def run_here(
+    plan: Plan, replica_class: type[Replica] = ToyReplica, allow_other_code: bool = False
+) -> list[str]:
+    """Bring a run to its end without Ray; returns the lines that it says."""
+    text = io.StringIO()
+    prepare_run(plan, "")
+    failures = run_to_end(
+        plan,
+        Resources(0, 1, "cpu", None),
+        Console(file=text, width=1000, highlight=False),
+        replica_class=replica_class,
+        allow_other_code=allow_other_code,
+    )
+    assert failures == []
+    return text.getvalue().splitlines()
