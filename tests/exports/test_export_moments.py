@@ -210,14 +210,9 @@ def test_kvpress_reads_the_files_as_the_page_says(home: Path, tmp_path: Path) ->
     words += ["-o", str(tmp_path / "patterns/my-model"), "--sink", "2", "--recent", "4"]
     words += ["--sparsity", "0.75", "--set", f"n_ctx={N_CTX}", "--set", "sequences=4"]
     CliRunner().invoke(headcount.app, words, catch_exceptions=False)
-    finished = subprocess.run(
-        [str(KVPRESS), "-c", READ_BY_KVPRESS],
-        input=example,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
+    command = [str(KVPRESS), "-c", READ_BY_KVPRESS]
+    streams: dict[str, Any] = {"input": example, "capture_output": True, "text": True}
+    finished = subprocess.run(command, **streams, cwd=tmp_path, check=False)
     assert finished.returncode == 0, finished.stderr
     # kvpress prints lines of its own before.
     hidden = np.array(json.loads(finished.stdout.splitlines()[-1]))

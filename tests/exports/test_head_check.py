@@ -115,56 +115,44 @@ def scored_heads(name: str, n_ctx: int, folder: Path) -> list[tuple[int, int]]:
     return ranked(np.loadtxt(folder / "duo" / "full_attention_heads.tsv", delimiter="\t"))
 
 
-def test_needle_mini_loses_nothing_with_two_of_its_twelve_heads(tmp_path: Path) -> None:
-    heads = scored_heads("bundled:needle-mini", 128, tmp_path)
-    trial = HeadTrial("bundled:needle-mini", 4, 16, n_ctx=128, sequences=16)
-    assert trial.fewest(heads, seed=1) == 2
-    table = trial.table(heads[:2], random_seeds=range(4), seed=3)
-    full, with_chosen, *random, nothing = table.to_pylist()
-    assert full["recall"] > 0.95
-    assert with_chosen["recall"] >= 0.98 * full["recall"]
-    assert with_chosen["loss_after_repeats"] <= 1.02 * full["loss_after_repeats"]
-    assert with_chosen["cache_percent"] < 30
-    assert {row["of_the_chosen"] for row in random} == {0, 1}
-    for row in [*random, nothing]:
-        without_any = row["of_the_chosen"] == 0
-        assert row["recall"] < (0.25 if without_any else 0.8), row
-        assert row["loss_after_repeats"] > (4 if without_any else 2), row
-    first, second, *_ = verdict(table)
-    assert first.startswith("chosen heads: within 2 % of the full cache (recall 1.000 of 1.000")
-    assert second.endswith(" of the 2 chosen heads among them")
-
-
-def test_gpt2_mini_loses_nothing_with_its_highest_scores(tmp_path: Path) -> None:
-    """Two of its heads attend to no copy, and are found by what a repeat changes in them."""
-    heads = scored_heads("bundled:gpt2-mini", 128, tmp_path)
-    assert {(2, 1), (2, 6)} < {*heads[:7]}
-    trial = HeadTrial("bundled:gpt2-mini", 4, 16, n_ctx=128, sequences=8)
+@pytest.mark.parametrize(
+    ("name", "fewest", "most", "cache_percent"),
+    [
+        # Two of its heads attend to no copy, and are found by what a repeat changes in them.
+        pytest.param("gpt2-mini", 7, 10, 52, marks=pytest.mark.long),
+        pytest.param("attn-only-2l-mini", 9, 9, 100, marks=pytest.mark.long),
+        ("needle-mini", 2, 2, 30),
+    ],
+)
+def test_the_heads_with_the_highest_scores_lose_nothing(
+    name: str, fewest: int, most: int, cache_percent: int, tmp_path: Path
+) -> None:
+    words = ["duo", str(tmp_path / "runs"), "--model", f"bundled:{name}", "--recent", "16"]
+    words += ["-o", str(tmp_path / "duo"), "--set", "sequences=8", "--set", "n_ctx=128"]
+    result = CliRunner().invoke(headcount.app, ["export", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    scores = np.loadtxt(tmp_path / "duo" / "full_attention_heads.tsv", delimiter="\t")
+    heads = ranked(scores)
+    if name == "gpt2-mini":
+        assert {(2, 1), (2, 6)} < {*heads[:7]}
+    trial = HeadTrial(f"bundled:{name}", 4, 16, n_ctx=128, sequences=8)
     kept = trial.fewest(heads, seed=1)
-    assert 7 <= kept <= 10
-    table = trial.table(heads[:kept], random_seeds=(0, 1), seed=3)
+    assert fewest <= kept <= most
+    table = trial.table(heads[:kept], random_seeds=range(4 if name == "needle-mini" else 2), seed=3)
     full, with_chosen, *random, nothing = table.to_pylist()
-    assert full["recall"] > 0.95
+    assert full["recall"] > 0.95 or name == "attn-only-2l-mini"
     assert with_chosen["recall"] >= 0.98 * full["recall"]
     assert with_chosen["loss_after_repeats"] <= 1.02 * full["loss_after_repeats"]
-    assert with_chosen["cache_percent"] < 52
+    assert with_chosen["cache_percent"] < cache_percent
     for row in [*random, nothing]:
-        assert row["recall"] < 0.7 * full["recall"], row
-        assert row["loss_after_repeats"] > 10 * full["loss_after_repeats"], row
-
-
-def test_more_than_half_of_the_heads_of_attn_only_are_needed(tmp_path: Path) -> None:
-    heads = scored_heads("bundled:attn-only-2l-mini", 128, tmp_path)
-    trial = HeadTrial("bundled:attn-only-2l-mini", 4, 16, n_ctx=128, sequences=8)
-    assert trial.fewest(heads, seed=1) == 9
-    table = trial.table(heads[:9], random_seeds=(0, 1), seed=3)
-    full, with_chosen, *random, _ = table.to_pylist()
-    assert with_chosen["recall"] >= 0.98 * full["recall"]
-    assert with_chosen["loss_after_repeats"] <= 1.02 * full["loss_after_repeats"]
-    for row in random:
-        assert row["of_the_chosen"] >= 3
+        assert row["recall"] < 0.9 * full["recall"] or name == "attn-only-2l-mini", row
         assert row["loss_after_repeats"] > 2 * full["loss_after_repeats"], row
-    assert "more than half of the heads are chosen" in verdict(table)[-1]
+    lines = verdict(table)
+    assert lines[0].startswith("chosen heads: within 2 % of the full cache (recall ")
+    if name == "needle-mini":
+        assert {row["of_the_chosen"] for row in random} == {0, 1}
+        assert lines[1].endswith(" of the 2 chosen heads among them")
+    assert ("more than half of the heads are chosen" in lines[-1]) == (kept == 9)
 
 
 def test_a_verdict_says_what_is_lost_and_what_cannot_be_told(llama: Path) -> None:

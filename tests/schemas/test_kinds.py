@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from headcount.schemas import predictions, profiles, statistics
+from headcount.schemas import statistics
 from headcount.schemas.files.tables import CURVES, HEADS, PROFILES, SEQUENCES
 from headcount.schemas.formulas import Along
-from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.scans.kind import Kind
 from headcount.schemas.scans.kinds import KINDS, TABLES, table_schema
 from headcount.schemas.scans.scan import Scan
@@ -64,43 +61,3 @@ def test_a_kind_with_contradictory_facts_is_refused() -> None:
         kind(computed="in every layer", averaged=True)
     with pytest.raises(ValueError, match=r"kind 'x': only what is computed in every layer"):
         kind(computed="after the pass", averaged=True, named_by="name")
-
-
-@pytest.mark.parametrize(
-    ("n_ctx", "undefined"),
-    [
-        (1, {"loss", "loss_early", "loss_late"}),
-        (2, {"loss_early"}),
-        (3, set[str]()),
-        (6, set[str]()),
-    ],
-)
-def test_predictions_have_values_exactly_where_their_rules_say(
-    tmp_path: Path, n_ctx: int, undefined: set[str]
-) -> None:
-    path = toy.save_model(tmp_path / "toy", toy.gpt2())
-    tokens = toy.repeating_tokens(n_ctx, batch=2)
-    sequences = toy.measure(path, tokens, predictions=list(PREDICTIONS)).sequences
-    for name in PREDICTIONS:
-        values = np.isnan(sequences[name])
-        if values.ndim == 1:
-            assert values.tolist() == [name in undefined] * 2, name
-        else:
-            assert values.tolist() == [[name == "losses", *[False] * (n_ctx - 1)]] * 2, name
-
-
-def test_without_positions_their_cosines_are_undefined(tmp_path: Path) -> None:
-    path = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", num_key_value_heads=2))
-    names = ["position_cosine_mlp", "position_cosine_layer", "loss"]
-    sequences = toy.measure(path, toy.repeating_tokens(5, batch=2), predictions=names).sequences
-    assert np.isnan(sequences["position_cosine_mlp"]).all()
-    assert np.isnan(sequences["position_cosine_layer"]).all()
-    assert np.isfinite(sequences["loss"]).all()
-
-
-def test_the_docs_say_where_a_prediction_has_a_value() -> None:
-    assert PREDICTIONS["losses"].undefined_when == "NULL unless some token stands before it"
-    assert {kind.page for kind in (predictions.KIND, profiles.KIND)} == {
-        "predictions.md",
-        "profiles.md",
-    }

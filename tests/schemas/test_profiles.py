@@ -1,34 +1,20 @@
-"""Profiles: how means of batches are merged, what is undefined, and the way from a shard to the
-views.
-"""
+"""Profiles and weights: means of batches, what is undefined or no number, what is rotated back."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pytest
 import torch
 
-from headcount.jobs.plan.cost import measure_cost
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
-from headcount.jobs.run.loop import missing_shards
-from headcount.jobs.upkeep.compaction import compact
-from headcount.queries.ask.answers import run_query
-from headcount.queries.open.connection import connect as connect_eagerly
-from headcount.schemas.errors import MeasureError, ModelError, QueryError, RunError
-from headcount.schemas.pattern import TIE
-from headcount.schemas.profiles import KIND, PROFILES, columns_and_diagonals
+from headcount.schemas.errors import MeasureError, ModelError
+from headcount.schemas.profiles import KIND, PROFILES
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
-from headcount.schemas.scans.kinds import schema_of_rows
 from headcount.schemas.scans.measured_heads import MeasuredHeads
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.weight_statistics import WEIGHT_STATISTICS, weight
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.measurements.finite_checks import check_means
 from headcount.workers.measurements.profile_means import (
@@ -40,21 +26,10 @@ from headcount.workers.measurements.profile_means import (
 )
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.rotations import Rotation
-from headcount.workers.replica import InterventionMeasurements, Replica
-from headcount.workers.shard import run_shard
+from headcount.workers.replica import InterventionMeasurements
 from tests.toys import toy_models as toy
-from tests.toys.toy_runs import data_file, local, read_manifest, write_run
 
-# All questions here go through `run_query`, which makes the views that they name.
-connect = partial(connect_eagerly, lazily=True)
-
-T, SHARDS, PER_SHARD = 7, 3, 5
-D_MODEL, D_HEAD = 32, 8
-COMPONENTS = {"component": D_HEAD, "pair of components": D_HEAD * (D_HEAD + 1) // 2}
-PLACES = ("query", "key", "lag", "candidate", "dimension", "component", "other_component")
-"""Columns that say where an entry lies."""
-SHARED = {name for name in PROFILES if "resid" in name}
-"""Profiles that all heads of a layer share."""
+T = 7
 ALL = list(PROFILES)
 EVERY = MeasuredHeads.every(3, 4)
 
@@ -69,11 +44,6 @@ def tokens() -> np.ndarray:
     return toy.repeating_tokens(T, batch=11)
 
 
-@pytest.fixture(scope="module")
-def measured(model: Path, tokens: np.ndarray) -> InterventionMeasurements:
-    return measure(model, tokens)
-
-
 def measure(model: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasurements:
     return toy.measure(
         model, tokens, **{"profiles": ALL, "statistics": ["sink_alpha", "value_norm"]} | changes
@@ -86,22 +56,17 @@ def aggregate_by_hand(values: np.ndarray) -> Aggregate:
     return Aggregate(count, values.mean(0), ((values - values.mean(0)) ** 2).sum(0))
 
 
-def assert_same(actual: Aggregate, expected: Aggregate) -> None:
-    """The count exactly, the mean to 1e-9, M2 to 1e-6 of its size."""
-    np.testing.assert_array_equal(actual.count, expected.count)
-    np.testing.assert_allclose(actual.mean, expected.mean, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(actual.m2, expected.m2, rtol=1e-6, atol=1e-15)
-
-
 # Aggregates
 
 
 def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows() -> None:
     rows = np.random.default_rng(0).normal(1e4, 1e-2, (101, 2, 3))
     batches = np.split(rows, [1, 3, 40, 100])
-    assert_same(
-        merge([{"p": aggregate_by_hand(batch)} for batch in batches])["p"], aggregate_by_hand(rows)
-    )
+    actual = merge([{"p": aggregate_by_hand(batch)} for batch in batches])["p"]
+    expected = aggregate_by_hand(rows)
+    np.testing.assert_array_equal(actual.count, expected.count)
+    np.testing.assert_allclose(actual.mean, expected.mean, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(actual.m2, expected.m2, rtol=1e-6, atol=1e-15)
 
 
 def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
@@ -140,235 +105,14 @@ def test_weights_that_are_not_numbers_are_an_error(
 # InterventionMeasurements on a model
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_the_batch_size_changes_nothing(
-    model: Path, tokens: np.ndarray, measured: InterventionMeasurements, size: int
-) -> None:
-    means = measure(model, tokens, batch_size=size).means["profiles"]
-    for name, aggregate in measured.means["profiles"].items():
-        assert np.array_equal(means[name].count, aggregate.count)
-        np.testing.assert_allclose(
-            means[name].mean, aggregate.mean, rtol=1e-5, atol=1e-6, err_msg=name
-        )
-        np.testing.assert_allclose(means[name].m2, aggregate.m2, rtol=1e-3, atol=1e-5, err_msg=name)
-
-
-def test_one_token_has_one_entry_of_each(model: Path) -> None:
-    profiles = measure(model, np.array([[5], [6]], np.int32)).means["profiles"]
-    entries = {name: aggregate.mean.shape[-1] for name, aggregate in profiles.items()}
-    of_one_token = {"dimension": D_MODEL, "candidate": 4} | COMPONENTS
-    assert entries == {name: of_one_token.get(PROFILES[name].axis, 1) for name in ALL}
-    rows_of_layer = sum(n if name in SHARED else 4 * n for name, n in entries.items())
-    assert means_table(KIND, 0, profiles, EVERY).num_rows == 3 * rows_of_layer
-
-
-# Written and read
-
-
-def begin(out: Path, model: Path, **changes: Any) -> Plan:
-    fields = {
-        "model": str(model),
-        "out": str(out),
-        "n_ctx": T,
-        "sequences": SHARDS * PER_SHARD - 2,
-        "sequences_per_shard": PER_SHARD,
-        "input": {"family": "uniform_random"},
-        "interventions": ["none", "zero_query_bias"],
-        "statistics": ["sink_alpha"],
-        "profiles": ALL,
-    }
-    plan_of_profiles = make_plan(parse_scan(fields | changes), "toy")
-    prepare_run(plan_of_profiles, "")
-    return plan_of_profiles
-
-
-def measure_shards(plan: Plan) -> Plan:
-    replica = Replica(plan.info, plan.scan, "cpu")
-    for shard in missing_shards(plan).tolist():
-        run_shard(replica, plan.run, plan.sequences.shard(shard))
-    return plan
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Plan:
-    return measure_shards(begin(tmp_path_factory.mktemp("runs"), model))
-
-
-def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any, ...]]:
-    return list(run_query(connection, question).rows())
-
-
-def test_a_file_says_what_its_columns_mean(plan: Plan) -> None:
-    table = pq.ParquetFile(data_file(plan.run, "profiles", "none", 1)).read()
-    rows = table.drop_columns(["run_id", "intervention"])
-    assert rows.schema.equals(schema_of_rows(KIND, PROFILES.values()))
-    assert rows.column_names == [
-        "shard", "layer", "head", "profile", "query", "key", "lag", "count", "mean", "m2",
-        "candidate", "dimension", "component", "other_component",
-    ]  # fmt: skip
-    assert table.schema.field("m2").metadata[b"description"].startswith(b"Sum over the sequences")
-    assert table["profile"].unique().to_pylist() == ALL
-    assert set(table["shard"].to_pylist()) == {1}
-
-
-def test_runs_from_before_there_were_dimensions_are_read_beside_others(
-    tmp_path: Path, model: Path
-) -> None:
-    names = ["attention_by_lag", "sink_resid_post_by_dimension"]
-    runs = [
-        measure_shards(begin(tmp_path, model, profiles=names[: 1 + i], interventions=["none"])).run
-        for i in range(2)
-    ]
-    columns = [
-        pq.ParquetFile(data_file(run, "profiles", "none", 0)).schema_arrow.names for run in runs
-    ]
-    assert ["dimension" in names_of_run for names_of_run in columns] == [False, True]
-    question = "SELECT profile, count(*), count(lag), count(dimension) FROM profile_means"
-    lags, dimensions = (names[0], 84, 84, 0), (names[1], 96, 0, 96)
-    by_run = f"{question} WHERE run_id = '{runs[1].run_id}' GROUP BY ALL ORDER BY ALL"
-    assert ask(connect(tmp_path), by_run) == [lags, dimensions]
-    assert ask(connect(runs[0].path), f"{question} GROUP BY ALL") == [lags]
-
-
-def test_an_entry_lies_where_its_axes_say(plan: Plan) -> None:
-    table = pq.ParquetFile(data_file(plan.run, "profiles", "none", 0)).read()
-    for name, profile in PROFILES.items():
-        rows = table.filter(pc.equal(table["profile"], name))  # pyright: ignore[reportAttributeAccessIssue]
-        pairs = {
-            "pair": ["query", "key"],
-            "pair of components": ["component", "other_component"],
-        }
-        axes = pairs.get(profile.axis, [profile.axis])
-        assert [a for a in PLACES if rows[a].null_count == 0] == axes
-        assert all(rows[a].null_count == len(rows) for a in {*PLACES} - set(axes))
-        assert rows["head"].null_count == (len(rows) if name in SHARED else 0)
-    pairs = table.filter(pc.equal(table["profile"], "score_by_pair"))  # pyright: ignore[reportAttributeAccessIssue]
-    first = pairs.slice(0, 4).select(["query", "key"]).to_pylist()
-    assert first == [{"query": q, "key": k} for q, k in ((0, 0), (1, 0), (1, 1), (2, 0))]
-    moments = table.filter(pc.equal(table["profile"], "query_second_moment"))  # pyright: ignore[reportAttributeAccessIssue]
-    first = moments.slice(6, 4).select(["component", "other_component"]).to_pylist()
-    places = ((0, 6), (0, 7), (1, 1), (1, 2))
-    assert first == [{"component": i, "other_component": j} for i, j in places]
-
-
-def test_a_commit_lists_the_file_and_does_not_count_its_rows(plan: Plan) -> None:
-    commit = next(plan.run.commits())
-    assert [f.table for f in commit.files] == ["heads", "sequences", "profiles"] * 2
-    assert commit.rows == 2 * PER_SHARD * 3 * 4
-    assert plan.manifest.kinds["profiles"]["score_by_pair"]["axis"] == "pair"
-    assert set(plan.manifest.kinds["profiles"]) == set(ALL)
-
-
-ENTRY = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2}
-ENTRY |= {"count": 2, "mean": 2.0, "m2": 2.0}
-
-
-def test_sql_merges_exactly(tmp_path: Path) -> None:
-    # Shard 0: 1, 3 (mean 2, M2 2). Shard 1: 5, 5, 8 (mean 6, M2 6). Together: mean 4.4, M2 = 124 -
-    # 5·4.4² = 27.2.
-    shards = [ENTRY, ENTRY | {"count": 3, "mean": 6.0, "m2": 6.0}]
-    shared = {"layer": 0, "profile": "resid_pre_norm_by_key", "key": 0}
-    shared |= {"count": 1, "mean": 7.0, "m2": 0.0}
-    run = write_run(
-        tmp_path, "a-1", {"sink_mass": lambda row: 0.5},
-        profiles=lambda shard: [shards[shard], *[shared][: 1 - shard]],
-    )  # fmt: skip
-    mean = pytest.approx(4.4, rel=1e-12)
-    sd = pytest.approx(math.sqrt(27.2 / 4))
-    error = pytest.approx(math.sqrt(27.2 / 20))
-    nulls = [None] * 4  # dimension, component, other_component, candidate
-    keys = ("a-1", "toy", 5, "none")
-    assert ask(connect(run.path), "profile_means") == [
-        # layer, head, label, query, key, lag; other places; count, mean, sd, standard_error, groups
-        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, *nulls, 5, mean, sd, error, 5),
-        (
-            *keys,
-            "resid_pre_norm_by_key",
-            0,
-            *[None] * 3,
-            0,
-            None,
-            *nulls,
-            1,
-            7.0,
-            None,
-            None,
-            1,
-        ),
-    ]
-
-
-def test_runs_with_and_without_profiles_are_read_together(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.5})
-    write_run(tmp_path, "b-1", {"sink_mass": lambda row: 0.5}, profiles=lambda shard: [ENTRY])
-    connection = connect(tmp_path)
-    assert ask(connection, "SELECT run_id, shard, mean FROM profiles ORDER BY shard") == [
-        ("b-1", 0, 2),
-        ("b-1", 1, 2),
-    ]
-    assert ask(connection, "SELECT count(*) FROM heads") == [(2 * 4 * 2 * 3,)]
-
-
-def test_two_formulas_of_one_profile_are_refused(tmp_path: Path) -> None:
-    runs = [
-        write_run(tmp_path, n, {"sink_mass": lambda row: 0.5}, profiles=lambda _: [ENTRY])
-        for n in ("a", "b")
-    ]
-    manifest = local(runs[1].manifest_file)
-    fingerprint = read_manifest(runs[1])["kinds"]["profiles"]["attention_by_lag"]["fingerprint"]
-    manifest.write_text(manifest.read_text().replace(fingerprint, "other"))
-    with pytest.raises(
-        QueryError,
-        match=r"profile 'attention_by_lag' has one formula in run a \(\w+\) and another in run b",
-    ):
-        connect(tmp_path)
-
-
-def test_every_column_of_both_views_is_described(plan: Plan) -> None:
-    sql = (
-        "SELECT column_name, comment FROM duckdb_columns() "
-        "WHERE table_name = '{}' AND schema_name = 'main'"
-    )
-    for view in ("profiles", "profile_means"):
-        described = dict(ask(connect(plan.run.path), sql.format(view)))
-        assert [name for name, comment in described.items() if not comment] == []
-        assert described["head"].endswith("NULL if all heads of a layer share the values.")
-
-
-def test_compacting_keeps_every_row(tmp_path: Path, model: Path) -> None:
-    run = measure_shards(begin(tmp_path, model)).run
-
-    def rows(view: str) -> list[tuple[Any, ...]]:
-        return sorted(ask(connect(run.path), view), key=str)
-
-    before = {view: rows(view) for view in ("profiles", "profile_means")}
-    assert compact(run).problems == []
-    assert len(list(local(run.path).glob("profiles/intervention=*/*.parquet"))) == 2
-    assert before["profiles"] == rows("profiles")
-    means = [pytest.approx(row[15]) for row in before["profile_means"]]
-    assert [row[15] for row in rows("profile_means")] == means
-
-
-def test_a_run_that_measured_other_profiles_is_not_gone_on_with(
-    tmp_path: Path, model: Path
-) -> None:
-    first = begin(tmp_path, model, profiles=["attention_by_lag"])
-    assert begin(tmp_path, model, profiles=["attention_by_lag"]).run.run_id == first.run.run_id
-    other = parse_scan(first.scan.model_dump(mode="json") | {"profiles": []})
-    assert other.fingerprint != first.scan.fingerprint
-    with pytest.raises(
-        RunError,
-        match=r"profile attention_by_lag \(no longer\), "
-        r"profiles \(\[\"attention_by_lag\"\], now null",
-    ):
-        make_plan(other, "toy", first.run.run_id)
-
-
-def test_what_a_plan_costs_counts_the_files(plan: Plan) -> None:
-    without = make_plan(plan.scan.model_copy(update={"profiles": ()}), "toy")
-    bytes_ = [measure_cost(p, passes=2, patience=0).bytes_on_disk for p in (plan, without)]
-    size = local(data_file(plan.run, "profiles", "none", 0)).stat().st_size
-    assert bytes_[0] - bytes_[1] == pytest.approx(2 * SHARDS * size, rel=0.2)
+def test_the_batch_size_changes_nothing(model: Path, tokens: np.ndarray) -> None:
+    whole, by_four = (measure(model, tokens, batch_size=size).means["profiles"] for size in (11, 4))
+    for name, expected in whole.items():
+        close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6, "err_msg": name}
+        assert np.array_equal(by_four[name].count, expected.count)
+        np.testing.assert_allclose(by_four[name].mean, expected.mean, **close)
+        close |= {"rtol": 1e-3, "atol": 1e-5}
+        np.testing.assert_allclose(by_four[name].m2, expected.m2, **close)
 
 
 def test_an_entry_without_a_value_is_no_part_of_the_aggregate() -> None:
@@ -417,22 +161,8 @@ def chosen(masses: np.ndarray, count: int, always: int, n_ctx: int) -> set[int]:
     return {*range(first), *rest[: max(scaled_count - first, 0)]}
 
 
-def test_the_definition_of_columns_and_diagonals_names_its_numbers() -> None:
-    file = columns_and_diagonals
-    definition = file.column_diagonal_attention_by_candidate.__doc__ or ""
-    pairs = ", ".join(f"{columns:,} and {diagonals:,}" for columns, diagonals in CANDIDATES[1:])
-    columns, diagonals = CANDIDATES[0]
-    words = " ".join(definition.split())
-    assert f"diagonals: {columns:,} and {diagonals:,}, {pairs}, scaled" in words
-    assert f"by n_ctx / {file.SEARCH_LENGTH:,}" in words
-    assert f"first {file.FIRST_COLUMNS} columns" in words
-    assert f"nearest {file.NEAREST_DIAGONALS} diagonals" in words
-    assert f"min({file.LAST_QUERIES}, T)" in words
-    assert f"to {TIE:.0e}".replace("e-0", "e-") in words
-
-
-@pytest.mark.parametrize("n_ctx", [40, 700])
-def test_columns_and_diagonals_are_those_of_the_definition(n_ctx: int) -> None:
+def test_columns_and_diagonals_are_those_of_the_definition() -> None:
+    n_ctx = 700
     pattern = random_pattern(n_ctx)
     by_lag = PROFILES["tail_attention_by_lag"].compute(pattern)
     by_key = PROFILES["tail_attention_by_key"].compute(pattern)
@@ -458,13 +188,6 @@ def test_columns_and_diagonals_are_those_of_the_definition(n_ctx: int) -> None:
 # Moments of queries
 
 MOMENTS = [name for name in ALL if "query_mean" in name or "second_moment" in name]
-FAMILIES = {
-    "GPT-2": toy.gpt2(n_layer=2),
-    "Llama": toy.family("LlamaConfig", num_key_value_heads=2),
-    "Qwen3": toy.family("Qwen3Config", num_key_value_heads=2, head_dim=D_HEAD),
-    # Only half of the components are rotated.
-    "Phi": toy.family("PhiConfig"),
-}
 
 
 def test_queries_that_a_module_rotates_in_its_own_way_are_an_error(tmp_path: Path) -> None:
@@ -492,18 +215,61 @@ def test_a_rotation_that_is_not_all_that_a_layer_does_is_not_undone() -> None:
 def test_nothing_is_rotated_back_if_nobody_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = toy.save_model(tmp_path / "llama", FAMILIES["Llama"])
+    path = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", num_key_value_heads=2))
     tokens = toy.repeating_tokens(T, batch=2)
-    part = measure(path, tokens, profiles=MOMENTS, heads=["L0H1", "L1H3"]).means["profiles"]
-    whole = measure(path, tokens, profiles=MOMENTS).means["profiles"]
-    for name in MOMENTS:
-        np.testing.assert_allclose(part[name].mean[1, 0], whole[name].mean[1, 3], rtol=1e-6)
+
+    # A model is made once, and its check rotates.
+    measure(path, tokens, profiles=["rotated_query_mean"])
 
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("queries were rotated back")
 
     monkeypatch.setattr(Rotation, "undo", refuse)
     others = [name for name in ALL if name not in MOMENTS]
-    measure(path, tokens, profiles=others, heads=["L0H1"])
+    measure(path, tokens, profiles=others)
     with pytest.raises(AssertionError, match="rotated back"):
         measure(path, tokens, profiles=["query_mean"])
+
+
+# Weights
+
+
+def changed_bias(folder: Path, place: slice, value: float) -> Path:
+    """A GPT-2 with other query biases in layer 1."""
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights["transformer.h.1.attn.c_attn.bias"][place] = value
+
+    path = toy.save_model(folder, toy.gpt2())
+    toy.change_weights(path, change)
+    return path
+
+
+def weights_of(path: Path) -> list[dict[str, Any]]:
+    fields = {"statistics": ["sink_alpha"], "weight_statistics": ["bias_position_cosine"]}
+    return toy.replica(path, **fields).weights()["weights"].to_pylist()
+
+
+def test_the_cosine_with_a_bias_of_zero_is_null(tmp_path: Path) -> None:
+    rows = weights_of(changed_bias(tmp_path, slice(8, 16), 0))
+    assert {(row["layer"], row["head"]) for row in rows if row["value"] is None} == {(1, 1)}
+    assert sum(row["value"] is None for row in rows) == toy.N_CTX
+
+
+def test_a_bias_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+    spoilt = changed_bias(tmp_path, slice(3, 4), math.nan)
+    with pytest.raises(MeasureError, match=r"layer 1: b_Q is not finite; expected finite numbers"):
+        weights_of(spoilt)
+
+
+def test_a_weight_statistic_names_weights() -> None:
+    def broken(b_Qs: Any) -> Any:
+        """Meaning.
+
+        Formula
+        """
+
+    message = "weight statistic 'broken': unknown weight 'b_Qs': did you mean 'b_Q'"
+    with pytest.raises(ValueError, match=message):
+        weight(axis="none", unit="", source="")(broken)
+    assert "broken" not in WEIGHT_STATISTICS

@@ -1,4 +1,6 @@
-"""Scan files: what they mean, and what the fingerprint depends on. Wrong ones: `tests/misuse`."""
+"""Scan files and options of statistics: what they mean, and what the
+fingerprint depends on. Wrong ones: `tests/misuse`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from transformers import GPT2LMHeadModel
 
-from headcount.schemas.profiles import KIND as PROFILES
+import headcount
+from headcount.queries.open.connection import connect
+from headcount.schemas.errors import ScanError
+from headcount.schemas.pattern import Pattern, Tensor
+from headcount.schemas.profiles import KIND as PROFILE_KIND
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, load_scan, parse_scan
+from headcount.schemas.scans.values import Count
+from headcount.schemas.statistics import KIND, STATISTICS, statistic
+from headcount.schemas.weight_statistics import weight
+from tests.toys import toy_models as toy
 
 MINIMAL = {"model": "toy", "n_ctx": 8, "input": {"family": "pile"}, "sequences": 3}
 
@@ -61,17 +71,11 @@ def test_a_minimal_scan_has_these_defaults():
     }
 
 
-def test_profiles_default_to_none_and_pairs_are_allowed_up_to_256_tokens():
-    assert parse_scan(MINIMAL | {"profiles": []}).names(PROFILES) == ()
-    pairs = parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 256})
-    assert pairs.names(PROFILES) == ("score_by_pair",)
-
-
 def test_a_scan_without_profiles_has_no_profiles_in_its_record():
-    assert "profiles" not in parse_scan(MINIMAL).record
-    assert parse_scan(MINIMAL | {"profiles": ["attention_by_lag"]}).record["profiles"] == [
-        "attention_by_lag"
-    ]
+    assert "profiles" not in parse_scan(MINIMAL | {"profiles": []}).record
+    pairs = parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 256})
+    assert pairs.record["profiles"] == ["score_by_pair"]
+    assert pairs.names(PROFILE_KIND) == ("score_by_pair",)
 
 
 def test_options_of_the_input_are_kept_as_written(scan_file: Path):
@@ -99,24 +103,11 @@ def test_an_override_is_a_toml_value_or_a_bare_string(
 
 
 def test_overrides_reach_into_tables_and_the_last_one_counts(scan_file: Path):
-    scan = load_scan(
-        scan_file, ["input.packing=document", "input.packing=concat", "input.files=c.jsonl"]
-    )
+    overrides = ["input.packing=document", "input.packing=concat", "input.files=c.jsonl"]
+    scan = load_scan(scan_file, overrides)
     assert scan.input.options == {"files": "c.jsonl", "packing": "concat"}
-
-
-def test_an_override_can_make_a_table(tmp_path: Path):
-    path = tmp_path / "bare.toml"
-    path.write_text('model = "toy"\nn_ctx = 8\nsequences = 3\n', encoding="utf-8")
-    assert load_scan(path, ["input.family=pile"]).input.family == "pile"
-
-
-def test_a_scan_cannot_be_changed():
-    scan = parse_scan(MINIMAL)
-    with pytest.raises(ValidationError, match="frozen"):
-        scan.n_ctx = 9  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ValidationError, match="frozen"):
-        scan.input.family = "text"  # pyright: ignore[reportAttributeAccessIssue]
+    scan_file.write_text(FILE.partition("[input]")[0], encoding="utf-8")
+    assert load_scan(scan_file, ["input.family=pile"]).input.family == "pile"
 
 
 CHANGES: dict[str, Any] = {
@@ -142,18 +133,29 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("key", CHANGES)
-def test_the_fingerprint_changes_with(key: str):
-    assert parse_scan(MINIMAL | {key: CHANGES[key]}).fingerprint != parse_scan(MINIMAL).fingerprint
+def fingerprint(**fields: Any) -> str:
+    return parse_scan(MINIMAL | fields).fingerprint
 
 
-def test_every_field_that_can_change_a_row_is_known_to_change_the_fingerprint():
+def test_the_fingerprint_changes_with_every_field_that_can_change_a_row():
     assert set(Scan.model_fields) - set(CHANGES) == set(CHANGES_NO_ROW)
+    assert [key for key in CHANGES if fingerprint(**{key: CHANGES[key]}) == fingerprint()] == []
 
 
-@pytest.mark.parametrize("change", [{"sequences": 4}, {"sequences": "all"}, {"batch_size": 2}])
-def test_the_fingerprint_does_not_depend_on_how_and_how_much_is_measured(change: dict[str, Any]):
-    assert parse_scan(MINIMAL | change).fingerprint == parse_scan(MINIMAL).fingerprint
+def test_the_fingerprint_does_not_depend_on_how_and_how_much_is_measured_nor_on_its_wording():
+    same: list[dict[str, Any]] = [
+        {"sequences": 4},
+        {"sequences": "all"},
+        {"batch_size": 2},
+        {"out": "elsewhere"},
+        # Defaults, written out.
+        {"seed": 0, "bos": True},
+    ]
+    assert {fingerprint(**fields) for fields in same} == {fingerprint()}
+    options = {"family": "pile", "files": "a", "packing": "concat"}
+    backwards = {key: MINIMAL[key] for key in reversed(MINIMAL)}
+    backwards |= {"input": dict(reversed(options.items()))}
+    assert parse_scan(backwards).fingerprint == fingerprint(input=options)
 
 
 @pytest.mark.parametrize("bridged", [{"engine": "dense"}, {"weight_processing": "folded"}])
@@ -162,27 +164,150 @@ def test_the_bridge_computes_in_float32_or_float64(bridged: dict[str, str]):
         assert parse_scan(MINIMAL | bridged | {"precision": precision}).precision == precision
 
 
-def test_the_fingerprint_does_not_depend_on_where_the_run_is_written():
-    assert parse_scan(MINIMAL | {"out": "elsewhere"}).fingerprint == parse_scan(MINIMAL).fingerprint
-
-
-def test_the_fingerprint_does_not_depend_on_the_order_of_keys():
-    options = {"family": "pile", "files": "a", "packing": "concat"}
-    backwards = {key: MINIMAL[key] for key in reversed(MINIMAL)} | {
-        "input": dict(reversed(options.items()))
-    }
-    assert parse_scan(backwards).fingerprint == parse_scan(MINIMAL | {"input": options}).fingerprint
-
-
-def test_a_default_written_out_is_the_same_scan():
-    assert (
-        parse_scan(MINIMAL | {"seed": 0, "bos": True}).fingerprint
-        == parse_scan(MINIMAL).fingerprint
-    )
-
-
 def test_the_run_id_is_the_name_and_the_fingerprint():
     scan = parse_scan(MINIMAL)
     assert len(scan.fingerprint) == 8
     assert int(scan.fingerprint, 16) >= 0
     assert scan.run_id("toy") == f"toy-{scan.fingerprint}"
+
+
+# Statistics with options
+
+
+def scan_of(*statistics: str) -> Scan:
+    return toy.toy_scan(statistics=list(statistics))
+
+
+@pytest.mark.parametrize(
+    ("written", "canonical"),
+    [
+        (["distant_mass"], ("distant_mass(4,64)",)),
+        (["distant_mass( 4, 64 )"], ("distant_mass(4,64)",)),
+        (["distant_mass_4_64"], ("distant_mass(4,64)",)),
+        (["distant_mass(8)"], ("distant_mass(8,64)",)),
+        (["labelled_key_mass(other)"], ("labelled_key_mass(other,query)",)),
+        (["standard", "distant_mass(8,32)"], ("standard", "distant_mass(8,32)")),
+        (["standard", "entropy"], "standard"),
+        (["all", "distant_mass", "distant_mass(1,2)"], ("all", "distant_mass(1,2)")),
+        (["entropy", "sink_mass"], ("entropy", "sink_mass")),
+        ("standard", "standard"),
+    ],
+)
+def test_one_choice_is_one_text_and_so_one_run(written: Any, canonical: Any) -> None:
+    scan = toy.toy_scan(statistics=written)
+    assert scan.names(KIND) == canonical
+    again = toy.toy_scan(statistics=canonical if isinstance(canonical, str) else list(canonical))
+    assert again.fingerprint == scan.fingerprint
+    assert again.formulas(KIND) == scan.formulas(KIND)
+
+
+def test_a_choice_of_options_is_a_column_of_its_own() -> None:
+    scan = scan_of("distant_mass(16,8)", "entropy", "distant_mass", "distant_mass(4,8)")
+    names = [formula.name for formula in scan.formulas(KIND)]
+    columns = ["distant_mass_16_8", "distant_mass_4_64", "distant_mass_4_8"]
+    assert sorted(names) == sorted([*columns, "entropy"])
+    assert [name for name in names if name != "entropy"] == columns
+    other = KIND.find("distant_mass(16,8)")
+    assert other.description.endswith("; sink = 16, recent = 8; " + other.undefined_when)
+    assert other.record["options"] == {"sink": 16, "recent": 8}
+    assert other.record["function"] == "distant_mass"
+    assert "options" not in STATISTICS["entropy"].record
+    # The options do not change the code.
+    assert other.fingerprint == STATISTICS["distant_mass_4_64"].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["distant_mass(4,64,1)"], "distant_mass takes at most sink, recent, got [4, 64, 1]"),
+        (["distant_mass(-1)"], "sink of distant_mass: expected 0 or more, got -1"),
+        (["distant_mass(4,0)"], "recent of distant_mass: expected 1 or more, got 0"),
+        (["distant_mass(4,0.5)"], "recent of distant_mass: expected an integer, got 0.5"),
+        (["distant_mass(a)"], "sink of distant_mass: expected an integer, got 'a'"),
+        (["distant_mass(4,64"], "expected distant_mass(4,64), with your options, got"),
+        (["distant_mass(4)+entropy"], "expected distant_mass(4,64), with your options, got"),
+        (["labelled_key_mass(3)"], "keys of labelled_key_mass: expected a string"),
+        (["entropy(1)"], "entropy takes no options, got [1]"),
+        (["distant_mas(4)"], "unknown statistic 'distant_mas': did you mean 'distant_mass'?"),
+        (["distant_mass", "distant_mass(4,64)"], "expected at least one name, each once"),
+        (["standard", "standard"], "expected at least one name, each once"),
+        (
+            ["labelled_key_mass(a_b,c)", "labelled_key_mass(a,b_c)"],
+            "would have one column, labelled_key_mass_a_b_c; leave one of them out",
+        ),
+    ],
+)
+def test_wrong_options_are_one_line(names: list[str], problem: str) -> None:
+    with pytest.raises(ScanError) as error:
+        scan_of(*names)
+    assert str(error.value).startswith("statistics: ")
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_statistic_needs_a_default_and_only_statistics_have_options() -> None:
+    def without_default(pattern: Pattern, *, keys: Count) -> Tensor:
+        """Meaning.
+
+        formula
+        """
+        return pattern.distance()
+
+    with pytest.raises(ValueError, match="option 'keys' needs a default of its type"):
+        statistic(unit="x", source="x")(without_default)
+
+    def with_option(W_Q: Tensor, *, keys: Count = 1) -> Tensor:
+        """Meaning.
+
+        formula
+        """
+        return W_Q
+
+    with pytest.raises(ValueError, match="a weight statistic has no options, got keys"):
+        weight(unit="x", source="x", axis="none")(with_option)
+
+
+def test_a_scan_with_options_is_measured_extended_and_asked_in_sql(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {
+        "model": str(toy.save_model(tmp_path / "toy", toy.gpt2())),
+        "n_ctx": 12,
+        "input": {"family": "uniform_random"},
+        "sequences": 2,
+        "sequences_per_shard": 2,
+        "statistics": ["entropy", "distant_mass(1,3)", "sink_position"],
+        "out": str(tmp_path / "runs"),
+    }
+    with headcount.scan(fields, name="options", replicas=0, quiet=True) as run:
+        first = run.path
+    fields |= {"sequences": 4, "statistics": ["entropy", "distant_mass(1, 3)", "sink_position"]}
+    with headcount.scan(fields, name="options", replicas=0, quiet=True) as run:
+        assert run.path == first
+        rows = run.sql("SELECT distant_mass_1_3, sink_position FROM heads").rows()
+        assert len(rows) == 4 * 3 * 4
+        assert all(0 < share < 1 for share, _ in rows)
+        assert {position for _, position in rows} <= set(range(7))
+        ((uniform_baseline,),) = run.sql(
+            "SELECT DISTINCT uniform_distant_mass_1_3 FROM sequences"
+        ).rows()
+        # Of q + 1 keys, q - 3 are distant.
+        expected = sum((q - 3) / (q + 1) for q in range(4, 12)) / 8
+        assert uniform_baseline == pytest.approx(expected, abs=1e-5)
+        comment = (
+            "SELECT comment FROM duckdb_columns() "
+            "WHERE table_name = 'by_head' AND column_name = 'mean_distant_mass_1_3'"
+        )
+        with connect(first) as connection:
+            assert "sink = 1, recent = 3" in connection.execute(comment).fetchall()[0][0]
+
+
+def test_measure_takes_options_too(tmp_path: Path) -> None:
+    path = toy.save_model(tmp_path / "toy", toy.gpt2())
+    model = GPT2LMHeadModel.from_pretrained(path)
+    rows = headcount.measure(model, [[5, 6, 7, 8, 9, 5, 6, 7]], ["distant_mass(1,3)"])
+    shares = rows["distant_mass_1_3"].to_pylist()
+    assert [0 < share < 1 for share in shares] == [True] * 12
+
+
+def test_parse_scan_takes_what_it_writes() -> None:
+    scan = scan_of("standard", "distant_mass(2,3)")
+    assert parse_scan(scan.model_dump(mode="json", exclude_none=True)) == scan

@@ -1,38 +1,45 @@
-"""Runs and corpora in an object store give the same rows and answers as those on a disk."""
+"""Runs and corpora in an object store give the same rows and answers as those on a disk, also if it
+throttles or refuses.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
-from datetime import UTC, datetime
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
-from typer.testing import CliRunner
+from rich.console import Console
+from typer.testing import CliRunner, Result
 
 from headcount import app
+from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
-from headcount.jobs.run.loop import missing_shards
+from headcount.jobs.run.loop import MOST_UNWRITTEN, missing_shards, run_to_end
+from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.checking import check_run
-from headcount.jobs.upkeep.compaction import compact
 from headcount.jobs.upkeep.status import read_status
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.open.connection import connect
 from headcount.queries.open.stores import CommittedObject, _Store
-from headcount.schemas.errors import CorpusError, QueryError, RunError, ScanError
+from headcount.schemas.errors import CorpusError, QueryError, RunError
 from headcount.schemas.files.commits import gather
 from headcount.schemas.files.places import StorePath, matching, names, place, write_whole
-from headcount.schemas.files.run_directory import find_runs
+from headcount.schemas.files.run_directory import RunDirectory, find_runs, shard_file_name
 from headcount.schemas.scans.scan import parse_scan
-from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
 from tests.tools.s3_server import Rule, S3Server
+from tests.tools.workers import joined_cluster
 from tests.toys.toy_replica import ToyReplica
 from tests.toys.toy_runs import Row, connect_to_tables, data_file, local, write_run
 
@@ -62,34 +69,40 @@ def _no_rules(store: S3Server) -> None:
     store.clear()
 
 
-def plan_of(name: str, out: str, files: str = "s3://bucket/pile/*.jsonl.zst") -> Plan:
+def plan_of(out: str, files: str = "s3://bucket/pile/*.jsonl.zst", **changes: Any) -> Plan:
     fields = {
         "model": "bundled:gpt2-mini",
         "n_ctx": 32,
         "sequences": 6,
         "sequences_per_shard": 2,
         "out": out,
-        # As many as the tests ask for: a report asks the store for each question that it shows.
-        "statistics": ["sink_mass", "entropy", "resid_post_norm"],
+        "statistics": ["sink_mass", "entropy"],
+        # Their names are in the names of objects.
+        "interventions": ["none", "scale_query_bias(0.5)+zero_head(1,2)"],
         "input": {"family": "pile", "files": files},
     }
-    plan = make_plan(parse_scan(fields), name)
+    plan = make_plan(parse_scan(fields | changes), "stored")
     prepare_run(plan, "# as submitted\n")
     return plan
 
 
-def measure(
-    plan: Plan, shards: range = range(3), replica_class: type[Replica] = ToyReplica
-) -> None:
-    replica = replica_class(plan.info, plan.scan, "cpu")
+def measure(plan: Plan, shards: range = range(3)) -> None:
+    replica = ToyReplica(plan.info, plan.scan, "cpu")
     for shard in shards:
         run_shard(replica, plan.run, plan.sequences.shard(shard))
+
+
+ALL_ROWS = "SELECT intervention, sequence, layer, head, sink_mass, entropy FROM heads ORDER BY ALL"
+
+
+def answer(plan: Plan, question: str = ALL_ROWS) -> list[tuple[Any, ...]]:
+    return connect_to_tables(plan.scan.out).execute(question).fetchall()
 
 
 @pytest.fixture(scope="module")
 def measured_plan(store: S3Server) -> Plan:
     """A run whose corpus and rows are in the store."""
-    plan = plan_of("stored", "s3://bucket/runs")
+    plan = plan_of("s3://bucket/runs")
     measure(plan)
     return plan
 
@@ -97,27 +110,25 @@ def measured_plan(store: S3Server) -> Plan:
 def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(
     measured_plan: Plan, tmp_path: Path
 ) -> None:
-    assert place("s3://bucket/pile/part-0.jsonl.zst").is_file()
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
         "\n".join(json.dumps({"text": t, "meta": {"pile_set_name": "Greek"}}) for t in TEXTS)
     )
-    local = plan_of("stored", str(tmp_path / "runs"), str(texts))
-    measure(local)
-    question = (
-        "SELECT sequence, layer, head, sink_mass, entropy, resid_post_norm FROM heads ORDER BY ALL"
-    )
-    on_disk = connect_to_tables(local.scan.out).execute(question).fetchall()
-    in_store = connect_to_tables(measured_plan.scan.out).execute(question).fetchall()
-    assert on_disk == in_store
-    assert len(on_disk) == 6 * measured_plan.info.n_layers * measured_plan.info.n_heads
-    origin = "SELECT sequence, file, row, pile_set_name FROM sequences ORDER BY ALL"
-    assert connect_to_tables(measured_plan.scan.out).execute(origin).fetchall()[3] == (
-        3,
-        "s3://bucket/pile/part-1.jsonl.zst",
-        0,
-        "Greek",
-    )
+    on_disk = plan_of(str(tmp_path / "runs"), str(texts))
+    measure(on_disk)
+    rows = answer(measured_plan)
+    assert rows == answer(on_disk)
+    assert len(rows) == 2 * 6 * measured_plan.info.n_layers * measured_plan.info.n_heads
+    assert {row[0] for row in rows} == set(measured_plan.scan.record["interventions"])
+    origin = "SELECT DISTINCT sequence, file, row, pile_set_name FROM sequences ORDER BY ALL"
+    fourth = (3, "s3://bucket/pile/part-1.jsonl.zst", 0, "Greek")
+    assert answer(measured_plan, origin)[3] == fourth
+    # Planning again finds the run and its index.
+    again = make_plan(measured_plan.scan, "stored")
+    assert missing_shards(again).tolist() == []
+    tokens = measured_plan.sequences.shard(1).tokens
+    assert again.sequences.shard(1).tokens.tolist() == tokens.tolist()
+    assert read_status(measured_plan.run).complete
 
 
 def test_the_commit_is_written_last_and_each_file_is_one_put(
@@ -127,23 +138,14 @@ def test_the_commit_is_written_last_and_each_file_is_one_put(
     store.clear()
     measure(measured_plan, range(1))
     written = [r.path for r in store.requests() if r.method in ("PUT", "POST")]
-    assert len(written) == 3
+    assert len(written) == 2 * 2 + 1
     assert "/heads/" in written[0]
     assert "/commits/shard-000000.json" in written[-1]
 
 
-def test_planning_again_finds_the_run_and_its_index(measured_plan: Plan) -> None:
-    again = make_plan(measured_plan.scan, "stored")
-    assert missing_shards(again).tolist() == []
-    assert (
-        again.sequences.shard(1).tokens.tolist() == measured_plan.sequences.shard(1).tokens.tolist()
-    )
-    assert read_status(measured_plan.run).complete
-
-
 def test_queries_reach_the_run_and_nothing_else_in_the_store(measured_plan: Plan) -> None:
     write_whole(place("s3://bucket/other/secret.parquet"), b"PAR1")
-    connection = connect(measured_plan.scan.out)
+    connection = connect(measured_plan.scan.out, lazily=True)
     inside = data_file(measured_plan.run, "heads", "none", 0)
     assert len(list(run_query(connection, f"SELECT DISTINCT sequence FROM '{inside}'").rows())) == 2
     for outside in (
@@ -156,60 +158,45 @@ def test_queries_reach_the_run_and_nothing_else_in_the_store(measured_plan: Plan
             list(run_query(connection, f"SELECT * FROM read_parquet('{outside}')").rows())
 
 
-def test_the_command_line_takes_addresses(measured_plan: Plan, tmp_path: Path) -> None:
-    runner = CliRunner()
-    answer = runner.invoke(
-        app,
-        [
-            "query",
-            str(measured_plan.run.path),
-            "SELECT count(*) AS n FROM sequences",
-            "--format",
-            "csv",
-        ],
-    )
-    assert answer.output.split() == ["n", "6"]
-    report = tmp_path / "report.html"
-    assert runner.invoke(app, ["report", measured_plan.scan.out, "-o", str(report)]).exit_code == 0
-    assert "stored" in report.read_text()
+def command(*words: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)))
 
 
-def test_gathering_and_compacting_in_a_store(store: S3Server) -> None:
-    plan = plan_of("gathered", "s3://bucket/gathered")
+def test_a_run_in_a_store_is_gathered_asked_checked_mended_and_deleted(store: S3Server) -> None:
+    plan, neighbour = (plan_of("s3://bucket/kept", seed=seed) for seed in (0, 1))
     measure(plan)
-    question = "SELECT sequence, layer, head, sink_mass FROM heads ORDER BY ALL"
-    before = connect_to_tables(plan.scan.out).execute(question).fetchall()
+    rows = answer(plan)
     gather(plan.run.commits_directory, list(plan.run.commits())[:2])
     assert sorted(n[:5] for n in names(plan.run.commits_directory)) == ["segment-", "shard"]
-    assert connect_to_tables(plan.scan.out).execute(question).fetchall() == before
-    compact(plan.run)
-    assert len(list(names(plan.run.path / "heads" / "intervention=none"))) == 1
-    assert connect_to_tables(plan.scan.out).execute(question).fetchall() == before
-    assert missing_shards(plan).tolist() == []
+    assert answer(plan) == rows
+    count = "SELECT count(*) AS n FROM sequences"
+    assert command("query", plan.run.path, count, "--format", "csv").output.split() == ["n", "12"]
 
-
-def test_damage_in_a_store_is_found_by_size_or_by_reading(store: S3Server) -> None:
-    plan = plan_of("damaged", "s3://bucket/damaged")
-    measure(plan)
+    # Nothing is read for a question; everything is for a check.
     file = data_file(plan.run, "heads", "none", 1)
     whole = file.read_bytes()
-    write_whole(file, whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
-    # Nothing is read for a question; everything is for a check.
-    assert connect_to_tables(plan.scan.out).execute("SELECT count(*) FROM shards").fetchall() == [
-        (3,)
-    ]
-    assert open_runs(plan.scan.out).damage() == []
+    spoilt = whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]
+    write_whole(file, spoilt)
+    assert answer(plan, "SELECT shards_done FROM runs WHERE complete") == [(3,)]
+    assert open_runs(plan.run.path).damage() == []
     (found,) = check_run(plan.run).damaged
     assert (found.shards, found.why) == ([1], "has other content than was committed")
     assert missing_shards(plan).tolist() == []
     write_whole(file, whole + b"PAR1")
-    (line,) = open_runs(plan.scan.out).damage()
+    (line,) = open_runs(plan.run.path).damage()
     assert f"has {len(whole) + 4:,} bytes where {len(whole):,} were committed" in line
     assert read_status(plan.run).damaged == 1
-    write_whole(file, whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    write_whole(file, spoilt)
     assert missing_shards(plan, verify=True).tolist() == [1]
     measure(plan, range(1, 2))
     assert check_run(plan.run).damaged == []
+
+    gone = command("rm", plan.run.path, "--yes")
+    assert (gone.exit_code, gone.stdout, gone.stderr) == (0, "", f"deleted {plan.run.path}\n")
+    assert matching(StorePath(f"{plan.run.path}/**/*")) == []
+    assert [run.path for run in find_runs(place("s3://bucket/kept"))] == [neighbour.run.path]
+    gone = command("rm", plan.run.path, "--yes")
+    assert str(gone.exception) == f"{plan.run.path}: not there; expected the directory of a run"
 
 
 def random_value(row: Row) -> float:
@@ -288,31 +275,8 @@ def test_two_contents_of_an_object_are_never_read_as_one(store: S3Server, tmp_pa
         assert (opened.read(), opened.tell()) == (content[-5:], len(content))
 
 
-def test_names_of_interventions_are_names_of_objects(store: S3Server) -> None:
-    names = ("none", "scale_query_bias(0.5)+zero_head(1,2)")
-    fields = {
-        "model": "bundled:attn-only-2l-mini",
-        "n_ctx": 16,
-        "sequences": 2,
-        "interventions": names,
-        "out": "s3://bucket/changed",
-        "input": {"family": "uniform_random"},
-        "statistics": ["sink_mass"],
-        "profiles": ["attention_by_lag"],
-        "predictions": ["losses"],
-    }
-    plan = make_plan(parse_scan(fields), "changed")
-    prepare_run(plan, "")
-    measure(plan, range(1), Replica)
-    assert missing_shards(plan, verify=True).tolist() == []
-    connection = connect_to_tables("s3://bucket/changed")
-    for view in ("heads", "profiles", "sequences"):
-        rows = connection.execute(f"SELECT DISTINCT intervention FROM {view} ORDER BY 1").fetchall()
-        assert [name for (name,) in rows] == list(names)
-
-
 def test_a_store_that_falters_loses_nothing(store: S3Server) -> None:
-    plan = plan_of("faltering", "s3://bucket/faltering")
+    plan = plan_of("s3://bucket/faltering")
     store.set_rules(
         Rule({"status": 503}, method="PUT", path="/heads/", count=1),
         Rule({"status": 500}, method="PUT", path="/commits/", count=1),
@@ -326,7 +290,7 @@ def test_a_store_that_falters_loses_nothing(store: S3Server) -> None:
 
 
 def test_a_store_that_refuses_is_one_clear_line(store: S3Server) -> None:
-    plan = plan_of("refused", "s3://bucket/refused")
+    plan = plan_of("s3://bucket/refused")
     store.set_rules(Rule({"status": 403}, method="PUT", count=None))
     with pytest.raises(
         RunError, match=r"heads/.*shard-000000-\w{8}\.parquet: cannot be written .*ACCESS_DENIED"
@@ -338,58 +302,167 @@ def test_a_store_that_refuses_is_one_clear_line(store: S3Server) -> None:
     with pytest.raises(RunError, match="cannot be read"):
         connect("s3://bucket/refused")
     with pytest.raises(CorpusError, match="cannot be listed"):
-        plan_of("other", "s3://bucket/other")
+        plan_of("s3://bucket/other")
 
 
 def test_a_missing_run_or_corpus_is_one_clear_line(store: S3Server) -> None:
     with pytest.raises(RunError, match="no run here"):
         connect("s3://bucket/nothing")
     with pytest.raises(CorpusError, match=r"no object matches 's3://bucket/pile/\*.txt'"):
-        plan_of("none", "s3://bucket/none", "s3://bucket/pile/*.txt")
-    with pytest.raises(ScanError, match="must hold no credentials"):
-        parse_scan(
-            {
-                "model": "m",
-                "n_ctx": 2,
-                "sequences": 1,
-                "input": {"family": "pile"},
-                "out": "s3://a:b@bucket/runs",
-            }
-        )
+        plan_of("s3://bucket/none", "s3://bucket/pile/*.txt")
 
 
 def test_globs_in_a_store(store: S3Server) -> None:
     for key in ("g/a.jsonl", "g/b.jsonl", "g/deep/c.jsonl", "g/deep/er/d.jsonl", "g/e.txt"):
         write_whole(StorePath(f"s3://bucket/{key}"), key.encode())
-
-    def matching_keys(pattern: str) -> list[str]:
-        return sorted(
-            str(p).removeprefix("s3://bucket/g/")
-            for p, _ in matching(StorePath(f"s3://bucket/{pattern}"))
-        )
-
-    assert matching_keys("g/*.jsonl") == ["a.jsonl", "b.jsonl"]
-    assert matching_keys("g/**/*.jsonl") == [
-        "a.jsonl",
-        "b.jsonl",
-        "deep/c.jsonl",
-        "deep/er/d.jsonl",
-    ]
-    assert matching_keys("g/[a]*") == ["a.jsonl"]
-    assert matching_keys("g/e.txt") == ["e.txt"]
-    assert matching_keys("g/nothing") == []
-    assert [size for _, size in matching(StorePath("s3://bucket/g/e.txt"))] == [7]
+    for pattern, keys in {
+        "*.jsonl": ["a.jsonl", "b.jsonl"],
+        "**/*.jsonl": ["a.jsonl", "b.jsonl", "deep/c.jsonl", "deep/er/d.jsonl"],
+        "[a]*": ["a.jsonl"],
+        "e.txt": ["e.txt"],
+        "nothing": [],
+    }.items():
+        found = matching(StorePath(f"s3://bucket/g/{pattern}"))
+        assert sorted(str(p) for p, _ in found) == [f"s3://bucket/g/{key}" for key in keys]
+        assert {size for p, size in found if p.name == "e.txt"} <= {7}
 
 
-def test_a_run_in_a_store_is_deleted_and_its_neighbours_stay(store: S3Server) -> None:
-    plans = [plan_of(name, "s3://bucket/deleted") for name in ("a", "b")]
-    for plan in plans:
-        measure(plan, range(1))
-    kept, gone = (str(plan.run.path) for plan in plans)
-    result = CliRunner().invoke(app, ["rm", gone, "--yes"])
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"deleted {gone}\n")
-    assert matching(StorePath(f"{gone}/**/*")) == []
-    assert [str(run.path) for run in find_runs(place("s3://bucket/deleted"))] == [kept]
-    assert read_status(plans[0].run).done == 1
-    result = CliRunner().invoke(app, ["rm", gone, "--yes"])
-    assert str(result.exception) == f"{gone}: not there; expected the directory of a run"
+# Stores that throttle, or refuse everything from some moment on
+
+
+SHARDS = 20
+SILENT = Console(quiet=True)
+ONE_PROCESS = Resources(0, 1, "cpu")
+
+
+def small_plan(out: str) -> Plan:
+    """Twenty shards of one short sequence."""
+    fields: dict[str, Any] = {"model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": SHARDS}
+    fields |= {"sequences_per_shard": 1, "input": {"family": "uniform_random"}}
+    fields |= {"interventions": ["none"]}
+    return plan_of(f"s3://bucket/{out}", **fields)
+
+
+def done_shards(plan: Plan) -> list[int]:
+    return plan.run.commit_log([])["shard"].to_pylist()
+
+
+def written_files(store: S3Server) -> set[str]:
+    """The files of rows that somebody tried to write."""
+    paths = {request.path for request in store.requests() if request.method == "PUT"}
+    return {path for path in paths if "/heads/" in path and path.endswith(".parquet")}
+
+
+@pytest.mark.long
+def test_a_store_that_refuses_three_of_ten_requests_loses_no_write(store: S3Server) -> None:
+    # Without this many, a client with a quota of repetitions would pass.
+    files = [place("s3://bucket/throttled") / f"{number}" for number in range(300)]
+    store.set_rules(Rule({"status": 503}, method="PUT", count=None, probability=0.3, seed=1))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda file: write_whole(file, b"1"), files))
+    assert sorted(names(files[0].parent)) == sorted(file.name for file in files)
+    (refused,) = store.spent()
+    assert refused > 90
+
+
+class NeverMadeReplica(ToyReplica):
+    """Would be made only to measure."""
+
+    def __init__(self, *arguments: Any) -> None:
+        raise AssertionError
+
+
+def test_a_store_that_cannot_be_written_to_is_noticed_before_anything_is_measured(
+    store: S3Server,
+) -> None:
+    plan = small_plan("closed")
+    store.set_rules(Rule({"status": 403}, method="PUT", count=None))
+    with pytest.raises(RunError, match=r"\.lock: cannot be written .*; mend the access or the sto"):
+        run_to_end(plan, ONE_PROCESS, SILENT, replica_class=NeverMadeReplica)
+
+
+@pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_credentials_that_expire_half_way_cost_a_handful_of_shards(
+    store: S3Server, replicas: int
+) -> None:
+    plan = small_plan(f"expired-{replicas}")
+    # A shard takes about five requests.
+    store.set_rules(Rule({"status": 403}, skip=40, count=None))
+    with joined_cluster(num_cpus=1) if replicas else nullcontext(), pytest.raises(RunError) as stop:
+        run_to_end(plan, Resources(replicas, 1, "cpu"), SILENT, replica_class=ToyReplica)
+    assert str(stop.value).startswith(
+        f"{plan.run.run_id}: stopped, because {MOST_UNWRITTEN} shards in a row could not be "
+        f"written, the last with: {plan.run.path}/"
+    )
+    assert "ACCESS_DENIED" in str(stop.value)
+    assert str(stop.value).endswith("mend the access or the store, then run the same command")
+    measured = written_files(store)
+    store.clear()
+    lost = len(measured) - len(done_shards(plan))
+    assert done_shards(plan)
+    # A replica works at three shards at once.
+    assert MOST_UNWRITTEN <= lost <= MOST_UNWRITTEN + 3 * replicas
+    assert run_to_end(plan, ONE_PROCESS, SILENT, replica_class=ToyReplica) == []
+    assert done_shards(plan) == list(range(SHARDS))
+
+
+def test_a_store_in_which_nothing_can_be_deleted_is_a_warning(
+    store: S3Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = small_plan("kept")
+    console = Console(stderr=True, width=1000)
+    # What a replica left that died before its commit.
+    lost = plan.run.path / "heads" / "intervention=none" / shard_file_name(3, "0" * 32)
+    write_whole(lost, b"PAR1 half")
+    store.set_rules(Rule({"status": 403}, path="heads", method="DELETE", count=None))
+    assert run_to_end(plan, ONE_PROCESS, console, replica_class=ToyReplica) == []
+    assert "files of lost attempts cannot be deleted" in capfd.readouterr().err
+    store.clear()
+    # The same command tries again.
+    assert run_to_end(plan, ONE_PROCESS, console, replica_class=ToyReplica) == []
+    assert not lost.is_file()
+
+
+def write_note(run: RunDirectory, **fields: Any) -> None:
+    """Write what another driver says of a run."""
+    now = datetime.now(UTC)
+    values = {"run_id": run.run_id, "phase": "measuring", "since": now, "heard": now, "host": "far"}
+    note = phases.Note.model_validate(values | {"machine": "another", "process": 7} | fields)
+    file = run.path.parent / phases.NOTES / f"{run.run_id}.json"
+    write_whole(file, note.model_dump_json().encode())
+
+
+def take_notes(run: RunDirectory) -> None:
+    with phases.taken():
+        phases.about(run)
+
+
+def test_a_second_driver_of_a_run_in_a_store_is_refused_while_the_first_is_heard_of(
+    store: S3Server,
+) -> None:
+    run = small_plan("taken").run
+    heard = datetime.now(UTC)
+    write_note(run, since=heard - timedelta(minutes=5))
+    with pytest.raises(
+        RunError,
+        match=r"another driver is at work on this run \(process 7 on far, measuring, for \d min.*\)"
+        rf"; wait for it, or stop it .*; if it is dead, that works after 90 s, or at once without "
+        rf"s3://bucket/taken/\.phases/{run.run_id}\.json$",
+    ):
+        take_notes(run)
+    # The note of the first is not that of the second, which has ended.
+    assert phases.read_note(run) is not None
+    write_note(run, heard=heard - timedelta(seconds=phases.PATIENCE_SECONDS + 1))
+    take_notes(run)
+
+
+def test_a_driver_of_this_machine_that_was_killed_locks_nobody_out(store: S3Server) -> None:
+    run = small_plan("killed").run
+    with subprocess.Popen(["sleep", "100"]) as other:
+        machine, _, _ = phases._this_process()  # pyright: ignore[reportPrivateUsage]
+        started = phases._process_started(other.pid)  # pyright: ignore[reportPrivateUsage]
+        write_note(run, machine=machine, process=other.pid, process_started=started)
+        with pytest.raises(RunError, match=rf"process {other.pid} on far"):
+            take_notes(run)
+        other.kill()
+    take_notes(run)

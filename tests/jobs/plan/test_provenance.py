@@ -271,7 +271,7 @@ def test_a_change_in_a_provider_shows_in_the_columns_that_read_it_alone(
 
 def test_a_run_of_another_layout_is_refused_in_one_line(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
-    prepare_run(plan, "")
+    run_here(plan)
     fields = json.loads(plan.run.manifest_file.read_bytes())
     for layout in (None, 3, fields["layout"] + 1):
         write_whole(plan.run.manifest_file, json.dumps(fields | {"layout": layout}).encode())

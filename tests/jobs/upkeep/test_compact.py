@@ -182,7 +182,7 @@ def commit_log_files(run: RunDirectory) -> list[str]:
 
 
 def assert_same_and_tidy(run: RunDirectory, expected: Rows | None = None) -> None:
-    """Check the rows, that a commit refers to every file, and that the commit log is one segment."""
+    """Check the rows, and that every file has its commit in the only segment."""
     assert expected is None or read_rows(run) == expected
     referred = {file.path for commit in run.commits() for file in commit.files}
     assert data_files(run) == sorted(referred)

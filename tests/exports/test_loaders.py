@@ -18,14 +18,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import headcount
 from headcount.exports.registry import export_formats
+from tests import ROOT
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = ROOT / "docs"
 MODEL = "bundled:gpt2-mini"
 LAYERS, HEADS, SEQUENCES = 3, 8, 4
 SIZES = ["--model", MODEL, "--set", f"sequences={SEQUENCES}", "--set", "n_ctx=160"]
@@ -67,6 +67,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", export_formats())
 def test_the_example_of_a_format_loads_what_its_command_wrote(
     name: str, home: Path, monkeypatch: pytest.MonkeyPatch
@@ -96,7 +97,7 @@ def test_the_example_of_a_format_loads_what_its_command_wrote(
 
 
 @dataclass
-class StandIn:
+class Press:
     """kvpress's press, as far as the example of the page needs it."""
 
     head_compression_ratio: float = 0.0
@@ -110,36 +111,19 @@ class StandIn:
         raise AssertionError(f"the example reads the pattern of {model} itself")
 
 
+@pytest.mark.long
 def test_the_example_for_kvpress_reads_the_folder(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (example,) = python_blocks("shrink-a-kv-cache.md", "py")
     (folder,) = re.findall(r'folder="([^"]+)"', example)
-    export(
-        "duo",
-        "runs-of-kvpress",
-        *SIZES,
-        "--recent",
-        "16",
-        "--sparsity",
-        "0.75",
-        "-o",
-        folder,
-        "--replace",
-    )
+    cut = ("--recent", "16", "--sparsity", "0.75", "--replace")
+    export("duo", "runs-of-kvpress", *SIZES, *cut, "-o", folder)
     kvpress = ModuleType("kvpress")
-    monkeypatch.setattr(kvpress, "DuoAttentionPress", StandIn, raising=False)
+    monkeypatch.setattr(kvpress, "DuoAttentionPress", Press, raising=False)
     monkeypatch.setitem(sys.modules, "kvpress", kvpress)
-
-    class Model:
-        """What takes tokens, and remembers what the press read."""
-
-        read: tuple[int, int, np.ndarray]
-
-        def __call__(self, tokens: object) -> None:
-            pass
-
-    model = Model()
+    # What takes tokens, and remembers what the press read.
+    model: Any = type("Model", (), {"__call__": lambda self, tokens: None})()
     code = compile(example, "example", "exec", dont_inherit=True)
     exec(code, {"model": model, "tokens": None})
     sink, recent, scores = model.read
