@@ -42,14 +42,12 @@ def varied_cells(shift: float = 0.0) -> dict[str, Cell]:
 
 
 def answer_rows(path: Path, query: str) -> list[dict[str, Any]]:
-    answer = run_query(connect(path), query)
+    answer = run_query(connect(path, lazily=True), query)
     return [dict(zip(answer.schema.names, row, strict=True)) for row in answer.rows()]
 
 
-def paired_change(
-    before: list[float | None], after: list[float | None]
-) -> dict[str, float | int | None]:
-    """The numbers of a row of a view, from the values on each sequence."""
+def check(row: dict[str, Any], before: list[Any], after: list[Any], names: tuple[str, str]) -> None:
+    """Hold a row to the values on each sequence; its columns of means have these names."""
     # Files hold float32, so the exact change is that of the rounded values.
     pairs = [
         (np.float32(old), np.float32(new))
@@ -58,13 +56,11 @@ def paired_change(
     ]
     old_values, new_values = np.array(pairs, np.float64).T
     changes = new_values - old_values
-    return {
-        "before": old_values.mean(),
-        "after": new_values.mean(),
-        "change": changes.mean(),
-        "standard_error": changes.std(ddof=1) / math.sqrt(len(pairs)) if len(pairs) > 1 else None,
-        "pairs": len(pairs),
-    }
+    error = changes.std(ddof=1) / math.sqrt(len(pairs))
+    expected = [old_values.mean(), new_values.mean(), changes.mean(), error]
+    found = [row[name] for name in (*names, "change", "standard_error")]
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    assert row["pairs"] == len(pairs) < len(before)
 
 
 def test_effects_are_those_of_numpy(tmp_path: Path) -> None:
@@ -81,17 +77,8 @@ def test_effects_are_those_of_numpy(tmp_path: Path) -> None:
         places = [(sequence, row["layer"], row["head"]) for sequence in range(11)]
         before = [cell(Row("none", *place)) for place in places]
         after = [cell(Row(row["intervention"], *place)) for place in places]
-        expected = paired_change(before, after)
         assert row["label"] == f"L{row['layer']}H{row['head']}"
-        assert row["pairs"] == expected["pairs"]
-        assert row["pairs"] < 11
-        for column, key in (
-            ("untouched", "before"),
-            ("changed", "after"),
-            ("change", "change"),
-            ("standard_error", "standard_error"),
-        ):
-            assert row[column] == pytest.approx(expected[key], rel=1e-12, abs=1e-14)
+        check(row, before, after, ("untouched", "changed"))
 
 
 def test_a_single_pair_has_no_standard_error_and_no_pair_no_row(tmp_path: Path) -> None:
@@ -121,20 +108,11 @@ def test_run_changes_are_those_of_numpy_in_both_directions(tmp_path: Path) -> No
     assert {row["statistic"] for row in changes} == {"sink_mass"}
     for row in changes:
         places = [Row(row["intervention"], s, row["layer"], row["head"]) for s in range(7)]
-        first_values = [first_cells["sink_mass"](place) for place in places]
-        second_values = [second_cells["sink_mass"](place) for place in places]
-        if row["run_id"] == "a-1":
-            expected = paired_change(before=second_values, after=first_values)
-        else:
-            expected = paired_change(before=first_values, after=second_values)
-        assert row["pairs"] == expected["pairs"]
-        for column, key in (
-            ("other", "before"),
-            ("this", "after"),
-            ("change", "change"),
-            ("standard_error", "standard_error"),
-        ):
-            assert row[column] == pytest.approx(expected[key], rel=1e-12, abs=1e-14)
+        first, second = (
+            [cells["sink_mass"](place) for place in places] for cells in (first_cells, second_cells)
+        )
+        before, after = (second, first) if row["run_id"] == "a-1" else (first, second)
+        check(row, before, after, ("other", "this"))
 
 
 @pytest.mark.parametrize("different", [{"n_ctx": 6}, {"family": "repeated_random"}])
@@ -152,15 +130,9 @@ def test_parts_of_the_pile_have_standard_errors_and_sink_rates(tmp_path: Path) -
     def sink_mass(row: Row) -> float | None:
         return sink_masses[row.sequence] if (row.sequence, row.head) != (5, 1) else None
 
-    write_run(
-        tmp_path,
-        "a-1",
-        {"entropy": lambda row: row.sequence / 8, "sink_mass": sink_mass},
-        sequences=6,
-        layers=1,
-        heads=2,
-        pile_sets=("Github", "ArXiv"),
-    )
+    cells: dict[str, Cell] = {"entropy": lambda row: row.sequence / 8, "sink_mass": sink_mass}
+    pile_sets = ("Github", "ArXiv")
+    write_run(tmp_path, "a-1", cells, sequences=6, layers=1, heads=2, pile_sets=pile_sets)
     query = "FROM by_pile_set WHERE pile_set_name = 'ArXiv' ORDER BY head"
     first, second = answer_rows(tmp_path, query)
     # Every other sequence is of ArXiv.
@@ -174,17 +146,15 @@ def test_parts_of_the_pile_have_standard_errors_and_sink_rates(tmp_path: Path) -
     assert first["se_entropy"] == pytest.approx(np.array([1, 3, 5]).std(ddof=1) / 8 / math.sqrt(3))
     # A sequence without a value counts neither in the rate nor in its error.
     assert (second["sink_rate"], second["se_sink_rate"], second["sequences"]) == (1, 0, 3)
-
-
-def test_parts_of_the_pile_without_sink_mass_have_no_rate(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", {"entropy": lambda row: 0.5}, pile_sets=("Github",))
-    rows = answer_rows(tmp_path, "by_pile_set")
+    without_sinks = tmp_path / "without"
+    write_run(without_sinks, "a-1", {"entropy": lambda row: 0.5}, pile_sets=("Github",))
+    rows = answer_rows(without_sinks, "by_pile_set")
     assert {(row["sink_rate"], row["mean_entropy"]) for row in rows} == {(None, 0.5)}
 
 
 def test_tables_and_views_of_heads_name_them(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.5}, interventions=INTERVENTIONS)
-    connection = connect(tmp_path)
+    connection = connect(tmp_path, lazily=True)
     for view in ("heads", "by_head", "effects", "inactive_scores", "inactive_flags"):
         sql = f"SELECT DISTINCT label, layer, head FROM {view} ORDER BY ALL"
         heads = [(layer, head) for layer in range(2) for head in range(3)]

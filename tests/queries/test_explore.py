@@ -46,42 +46,12 @@ DEADLINE = 20.0
 class Explorer(NamedTuple):
     """A running explorer."""
 
-    process: subprocess.Popen[str]
     address: str
+    port: int
+    token: str
     runs: Path
     files: list[Path]
     """The files of the runs before anybody asked."""
-
-    @property
-    def port(self) -> int:
-        port = urlsplit(self.address).port
-        assert port is not None
-        return port
-
-    @property
-    def token(self) -> str:
-        return urlsplit(self.address).fragment
-
-
-def start(runs: Path, *options: str) -> Explorer:
-    command = [sys.executable, "-m", "headcount", "explore", str(runs), "--no-open", *options]
-    process = subprocess.Popen(
-        [*DIES_WITH_ITS_PARENT, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert process.stdout
-    files = sorted(path for path in runs.rglob("*") if path.is_file())
-    return Explorer(process, process.stdout.readline().strip(), runs, files)
-
-
-def stop(explorer: Explorer, number: signal.Signals) -> tuple[int, str]:
-    """End an explorer. Returns its exit code and what it said."""
-    explorer.process.send_signal(number)
-    _, said = explorer.process.communicate(timeout=30)
-    return explorer.process.returncode, said
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +60,17 @@ def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explorer]:
     runs = write(tmp_path_factory.mktemp("runs"), HOSTILE_RUN, pile_sets=sets, **CURVES)
     # Something in a run's own directory that is not a row.
     (runs / "secret.txt").write_text("secret")
-    running = start(runs, "--memory", "300MB")
-    yield running
-    code, said = stop(running, signal.SIGTERM)
-    assert code == 128 + signal.SIGTERM, said
+    files = sorted(runs.rglob("*"))
+    words = [sys.executable, "-m", "headcount", "explore", str(runs), "--no-open", "--memory=300MB"]
+    command, pipe = [*DIES_WITH_ITS_PARENT, *words], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+    assert process.stdout
+    address = process.stdout.readline().strip()
+    parts = urlsplit(address)
+    yield Explorer(address, parts.port or 0, parts.fragment, runs, files)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, said
     assert "Traceback" not in said
 
 
@@ -139,103 +116,53 @@ def sql(explorer: Explorer, text: str) -> Reply:
     return request(explorer, body={"kind": "sql", "text": text})
 
 
-REQUESTS: list[tuple[str, dict[str, Any], int]] = [
-    ("another host", {"headers": {"Host": "evil.example"}}, 421),
-    ("another host at our port", {"headers": {"Host": "evil.example:80"}}, 421),
-    ("a host that begins like ours", {"headers": {"Host": "127.0.0.1.evil.example"}}, 421),
-    ("a host with a user", {"headers": {"Host": "127.0.0.1@evil.example"}}, 421),
-    ("a user at our host", {"headers": {"Host": "evil.example@127.0.0.1"}}, 421),
-    ("a host with a wrong port", {"headers": {"Host": "127.0.0.1:x"}}, 421),
-    ("an empty host", {"headers": {"Host": ""}}, 421),
-    ("the page for another host", {"method": "GET", "path": "/", "headers": {"Host": "e.x"}}, 421),
-    ("another origin", {"headers": {"Origin": "http://evil.example"}}, 403),
-    ("the origin null", {"headers": {"Origin": "null"}}, 403),
-    ("our origin at another port", {"headers": {"Origin": "http://127.0.0.1:1"}}, 403),
-    ("our origin with https", {"headers": {"Origin": "https://127.0.0.1"}}, 403),
-    ("from another site", {"headers": {"Sec-Fetch-Site": "cross-site"}}, 403),
-    ("from the same site", {"headers": {"Sec-Fetch-Site": "same-site"}}, 403),
-    (
-        "a preflight",
-        {"method": "OPTIONS", "headers": {"Origin": "http://evil.example"}},
-        403,
+HEADERS_OF_OTHERS: dict[tuple[str, int], list[str | None]] = {
+    ("Host", 421): [
+        *("evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1@evil.example"),
+        *("evil.example@127.0.0.1", "127.0.0.1:x", ""),
+    ],
+    # Among them our own at another port, and with https.
+    ("Origin", 403): ["http://evil.example", "null", "http://127.0.0.1:1", "https://127.0.0.1"],
+    ("Sec-Fetch-Site", 403): ["cross-site", "same-site"],
+    ("Authorization", 401): [None, "Bearer x", "Bearer \u00e9", "Basic x"],
+    ("Content-Type", 415): [None, "text/plain", "application/x-www-form-urlencoded"],
+}
+"""A header that a page of ours sends otherwise, and the status that it gets."""
+
+PATHS = [
+    *("/ask", "/../headcount.py", "/%2e%2e%2fserver.py", "/..%2f..%2fsecret.txt", "//etc/passwd"),
+    *("/index.html%00.js", "/server.py"),
+]
+REQUESTS: list[tuple[int, dict[str, Any]]] = [
+    *(
+        (status, {"headers": {name: value}})
+        for (name, status), values in HEADERS_OF_OTHERS.items()
+        for value in values
     ),
-    ("no token", {"headers": {"Authorization": None}}, 401),
-    ("a wrong token", {"headers": {"Authorization": "Bearer x"}}, 401),
-    ("a token that is not ASCII", {"headers": {"Authorization": "Bearer \u00e9"}}, 401),
-    ("another scheme", {"headers": {"Authorization": "Basic x"}}, 401),
-    ("plain text", {"headers": {"Content-Type": "text/plain"}}, 415),
-    ("a form", {"headers": {"Content-Type": "application/x-www-form-urlencoded"}}, 415),
-    ("no type", {"headers": {"Content-Type": None}}, 415),
-    ("too many bytes", {"body": b" " * (MOST_BYTES + 1)}, 413),
-    ("no JSON", {"body": b"{"}, 400),
-    ("bytes that are not text", {"body": b"\xff\xfe"}, 400),
-    ("deep JSON", {"body": b"[" * 100_000}, 400),
-    ("a query by GET", {"method": "GET"}, 404),
-    ("a traversal", {"method": "GET", "path": "/../headcount.py"}, 404),
-    ("a coded traversal", {"method": "GET", "path": "/%2e%2e%2fserver.py"}, 404),
-    ("a double traversal", {"method": "GET", "path": "/..%2f..%2fsecret.txt"}, 404),
-    ("an absolute path", {"method": "GET", "path": "//etc/passwd"}, 404),
-    ("a NUL", {"method": "GET", "path": "/index.html%00.js"}, 404),
-    ("our own source", {"method": "GET", "path": "/server.py"}, 404),
-    ("a method that writes", {"method": "PUT", "path": "/index.html"}, 405),
-    ("a method that removes", {"method": "DELETE", "path": "/index.html"}, 405),
+    (421, {"method": "GET", "path": "/", "headers": {"Host": "e.x"}}),
+    (403, {"method": "OPTIONS", "headers": {"Origin": "http://evil.example"}}),
+    (413, {"body": b" " * (MOST_BYTES + 1)}),
+    # No JSON, no text, and too deep.
+    *((400, {"body": body}) for body in (b"{", b"\xff\xfe", b"[" * 100_000)),
+    *((404, {"method": "GET", "path": path}) for path in PATHS),
+    *((405, {"method": method, "path": "/index.html"}) for method in ("PUT", "DELETE")),
 ]
 
 STATEMENTS = [
-    "INSERT INTO heads VALUES (1)",
-    "DELETE FROM heads",
-    "UPDATE runs SET model = 'x'",
-    "CREATE TABLE t AS SELECT 1",
-    "CREATE TEMP TABLE t AS SELECT 1",
-    "CREATE OR REPLACE VIEW heads AS SELECT 1",
     "DROP VIEW heads",
-    "COPY heads TO '{runs}/out.csv'",
-    "COPY (SELECT 1) TO '/tmp/out.csv'",
-    "EXPORT DATABASE '{runs}/x'",
-    "ATTACH '{runs}/x.db'",
-    "ATTACH ':memory:' AS m",
-    "DETACH memory",
-    "INSTALL httpfs",
-    "LOAD httpfs",
-    "SET memory_limit = '100GB'",
-    "RESET ALL",
-    "PRAGMA enable_profiling",
-    "CALL pragma_version()",
-    "CHECKPOINT",
-    "VACUUM",
-    "BEGIN TRANSACTION",
-    "EXECUTE x",
-    "SELECT 1; SELECT 2",
-    "SELECT 1; DROP VIEW heads",
-    "SELECT 1) UNION ALL (SELECT 2",
     "SELECT 1\n) TO '{runs}/out.csv' --",
-    "SELECT 1 /*",
-    "WITH x AS (INSERT INTO runs VALUES (1) RETURNING *) FROM x",
-    "WITH x AS (COPY (SELECT 1) TO '{runs}/out.csv') FROM x",
-    "EXPLAIN ANALYZE COPY (SELECT 1) TO '{runs}/out.csv'",
-    "FROM read_text('/etc/passwd')",
+    "SELECT 1; DROP VIEW heads",
     "FROM read_text('{runs}/../../../../../../etc/passwd')",
-    "FROM read_blob('/proc/self/environ')",
-    "FROM read_csv('/etc/passwd')",
-    "FROM '/etc/passwd.csv'",
     "FROM read_parquet('http://127.0.0.1:{port}/x.parquet')",
-    "FROM read_parquet('s3://bucket/x.parquet')",
-    "FROM glob('/etc/*')",
-    "FROM glob('{runs}/../*')",
-    "FROM sniff_csv('/etc/passwd')",
-    "FROM parquet_metadata('/etc/passwd')",
     "SELECT getenv('HOME')",
-    "FROM query('DROP VIEW heads')",
-    "SELECT * FROM sqlite_scan('/tmp/x', 't')",
     "SELECT repeat('x', 3000000) FROM range(5)",
     "SELECT list(i) FROM range(100000000000) t(i)",
     "",
 ]
+"""`test_queries` has more of them: this is the way there, and what is too large for a page."""
 
 
-@pytest.mark.parametrize(
-    ("attack", "status"), [(a, s) for _, a, s in REQUESTS], ids=[name for name, _, _ in REQUESTS]
-)
+@pytest.mark.parametrize(("status", "attack"), REQUESTS, ids=lambda one: str(one)[:60])
 def test_a_request_that_is_not_the_page_s_is_refused(
     explorer: Explorer, attack: dict[str, Any], status: int
 ) -> None:
@@ -260,8 +187,7 @@ def test_sql_that_is_not_a_query_about_the_runs_is_refused(
 def test_after_all_attacks_nothing_is_written_and_queries_are_answered(
     explorer: Explorer,
 ) -> None:
-    assert sorted(path for path in explorer.runs.rglob("*") if path.is_file()) == explorer.files
-    assert not Path("/tmp/out.csv").exists()
+    assert sorted(explorer.runs.rglob("*")) == explorer.files
     assert unpacked(sql(explorer, "SELECT count(*) FROM heads").body)["rows"] == [[420]]
 
 
@@ -322,6 +248,10 @@ class Page:
     def run(self, script: str, *arguments: object) -> Any:
         return self.browser.execute_script(script, *arguments)
 
+    def open(self, address: str) -> None:
+        self.browser.get(address)
+        self.wait()
+
     def wait(self) -> None:
         """Wait until the page has asked for everything, and got it."""
         until = time.monotonic() + 30
@@ -336,6 +266,13 @@ class Page:
 
     def find(self, selector: str) -> Any:
         return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def all(self, selector: str) -> list[Any]:
+        return self.browser.find_elements(By.CSS_SELECTOR, selector)
+
+    def click(self, selector: str) -> None:
+        self.find(selector).click()
+        self.wait()
 
     def text(self, selector: str) -> str:
         return self.find(selector).text
@@ -365,10 +302,22 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 
 @pytest.fixture(scope="module")
 def page(browser: webdriver.Chrome, explorer: Explorer) -> Page:
-    browser.get(explorer.address)
     page = Page(browser)
-    page.wait()
+    page.open(explorer.address)
     return page
+
+
+@contextmanager
+def tab(page: Page, address: str | None = None) -> Iterator[None]:
+    """Another tab of the browser."""
+    page.browser.switch_to.new_window("tab")
+    try:
+        if address:
+            page.open(address)
+        yield
+    finally:
+        page.browser.close()
+        page.browser.switch_to.window(page.browser.window_handles[0])
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +340,7 @@ def shown(page: Page, query: str, database: RunDatabase) -> None:
 OF_RUN = "FROM heads WHERE intervention = 'none'"
 
 
-def test_the_page_opens_with_a_heatmap_and_a_head(
+def test_the_page_opens_with_a_heatmap_and_a_click_shows_the_card_of_a_head(
     page: Page, explorer: Explorer, database: RunDatabase
 ) -> None:
     shown(page, f"SELECT layer, head, avg(sink_mass) {OF_RUN} GROUP BY ALL", database)
@@ -399,12 +348,8 @@ def test_the_page_opens_with_a_heatmap_and_a_head(
     assert explorer.token not in page.browser.current_url
     assert page.text("#head-name").startswith("Head L")
     assert page.text("#progress").startswith(f"{SEQUENCES} sequences")
-    assert len(page.browser.find_elements(By.CSS_SELECTOR, "[data-hist]")) == 3
-
-
-def test_a_click_shows_the_card_of_a_head(page: Page, database: RunDatabase) -> None:
-    page.find('[data-cell="1.2"]').click()
-    page.wait()
+    assert len(page.all("[data-hist]")) == 3
+    page.click('[data-cell="1.2"]')
     assert page.text("#head-name") == "Head L1H2"
     ((mean,),) = database.rows(f"SELECT avg(entropy) {OF_RUN} AND layer = 1 AND head = 2")
     cells = page.text('[data-statistic="entropy"]').split()
@@ -416,34 +361,43 @@ def test_a_click_shows_the_card_of_a_head(page: Page, database: RunDatabase) -> 
     assert page.text("[data-text] mark") == "0"
 
 
-def test_a_head_has_its_profiles(page: Page, database: RunDatabase) -> None:
+@pytest.mark.long
+def test_a_head_has_its_profiles_and_hostile_text_is_text(
+    page: Page, database: RunDatabase
+) -> None:
+    page.click('[data-cell="1.2"]')
     rows = database.rows(
         "SELECT lag, mean FROM profile_means WHERE intervention = 'none' AND layer = 1 "
         "AND head = 2 AND profile = 'attention_by_lag' ORDER BY lag"
     )
-    points = page.browser.find_elements(
-        By.CSS_SELECTOR, "#curves [data-series=attention_by_lag] circle title"
-    )
+    points = page.all("#curves [data-series=attention_by_lag] circle title")
     drawn = [str(point.get_attribute("textContent")) for point in points]
     assert len(drawn) == len(rows) == 5
     for words, (_, mean) in zip(drawn, rows, strict=True):
         assert f"{mean:.4g}" in words
-    assert page.browser.find_elements(By.CSS_SELECTOR, "[data-series=attention_received_by_key]")
+    assert page.all("#curves [data-series=attention_received_by_key]")
     # The SQL of the figures answers.
-    page.find("#curves-sql").click()
-    page.find("#run-sql").click()
-    page.wait()
+    page.click("#curves-sql")
+    page.click("#run-sql")
     assert page.text("#sql-note").startswith("10 rows")
-
-
-def test_hostile_text_is_text(page: Page) -> None:
+    box = page.find("#sql")
+    for sql in (
+        "SELECT layer, count(*) AS n FROM heads GROUP BY ALL ORDER BY 1",
+        "DROP VIEW heads",
+    ):
+        box.clear()
+        box.send_keys(sql, Keys.CONTROL, Keys.ENTER)
+        page.wait()
+        assert page.text("#sql-rows tbody").split() == ["0", "210", "1", "210"]
+    assert "queries are read-only" in page.text("#sql-note")
     # A long name is cut where it is drawn, and whole in the title.
     assert HOSTILE_PART in str(page.find("#parts").get_attribute("textContent"))
     assert HOSTILE_PART in page.text("#extremes")
-    assert page.browser.find_elements(By.CSS_SELECTOR, "main img") == []
+    assert page.all("main img") == []
     assert page.browser.title == "headcount explorer"
 
 
+@pytest.mark.long
 def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
     page: Page, explorer: Explorer, database: RunDatabase
 ) -> None:
@@ -462,7 +416,7 @@ def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
     assert len(page.run("return performance.getEntriesByName('brush')")) > 2
     ActionChains(page.browser).release().perform()
     page.wait()
-    grips = page.browser.find_elements(By.CSS_SELECTOR, '[data-hist="value_norm"] .handle')
+    grips = page.all('[data-hist="value_norm"] .handle')
     first, end = (int(grip.get_attribute("aria-valuenow") or -1) for grip in grips)
     low, high = axis_of_page(explorer)
     edges = [low + (high - low) * edge / 128 for edge in (first, end)]
@@ -479,7 +433,7 @@ def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
         f"SELECT layer, head, avg(sink_mass) {OF_RUN} AND sequence IN ({picked}) GROUP BY ALL",
         database,
     )
-    table = page.browser.find_elements(By.CSS_SELECTOR, "#extremes [data-sequence]")
+    table = page.all("#extremes [data-sequence]")
     assert len(table) == min(len(rows), 20)
     assert page.text("#picked") == f"{len(rows)} of {SEQUENCES} sequences picked"
     assert page.text("#card").startswith(
@@ -497,32 +451,28 @@ def axis_of_page(explorer: Explorer) -> list[float]:
     return unpacked(request(explorer, body=query).body)["axes"]["value_norm"]
 
 
+@pytest.mark.long
 def test_a_brush_moves_with_the_keyboard(page: Page) -> None:
-    page.find("#clear").click()
-    page.wait()
-    assert page.count("sink_mass") == SEQUENCES
-    handle = page.browser.find_elements(By.CSS_SELECTOR, '[data-hist="entropy"] .handle')[0]
-    page.run("arguments[0].focus()", handle)
-    page.wait()
-    keys = ActionChains(page.browser).send_keys(*[Keys.PAGE_DOWN, Keys.PAGE_UP] * 2)
-    keys.send_keys(*[Keys.PAGE_UP] * 4, Keys.ARROW_RIGHT).perform()
-    time.sleep(0.4)
-    page.wait()
-    assert handle.get_attribute("aria-valuenow") in ("33", "41")
-    assert str(handle.get_attribute("aria-valuetext")).endswith("and above")
-    assert 0 < page.count("sink_mass") < SEQUENCES
-    ActionChains(page.browser).send_keys(Keys.ESCAPE).perform()
-    time.sleep(0.4)
-    page.wait()
-    assert page.count("sink_mass") == SEQUENCES
+    page.click("#clear")
+    handle = page.all('[data-hist="entropy"] .handle')[0]
+    for keys, ends in {
+        (*[Keys.PAGE_DOWN, Keys.PAGE_UP] * 2, *[Keys.PAGE_UP] * 4, Keys.ARROW_RIGHT): ("33", "41"),
+        (Keys.ESCAPE,): ("0",),
+    }.items():
+        page.run("arguments[0].focus()", handle)
+        page.wait()
+        ActionChains(page.browser).send_keys(*keys).perform()
+        time.sleep(0.4)
+        page.wait()
+        assert handle.get_attribute("aria-valuenow") in ends
+        assert (0 < page.count("sink_mass") < SEQUENCES) == (len(keys) > 1)
 
 
+@pytest.mark.long
 def test_menus_search_and_arrow_keys_choose(page: Page, database: RunDatabase) -> None:
     page.find('#intervention option[value="zero_key_bias"]').click()
-    page.find('#part option[value="ArXiv"]').click()
-    page.wait()
-    page.find('#statistic option[value="value_norm"]').click()
-    page.wait()
+    page.click('#part option[value="ArXiv"]')
+    page.click('#statistic option[value="value_norm"]')
     shown(
         page,
         "SELECT layer, head, avg(value_norm) FROM heads JOIN sequences USING (run_id, "
@@ -545,17 +495,6 @@ def test_menus_search_and_arrow_keys_choose(page: Page, database: RunDatabase) -
     assert page.find("#part").get_attribute("value") == "ArXiv"
 
 
-def open_tab(page: Page, address: str) -> None:
-    page.browser.switch_to.new_window("tab")
-    page.browser.get(address)
-    page.wait()
-
-
-def close_tab(page: Page) -> None:
-    page.browser.close()
-    page.browser.switch_to.window(page.browser.window_handles[0])
-
-
 def what_is_chosen(page: Page) -> list[Any]:
     """What the page shows of every choice."""
     return page.run(
@@ -570,6 +509,7 @@ def what_is_chosen(page: Page) -> list[Any]:
     )
 
 
+@pytest.mark.long
 def test_a_bookmark_opens_all_that_was_chosen_and_back_takes_it_back(page: Page) -> None:
     page.browser.get("about:blank")
     page.browser.back()
@@ -596,15 +536,13 @@ def test_a_bookmark_opens_all_that_was_chosen_and_back_takes_it_back(page: Page)
     note()
     assert "rows of all heads picked" in str(seen[-1])
     assert all(one != other for one, other in pairwise(seen))
-    open_tab(page, page.browser.current_url)
-    assert what_is_chosen(page) == seen[-1]
-    close_tab(page)
+    with tab(page, page.browser.current_url):
+        assert what_is_chosen(page) == seen[-1]
     page.browser.refresh()
     page.wait()
     assert what_is_chosen(page) == seen[-1]
     # A brush is no step of its own.
-    page.find('[data-cell="0.0"]').click()
-    page.wait()
+    page.click('[data-cell="0.0"]')
     page.browser.back()
     page.wait()
     assert what_is_chosen(page) == seen[-1]
@@ -617,6 +555,7 @@ def test_a_bookmark_opens_all_that_was_chosen_and_back_takes_it_back(page: Page)
     assert what_is_chosen(page) == seen[1]
 
 
+@pytest.mark.long
 def test_what_the_address_names_and_is_not_here_is_said(page: Page) -> None:
     assert not page.find("#absent").is_displayed()
     words = "run=nosuch&intervention=off&statistic=sinks&head=L9H1&layers=1-7&part=x&brush=y:1-3"
@@ -632,94 +571,22 @@ def test_what_the_address_names_and_is_not_here_is_said(page: Page) -> None:
     page.run("location.hash = 'head=first'")
     page.wait()
     assert page.text("#absent") == "first cannot be read."
-    page.find('[data-cell="1.2"]').click()
-    page.wait()
+    page.click('[data-cell="1.2"]')
     assert not page.find("#absent").is_displayed()
 
 
-def test_sql_on_the_page(page: Page) -> None:
-    box = page.find("#sql")
-    box.clear()
-    box.send_keys("SELECT layer, count(*) AS n FROM heads GROUP BY layer ORDER BY layer")
-    box.send_keys(Keys.CONTROL, Keys.ENTER)
-    page.wait()
-    assert page.text("#sql-rows tbody").split() == ["0", "210", "1", "210"]
-    box.clear()
-    box.send_keys("DROP VIEW heads", Keys.CONTROL, Keys.ENTER)
-    page.wait()
-    assert "queries are read-only" in page.text("#sql-note")
-
-
-def test_the_page_is_dark_where_the_reader_is(page: Page) -> None:
-    def ground() -> str:
-        return page.run("return getComputedStyle(document.body).backgroundColor")
-
-    def colour() -> str:
-        return page.run("return getComputedStyle(document.querySelector('[data-cell]')).fill")
-
-    light = ground(), colour()
-    media = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    assert ground() != light[0]
-    assert colour() != light[1]
-    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
-def test_no_table_is_cut(page: Page) -> None:
-    for width in (360, 768, 1100, 1366, 1920):
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+@pytest.mark.long
+def test_no_window_is_too_narrow_and_no_table_is_cut(page: Page) -> None:
+    for width in (360, 390, 768, 1366):
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == 390}
         page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         assert cut_tables(page.browser) == [], width
-        wide, place = page.run(
-            """const box = document.getElementById("card-rows");
-            return [box.scrollWidth, box.clientWidth]"""
-        )
-        assert wide == place or width == 360
+        whole = page.run("return document.documentElement.scrollWidth")
+        assert whole == 390 or width != 390
     page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_histograms_are_a_picture_with_plain_colours(page: Page) -> None:
-    text = page.run(
-        """return import("./picture.js").then(({ picture }) =>
-            picture(document.getElementById("histograms")).text)"""
-    )
-    assert text.count("<path") == 3 * len(
-        page.browser.find_elements(By.CSS_SELECTOR, "[data-hist]")
-    )
-    assert "Distribution of entropy" in text
-    assert "rgb(74, 144, 189)" in text
-    for word in ("light-dark", "var(", "class=", "grip"):
-        assert word not in text
-
-
-def test_names_of_points_do_not_lie_on_one_another(page: Page) -> None:
-    is_clear = page.run(
-        """return import("./draw.js").then(({ points }) => {
-            const near = [["L1H5", 0.9], ["L1H6", 0.91], ["L1H7", 0.92], ["L1H8", 0.3]];
-            const figure = points({
-                points: near.map(([name, x]) => ({ x, y: 0.9, name, label: true })),
-                xRange: [0, 1], yRange: [0, 1],
-            });
-            document.body.append(figure);
-            const names = [...figure.querySelectorAll(".point-name")];
-            const boxes = names.map((name) => name.getBBox());
-            figure.remove();
-            return [names.length, boxes.some((one, i) => boxes.slice(i + 1).some((other) =>
-                one.x < other.x + other.width && other.x < one.x + one.width &&
-                one.y + 3 < other.y + other.height && other.y + 3 < one.y + one.height))];
-        })"""
-    )
-    assert is_clear == [4, False]
-
-
-def test_a_narrow_page_does_not_scroll_sideways(page: Page) -> None:
-    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
-    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    width = page.run("return document.documentElement.scrollWidth")
-    page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    assert width == 390
-
-
+@pytest.mark.long
 def test_the_page_asked_its_own_host_alone_and_its_console_is_empty(
     page: Page, explorer: Explorer
 ) -> None:
@@ -741,64 +608,28 @@ def test_the_page_asked_its_own_host_alone_and_its_console_is_empty(
     assert refusals == []
 
 
+@pytest.mark.long
 def test_refreshing_beside_a_running_scan_shows_more_and_never_an_error(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query_engine, "FRESH_SECONDS", 0.2)
+    monkeypatch.setattr(query_engine, "FRESH_SECONDS", 0)
     scan = write(tmp_path / "scan", "live", per_shard=5)
     run = write(tmp_path / "runs", "live", per_shard=5, commit=[0])
     engine = Engine(str(run))
-    page.browser.switch_to.new_window("tab")
-    with served(engine) as address:
-        page.browser.get(address)
-        page.wait()
-        watch_a_scan(page, scan, run)
-    page.browser.close()
-    page.browser.switch_to.window(page.browser.window_handles[0])
-    engine.close()
-
-
-def watch_a_scan(page: Page, scan: Path, run: Path) -> None:
-    """Commit the other shards of a scan, and refresh the page of its run meanwhile."""
-    assert page.text("#progress").startswith(f"5 of {SEQUENCES} sequences are in")
-
-    has_shown_more = threading.Event()
-
-    def commit_the_others() -> None:
-        # Data files first and the commit last, as a replica writes them.
+    with served(engine) as address, tab(page, address):
+        assert page.text("#progress").startswith(f"5 of {SEQUENCES} sequences are in")
         for shard in range(1, SEQUENCES // 5):
-            if shard == 4:
-                # The page must show some of them before all are there.
-                has_shown_more.wait(30)
-            for kind in ("parquet", "json"):
-                for source in sorted((scan / "run_id=live").rglob(f"*{shard:05d}*.{kind}")):
-                    target = run / source.relative_to(scan)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    temporary = target.with_name(f".{target.name}.tmp")
-                    shutil.copy(source, temporary)
-                    temporary.rename(target)
-            time.sleep(0.1)
-
-    writer = threading.Thread(target=commit_the_others, daemon=True)
-    writer.start()
-    shown_sequences: list[int] = []
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        page.find("#refresh").click()
-        page.wait()
-        assert not page.find("#trouble").is_displayed()
-        assert page.text("#damage") == ""
-        shown_sequences.append(int(page.text("#progress").split()[0]))
-        if shown_sequences[-1] > 5:
-            has_shown_more.set()
-        if shown_sequences[-1] == SEQUENCES:
-            break
-        time.sleep(0.1)
-    writer.join()
-    assert shown_sequences == sorted(shown_sequences)
-    assert any(5 < count < SEQUENCES for count in shown_sequences)
-    assert shown_sequences[-1] == SEQUENCES == page.count("sink_mass")
-    assert page.browser.get_log("browser") == []
+            # Data files first and the commit last, as a replica writes them.
+            for kind, sequences in (("parquet", 5 * shard), ("json", 5 * shard + 5)):
+                for source in (scan / "run_id=live").rglob(f"*{shard:05d}*.{kind}"):
+                    shutil.copy(source, run / source.relative_to(scan))
+                page.click("#refresh")
+                assert not page.find("#trouble").is_displayed()
+                assert page.text("#damage") == ""
+                assert int(page.text("#progress").split()[0]) == sequences
+        assert page.count("sink_mass") == SEQUENCES
+        assert page.browser.get_log("browser") == []
+    engine.close()
 
 
 @pytest.fixture
@@ -812,6 +643,15 @@ def large_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[En
     engine = Engine(str(tmp_path))
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def may_read(large_engine: Engine) -> Iterator[threading.Event]:
+    """Holds the reading of samples up until it is set."""
+    event = threading.Event()
+    large_engine.sample_thread.submit(event.wait)
+    yield event
+    event.set()
 
 
 @contextmanager
@@ -852,49 +692,41 @@ LOOKS_OFTEN = """
 """A script that lets a page look for news ten times as often, and notes what it asks."""
 
 
+@pytest.mark.long
 def test_a_page_is_coarse_until_the_sample_is_in_memory_and_says_so(
-    page: Page, large_engine: Engine
+    page: Page, large_engine: Engine, may_read: threading.Event
 ) -> None:
-    may_read = threading.Event()
-    # The thread that reads samples is busy until the page was looked at.
-    large_engine.sample_thread.submit(may_read.wait)
-    page.browser.switch_to.new_window("tab")
-    page.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": LOOKS_OFTEN})
-    try:
-        with served(large_engine) as address:
-            page.browser.get(address)
-            page.wait()
-            assert page.text("#brush-note").startswith("Coarse histograms of all rows")
-            assert page.count("sink_mass") == SEQUENCES
-            # No brush is drawn over counts of other rows.
-            page.run("document.querySelector('[data-hist] .handle').focus()")
-            page.wait()
-            assert "histograms" in page.run("return window.asked")
-            assert "cube" not in page.run("return window.asked")
-            may_read.set()
-            # The page looks by itself.
-            until = time.monotonic() + 20
-            while page.text("#brush-note").startswith("Coarse"):
-                assert time.monotonic() < until
-                time.sleep(0.1)
-            page.wait()
-            assert page.text("#brush-note").endswith("1 of 3 sequences is read.")
-            assert page.count("sink_mass") == len(range(0, SEQUENCES, 3))
-    finally:
+    with tab(page), served(large_engine) as address:
+        script = {"source": LOOKS_OFTEN}
+        page.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)
+        page.open(address)
+        assert page.text("#brush-note").startswith("Coarse histograms of all rows")
+        assert page.count("sink_mass") == SEQUENCES
+        # No brush is drawn over counts of other rows.
+        page.run("document.querySelector('[data-hist] .handle').focus()")
+        page.wait()
+        assert "histograms" in page.run("return window.asked")
+        assert "cube" not in page.run("return window.asked")
         may_read.set()
-        page.browser.close()
-        page.browser.switch_to.window(page.browser.window_handles[0])
+        # The page looks by itself.
+        until = time.monotonic() + 20
+        while page.text("#brush-note").startswith("Coarse"):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        page.wait()
+        assert page.text("#brush-note").endswith("1 of 3 sequences is read.")
+        assert page.count("sink_mass") == len(range(0, SEQUENCES, 3))
 
 
+@pytest.mark.long
 def test_who_has_no_token_is_told_what_to_paste_and_a_token_never_stays_in_the_address(
     page: Page, tmp_path: Path
 ) -> None:
     engine = Engine(str(write(tmp_path, "again")))
     first, second, wrong = "a" * 24, "b" * 24, "c" * 24
     with served(engine, first) as address:
-        open_tab(page, address)
-        page.find('[data-cell="0.1"]').click()
-        page.wait()
+        page.open(address)
+        page.click('[data-cell="0.1"]')
         bookmark = page.browser.current_url
         # An address that another site leads to takes nothing from the reader.
         page.run("location.hash = arguments[0]", wrong)
@@ -908,8 +740,7 @@ def test_who_has_no_token_is_told_what_to_paste_and_a_token_never_stays_in_the_a
     port = urlsplit(address).port
     assert port is not None
     with served(engine, second, port) as address:
-        page.browser.get(bookmark)
-        page.wait()
+        page.open(bookmark)
         assert "paste the address that headcount explore printed" in page.text("#trouble")
         assert not page.find("main").is_displayed()
         # As a paste into the address bar of the open tab.
@@ -921,5 +752,4 @@ def test_who_has_no_token_is_told_what_to_paste_and_a_token_never_stays_in_the_a
         assert page.run("return document.cookie") == ""
         # The refused queries are in the browser's own log.
         assert {"401" in entry["message"] for entry in page.browser.get_log("browser")} == {True}
-    close_tab(page)
     engine.close()

@@ -21,7 +21,7 @@ from headcount.reproduce.replication_runs import measure_runs
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.model.files.model_info import find_model
 from tests.toys import toy_models as toy
-from tests.toys.toy_runs import Entry, write_run
+from tests.toys.toy_runs import Cell, Entry, write_run
 
 # All queries here go through `run_query`, which makes the views that they name.
 connect = partial(connect_eagerly, lazily=True)
@@ -63,6 +63,12 @@ def ask(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[Any, ..
     return list(run_query(connection, query).rows())
 
 
+def scores_of(connection: duckdb.DuckDBPyConnection) -> dict[str, list[float]]:
+    """The values of each score, by layer, sequence and head."""
+    values = "list(value ORDER BY layer, sequence, head)"
+    return dict(ask(connection, f"SELECT score, {values} FROM inactive_scores GROUP BY score"))
+
+
 # Inactive heads
 
 
@@ -99,33 +105,23 @@ def test_inactive_scores_equal_their_definitions(
     inactive: tuple[Any, dict[str, np.ndarray]],
 ) -> None:
     connection, expected = inactive
-    rows = ask(
-        connection,
-        "SELECT score, inactive, value FROM inactive_scores ORDER BY score, layer, sequence, head",
-    )
-    values_of_score: dict[str, list[float]] = {}
-    for score, inactive_end, value in rows:
-        assert inactive_end == ("above" if score in ("AWFT", "AWFT (LN)") else "below")
-        values_of_score.setdefault(score, []).append(value)
-    assert sorted(values_of_score) == sorted(expected)
-    assert len(values_of_score) == 16
+    of_score = scores_of(connection)
+    ends = dict(ask(connection, "SELECT DISTINCT score, inactive FROM inactive_scores"))
+    assert len(of_score) == 16
+    assert of_score.keys() == expected.keys()
     for score, values in expected.items():
-        np.testing.assert_allclose(
-            values_of_score[score], values.ravel(), rtol=1e-5, atol=1e-5, err_msg=score
-        )
+        assert ends[score] == ("above" if score in ("AWFT", "AWFT (LN)") else "below")
+        found = of_score[score]
+        np.testing.assert_allclose(found, values.ravel(), rtol=1e-5, atol=1e-5, err_msg=score)
 
 
 def test_flags_shares_and_overlaps_follow_from_the_scores(
     inactive: tuple[Any, dict[str, np.ndarray]],
 ) -> None:
     connection, _ = inactive
-    scores: dict[str, list[float]] = {}
-    for score, value in ask(
-        connection, "SELECT score, value FROM inactive_scores ORDER BY layer, sequence, head"
-    ):
-        scores.setdefault(score, []).append(value)
-    columns = "score, quantile, inactive_share, threshold, sequences"
+    scores = scores_of(connection)
     shares: dict[tuple[str, float], list[tuple[float, ...]]] = {}
+    columns = "score, quantile, inactive_share, threshold, sequences"
     for score, quantile, *row in ask(
         connection, f"SELECT {columns} FROM inactive_heads ORDER BY layer, head"
     ):
@@ -142,70 +138,47 @@ def test_flags_shares_and_overlaps_follow_from_the_scores(
     assert shares.keys() == flags.keys()
     assert not any(flags[score, 0].any() for score in scores)
     assert {flags[score, 0.25].sum() for score in scores} == {21}
-    overlaps = ask(
-        connection,
-        "SELECT score, other_score, quantile, n, other_n, n_both, iou FROM inactive_overlap",
-    )
+    columns = "score, other_score, quantile, n, other_n, n_both, iou"
+    overlaps = ask(connection, f"SELECT {columns} FROM inactive_overlap")
     assert len(overlaps) == 16 * 16 * 6
     for score, other, quantile, *counts, iou in overlaps:
-        inactive_by_score, inactive_by_other = flags[score, quantile], flags[other, quantile]
-        assert counts == [
-            inactive_by_score.sum(),
-            inactive_by_other.sum(),
-            (inactive_by_score & inactive_by_other).sum(),
-        ]
-        assert iou == pytest.approx(
-            (inactive_by_score & inactive_by_other).sum()
-            / (inactive_by_score | inactive_by_other).sum()
-        )
+        own, others = flags[score, quantile], flags[other, quantile]
+        both = (own & others).sum()
+        assert counts == [own.sum(), others.sum(), both]
+        assert iou == pytest.approx(both / (own | others).sum())
 
 
 def test_scores_without_columns_are_left_out(tmp_path: Path) -> None:
     # Heads 0, 1, 2 give 0.1, 0.2 and 0.3, in both layers and all sequences.
     write_run(tmp_path, "a-1", {"sink_alpha": lambda row: (row.head + 1) / 10})
-    write_run(
-        tmp_path, "b-1", {"value_norm": lambda row: 0.0, "entropy": lambda row: row.sequence + 1.0}
-    )
+    cells: dict[str, Cell] = {
+        "value_norm": lambda row: 0.0,
+        "entropy": lambda row: row.sequence + 1.0,
+    }
+    write_run(tmp_path, "b-1", cells)
     connection = connect(str(tmp_path))
-    scores = dict(
-        ask(
-            connection,
-            "SELECT run_id, list(DISTINCT score ORDER BY score) FROM inactive_scores GROUP BY 1",
-        )
-    )
+    scores = "SELECT run_id, list(DISTINCT score ORDER BY score) FROM inactive_scores GROUP BY 1"
     # A layer without any length has no mean to be compared with.
-    assert scores == {
+    assert dict(ask(connection, scores)) == {
         "a-1": ["AWFT", "AWFT (LN)", "Random"],
         "b-1": ["AEQD", "AEQD (LN)", "AVVN", "Random"],
     }
     query = (
-        "SELECT head, value FROM inactive_scores WHERE score = 'AWFT (LN)' "
-        "GROUP BY ALL ORDER BY ALL"
+        "SELECT DISTINCT head, value FROM inactive_scores WHERE score = 'AWFT (LN)' ORDER BY ALL"
     )
     np.testing.assert_allclose(ask(connection, query), [(0, 0.5), (1, 1), (2, 1.5)], atol=1e-6)
-    query = (
-        "SELECT head, inactive_share FROM inactive_heads "
-        "WHERE score = 'AWFT' AND quantile = 0.3 AND layer = 1"
-    )
     # A third of the numbers are 0.3, so the threshold is that, and nothing is above it.
-    assert ask(connection, f"{query} ORDER BY ALL") == [(0, 0), (1, 0), (2, 0)]
-    query = (
-        "SELECT threshold FROM inactive_heads WHERE score = 'AEQD' AND quantile = 0.25 GROUP BY ALL"
-    )
+    of_layer = "WHERE score = 'AWFT' AND quantile = 0.3 AND layer = 1 ORDER BY ALL"
+    query = f"SELECT head, inactive_share FROM inactive_heads {of_layer}"
+    assert ask(connection, query) == [(0, 0), (1, 0), (2, 0)]
+    of_entropy = "WHERE score = 'AEQD' AND quantile = 0.25"
+    query = f"SELECT DISTINCT threshold FROM inactive_heads {of_entropy}"
     assert ask(connection, query) == [(1.75,)]
-
-
-def test_where_nothing_was_measured_there_are_no_inactive_heads(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", {"sink_alpha": lambda row: 0.5}, commit=[])
-    connection = connect(str(tmp_path))
-    for view in (
-        "inactive_scores",
-        "inactive_flags",
-        "inactive_heads",
-        "inactive_overlap",
-        "first_keys",
-    ):
-        assert ask(connection, f"FROM {view}") == []
+    nothing = write_run(tmp_path / "none", "a-1", {"sink_alpha": lambda row: 0.5}, commit=[])
+    connection = connect(nothing.path)
+    for view in ("scores", "flags", "heads", "overlap"):
+        assert ask(connection, f"FROM inactive_{view}") == []
+    assert ask(connection, "FROM first_keys") == []
 
 
 # The last queries and the first keys
@@ -258,49 +231,23 @@ def test_classes_of_heads(tmp_path: Path) -> None:
         for head, (masses, _) in enumerate(heads)
         for entry in tail_profile(head, masses, n_ctx)
     ]
-    write_run(
-        tmp_path,
-        "a-1",
-        {"sink_alpha": lambda row: 0.5},
-        n_ctx=n_ctx,
-        heads=5,
-        profiles=lambda shard: entries,
-    )
-    classes = ask(
-        connect(str(tmp_path)),
-        "SELECT head_class, peak_key, peak_mass FROM first_keys WHERE shard = 1 ORDER BY head",
-    )
-    assert [row[0] for row in classes] == [head_class for _, head_class in heads]
-    assert [row[1:] for row in classes] == [
-        (3, 0.625),
-        (9, 0.5),
-        (4, 0.1875),
-        (9, 0.875),
-        (8, 0.875),
-    ]
+    cells: dict[str, Cell] = {"sink_alpha": lambda row: 0.5}
+    write_run(tmp_path, "a-1", cells, n_ctx=n_ctx, heads=5, profiles=lambda shard: entries)
+    connection = connect(str(tmp_path))
+    columns = "head_class, peak_key, peak_mass"
+    classes = ask(connection, f"SELECT {columns} FROM first_keys WHERE shard = 1 ORDER BY head")
+    peaks = [(3, 0.625), (9, 0.5), (4, 0.1875), (9, 0.875), (8, 0.875)]
+    assert classes == [(name, *peak) for (_, name), peak in zip(heads, peaks, strict=True)]
     harmonic = sum(1 / (q + 1) for q in range(n_ctx)) / n_ctx
-    boosts = ask(
-        connect(str(tmp_path)),
-        "SELECT boost_1, first_8 FROM first_keys WHERE shard = 0 AND head = 1",
-    )
-    assert boosts == [(pytest.approx(0.25 / harmonic), 0.5)]
+    query = "SELECT boost_1, first_8 FROM first_keys WHERE shard = 0 AND head = 1"
+    assert ask(connection, query) == [(pytest.approx(0.25 / harmonic), 0.5)]
 
 
 def test_uniform_attention_is_the_published_expectation(tmp_path: Path) -> None:
     """The columns uniform_first_1, 4 and 8 of attention-sink-profiler, which a boost divides by."""
     entries = tail_profile(0, {0: 1.0}, 64)
-    write_run(
-        tmp_path,
-        "a-1",
-        {"sink_alpha": lambda row: 0.5},
-        n_ctx=64,
-        heads=1,
-        profiles=lambda shard: entries,
-    )
-    expectations = ask(
-        connect(str(tmp_path)),
-        "SELECT 1 / boost_1, 1 / boost_4, 1 / boost_8 FROM first_keys WHERE shard = 0",
-    )
-    np.testing.assert_allclose(
-        expectations[0], (0.0741232954, 0.2287848482, 0.3782542201), rtol=1e-7
-    )
+    cells: dict[str, Cell] = {"sink_alpha": lambda row: 0.5}
+    write_run(tmp_path, "a-1", cells, n_ctx=64, heads=1, profiles=lambda shard: entries)
+    query = "SELECT 1 / boost_1, 1 / boost_4, 1 / boost_8 FROM first_keys WHERE shard = 0"
+    expected = [(0.0741232954, 0.2287848482, 0.3782542201)]
+    np.testing.assert_allclose(ask(connect(str(tmp_path)), query), expected, rtol=1e-7)

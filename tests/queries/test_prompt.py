@@ -12,7 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from headcount import app
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.named_queries import QUERIES, read_queries
 from headcount.queries.ask.prompt import completions
@@ -53,19 +55,16 @@ def test_a_pipe_asks_several_queries_and_a_mistake_ends_none(path: Path) -> None
         "ranking --limit 3\nSELECT lyer FROM heads\nhelp outliers\n\n"
         "SELECT count(*) AS n FROM heads;\nquit\nFROM heads\n"
     )
-    result = subprocess.run(
-        [*COMMAND, str(path), "--interactive"],
-        input=lines,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = ["query", str(path), "--interactive"]
+    result = CliRunner().invoke(app, words, input=lines, catch_exceptions=False)
+    assert result.exit_code == 0
     assert result.stdout.split() == ["n", "──", "24"]
     assert "error: query 'ranking' has no parameter --limit" in result.stderr
     assert "SELECT lyer FROM heads\n       ^^^^\nerror: unknown column 'lyer'" in result.stderr
     assert "--k WHOLE NUMBER" in result.stderr
 
 
+@pytest.mark.long
 def test_a_terminal_completes_and_remembers(path: Path, tmp_path: Path) -> None:
     terminal, end = pty.openpty()
     environment = os.environ | {

@@ -15,7 +15,8 @@ from headcount.jobs.plan.plan import make_plan, prepare_run
 from headcount.jobs.run.loop import missing_shards
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.schemas.scans.scan import load_scan, parse_scan
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.model.files.model_info import describe
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
 from tests import ROOT
@@ -149,29 +150,14 @@ def test_the_examples_in_python_run(
 ) -> None:
     write_run(tmp_path / "runs", "a-1", {"sink_mass": lambda row: 0.5 + row.head / 10})
     monkeypatch.chdir(tmp_path)
-    asking, saving = PYTHON_EXAMPLES
     # The second example continues the first: it uses its variables.
     variables: dict[str, Any] = {}
-    exec(asking, variables)
-    assert sorted(variables["heads"].df()["sink_mass"]) == pytest.approx(
-        [0.5, 0.5, 0.6, 0.6, 0.7, 0.7]
-    )
+    exec("\n".join(PYTHON_EXAMPLES), variables)
+    masses = [0.5, 0.5, 0.6, 0.6, 0.7, 0.7]
+    assert sorted(variables["heads"].df()["sink_mass"]) == pytest.approx(masses)
     assert "L1H2" in capsys.readouterr().out
-    exec(saving, variables)
-    (tmp_path / "scan.toml").write_text(
-        'model = "x"\nn_ctx = 16\nsequences = 2\nstatistics = ["sink_mass"]\n'
-        'bos = false\nout = "measured"\n[input]\nfamily = "uniform_random"\n'
-    )
-    scan = load_scan(tmp_path / "scan.toml", ["model=./my-model"])
-    plan = make_plan(scan, "scan")
-    assert (plan.info.n_layers, plan.info.n_heads) == (2, 4)
-
-
-def test_the_page_has_examples() -> None:
-    assert len(SQL_EXAMPLES) >= 12
-    text = "\n".join(SQL_EXAMPLES)
-    for word in ("bar(", "PIVOT", "SUMMARIZE", "label", "tokens"):
-        assert word in text
+    info = describe(tmp_path / "my-model")
+    assert (info.n_layers, info.n_heads) == (2, 4)
 
 
 @pytest.mark.parametrize("sql", SQL_EXAMPLES, ids=lambda sql: sql.split("\n")[0][:50])
@@ -192,9 +178,7 @@ def test_an_example_is_answered_and_mixes_nothing(
 # What the page says of keys and tokens, against the patterns of the model's own library
 
 
-def test_attention_by_token_is_the_sum_over_pairs(
-    measured: Measured,
-) -> None:
+def test_attention_by_token_is_the_sum_over_pairs(measured: Measured) -> None:
     _, tokens, patterns = measured
     rows = measured.records("attention_by_token", label="L1H2")
     groups = {(row["token"], row["first"]) for row in rows}
@@ -219,9 +203,7 @@ def test_attention_by_token_is_the_sum_over_pairs(
     assert total == pytest.approx(1)
 
 
-def test_bars_of_keys_have_the_variance_over_queries(
-    measured: Measured,
-) -> None:
+def test_bars_of_keys_have_the_variance_over_queries(measured: Measured) -> None:
     patterns = measured.patterns
     rows = measured.records("key_bars", label="L2H1")
     assert [row["key"] for row in rows] == list(range(N_CTX))
@@ -233,61 +215,3 @@ def test_bars_of_keys_have_the_variance_over_queries(
         assert row["is_bar"] == (received.mean() > 0.018 and received.var() < 0.01)
     means = [row["received_mean"] for row in rows]
     assert [row["decay"] for row in rows[1:]] == pytest.approx(np.divide(means[1:], means[:-1]))
-
-
-def example(words: str) -> str:
-    """The example of the page that holds some words."""
-    (sql,) = [sql for sql in OF_MORE if words in sql]
-    return sql
-
-
-def test_margins_and_peaks_follow_from_curves(measured: Measured) -> None:
-    _, tokens, patterns = measured
-    sinks = patterns[:, 1, 2, 1:, 0]  # Query 0 sees one key, so its margin is infinite.
-    margins = [row["margin"] for row in measured.records(example("AS margin"))]
-    assert margins == pytest.approx(np.log(sinks / (1 - sinks)).mean(0), rel=1e-4, abs=1e-4)
-    rows = measured.records(example("AS sink_attention,"))
-    by_token = {row["token"]: row["sink_attention"] for row in rows}
-    assert by_token == pytest.approx(
-        {token: sinks[tokens[:, 1:] == token].mean() for token in np.unique(tokens[:, 1:]).tolist()}
-    )
-    seen_by = N_CTX - np.arange(N_CTX // 2)
-    peaks = (patterns[:, 0, 3].sum(-2)[:, : N_CTX // 2] / seen_by).argmax(-1)
-    shares = {
-        row["peak_key"]: row["share_of_sequences"]
-        for row in measured.records(example("AS peak_key"), label="L0H3")
-    }
-    assert shares == pytest.approx({key: (peaks == key).mean() for key in set(peaks.tolist())})
-
-
-def test_the_mean_pattern_of_a_shard_with_one_sequence_is_that_of_the_sequence(
-    measured: Measured,
-) -> None:
-    query, key = np.tril_indices(N_CTX)
-    # Of five sequences in shards of two, the last shard has one.
-    for shard, sequences in ((0, slice(0, 2)), (2, slice(4, 5))):
-        sql = example("AS attention\nFROM profiles").replace("shard = 0", f"shard = {shard}")
-        rows = measured.records(sql)
-        assert [(row["query"], row["key"]) for row in rows] == list(zip(query, key, strict=True))
-        expected = measured.patterns[sequences, 1, 2].mean(0)[query, key]
-        np.testing.assert_allclose([row["attention"] for row in rows], expected, atol=1e-6)
-
-
-def test_massive_coordinates_have_a_place_and_an_overlap(measured: Measured) -> None:
-    effective = measured.database.records(
-        "SELECT run_id, dimension, value FROM weights "
-        "WHERE weight = 'first_effective_position' ORDER BY run_id, dimension"
-    )
-    massive: dict[str, set[int]] = {}
-    for run in {row["run_id"] for row in effective}:
-        sizes = np.abs([row["value"] for row in effective if row["run_id"] == run])
-        massive[run] = set(np.flatnonzero(sizes > sizes.mean() + 3 * sizes.std()).tolist())
-    assert any(5 in dimensions for dimensions in massive.values())
-    overlaps = {
-        (one, other): len(massive[one] & massive[other]) / len(massive[one] | massive[other])
-        for one in massive
-        for other in massive
-        if massive[one] and massive[other]
-    }
-    rows = measured.database.records(example("AS jaccard"))
-    assert {(row["run_id"], row["other_run"]): row["jaccard"] for row in rows} == overlaps

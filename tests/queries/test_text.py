@@ -92,14 +92,14 @@ def test_a_part_of_a_character_is_its_bytes(home: Path) -> None:
     assert "|B|\\xc3|\\xa4|r|" in call("text", run_of(home), "1")
 
 
-@pytest.mark.parametrize("intervention", ["none", "mask_keys(0,2)", "zero_query_bias"])
-@pytest.mark.parametrize("head", [0, 1])
+@pytest.mark.parametrize(
+    ("intervention", "head"), [("none", 0), ("mask_keys(0,2)", 1), ("zero_query_bias", 1)]
+)
 def test_the_keys_of_a_head_are_those_of_its_pattern(
     home: Path, intervention: str, head: int
 ) -> None:
-    lines = call(
-        "text", run_of(home), "1", "--head", f"L0H{head}", "--intervention", intervention
-    ).splitlines()
+    words = ("--head", f"L0H{head}", "--intervention", intervention)
+    lines = call("text", run_of(home), "1", *words).splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("pos "))
     pattern = whole_pattern(home, intervention)[head]
     look_lines = lines[header + 1 :]
