@@ -17,13 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from importlib.metadata import version
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from headcount import app
@@ -41,15 +39,12 @@ sequences = 4
 sequences_per_shard = 2
 input.family = "uniform_random"
 """
-HIDING = ("torch", "numpy")
-"""Names of modules that a scan imports."""
 
 
 def headcount(
     directory: Path,
     *words: str | Path,
     through: tuple[str, ...] = (),
-    stdout: int = subprocess.PIPE,
     seconds: float = 120,
     variables: Mapping[str, str | None] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
@@ -59,8 +54,7 @@ def headcount(
         cwd=directory,
         env=environment(variables),
         stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=seconds,
     )
@@ -86,34 +80,18 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def silent() -> Iterator[str]:
-    """HOST:PORT of a server that takes connections and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
 # Files of the user
 
 
-def hide_modules(directory: Path) -> None:
-    """Write files of the user that have the names of modules."""
-    for name in HIDING:
-        (directory / f"{name}.py").write_text("raise SystemExit('a file of the user')")
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("options", "files"),
-    [
-        (("--device", "cpu"), 64),
-        pytest.param(("--replicas", "1"), 1024, marks=pytest.mark.long),
-    ],
+    ("options", "files"), [(("--device", "cpu"), 64), (("--replicas", "1"), 1024)]
 )
 def test_files_of_the_user_hide_nothing_and_no_home_is_wanted(
     directory: Path, options: tuple[str, ...], files: int
 ) -> None:
     """Neither here nor in replicas. A scan on the CPU is one process, and opens few files."""
-    for name in HIDING:
+    for name in ("torch", "numpy"):
         (directory / f"{name}.py").write_text("raise SystemExit('a file of the user')")
     limited = ("sh", "-c", f'ulimit -n {files} && exec "$@"', "sh")
     no_home = {"HOME": "/nonexistent"}
@@ -126,24 +104,12 @@ def test_files_of_the_user_hide_nothing_and_no_home_is_wanted(
 # No end
 
 
-UNANSWERED = [
-    (
-        "scan own.toml --address SILENT",
-        "SILENT: takes connections, and is no head of a Ray cluster that answers in 1 s; expected",
-    ),
-    ("list --address http://SILENT", "http://SILENT: no Ray cluster answers there (nothing said"),
-    (
-        "list s3://bucket/runs",
-        "s3://bucket: the store at http://SILENT does not answer (timed out)",
-    ),
-]
-
 WAITED_FOR = {
-    "headcount.jobs.cluster.ray_cluster.CONNECT_SECONDS": 1.0,
-    "headcount.jobs.cluster.ray_cluster.JOIN_SECONDS": 1.0,
-    "headcount.jobs.cluster.submission.CONNECT_SECONDS": 1.0,
-    "headcount.schemas.files.places.PROBE_SECONDS": 1.0,
-    "headcount.schemas.files.places.PROBING_SECONDS": 1.5,
+    "headcount.jobs.cluster.ray_cluster.CONNECT_SECONDS": 0.3,
+    "headcount.jobs.cluster.ray_cluster.JOIN_SECONDS": 0.3,
+    "headcount.jobs.cluster.submission.CONNECT_SECONDS": 0.3,
+    "headcount.schemas.files.places.PROBE_SECONDS": 0.3,
+    "headcount.schemas.files.places.PROBING_SECONDS": 0.5,
 }
 """What ends the waiting, and seconds that a test can wait."""
 
@@ -155,16 +121,34 @@ def in_store(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 
 
 def test_what_does_not_answer_is_one_line(
-    command: Command, directory: Path, silent: str, monkeypatch: pytest.MonkeyPatch
+    command: Command, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(directory)
-    in_store(monkeypatch, silent)
     for path, seconds in WAITED_FOR.items():
+        module, _, name = path.rpartition(".")
+        assert getattr(importlib.import_module(module), name) <= 30, path
         monkeypatch.setattr(path, seconds)
-    for words, start in UNANSWERED:
-        code, lines = command(*words.replace("SILENT", silent).split())
-        assert code == 2, words
-        assert lines[-1].replace(silent, "SILENT").startswith(f"error: {start}"), words
+    # It takes connections and says nothing.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        silent = f"127.0.0.1:{server.getsockname()[1]}"
+        in_store(monkeypatch, silent)
+        for words, start in (
+            (
+                f"scan own.toml --address {silent}",
+                f"{silent}: takes connections, and is no head of a Ray cluster that answers in ",
+            ),
+            (
+                f"list --address http://{silent}",
+                f"http://{silent}: no Ray cluster answers there (nothing said",
+            ),
+            (
+                "list s3://bucket/runs",
+                f"s3://bucket: the store at http://{silent} does not answer (timed out)",
+            ),
+        ):
+            code, lines = command(*words.split())
+            assert code == 2, words
+            assert lines[-1].startswith(f"error: {start}"), words
 
 
 def test_a_wait_that_is_too_long_ends_no_notebook_and_none_of_its_children(
@@ -180,32 +164,8 @@ def test_a_wait_that_is_too_long_ends_no_notebook_and_none_of_its_children(
     assert capsys.readouterr().err == "error: too long\n"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_one_line(command: Command, directory: Path) -> None:
-    words = ("scan", directory / "own.toml", "--device", "cuda", "--replicas", "1")
-    code, (line,) = command(*words, "--set", f"out={directory}")
-    assert code == 2
-    assert line.startswith("error: --device cuda: 1 GPU wanted")
-
-
-def test_no_wait_is_longer_than_30_seconds() -> None:
-    for path in WAITED_FOR:
-        module, _, name = path.rpartition(".")
-        assert getattr(importlib.import_module(module), name) <= 30, path
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "scan own.toml --replicas 0 --set out=s3://bucket/runs",
-        "status s3://bucket/runs/run_id=a-1",
-        "query s3://bucket/runs heads",
-        "report s3://bucket/runs",
-        "compact s3://bucket/runs",
-    ],
-)
 def test_a_store_that_is_down_is_one_line(
-    command: Command, directory: Path, monkeypatch: pytest.MonkeyPatch, words: str
+    command: Command, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(directory)
     in_store(monkeypatch, "127.0.0.1:9")
@@ -215,7 +175,14 @@ def test_a_store_that_is_down_is_one_line(
         "bring it or the network up, or name another address in AWS_ENDPOINT_URL, then run the "
         "same command"
     )
-    assert command(*words.split()) == (2, [line])
+    for words in (
+        "scan own.toml --replicas 0 --set out=s3://bucket/runs",
+        "status s3://bucket/runs/run_id=a-1",
+        "query s3://bucket/runs heads",
+        "report s3://bucket/runs",
+        "compact s3://bucket/runs",
+    ):
+        assert command(*words.split()) == (2, [line]), words
 
 
 @pytest.mark.long
@@ -231,40 +198,28 @@ def test_ray_without_a_network_is_one_line(directory: Path) -> None:
 # No traces
 
 
-def test_a_full_disk_behind_stdout_is_one_line(
+def test_a_full_disk_behind_stdout_is_one_line_and_a_reader_that_has_enough_is_no_error(
     runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: list[tuple[int, list[str]]] = []
-    with open("/dev/full", "w") as full:
-        # What Python does at its end, only a process of its own does.
-        done = headcount(runs, "query", runs, "heads", stdout=full.fileno())
-        ended.append((done.returncode, done.stderr.splitlines()))
-    for words in (("list", runs), ("status", runs / "run_id=toy-1a2b3c4d")):
-        with (
-            contextlib.suppress(OSError),
-            open("/dev/full", "w") as full,
-            monkeypatch.context() as m,
-        ):
-            m.setattr(sys, "stdout", full)
+    def written_to(stdout: str | int, *words: str | Path) -> tuple[int, list[str]]:
+        ended: list[tuple[int, list[str]]] = []
+        # What was not written is written again when the file is closed.
+        with contextlib.suppress(OSError), open(stdout, "w") as file, monkeypatch.context() as m:
+            m.setattr(sys, "stdout", file)
             ended.append(command(*words))
-    assert len(ended) == 3
-    for code, (line,) in ended:
+        return ended[0]
+
+    for words in (("list", runs), ("status", runs / "run_id=toy-1a2b3c4d")):
+        code, (line,) = written_to("/dev/full", *words)
         assert code == 2
         assert line.startswith("error: ")
         assert "No space left on device" in line
-
-
-def test_a_reader_that_has_enough_is_no_error(
-    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    with contextlib.suppress(BrokenPipeError), open(writing, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        ended = command("query", runs, "heads", "--format", "csv")
-    assert ended == (0, [])
+    assert written_to(writing, "query", runs, "heads", "--format", "csv") == (0, [])
 
 
+@pytest.mark.long
 def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path) -> None:
     """As in a container: neither HOME nor an entry in passwd."""
     as_nobody = ("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups")
@@ -273,10 +228,8 @@ def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path) 
         shutil.copytree(runs, place)
         os.chmod(folder, 0o755)
         can_start = [*as_nobody, sys.executable, "-c", f"import os; os.listdir({str(ROOT)!r})"]
-        if (
-            shutil.which("setpriv") is None
-            or subprocess.run(can_start, capture_output=True).returncode
-        ):
+        is_there = shutil.which("setpriv") is not None
+        if not is_there or subprocess.run(can_start, capture_output=True).returncode:
             pytest.skip("no other user can start Python here")
         words = ("query", place, "SELECT count(*) FROM heads", "--format", "csv")
         done = headcount(place, *words, through=as_nobody, variables={"HOME": None})
@@ -284,6 +237,7 @@ def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path) 
     assert int(done.stdout.splitlines()[1]) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variables", "ellipsis"),
     [({"PYTHONIOENCODING": "ascii"}, "\\u2026"), ({"LC_ALL": "C", "HOME": None}, "…")],
@@ -329,6 +283,7 @@ def died_before_our_first_lines(errors: str) -> bool:
     return bool(frames) and all(number < handler_is_set for number in in_front_door)
 
 
+@pytest.mark.long
 def test_an_interrupt_is_quiet_at_any_moment(directory: Path) -> None:
     command = [*DIES_WITH_ITS_PARENT, sys.executable, "-m", "headcount", "scan", "own.toml"]
     command += ["--replicas", "0", "--set", "sequences=1000000"]
@@ -368,6 +323,7 @@ def test_an_interrupt_is_quiet_at_any_moment(directory: Path) -> None:
 # The front door
 
 
+@pytest.mark.long
 def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(directory: Path) -> None:
     (directory / "wrong.toml").write_text("n_ctx = 0\n" + SCAN.replace("n_ctx", "seed"))
     code = (
@@ -376,12 +332,9 @@ def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(directo
         "try:\n    headcount.command_line.main()\n"
         "except SystemExit as left:\n    print(left.code, {'torch', 'ray'} & set(sys.modules))"
     )
+    command = [sys.executable, "-c", code]
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=directory,
-        env=environment({}),
-        capture_output=True,
-        text=True,
+        command, cwd=directory, env=environment({}), capture_output=True, text=True
     )
     assert done.stderr == "error: wrong.toml: n_ctx: expected 1 or more, got 0\n"
     assert done.stdout == "2 set()\n"
@@ -395,22 +348,29 @@ def printed(*words: str | Path) -> str:
     return result.stdout
 
 
-def test_the_front_door_says_what_it_is() -> None:
-    said = printed("--version")
-    assert said.startswith(f"headcount {version('headcount')}, code ") or "not installed" in said
+def test_help_is_found_by_its_letter_and_a_run_by_its_name(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert printed("scan", "-h") == printed("scan", "--help")
     assert "headcount scan" in printed("scan", "-h") or "scan [OPTIONS]" in printed("scan", "-h")
-
-
-def test_a_run_is_found_by_its_name(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(runs.parent)
     for run in ("toy", "toy-1a2b3c4d", "runs/run_id=toy-1a2b3c4d"):
         assert "every shard is committed" in printed("status", run)
 
 
-def test_watching_ends_with_the_run_or_quietly(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+def test_watching_ends_with_the_run(
+    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    our_end, its_end = pty.openpty()
+    with open(its_end, "w") as terminal, monkeypatch.context() as m:
+        m.setattr(sys, "stdout", terminal)
+        assert command("status", runs / "run_id=toy-1a2b3c4d", "--watch") == (0, [])
+    assert b"complete  every shard is committed" in os.read(our_end, 10_000)
+    os.close(our_end)
+
+
+@pytest.mark.long
+def test_watching_ends_quietly(tmp_path: Path) -> None:
     run = toy_runs.write_run(tmp_path / "runs", "toy-1", {"sink_mass": lambda _: 0.5}, commit=[0])
     words = [*DIES_WITH_ITS_PARENT, sys.executable, "-m", "headcount", "status", str(run.path)]
     with subprocess.Popen(
@@ -421,16 +381,8 @@ def test_watching_ends_with_the_run_or_quietly(
         text=True,
     ) as watching:
         assert watching.stdout is not None
-        assert watching.stderr is not None
         for _ in range(2):
             assert "  shards 1 of 2 done" in watching.stdout.readline()
         watching.send_signal(signal.SIGINT)
-        assert watching.wait(120) == 130
-        assert watching.stderr.read() == "stopped\n"
-    complete = toy_runs.write_run(tmp_path / "runs", "toy-2", {"sink_mass": lambda _: 0.5})
-    our_end, its_end = pty.openpty()
-    with open(its_end, "w") as terminal, monkeypatch.context() as m:
-        m.setattr(sys, "stdout", terminal)
-        assert command("status", complete.path, "--watch") == (0, [])
-    assert b"complete  every shard is committed" in os.read(our_end, 10_000)
-    os.close(our_end)
+        _, errors = watching.communicate(timeout=120)
+        assert (watching.returncode, errors) == (130, "stopped\n")

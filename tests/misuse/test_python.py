@@ -96,6 +96,7 @@ def calls(toy: Path) -> Iterator[tuple[str, Callable[[Any], object]]]:
         )
 
 
+@pytest.mark.long
 def test_no_value_of_any_argument_raises_another_error_than_ours(toy: Path) -> None:
     raw: list[str] = []
     for name, call in calls(toy):

@@ -67,6 +67,13 @@ def scan_here(command: Command, *words: str) -> Path:
     return max(commits, key=lambda file: file.stat().st_mtime_ns).parent.parent
 
 
+def refusal(command: Command, *words: str | Path) -> str:
+    """The one line of a command that refuses to measure."""
+    code, (line,) = command(*words, *IN_PROCESS)
+    assert code == 2
+    return line
+
+
 def without_last_commit(run: Path) -> Path:
     """Delete the last commit of a run, so that one of its shards is not done."""
     (run / "commits" / "shard-000001.json").unlink()
@@ -115,55 +122,45 @@ def change_code(home: Path) -> None:
     )
 
 
-CHANGES = [
-    (exchange_two_ids, 'the tokenizer ("X", now "X")'),
-    (change_weights, "the model's weights (model.safetensors: X, now X)"),
-    (change_configuration, "the model's configuration (config.json: X, now X)"),
-    (change_code, 'the code of statistic entropy ("X", now "X")'),
-]
-
-
-@pytest.mark.parametrize(("change", "phrase"), CHANGES)
+@pytest.mark.parametrize(
+    ("change", "phrase"),
+    [
+        (exchange_two_ids, 'the tokenizer ("X", now "X")'),
+        (change_weights, "the model's weights (model.safetensors: X, now X)"),
+        (change_configuration, "the model's configuration (config.json: X, now X)"),
+        (change_code, 'the code of statistic entropy ("X", now "X")'),
+    ],
+)
 def test_a_change_is_named_and_the_command_that_starts_another_run(
     home: Path, command: Command, change: Callable[[Path], None], phrase: str
 ) -> None:
     run = without_last_commit(scan_here(command, "--set", "seed=3"))
     change(home)
     expected = (
-        f"this run measured something else: {phrase}; headcount scan toy.toml --set seed=3 --new "
-        "starts another run"
+        f"{run.name}: this run measured something else: {phrase}; headcount scan toy.toml "
+        "--set seed=3 --new starts another run"
     )
     for words in (("scan", "toy.toml", "--set", "seed=3"), ("resume", run)):
-        code, (line,) = command(*words, *IN_PROCESS)
-        assert code == 2
-        assert re.sub(r"\b[0-9a-f]{12,16}\b", "X", line).endswith(f"{run.name}: {expected}")
-    second_run = scan_here(command, "--set", "seed=3", "--new")
-    assert second_run.name == f"{run.name}-2"
-    # The same command continues the run that fits.
-    without_last_commit(second_run)
-    assert scan_here(command, "--set", "seed=3") == second_run
-    assert connect_to_tables(second_run).execute("SELECT name FROM runs").fetchall() == [("toy",)]
-    tokenizer = TextTokenizer(home / "bytes", 257).fingerprint
-    assert connect_to_tables(second_run).execute("SELECT tokenizer FROM runs").fetchall() == [
-        (tokenizer,)
-    ]
+        line = refusal(command, *words)
+        assert re.sub(r"\b[0-9a-f]{12,16}\b", "X", line).endswith(expected)
 
 
 def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command: Command) -> None:
-    write_scan(home / "toy.toml", **{"input.family": "uniform_random"})
-    text = (home / "toy.toml").read_text().replace('input.files = "*.jsonl"\n', "")
-    (home / "toy.toml").write_text(text)
+    uniform = (home / "toy.toml").read_text().replace('"pile"', '"uniform_random"')
+    uniform = uniform.replace('input.files = "*.jsonl"\n', "")
+    needle = "input.text = 'bundled:LICENSE'\ninput.key = 1\ninput.value = 1\n"
+    (home / "toy.toml").write_text(uniform)
     run = without_last_commit(scan_here(command))
     exchange_two_ids(home)
     assert scan_here(command) == run
-    assert connect_to_tables(run).execute("SELECT tokenizer FROM runs").fetchall() == [(None,)]
-    text += "input.text = 'bundled:LICENSE'\ninput.key = 1\ninput.value = 1\n"
-    (home / "toy.toml").write_text(text.replace("uniform_random", "needle"))
+    sql = "SELECT name, tokenizer FROM runs"
+    assert connect_to_tables(run).execute(sql).fetchall() == [("toy", None)]
+    (home / "toy.toml").write_text(uniform.replace("uniform_random", "needle") + needle)
     run = without_last_commit(scan_here(command))
+    tokenizer = TextTokenizer(home / "bytes", 257).fingerprint
+    assert connect_to_tables(run).execute(sql).fetchall() == [("toy", tokenizer)]
     exchange_two_ids(home)
-    code, (line,) = command("scan", "toy.toml", *IN_PROCESS)
-    assert code == 2
-    assert "something else: the tokenizer (" in line
+    assert "something else: the tokenizer (" in refusal(command, "scan", "toy.toml")
 
 
 def test_other_libraries_are_named_before_anything_is_measured(
@@ -187,33 +184,31 @@ def test_the_layout_of_its_file_does_not_change_a_tokenizer(home: Path) -> None:
     assert TextTokenizer(home / "bytes", 257).fingerprint == before
 
 
-SIZES = [
-    (50_254, 50_432, None),  # GPT-NeoX
-    (50_257, 50_400, None),  # GPT-J
-    (151_669, 151_936, None),  # Qwen
-    (100_015, 102_400, None),  # DeepSeekMoE 16B
-    (257, 257, None),
-    (257, 512, None),
-    (257, 513, "257 tokens and the model 513; expected 258 to 513"),
-    (257, 50_257, "257 tokens and the model 50,257; expected 45,232 to 50,257"),
-    (45_231, 50_257, "45,231 tokens and the model 50,257; expected 45,232 to 50,257"),
-    (50_258, 50_257, "50,258 tokens and the model 50,257; expected 45,232 to 50,257"),
-    (1, 2, "1 tokens and the model 2; expected 2 to 2"),
-]
-
-
-@pytest.mark.parametrize(("size", "d_vocab", "phrase"), SIZES)
+@pytest.mark.parametrize(
+    ("size", "d_vocab", "phrase"),
+    [
+        (50_254, 50_432, None),  # GPT-NeoX
+        (151_669, 151_936, None),  # Qwen
+        (100_015, 102_400, None),  # DeepSeekMoE 16B
+        (257, 257, None),
+        (257, 512, None),
+        (257, 513, "257 tokens and the model 513; expected 258 to 513"),
+        (45_231, 50_257, "45,231 tokens and the model 50,257; expected 45,232 to 50,257"),
+        (50_258, 50_257, "50,258 tokens and the model 50,257; expected 45,232 to 50,257"),
+        (1, 2, "1 tokens and the model 2; expected 2 to 2"),
+    ],
+)
 def test_a_tokenizer_fits_its_model(size: int, d_vocab: int, phrase: str | None) -> None:
     vocabulary = {str(token): token for token in range(size)}
     if phrase is None:
         _check_size(Path("model"), vocabulary, d_vocab)
         return
-    reason = (
-        ", because models are padded by 255 tokens or 10% at most; tokenizer files are missing or "
-        "another model's"
-    )
-    with pytest.raises(ModelError, match=re.escape(f"model: its tokenizer has {phrase}{reason}")):
+    with pytest.raises(ModelError) as refused:
         _check_size(Path("model"), vocabulary, d_vocab)
+    assert str(refused.value) == (
+        f"model: its tokenizer has {phrase}, because models are padded by 255 tokens or 10% at "
+        "most; tokenizer files are missing or another model's"
+    )
 
 
 # Numbered runs
@@ -233,23 +228,20 @@ def test_new_runs_have_numbers_and_the_newest_that_fits_is_continued(
     assert next_run(directory, [f"{first.name[7:]}-12"]).path.name == f"{first.name}-13"
     assert last_run(directory, []).path.name == names[2]
     assert last_run(directory, [f"{first.name[7:]}-10"]).path.name == f"{first.name}-10"
-    # A broken manifest does not block the other runs.
+    # A broken manifest does not block the other runs. The scan continues the run that fits.
     (home / "runs" / names[2] / "manifest.json").write_text("{")
     without_last_commit(home / "runs" / names[1])
     assert scan_here(command).name == names[1]
     for name in names:
         (home / "runs" / name / "manifest.json").write_text("{")
     phrase = "deletes it; headcount scan toy.toml --new starts"
-    code, (line,) = command("scan", "toy.toml", *IN_PROCESS)
-    assert (code, phrase in line) == (2, True)
+    assert phrase in refusal(command, "scan", "toy.toml")
 
 
 def test_the_remains_of_a_run_are_not_continued(home: Path, command: Command) -> None:
     run = scan_here(command)
     (run / "manifest.json").unlink()
-    code, (line,) = command("scan", "toy.toml", *IN_PROCESS)
-    assert code == 2
-    assert line.endswith(
+    assert refusal(command, "scan", "toy.toml").endswith(
         f"{run.name}: holds commits and no manifest.json, so nothing says what they measured; "
         f"headcount rm runs/{run.name} deletes it, and then the same command starts anew"
     )
@@ -262,53 +254,44 @@ def test_a_run_continues_from_any_directory(
     home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = rows(scan_here(command))
-    run = without_last_commit(scan_here(command, "--new"))
+    run = scan_here(command, "--new")
     elsewhere = home.parent / "elsewhere"
     elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    assert command("resume", run, *IN_PROCESS)[0] == 0
-    assert Path.cwd() == elsewhere
-    assert rows(run) == expected
+
+    def continues(directory: Path | str, *words: str | Path) -> None:
+        without_last_commit(run)
+        monkeypatch.chdir(directory)
+        code, lines = command(*words, *IN_PROCESS)
+        assert code == 0, lines
+        assert len(list((run / "commits").iterdir())) == 2
+        assert rows(run) == expected
+
+    continues(elsewhere, "resume", run)
     # The scan continues elsewhere: its relative names mean other places with the same content.
     for name in ("bytes", "a.jsonl", "toy.toml"):
         shutil.move(home / name, elsewhere / name)
-    without_last_commit(run)
-    code, lines = command("scan", "toy.toml", "--set", f"out={home}/runs", *IN_PROCESS)
-    assert code == 0, lines
-    assert len(list((run / "commits").iterdir())) == 2
-    assert rows(run) == expected
+    continues(elsewhere, "scan", "toy.toml", "--set", f"out={home}/runs")
     # From now on the names are meant from there.
-    without_last_commit(run)
-    monkeypatch.chdir("/")
-    assert command("resume", run, *IN_PROCESS)[0] == 0
-    assert rows(run) == expected
+    continues("/", "resume", run)
 
 
 def test_a_moved_model_and_moved_files_are_set(
     home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = rows(scan_here(command))
-    run = without_last_commit(scan_here(command, "--new"))
-    (home / "new place").mkdir()
+    run = without_last_commit(scan_here(command))
+    expected = rows(scan_here(command, "--new"))
+    for folder in ("new place", "texts"):
+        (home / folder).mkdir()
     shutil.move("bytes", "new place/moved")
     monkeypatch.chdir(home / "new place")
-    line = (
+    assert refusal(command, "resume", run) == (
         f"error: {run}: not there, seen from {home}: model = 'bytes'; resume the run from where "
         f"that lies, or say where: headcount resume {run} --set model=PATH"
     )
-    assert command("resume", run, *IN_PROCESS) == (2, [line])
-    (home / "texts").mkdir()
     shutil.move("../a.jsonl", "../texts/a.jsonl")
-    code, lines = command("resume", run, "--set", "model=moved", *IN_PROCESS)
+    code, (line, *_) = command("resume", run, "--set", "model=moved", *IN_PROCESS)
     assert code == 2
-    assert lines[0].startswith(
-        f"error: {run}: not there, seen from {home}: input.files = '*.jsonl'; "
-    )
-    shutil.move("../texts/a.jsonl", "../a.jsonl")
-    assert command("resume", run, "--set", "model=moved", *IN_PROCESS)[0] == 0
-    assert rows(run) == expected
-    without_last_commit(run)
-    shutil.move("../a.jsonl", "../texts/a.jsonl")
+    assert line.startswith(f"error: {run}: not there, seen from {home}: input.files = '*.jsonl'; ")
     places = ("--set", "model=moved", "--set", "input.files=../texts/*")
     code, lines = command("resume", run, *places, *IN_PROCESS)
     assert code == 0, lines
@@ -320,8 +303,7 @@ def test_a_moved_model_and_moved_files_are_set(
     # A model counts by its content, not by its name.
     toy.change_config(home / "new place" / "moved", layer_norm_epsilon=1e-3)
     without_last_commit(run)
-    code, (line,) = command("resume", run, *IN_PROCESS)
-    assert code == 2
+    line = refusal(command, "resume", run)
     assert "the model's configuration (config.json: " in line
     assert line.endswith(f"cd {home} && headcount scan toy.toml --new starts another run")
 
@@ -334,53 +316,42 @@ def test_a_run_whose_directory_is_gone_says_so_and_continues_beside_its_files(
     shutil.move(home, home.parent / "moved")
     (run,) = (home.parent / "moved" / "runs").glob("run_id=*")
     without_last_commit(run)
-    line = (
+    assert refusal(command, "resume", run) == (
         f"error: {run}: not there, seen from {home.parent} ({home}, where it was begun, is gone): "
         "model = 'bytes', input.files = '*.jsonl'; resume the run from where that lies, or say "
         f"where: headcount resume {run} --set model=PATH --set input.files=PATH"
     )
-    assert command("resume", run, *IN_PROCESS) == (2, [line])
-    monkeypatch.chdir(home.parent / "moved")
-    assert command("resume", run, *IN_PROCESS)[0] == 0
-    without_last_commit(run)
-    monkeypatch.chdir("/")
-    assert command("resume", run, *IN_PROCESS)[0] == 0
+    for directory in (home.parent / "moved", "/"):
+        monkeypatch.chdir(directory)
+        assert command("resume", run, *IN_PROCESS)[0] == 0
+        without_last_commit(run)
 
 
 def test_fields_that_change_rows_cannot_be_set(home: Path, command: Command) -> None:
     run = scan_here(command, "--set", "seed=1")
     for setting in ("n_ctx=16", "input.packing=concat", "out=elsewhere"):
-        assert command("resume", run, "--set", setting, *IN_PROCESS) == (
-            2,
-            [
-                f"error: --set {setting}: when {run.name[7:]} continues, only batch_size, "
-                "sequences, corpora, bad_rows, bad_rows_in_a_row, model, input.files or input.text "
-                "can change, because they change no row of it; "
-                f"headcount scan toy.toml --set seed=1 --set {setting} makes a run of its own"
-            ],
+        assert refusal(command, "resume", run, "--set", setting) == (
+            f"error: --set {setting}: when {run.name[7:]} continues, only batch_size, sequences, "
+            "corpora, bad_rows, bad_rows_in_a_row, model, input.files or input.text can change, "
+            "because they change no row of it; "
+            f"headcount scan toy.toml --set seed=1 --set {setting} makes a run of its own"
         )
 
 
 # Runs are deleted
 
 
-def test_a_run_is_deleted(home: Path, command: Command) -> None:
-    run = scan_here(command)
-    second_run = scan_here(command, "--new")
-    (run / "manifest.json").write_text("{")
-    with FileLock(run / ".lock"):
-        code, (line,) = command("rm", run, "--yes")
+def test_a_run_is_deleted_and_a_link_is_not(home: Path, command: Command) -> None:
+    runs = [scan_here(command), scan_here(command, "--new")]
+    (runs[0] / "manifest.json").write_text("{")
+    with FileLock(runs[0] / ".lock"):
+        code, (line,) = command("rm", runs[0], "--yes")
         assert code == 2
         assert "another process is at work on this run" in line
-    assert (run / "manifest.json").exists()
-    assert command("rm", run, f"runs/{second_run.name}", "--yes") == (
-        0,
-        [f"deleted {run}", f"deleted {second_run}"],
-    )
+    assert (runs[0] / "manifest.json").exists()
+    words = ("rm", runs[0], f"runs/{runs[1].name}", "--yes")
+    assert command(*words) == (0, [f"deleted {run}" for run in runs])
     assert list((home / "runs").glob("run_id=*")) == []
-
-
-def test_a_link_is_not_deleted(home: Path, command: Command) -> None:
     (home / "run_id=link").symlink_to(home / "bytes")
     line = f"error: {home}/run_id=link: a link to {home}/bytes; delete what it leads to"
     assert command("rm", "run_id=link", "--yes") == (2, [line])
@@ -428,7 +399,7 @@ def run_ids(path: Path) -> list[str]:
 
 def test_a_file_of_any_name_is_one_run_here_and_on_a_cluster(home: Path) -> None:
     everywhere = {"model": "bundled:gpt2-mini", "input.files": f"{home}/a.jsonl"}
-    for name in ODD:
+    for name in ("a*", "a b", "日本"):
         file = write_scan(home / f"{name}.toml", out="runs of odd names")
         scan = load_scan(file)
         run_id = scan.run_id(file.stem)
@@ -440,11 +411,12 @@ def test_a_file_of_any_name_is_one_run_here_and_on_a_cluster(home: Path) -> None
         assert len(list((home / "runs of odd names").glob(f"run_id={run_id}*"))) == 1
 
 
-@pytest.mark.parametrize("out", ["x=1/y=2", "a?b", "a*", "[ab]", "a%20b"])
-def test_a_directory_of_any_name_holds_only_its_own_runs(tmp_path: Path, out: str) -> None:
-    for name, directory in (("one-1", out), ("two-1", "a_b"), ("two-2", "axb"), ("two-3", "b")):
-        odd_run(tmp_path / directory, name)
-    assert run_ids(tmp_path / out) == ["one-1"] * 2
+def test_a_directory_of_any_name_holds_only_its_own_runs(tmp_path: Path) -> None:
+    for name in ("a_b", "axb", "b"):
+        odd_run(tmp_path / name, "two-1")
+    for out in ("x=1/y=2", "a?b", "a*", "[ab]", "a%20b"):
+        odd_run(tmp_path / out, "one-1")
+        assert run_ids(tmp_path / out) == ["one-1"] * 2, out
 
 
 # A plan

@@ -49,6 +49,7 @@ def test_one_list_names_the_packages() -> None:
     assert typed == {"headcount/*.py", *PACKAGES, "benchmarks", "tests"}
 
 
+@pytest.mark.long
 def test_the_code_that_a_cluster_is_sent_has_all_that_every_command_imports(tmp_path: Path) -> None:
     """On a machine of a cluster there are the libraries, and no copy of this project."""
     python = libraries_alone(tmp_path / "venv") / "bin" / "python"
@@ -110,6 +111,7 @@ def pip(*words: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_the_wheel_has_every_file_of_the_packages_but_training_scripts(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -121,8 +123,11 @@ def test_the_wheel_has_every_file_of_the_packages_but_training_scripts(wheel: Pa
     }
     left_out = re.compile(r"headcount/models/[^/]+/train\.py|headcount/[^/]+/README\.md")
     assert packed == {file for file in files if not left_out.fullmatch(file)}
+    bundled = sum(file.stat().st_size for file in (ROOT / "models").rglob("*.safetensors"))
+    assert wheel.stat().st_size < bundled + 1_000_000
 
 
+@pytest.mark.long
 def test_an_changeable_install_is_found_from_the_folder_above_a_clone(tmp_path: Path) -> None:
     """The clone is a folder `headcount`, which Python would take for a package without code."""
     source = copy_of_project(tmp_path / "headcount")
@@ -131,11 +136,6 @@ def test_an_changeable_install_is_found_from_the_folder_above_a_clone(tmp_path: 
     pip("--python", python, "install", *options, "--changeable", source)
     found = run_in(tmp_path, python, "-c", "import headcount; print(headcount.__file__)")
     assert found == f"{source / 'headcount' / '__init__.py'}\n"
-
-
-def test_the_wheel_is_small(wheel: Path) -> None:
-    bundled = sum(file.stat().st_size for file in (ROOT / "models").rglob("*.safetensors"))
-    assert wheel.stat().st_size < bundled + 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -274,38 +274,26 @@ def python_files(*names: str) -> list[Path]:
     return files
 
 
-@pytest.mark.parametrize(
-    ("folders", "extras"),
-    [
-        (("headcount/__init__.py", "headcount/commands.py", "schemas", "queries"), ("notebook",)),
-        (("workers", "jobs", "reproduce", "models"), ("scan",)),
-        (("exports",), ("export",)),
-        (TESTING, ("scan", "dev")),
-    ],
-    ids=["reading", "measuring", "exporting", "testing"],
-)
-def test_every_library_that_is_imported_is_declared(
-    folders: tuple[str, ...], extras: tuple[str, ...]
-) -> None:
-    distributions = packages_distributions()
-    available = declared(*extras)
-    undeclared = {
-        library: files
-        for library, files in imported(python_files(*folders)).items()
-        if not {canonicalize_name(name) for name in distributions[library]} & available
-    }
-    assert undeclared == {}
+USERS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    (("headcount/__init__.py", "headcount/commands.py", "schemas", "queries"), ("notebook",)),
+    (("workers", "jobs", "reproduce", "models"), ("scan",)),
+    (("exports",), ("export",)),
+    (TESTING, ("scan", "dev")),
+]
+"""What needs which extras and groups."""
 
 
-def test_every_library_that_is_declared_is_imported() -> None:
-    every = imported(python_files("headcount/commands.py", *PACKAGES, *TESTING))
+def test_what_is_imported_is_declared_once_and_what_is_declared_is_imported() -> None:
     distributions = packages_distributions()
-    used = {canonicalize_name(name) for library in every for name in distributions[library]}
+    used: set[str] = set()
+    for folders, extras in USERS:
+        available = declared(*extras)
+        for library, files in imported(python_files(*folders)).items():
+            names = {canonicalize_name(name) for name in distributions[library]}
+            assert names & available, (library, files)
+            used |= names
     tools = {"ruff", "pyright", "pytest-xdist", "setuptools", "triton", "ipykernel"}
     assert declared("scan", "dev") - used == tools
-
-
-def test_no_library_is_declared_twice() -> None:
     base, scan = declared(), declared("scan") - declared()
     assert base & {canonicalize_name(name) for name in MEASURING} == set()
     assert len(scan) == len(EXTRAS["scan"])
@@ -352,70 +340,50 @@ def run_without_torch(directory: Path, commands: Sequence[Sequence[str]]) -> lis
     return [Ended(*ended) for ended in json.loads(process.stdout)]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with one run, written without a model."""
-    out = tmp_path_factory.mktemp("read") / "runs"
-    write_run(out, "small", {"sink_mass": lambda row: row.head / 4})
-    return out
+RUN = "runs/run_id=small"
+FEW = [["query", "runs", "SELECT count(*) FROM heads"], ["status", RUN], ["list", "statistics"]]
+MORE = [["scan", "--help"], ["list", "runs"], ["query", "runs"], ["report", "runs"]]
+MORE += [["list", "models"], ["list", "inputs"], ["compact", "runs"]]
 
 
-def test_runs_are_read_without_torch_and_ray(runs: Path) -> None:
-    (run,) = runs.glob("run_id=*")
-    commands = [
-        ["--help"],
-        ["scan", "--help"],
-        ["query", "runs"],
-        ["query", "runs", "SELECT count(*) FROM heads"],
-        ["report", "runs"],
-        ["list", "runs"],
-        ["status", str(run)],
-        ["compact", "runs"],
-    ]
-    for words, ended in zip(commands, run_without_torch(runs.parent, commands), strict=True):
-        assert ended.code == 0, (words, ended.stderr)
-        assert ended.stdout, words
-
-
-def test_measuring_without_torch_names_the_extra_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("commands", [FEW, pytest.param(MORE, marks=pytest.mark.long)])
+def test_runs_are_read_without_torch_and_ray_and_measuring_names_the_extra(
+    tmp_path: Path, commands: list[list[str]]
+) -> None:
+    write_run(tmp_path / "runs", "small", {"sink_mass": lambda row: row.head / 4})
     (tmp_path / "toy.toml").write_text(
         'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n'
     )
-    commands = [["scan", "toy.toml"], ["plan", "toy.toml"]]
-    for ended in run_without_torch(tmp_path, commands):
-        assert ended.code == 2
-        (line,) = ended.stderr.splitlines()
+    refused = [["scan", "toy.toml"], ["plan", "toy.toml"]]
+    ended = run_without_torch(tmp_path, [*commands, *refused])
+    for words, read in zip(commands, ended, strict=False):
+        assert read.code == 0, (words, read.stderr)
+        assert read.stdout, words
+    for measured in ended[len(commands) :]:
+        assert measured.code == 2
+        (line,) = measured.stderr.splitlines()
         assert re.match(r"error: \w+ is not installed", line)
         assert "pip install -e '.[scan]'" in line
-    assert list(tmp_path.iterdir()) == [tmp_path / "toy.toml"]
-
-
-def older_pythons() -> list[Path]:
-    """Interpreters of this machine that are too old."""
-    found = [Path(path) for name in OLDER if (path := shutil.which(name)) is not None]
-    installed = Path("~/.pyenv/versions").expanduser()
-    found += [file for name in OLDER for file in installed.glob(f"*/bin/{name}")]
-    # A shim of a version that is not chosen ends with an error.
-    return [
-        file for file in found if subprocess.run([file, "-V"], capture_output=True).returncode == 0
-    ]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run_id=small"]
 
 
 OLDER = ("python3.8", "python3.9", "python3.10")
 
 
+@pytest.mark.long
 def test_an_older_python_is_one_line() -> None:
-    pythons = older_pythons()
+    found = [path for name in OLDER if (path := shutil.which(name)) is not None]
+    versions = Path("~/.pyenv/versions").expanduser()
+    found += [str(file) for name in OLDER for file in versions.glob(f"*/bin/{name}")]
+    # A shim of a version that is not chosen ends with an error.
+    pythons = [
+        file for file in found if not subprocess.run([file, "-V"], capture_output=True).returncode
+    ]
     if not pythons:
         pytest.skip("there is no Python here that is too old")
     for python in pythons:
-        done = subprocess.run(
-            [python, "-m", "headcount", "list"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [python, "-m", "headcount", "list"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         expected = r"error: headcount needs Python 3\.11 or newer, and this is 3\.\d+\.\d+\n"
         assert re.fullmatch(expected, done.stderr), done.stderr
         assert (done.returncode, done.stdout) == (2, "")

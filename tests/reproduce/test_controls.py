@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,51 +72,56 @@ def names(controls: Iterable[Control], control: str = "random") -> list[str]:
     return [each.name for each in controls if each.is_wrong and each.control == control]
 
 
-def controls_of(replication: Replication, directory: Path) -> list[Control]:
-    return ReplicationControls("toy", replication, ControlRuns(directory, QUICK)).measure()
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> ControlRuns:
+    """Models with random weights and their runs, which replications of the same sizes share."""
+    return ControlRuns(tmp_path_factory.mktemp("controls"), QUICK)
 
 
-def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(tmp_path: Path) -> None:
+def passing(runs: ControlRuns, control: str, **check: object) -> list[str]:
+    """What passes a control of this kind on the toy, and must not."""
+    controls = ReplicationControls("toy", toy_replication(**check), runs)
+    return names(controls.measure(), control)
+
+
+MEANS = "SELECT intervention, mean FROM means"
+
+
+def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(runs: ControlRuns) -> None:
     # The mean of 1/5, 1/6, 1/7 and 1/8: attention that is the same everywhere.
-    uniform = np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8])
-    check = {"sql": "SELECT intervention, mean FROM means", "tolerance": 0.02}
-    published = {"none": uniform, "zero_positions": 0.9}
-    replication = toy_replication(**check, published=published)
-    assert names(controls_of(replication, tmp_path / "a")) == ["none"]
-    excused = toy_replication(**check, published=published, passes_random={"no*": "a control"})
-    (control,) = controls_of(excused, tmp_path / "b")
+    published = {"none": np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8]), "zero_positions": 0.9}
+    check = {"sql": MEANS, "tolerance": 0.02, "published": published}
+    assert passing(runs, "random", **check) == ["none"]
+    excused = toy_replication(**check, passes_random={"no*": "a control"})
+    (control,) = ReplicationControls("toy", excused, runs).measure()
     assert (control.is_wrong, control.text) == (False, "a control")
 
 
-def test_a_figure_that_an_intervention_without_effect_passes_is_found(tmp_path: Path) -> None:
+def test_a_figure_that_an_intervention_without_effect_passes_is_found(runs: ControlRuns) -> None:
     values = {"none ratio": 1.0, "zero_positions ratio": 0.9, "zero_head(0,0) ratio": 0.5}
-    replication = toy_replication(sql=RATIO, tolerance=0.2, published=values)
     # The untouched model depends on no intervention, and 0.5 is too far from 1.
-    assert names(controls_of(replication, tmp_path / "a"), "null") == ["zero_positions ratio"]
+    wrong = passing(runs, "null", sql=RATIO, tolerance=0.2, published=values)
+    assert wrong == ["zero_positions ratio"]
     absolute = {"none": 0.6, "zero_positions": 0.55, "zero_head(0,0)": 0.1}
-    sql = "SELECT intervention, mean FROM means"
-    replication = toy_replication(sql=sql, tolerance=0.1, published=absolute)
     # Doing nothing gives what was published for the untouched model, 0.6.
-    assert names(controls_of(replication, tmp_path / "b"), "null") == ["zero_positions"]
+    wrong = passing(runs, "null", sql=MEANS, tolerance=0.1, published=absolute)
+    assert wrong == ["zero_positions"]
 
 
 def test_an_intervention_that_does_nothing_has_the_rows_of_the_untouched_model(
-    tmp_path: Path,
+    runs: ControlRuns,
 ) -> None:
     replication = toy_replication(sql="", tolerance=1, published={"a": 1})
     # One scan has the untouched model, and one lacks it.
     alone = replication.scan["interventions"] | {"interventions": ["zero_positions"]}
     replication = replication.model_copy(update={"scan": replication.scan | {"alone": alone}})
-    runs = ControlRuns(tmp_path, QUICK)
     short = short_replication(replication, replication.published_sizes, QUICK)
     model = runs.model(short, LIVELY)
-    plans = runs.measure("toy", short.replication, model)
-    untouched = runs.measure("toy", with_untouched(short.replication), model)
-    assert [plan.run == other.run for plan, other in zip(plans, untouched, strict=True)] == [
-        True,
-        False,
-    ]
-    database = open_replication_runs(replication, str(runs.runs("toy")))
+    plans = runs.measure("both", short.replication, model)
+    untouched = runs.measure("both", with_untouched(short.replication), model)
+    pairs = zip(plans, untouched, strict=True)
+    assert [plan.run == other.run for plan, other in pairs] == [True, False]
+    database = open_replication_runs(replication, str(runs.runs("both")))
     sql = "SELECT scan, intervention, count(*), list(sink_mass_late ORDER BY sequence, label) "
     sql += "FROM replication_heads GROUP BY ALL ORDER BY ALL"
     as_measured(plans).show(database)
@@ -138,17 +142,15 @@ def test_an_intervention_that_does_nothing_has_the_rows_of_the_untouched_model(
     assert null == dict.fromkeys(changed, changed["interventions", "none"])
 
 
-def test_a_run_that_two_models_share_is_measured_once(tmp_path: Path) -> None:
-    runs = ControlRuns(tmp_path, QUICK)
+def test_a_run_that_two_models_share_is_measured_once(runs: ControlRuns) -> None:
     sizes = TOY["published_sizes"]
     check = {"sql": RATIO, "tolerance": 0.2, "published": {"none ratio": 3}}
     # Longer contexts than the controls measure are one model to them.
-    other = check | {"sizes": sizes | {"n_ctx": 4096}}
-    another = check | {"sizes": sizes | {"n_ctx": 8192}}
-    replication = Replication.model_validate(TOY | {"check": [other, another]})
-    ReplicationControls("toy", replication, runs).measure()
+    checks = [check | {"sizes": sizes | {"n_ctx": n_ctx}} for n_ctx in (4096, 8192)]
+    replication = Replication.model_validate(TOY | {"check": checks})
+    ReplicationControls("shared", replication, runs).measure()
     # 16 positions and the most; each with weights of two kinds.
-    assert len(list(runs.runs("toy").rglob("manifest.json"))) == 4
+    assert len(list(runs.runs("shared").rglob("manifest.json"))) == 4
 
 
 def test_what_would_take_too_long_is_smaller_and_says_so() -> None:
@@ -158,15 +160,12 @@ def test_what_would_take_too_long_is_smaller_and_says_so() -> None:
         "4 of 12 layers and 1 of 12 heads",
         "a vocabulary of 1,024, published 50,257",
     )
-    # Positions and lengths stay as published: checks refer to them.
-    published = REPLICATIONS["masked_keys"].scan
-    assert {name: scan["n_ctx"] for name, scan in short.replication.scan.items()} == {
-        name: scan["n_ctx"] for name, scan in published.items()
-    }
-    assert (
-        short.replication.scan["tokens-1024"]["interventions"]
-        == published["tokens-1024"]["interventions"]
-    )
+    # Positions, lengths and interventions stay as published: checks refer to them.
+    scans, published = short.replication.scan, REPLICATIONS["masked_keys"].scan
+    assert scans.keys() == published.keys()
+    for name, scan in scans.items():
+        assert scan["n_ctx"] == published[name]["n_ctx"]
+        assert scan.get("interventions") == published[name].get("interventions")
     assert short_replication(REPLICATIONS["first_keys"], sizes, QUICK).notes == ()
 
 
@@ -192,12 +191,6 @@ UNMEASURED = {
     "sink_circuit_training": 2,
 }
 """Published figures that have no value for random weights, so that they fail there."""
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> ControlRuns:
-    """Models with random weights that replications of the same sizes share."""
-    return ControlRuns(tmp_path_factory.mktemp("controls"), QUICK)
 
 
 @pytest.mark.long
@@ -227,9 +220,9 @@ def test_the_share_of_right_models_that_pass(scale: str, tolerance: float, expec
     assert passing_share(PublishedValue("p", 1.0, tolerance)) == 1
 
 
-@pytest.mark.parametrize("name", REPLICATIONS)
-def test_no_figure_fails_a_model_that_is_right(name: str) -> None:
-    assert scatter_problems(name, REPLICATIONS[name]) == []
+def test_no_figure_fails_a_model_that_is_right() -> None:
+    for name, replication in REPLICATIONS.items():
+        assert scatter_problems(name, replication) == []
 
 
 def test_a_figure_that_is_too_narrow_is_found() -> None:

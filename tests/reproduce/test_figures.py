@@ -24,10 +24,9 @@ from headcount.reproduce.replication_figures import Heading, write_page
 from headcount.reproduce.replication_runs import plan_replication
 from headcount.reproduce.reproduce_commands import _judge
 from headcount.reproduce.reproduction import PlannedReplication
-from headcount.reproduce.verdicts import Result, Verdict, warning
+from headcount.reproduce.verdicts import Result, Verdict
 from headcount.schemas.errors import QueryError, RunError
 from tests.pages.browser import chromium, requested_urls
-from tests.toys import toy_models as toy
 from tests.toys.toy_runs import without_runs, write_run
 
 EVIL = "</script><b>Eve & co"
@@ -106,19 +105,6 @@ def test_the_banner(tmp_path: Path) -> None:
     assert "warning" not in markup(written_page(tmp_path))
 
 
-def test_what_the_banner_says() -> None:
-    replication = replications()["previous_token"]
-    same = toy.toy_info(**replication.published_sizes)
-    other = toy.toy_info(n_layers=99)
-    assert warning(replication, other, replication.published_model) == ""
-    other_warning = "its numbers are not comparable with the published ones"
-    assert warning(replication, other, replication.bundled_model) == f"a miniature: {other_warning}"
-    assert warning(replication, other, "else") == f"another model: {other_warning}"
-    assert warning(replication, same, "same").startswith(
-        "a model of the sizes of a published one: "
-    )
-
-
 def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
     page = written_page(
         tmp_path,
@@ -146,9 +132,8 @@ def test_figures_without_numbers_say_so(tmp_path: Path) -> None:
     assert len(drawn_figures(page)) == 1
 
 
-@pytest.mark.parametrize(
-    ("sql", "problem"),
-    [
+def test_a_mistake_in_the_sql_of_a_figure_is_an_error_that_names_it(tmp_path: Path) -> None:
+    for sql, problem in (
         ("SELECT 'a', 1", "expected 3 columns, got 2"),
         ("SELECT 'a', 1, 'many'", "expected a number in its third column, got 'many'"),
         (
@@ -157,16 +142,14 @@ def test_figures_without_numbers_say_so(tmp_path: Path) -> None:
         ),
         ("SELECT 'a', 1, 1 // 0", "Division by zero in expression (1 // 0)"),
         ("SELEC 1", 'Parser Error: syntax error at or near "SELEC"'),
-    ],
-)
-def test_a_mistake_in_the_sql_of_a_figure_is_an_error_that_names_it(
-    tmp_path: Path, sql: str, problem: str
-) -> None:
-    with pytest.raises(RunError) as mistake:
-        written_page(tmp_path, figure("by key", sql))
-    assert str(mistake.value).startswith(f"toy, figure 'by key': {problem}")
-    assert "\n" not in str(mistake.value)
+    ):
+        with pytest.raises(RunError) as mistake:
+            written_page(tmp_path, figure("by key", sql))
+        assert str(mistake.value).startswith(f"toy, figure 'by key': {problem}")
+        assert "\n" not in str(mistake.value)
     assert not (tmp_path / "page.html").exists()
+    with pytest.raises(QueryError, match="cannot be written"):
+        written_page(tmp_path / "no")
 
 
 def test_rows_become_series_and_cells(tmp_path: Path) -> None:
@@ -213,11 +196,6 @@ def test_runs_on_a_disk_have_a_page_and_runs_in_a_store_have_none(
     assert [path.name for path in tmp_path.glob("*.html")] == ["1234abcd.html"]
 
 
-def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(QueryError, match="cannot be written"):
-        written_page(tmp_path / "no")
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
     yield from chromium(tmp_path_factory.mktemp("chromium"))
@@ -232,11 +210,7 @@ def opened_page(browser: webdriver.Chrome, page: Path) -> None:
     assert browser.get_log("browser") == []
 
 
-def texts(browser: webdriver.Chrome, css: str) -> list[str]:
-    script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.textContent)"
-    return browser.execute_script(script, css)
-
-
+@pytest.mark.long
 def test_a_replication_writes_a_page_with_its_figures(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
@@ -247,25 +221,17 @@ def test_a_replication_writes_a_page_with_its_figures(
     assert f"figures in {page}" in command.output
     opened_page(browser, page)
     replication = replications()["previous_token"]
-    assert texts(browser, "figure h3") == [figure.title for figure in replication.figure]
-    drawn = browser.execute_script(
-        """return [...document.querySelectorAll(".plot")].map((plot) => ({
-          line: plot.querySelectorAll("path.line").length,
-          bar: plot.querySelectorAll("[data-bar]").length,
-          heat: plot.querySelectorAll("[data-cell]").length,
-        }))"""
-    )
+    titles = browser.find_elements(By.CSS_SELECTOR, "figure h3")
+    assert [title.text for title in titles] == [figure.title for figure in replication.figure]
+    plots = browser.find_elements(By.CSS_SELECTOR, ".plot")
     # Each figure has marks of its own kind, and of no other.
-    for figure, marks in zip(replication.figure, drawn, strict=True):
-        assert marks[figure.kind] > 0
-        assert sum(count > 0 for count in marks.values()) == 1
-    first = browser.find_element(By.CSS_SELECTOR, ".plot")
-    series = first.find_elements(By.CSS_SELECTOR, "[data-series]")
-    assert [line.get_attribute("data-series") for line in series] == [
-        "none",
-        "zero_positions",
-        "zero_tokens",
-    ]
+    marks = {"line": "path.line", "bar": "[data-bar]", "heat": "[data-cell]"}
+    for figure, plot in zip(replication.figure, plots, strict=True):
+        drawn = {kind for kind, css in marks.items() if plot.find_elements(By.CSS_SELECTOR, css)}
+        assert drawn == {figure.kind}
+    series = plots[0].find_elements(By.CSS_SELECTOR, "[data-series]")
+    names = [line.get_attribute("data-series") for line in series]
+    assert names == ["none", "zero_positions", "zero_tokens"]
     assert [len(line.find_elements(By.TAG_NAME, "circle")) for line in series] == [9, 9, 9]
     assert browser.find_element(By.CSS_SELECTOR, ".warning").text == (
         "a miniature: its numbers are not comparable with the published ones"
@@ -273,6 +239,7 @@ def test_a_replication_writes_a_page_with_its_figures(
     assert str(tmp_path) not in markup(page.read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 def test_every_kind_is_drawn_and_reads_names_as_they_are(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
@@ -291,21 +258,15 @@ def test_every_kind_is_drawn_and_reads_names_as_they_are(
     )
     opened_page(browser, tmp_path / "page.html")
     plots = browser.find_elements(By.CSS_SELECTOR, ".plot")
-    strokes = {
-        line.get_attribute("stroke") for line in plots[0].find_elements(By.CSS_SELECTOR, ".line")
-    }
-    assert len(strokes) == 3
-    names = [
-        [
-            mark.get_attribute("data-bar")
-            for mark in plot.find_elements(By.CSS_SELECTOR, "[data-bar]")
-        ]
-        for plot in plots
-    ]
-    assert names[1] == [EVIL, EVIL, "10", "10", "2", "2"]
-    assert names[2] == ["key 1", "key 2"]
-    cells = plots[3].find_elements(By.CSS_SELECTOR, ".cell")
-    assert [cell.get_attribute("aria-label") for cell in cells] == [
+
+    def attributes(plot: int, css: str, name: str) -> list[str | None]:
+        found = plots[plot].find_elements(By.CSS_SELECTOR, css)
+        return [mark.get_attribute(name) for mark in found]
+
+    assert len({*attributes(0, ".line", "stroke")}) == 3
+    assert attributes(1, "[data-bar]", "data-bar") == [EVIL, EVIL, "10", "10", "2", "2"]
+    assert attributes(2, "[data-bar]", "data-bar") == ["key 1", "key 2"]
+    assert attributes(3, ".cell", "aria-label") == [
         f"key {x}, attention {EVIL}  {value}" for x, value in enumerate(("0", "0.5", "1"))
     ]
     shown = browser.find_element(By.TAG_NAME, "body").get_property("textContent")

@@ -11,12 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from headcount.reproduce import reproduce_commands
+from headcount import app
 from headcount.reproduce.published_texts import (
-    DATA_SETS,
     GPT2_TOKENS,
     RECIPES,
     Sources,
@@ -30,9 +28,6 @@ from headcount.schemas.errors import CorpusError, ModelError, RunError, ScanErro
 from headcount.workers.inputs.corpus.documents import Source
 from tests.toys import published
 from tests.toys.toy_models import byte_tokenizer
-
-app = typer.Typer()
-app.command()(reproduce_commands.texts)
 
 ROWS = 200
 """Rows of each toy data set. A few are too short to be drawn."""
@@ -79,7 +74,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_texts(*words: object) -> tuple[str, Exception | None]:
     """What the command prints, and its error."""
-    result = CliRunner().invoke(app, [str(word) for word in words])
+    result = CliRunner().invoke(app, ["reproduce", "texts", *map(str, words)])
     error = result.exception
     assert error is None or isinstance(error, Exception)
     return result.output, error
@@ -187,12 +182,9 @@ def test_mistakes_are_lines(
     assert "\n" not in str(error)
 
 
-def test_another_tokenizer_is_refused() -> None:
+def test_another_tokenizer_is_refused_and_a_missing_file_leads_to_its_command() -> None:
     with pytest.raises(ModelError, match="its tokenizer has 257 tokens and the model 50,257"):
         gpt2_tokenizer("bundled:gpt2-mini")
-
-
-def test_a_message_that_names_a_file_leads_to_its_command() -> None:
     for name, recipe in RECIPES.items():
         command = f"headcount reproduce texts {name} -o {recipe.file}"
         assert how_to_get(f"input.files: no file matches {recipe.file!r} (in /x)") == command
@@ -217,30 +209,20 @@ def test_rows_are_drawn_in_the_published_order(tokenizer: Path) -> None:
         assert places.tolist() == published_places.tolist()
 
 
+@pytest.mark.long
 def test_the_published_texts_are_cut_from_the_data_sets_that_are_here() -> None:
     tokenizer = gpt2_tokenizer(str(published.data_file("gpt2-tokenizer/tokenizer.json").parent))
     texts = read_csv(published.data_file("sink_circuit_300_texts.csv"))
     assert fingerprints(texts) == RECIPES["sink_circuit"].fingerprints
     assert {len(tokens) for tokens in tokenizer.encode_many([text.text for text in texts])} == {40}
-    rows: dict[str, list[str]] = {data_set.name: [] for data_set in DATA_SETS}
-    names = {"GSM8K": "gsm8k", "HumanEval": "humaneval"}
     directory = published.data_file("pile-mini/00.jsonl.zst").parent
-    for file in sorted(directory.glob("*.jsonl.zst")):
-        for document in Source("jsonl", str(file), 0).documents():
-            if document.pile_set_name in names:
-                rows[names[document.pile_set_name]].append(document.text)
-    # The questions come with their answers here. 400 characters are more than 40 tokens.
-    cut = {
-        name: {
-            tokenizer.text(tokens[:40])
-            for tokens in tokenizer.encode_many([" ".join(row.split())[:400] for row in rows[name]])
-            if len(tokens) >= 40
-        }
-        for name in names.values()
-    }
-    counts = {
-        name: sum(text.text in cut[name] for text in texts if text.dataset == name)
-        for name in names.values()
-    }
-    # pile-mini has 120 of the 164 problems of HumanEval.
-    assert counts == {"gsm8k": 100, "humaneval": 74}
+    files = sorted(directory.glob("*.jsonl.zst"))
+    documents = [d for file in files for d in Source("jsonl", str(file), 0).documents()]
+    # pile-mini has 120 of the 164 problems of HumanEval. Questions come with their answers here.
+    for subset, name, count in (("GSM8K", "gsm8k", 100), ("HumanEval", "humaneval", 74)):
+        rows = [document.text for document in documents if document.pile_set_name == subset]
+        # 400 characters are more than 40 tokens.
+        encoded = tokenizer.encode_many([" ".join(row.split())[:400] for row in rows])
+        cut = {tokenizer.text(tokens[:40]) for tokens in encoded if len(tokens) >= 40}
+        of_subset = [text.text for text in texts if text.dataset == name]
+        assert sum(text in cut for text in of_subset) == count

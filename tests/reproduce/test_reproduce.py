@@ -1,5 +1,5 @@
 """`headcount reproduce`: every replication runs on its miniature, shows its claims, and is not
-mistaken for the published model.
+mistaken for the published model; mistakes in its file are lines.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 import duckdb
 import numpy as np
 import pytest
-import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from headcount import app
@@ -42,22 +40,18 @@ from headcount.reproduce.replication_runs import (
     plan_replication,
     plan_replication_in,
 )
-from headcount.reproduce.verdicts import Result, judge
+from headcount.reproduce.verdicts import Result, judge, warning
 from headcount.schemas.errors import ScanError
-from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import find_model
-from headcount.workers.model.model import bridge_of
-from headcount.workers.replica import Replica
 from tests.toys import published
 from tests.toys import toy_models as toy
 from tests.toys.toy_runs import without_runs
 
 REPLICATIONS = replications()
-FEW_SEQUENCES = ("sequences=40", "sequences_per_shard=40")
-"""Other than any replication has."""
+QUICK = ("position_geometry", "sink_circuit_no_mlp")
+"""They measure fewest sequences; what runs them is the same for all replications."""
 
 HEADING = Heading(replication="", title="", source="", model="", runs="", warning="")
 
@@ -69,6 +63,9 @@ def reproduce(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output + error
 
 
+# Each replication
+
+
 @pytest.fixture(scope="module")
 def models() -> Iterator[KnownModels]:
     """The miniatures, each loaded once for the replications that share it: they are small."""
@@ -77,28 +74,15 @@ def models() -> Iterator[KnownModels]:
         yield KnownModels()
 
 
-LONG_REPLICATIONS = {
-    "active_dormant",
-    "backcopy_dynamics",
-    "first_keys",
-    "induction_sinks",
-    "masked_keys",
-    "recency_bias",
-    "sequence_patching",
-}
-"""They measure most sequences or interventions; what runs them is the same for all replications."""
-
-
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] if name in LONG_REPLICATIONS else [])
-        for name in REPLICATIONS
-    ],
+    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.long]) for n in REPLICATIONS],
 )
 def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its_interventions(
-    name: str, tmp_path: Path, models: KnownModels
+    name: str, tmp_path: Path, models: KnownModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # It needs nothing of the directory in which it runs.
+    monkeypatch.chdir(tmp_path)
     replication = REPLICATIONS[name]
     model = replication.bundled_model
     plans = plan_replication(replication, model, str(tmp_path), models=models)
@@ -143,6 +127,7 @@ def test_a_replication_that_runs_again_measures_nothing_twice(tmp_path: Path) ->
     assert write_times() == times_before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REPLICATIONS)
 def test_a_replication_of_the_published_model_runs_where_its_weights_are(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,73 +142,20 @@ def test_a_replication_of_the_published_model_runs_where_its_weights_are(
     assert exit_code == 0, output
 
 
-def test_a_replication_runs_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    # One text as a corpus, one text as the source of tokens, and many files.
-    for name in ("sink_rates", "sink_circuit_content", "text_and_code"):
-        assert plan_replication(REPLICATIONS[name], REPLICATIONS[name].bundled_model, "runs")
-
-
-def test_an_override_may_be_of_one_scan(tmp_path: Path) -> None:
+def test_overrides_are_of_every_scan_or_of_one_and_all_are_measured_in_float32(
+    tmp_path: Path,
+) -> None:
     replication = REPLICATIONS["previous_token"]
-    plans = plan_replication(
-        replication,
-        replication.bundled_model,
-        str(tmp_path),
-        ["sequences=8", "with-bos.seed=7", "parts.input.distinct=true"],
-    )
+    overrides = ["sequences=8", "with-bos.seed=7", "parts.input.distinct=true"]
+    plans = plan_replication(replication, replication.bundled_model, str(tmp_path), overrides)
     scans = {plan.run.run_id.rpartition("-")[0]: plan.scan for plan in plans}
     assert scans.keys() == replication.scan.keys()
     assert {scan.sequences for scan in scans.values()} == {8}
+    assert {plan.manifest.sequences for plan in plans} == {8}
+    assert {scan.precision for scan in scans.values()} == {"float32"}
     assert {name for name, scan in scans.items() if scan.seed == 7} == {"with-bos"}
     assert scans["parts"].input.options == {"distinct": True}
     assert scans["with-bos"].input.options == {}
-
-
-def test_heads_with_a_pattern_of_zeros_leave_the_bias_of_their_values_as_published(
-    tmp_path: Path,
-) -> None:
-    replication = REPLICATIONS["recency_bias"]
-    plans = plan_replication(replication, replication.bundled_model, str(tmp_path), ["sequences=3"])
-    (plan,) = [plan for plan in plans if plan.run.run_id.startswith("random-50")]
-    tokens = plan.sequences.shard(0).tokens
-    bridge = bridge_of(load_model(plan.info, "raw", "cpu"))
-    state = load_file(Path(plan.info.path) / "model.safetensors")
-    # Folding moves the bias of LayerNorm into the bias of the values.
-    value_bias = state["blocks.0.attn.b_V"] + torch.einsum(
-        "d,hde->he", state["blocks.0.ln1.b"], state["blocks.0.attn.W_V"]
-    )
-    is_kept_head = (torch.arange(8) == 1)[:, None]
-    patterns: list[torch.Tensor] = []
-    hooks = [
-        ("hook_pos_embed", lambda value, hook: value * 0),
-        ("blocks.0.attn.hook_z", lambda z, hook: torch.where(is_kept_head, z, value_bias)),
-        ("blocks.1.attn.hook_pattern", lambda pattern, hook: patterns.append(pattern)),
-    ]
-    with torch.inference_mode():
-        bridge.run_with_hooks(torch.from_numpy(tokens).long(), fwd_hooks=hooks)
-    measured = Replica(plan.info, plan.scan, "cpu").measure(tokens, plan.scan.interventions[0])
-    expected = patterns[0][:, :, 1:, 0].mean(-1)
-    np.testing.assert_allclose(measured.heads["sink_mass"][:, 1], expected.numpy(), rtol=1e-4)
-
-
-def test_the_published_heads_have_the_roles_that_were_published() -> None:
-    heads = [(0, 0, 0.19, 0.02), (0, 3, 0.50, 0.02), (1, 6, 0.02, 0.33), (1, 7, 0.02, 0.12)]
-    database = duckdb.connect()
-    database.execute(
-        "CREATE TABLE replication_heads (scan TEXT, layer INT, head INT, "
-        "previous_token_score DOUBLE, induction_score DOUBLE)"
-    )
-    database.executemany("INSERT INTO replication_heads VALUES ('repeated', ?, ?, ?, ?)", heads)
-    roles = database.sql(
-        f"SELECT role FROM ({REPLICATIONS['sequence_patching'].view['roles']}) ORDER BY layer, head"
-    ).fetchall()
-    assert [role for (role,) in roles] == [
-        "other heads of layer 0",
-        "previous-token heads",
-        "induction heads",
-        "other heads of layer 1",
-    ]
 
 
 def test_another_formula_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +169,26 @@ def test_another_formula_is_another_run(tmp_path: Path, monkeypatch: pytest.Monk
     changed = replace(STATISTICS["sink_alpha"], compute=STATISTICS["sink_mass"].compute)
     monkeypatch.setitem(STATISTICS, "sink_alpha", changed)
     assert directory() != first_directory
+
+
+def test_logits_in_small_pieces_are_the_same_and_without_predictions_there_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, tokens = find_model("bundled:gpt2-mini"), toy.repeating_tokens(9)
+    replica = toy.replica(path, predictions=["losses", "final_logits"])
+    at_once = replica.measure(tokens).sequences
+    monkeypatch.setattr("headcount.workers.engine.prediction_inputs.CHUNK_BYTES", 1)
+    in_pieces = replica.measure(tokens).sequences
+    for column in ("losses", "final_logits"):
+        np.testing.assert_allclose(in_pieces[column], at_once[column], atol=1e-5)
+    replica = toy.replica(path)
+    calls: list[int] = []
+    replica.model.modules("unembed")[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    replica.measure(tokens)
+    assert calls == []
+
+
+# Verdicts
 
 
 def toy_replication(**fields: Any) -> Replication:
@@ -401,104 +353,22 @@ def test_the_text_stands_wherever_a_replication_reads_it(tmp_path: Path) -> None
     assert files(str(tmp_path / "own.txt")) == str(tmp_path / "own.txt")
 
 
-def test_every_replication_is_measured_in_float32(tmp_path: Path) -> None:
+def test_a_reader_is_warned_of_every_model_but_the_published_one() -> None:
     replication = REPLICATIONS["previous_token"]
-    plans = plan_replication(replication, replication.bundled_model, str(tmp_path))
-    assert {plan.scan.precision for plan in plans} == {"float32"}
-    assert (
-        "replications are measured in float32"
-        in reproduce("previous_token", "--set", "precision=float64")[1]
-    )
+    same = toy.toy_info(**replication.published_sizes)
+    other = toy.toy_info(n_layers=99)
+    text = "its numbers are not comparable with the published ones"
+    assert warning(replication, other, replication.published_model) == ""
+    assert warning(replication, other, replication.bundled_model) == f"a miniature: {text}"
+    assert warning(replication, other, "else") == f"another model: {text}"
+    same_sizes = "a model of the sizes of a published one: its numbers are compared, and may differ"
+    assert warning(replication, same, "same") == same_sizes
 
 
-def test_no_claim_compares_a_quotient_by_a_spread() -> None:
-    # 0 / 0 is NaN, and DuckDB holds NaN to be greater than every number.
-    quotient = re.compile(r"/ \(?(sqrt|stddev|\S*standard_error)[^,>]*> *\d")
-    for name, replication in REPLICATIONS.items():
-        for claim in replication.claim:
-            assert not quotient.search(claim.sql), name
+# Mistakes
 
 
-def connection_with_views(
-    name: str, views: tuple[str, ...], tables: dict[str, str]
-) -> duckdb.DuckDBPyConnection:
-    """A connection with some of a replication's views, over tables given as SQL."""
-    connection = duckdb.connect()
-    for table, sql in tables.items():
-        connection.execute(f"CREATE TABLE {table} AS {sql}")
-    for view in views:
-        connection.execute(f"CREATE VIEW {view} AS {REPLICATIONS[name].view[view]}")
-    return connection
-
-
-NO_SINKS = "0.0"
-SINKS_BUT_NOT_ON_RANDOM_OR_LONG = "(scan <> 'random' AND scan <> 'natural-long')::INT"
-
-
-@pytest.mark.parametrize(
-    ("alpha", "cosine", "expected"),
-    [
-        # The cosine is NULL in models with rotary positions.
-        (NO_SINKS, "NULL", [(0, False), ("rotary", 0, True), (0, False)]),
-        (NO_SINKS, "0.5", [(0, False), ("learned absolute", 0, False), (0, False)]),
-        (
-            SINKS_BUT_NOT_ON_RANDOM_OR_LONG,
-            "NULL",
-            [(100, True), ("rotary", 100, False), (100, True)],
-        ),
-        (
-            SINKS_BUT_NOT_ON_RANDOM_OR_LONG,
-            "0.5",
-            [(100, True), ("learned absolute", 100, True), (100, True)],
-        ),
-    ],
-)
-def test_sink_rates_of_one_token_depend_on_the_kind_of_positions_and_no_sinks_show_nothing(
-    alpha: str, cosine: str, expected: list[tuple[Any, ...]]
-) -> None:
-    heads = f"""
-        SELECT *, ({alpha})::FLOAT AS sink_alpha, ({cosine})::FLOAT AS sink_key_cosine
-        FROM
-            (SELECT unnest(['natural', 'random', 'repeated', 'natural-long']) AS scan),
-            range(3) AS s(sequence)
-    """
-    views = ("sequence_rates", "rates")
-    connection = connection_with_views("sink_rates", views, {"replication_heads": heads})
-    text, one_token, length = REPLICATIONS["sink_rates"].claim[:3]
-    ((_, text_rate, text_holds),) = connection.execute(text.sql).fetchall()
-    ((claim, token_rate, token_holds),) = connection.execute(one_token.sql).fetchall()
-    ((_, length_rate, length_holds),) = connection.execute(length.sql).fetchall()
-    assert expected == [
-        (text_rate, text_holds),
-        (claim.partition(" positions")[0], token_rate, token_holds),
-        (length_rate, length_holds),
-    ]
-
-
-def test_the_residual_norm_at_bos_is_compared_with_the_other_positions() -> None:
-    # Norms 2, 4 and 6: at BOS 2, at the others 5 on average, at all 4.
-    heads = """
-        SELECT
-            'task' AS scan,
-            'none' AS intervention,
-            0 AS head,
-            'r' AS run_id,
-            2.0::FLOAT AS sink_resid_post_norm,
-            4.0::FLOAT AS resid_post_norm,
-            1.0 AS sink_mass_triggers,
-            1.0 AS sink_mass_others,
-            1.0 AS previous_token_triggers,
-            1.0 AS sink_logit_margin
-    """
-    tables = {"replication_heads": heads, "runs": "SELECT 'r' AS run_id, 3 AS n_ctx"}
-    connection = connection_with_views("active_dormant_one_layer", ("head",), tables)
-    assert connection.execute("SELECT resid_ratio FROM head").fetchall() == [(0.4,)]
-
-
-def test_mistakes_in_the_sql_of_a_replication_are_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    toml = """
+OWN = """
 title = ""
 source = ""
 measured = ""
@@ -520,112 +390,66 @@ sql = "SELECT 'sink', avg(sink_mass) FROM replication_heads"
 [[claim]]
 sql = "SELECT 'sink', avg(sink_mass), true FROM replication_heads"
 """
+
+
+def test_mistakes_in_the_sql_of_a_replication_are_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headcount.reproduce.replication.REPLICATIONS", tmp_path)
 
-    def reproduce_own(text: str) -> str:
-        (tmp_path / "own.toml").write_text(text)
-        arguments = ["reproduce", "own", "--out", str(tmp_path / "runs")]
-        result = CliRunner().invoke(app, arguments)
+    def reproduce_own(right: str, wrong: str) -> str:
+        (tmp_path / "own.toml").write_text(OWN.replace(right, wrong))
+        result = CliRunner().invoke(app, ["reproduce", "own", "--out", str(tmp_path / "runs")])
         return "" if result.exit_code == 0 else str(result.exception)
 
-    assert reproduce_own(toml) == ""
-    for right, wrong, line in (
-        (
-            "avg(sink_mass) FROM",
-            "avg(sink_mas) FROM",
-            "own: unknown column 'sink_mas': did you mean 'sink_mass'? Nearest: ",
-        ),
-        (
-            "avg(sink_mass), true",
-            "avg(sink_mass)",
-            "own: expected 3 columns, got 2, in SELECT 'sink', avg(sink_mass) FROM ",
-        ),
-        (
-            "'sink', avg(sink_mass) FROM",
-            "'sink' FROM",
-            "own: expected 2 columns, got 1, in SELECT 'sink' FROM replication_heads",
-        ),
-    ):
-        assert reproduce_own(toml.replace(right, wrong)).startswith(line)
+    assert reproduce_own("", "") == ""
+    assert reproduce_own("avg(sink_mass) FROM", "avg(sink_mas) FROM").startswith(
+        "own: unknown column 'sink_mas': did you mean 'sink_mass'? Nearest: "
+    )
+    assert reproduce_own("avg(sink_mass), true", "avg(sink_mass)").startswith(
+        "own: expected 3 columns, got 2, in SELECT 'sink', avg(sink_mass) FROM "
+    )
+    assert reproduce_own("'sink', avg(sink_mass) FROM", "'sink' FROM") == (
+        "own: expected 2 columns, got 1, in SELECT 'sink' FROM replication_heads"
+    )
+    twice = "'sink', avg(sink_mass) FROM range(2),"
+    line = reproduce_own("'sink', avg(sink_mass) FROM", twice.replace("avg(sink_mass)", "1"))
+    assert line == "own: a check names 'sink' twice"
 
 
 def test_an_unknown_replication_and_a_wrong_field_are_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exit_code, output = reproduce("recency")
-    assert exit_code == 1
-    assert "unknown replication 'recency': did you mean 'recency_bias'?" in output
-    assert "--list names them" in reproduce()[1]
     _, listing = reproduce("--list")
     for name, replication in REPLICATIONS.items():
         assert f" {name} " in listing
         assert replication.published_model.split()[0] in listing
-    words = ["recency_bias", "--out", str(tmp_path / "runs")]
-    _, output = reproduce(*words, "--set", "random-49.n_ctx=8")
-    assert (
-        "--set random-49.n_ctx=8: unknown scan or field 'random-49': did you mean 'random-48'? "
-        "Known: abac-10" in output
-    )
-    _, output = reproduce(*words, "--json", str(tmp_path / "no" / "results.json"))
-    assert f"results.json: cannot be written ({tmp_path / 'no'} is no directory)" in output
-    # Both mistakes were found before anything was measured.
+    of_recency = ("recency_bias", "--out", str(tmp_path / "runs"))
+    file = tmp_path / "no" / "results.json"
+    for words, line in (
+        (["recency"], "unknown replication 'recency': did you mean 'recency_bias'?"),
+        ([], "--list names them"),
+        (
+            [*of_recency, "--set", "random-49.n_ctx=8"],
+            "--set random-49.n_ctx=8: unknown scan or field 'random-49': did you mean 'random-48'? "
+            "Known: abac-10",
+        ),
+        (
+            [*of_recency, "--set", "precision=float64"],
+            "--set precision=float64: replications are measured in float32",
+        ),
+        (
+            [*of_recency, "--json", str(file)],
+            f"results.json: cannot be written ({file.parent} is no directory)",
+        ),
+        (["previous_token", "--address", "h:1"], "--replicas 0 measures in this process"),
+    ):
+        exit_code, output = reproduce(*words)
+        assert exit_code == 1
+        assert line in output
+    # The mistakes were found before anything was measured.
     assert not (tmp_path / "runs").exists()
     (tmp_path / "odd.toml").write_text('title = "odd"\nchek = []')
     monkeypatch.setattr("headcount.reproduce.replication.REPLICATIONS", tmp_path)
     with pytest.raises(ScanError, match=r"odd.toml: source: Field required"):
         replications()
-
-
-def test_overrides_reach_every_scan(tmp_path: Path) -> None:
-    replication = REPLICATIONS["previous_token"]
-    plans = plan_replication(replication, replication.bundled_model, str(tmp_path), FEW_SEQUENCES)
-    sizes = [(plan.manifest.sequences, plan.scan.sequences_per_shard) for plan in plans]
-    assert sizes == [(40, 40)] * len(replication.scan)
-
-
-@pytest.mark.parametrize("engine", ["fused", "dense"])
-@pytest.mark.parametrize("name", ["gpt2-mini", "attn-only-2l-mini"])
-def test_predictions_are_those_of_the_whole_model(name: str, engine: str) -> None:
-    tokens = np.random.default_rng(0).integers(1, 200, size=(5, 21)).astype(np.int32)
-    replica = toy.replica(
-        find_model(f"bundled:{name}"), predictions=list(PREDICTIONS), engine=engine, batch_size=2
-    )
-    measured = replica.measure(tokens).sequences
-    with torch.inference_mode():
-        logits = bridge_of(replica.model)(
-            torch.from_numpy(tokens).long(), return_type="logits"
-        ).double()
-    log_probabilities = logits.log_softmax(-1)
-    token_ids = torch.from_numpy(tokens).long()
-    # The prediction at a position is of the next token.
-    losses = -log_probabilities[:, :-1].gather(-1, token_ids[:, 1:, None])[..., 0]
-    expected = {
-        "loss": losses.mean(-1),
-        "loss_early": losses[:, :10].mean(-1),
-        "loss_late": losses[:, 10:].mean(-1),
-        "final_probabilities": log_probabilities[:, -1].exp().gather(-1, token_ids),
-        "final_logits": logits[:, -1].gather(-1, token_ids),
-    }
-    for column, values in expected.items():
-        np.testing.assert_allclose(measured[column], values.numpy(), atol=2e-5, rtol=1e-5)
-    # Nothing predicts the first token.
-    assert np.isnan(measured["losses"][:, 0]).all()
-    np.testing.assert_allclose(measured["losses"][:, 1:], losses.numpy(), atol=2e-5)
-
-
-def test_logits_in_small_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = np.random.default_rng(0).integers(1, 200, size=(3, 9)).astype(np.int32)
-    replica = toy.replica(find_model("bundled:gpt2-mini"), predictions=["losses", "final_logits"])
-    at_once = replica.measure(tokens).sequences
-    monkeypatch.setattr("headcount.workers.engine.prediction_inputs.CHUNK_BYTES", 1)
-    in_pieces = replica.measure(tokens).sequences
-    for column in ("losses", "final_logits"):
-        np.testing.assert_allclose(in_pieces[column], at_once[column], atol=1e-5)
-
-
-def test_without_predictions_the_unembedding_does_not_run() -> None:
-    replica = toy.replica(find_model("bundled:gpt2-mini"))
-    calls: list[int] = []
-    replica.model.modules("unembed")[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    replica.measure(toy.repeating_tokens(9))
-    assert calls == []

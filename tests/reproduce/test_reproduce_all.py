@@ -78,6 +78,10 @@ def reproduce(*words: str) -> tuple[int, str, list[dict[str, Any]]]:
     return result.exit_code, result.output + error, results
 
 
+def verdicts(results: list[dict[str, Any]]) -> dict[str, str]:
+    return {result["replication"]: result["verdict"] for result in results}
+
+
 def test_what_does_not_fit_or_lacks_something_is_skipped_and_the_rest_is_measured(
     folder: Path, gpt2: str
 ) -> None:
@@ -87,24 +91,29 @@ def test_what_does_not_fit_or_lacks_something_is_skipped_and_the_rest_is_measure
     (folder / "fits.toml").write_text(replication_file(3))
     (folder / "other.toml").write_text(replication_file(9))
     (folder / "steps.toml").write_text(replication_file(3, no_steps))
+    (folder / "wrong.toml").write_text(replication_file(3).replace("(sink_mass", "(sink_mas"))
     exit_code, output, results = reproduce("--all", "--model", gpt2)
     assert exit_code == SOMETHING_SKIPPED
-    verdicts = {result["replication"]: result["verdict"] for result in results}
-    assert verdicts == {
-        "absent": "skipped", "fits": "pass", "other": "skipped", "steps": "skipped"
-    }  # fmt: skip
+    skipped = ("absent", "other", "steps", "wrong")
+    assert verdicts(results) == {"fits": "pass"} | dict.fromkeys(skipped, "skipped")
     reasons = {result["replication"]: result["reason"] for result in results}
     assert "no file matches 'absent.csv'" in reasons["absent"]
     assert reasons["other"] == (
         "published for owner/toy (n_layers 9, n_heads 4), and this model has n_layers 3, n_heads 4"
     )
     assert "no checkpoints step-*" in reasons["steps"]
+    assert "unknown column 'sink_mas'" in reasons["wrong"]
     flat_output = output.replace("\n", " ")
-    assert all(f"{name}: skipped: " in flat_output for name in ("absent", "other", "steps"))
-    assert "1 replication measured, 3 skipped" in output
+    assert all(f"{name}: skipped: " in flat_output for name in skipped)
+    assert "1 replication measured, 4 skipped" in output
+    # Of one replication nothing else can be said.
+    exit_code, output, results = reproduce("absent", "--model", gpt2)
+    assert exit_code == 1
+    assert "no file matches" in output
+    assert verdicts(results) == {"absent": "skipped"}
 
 
-def test_a_failing_figure_and_a_skipped_replication_end_with_different_codes(
+def test_a_failing_figure_and_a_replication_of_another_model_end_with_different_codes(
     folder: Path, gpt2: str
 ) -> None:
     (folder / "a.toml").write_text(replication_file(3, published=7))
@@ -114,30 +123,10 @@ def test_a_failing_figure_and_a_skipped_replication_end_with_different_codes(
     assert "1 of 2 results differ from what was published" in output
     # The front door makes 2 of an error of ours.
     assert exit_code == 1
-    assert [result["verdict"] for result in results] == ["fail", "pass", "skipped"]
+    assert verdicts(results) == {"a": "fail", "b": "pass", "c": "skipped"}
     # Another model's replications are no reason for a code of their own.
     (folder / "a.toml").unlink()
     assert reproduce("--all", "--model", gpt2)[0] == 0
-
-
-def test_a_single_replication_that_cannot_run_is_its_own_error(folder: Path, gpt2: str) -> None:
-    no_file = SCANS.replace('"uniform_random"', '"csv_texts", files = "absent.csv"')
-    (folder / "absent.toml").write_text(replication_file(3, no_file))
-    exit_code, output, results = reproduce("absent", "--model", gpt2)
-    assert exit_code == 1
-    assert "no file matches" in output
-    assert [result["verdict"] for result in results] == ["skipped"]
-
-
-def test_a_replication_whose_sql_is_wrong_does_not_stop_the_others(folder: Path, gpt2: str) -> None:
-    (folder / "a.toml").write_text(replication_file(3).replace("avg(sink_mass)", "avg(sink_mas)"))
-    (folder / "b.toml").write_text(replication_file(3))
-    exit_code, _, results = reproduce("--all", "--model", gpt2)
-    assert exit_code == SOMETHING_SKIPPED
-    assert {result["replication"]: result["verdict"] for result in results} == {
-        "a": "skipped",
-        "b": "pass",
-    }
 
 
 def test_a_model_is_hashed_once_and_loaded_once(
@@ -185,44 +174,34 @@ def test_an_override_of_one_replications_scan_leaves_the_others_alone(
     (folder / "b.toml").write_text(replication_file(3, SCANS.replace("longer", "own")))
     exit_code, output, _ = reproduce("--all", "--model", gpt2, "--set", "own.sequences=3")
     assert exit_code == 0, output
-    sequences = {
-        manifest["run_id"].rpartition("-")[0]: manifest["sequences"]
-        for manifest in (json.loads(f.read_text()) for f in Path("runs").rglob("manifest.json"))
-    }
+    manifests = [json.loads(file.read_text()) for file in Path("runs").rglob("manifest.json")]
+    sequences = {each["run_id"].rpartition("-")[0]: each["sequences"] for each in manifests}
     assert sequences == {"random": 2, "longer": 2, "own": 3}
     assert "unknown scan or field 'owm'" in reproduce("--all", "--set", "owm.sequences=3")[1]
 
 
-def test_a_text_is_for_replications_that_read_one(folder: Path, gpt2: str) -> None:
-    (folder / "a.toml").write_text(replication_file(3))
-    assert "none of these replications reads a text" in reproduce("a", "--text", "own.txt")[1]
-    with_text = replication_file(3).replace("[defaults]", '[text]\nwhat = "a poem"\n[defaults]')
-    (folder / "a.toml").write_text(with_text)
-    assert "own.txt: no such file; expected a poem" in reproduce("a", "--text", "own.txt")[1]
-
-
-def test_a_text_is_for_all_replications_that_were_published_for_the_same(tmp_path: Path) -> None:
-    poem, novel = (tmp_path / name for name in ("poem.txt", "novel.txt"))
-    poem.write_text("a")
-    novel.write_text("b")
+def test_a_text_is_for_the_replications_that_were_published_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("poem.txt", "novel.txt"):
+        Path(name).write_text("a")
     replication = replications()["first_keys"]
+    whats = {"a": "a poem", "b": "a novel", "c": "a poem", "d": None}
     selection = {
-        "a": replication.model_copy(update={"text": StandInText(what="a poem")}),
-        "b": replication.model_copy(update={"text": StandInText(what="a novel")}),
-        "c": replication.model_copy(update={"text": StandInText(what="a poem")}),
-        "d": replication.model_copy(update={"text": None}),
+        name: replication.model_copy(update={"text": StandInText(what=what) if what else None})
+        for name, what in whats.items()
     }
-    options = [f"c={poem}", f"b={novel}"]
-    assert texts_of_replications(options, selection) == {
-        "a": str(poem),
-        "c": str(poem),
-        "b": str(novel),
-    }
-    assert texts_of_replications([str(poem)], {"a": selection["a"], "d": selection["d"]}) == {
-        "a": str(poem)
-    }
+    alone = {name: selection[name] for name in ("a", "d")}
+    by_name = texts_of_replications(["c=poem.txt", "b=novel.txt"], selection)
+    assert by_name == {"a": "poem.txt", "c": "poem.txt", "b": "novel.txt"}
+    assert texts_of_replications(["poem.txt"], alone) == {"a": "poem.txt"}
     with pytest.raises(ScanError, match="different texts; expected NAME=FILE"):
-        texts_of_replications([str(poem)], selection)
+        texts_of_replications(["poem.txt"], selection)
+    with pytest.raises(RunError, match=r"own.txt: no such file; expected a poem"):
+        texts_of_replications(["own.txt"], alone)
+    with pytest.raises(ScanError, match="none of these replications reads a text"):
+        texts_of_replications(["poem.txt"], {"d": selection["d"]})
 
 
 def test_the_time_left_is_that_of_all_scans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,10 +212,3 @@ def test_the_time_left_is_that_of_all_scans(monkeypatch: pytest.MonkeyPatch) -> 
     now[0] += 30
     whole.add(250)
     assert whole.line() == "all scans: 25%, 1 min 30 s left"
-
-
-def test_a_cluster_needs_replicas() -> None:
-    with pytest.raises(RunError, match="--replicas 0 measures in this process"):
-        CliRunner().invoke(
-            app, ["reproduce", "previous_token", "--address", "h:1"], catch_exceptions=False
-        )

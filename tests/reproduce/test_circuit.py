@@ -1,0 +1,209 @@
+"""The replications of the sink circuit, measured on a miniature: their SQL against numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import GPT2LMHeadModel
+
+from headcount.jobs.resources import Resources
+from headcount.queries.ask.asking import RunDatabase
+from headcount.reproduce.replication import replications
+from headcount.reproduce.replication_runs import (
+    measure_runs,
+    open_replication_runs,
+    plan_replication,
+)
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.loading import load_model
+from headcount.workers.model.files.model_info import describe, find_model
+from headcount.workers.model.model import bridge_of
+
+MODEL = "bundled:gpt2-mini"
+REPLICATIONS = replications()
+
+
+def measured(name: str, out: Path, *overrides: str) -> RunDatabase:
+    """The runs of a replication."""
+    # The model is loaded once for all scans.
+    models = KnownModels()
+    plans = plan_replication(REPLICATIONS[name], MODEL, str(out), overrides, models=models)
+    measure_runs(plans, Resources(0, device="cpu"), Console(quiet=True), models=models)
+    return open_replication_runs(REPLICATIONS[name], plans[0].scan.out)
+
+
+def test_the_miniatures_lack_a_part() -> None:
+    blocks: dict[str, Any] = {}
+    for part in ("mlp", "bias"):
+        info = describe(find_model(REPLICATIONS[f"sink_circuit_no_{part}"].bundled_model))
+        blocks[part] = bridge_of(load_model(info, "raw", "cpu")).blocks
+    assert not any(hasattr(block, "mlp") for block in blocks["mlp"])
+    assert all(hasattr(block, "mlp") for block in blocks["bias"])
+    assert all(not block.attn.b_Q.any() for block in blocks["bias"])
+    assert any(block.attn.b_Q.any() for block in blocks["mlp"])
+
+
+def test_a_scan_with_sizes_is_of_those_models_alone(tmp_path: Path) -> None:
+    replication = REPLICATIONS["sink_circuit_lengths"]
+    plans = plan_replication(replication, MODEL, str(tmp_path))
+    assert [plan.scan.n_ctx for plan in plans] == [40, 128, 256]
+    scans = replication.scan.values()
+    longest = [scan["n_ctx"] for scan in scans if scan.get("sizes") == [{"n_ctx": 1024}]]
+    assert longest == [512, 1024]
+
+
+def test_maps_are_means_of_the_patterns(tmp_path: Path) -> None:
+    interventions = 'interventions=["none","zero_query_bias"]'
+    database = measured("sink_circuit_maps", tmp_path, "sequences=2", interventions)
+    path = find_model(MODEL)
+    gpt: Any = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager").eval()
+    sql = "SELECT tokens FROM replication_sequences WHERE intervention = 'none' ORDER BY sequence"
+    tokens = torch.tensor([row[0] for row in database.rows(sql)])
+    for intervention in ("none", "zero_query_bias"):
+        if intervention == "zero_query_bias":
+            for block in gpt.transformer.h:
+                # Queries are the first third of the joint weights.
+                block.attn.c_attn.bias.data[:128] = 0
+        with torch.no_grad():
+            patterns = gpt(tokens, output_attentions=True).attentions
+        expected = torch.stack(patterns).mean((0, 1, 2)).numpy()
+        found = np.zeros((21, 21))
+        for query, key, attention in database.rows(
+            f"SELECT query, key, attention FROM maps WHERE intervention = '{intervention}'"
+        ):
+            found[query, key] = attention
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        ((first,),) = database.rows(
+            f"SELECT first FROM sinks WHERE intervention = '{intervention}'"
+        )
+        assert first == pytest.approx(expected[10:, 0].mean(), abs=1e-5)
+
+
+@pytest.mark.long
+def test_figures_of_models_are_numpys(tmp_path: Path) -> None:
+    database = measured("sink_circuit_models", tmp_path, "sequences=3")
+    figures: dict[str, Any] = dict(database.rows("SELECT name, value FROM figures"))
+    heads = database.rows(
+        "SELECT intervention, sink_mass_late, second_key_mass_late, sink_position_cosine, layer, "
+        "head FROM replication_heads ORDER BY intervention, layer, head, sequence"
+    )
+
+    def column(intervention: str, place: int) -> np.ndarray:
+        return np.array([row[place] for row in heads if row[0] == intervention], dtype=float)
+
+    plain = column("none", 1).mean()
+    together = "zero_query_bias+scale_massive_keys(0,6)+swap_effective_positions"
+    for intervention, name in (
+        ("zero_mlp(0)", "zero_mlp(0)"),
+        ("scale_massive_keys(0,6)", "scale_massive_keys"),
+        ("scale_random_keys(0,0,6)", "scale_random_keys"),
+        (together, "bias, key columns and positions together"),
+    ):
+        percent = 100 * column(intervention, 1).mean() / plain
+        assert figures[f"{name}: percent of the untouched model"] == pytest.approx(percent)
+    gain = column("swap_effective_positions", 2).mean() - column("none", 2).mean()
+    assert figures["relocation: gain of key 1 over what key 0 had"] == pytest.approx(gain / plain)
+    cosines = column("none", 3).reshape(24, 3).mean(1)
+    share = figures["cells whose queries point to effective position 0: share"]
+    assert share == pytest.approx((cosines > 0.1).mean())
+    assert figures["largest cosine of the queries of a cell"] == pytest.approx(cosines.max())
+    sql = "SELECT intervention, loss FROM replication_sequences WHERE loss IS NOT NULL"
+    losses = database.rows(sql)
+
+    def loss(intervention: str) -> float:
+        return float(np.mean([value for name, value in losses if name == intervention]))
+
+    added = loss("zero_query_bias") - loss("none")
+    assert figures["loss added by zero_query_bias, nats"] == pytest.approx(added)
+
+
+@pytest.mark.long
+def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_path: Path) -> None:
+    interventions = ["none", "zero_query_bias", "random_query_bias"]
+    interventions = f"interventions={interventions}".replace("'", '"')
+    ask = measured("sink_circuit", tmp_path, "sequences=9", interventions).rows
+    rows = ask(
+        "SELECT intervention, sequence, layer, head, sink_mass_late FROM replication_heads "
+        "ORDER BY ALL"
+    )
+    cells = {
+        intervention: np.array([row[4] for row in rows if row[0] == intervention]).reshape(9, 24)
+        for intervention in interventions
+    }
+    band = {intervention: values.mean(1) for intervention, values in cells.items()}
+    effects_found = {
+        row[0]: row[1:]
+        for row in ask("SELECT intervention, mean, percent, change, standard_error FROM effect")
+    }
+    for intervention in interventions:
+        change = band[intervention] - band["none"]
+        percent = 100 * band[intervention].mean() / band["none"].mean()
+        expected = (band[intervention].mean(), percent, change.mean(), change.std(ddof=1) / 3)
+        np.testing.assert_allclose(effects_found[intervention], expected, rtol=1e-9, atol=1e-12)
+    (control,) = ask(
+        "SELECT control, control_percent, control_standard_error "
+        "FROM effects_and_controls WHERE intervention = 'zero_query_bias'"
+    )
+    # Sums of rows in another order may differ in the last bit.
+    assert control == (
+        "random_query_bias",
+        *(pytest.approx(effects_found["random_query_bias"][i], rel=1e-9) for i in (1, 3)),
+    )
+    for intervention, sequence, gini, above in ask(
+        "SELECT intervention, sequence, gini, above2 FROM band"
+    ):
+        sorted_values = np.sort(cells[intervention][sequence])
+        differences = np.abs(sorted_values[:, None] - sorted_values).sum() / (
+            2 * 24**2 * sorted_values.mean()
+        )
+        assert (gini, above) == (pytest.approx(differences, rel=1e-6), (sorted_values > 0.2).mean())
+
+
+@pytest.mark.long
+def test_percentiles_of_the_shifts_and_massive_coordinates_are_numpys(tmp_path: Path) -> None:
+    ask = measured("sink_circuit_structure", tmp_path, "sequences=11").rows
+    gpt: Any = GPT2LMHeadModel.from_pretrained(find_model(MODEL)).double().eval().transformer
+    inputs: list[torch.Tensor] = []
+    for block in gpt.h:
+        block.ln_1.register_forward_hook(lambda module, arguments, output: inputs.append(output))
+    tokens = torch.tensor(
+        [row[0] for row in ask("SELECT tokens FROM replication_sequences ORDER BY sequence")]
+    )
+    with torch.no_grad():
+        gpt(tokens)
+    weights = [block.attn.c_attn.weight[:, 128:256].reshape(128, 8, 16) for block in gpt.h]
+    biases = [block.attn.c_attn.bias[:128].reshape(8, 16) for block in gpt.h]
+    shifts = torch.stack(
+        [
+            torch.einsum("bkd,dhe,he->bhk", *parts)
+            for parts in zip(inputs, weights, biases, strict=True)
+        ]
+    ).detach()
+    margins = (shifts - shifts.amin(-1, keepdim=True)).flatten(1, 2).numpy()
+    expected = np.stack(
+        [*np.percentile(margins, [10, 50, 90], axis=1), margins.mean(1), margins.std(1)], axis=-1
+    ).reshape(-1, 5)
+    percentiles_found = ask(
+        "SELECT p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, position"
+    )
+    np.testing.assert_allclose(np.array(percentiles_found), expected, atol=1e-4)
+    first = (gpt.wpe.weight[0] + gpt.h[0].mlp(gpt.wpe.weight[:1])[0]).detach().numpy()
+    size = np.abs(first)
+    massive = {row[0] for row in ask("SELECT dimension FROM coordinates WHERE massive")}
+    assert massive == set(np.flatnonzero(size > size.mean() + 3 * size.std()).tolist()) != set()
+    coupling = np.stack(
+        [
+            torch.einsum("dhe,he->hd", weight, bias).detach().numpy()
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+    )
+    ((mean, other_mean),) = ask("SELECT massive, other FROM by_kind")
+    assert mean == pytest.approx(np.abs(coupling[..., sorted(massive)]).mean(), rel=1e-6)
+    assert other_mean == pytest.approx(
+        np.abs(np.delete(coupling, sorted(massive), axis=-1)).mean(), rel=1e-6
+    )
