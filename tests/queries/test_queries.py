@@ -136,8 +136,8 @@ VIEWS_OF_RUNS: list[tuple[dict[str, Cell], dict[str, Any], str, list[tuple[Any, 
         # sequences, so one of two is above 0.3.
         {"sink_mass": sink_mass, **NORMS},
         ONE_LAYER | {"sequences": 2},
-        "SELECT rank, label, sink_mass, uniform_baseline, sink_alpha, is_sink, sink_rate, value_norm_ratio, "
-        "resid_pre_norm_ratio, sequences FROM sink_heads",
+        "SELECT rank, label, sink_mass, uniform_baseline, sink_alpha, is_sink, sink_rate, "
+        "value_norm_ratio, resid_pre_norm_ratio, sequences FROM sink_heads",
         [
             (1, "L0H1", 0.625, 0.25, ALPHAS[0], True, 1.0, THIRDS, 2.0, 2),
             (2, "L0H0", 0.15625, 0.25, ALPHAS[1], True, 0.5, THIRDS, 2.0, 2),
@@ -154,8 +154,8 @@ VIEWS_OF_RUNS: list[tuple[dict[str, Cell], dict[str, Any], str, list[tuple[Any, 
     (
         {"induction_score": induction, "match_coverage": lambda row: float(row.sequence > 0)},
         ONE_LAYER | {"heads": 2},
-        "SELECT rank, label, induction_score, uniform_baseline, is_induction, coverage, measured, sequences "
-        "FROM induction_heads",
+        "SELECT rank, label, induction_score, uniform_baseline, is_induction, coverage, "
+        "measured, sequences FROM induction_heads",
         [(1, "L0H1", 0.5, 0.25, True, 0.75, 3, 4), (2, "L0H0", 0.25, 0.25, False, 0.75, 3, 4)],
     ),
     (NORMS, ONE_HEAD, SUMMED, [(8.0, 3.0, THIRDS)]),
@@ -275,7 +275,8 @@ def test_runs_and_shards_and_statistics(tmp_path: Path) -> None:
             (1, 2, 4, "missing", None, None),
             (2, 4, 5, "missing", None, None),
         ],
-        "SELECT name, unit, range_low, range_high, uniform_baseline, runs FROM statistics ORDER BY name": [
+        "SELECT name, unit, range_low, range_high, uniform_baseline, runs FROM statistics "
+        "ORDER BY name": [
             ("sink_logit_margin", "logits", float("-inf"), float("inf"), False, 1),
             ("sink_mass", "probability", 0.0, 1.0, True, 1),
         ],
