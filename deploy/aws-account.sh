@@ -4,7 +4,7 @@
 #
 #     BUCKET=my-heads REGION=us-west-2 bash deploy/aws-account.sh
 #
-# docs/cluster.md has the commands after it.
+# docs/guide/cluster.md has the commands after it.
 : "${BUCKET:?names the bucket}" "${REGION:?names the region}"
 
 aws s3api create-bucket --bucket $BUCKET --region $REGION --create-bucket-configuration LocationConstraint=$REGION

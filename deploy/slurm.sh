@@ -3,7 +3,7 @@
 #
 #     sbatch deploy/slurm.sh texts.toml --device cuda --replicas 4
 #
-# docs/operations.md has what happens at SIGTERM.
+# docs/internals/operations.md has what happens at SIGTERM.
 #SBATCH --job-name=headcount
 #SBATCH --nodes=1
 #SBATCH --ntasks=1

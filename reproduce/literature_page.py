@@ -1,4 +1,4 @@
-"""Write docs/literature.md: what sources claim and measure, and what here shows it.
+"""Write docs/reference/literature.md: what sources claim and measure, and what here shows it.
 
 A file in reproduce/claims/ holds the claims of one source:
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
@@ -34,26 +34,26 @@ from headcount.schemas.packages import PACKAGE
 
 CLAIMS = Path(__file__).parent / "claims"
 
-DOCS = PACKAGE.parent / "docs"
+DOCS = PACKAGE.parent / "docs" / "reference"
 
 CATALOGUE = "catalogue_statistics"
 """The file of the quantities that the literature measures, and where each is here."""
 
-KIND_WORDS = "columns?|profiles?|curves?|predictions?|weight statistics?"
+KIND_WORDS = "columns?|profiles?|curves?|predictions?|weight statistics?|views?|interventions?"
 """What may stand before the names in `covered_by`."""
 
 INTRODUCTION = """\
 # What the literature says, and where it is here
 
-How replications work is in [reproduce.md](reproduce.md). This page is generated from
-`reproduce/claims/`, `reproduce/replications/` and the registries by `make docs`.
+`headcount reproduce NAME` measures a replication again ([how](../guide/replications.md)). This page
+is generated from `reproduce/claims/` and `reproduce/replications/` by `make docs`.
 """
 
 SOURCES = """
 ## Sources
 
 A file has the claims of a source in our words, and beside each what shows it, or why nothing does.
-The catalogues have definitions in place of claims.
+The catalogues have definitions instead of claims.
 
 | source | shown | in part | left out | replications |
 |---|---|---|---|---|
@@ -62,11 +62,8 @@ The catalogues have definitions in place of claims.
 REPLICATIONS = """
 ## Replications
 
-A published value is compared if the model has the sizes of the one it was published for. A claim
-must hold in every model that it is made of.
-
-| replication | published values | one of them | claims | published for |
-|---|---|---|---|---|
+| replication | published values | claims | published for |
+|---|---|---|---|
 """
 
 LEFT_OUT = """
@@ -76,21 +73,13 @@ LEFT_OUT = """
 |---|---|
 """
 
-NAMES = """
-## Names by source
-
-[Statistics](statistics.md), [profiles](profiles.md), [predictions](predictions.md) and
-[weight statistics](weights.md) define each name.
-
-| source | names |
-|---|---|
-"""
-
 QUANTITIES = """
 ## Quantities without a name of their own
 
-T is `n_ctx`. *Late* means the second half of the queries. A mean over the keys k ≥ 1 is
-`(T * mean - first) / (T - 1)`. A replication in parentheses has the SQL.
+[Statistics](statistics.md), [profiles](profiles.md), [predictions](predictions.md) and
+[weight statistics](weights.md) have those with a name, each with its source. T is `n_ctx`. *Late*
+means the second half of the queries. A mean over the keys k ≥ 1 is `(T * mean - first) / (T - 1)`.
+A replication in parentheses has the SQL.
 
 | quantity | where |
 |---|---|
@@ -122,10 +111,10 @@ class StatedClaim(BaseModel):
             raise ValueError("expected shown_by, covered_by or left_out")
         if bool(self.left_out) != bool(self.reason):
             raise ValueError("expected left_out and its reason, got one of them")
-        for figure in self.shown_by:
-            if ": " not in figure:
+        for place in self.shown_by:
+            if ": " not in place:
                 raise ValueError(
-                    f"shown_by: expected 'REPLICATION: beginning of a name', got {figure!r}"
+                    f"shown_by: expected 'REPLICATION: beginning of a name', got {place!r}"
                 )
         return self
 
@@ -154,8 +143,8 @@ def read_source(file: Path) -> Source:
         raise ScanError(f"{file}: cannot be read ({reason(error)})") from None
     except ValidationError as error:
         problem = error.errors()[0]
-        field = ".".join(map(str, problem["loc"]))
-        raise ScanError(f"{file}: {field}: {problem['msg']}") from None
+        place = ".".join(map(str, problem["loc"]))
+        raise ScanError(f"{file}: {place}: {problem['msg']}") from None
 
 
 def problems(directory: Path = CLAIMS) -> list[str]:
@@ -178,8 +167,8 @@ def _problems_of(
 ) -> list[str]:
     """What a claim is shown by that is not there."""
     lines: list[str] = []
-    for figure in claim.shown_by:
-        replication, _, beginning = figure.partition(": ")
+    for place in claim.shown_by:
+        replication, _, beginning = place.partition(": ")
         names = names_by_replication.get(replication)
         if names is None:
             lines.append(f"there is no replication {replication!r}")
@@ -212,16 +201,13 @@ def _known_words() -> set[str]:
 
 def literature_page() -> str:
     """The page, as Markdown."""
-    names_by_source = _names_by_source()
-    known_names = {name for names in names_by_source.values() for name in names}
     all_sources = sources()
     tables = {
         INTRODUCTION: [],
         SOURCES: [_source_cells(file, source) for file, source in all_sources.items()],
         REPLICATIONS: [_replication_cells(name, one) for name, one in replications().items()],
         LEFT_OUT: _reason_cells(all_sources),
-        NAMES: [[source, _listed(names)] for source, names in names_by_source.items()],
-        QUANTITIES: _quantity_cells(all_sources[CATALOGUE], known_names),
+        QUANTITIES: _quantity_cells(all_sources[CATALOGUE], _known_words()),
     }
     return "".join(
         heading + "".join(f"| {' | '.join(map(_cell, cells))} |\n" for cells in rows)
@@ -233,7 +219,7 @@ def _source_cells(file: str, source: Source) -> list[str]:
     """A source, how many of its claims are shown, and by which replications."""
     shown = sum(not claim.left_out for claim in source.claim)
     in_part = sum(claim.answered and bool(claim.left_out) for claim in source.claim)
-    names = {figure.partition(": ")[0] for claim in source.claim for figure in claim.shown_by}
+    names = {place.partition(": ")[0] for claim in source.claim for place in claim.shown_by}
     page = f" ({source.page})" if source.page else ""
     return [
         f"{_file_link(file)}: {source.source}{page}",
@@ -245,64 +231,40 @@ def _source_cells(file: str, source: Source) -> list[str]:
 
 
 def _replication_cells(name: str, replication: Replication) -> list[str]:
-    """A replication, and one of the values that were published for it."""
-    value = replication.headline_value
+    """A replication, and how much was published for it."""
     return [
-        f"[`{name}`](../reproduce/replications/{name}.toml): {replication.title}",
+        f"[`{name}`](../../reproduce/replications/{name}.toml): {replication.title}",
         str(len(replication.published_values)),
-        f"{value.full_name}: {value.value:.4g}",
         str(len(replication.claim)),
         replication.published_model,
     ]
 
 
 def _reason_cells(all_sources: Mapping[str, Source]) -> list[list[str]]:
-    """Every reason, the most frequent first, with the number of claims in each file."""
-    files_by_reason: dict[str, Counter[str]] = defaultdict(Counter)
-    for file, source in all_sources.items():
-        for claim in source.claim:
-            if claim.reason:
-                files_by_reason[claim.reason][file] += 1
-    rows: list[list[str]] = []
-    alone: list[str] = []
-    for why, files in sorted(files_by_reason.items(), key=lambda item: -item[1].total()):
-        if files.total() == 1:
-            alone.append(f"{why} ({_file_link(*files)})")
-        else:
-            counts = ", ".join(f"{_file_link(file)} {count}" for file, count in files.items())
-            rows.append([why, counts])
-    return [*rows, ["of one claim each", "; ".join(alone)]]
-
-
-def _names_by_source() -> dict[str, list[str]]:
-    """The names of what is measured, by the source that defined it."""
-    # This imports torch, which takes seconds, and only the page needs it.
-    from headcount.schemas.scans.kinds import KINDS
-
-    source_by_name = {name: each.source for kind in KINDS for name, each in kind.registry.items()}
-    names: dict[str, list[str]] = defaultdict(list)
-    for name, source in source_by_name.items():
-        author = re.search(r"\b[A-Z][\w-]+( et al\.)? \d{4}\b", source)
-        # Some are of nobody: "headcount", "standard", "common".
-        known = source.partition(",")[0] if re.search("[A-Z-]", source) else "no single source"
-        names[author[0] if author else known].append(name)
-    return dict(sorted(names.items(), key=lambda item: -len(item[1])))
+    """Every reason with the number of claims that it left out, the most frequent first."""
+    reasons = Counter(
+        claim.reason for source in all_sources.values() for claim in source.claim if claim.reason
+    )
+    rows = [[why, str(count)] for why, count in reasons.most_common() if count > 1]
+    alone = "; ".join(why for why, count in reasons.items() if count == 1)
+    return [*rows, [alone, "1 each"]]
 
 
 def _quantity_cells(catalogue: Source, known_names: set[str]) -> list[list[str]]:
-    """The quantities of the catalogue, without those that are one of the named columns."""
+    """The quantities of the catalogue that are more than a column or a view with a name."""
     cells: list[list[str]] = []
     for claim in catalogue.claim:
         names = re.findall(r"`(?:uniform_)?(\w+)`", claim.covered_by)
         # What is left beside the names are commas, "and" and "or" if it is named.
         rest = re.sub(rf"`\w+`|{KIND_WORDS}|,|;|and|or", "", claim.covered_by)
-        if not (names and set(names) <= known_names and not rest.strip()):
-            cells.append([claim.text, claim.covered_by or f"*left out*: {claim.reason}"])
+        has_a_name = names and set(names) <= known_names and not rest.strip()
+        if claim.covered_by and not has_a_name:
+            cells.append([claim.text, claim.covered_by])
     return cells
 
 
 def _file_link(file: str) -> str:
-    return f"[{file}](../reproduce/claims/{file}.toml)"
+    return f"[{file}](../../reproduce/claims/{file}.toml)"
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -311,7 +273,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def _cell(text: str) -> str:
     """A text in a cell of a Markdown table."""
-    linked = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
+    linked = re.sub(r"docs/(\w+)/(\w+\.md)", r"[\2](../\1/\2)", text)
     return " ".join(linked.split()).replace("|", "\\|")
 
 

@@ -187,8 +187,6 @@ class Replication(BaseModel):
     """What is measured, in a sentence."""
     published_model: str
     """The model whose figures were published, as a scan names it."""
-    headline: str = ""
-    """The published value that stands for all in docs/literature.md. Default: the first."""
     published_sizes: Sizes
     """Sizes that a model must have for its numbers to be compared, by field of its description."""
     published_models: dict[str, Sizes] = {}
@@ -216,9 +214,6 @@ class Replication(BaseModel):
 
     @model_validator(mode="after")
     def _know_every_name(self) -> Self:
-        names = [value.full_name for value in self.published_values]
-        if self.headline and self.headline not in names:
-            raise ValueError(f"headline: {unknown('published value', self.headline, names)}")
         for check in self.check:
             for value in check.values:
                 if value.model and value.model not in self.published_models:
@@ -248,12 +243,6 @@ class Replication(BaseModel):
         return [value for check in self.check for value in check.values]
 
     @property
-    def headline_value(self) -> PublishedValue:
-        """The published value that stands for all."""
-        values = {value.full_name: value for value in self.published_values}
-        return values[self.headline or next(iter(values))]
-
-    @property
     def all_sizes(self) -> list[dict[str, int | str]]:
         """The sizes of every model that something was published for."""
         sizes = [self.published_sizes, *self.published_models.values()]
@@ -275,8 +264,8 @@ def read_replication(file: Path) -> Replication:
     except ValidationError as error:
         # One mistake is enough for one line.
         problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
-        raise ScanError(f"{file}: {key}: {problem['msg']}") from None
+        place = ".".join(map(str, problem["loc"]))
+        raise ScanError(f"{file}: {place}: {problem['msg']}") from None
 
 
 def find_replications(names: Iterable[str]) -> dict[str, Replication]:

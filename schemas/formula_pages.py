@@ -20,7 +20,7 @@ from headcount.schemas.scans.kinds import KINDS
 from headcount.schemas.scans.values import range_of
 from headcount.schemas.statistics import Statistic
 
-DOCS = PACKAGE.parent / "docs"
+DOCS = PACKAGE.parent / "docs" / "reference"
 
 PAGES: dict[str, Kind[Any]] = {kind.page: kind for kind in KINDS}
 """The kind that each page describes. Kinds with the same registry share a page."""
@@ -52,14 +52,12 @@ def _entry(formula: Formula) -> str:
         facts.append(_options(formula))
     if formula.undefined_when:
         facts.append(formula.undefined_when)
-    facts.append(f"reads {', '.join(f'`{name}`' for name in formula.parameters)}")
-    facts.append(f"source {PAPER.sub(LINK, formula.source)}")
     lines = [
         f"### {formula.function}\n",
         f"{formula.meaning}\n",
         f"    {' '.join(formula.formula.split())}\n",
         *(f"{note}\n" for note in notes_of(formula.compute)),
-        f"{'; '.join(facts)}.\n",
+        f"{'; '.join(facts)} ({PAPER.sub(LINK, formula.source)}).\n",
     ]
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """How far each precision drifts from float64, statistic by statistic: `make precision`.
 
-It writes docs/precision.md with the verdicts and benchmarks/precision_drift.csv with every figure.
+It writes docs/internals/precision.md with the verdicts and benchmarks/precision_drift.csv with
+every figure.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "precision.md"
+PAGE = ROOT / "docs" / "internals" / "precision.md"
 FIGURES = ROOT / "benchmarks" / "precision_drift.csv"
 MEASURED_ON = ROOT / "benchmarks" / "results" / "precision.json"
 """The machine, and the size of each case."""
 
 TEXT = {
     "family": "text",
-    "files": ["README.md", "docs/*.md", "models/*/CARD.md", "CHANGELOG.md"],
+    "files": ["README.md", "docs/*/*.md", "models/*/CARD.md", "CHANGELOG.md"],
     "packing": "concat",
 }
 BLOCKS = {"family": "repeated_random"}
@@ -339,9 +340,8 @@ def page(record: Json, cases: Sequence[Case]) -> str:
         _paragraph(
             "A precision names the number format of the factors of products. Sums, norms, "
             "softmax, the residual stream and the statistics are float32 in every precision "
-            "(float64 in `float64`, except where transformers always computes in float32: the "
-            "norms of Llama, Qwen 2 and Gemma 2 in both engines, and their softmax in the dense "
-            "engine; that moved three statistics of tiny models by up to 1.2e-7)."
+            "(float64 in `float64`, except where transformers always computes in float32: norms "
+            "of Llama, Qwen 2 and Gemma 2, and their softmax in the dense engine)."
         ),
         _paragraph(
             "A drift compares one value of one row with its float64 value: absolutely for "
@@ -384,10 +384,10 @@ def page(record: Json, cases: Sequence[Case]) -> str:
         _list([_beyond(precision, unjudged) for precision in FASTEST_ACCEPTABLE.values()]),
         "## Every figure",
         _paragraph(
-            "[benchmarks/precision_drift.csv](../benchmarks/precision_drift.csv) has the median, "
-            "the 99th percentile (`p99`) and the maximum of each model, input, precision and "
-            f"statistic. DuckDB reads it from the root of the repository, as here `sink_mass` on "
-            f"`{SHARP}`:"
+            "[benchmarks/precision_drift.csv](../../benchmarks/precision_drift.csv) has the "
+            "median, the 99th percentile (`p99`) and the maximum of each model, input, precision "
+            "and statistic. DuckDB reads it from the root of the repository, as here `sink_mass` "
+            f"on `{SHARP}`:"
         ),
         f"```sql\n{QUERY}```",
         grid(*answer(QUERY)),

@@ -1,8 +1,8 @@
 """What a run on Ray tells Prometheus, while it runs.
 
-Each metric is defined here once: its name, kind, unit, tags and meaning. `docs/operations.md` has
-the same table, and the dashboard in `deploy/grafana` draws them. Ray collects them on every node
-and puts `ray_` before each name, and `_total` behind that of a counter.
+Each metric is defined here once: its name, kind, unit, tags and meaning. The same table is in
+`docs/internals/operations.md`, and the dashboard in `deploy/grafana` draws them. Ray collects them
+on every node and puts `ray_` before each name, and `_total` behind that of a counter.
 
 Metrics are for watching. What was measured is in the commits: a process that is killed loses what
 it has counted since Ray last collected it, 10 s at most.

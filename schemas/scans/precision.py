@@ -43,4 +43,4 @@ The difference is absolute for probabilities and relative for other values.
 """
 
 FASTEST_ACCEPTABLE = {"cpu": "float32", "cuda": "float16x2_linears"}
-"""What `precision = "auto"` means on each device; docs/precision.md has the measurements."""
+"""What `precision = "auto"` means on each device; measured in docs/internals/precision.md."""

@@ -111,7 +111,7 @@ class Setting(BaseModel):
     """
     precision: str = "auto"
     """Number formats of the model's products. auto: the fastest with acceptable drift
-    (docs/precision.md).
+    (docs/internals/precision.md).
     """
     engine: Literal["fused", "dense"] = "fused"
     """fused: never builds an attention pattern. dense: the reference, which builds every pattern

@@ -117,19 +117,18 @@ KIND = Kind(
     introduction="""\
 # Statistics
 
-Each is a float32 column of the table `heads`, which has one row per sequence × layer × head. This
-page is generated from the functions in `schemas/statistics/` by `make docs`.
+Float32 columns of the table `heads`, which has one row per sequence × layer × head. Generated from
+`schemas/statistics/` by `make docs`.
 
 `A[q,k]` is the attention pattern (causal, k ≤ q), `S[q,k]` the score just before the softmax. T =
-`n_ctx`, q and k count from 0, `t[q]` is a token. A value that is not defined is NULL, never 0. The
-last line of an entry has unit and range, and:
+`n_ctx`, q and k count from 0, `t[q]` is a token. An undefined value is NULL, never 0. The last line
+of an entry has unit, range and source, and:
 
-* *standard*: measured unless a scan names statistics. A scan asks for the others by name, or for
-  `all`.
+* *standard*: measured unless a scan names statistics. The others are named, or come with `all`.
 * *baseline*: the column `uniform_NAME` of the table `sequences` is the value of uniform attention,
   `A[q,k] = 1/(q+1)`, on the same sequence.
-* *options*: a scan writes them in their order, `distant_mass(8,128)`. Those left out have their
-  defaults. All of them are in the column's name, `distant_mass_8_128`.
+* *options*: written in their order, `distant_mass(8,128)`. The column's name has all of them,
+  `distant_mass_8_128`.
 
 Windows and learned sinks: [models.md](models.md#windows-and-sinks). Quantities of the literature
 without a column of their own: [literature.md](literature.md).

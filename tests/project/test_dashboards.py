@@ -17,7 +17,7 @@ STATISTICS = ["entropy", "sink_mass"]
 @pytest.fixture(scope="module")
 def dashboard() -> dict[str, Any]:
     """The functions of the dashboard. Streamlit is imported by `main` alone."""
-    return runpy.run_path(str(ROOT / "docs" / "streamlit_dashboard.py"))
+    return runpy.run_path(str(ROOT / "docs" / "guide" / "streamlit_dashboard.py"))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_what_the_dashboard_shows_grows_with_the_run(
 
 
 def test_the_queries_of_the_page_have_answers(fields: dict[str, Any]) -> None:
-    page = (ROOT / "docs" / "dashboards.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "dashboards.md").read_text(encoding="utf-8")
     queries = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
     assert len(queries) == 4
     with headcount.scan(fields, quiet=True) as runs:

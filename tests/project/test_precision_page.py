@@ -1,4 +1,4 @@
-"""docs/precision.md: its verdicts follow from the figures, and its query answers what it shows."""
+"""precision.md: its verdicts follow from the figures, and its query answers what it shows."""
 
 from __future__ import annotations
 

@@ -336,21 +336,23 @@ def test_a_mistake_points_at_its_place(database: RunDatabase, path: Path) -> Non
 
 @pytest.mark.long
 def test_the_answers_of_the_page_are_right_and_every_query_can_be_asked(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "queries.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "queries.md").read_text(encoding="utf-8")
     queries = read_queries(QUERIES)
     assert len(reference_pages.answers_by_query().keys() & queries.keys()) >= 10
     database: RunDatabase | None = None
-    for step in steps_of(page):
+    tutorial = (ROOT / "docs" / "guide" / "tutorial.md").read_text(encoding="utf-8")
+    files = [step for step in steps_of(tutorial) if isinstance(step, FileToSave)]
+    for step in [*files, *steps_of(page)]:
         if isinstance(step, FileToSave) or step.output is None:
             follow(step, tmp_path)
             continue
         # The runs are opened once. As a command, every query would open them anew.
-        database = database or open_runs(tmp_path / "runs")
+        database = database or open_runs(tmp_path / "examples")
         (command,) = step.commands
         *_, query = shlex.split(command)
         printed = io.StringIO()
         write_table(run_query(database.connection, query), printed)
-        advice = "if this is right: python -m tests.pages.page_commands docs/queries.md"
+        advice = "if this is right: python -m tests.pages.page_commands docs/reference/queries.md"
         assert same_output(step.output, printed.getvalue()), f"{printed.getvalue()}\n{advice}"
     assert database is not None
     for name, query in queries.items():

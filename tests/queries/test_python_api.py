@@ -24,7 +24,7 @@ from torch import nn
 import headcount
 from headcount.schemas.scans.scan import load_scan
 from tests import ROOT
-from tests.pages.page_commands import FileToSave, steps_of
+from tests.pages.page_commands import FileToSave, follow, steps_of
 from tests.project.test_packaging import MEASURING
 from tests.tools.processes import DIES_WITH_ITS_PARENT
 from tests.toys.toy_models import D_VOCAB, family, gpt2, save_model
@@ -515,23 +515,15 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def names_after(page_name: str) -> dict[str, Any]:
-    """What a page's Python leaves behind, run from top to bottom as in a notebook."""
-    page = (ROOT / "docs" / page_name).read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, names)
-    return names
-
-
-@pytest.mark.long
 @pytest.mark.usefixtures("elsewhere")
-def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    saved, *_ = steps_of((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert isinstance(saved, FileToSave)
-    Path(saved.name).write_text(saved.content, encoding="utf-8")
-    names = names_after("python.md")
-    assert "did you mean 'sink_mass'" in capsys.readouterr().out
+def test_the_code_of_the_page_runs() -> None:
+    guide = ROOT / "docs" / "guide"
+    saved, *_ = steps_of((guide / "tutorial.md").read_text(encoding="utf-8"))
+    steps = steps_of((guide / "python.md").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    for step in [saved, *steps]:
+        if isinstance(step, FileToSave) or step.language == "python":
+            follow(step, Path(), names)
     assert names["answer"].columns == ["label", "induction"]
     means = names["ranking"].df()["mean"].tolist()
     assert len(means) == 24
@@ -539,11 +531,6 @@ def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     look_at_a_card(names["head"], names["run"])
     names["runs"].close()
     names["run"].close()
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_the_code_of_the_page_about_models_in_memory_runs() -> None:
-    names = names_after("measure.md")
     assert names["rows"].num_rows == 8 * 24
     assert set(names["changed"]["intervention"].to_pylist()) == {"none", "zero_query_bias"}
 
@@ -563,7 +550,7 @@ def look_at_a_card(head: Any, runs: Any) -> None:
         runs.head("L9H9")
 
 
-NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
+NOTEBOOK = ROOT / "docs" / "guide" / "notebook.ipynb"
 
 
 @pytest.mark.long

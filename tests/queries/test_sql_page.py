@@ -1,4 +1,4 @@
-"""Every example of docs/sql.md has an answer, and keeps runs and interventions apart."""
+"""Every example of docs/guide/sql.md has an answer, and keeps runs and interventions apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from headcount.jobs.run.loop import missing_shards
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.scans.scan import parse_scan
-from headcount.workers.model.files.model_info import describe
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
 from tests import ROOT
@@ -46,10 +45,7 @@ class Measured(NamedTuple):
         ]
 
 
-PAGE = ROOT / "docs" / "sql.md"
-PYTHON_EXAMPLES = re.findall(
-    r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL
-)
+PAGE = ROOT / "docs" / "guide" / "sql.md"
 BEFORE, KEYS_AND_TOKENS, AFTER = PAGE.read_text(encoding="utf-8").partition("## Keys and tokens")
 OF_STATISTICS, OF_MORE = (
     re.findall(r"```sql\n(.*?)```", part, flags=re.DOTALL) for part in (BEFORE, AFTER)
@@ -143,21 +139,6 @@ def measured(measured_runs: RunDatabase, models: list[Path]) -> Measured:
     with torch.inference_mode():
         output = gpt2(torch.from_numpy(tokens).long(), output_attentions=True)
     return Measured(database, tokens, torch.stack(output.attentions, 1).double().numpy())
-
-
-def test_the_examples_in_python_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "runs", "a-1", {"sink_mass": lambda row: 0.5 + row.head / 10})
-    monkeypatch.chdir(tmp_path)
-    # The second example continues the first: it uses its variables.
-    variables: dict[str, Any] = {}
-    exec("\n".join(PYTHON_EXAMPLES), variables)
-    masses = [0.5, 0.5, 0.6, 0.6, 0.7, 0.7]
-    assert sorted(variables["heads"].df()["sink_mass"]) == pytest.approx(masses)
-    assert "L1H2" in capsys.readouterr().out
-    info = describe(tmp_path / "my-model")
-    assert (info.n_layers, info.n_heads) == (2, 4)
 
 
 @pytest.mark.parametrize("sql", SQL_EXAMPLES, ids=lambda sql: sql.split("\n")[0][:50])

@@ -4,7 +4,7 @@
 -- standard_error: over sequences, or over shards if a document has several sequences; NULL for a
 -- single one. It is too small if documents are about as long as shards. groups: how many sequences
 -- or shards that are.
--- Needs: profiles = ["…"] in the scan, names from docs/profiles.md.
+-- Needs: profiles = ["…"] in the scan, names from docs/reference/profiles.md.
 WITH
     -- An empty table with the columns that only some runs have.
     measured AS (

@@ -198,7 +198,7 @@ def test_a_cluster_file_brings_neither_our_code_nor_another_ray(name: str) -> No
         "deploy/bare-machines.yaml",
         "deploy/gcp.yaml",
         "deploy/rayjob.yaml",
-        "docs/cluster.md",
+        "docs/guide/cluster.md",
     ],
 )
 def test_no_file_holds_a_key(path: str) -> None:
@@ -341,7 +341,7 @@ def test_one_ray_everywhere() -> None:
     ]
     images += [cluster(name)["docker"]["image"] for name in CLUSTERS]
     assert {tag for image in images for tag in IMAGE.findall(image)} == {version}
-    assert set(re.findall(r'"ray\[default\]==(\S+)"', text("docs/cluster.md"))) == {version}
+    assert set(re.findall(r'"ray\[default\]==(\S+)"', text("docs/guide/cluster.md"))) == {version}
     assert Version(version).release[:2] == Version(ray.__version__).release[:2]
 
 
@@ -377,7 +377,9 @@ def test_the_image_never_has_our_code() -> None:
     copied = [words[1:-1] for words in instructions if words[0] in ("COPY", "ADD")]
     assert copied == [["requirements.txt", "constraints.txt"]]
     assert not {"headcount", *PACKAGES} & set(requirements())
-    built = re.findall(r"docker build .*", text("deploy/Dockerfile") + text("docs/cluster.md"))
+    built = re.findall(
+        r"docker build .*", text("deploy/Dockerfile") + text("docs/guide/cluster.md")
+    )
     assert len(built) == 2
     assert all(re.search(r" deploy(\s|$)", command) for command in built), (
         "the build context holds no code"
@@ -389,7 +391,7 @@ def test_the_image_never_has_our_code() -> None:
 
 
 def test_the_page_uses_only_commands_that_exist() -> None:
-    code = "\n".join(code_blocks(text("docs/cluster.md"), ""))
+    code = "\n".join(code_blocks(text("docs/guide/cluster.md"), "bash"))
     used = re.findall(r"(?:^|token )headcount (\w+)", code, re.MULTILINE)
     assert set(used) <= COMMANDS
     assert {
@@ -410,10 +412,10 @@ def test_the_page_uses_only_commands_that_exist() -> None:
 
 
 def test_the_page_names_files_that_exist_and_fits_its_width() -> None:
-    page = text("docs/cluster.md")
+    page = text("docs/guide/cluster.md")
     for path in re.findall(r"\b(?:cluster\.yaml|deploy/[\w.-]+)", page):
         assert (ROOT / path).is_file(), path
     files = [f"deploy/{file.name}" for file in DEPLOY.iterdir() if file.is_file()]
     files.remove("deploy/constraints.txt")  # uv writes it.
-    for path in ("docs/cluster.md", "cluster.yaml", *files):
+    for path in ("docs/guide/cluster.md", "cluster.yaml", *files):
         assert [line for line in text(path).splitlines() if len(line) > 132] == [], path

@@ -354,8 +354,8 @@ def test_a_driver_that_dies_at_once_is_said_with_the_last_lines_of_its_log(
 
 
 def check_quoted(title: str, printed: str) -> None:
-    """Compare what was printed with what docs/troubleshooting.md quotes; `…` is anything."""
-    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    """Compare what was printed with what docs/guide/troubleshooting.md quotes; `…` is anything."""
+    page = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
     (quoted,) = re.findall(rf"\*\*{re.escape(title)}\*\*\n\n```text\n(.+?)```", page, re.DOTALL)
     expected = re.escape(" ".join(quoted.split())).replace("…", ".*")
     assert re.fullmatch(expected, " ".join(printed.split())), printed

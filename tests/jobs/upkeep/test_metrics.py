@@ -163,7 +163,7 @@ def test_names_have_units_and_the_page_has_their_table() -> None:
     for metric in METRICS:
         assert metric.name.startswith("headcount_")
         assert metric.unit.split()[0].rstrip(",") in metric.name
-    assert metrics.table() in (ROOT / "docs" / "operations.md").read_text()
+    assert metrics.table() in (ROOT / "docs" / "internals" / "operations.md").read_text()
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:

@@ -1,4 +1,4 @@
-"""Every example of docs/files.md runs, and every reader of the files keeps run and intervention."""
+"""Every example of files.md runs, and every reader of the files keeps run and intervention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
 HEADINGS = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 

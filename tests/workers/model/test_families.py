@@ -1,4 +1,4 @@
-"""Every family of causal language models that transformers knows, held against docs/models.md."""
+"""Every family of causal language models that transformers knows, held against models.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.toys import model_families
 
 EXPECTED = model_families.expected_answers()
-"""What docs/models.md says of each family."""
+"""What docs/reference/models.md says of each family."""
 
 MOST_ALIKE = 3
 
