@@ -68,7 +68,7 @@ def query(
     typed: Annotated[
         str | None,
         typer.Argument(
-            metavar="QUESTION",
+            metavar="QUERY",
             help="Name of a view, with its parameters (--threshold 0.2; NAME --help explains "
             "them), SQL, a file of SQL (NAME.sql or @NAME), or - for stdin. "
             "Default: list the views.",

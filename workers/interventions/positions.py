@@ -60,7 +60,7 @@ def scale_first_position(W_pos: Tensor, *, alpha: Factor) -> Tensor:
 
 @intervention
 def scale_position(W_pos: Tensor, *, position: Index, alpha: Factor) -> Tensor:
-    """The embedding of a position is multiplied by alpha: the change of scale_first_position,
+    """The embedding of a position is multiplied by alpha: the intervention scale_first_position,
     elsewhere.
     """
     _check_position(position, len(W_pos))
@@ -110,7 +110,7 @@ def zero_first_token(embed: Tensor) -> Tensor:
 
 @intervention
 def zero_token(embed: Tensor, *, position: Index) -> Tensor:
-    """The embedding of the token at a position is set to zero: the change of zero_first_token,
+    """The embedding of the token at a position is set to zero: the intervention zero_first_token,
     elsewhere.
     """
     _check_position(position, embed.shape[1])
