@@ -310,7 +310,7 @@ def _with_parameters(query: str, parameters: dict[str, object]) -> str:
     found = queries.get(query.strip())
     if found is None:
         raise QueryError(
-            f"{next(iter(parameters))}: only found queries take parameters, and this is SQL; "
+            f"{next(iter(parameters))}: only named queries take parameters, and this is SQL; "
             "write the value into it"
             if " " in query.strip()
             else unknown("query", query.strip(), queries)

@@ -157,23 +157,23 @@ class RunsShown:
         execute = database.connection.execute
         execute(
             "CREATE OR REPLACE TABLE internal.shown AS "
-            f"SELECT * FROM (VALUES {cells}) AS t(run_id, intervention)"
+            f"SELECT * FROM (VALUES {cells}) AS t(run_id, shown_as)"
         )
         shown_runs = "run_id IN (SELECT run_id FROM internal.shown)"
         execute(
             f"CREATE OR REPLACE VIEW main.runs AS SELECT * FROM internal.runs WHERE {shown_runs}"
         )
-        source = "'none'" if self.is_null else "shown.intervention"
+        source = "'none'" if self.is_null else "shown.shown_as"
         columns = _columns(database)
         for name, table in TABLES.items():
-            measured_columns = columns["commit log", name]
+            measured_columns = columns["internal", name]
             if "intervention" not in measured_columns:
                 continue
             # The columns that users see, in their order: views over a table must still fit it.
             is_labelled = "label" in columns["main", name] - measured_columns
             label = ", 'L' || layer || 'H' || head AS label" if is_labelled else ""
             rows = (
-                f"SELECT measured.* REPLACE (shown.intervention AS intervention) "
+                f"SELECT measured.* REPLACE (shown.shown_as AS intervention) "
                 f"FROM internal.{name} AS measured JOIN internal.shown AS shown "
                 f"ON measured.run_id = shown.run_id AND measured.intervention = {source}"
             )

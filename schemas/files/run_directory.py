@@ -147,7 +147,8 @@ class RunDirectory:
         except OSError as error:
             raise RunError(f"{self.manifest_file}: cannot be read ({reason(error)})") from None
         except ValidationError as error:
-            if any(problem["loc"] == ("layout",) for problem in error.errors()):
+            wrong_fields = {problem["loc"] for problem in error.errors()}
+            if ("layout",) in wrong_fields and ("run_id",) not in wrong_fields:
                 raise OtherRunError(
                     f"{self.path}: its files are laid out in another way than in this headcount; "
                     f"read it with the version that wrote it (before layouts were numbered: 0.3)"

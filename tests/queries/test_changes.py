@@ -78,7 +78,7 @@ def test_effects_are_those_of_numpy(tmp_path: Path) -> None:
         before = [cell(Row("none", *place)) for place in places]
         after = [cell(Row(row["intervention"], *place)) for place in places]
         assert row["label"] == f"L{row['layer']}H{row['head']}"
-        check(row, before, after, ("untouched", "changed"))
+        check(row, before, after, ("untouched", "intervened"))
 
 
 def test_a_single_pair_has_no_standard_error_and_no_pair_no_row(tmp_path: Path) -> None:

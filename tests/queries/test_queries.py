@@ -408,7 +408,7 @@ def test_an_empty_table_has_the_types_that_a_copy_would_have(tmp_path: Path) -> 
             connection.execute(
                 f"SELECT column_name, column_type FROM (DESCRIBE {table})"
             ).fetchall()
-            for table in ("copied", f"commit log.t{number}_content")
+            for table in ("copied", f"internal.t{number}_content")
         )
         assert copied == created
 

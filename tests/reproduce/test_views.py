@@ -99,7 +99,7 @@ def test_slopes_are_of_each_data_set_and_then_averaged() -> None:
 def test_half_a_dose_is_part_of_the_change() -> None:
     dose = """
         SELECT * FROM (VALUES ('scale_query_bias', 0.0, 0.2), ('scale_query_bias', 0.5, 0.35),
-                              ('scale_query_bias', 1.0, 0.5)) AS t(intervention, dose, mean)
+                              ('scale_query_bias', 1.0, 0.5)) AS t(name, dose, mean)
     """
     sql = check("sink_circuit_doses", "half a dose").sql
     assert opened("sink_circuit_doses", dose=dose).execute(sql).fetchall() == [

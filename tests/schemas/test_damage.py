@@ -267,7 +267,7 @@ def test_a_checked_file_is_remembered_until_it_changes(
     read: list[str] = []
 
     def problem(*arguments: Any) -> str | None:
-        read.append(arguments[2].path)
+        read.append(arguments[1].path)
         return damage.problem(*arguments)
 
     monkeypatch.setattr(verified_files, "problem", problem)
@@ -473,7 +473,7 @@ def test_a_broken_run_does_not_hide_other_runs(
         if not (what == "another column" and command != "query"):
             assert why in f"{done.stderr}{done.exception}"
     assert database.rows("SELECT run_id, count(*) FROM heads GROUP BY 1") == [("b-1", 8 * SHARDS)]
-    assert [name[:6] for name in os.listdir(local(other.commits_directory))] == ["segment-0"]
+    assert [name[:9] for name in os.listdir(local(other.commits_directory))] == ["segment-0"]
     shutil.rmtree(local(other.path))
     with pytest.raises(HeadcountError, match=why):
         open_runs(home)

@@ -167,7 +167,7 @@ def test_a_run_in_a_store_is_gathered_asked_checked_mended_and_deleted(store: S3
     measure(plan)
     rows = answer(plan)
     gather(plan.run.commits_directory, list(plan.run.commits())[:2])
-    assert sorted(n[:5] for n in names(plan.run.commits_directory)) == ["segment-", "shard"]
+    assert sorted(n[:5] for n in names(plan.run.commits_directory)) == ["segme", "shard"]
     assert answer(plan) == rows
     count = "SELECT count(*) AS n FROM sequences"
     assert command("query", plan.run.path, count, "--format", "csv").output.split() == ["n", "12"]

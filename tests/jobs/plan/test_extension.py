@@ -455,7 +455,7 @@ CHANGED = "the corpus has changed since the run was begun: "
         ),
         (
             lambda file, run: record_of(run).rename(local(run.index) / "documents.parquet"),
-            "begun by an older headcount, which kept no tokens of its",
+            "gone, so nothing says which corpus the run was begun with",
         ),
         (
             lambda file, run: record_of(run).write_text("[]"),
