@@ -1,14 +1,22 @@
-"""The order of files, caches of the tests' own, and commands that can be interrupted."""
+"""The order of files, how long a test may take, caches of the tests' own, and commands that can be
+interrupted.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import sys
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
 import pytest
 
 # A shell starts what runs in the background deaf to interrupts, and commands inherit that; those
@@ -16,39 +24,78 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST_FILES = (
-    "test_faults.py",
-    "test_cluster.py",
-    "test_controls.py",
-    "test_remote.py",
-    "test_reference.py",
-    "test_reproduce.py",
-    "test_dispatch.py",
-    "test_compact.py",
-    "test_machine.py",
-    "test_runs.py",
-    "test_families.py",
-    "test_corpus_preparation.py",
-    "test_report.py",
-    "test_bench.py",
-    "test_extension.py",
-    "test_explore.py",
-    "test_kernel.py",
-    "test_damage.py",
-    "test_preemption.py",
-    "test_metrics.py",
-    "test_queries.py",
-    "test_packaging.py",
-    "test_measured_heads.py",
-    "test_stores.py",
-)
-"""They come first, so that no worker begins a long file when the others have ended."""
+CPU_LIMIT = 3.0
+"""Seconds of a processor after which a test belongs to the long ones."""
+WAIT_LIMIT = 10.0
+"""Seconds after which a test is named at the end. Other programs may have held it up."""
+MODULE_SECONDS = 0.005
+"""What a test may take for each module that it is the first to import."""
+LOOP_SECONDS = 0.04
+"""What the loop of `slowness` takes where CPU_LIMIT holds as it stands."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of the longest files before all others."""
-    places = {name: place for place, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    """Put the largest files first: no worker begins one of them when the others have ended.
+
+    Order by measured seconds would end a hundredth earlier.
+    """
+    items.sort(key=lambda item: (-item.path.stat().st_size, str(item.path)))
+
+
+def cpu_seconds() -> float:
+    """Seconds of a processor that this process and its ended children have taken.
+
+    Commands of tests are children of the fork server, whose own start is no test's.
+    """
+    times = os.times()
+    seconds = times.user + times.system + times.children_user + times.children_system
+    server = forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
+    if server is not None:
+        with contextlib.suppress(psutil.Error):
+            commands = psutil.Process(server).cpu_times()
+            seconds += getattr(commands, "children_user", 0) + getattr(
+                commands, "children_system", 0
+            )
+    return seconds
+
+
+def slowness() -> float:
+    """How many times longer this machine takes now, at least 1."""
+    began = time.process_time()
+    sum(number * number for number in range(1_000_000))
+    return max(1.0, (time.process_time() - began) / LOOP_SECONDS)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Let a test fail that takes long and is not marked so."""
+    before, modules = cpu_seconds(), len(sys.modules)
+    yield
+    seconds = cpu_seconds() - before - MODULE_SECONDS * (len(sys.modules) - modules)
+    if seconds > CPU_LIMIT and item.get_closest_marker("long") is None:
+        factor = slowness()
+        if seconds > CPU_LIMIT * factor:
+            took = f"{seconds / factor:.1f} s of a processor"
+            pytest.fail(f"{took}: more than {CPU_LIMIT:.0f} is `long`", pytrace=False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the files that took longest, and the tests that waited."""
+    of_files: defaultdict[str, float] = defaultdict(float)
+    waited: list[str] = []
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                of_files[report.nodeid.partition("::")[0]] += report.duration
+                if report.duration > WAIT_LIMIT and "long" not in report.keywords:
+                    waited.append(f"{report.duration:7.1f} s  {report.nodeid} ({report.when})")
+    terminalreporter.section(f"seconds by file, {sum(of_files.values()):.0f} in all")
+    for name, seconds in sorted(of_files.items(), key=lambda pair: -pair[1])[:15]:
+        terminalreporter.write_line(f"{seconds:7.1f} s  {name}")
+    if waited:
+        terminalreporter.write_line("not marked `long`, and slow here:")
+        for line in waited:
+            terminalreporter.write_line(line)
 
 
 # The modules and tests that are collected stay for good. The collector would look through these two

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,7 @@ from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
 from tests import ROOT
 from tests.tools.committed_rows import compare, rows_of
-from tests.tools.processes import MARK, Command, kill, marked
+from tests.tools.processes import MARK, Command, kill, marked, start_fork_server
 from tests.tools.s3_server import Action, Rule, S3Server
 from tests.tools.workers import FORKED, NODE_OPTIONS, forked_workers
 
@@ -77,9 +77,13 @@ class World:
 
     folder: Path
     rng: random.Random
-    store: S3Server
+    store: S3Server | None
     node_options: Mapping[str, Any]
     """Options of each node of the cluster."""
+    n_nodes: int = 2
+    """Nodes of one core beside the head, which then has none; without any it has two."""
+    workers_parent: psutil.Process | None = None
+    """What workers are forked from, if they are."""
     cluster: Cluster | None = None
     out: str = ""
     n_replicas: int = 2
@@ -88,7 +92,7 @@ class World:
     errors: str = ""
     """What the drivers of this schedule have printed to stderr."""
     in_store: bool | None = None
-    """Whether runs are written to the store. None draws it for each run."""
+    """Whether runs are written to the store. None draws it for each run, if there is a store."""
     bad_requests: int = 20
     """How many requests the store refuses when it falters. It loses half as many answers."""
     driver: Command | None = None
@@ -99,7 +103,6 @@ class World:
 
     @property
     def scan_file(self) -> Path:
-        """The scan that every driver is given."""
         return self.folder / "chaos.toml"
 
     @property
@@ -109,20 +112,22 @@ class World:
 
     @property
     def run(self) -> RunDirectory:
-        """The run of this schedule."""
         return RunDirectory.of(self.out, load_scan(self.scan_file).run_id("chaos"))
 
     def begin_schedule(self) -> None:
         """Choose an empty place to write to, on this disk or in the store."""
         name = f"{self.rng.getrandbits(32):08x}"
-        in_store = self.rng.choice([False, True]) if self.in_store is None else self.in_store
+        in_store = self.store is not None and self.in_store
+        if self.store is not None and self.in_store is None:
+            in_store = self.rng.choice([False, True])
         self.out = f"s3://bucket/{name}" if in_store else str(self.folder / name)
         self.errors = ""
         self.withdraw_faults()
 
     def withdraw_faults(self) -> None:
         """Withdraw the orders that nobody has obeyed, and let suspended processes continue."""
-        self.store.set_rules()
+        if self.store is not None:
+            self.store.set_rules()
         for order in self.orders.iterdir():
             order.unlink(missing_ok=True)
         for process in self.suspended:
@@ -131,11 +136,13 @@ class World:
         self.suspended.clear()
 
     def ensure_cluster(self) -> Cluster:
-        """A head and two nodes of one core each. Nodes that are gone are replaced."""
+        """The head and its nodes. Nodes that are gone are replaced."""
         if self.cluster is None:
-            head_options = {**self.node_options, "_system_config": SYSTEM_CONFIG, "num_cpus": 0}
-            self.cluster = Cluster(initialize_head=True, head_node_args=head_options)
-        while len(self.cluster.worker_nodes) < 2:
+            head_options = {"_system_config": SYSTEM_CONFIG, "num_cpus": 0 if self.n_nodes else 2}
+            self.cluster = Cluster(
+                initialize_head=True, head_node_args={**self.node_options, **head_options}
+            )
+        while len(self.cluster.worker_nodes) < self.n_nodes:
             self.add_node(self.cluster)
         self.cluster.wait_for_nodes()
         return self.cluster
@@ -159,8 +166,11 @@ class World:
         return self.driver
 
     def replicas(self) -> list[psutil.Process]:
-        """The processes of the replicas."""
-        return list(marked(str(self.folder), "ray::ReplicaActor"))
+        if self.workers_parent is None:
+            return list(marked(str(self.folder), "ray::ReplicaActor"))
+        # What is forked has the mark of the process that it is forked from: none.
+        children = self.workers_parent.children()
+        return [process for process in children if is_replica(process)]
 
     def committed_shards(self) -> int:
         """How many shards are committed.
@@ -180,6 +190,23 @@ class World:
         return code
 
 
+def is_replica(process: psutil.Process) -> bool:
+    """Whether a worker has become a replica. It may also have ended meanwhile."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()[0].startswith("ray::ReplicaActor")
+    return False
+
+
+def halt_after_commits(orders: Path, commits: int) -> None:
+    """Order a driver's replicas to commit so many shards, and then to wait for ever."""
+    # `pass` comes before `wait`: orders are obeyed in the order of their names. A replica works at
+    # a few shards at once, and each of them must wait.
+    for number in range(commits):
+        (orders / f"pass@commit.{number}").touch()
+    for number in range(8):
+        (orders / f"wait@commit.{number}").touch()
+
+
 FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {}
 
 
@@ -189,49 +216,65 @@ def fault(function: Callable[[World], None]) -> Callable[[World], None]:
     return function
 
 
-@fault
-def replica_killed(world: World) -> None:
-    """kill -9, whatever it is doing."""
-    for process in world.replicas()[:1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+def sends(number: int, to_driver: bool) -> Callable[[World], None]:
+    """A fault: the driver or a replica gets a signal, whatever it is doing."""
+
+    def strike(world: World) -> None:
+        receivers = [world.driver] if to_driver else world.replicas()[:1]
+        for process in receivers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                assert process is not None
+                process.send_signal(number)
+
+    return strike
 
 
-@fault
-def replica_terminated(world: World) -> None:
-    """SIGTERM: the notice of a preemption."""
-    for process in world.replicas()[:1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
+def strikes_at_write(action: str, point: str, path: str) -> Callable[[World], None]:
+    """A fault that strikes at the next such write; it waits until then or the driver's end.
+
+    On a disk a replica strikes itself, because it is the one that knows the moment; the order is a
+    file. In a store the server does.
+    """
+
+    def strike(world: World) -> None:
+        assert world.driver is not None
+        store, order = world.store, world.orders / f"{action}@{point}.{world.rng.getrandbits(16)}"
+        in_store = isinstance(world.run.path, StorePath)
+        if in_store and store is not None:
+            pids = [process.pid for process in world.replicas()]
+            server_action = Action(kill=pids) if action == "kill" else Action(status=500)
+            store.set_rules(Rule(server_action, method="PUT", path=path, count=1))
+        else:
+            order.touch()
+        while world.driver.poll() is None:
+            if store.spent() != [0] if in_store and store is not None else not order.exists():
+                return
+            time.sleep(POLL_SECONDS)
+
+    return strike
 
 
-@fault
-def replica_killed_while_writing(world: World) -> None:
-    """Just before a data file appears."""
-    _strike_at_write(world, "kill", "data", r"/heads/")
-
-
-@fault
-def replica_killed_before_its_commit(world: World) -> None:
-    """Between the data files and the commit."""
-    _strike_at_write(world, "kill", "commit", r"/commits/")
-
-
-@fault
-def disk_full_for_data(world: World) -> None:
-    """No space left on device, or the store says 500, for a data file."""
-    _strike_at_write(world, "full", "data", r"/sequences/")
-
-
-@fault
-def disk_full_for_a_commit(world: World) -> None:
-    """The same for a commit."""
-    _strike_at_write(world, "full", "commit", r"/commits/")
+FAULTS_BY_NAME |= {
+    "replica_killed": sends(signal.SIGKILL, to_driver=False),
+    # The notice of a preemption.
+    "replica_terminated": sends(signal.SIGTERM, to_driver=False),
+    "driver_killed": sends(signal.SIGKILL, to_driver=True),
+    "driver_terminated": sends(signal.SIGTERM, to_driver=True),
+    # Just before a data file appears.
+    "replica_killed_while_writing": strikes_at_write("kill", "data", "/heads/"),
+    # Between the data files and the commit.
+    "replica_killed_before_its_commit": strikes_at_write("kill", "commit", "/commits/"),
+    # No space left on device, or the store says 500.
+    "disk_full_for_data": strikes_at_write("full", "data", "/sequences/"),
+    "disk_full_for_a_commit": strikes_at_write("full", "commit", "/commits/"),
+}
 
 
 @fault
 def store_answers_503(world: World) -> None:
     """Some requests are refused, some answers are lost, some take long."""
+    if world.store is None:
+        return
     seed = world.rng.getrandbits(16)
     few = max(1, world.bad_requests // 2)
     world.store.set_rules(
@@ -263,20 +306,6 @@ def node_lost(world: World) -> None:
     ]
     cluster.remove_node(world.rng.choice(nodes), allow_graceful=False)
     world.add_node(cluster)
-
-
-@fault
-def driver_killed(world: World) -> None:
-    """kill -9 of the driver."""
-    assert world.driver is not None
-    world.driver.send_signal(signal.SIGKILL)
-
-
-@fault
-def driver_terminated(world: World) -> None:
-    """SIGTERM of the driver."""
-    assert world.driver is not None
-    world.driver.send_signal(signal.SIGTERM)
 
 
 @fault
@@ -313,30 +342,6 @@ def left_behind(world: World) -> None:
     (heads / shard_file_name(SHARDS - 1, "0" * 32)).write_bytes(b"PAR1 half")
 
 
-def _strike_at_write(world: World, action: str, point: str, path: str) -> None:
-    """Strike at the next such write, and wait until that has happened or the driver has ended.
-
-    On a disk a replica strikes itself, because it is the one that knows the moment; the order is a
-    file. In a store the server does.
-    """
-    if isinstance(world.run.path, StorePath):
-        replica_pids = [process.pid for process in world.replicas()]
-        kill_replicas, refuse = Action(kill=replica_pids), Action(status=500)
-        server_action = kill_replicas if action == "kill" else refuse
-        world.store.set_rules(Rule(server_action, method="PUT", path=path, count=1))
-
-        def is_pending() -> bool:
-            return world.store.spent() == [0]
-    else:
-        order = world.orders / f"{action}@{point}.{world.rng.getrandbits(16)}"
-        order.touch()
-        is_pending = order.exists
-
-    assert world.driver is not None
-    while world.driver.poll() is None and is_pending():
-        time.sleep(POLL_SECONDS)
-
-
 @dataclass(frozen=True)
 class Result:
     """What became of a schedule."""
@@ -354,16 +359,11 @@ class Result:
         return not (self.lost or self.doubled or self.wrong)
 
 
-def draw_lives(rng: random.Random) -> list[Life]:
-    """One or two drivers' lives, each with up to three faults."""
+def draw_life(rng: random.Random, kinds: Sequence[str] = ()) -> Life:
+    """A driver's life with up to three faults of these kinds, or of all."""
     # The last shards are left to the end of the run, so that every fault finds it at work.
-    kinds = [
-        rng.choices(list(FAULTS_BY_NAME), k=rng.randint(1, 3)) for _ in range(rng.randint(1, 2))
-    ]
-    return [
-        sorted(PlannedFault(rng.randrange(SHARDS - 4), kind) for kind in kinds_of_life)
-        for kinds_of_life in kinds
-    ]
+    drawn = rng.choices(kinds or list(FAULTS_BY_NAME), k=rng.randint(1, 3))
+    return sorted(PlannedFault(rng.randrange(SHARDS - 4), kind) for kind in drawn)
 
 
 def run_schedule(world: World, expected: pa.Table, lives: list[Life]) -> Result:
@@ -424,39 +424,39 @@ def open_world(
     replica_class: type[Replica] = Replica,
     main: str = "headcount.command_line.main",
     *,
+    with_store: bool = True,
+    n_nodes: int = 2,
     with_forked_workers: bool = False,
 ) -> Iterator[tuple[World, pa.Table]]:
     """Everything that schedules need, and the rows of an undisturbed run.
 
-    `main` is headcount with replicas of this class. Forked workers start at once.
-    Changes the environment of this process.
+    `main` is headcount with replicas that measure as this class does. Forked workers start at once.
     """
+    start_fork_server()
+    before = dict(os.environ)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-        store = stack.enter_context(S3Server())
+        store = stack.enter_context(S3Server()) if with_store else None
         # Drivers, Ray's processes and replicas inherit these: whoever writes obeys orders, and
         # whoever is left behind in the end is found by the mark.
-        os.environ |= store.env() | {
-            "PYTHONPATH": str(FAULTS),
-            "FAULTS": str(folder / "orders"),
-            MARK: str(folder),
-        }
-        node_options = NODE_OPTIONS
-        if with_forked_workers:
-            stack.enter_context(forked_workers())
-            node_options = NODE_OPTIONS | FORKED
-        world = World(folder, random.Random(seed), store, node_options, main=main)
+        orders = {"PYTHONPATH": str(FAULTS), "FAULTS": str(folder / "orders"), MARK: str(folder)}
+        os.environ |= orders | (store.env() if store else {})
+        parent = stack.enter_context(forked_workers()) if with_forked_workers else None
+        node_options = NODE_OPTIONS | (FORKED if with_forked_workers else {})
+        world = World(folder, random.Random(seed), store, node_options, n_nodes, parent, main=main)
         world.orders.mkdir()
         world.scan_file.write_text(SCAN)
         expected = reference(world.scan_file, folder / "undisturbed", replica_class)
         try:
             yield world, expected
         finally:
-            if world.driver is not None:
-                world.driver.send_signal(signal.SIGKILL)
+            for driver in filter(None, (world.driver, *world.second_drivers)):
+                driver.send_signal(signal.SIGKILL)
             if world.cluster is not None:
                 world.cluster.shutdown()
             kill(str(folder))
+    os.environ.clear()
+    os.environ |= before
 
 
 def main() -> None:
@@ -468,7 +468,8 @@ def main() -> None:
     results: list[Result] = []
     with open_world(options.seed) as (world, expected):
         for number in range(1, options.schedules + 1):
-            result = run_schedule(world, expected, draw_lives(world.rng))
+            lives = [draw_life(world.rng) for _ in range(world.rng.randint(1, 2))]
+            result = run_schedule(world, expected, lives)
             results.append(result)
             verdict = "ok"
             if not result.good:
@@ -480,10 +481,13 @@ def main() -> None:
                 flush=True,
             )
         print(", ".join(f"{kind} {count}" for kind, count in world.struck.most_common()))
+    rows, lost, doubled, wrong = (
+        sum(getattr(result, name) for result in results)
+        for name in ("expected", "lost", "doubled", "wrong")
+    )
     print(
-        f"{options.schedules} schedules, {sum(r.expected for r in results):,} rows expected, "
-        f"{sum(r.lost for r in results)} rows lost, {sum(r.doubled for r in results)} rows "
-        f"doubled, {sum(r.wrong for r in results)} rows with other values"
+        f"{options.schedules} schedules, {rows:,} rows expected, {lost} rows lost, {doubled} rows "
+        f"doubled, {wrong} rows with other values"
     )
     sys.exit(not all(result.good for result in results))
 

@@ -170,6 +170,12 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+def start_fork_server() -> None:
+    """Start it before this process's environment changes: it would keep the changes for good."""
+    fork_server()
+    forkserver.ensure_running()
+
+
 class _Command(NamedTuple):
     """What a process is told to become."""
 

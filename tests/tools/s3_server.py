@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, Self, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict
 
 from tests import ROOT
 
@@ -81,8 +81,14 @@ class Request(NamedTuple):
 
 
 class S3Server:
-    """A context manager for a server with one empty bucket, on a free port of this machine."""
+    """A context manager for a server with one empty bucket, on a free port of this machine.
 
+    A server takes a second to start, so the next one of this process with the usual bucket is the
+    same, emptied.
+    """
+
+    idle: ClassVar[list[tuple[subprocess.Popen[bytes], int]]] = []
+    """Servers that wait for the next test, and their ports."""
     port: int
 
     def __init__(
@@ -91,8 +97,25 @@ class S3Server:
         self.bucket = bucket
         self.host = host
         self._rules = rules
+        self._is_usual = (bucket, host) == ("bucket", "127.0.0.1")
 
     def __enter__(self) -> Self:
+        if self.idle and self._is_usual:
+            self._process, self.port = self.idle.pop()
+            self.request("POST", "/moto-api/reset", past_faults=True)
+        else:
+            self._start()
+        try:
+            status, body = self.request("PUT", f"/{self.bucket}", past_faults=True)
+            if status != 200:
+                raise RuntimeError(f"the bucket was refused: {status} {body!r}")
+            self.set_rules(*self._rules)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
         # The socket listens before the process is there, so the first request waits and is not
         # refused.
         with socket.create_server((self.host, 0), backlog=512) as listener:
@@ -106,17 +129,12 @@ class S3Server:
                 pass_fds=[descriptor],
                 start_new_session=True,
             )
-        try:
-            status, body = self.request("PUT", f"/{self.bucket}", past_faults=True)
-            if status != 200:
-                raise RuntimeError(f"the bucket was refused: {status} {body!r}")
-            self.set_rules(*self._rules)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
 
     def __exit__(self, *_: object) -> None:
+        if self._is_usual and self._process.poll() is None:
+            self.clear()
+            self.idle.append((self._process, self.port))
+            return
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -124,11 +142,6 @@ class S3Server:
         self._process.wait()
         if self._process.stdin:
             self._process.stdin.close()
-
-    @property
-    def pid(self) -> int:
-        """The server's process."""
-        return self._process.pid
 
     @property
     def url(self) -> str:

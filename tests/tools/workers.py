@@ -2,8 +2,7 @@
 
 A worker takes two to three seconds of a processor to start, most of them for torch. Tests that end
 many replicas share that work. Everything else is Ray's: who starts a worker, when, and what runs in
-it. The workers of `test_remote.py`, `test_cluster.py` and `test_runs.py` are started as users start
-them.
+it. The workers of `test_remote.py` and `test_cluster.py` are started as users start them.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 
@@ -37,25 +37,39 @@ NODE_OPTIONS: dict[str, Any] = {
 """Options of a node of `ray.cluster_utils.Cluster`, without processes that no test needs."""
 
 
+def start_cluster(**options: Any) -> Cluster:
+    """A cluster of one node with these options, whose workers are forks."""
+    head_options = NODE_OPTIONS | FORKED | {"_system_config": SYSTEM_CONFIG} | options
+    return Cluster(initialize_head=True, head_node_args=head_options)
+
+
 @contextmanager
 def joined_cluster(**options: Any) -> Iterator[Cluster]:
-    """Connect this process to a cluster of one node with these options. Its workers are forks."""
+    """Start a cluster of one node with these options, and connect this process to it."""
     with forked_workers():
-        head_options = NODE_OPTIONS | FORKED | {"_system_config": SYSTEM_CONFIG} | options
-        cluster = Cluster(initialize_head=True, head_node_args=head_options)
+        cluster = start_cluster(**options)
         try:
-            ray.init(address=cluster.address, log_to_driver=False)
-            # Ray has taken SIGTERM for itself.
-            listen_to_signals()
-            yield cluster
+            with joined(cluster):
+                yield cluster
         finally:
-            ray.shutdown()
             cluster.shutdown()
 
 
 @contextmanager
-def forked_workers() -> Iterator[None]:
-    """Provide the process that workers of nodes with the options FORKED are forked from."""
+def joined(cluster: Cluster) -> Iterator[None]:
+    """Connect this process to a cluster."""
+    ray.init(address=cluster.address, log_to_driver=False)
+    # Ray has taken SIGTERM for itself.
+    listen_to_signals()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def forked_workers() -> Iterator[psutil.Process]:
+    """Provide the process that workers of nodes with the options FORKED are children of."""
     with tempfile.TemporaryDirectory(prefix="hc-") as directory:
         path = f"{directory}/workers"
         with socket.socket(socket.AF_UNIX) as listener:
@@ -64,7 +78,7 @@ def forked_workers() -> Iterator[None]:
             server = start_fork(serve, listener)
         os.environ[SERVER] = path
         try:
-            yield
+            yield psutil.Process(server.pid)
         finally:
             del os.environ[SERVER]
             server.kill()

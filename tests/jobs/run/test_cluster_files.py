@@ -12,7 +12,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import ray
 import yaml
@@ -26,21 +25,7 @@ from tests import ROOT
 
 DEPLOY = ROOT / "deploy"
 CLUSTERS = ("cluster.yaml", "deploy/bare-machines.yaml", "deploy/gcp.yaml")
-COMMANDS = {
-    "plan",
-    "scan",
-    "doctor",
-    "submit",
-    "status",
-    "list",
-    "logs",
-    "stop",
-    "resume",
-    "compact",
-    "query",
-    "report",
-}
-COMMANDS_START = ("head_start_ray_commands", "worker_start_ray_commands")
+STARTS = ("head_start_ray_commands", "worker_start_ray_commands")
 SETUP = (
     "initialization_commands",
     "setup_commands",
@@ -48,18 +33,17 @@ SETUP = (
     "worker_setup_commands",
 )
 IMAGE = re.compile(r"headcount-ray:(\S+)")
+JOB_KEYS = """
+entrypoint runtimeEnvYAML submissionMode backoffLimit shutdownAfterJobFinishes
+ttlSecondsAfterFinished activeDeadlineSeconds submitterConfig rayClusterSpec
+"""
+CLUSTER_KEYS = """
+rayVersion authOptions enableInTreeAutoscaling autoscalerOptions headGroupSpec workerGroupSpecs
+"""
 
 
 def text(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
-
-
-def code_blocks(page: str, language: str) -> list[str]:
-    return [
-        code
-        for name, code in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-        if name == language
-    ]
 
 
 def cluster(name: str) -> dict[str, Any]:
@@ -68,10 +52,7 @@ def cluster(name: str) -> dict[str, Any]:
 
 
 def prepared(config: dict[str, Any]) -> dict[str, Any]:
-    """What `ray up` makes of a file before it asks a cloud.
-
-    Defaults are filled in, and the file is checked against Ray's schema.
-    """
+    """What `ray up` makes of a file before it asks a cloud: with defaults, and checked."""
     # Ray changes the configuration that it is given.
     complete = prepare_config(copy.deepcopy(config))
     validate_config(complete)
@@ -85,66 +66,41 @@ def rayjob() -> dict[str, Any]:
 def pods() -> dict[str, dict[str, Any]]:
     """The head group and the worker groups of the RayJob."""
     spec = rayjob()["spec"]["rayClusterSpec"]
-    return {"head": spec["headGroupSpec"]} | {
-        group["groupName"]: group for group in spec["workerGroupSpecs"]
-    }
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    return groups | {"head": spec["headGroupSpec"]}
 
 
-def requirements(file: str = "requirements.txt") -> dict[str, Requirement]:
-    """What a file of deploy/ asks of this system, by name."""
-    by_name: dict[str, Requirement] = {}
-    for line in text(f"deploy/{file}").splitlines():
-        specification = line.partition("#")[0].strip()
-        if specification and not specification.startswith("-c"):
-            requirement = Requirement(specification)
-            if requirement.marker is None or requirement.marker.evaluate():
-                by_name[canonicalize_name(requirement.name)] = requirement
-    return by_name
-
-
-def pinned(requirement: Requirement) -> str:
-    (specifier,) = requirement.specifier
-    assert specifier.operator == "==", requirement
-    assert "*" not in specifier.version, requirement
-    return specifier.version
+def requirements() -> dict[str, Requirement]:
+    """What the image asks for, by name."""
+    lines = [
+        line.partition("#")[0].strip() for line in text("deploy/requirements.txt").splitlines()
+    ]
+    wanted = [Requirement(line) for line in lines if line and not line.startswith("-c")]
+    return {canonicalize_name(requirement.name): requirement for requirement in wanted}
 
 
 # What `ray up` reads
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_ray_accepts_a_cluster_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_accepts_a_cluster_file_that_is_closed_and_brings_no_code(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)  # Not needed for this much.
-    assert prepared(cluster(name))["cluster_name"] == "headcount"
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-@pytest.mark.parametrize("place", [(), ("docker",), ("auth",)])
-def test_ray_refuses_a_cluster_file_with_a_typo(name: str, place: tuple[str, ...]) -> None:
-    config = cluster(name)
-    table = config
-    for key in place:
-        table = table[key]
-    table["idle_timeout_minuets"] = 5
-    with pytest.raises(jsonschema.ValidationError, match="idle_timeout_minuets"):
-        prepared(config)
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_every_node_asks_for_the_token_and_gets_it_as_a_file(name: str) -> None:
     config = prepared(cluster(name))
+    assert config["cluster_name"] == "headcount"
+    # Every node asks for the token and gets it as a file.
     assert "--env RAY_AUTH_MODE=token" in config["docker"]["run_options"]
-    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_the_dashboard_listens_on_the_head_itself_only(name: str) -> None:
-    config = prepared(cluster(name))
+    assert config["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
+    # The dashboard listens on the head itself only.
     (start,) = [command for command in config["head_start_ray_commands"] if "ray start" in command]
     assert "--head" in start
     assert re.findall(r"--dashboard-host=(\S+)", start) == ["127.0.0.1"]
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in start
-    assert all("0.0.0.0" not in command for key in COMMANDS_START for command in config[key])
+    assert all("0.0.0.0" not in command for key in STARTS for command in config[key])
+    # Neither our code nor another Ray is installed.
+    assert config["cluster_synced_files"] == []
+    assert [command for key in SETUP for command in config[key]] == []
 
 
 @pytest.mark.parametrize("name", ["cluster.yaml", "deploy/gcp.yaml"])
@@ -157,9 +113,8 @@ def test_nothing_is_paid_for_while_nothing_runs(name: str) -> None:
     assert re.findall("MarketType|SPOT", str(head)) == [], "a cluster ends with its head"
     (worker,) = types.values()
     assert (worker["min_workers"], worker["max_workers"]) == (0, config["max_workers"])
-    market = worker["node_config"].get(
-        "InstanceMarketOptions", worker["node_config"].get("scheduling")
-    )
+    node = worker["node_config"]
+    market = node.get("InstanceMarketOptions", node.get("scheduling"))
     assert "spot" in (market.get("MarketType"), market.get("provisioningModel", "").lower())
     assert 0 < config["idle_timeout_minutes"] <= 15
     assert config["provider"]["cache_stopped_nodes"] is False
@@ -174,46 +129,23 @@ def test_the_clusters_of_two_clouds_differ_only_in_their_machines() -> None:
 def test_every_machine_of_a_local_cluster_is_used() -> None:
     config = prepared(cluster("deploy/bare-machines.yaml"))
     (machines,) = config["available_node_types"].values()
-    assert (
-        machines["min_workers"]
-        == machines["max_workers"]
-        == len(config["provider"]["worker_ips"])
-        == 1
-    )
+    counts = {machines["min_workers"], machines["max_workers"]}
+    assert counts == {len(config["provider"]["worker_ips"])} == {1}
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_a_cluster_file_brings_neither_our_code_nor_another_ray(name: str) -> None:
-    config = prepared(cluster(name))
-    assert list(config["file_mounts"]) == ["~/.ray/auth_token"]
-    assert config["cluster_synced_files"] == []
-    assert [command for key in SETUP for command in config[key]] == []
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "cluster.yaml",
-        "deploy/aws-account.sh",
-        "deploy/bare-machines.yaml",
-        "deploy/gcp.yaml",
-        "deploy/rayjob.yaml",
-        "docs/guide/cluster.md",
-    ],
-)
-def test_no_file_holds_a_key(path: str) -> None:
+def test_no_file_holds_a_key() -> None:
     secret_names = "SECRET_ACCESS_KEY|AUTH_TOKEN|ACCESS_KEY_ID|SESSION_TOKEN"
     assigned_secret = rf"({secret_names})['\"]?\s*[:=]\s*['\"]?\w"
     secrets = rf"AKIA[0-9A-Z]{{16}}|PRIVATE KEY|{assigned_secret}"
-    assert re.findall(secrets, text(path)) == []
+    files = (*CLUSTERS, "deploy/aws-account.sh", "deploy/rayjob.yaml", "docs/guide/cluster.md")
+    assert [path for path in files if re.search(secrets, text(path))] == []
 
 
+@pytest.mark.long
 def test_cluster_yaml_launches_on_a_simulated_ec2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moto = pytest.importorskip(
-        "moto", reason="moto simulates EC2; without it only Ray's schema is checked"
-    )
+    moto = pytest.importorskip("moto")
     monkeypatch.setenv("HOME", str(tmp_path))  # Ray writes a key pair to ~/.ssh.
     for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(variable, "simulated")
@@ -229,10 +161,8 @@ def test_cluster_yaml_launches_on_a_simulated_ec2(
         config = AWSNodeProvider.bootstrap_config(config)
         nodes = config["available_node_types"]
         assert nodes["head"]["resources"] == {"CPU": 0}
-        assert (
-            nodes["gpu"]["resources"].items()
-            >= {"CPU": 4, "GPU": 1, "accelerator_type:L40S": 1}.items()
-        )
+        gpu = {"CPU": 4, "GPU": 1, "accelerator_type:L40S": 1}
+        assert nodes["gpu"]["resources"].items() >= gpu.items()
         assert len(nodes["gpu"]["node_config"]["SubnetIds"]) == 3, "one for each zone"
         roles = re.findall(r"for ROLE in (.+); do", text("deploy/aws-account.sh"))[0].split()
         for profile in roles:
@@ -246,68 +176,43 @@ def test_cluster_yaml_launches_on_a_simulated_ec2(
 # What KubeRay reads
 
 
-def test_rayjob_is_a_rayjob_with_what_it_needs() -> None:
+def test_the_rayjob_runs_a_scan_with_code_from_a_bucket_and_cleans_up() -> None:
     job = rayjob()
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", job["metadata"]["name"])
     spec = job["spec"]
     # Kubernetes drops a key that it does not know, and says nothing.
-    assert set(spec) <= {
-        "entrypoint",
-        "runtimeEnvYAML",
-        "submissionMode",
-        "backoffLimit",
-        "shutdownAfterJobFinishes",
-        "ttlSecondsAfterFinished",
-        "activeDeadlineSeconds",
-        "submitterConfig",
-        "rayClusterSpec",
-    }
+    assert set(spec) <= set(JOB_KEYS.split())
     assert spec["shutdownAfterJobFinishes"] is True
     assert spec["ttlSecondsAfterFinished"] > 0
     assert spec["backoffLimit"] >= 1, "a lost head is tried again"
     ray_cluster = spec["rayClusterSpec"]
-    assert set(ray_cluster) <= {
-        "rayVersion",
-        "authOptions",
-        "enableInTreeAutoscaling",
-        "autoscalerOptions",
-        "headGroupSpec",
-        "workerGroupSpecs",
-    }
+    assert set(ray_cluster) <= set(CLUSTER_KEYS.split())
     assert ray_cluster["authOptions"] == {"mode": "token"}
     assert ray_cluster["enableInTreeAutoscaling"] is True
-
-
-def test_the_rayjob_runs_a_scan_with_code_from_a_bucket() -> None:
-    spec = rayjob()["spec"]
     words = spec["entrypoint"].split()
     assert words[:4] == ["python", "-m", "headcount", "scan"]
     assert re.search(r"--set out=(s3|gs)://", spec["entrypoint"])
     environment = yaml.safe_load(spec["runtimeEnvYAML"])
     assert re.fullmatch(r"(s3|gs)://\S+\.zip", environment.pop("working_dir"))
     assert environment == {}, "dependencies belong in the image"
-    (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    (group,) = ray_cluster["workerGroupSpecs"]
     assert words[words.index("--replicas") + 1] == str(group["maxReplicas"])
     assert words[words.index("--device") + 1] == "cuda", "at the start there is no GPU to be seen"
 
 
-@pytest.mark.parametrize("group", ["head", "gpu"])
-def test_every_pod_of_the_rayjob_is_whole(group: str) -> None:
-    spec = pods()[group]
-    assert all(isinstance(value, str) for value in spec["rayStartParams"].values()), (
-        "KubeRay takes strings only"
-    )
-    pod = spec["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"
-    (container,) = pod["containers"]
-    assert container["name"]
-    assert IMAGE.search(container["image"])
-    resources = container["resources"]
-    assert {"cpu", "memory"} <= set(resources["requests"])
-    assert resources["limits"]["memory"] == resources["requests"]["memory"], (
-        "more than asked for is not safe to use"
-    )
+def test_the_rayjobs_pods_are_whole() -> None:
+    for spec in pods().values():
+        # KubeRay takes strings only.
+        assert {type(value) for value in spec["rayStartParams"].values()} <= {str}
+        pod = spec["template"]["spec"]
+        assert pod["restartPolicy"] == "Never"
+        (container,) = pod["containers"]
+        assert container["name"]
+        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+        # More than asked for is not safe to use.
+        memory = {container["resources"][part]["memory"] for part in ("requests", "limits")}
+        assert len(memory) == 1
 
 
 def test_the_rayjobs_head_measures_nothing_and_its_workers_come_and_go() -> None:
@@ -320,25 +225,21 @@ def test_the_rayjobs_head_measures_nothing_and_its_workers_come_and_go() -> None
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert pod["terminationGracePeriodSeconds"] <= 120, "a spot machine waits no longer"
     assert any("spot" in (key + value).lower() for key, value in pod["nodeSelector"].items())
-    assert all(
-        {"key", "operator", "effect"} <= set(toleration) for toleration in pod["tolerations"]
-    )
+    assert all({"key", "operator", "effect"} <= set(each) for each in pod["tolerations"])
 
 
 # The image
 
 
 def test_one_ray_everywhere() -> None:
-    version = pinned(requirements("constraints.txt")["ray"])
+    constraints = text("deploy/constraints.txt")
+    (version,) = re.findall(r"^ray(?:\[.*\])?==([\d.]+)", constraints, re.MULTILINE)
     (base,) = re.findall(r"^FROM rayproject/ray:(\S+)$", text("deploy/Dockerfile"), re.MULTILINE)
     assert base == f"{version}-py311-gpu"
     assert f"ray.__version__ == '{version}'" in text("deploy/Dockerfile")
     assert rayjob()["spec"]["rayClusterSpec"]["rayVersion"] == version
-    images = [
-        container["image"]
-        for pod in pods().values()
-        for container in pod["template"]["spec"]["containers"]
-    ]
+    containers = [c for pod in pods().values() for c in pod["template"]["spec"]["containers"]]
+    images = [container["image"] for container in containers]
     images += [cluster(name)["docker"]["image"] for name in CLUSTERS]
     assert {tag for image in images for tag in IMAGE.findall(image)} == {version}
     assert set(re.findall(r'"ray\[default\]==(\S+)"', text("docs/guide/cluster.md"))) == {version}
@@ -347,28 +248,11 @@ def test_one_ray_everywhere() -> None:
 
 def test_the_image_has_every_dependency_of_a_scan() -> None:
     project = tomllib.loads(text("pyproject.toml"))["project"]
-    for needed in map(
-        Requirement, [*project["dependencies"], *project["optional-dependencies"]["scan"]]
-    ):
+    lines = [*project["dependencies"], *project["optional-dependencies"]["scan"]]
+    for needed in map(Requirement, lines):
         wanted = requirements()[canonicalize_name(needed.name)]
         assert needed.extras <= wanted.extras
     assert "-c constraints.txt" in text("deploy/requirements.txt").splitlines()
-
-
-def test_the_constraints_pin_every_dependency_within_its_range() -> None:
-    pins = requirements("constraints.txt")
-    whole = tomllib.loads(text("pyproject.toml"))
-    lists = [
-        whole["project"]["dependencies"],
-        *whole["project"]["optional-dependencies"].values(),
-        *whole["dependency-groups"].values(),
-    ]
-    for needed in [Requirement(line) for lines in lists for line in lines]:
-        if needed.marker is None or needed.marker.evaluate():
-            pin = pins[canonicalize_name(needed.name)]
-            assert needed.specifier.contains(pinned(pin)), f"{pin} is outside {needed}"
-    for pin in pins.values():
-        assert Version(pinned(pin)).local is None, f"{pin}: PyPI has no such build"
 
 
 def test_the_image_never_has_our_code() -> None:
@@ -381,40 +265,21 @@ def test_the_image_never_has_our_code() -> None:
         r"docker build .*", text("deploy/Dockerfile") + text("docs/guide/cluster.md")
     )
     assert len(built) == 2
-    assert all(re.search(r" deploy(\s|$)", command) for command in built), (
-        "the build context holds no code"
-    )
+    # The build context holds no code.
+    assert all(re.search(r" deploy(\s|$)", command) for command in built)
     assert not [path for path in DEPLOY.rglob("*") if path.suffix == ".py"]
 
 
 # The page
 
 
-def test_the_page_uses_only_commands_that_exist() -> None:
-    code = "\n".join(code_blocks(text("docs/guide/cluster.md"), "bash"))
-    used = re.findall(r"(?:^|token )headcount (\w+)", code, re.MULTILINE)
-    assert set(used) <= COMMANDS
-    assert {
-        "submit",
-        "status",
-        "list",
-        "logs",
-        "stop",
-        "resume",
-        "compact",
-        "query",
-        "report",
-        "scan",
-    } <= set(used)
-    assert code.count("headcount submit") == len(
-        re.findall(r"headcount submit .*--device cuda --replicas \d", code)
-    )
-
-
 def test_the_page_names_files_that_exist_and_fits_its_width() -> None:
     page = text("docs/guide/cluster.md")
     for path in re.findall(r"\b(?:cluster\.yaml|deploy/[\w.-]+)", page):
         assert (ROOT / path).is_file(), path
+    submitted = len(re.findall(r"^ *headcount submit ", page, re.MULTILINE))
+    # A head has no GPU from which the device could be seen.
+    assert submitted == len(re.findall(r"headcount submit .*--device cuda --replicas \d", page))
     files = [f"deploy/{file.name}" for file in DEPLOY.iterdir() if file.is_file()]
     files.remove("deploy/constraints.txt")  # uv writes it.
     for path in ("docs/guide/cluster.md", "cluster.yaml", *files):

@@ -1,7 +1,8 @@
 """The driver's decisions, with replicas that misbehave on real Ray.
 
-Which shard is given out again, which shard is to blame for a death, and when a slow replica is not
-waited for.
+Which shard is given out again, which shard is to blame for a death, when a slow replica is not
+waited for, and what becomes of machines that are taken back. And a schedule of faults that is
+another one each day; `test_faults.py` has the rest.
 """
 
 from __future__ import annotations
@@ -11,42 +12,51 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+import pyarrow as pa
 import pytest
-import ray
 import torch
-from ray.cluster_utils import Cluster
+from ray.scripts.scripts import drain_node
+from ray.util.placement_group import placement_group, remove_placement_group
 from rich.console import Console
 from typer.testing import CliRunner
 
 import headcount
-from headcount.jobs.cluster.ray_cluster import SYSTEM_CONFIG, Resources
+from headcount.jobs import endings
+from headcount.jobs.cluster.ray_cluster import Resources
+from headcount.jobs.endings import Stopped, listen_to_signals
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run import dispatch
 from headcount.jobs.run.attempts import ATTEMPTS
-from headcount.jobs.run.loop import MOST_FAILURES, run_to_end
+from headcount.jobs.run.loop import MOST_FAILURES, run_to_end, tokens_of
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import find_runs
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from tests import ROOT
+from tests.tools.chaos import FAULTS_BY_NAME, World, draw_life, open_world, run_schedule
 from tests.tools.processes import Command
-from tests.tools.workers import FORKED, NODE_OPTIONS, joined_cluster
+from tests.tools.workers import FORKED, NODE_OPTIONS, joined, start_cluster
 from tests.toys import toy_models as toy
 from tests.toys.toy_replica import SteadyReplica, ToyReplica
 
 SILENT = Console(quiet=True)
+IN_PROCESS = Resources(0, 1, "cpu")
 IDLE_SCAN: dict[str, Any] = {
     "model": "bundled:attn-only-2l-mini",
     "n_ctx": 8,
@@ -56,31 +66,19 @@ IDLE_SCAN: dict[str, Any] = {
     "input": {"family": "uniform_random"},
 }
 """A scan of 60 shards, of one sequence each."""
-
-
-class KillingReplica(ToyReplica):
-    """Dies whenever it measures the token in the file `poison`."""
-
-    def misbehave(self, token: int) -> None:
-        if token == int((Path(self.scan.out) / "poison").read_text()):
-            os.kill(os.getpid(), signal.SIGKILL)
+PACE = 0.1
 
 
 class SleepingReplica(ToyReplica):
     """One of them takes ten minutes for every shard."""
 
     def misbehave(self, token: int) -> None:
-        slow_replica = Path(self.scan.out) / "slow"
+        slow_replica, own = (Path(self.scan.out) / name for name in ("slow", f"own-{os.getpid()}"))
+        own.write_text(str(os.getpid()))
         # A link appears whole or not at all, so exactly one process becomes the slow one.
         with contextlib.suppress(FileExistsError):
-            os.link(self._file_with_own_id(), slow_replica)
-        is_slow = slow_replica.read_text() == str(os.getpid())
-        time.sleep(600 if is_slow else 0.05)
-
-    def _file_with_own_id(self) -> Path:
-        file = Path(self.scan.out) / f"replica-{os.getpid()}"
-        file.write_text(str(os.getpid()))
-        return file
+            os.link(own, slow_replica)
+        time.sleep(600 if slow_replica.read_text() == str(os.getpid()) else 0.05)
 
 
 class FailingReplica(ToyReplica):
@@ -109,32 +107,67 @@ class PoisonedReplica(OnceFailingReplica):
         super().misbehave(token)
 
 
-class SlowlyRestartedReplica(OnceFailingReplica):
-    """Also dies at its third shard, and takes a second to start again."""
+class KillingReplica(OnceFailingReplica):
+    """Dies whenever it measures the token in the file `poison`, and is slow to start again.
+
+    It fails once at each shard with an odd token: if every shard failed, the run would be stopped.
+    """
 
     def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
         super().__init__(info, scan, device)
-        self.measured = 0
         started = Path(scan.out) / "started"
         if started.exists():
-            time.sleep(1)
+            time.sleep(0.5)
         started.touch()
 
     def misbehave(self, token: int) -> None:
-        self.measured += 1
-        if self.measured == 3 and not (Path(self.scan.out) / "died").exists():
-            (Path(self.scan.out) / "died").touch()
+        if token == int((Path(self.scan.out) / "poison").read_text()):
             os.kill(os.getpid(), signal.SIGKILL)
-        # If every shard failed, the run would be stopped.
         if token % 2:
             super().misbehave(token)
 
 
+class NotingReplica(ToyReplica):
+    """Takes its time for every shard, and leaves a file for each that it has measured.
+
+    After forty it is so slow that the run cannot end before what the test does to it, and quick
+    once that is over.
+    """
+
+    def misbehave(self, token: int) -> None:
+        out = Path(self.scan.out)
+        seconds = 5.0 if len(list(out.glob("measured-*"))) >= 40 else PACE
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not (out / "over").exists():
+            time.sleep(PACE / 2)
+        (out / f"measured-{time.monotonic_ns()}-{os.getpid()}").touch()
+
+
+class SelfStoppingReplica(ToyReplica):
+    """Gets SIGTERM in the middle of its third shard, which takes as long as a file says."""
+
+    measured = 0
+
+    def misbehave(self, token: int) -> None:
+        self.measured += 1
+        if self.measured == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(float((Path(self.scan.out) / "seconds").read_text()))
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
-    """Room for two replicas, whose processes are forks: the tests below kill a dozen."""
-    with joined_cluster(num_cpus=2):
-        yield
+def world() -> Iterator[tuple[World, pa.Table]]:
+    """Ray with room for two replicas, whose processes are forks: the tests below kill a dozen."""
+    opened = open_world(
+        date.today().toordinal(),
+        ToyReplica,
+        "tests.toys.toy_replica.main",
+        with_store=False,
+        n_nodes=0,
+        with_forked_workers=True,
+    )
+    with opened as (world, expected), joined(world.ensure_cluster()):
+        yield world, expected
 
 
 @pytest.fixture
@@ -153,32 +186,44 @@ def first_tokens_of(plan: Plan) -> list[int]:
     return [int(plan.sequences.shard(shard).tokens[0, 1]) for shard in range(60)]
 
 
-def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
-    plan: Plan, tmp_path: Path
-) -> None:
-    first_tokens = first_tokens_of(plan)
+def poison_a_shard(plan: Plan, first: int) -> int:
+    """Let replicas misbehave at a shard, whose number is returned."""
+    tokens = first_tokens_of(plan)
     # No other shard begins with its token, so it alone is to blame.
-    deadly_shard = next(s for s in range(17, 60) if first_tokens.count(first_tokens[s]) == 1)
-    (tmp_path / "poison").write_text(str(first_tokens[deadly_shard]))
+    shard = next(s for s in range(first, 60) if tokens.count(tokens[s]) == 1)
+    poison(plan, tokens[shard])
+    return shard
+
+
+def poison(plan: Plan, token: int) -> None:
+    (Path(plan.scan.out) / "poison").write_text(str(token))
+
+
+def test_each_row_is_there_once_after_faults_at_random(world: tuple[World, pa.Table]) -> None:
+    replicas_and_disk, expected = world
+    kinds = [kind for kind in FAULTS_BY_NAME if re.match("replica_(killed|term)|disk|left", kind)]
+    life = draw_life(replicas_and_disk.rng, kinds)
+    result = run_schedule(replicas_and_disk, expected, [life])
+    assert result.good, (life, result)
+    assert result.faults[0] == life[0].kind
+    assert "Traceback" not in replicas_and_disk.errors
+
+
+def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A slow restart is waited for, and is no failed one.
+    monkeypatch.setattr(dispatch, "MOST_FAILED_STARTS", 1)
+    deadly_shard = poison_a_shard(plan, 17)
     (failure,) = run_to_end(plan, Resources(2, 1, "cpu"), SILENT, replica_class=KillingReplica)
     assert failure.shard == deadly_shard
     assert "its replica died" in failure.error
     assert done_shards(plan) == [s for s in range(60) if s != deadly_shard]
     assert plan.run.failure(deadly_shard) == (ATTEMPTS, failure.error)
     # The next command tries the shard again, and counts its attempts from there.
-    (tmp_path / "poison").write_text("-1")
-    assert run_to_end(plan, Resources(1, 1, "cpu"), SILENT, replica_class=KillingReplica) == []
+    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []
     assert done_shards(plan) == list(range(60))
     assert {c.attempt for c in plan.run.commits() if c.shard == deadly_shard} == {ATTEMPTS + 1}
-
-
-def test_a_slow_restart_is_waited_for_and_a_shard_that_fails_once_is_tried_again(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch, "MOST_FAILED_STARTS", 1)
-    resources = Resources(1, 1, "cpu")
-    assert run_to_end(plan, resources, SILENT, replica_class=SlowlyRestartedReplica) == []
-    assert done_shards(plan) == list(range(60))
 
 
 def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +264,7 @@ def test_a_poisoned_shard_fails_alone_and_the_command_says_so(
     assert f"poisoned by token {poisoned}" in failure[1]
 
 
-@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_when_nothing_succeeds_the_other_shards_are_not_tried(plan: Plan, replicas: int) -> None:
     with pytest.raises(
         RunError,
@@ -231,73 +276,65 @@ def test_when_nothing_succeeds_the_other_shards_are_not_tried(plan: Plan, replic
 
 
 def test_without_ray_a_shard_is_tried_as_often_as_with_it_and_the_next_command_continues(
-    plan: Plan, tmp_path: Path
+    plan: Plan,
 ) -> None:
-    first_tokens = first_tokens_of(plan)
-    failing_shard = next(s for s in range(7, 60) if first_tokens.count(first_tokens[s]) == 1)
-    (tmp_path / "poison").write_text(str(first_tokens[failing_shard]))
-    resources = Resources(0, 1, "cpu")
-    (failure,) = run_to_end(plan, resources, SILENT, replica_class=PoisonedReplica)
+    failing_shard = poison_a_shard(plan, 7)
+    (failure,) = run_to_end(plan, IN_PROCESS, SILENT, replica_class=PoisonedReplica)
     assert failure.shard == failing_shard
     assert failure.error.startswith("OSError: poisoned (")
     assert plan.run.failure(failing_shard) == (ATTEMPTS, failure.error)
     assert done_shards(plan) == [shard for shard in range(60) if shard != failing_shard]
-    (tmp_path / "poison").write_text("-1")
-    assert run_to_end(plan, resources, SILENT, replica_class=PoisonedReplica) == []
+    poison(plan, -1)
+    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=PoisonedReplica) == []
     # The first shard with a token fails once, and then no other with it.
-    attempts = [1 + (first_tokens.index(token) == s) for s, token in enumerate(first_tokens)]
+    tokens = first_tokens_of(plan)
+    attempts = [1 + (tokens.index(token) == shard) for shard, token in enumerate(tokens)]
     attempts[failing_shard] = ATTEMPTS + 2
     assert plan.run.commit_log(["attempt"])["attempt"].to_pylist() == attempts
 
 
-def test_a_loop_can_stop_at_the_first_failure_and_continue_later(
-    plan: Plan, tmp_path: Path
-) -> None:
-    first_tokens = first_tokens_of(plan)
-    failing_shard = next(s for s in range(7, 60) if first_tokens.count(first_tokens[s]) == 1)
-    (tmp_path / "poison").write_text(str(first_tokens[failing_shard]))
-    run = partial(
-        run_to_end,
-        plan,
-        Resources(0, 1, "cpu"),
-        Console(file=io.StringIO(), width=200),
-        replica_class=PoisonedReplica,
-        stop_at_failure=True,
-    )
+def test_a_loop_can_stop_at_the_first_failure_and_continue_later(plan: Plan) -> None:
+    failing_shard = poison_a_shard(plan, 7)
+    behaviour: dict[str, Any] = {"replica_class": PoisonedReplica, "stop_at_failure": True}
     with pytest.raises(RunError) as failure:
-        run()
+        run_to_end(plan, IN_PROCESS, SILENT, **behaviour)
     line = str(failure.value)
     assert line.startswith(f"{plan.run.run_id}: shard {failing_shard} failed: OSError: poisoned (")
     assert "\n" not in line
     assert done_shards(plan) == list(range(failing_shard))
-    (tmp_path / "poison").write_text("-1")
-    assert run() == []
+    poison(plan, -1)
+    assert run_to_end(plan, IN_PROCESS, SILENT, **behaviour) == []
     assert done_shards(plan) == list(range(60))
 
 
 def test_a_short_run_says_two_lines_without_a_terminal(plan: Plan) -> None:
     printed = io.StringIO()
     console = Console(file=printed, width=100)
-    assert run_to_end(plan, Resources(0, 1, "cpu"), console, replica_class=ToyReplica) == []
+    assert run_to_end(plan, IN_PROCESS, console, replica_class=ToyReplica) == []
     first_line, last_line = printed.getvalue().splitlines()
     assert first_line == f"{plan.run.run_id}: 480 tokens, 60 shards, 0 of them done"
     assert re.match(r"480 tokens in .*, .* tokens/s, replicas busy \d+%$", last_line)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_replica_in_this_process_computes_on_as_many_cores_as_it_is_given(plan: Plan) -> None:
     threads: list[int] = []
 
-    class NotingReplica(ToyReplica):
-        def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
+    class CountingReplica(ToyReplica):
+        def misbehave(self, token: int) -> None:
             threads.append(torch.get_num_threads())
-            super().__init__(info, scan, device)
 
-    before = torch.get_num_threads()
-    try:
-        assert run_to_end(plan, Resources(0, 3, "cpu"), SILENT, replica_class=NotingReplica) == []
-    finally:
-        torch.set_num_threads(before)
-    assert threads == [3]
+    assert run_to_end(plan, Resources(0, 3, "cpu"), SILENT, replica_class=CountingReplica) == []
+    assert set(threads) == {3}
+
+
+def test_the_tokens_of_shards_know_that_the_last_is_short(tmp_path: Path) -> None:
+    fields = {"out": str(tmp_path), "sequences": 10, "sequences_per_shard": 4}
+    plan = make_plan(parse_scan(IDLE_SCAN | fields), "short")
+    chosen = ([], [0], [2], [0, 2])
+    tokens = [tokens_of(plan, np.array(shards, int)) for shards in chosen]
+    assert tokens == [0, 32, 16, 48]
+    assert tokens_of(plan, np.arange(3)) == plan.tokens == 80
 
 
 def test_a_replica_in_this_process_and_a_cluster_contradict_each_other() -> None:
@@ -321,29 +358,24 @@ def resize(options):
 resize("size=256k")
 plan = make_plan(parse_scan(IDLE_SCAN | {"out": disk}), "idle")
 prepare_run(plan, "")
-in_this_process = Resources(0, 1, "cpu")
 with pytest.raises(RunError, match="3 shards in a row could not be .*No space left on device"):
-    run_to_end(plan, in_this_process, SILENT, replica_class=ToyReplica)
+    run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica)
 assert len(done_shards(plan)) < 60
 assert not list(local(plan.run.path).rglob("*.tmp"))
 assert plan.run.damaged_files([plan.run.commit log()]) == []
 # No shard was committed half, so more room is all that is missing.
 resize("size=16m,remount")
-assert run_to_end(plan, in_this_process, SILENT, replica_class=ToyReplica) == []
+assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []
 assert done_shards(plan) == list(range(60))
 """
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_whole_shards_and_more_room_completes_the_run(tmp_path: Path) -> None:
     as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     own_mounts = ["unshare", *as_root, "--mount"]
-    try:
-        subprocess.run(
-            [*own_mounts, "mount", "-t", "tmpfs", "tmpfs", tmp_path],
-            capture_output=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
+    tried = [*own_mounts, "mount", "-t", "tmpfs", "tmpfs", tmp_path]
+    if not shutil.which("unshare") or subprocess.run(tried, capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     ended = subprocess.run(
         [*own_mounts, sys.executable, "-c", SMALL_DISK, tmp_path],
@@ -354,46 +386,37 @@ def test_a_full_disk_leaves_whole_shards_and_more_room_completes_the_run(tmp_pat
     assert ended.returncode == 0, ended.stderr
 
 
-class SlowReplica(ToyReplica):
-    """Leaves time to kill the head."""
-
-    def misbehave(self, token: int) -> None:
-        time.sleep(0.2)
-
-
 def drive_until_the_head_dies() -> None:
     """Begin a run in the directory that the command line names, and kill its head.
 
-    Workers of its cluster are forks of the process that the test has provided.
+    Workers of its cluster are forks of the process that the tests have provided.
     """
-    head_options = NODE_OPTIONS | FORKED | {"num_cpus": 1, "_system_config": SYSTEM_CONFIG}
-    cluster = Cluster(initialize_head=True, head_node_args=head_options)
-    ray.init(address=cluster.address, log_to_driver=False)
-    plan = make_plan(parse_scan(IDLE_SCAN | {"out": sys.argv[1]}), "idle")
-    prepare_run(plan, "")
+    with joined(start_cluster(num_cpus=1)):
+        plan = make_plan(parse_scan(IDLE_SCAN | {"out": sys.argv[1]}), "idle")
+        prepare_run(plan, "")
 
-    def kill_head() -> None:
-        while len(done_shards(plan)) < 5:
-            time.sleep(0.05)
-        for process in psutil.Process().children(recursive=True):
-            if process.name() == "gcs_server":
-                process.kill()
+        def kill_head() -> None:
+            while len(done_shards(plan)) < 5:
+                time.sleep(0.05)
+            for process in psutil.Process().children(recursive=True):
+                if process.name() == "gcs_server":
+                    process.kill()
 
-    threading.Thread(target=kill_head, daemon=True).start()
-    console = Console(stderr=True)
-    run_to_end(plan, Resources(1, 1, "cpu"), console, replica_class=SlowReplica)
+        threading.Thread(target=kill_head, daemon=True).start()
+        console = Console(stderr=True)
+        run_to_end(plan, Resources(1, 1, "cpu"), console, replica_class=SteadyReplica)
 
 
+@pytest.mark.long
 def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_continues(tmp_path: Path) -> None:
-    driver = Command(
+    # Ray would look for its head for a minute.
+    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "1", "PYTHONPATH": str(ROOT)}
+    ended = Command(
         tmp_path,
-        # Ray would look for its head for a minute.
-        environment=os.environ
-        | {"RAY_gcs_rpc_server_reconnect_timeout_s": "1", "PYTHONPATH": str(ROOT)},
+        environment=os.environ | patience,
         directory=ROOT,
         main="tests.jobs.run.test_dispatch.drive_until_the_head_dies",
-    )
-    ended = driver.ended(timeout=300)
+    ).ended(timeout=300)
     assert ended.code == 1
     assert "Failed to connect to GCS" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -401,7 +424,7 @@ def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_continues(tmp_pat
     assert 5 <= len(run.commit_log([])) < 60
     plan = replan(run)
     # Whoever measures: what is missing follows from the commits.
-    assert run_to_end(plan, Resources(0, 1, "cpu"), SILENT, replica_class=ToyReplica) == []
+    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []
     assert done_shards(plan) == list(range(60))
 
 
@@ -429,3 +452,100 @@ def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
     ):
         run_to_end(plan, Resources(1, 1, "cpu"), SILENT, replica_class=ToyReplica)
     assert done_shards(plan) == []
+
+
+# Machines that are taken back: replicas and drivers finish what they measure, and nothing counts.
+
+
+def measurements(plan: Plan) -> list[int]:
+    """The process of each measurement, in the order of time."""
+    files = sorted(Path(plan.scan.out).glob("measured-*"))
+    return [int(file.name.rpartition("-")[2]) for file in files]
+
+
+def when(condition: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def drain(node_id: str, address: str) -> None:
+    """Announce that a node is taken away in 30 s, as a cloud's notice does."""
+    # `ray drain-node`, in this process: another one would import Ray anew.
+    words = ["--address", address, "--node-id", node_id]
+    words += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    words += ["--deadline-remaining-seconds", "30"]
+    drain_node.main(words, standalone_mode=False)
+
+
+@pytest.mark.long
+def test_a_node_a_replica_and_the_driver_are_taken_away(
+    world: tuple[World, pa.Table], plan: Plan
+) -> None:
+    cluster = world[0].ensure_cluster()
+    # A replica costs seconds to start. So there is one, which begins on the node because the head
+    # is taken, and moves to the head when the node is drained.
+    head_taken = placement_group([{"CPU": 2}])
+    assert head_taken.wait(60)
+    node = cluster.add_node(wait=True, **NODE_OPTIONS, **FORKED, num_cpus=1)
+    # A node of Ray has taken SIGTERM for itself.
+    listen_to_signals()
+    raylet = node.all_processes["raylet"][0].process
+    printed = io.StringIO()
+
+    def disturb() -> None:
+        try:
+            take_away()
+        finally:
+            (Path(plan.scan.out) / "over").touch()
+
+    def take_away() -> None:
+        when(lambda: len(measurements(plan)) >= 4)
+        remove_placement_group(head_taken)
+        drain(node.node_id, str(cluster.address))
+        first_process = measurements(plan)[0]
+        when(lambda: measurements(plan)[-1] != first_process)
+        # Nothing is left on the node, so its own process has ended.
+        raylet.wait(timeout=30)
+        os.kill(measurements(plan)[-1], signal.SIGTERM)
+        when(lambda: "SIGTERM" in printed.getvalue())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    console = Console(file=printed, width=200)
+    with ThreadPoolExecutor(1) as pool:
+        disturbance = pool.submit(disturb)
+        with pytest.raises(Stopped) as end:
+            run_to_end(plan, Resources(1, 1, "cpu"), console, replica_class=NotingReplica)
+    disturbance.result()
+    cluster.remove_node(node)
+    assert end.value.number == signal.SIGTERM
+    reasons = re.findall(r"a replica on \S+ leaves: (.*)", printed.getvalue())
+    assert reasons == ["its node is being drained", "SIGTERM"]
+    # Everything that was measured was committed: nothing was done in vain.
+    assert 5 <= len(done_shards(plan)) == len(measurements(plan)) < 60
+    assert len(set(measurements(plan))) == 2
+
+    # The same command measures the rest.
+    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=NotingReplica) == []
+    assert done_shards(plan) == list(range(60))
+    assert len(measurements(plan)) == 60
+    # No try counted against a shard.
+    assert set(plan.run.commit_log(["attempt"])["attempt"].to_pylist()) == {1}
+    assert plan.run.failed_shards() == []
+
+
+@pytest.mark.parametrize(("seconds", "finished"), [(0.2, [0, 1, 2]), (60, [0, 1])])
+def test_a_shard_in_this_process_is_finished_or_dropped_if_it_takes_long(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, seconds: float, finished: list[int]
+) -> None:
+    monkeypatch.setattr(endings, "FINISHING_SECONDS", 0.3 if seconds > 1 else 30)
+    (Path(plan.scan.out) / "seconds").write_text(str(seconds))
+    began = time.monotonic()
+    with pytest.raises(Stopped):
+        run_to_end(plan, IN_PROCESS, SILENT, replica_class=SelfStoppingReplica)
+    assert time.monotonic() - began < 30
+    assert done_shards(plan) == finished
+    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []
+    assert done_shards(plan) == list(range(60))

@@ -7,72 +7,62 @@ replicas with a model.
 
 from __future__ import annotations
 
-import os
+import signal
+import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pyarrow as pa
 import pytest
 
-from tests.tools.chaos import FAULTS_BY_NAME, Life, PlannedFault, World, open_world, run_schedule
-from tests.toys.toy_replica import SteadyReplica
+from tests.tools.chaos import (
+    FAULTS_BY_NAME,
+    PATIENCE_SECONDS,
+    Life,
+    PlannedFault,
+    World,
+    halt_after_commits,
+    open_world,
+    run_schedule,
+)
+from tests.tools.committed_rows import compare, rows_of
+from tests.toys.toy_replica import ToyReplica
+from tests.toys.toy_runs import local
 
 
-class Schedule(NamedTuple):
-    """The lives of the drivers of a run."""
-
-    in_store: bool
-    n_replicas: int
-    lives: list[Life]
+def lives(*texts: str) -> list[Life]:
+    """The lives of drivers, from the faults of each and after how many shards each comes."""
+    planned = [[fault.split() for fault in text.split(", ")] for text in texts]
+    return [[PlannedFault(int(shards), kind) for kind, shards in life] for life in planned]
 
 
-def life(**faults: int) -> Life:
-    """A driver's life, from its faults and after how many shards each comes."""
-    return [PlannedFault(after_shards, kind) for kind, after_shards in faults.items()]
-
-
-# Each start of a driver or of a replica takes seconds. So a few runs meet all faults, one after
-# the other, and a driver dies last.
-SCHEDULES = {
-    "replicas and drivers, on a disk": Schedule(
-        in_store=False,
-        n_replicas=1,
-        lives=[
-            life(
-                left_behind=1,
-                replica_killed=1,
-                replica_terminated=3,
-                replica_killed_while_writing=5,
-                replica_killed_before_its_commit=7,
-                disk_full_for_data=9,
-                disk_full_for_a_commit=11,
-                driver_killed=13,
-            ),
-            life(driver_terminated=18),
-        ],
+# In a store or on a disk, and with how many replicas. Each start of a driver or of a replica takes
+# seconds. So a few runs meet all faults, one after the other, and a driver dies last.
+SCHEDULES: dict[str, tuple[bool, int, list[Life]]] = {
+    "replicas and drivers, on a disk": (
+        False,
+        1,
+        lives(
+            "left_behind 1, replica_killed 1, replica_terminated 3, disk_full_for_data 5, "
+            "replica_killed_while_writing 7, replica_killed_before_its_commit 9, "
+            "disk_full_for_a_commit 11, driver_killed 13",
+            "driver_terminated 18",
+        ),
     ),
     # The second driver is refused, because the first one holds the lock. The node that is lost has
     # the only replica that still moves, so the run cannot end before it is lost.
-    "nodes and a second driver, on a disk": Schedule(
-        in_store=False,
-        n_replicas=2,
-        lives=[life(second_driver=1, replica_slow=3, node_lost=4)],
+    "nodes and a second driver, on a disk": (
+        False,
+        2,
+        lives("second_driver 1, replica_slow 3, node_lost 4"),
     ),
     # A store has no locks, so here two drivers measure the same run.
-    "replicas, two drivers and the head, in a store": Schedule(
-        in_store=True,
-        n_replicas=1,
-        lives=[
-            life(
-                second_driver=1,
-                replica_killed_while_writing=4,
-                replica_killed_before_its_commit=6,
-                disk_full_for_data=8,
-                disk_full_for_a_commit=10,
-                store_answers_503=12,
-                head_lost=16,
-            )
-        ],
+    "replicas, two drivers and the head, in a store": (
+        True,
+        1,
+        lives(
+            "second_driver 1, replica_killed_while_writing 4, replica_killed_before_its_commit 6, "
+            "disk_full_for_data 8, disk_full_for_a_commit 10, store_answers_503 12, head_lost 16"
+        ),
     ),
 }
 
@@ -80,28 +70,60 @@ SCHEDULES = {
 @pytest.fixture(scope="module")
 def chaos() -> Iterator[tuple[World, pa.Table]]:
     """A cluster of a head and two nodes that all of these tests maltreat."""
-    environment = dict(os.environ)
     main = "tests.toys.toy_replica.main"
-    with open_world(4, SteadyReplica, main, with_forked_workers=True) as (world, expected):
+    with open_world(4, ToyReplica, main, with_forked_workers=True) as (world, expected):
         # Clients of a store wait longer after every refusal: a few are enough here.
         world.bad_requests = 4
         yield world, expected
-    os.environ.clear()
-    os.environ |= environment
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_run_comes_to_its_end(chaos: tuple[World, pa.Table], name: str) -> None:
     world, expected = chaos
-    schedule = SCHEDULES[name]
-    world.in_store, world.n_replicas = schedule.in_store, schedule.n_replicas
-    result = run_schedule(world, expected, schedule.lives)
-    assert result.faults == [planned.kind for life in schedule.lives for planned in life]
+    world.in_store, world.n_replicas, lives = SCHEDULES[name]
+    result = run_schedule(world, expected, lives)
+    assert result.faults == [planned.kind for life in lives for planned in life]
     assert result.good, result
     assert "Traceback" not in world.errors
 
 
+@pytest.mark.long
+def test_an_interrupted_driver_says_how_to_continue_and_leaves_what_is_done_alone(
+    chaos: tuple[World, pa.Table],
+) -> None:
+    world, expected = chaos
+    world.in_store, world.n_replicas = False, 1
+    world.begin_schedule()
+    # Its replica commits five shards, and then waits for ever.
+    halt_after_commits(world.orders, 5)
+    driver = world.start_driver()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while world.committed_shards() < 5:
+        assert driver.poll() is None, driver.ended()
+        assert time.monotonic() < deadline, (list(world.orders.iterdir()), world.replicas())
+        time.sleep(0.05)
+    FAULTS_BY_NAME["left_behind"](world)
+    foreign_file = local(world.run.path) / "heads" / "intervention=none" / "foreign.parquet"
+    foreign_file.write_bytes(b"not parquet")
+    local(world.run.commit_file(98)).write_text('{"shard":')
+    driver.send_signal(signal.SIGINT)
+    code, _, errors = driver.ended()
+    assert code == 130
+    assert "Traceback" not in errors
+    assert "continues the scan where it stopped" in errors
+    world.withdraw_faults()
+    commits = [local(world.run.commit_file(commit.shard)) for commit in world.run.commits()]
+    written = [commit.stat().st_mtime_ns for commit in commits]
+    assert len(written) == 5
+
+    world.start_driver()
+    assert world.wait_for_drivers() == 0
+    assert "5 of them done" in world.errors
+    assert [commit.stat().st_mtime_ns for commit in commits] == written
+    assert compare(rows_of(world.run), expected) == (0, 0, 0)
+
+
 def test_every_fault_is_tried() -> None:
-    lives = [life for schedule in SCHEDULES.values() for life in schedule.lives]
-    assert {planned.kind for life in lives for planned in life} == set(FAULTS_BY_NAME)
+    planned = [each for *_, lives in SCHEDULES.values() for life in lives for each in life]
+    assert {each.kind for each in planned} == set(FAULTS_BY_NAME)
