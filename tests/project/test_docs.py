@@ -178,6 +178,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_following_adding_md_adds_what_it_says(followed: Path) -> None:
     new_page = (followed / "docs" / "reference" / "layers.md").read_text(encoding="utf-8")
     assert new_page.startswith("# Layer statistics\n")
