@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def defined_answers(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    facts: AttentionFacts,
-    labels: Sequence[PairLabels],
+    q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts, labels: Sequence[PairLabels]
 ) -> dict[str, Tensor]:
     """z, log-sum-exp, distance, entropy and each mass from its definition, in float64."""
     n_ctx, group = q.shape[2], q.shape[1] // k.shape[1]

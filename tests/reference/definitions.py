@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -62,10 +63,14 @@ class Head:
     def T(self) -> int:
         return len(self.t)
 
+    @property
+    def N(self) -> int:
+        return self.T // 2
+
     @cached_property
     def late(self) -> range:
         """The second half of the queries."""
-        return range(self.T // 2, self.T)
+        return range(self.N, self.T)
 
     @cached_property
     def delta(self) -> list[float]:
@@ -106,7 +111,7 @@ class Head:
     @cached_property
     def repeats(self) -> bool:
         """Whether the last ⌊T/2⌋ tokens repeat those before them, and are at least two."""
-        N = self.T // 2
+        N = self.N
         return N >= 2 and self.t[self.T - N :] == self.t[self.T - 2 * N : self.T - N]
 
 
@@ -150,8 +155,6 @@ Statistic = Callable[[Head], float]
 STATISTIC_DEFINITIONS: dict[str, Statistic] = {}
 VARIANT_DEFINITIONS: dict[str, Statistic] = {}
 """Statistics with other options than their defaults, by column."""
-READ_FIXED_POSITIONS: set[str] = set()
-"""Statistics and profiles without a value in a model that rotates queries and keys."""
 
 
 def statistic(function: Statistic) -> Statistic:
@@ -159,54 +162,7 @@ def statistic(function: Statistic) -> Statistic:
     return function
 
 
-def fixed_positions(function: Statistic) -> Statistic:
-    """A statistic that is undefined in a model that rotates queries and keys."""
-    READ_FIXED_POSITIONS.add(function.__name__)
-    STATISTIC_DEFINITIONS[function.__name__] = lambda h: math.nan if h.rotary else function(h)
-    return function
-
-
 # Sink
-
-
-@statistic
-def sink_mass(h: Head) -> float:
-    return mean(h.A[q][0] for q in h.queries_of(0) if q >= 1)
-
-
-@statistic
-def sink_alpha(h: Head) -> float:
-    return mean(h.A[q][0] for q in h.queries_of(0))
-
-
-@statistic
-def sink_mass_late(h: Head) -> float:
-    return mean(h.A[q][0] for q in h.late_0)
-
-
-@statistic
-def sink_mass_first4(h: Head) -> float:
-    return mean(sum(h.A[q][:4]) for q in h.late_0)
-
-
-@statistic
-def sink_mass_first8(h: Head) -> float:
-    return mean(sum(h.A[q][:8]) for q in h.late_0)
-
-
-@statistic
-def next4_mass_late(h: Head) -> float:
-    return mean(sum(h.A[q][1:5]) for q in h.late if h.sees(q, 1))
-
-
-@statistic
-def second_key_mass_late(h: Head) -> float:
-    return mean(h.A[q][1] for q in h.late if h.sees(q, 1))
-
-
-@statistic
-def sink_gate(h: Head) -> float:
-    return mean(1 - sum(row) for row in h.A) if h.has_sink else math.nan
 
 
 def received(h: Head) -> list[float]:
@@ -215,14 +171,18 @@ def received(h: Head) -> list[float]:
     return [m for k, m in enumerate(h.mean_received) if len(h.queries_of(k)) >= enough]
 
 
-@statistic
-def sink_position(h: Head) -> float:
-    return float(first_largest(received(h)))
-
-
-@statistic
-def sink_position_mass(h: Head) -> float:
-    return max(received(h))
+STATISTIC_DEFINITIONS |= {
+    "sink_mass": lambda h: mean(h.A[q][0] for q in h.queries_of(0) if q >= 1),
+    "sink_alpha": lambda h: mean(h.A[q][0] for q in h.queries_of(0)),
+    "sink_mass_late": lambda h: mean(h.A[q][0] for q in h.late_0),
+    "sink_mass_first4": lambda h: mean(sum(h.A[q][:4]) for q in h.late_0),
+    "sink_mass_first8": lambda h: mean(sum(h.A[q][:8]) for q in h.late_0),
+    "next4_mass_late": lambda h: mean(sum(h.A[q][1:5]) for q in h.late if h.sees(q, 1)),
+    "second_key_mass_late": lambda h: mean(h.A[q][1] for q in h.late if h.sees(q, 1)),
+    "sink_gate": lambda h: mean(1 - sum(row) for row in h.A) if h.has_sink else math.nan,
+    "sink_position": lambda h: float(first_largest(received(h))),
+    "sink_position_mass": lambda h: max(received(h)),
+}
 
 
 # Reach
@@ -257,47 +217,36 @@ for _sink, _recent in ((0, 1), (1, 3), (2, 7)):
 
 
 # Decomposition
-
-
-@fixed_positions
-def score_shift(h: Head) -> float:
-    return mean(h.delta)
-
-
-@fixed_positions
-def sink_score_shift(h: Head) -> float:
-    return h.delta[0]
-
-
-@fixed_positions
-def sink_score_shift_lead(h: Head) -> float:
-    return h.delta[0] - min(h.delta)
-
-
-@fixed_positions
-def sink_shift_advantage(h: Head) -> float:
-    return mean(h.delta[0] - mean(h.delta[: q + 1]) for q in h.late_0)
-
-
-@fixed_positions
-def sink_score_advantage(h: Head) -> float:
-    return mean(float(h.q[q] @ (h.k[0] - h.k[: q + 1].mean(0))) for q in h.late_0)
-
-
-@fixed_positions
-def sink_mass_shift_only(h: Head) -> float:
-    """Over all k ≤ q: neither masks nor changes of scores enter."""
-    return mean(first_share([h.s * d for d in h.delta[: q + 1]]) for q in h.late_0 if h.T >= 2)
-
-
-@fixed_positions
-def sink_mass_content_only(h: Head) -> float:
-    """Likewise."""
-    return mean(
+FIXED_POSITIONS: dict[str, Statistic] = {
+    "score_shift": lambda h: mean(h.delta),
+    "sink_score_shift": lambda h: h.delta[0],
+    "sink_score_shift_lead": lambda h: h.delta[0] - min(h.delta),
+    "sink_shift_advantage": lambda h: mean(h.delta[0] - mean(h.delta[: q + 1]) for q in h.late_0),
+    "sink_score_advantage": lambda h: mean(
+        float(h.q[q] @ (h.k[0] - h.k[: q + 1].mean(0))) for q in h.late_0
+    ),
+    # The next two are over all k ≤ q: neither masks nor changes of scores enter.
+    "sink_mass_shift_only": lambda h: mean(
+        first_share([h.s * d for d in h.delta[: q + 1]]) for q in h.late_0 if h.T >= 2
+    ),
+    "sink_mass_content_only": lambda h: mean(
         first_share((h.s * (h.k[: q + 1] @ (h.q[q] - h.b_Q))).tolist())
         for q in h.late_0
         if h.T >= 2
-    )
+    ),
+    "sink_key_cosine": lambda h: mean(cosine(h.q[q], h.k[0]) for q in h.queries_of(0)),
+    "earlier_key_cosine": lambda h: mean(
+        mean(cosines(h.q[q], h.k[1:q])) for q in h.queries_of(0) if q >= 2
+    ),
+}
+"""Statistics that are undefined in a model that rotates queries and keys."""
+
+
+def unless_rotated(define: Statistic) -> Statistic:
+    return lambda h: math.nan if h.rotary else define(h)
+
+
+STATISTIC_DEFINITIONS |= {name: unless_rotated(FIXED_POSITIONS[name]) for name in FIXED_POSITIONS}
 
 
 @statistic
@@ -316,53 +265,23 @@ def other_position_cosine(h: Head) -> float:
     return mean(c for q in h.late for c in cosines(h.q[q] - h.b_Q, towards))
 
 
-# Diagonals
-
-
-@statistic
-def induction_diagonal(h: Head) -> float:
-    N = h.T // 2
-    return mean(h.A[q][q - N + 1] for q in range(N - 1, h.T) if h.repeats and h.window >= N)
-
-
-@statistic
-def induction_diagonal_strict(h: Head) -> float:
-    N = h.T // 2
-    return mean(h.A[q][q - N + 1] for q in range(h.T - N, h.T) if h.repeats and h.window >= N)
-
-
-@statistic
-def duplicate_diagonal(h: Head) -> float:
-    N = h.T // 2
-    return mean(h.A[q][q - N] for q in range(h.T - N, h.T) if h.repeats and h.window > N)
-
-
-# Head results
-
-
-@statistic
-def head_output_norm_last(h: Head) -> float:
-    return length(h.z[-1])
-
-
-@statistic
-def head_result_norm(h: Head) -> float:
-    return mean(length(z @ h.W_O) for z in h.z)
-
-
-@statistic
-def head_result_norm_last(h: Head) -> float:
-    return length(h.z[-1] @ h.W_O)
-
-
-@statistic
-def value_result_norm(h: Head) -> float:
-    return mean(length(v @ h.W_O) for v in h.v)
-
-
-@statistic
-def sink_value_result_norm(h: Head) -> float:
-    return length(h.v[0] @ h.W_O)
+# Diagonals, head results
+STATISTIC_DEFINITIONS |= {
+    "induction_diagonal": lambda h: mean(
+        h.A[q][q - h.N + 1] for q in range(h.N - 1, h.T) if h.repeats and h.window >= h.N
+    ),
+    "induction_diagonal_strict": lambda h: mean(
+        h.A[q][q - h.N + 1] for q in range(h.T - h.N, h.T) if h.repeats and h.window >= h.N
+    ),
+    "duplicate_diagonal": lambda h: mean(
+        h.A[q][q - h.N] for q in range(h.T - h.N, h.T) if h.repeats and h.window > h.N
+    ),
+    "head_output_norm_last": lambda h: length(h.z[-1]),
+    "head_result_norm": lambda h: mean(length(z @ h.W_O) for z in h.z),
+    "head_result_norm_last": lambda h: length(h.z[-1] @ h.W_O),
+    "value_result_norm": lambda h: mean(length(v @ h.W_O) for v in h.v),
+    "sink_value_result_norm": lambda h: length(h.v[0] @ h.W_O),
+}
 
 
 # Labels
@@ -401,130 +320,66 @@ def queries_by_label(h: Head) -> tuple[list[int], list[int]]:
     return (triggers, others) if triggers and others else ([], [])
 
 
-@statistic
-def sink_mass_triggers(h: Head) -> float:
-    return mean(h.A[q][0] for q in queries_by_label(h)[0] if h.sees(q, 0))
-
-
-@statistic
-def sink_mass_others(h: Head) -> float:
-    return mean(h.A[q][0] for q in queries_by_label(h)[1] if h.sees(q, 0))
-
-
-@statistic
-def previous_token_triggers(h: Head) -> float:
-    return mean(h.A[q][q - 1] for q in queries_by_label(h)[0] if h.window > 1)
+STATISTIC_DEFINITIONS |= {
+    "sink_mass_triggers": lambda h: mean(h.A[q][0] for q in queries_by_label(h)[0] if h.sees(q, 0)),
+    "sink_mass_others": lambda h: mean(h.A[q][0] for q in queries_by_label(h)[1] if h.sees(q, 0)),
+    "previous_token_triggers": lambda h: mean(
+        h.A[q][q - 1] for q in queries_by_label(h)[0] if h.window > 1
+    ),
+}
 
 
 # Matching
 
 
-@statistic
-def previous_token_score(h: Head) -> float:
-    return mean(h.A[q][q - 1] for q in range(1, h.T) if h.window > 1)
-
-
-@statistic
-def lookback_two_score(h: Head) -> float:
-    return mean(h.A[q][q - 2] for q in range(2, h.T) if h.window > 2)
-
-
-@statistic
-def self_attention(h: Head) -> float:
-    return mean(h.A[q][q] for q in range(h.T))
-
-
-@statistic
-def induction_score(h: Head) -> float:
-    seen = {q: [j + 1 for j in h.copies(q) if h.sees(q, j + 1)] for q in range(h.T)}
+def matched_mass(h: Head, shift: int) -> float:
+    """The mass on earlier copies of the token, or on the keys that follow them."""
+    seen = {q: [j + shift for j in h.copies(q) if h.sees(q, j + shift)] for q in range(h.T)}
     return mean(sum(h.A[q][k] for k in keys) for q, keys in seen.items() if keys)
 
 
-@statistic
-def duplicate_score(h: Head) -> float:
-    seen = {q: [j for j in h.copies(q) if h.sees(q, j)] for q in range(h.T)}
-    return mean(sum(h.A[q][k] for k in keys) for q, keys in seen.items() if keys)
+STATISTIC_DEFINITIONS |= {
+    "previous_token_score": lambda h: mean(h.A[q][q - 1] for q in range(1, h.T) if h.window > 1),
+    "lookback_two_score": lambda h: mean(h.A[q][q - 2] for q in range(2, h.T) if h.window > 2),
+    "self_attention": lambda h: mean(h.A[q][q] for q in range(h.T)),
+    "induction_score": lambda h: matched_mass(h, 1),
+    "duplicate_score": lambda h: matched_mass(h, 0),
+    "match_coverage": lambda h: mean(float(bool(h.copies(q))) for q in range(h.T)),
+    "match_count": lambda h: mean(len(h.copies(q)) for q in range(h.T)),
+}
+
+
+# Norms, residual stream
+STATISTIC_DEFINITIONS |= {
+    "value_norm": lambda h: mean(length(x) for x in h.v),
+    "sink_value_norm": lambda h: length(h.v[0]),
+    "key_norm": lambda h: mean(length(x) for x in h.k),
+    "sink_key_norm": lambda h: length(h.k[0]),
+    "query_norm": lambda h: mean(length(x) for x in h.q),
+    "head_output_norm": lambda h: mean(length(x) for x in h.z),
+    "resid_pre_norm": lambda h: mean(length(x) for x in h.resid_pre),
+    "sink_resid_pre_norm": lambda h: length(h.resid_pre[0]),
+    "resid_post_norm": lambda h: mean(length(x) for x in h.resid_post),
+    "sink_resid_post_norm": lambda h: length(h.resid_post[0]),
+    "query_absmax": lambda h: max(abs(x) for x in h.q_rotated.flatten().tolist()),
+    "key_absmax": lambda h: max(abs(x) for x in h.k_rotated.flatten().tolist()),
+    "value_absmax": lambda h: max(abs(x) for x in h.v.flatten().tolist()),
+    "resid_post_spread": lambda h: math.sqrt(spread(h.resid_post) / h.T),
+    "value_spread": lambda h: math.sqrt(spread(h.v) / h.T),
+}
+
+
+def spread(rows: Array) -> float:
+    """Σ_k ‖row[k] - mean‖²."""
+    centre = sum(rows) / len(rows)
+    return float(sum((row - centre) @ (row - centre) for row in rows))
 
 
 @statistic
-def match_coverage(h: Head) -> float:
-    return mean(float(bool(h.copies(q))) for q in range(h.T))
-
-
-@statistic
-def match_count(h: Head) -> float:
-    return mean(len(h.copies(q)) for q in range(h.T))
-
-
-# Norms
-
-
-@statistic
-def value_norm(h: Head) -> float:
-    return mean(length(x) for x in h.v)
-
-
-@statistic
-def sink_value_norm(h: Head) -> float:
-    return length(h.v[0])
-
-
-@statistic
-def key_norm(h: Head) -> float:
-    return mean(length(x) for x in h.k)
-
-
-@statistic
-def sink_key_norm(h: Head) -> float:
-    return length(h.k[0])
-
-
-@statistic
-def query_norm(h: Head) -> float:
-    return mean(length(x) for x in h.q)
-
-
-@statistic
-def head_output_norm(h: Head) -> float:
-    return mean(length(x) for x in h.z)
-
-
-@statistic
-def resid_pre_norm(h: Head) -> float:
-    return mean(length(x) for x in h.resid_pre)
-
-
-@statistic
-def sink_resid_pre_norm(h: Head) -> float:
-    return length(h.resid_pre[0])
-
-
-@statistic
-def resid_post_norm(h: Head) -> float:
-    return mean(length(x) for x in h.resid_post)
-
-
-@statistic
-def sink_resid_post_norm(h: Head) -> float:
-    return length(h.resid_post[0])
-
-
-@statistic
-def query_absmax(h: Head) -> float:
-    return max(abs(x) for x in h.q_rotated.flatten().tolist())
-
-
-@statistic
-def key_absmax(h: Head) -> float:
-    return max(abs(x) for x in h.k_rotated.flatten().tolist())
-
-
-@statistic
-def value_absmax(h: Head) -> float:
-    return max(abs(x) for x in h.v.flatten().tolist())
-
-
-# Residual
+def resid_post_spread_share(h: Head) -> float:
+    others = h.resid_post[1:]
+    size = sum(float(row @ row) for row in others)
+    return spread(others) / size if len(others) >= 2 and size > 0 else math.nan
 
 
 @statistic
@@ -539,33 +394,7 @@ def sink_resid_post_top3(h: Head) -> float:
     return sum(squares[:3]) / sum(squares) if sum(squares) > 0 else math.nan
 
 
-# Mixing
-
-
-def spread(rows: Array) -> float:
-    """Σ_k ‖row[k] - mean‖²."""
-    centre = sum(rows) / len(rows)
-    return float(sum((row - centre) @ (row - centre) for row in rows))
-
-
-@statistic
-def resid_post_spread(h: Head) -> float:
-    return math.sqrt(spread(h.resid_post) / h.T)
-
-
-@statistic
-def resid_post_spread_share(h: Head) -> float:
-    others = h.resid_post[1:]
-    size = sum(float(row @ row) for row in others)
-    return spread(others) / size if len(others) >= 2 and size > 0 else math.nan
-
-
-@statistic
-def value_spread(h: Head) -> float:
-    return math.sqrt(spread(h.v) / h.T)
-
-
-# Scores
+# Scores, shape
 
 
 @statistic
@@ -576,178 +405,32 @@ def score_max(h: Head) -> float:
 
 
 @statistic
-def sink_logit_margin(h: Head) -> float:
-    return mean(h.S[q][0] - mean(h.S[q][1:q]) for q in h.queries_of(0) if q >= 2)
-
-
-@statistic
 def sink_logit_spread(h: Head) -> float:
     scores = [h.S[q][0] for q in h.queries_of(0) if q >= 1]
     m = mean(scores)
     return math.sqrt(mean((score - m) ** 2 for score in scores)) if scores else math.nan
 
 
-@fixed_positions
-def sink_key_cosine(h: Head) -> float:
-    return mean(cosine(h.q[q], h.k[0]) for q in h.queries_of(0))
-
-
-@fixed_positions
-def earlier_key_cosine(h: Head) -> float:
-    return mean(mean(cosines(h.q[q], h.k[1:q])) for q in h.queries_of(0) if q >= 2)
-
-
-# Shape
-
-
-@statistic
-def entropy(h: Head) -> float:
-    return mean(h.H)
-
-
-@statistic
-def entropy_normalised(h: Head) -> float:
-    return mean(h.H[q] / math.log(min(q + 1, h.window)) for q in range(1, h.T))
-
-
-@statistic
-def entropy_normalised_late(h: Head) -> float:
-    return mean(h.H[q] / math.log(min(q + 1, h.window)) for q in h.late if h.T >= 2)
-
-
-@statistic
-def mean_distance(h: Head) -> float:
-    return mean(sum(a * (q - k) for k, a in enumerate(h.A[q])) for q in range(h.T))
+STATISTIC_DEFINITIONS |= {
+    "sink_logit_margin": lambda h: mean(
+        h.S[q][0] - mean(h.S[q][1:q]) for q in h.queries_of(0) if q >= 2
+    ),
+    "entropy": lambda h: mean(h.H),
+    "entropy_normalised": lambda h: mean(
+        h.H[q] / math.log(min(q + 1, h.window)) for q in range(1, h.T)
+    ),
+    "entropy_normalised_late": lambda h: mean(
+        h.H[q] / math.log(min(q + 1, h.window)) for q in h.late if h.T >= 2
+    ),
+    "mean_distance": lambda h: mean(
+        sum(a * (q - k) for k, a in enumerate(h.A[q])) for q in range(h.T)
+    ),
+}
 
 
 # Profiles
-
-
-Profile = Callable[[Head], list[float]]
-PROFILE_DEFINITIONS: dict[str, Profile] = {}
-BY_PAIR: set[str] = set()
+BY_PAIR = ("attention_by_pair", "score_by_pair")
 """Profiles whose entries are the pairs (0,0), (1,0), (1,1), (2,0), …"""
-
-
-def profile(function: Profile) -> Profile:
-    PROFILE_DEFINITIONS[function.__name__] = function
-    return function
-
-
-@profile
-def attention_by_lag(h: Head) -> list[float]:
-    return [mean(h.A[q][q - d] for q in range(d, h.T) if d < h.window) for d in range(h.T)]
-
-
-@profile
-def attention_received_by_key(h: Head) -> list[float]:
-    return h.mean_received
-
-
-@profile
-def sink_attention_by_query(h: Head) -> list[float]:
-    return [h.A[q][0] if h.sees(q, 0) else math.nan for q in range(h.T)]
-
-
-@profile
-def last_attention_by_key(h: Head) -> list[float]:
-    return [a if h.sees(h.T - 1, k) else math.nan for k, a in enumerate(h.A[-1])]
-
-
-@profile
-def attention_by_pair(h: Head) -> list[float]:
-    return [h.A[q][k] if h.sees(q, k) else math.nan for q in range(h.T) for k in range(q + 1)]
-
-
-@profile
-def value_norm_by_key(h: Head) -> list[float]:
-    return [length(x) for x in h.v]
-
-
-@profile
-def value_result_norm_by_key(h: Head) -> list[float]:
-    return [length(x @ h.W_O) for x in h.v]
-
-
-@profile
-def key_norm_by_key(h: Head) -> list[float]:
-    return [length(x) for x in h.k]
-
-
-@profile
-def query_norm_by_query(h: Head) -> list[float]:
-    return [length(x) for x in h.q]
-
-
-@profile
-def head_output_norm_by_query(h: Head) -> list[float]:
-    return [length(x) for x in h.z]
-
-
-@profile
-def resid_pre_norm_by_key(h: Head) -> list[float]:
-    return [length(x) for x in h.resid_pre]
-
-
-@profile
-def resid_post_norm_by_key(h: Head) -> list[float]:
-    return [length(x) for x in h.resid_post]
-
-
-@profile
-def score_shift_by_key(h: Head) -> list[float]:
-    return h.delta
-
-
-@profile
-def score_shift_lead_by_key(h: Head) -> list[float]:
-    return [d - min(h.delta) for d in h.delta]
-
-
-@profile
-def last_score_by_key(h: Head) -> list[float]:
-    return h.S[-1]
-
-
-@profile
-def score_by_pair(h: Head) -> list[float]:
-    return [h.S[q][k] for q in range(h.T) for k in range(q + 1)]
-
-
-@profile
-def tail_attention_by_key(h: Head) -> list[float]:
-    n = min(64, h.T)
-    return [mean(h.A[q][k] for q in range(h.T - n, h.T)) for k in range(h.T)]
-
-
-@profile
-def tail_attention_by_lag(h: Head) -> list[float]:
-    n = min(64, h.T)
-    return [sum(h.A[q][q - d] for q in range(h.T - n, h.T) if q >= d) / n for d in range(h.T)]
-
-
-@profile
-def column_diagonal_attention_by_candidate(h: Head) -> list[float]:
-    n = min(64, h.T)
-    pairs = [(q, k) for q in range(h.T - n, h.T) for k in range(q + 1)]
-    columns, diagonals = [0.0] * h.T, [0.0] * h.T
-    for q, k in pairs:
-        columns[k] += h.A[q][k]
-        diagonals[q - k] += h.A[q][k]
-
-    def heaviest(masses: list[float], count: int, always: int) -> set[int]:
-        size, first = (min(h.T, max(1, round(x * h.T / 30_000))) for x in (count, always))
-        if size <= first:
-            return {*range(first)}
-        # Those that weigh the same as the last one that is chosen are chosen, too.
-        least = sorted(masses[first:], reverse=True)[size - first - 1] * (1 - 1e-5)
-        return {*range(first), *(k for k in range(first, h.T) if masses[k] >= least)}
-
-    shares: list[float] = []
-    for n_columns, n_diagonals in ((30, 2048), (100, 1800), (500, 1500), (3000, 200)):
-        C, D = heaviest(columns, n_columns, 30), heaviest(diagonals, n_diagonals, 100)
-        shares.append(sum(h.A[q][k] for q, k in pairs if k in C or q - k in D) / n)
-    return shares
 
 
 def later(queries: Array) -> Array:
@@ -761,45 +444,74 @@ def second_moment(queries: Array) -> list[float]:
     return [float(components[i] @ components[j]) / n for i in range(d) for j in range(i, d)]
 
 
-@profile
-def query_mean(h: Head) -> list[float]:
-    return [mean(map(float, component)) for component in later(h.q).T]
+def tail(h: Head) -> range:
+    """The last 64 queries."""
+    return range(max(0, h.T - 64), h.T)
 
 
-@profile
-def query_second_moment(h: Head) -> list[float]:
-    return second_moment(later(h.q))
+PROFILE_DEFINITIONS: dict[str, Callable[[Head], list[float]]] = {
+    "attention_by_lag": lambda h: [
+        mean(h.A[q][q - d] for q in range(d, h.T) if d < h.window) for d in range(h.T)
+    ],
+    "attention_received_by_key": lambda h: h.mean_received,
+    "sink_attention_by_query": lambda h: [
+        h.A[q][0] if h.sees(q, 0) else math.nan for q in range(h.T)
+    ],
+    "last_attention_by_key": lambda h: [
+        a if h.sees(h.T - 1, k) else math.nan for k, a in enumerate(h.A[-1])
+    ],
+    "attention_by_pair": lambda h: [
+        h.A[q][k] if h.sees(q, k) else math.nan for q in range(h.T) for k in range(q + 1)
+    ],
+    "value_norm_by_key": lambda h: [length(x) for x in h.v],
+    "value_result_norm_by_key": lambda h: [length(x @ h.W_O) for x in h.v],
+    "key_norm_by_key": lambda h: [length(x) for x in h.k],
+    "query_norm_by_query": lambda h: [length(x) for x in h.q],
+    "head_output_norm_by_query": lambda h: [length(x) for x in h.z],
+    "resid_pre_norm_by_key": lambda h: [length(x) for x in h.resid_pre],
+    "resid_post_norm_by_key": lambda h: [length(x) for x in h.resid_post],
+    "score_shift_by_key": lambda h: h.delta,
+    "score_shift_lead_by_key": lambda h: [d - min(h.delta) for d in h.delta],
+    "last_score_by_key": lambda h: h.S[-1],
+    "score_by_pair": lambda h: [h.S[q][k] for q in range(h.T) for k in range(q + 1)],
+    "tail_attention_by_key": lambda h: [mean(h.A[q][k] for q in tail(h)) for k in range(h.T)],
+    "tail_attention_by_lag": lambda h: [
+        sum(h.A[q][q - d] for q in tail(h) if q >= d) / len(tail(h)) for d in range(h.T)
+    ],
+    "column_diagonal_attention_by_candidate": lambda h: [
+        share_of_lines(h, *counts) for counts in ((30, 2048), (100, 1800), (500, 1500), (3000, 200))
+    ],
+    "query_mean": lambda h: [mean(map(float, component)) for component in later(h.q).T],
+    "query_second_moment": lambda h: second_moment(later(h.q)),
+    "rotated_query_mean": lambda h: [mean(map(float, component)) for component in h.q_rotated.T],
+    "rotated_query_second_moment": lambda h: second_moment(h.q_rotated),
+    "sink_resid_post_by_dimension": lambda h: h.resid_post[0].tolist(),
+}
+PROFILES_OF_FIXED_POSITIONS = ("score_shift_by_key", "score_shift_lead_by_key")
+"""Those that a model that rotates queries and keys does not have."""
 
 
-@profile
-def rotated_query_mean(h: Head) -> list[float]:
-    return [mean(map(float, component)) for component in h.q_rotated.T]
+def share_of_lines(h: Head, n_columns: int, n_diagonals: int) -> float:
+    """The share of the last queries' attention in the heaviest columns and diagonals."""
+    pairs = [(q, k) for q in tail(h) for k in range(q + 1)]
+    columns, diagonals = [0.0] * h.T, [0.0] * h.T
+    for q, k in pairs:
+        columns[k] += h.A[q][k]
+        diagonals[q - k] += h.A[q][k]
 
+    def heaviest(masses: list[float], count: int, always: int) -> set[int]:
+        size, first = (min(h.T, max(1, round(x * h.T / 30_000))) for x in (count, always))
+        if size <= first:
+            return {*range(first)}
+        # Those that weigh the same as the last one that is chosen are chosen, too.
+        least = sorted(masses[first:], reverse=True)[size - first - 1] * (1 - 1e-5)
+        return {*range(first), *(k for k in range(first, h.T) if masses[k] >= least)}
 
-@profile
-def rotated_query_second_moment(h: Head) -> list[float]:
-    return second_moment(h.q_rotated)
-
-
-@profile
-def sink_resid_post_by_dimension(h: Head) -> list[float]:
-    return h.resid_post[0].tolist()
-
-
-BY_PAIR |= {"attention_by_pair", "score_by_pair"}
-READ_FIXED_POSITIONS |= {"score_shift_by_key", "score_shift_lead_by_key"}
+    C, D = heaviest(columns, n_columns, 30), heaviest(diagonals, n_diagonals, 100)
+    return sum(h.A[q][k] for q, k in pairs if k in C or q - k in D) / len(tail(h))
 
 
 # Predictions
-
-
-Prediction = Callable[[Run], "float | list[float]"]
-PREDICTION_DEFINITIONS: dict[str, Prediction] = {}
-
-
-def prediction(function: Prediction) -> Prediction:
-    PREDICTION_DEFINITIONS[function.__name__] = function
-    return function
 
 
 def log_probabilities(logits: Array) -> Array:
@@ -813,40 +525,10 @@ def token_losses(run: Run) -> list[float]:
     return [math.nan, *(-float(log_probabilities(logits)[token]) for logits, token in pairs)]
 
 
-@prediction
-def loss(run: Run) -> float:
-    return mean(token_losses(run)[1:])
+def half(run: Run) -> int:
+    return (len(run.tokens) - 1) // 2
 
 
-@prediction
-def loss_early(run: Run) -> float:
-    half = (len(run.tokens) - 1) // 2
-    return mean(token_losses(run)[1 : half + 1])
-
-
-@prediction
-def loss_late(run: Run) -> float:
-    half = (len(run.tokens) - 1) // 2
-    return mean(token_losses(run)[half + 1 :])
-
-
-@prediction
-def losses(run: Run) -> list[float]:
-    return token_losses(run)
-
-
-@prediction
-def final_probabilities(run: Run) -> list[float]:
-    final = log_probabilities(run.logits[-1])
-    return [math.exp(final[token]) for token in run.tokens]
-
-
-@prediction
-def final_logits(run: Run) -> list[float]:
-    return [float(run.logits[-1][token]) for token in run.tokens]
-
-
-@prediction
 def position_cosine_mlp(run: Run) -> list[float]:
     weights, mlp = run.weights, run.weights.layers[0].mlp
     effective = run.effective_positions
@@ -858,7 +540,6 @@ def position_cosine_mlp(run: Run) -> list[float]:
     return [cosine(effective[i], changes[i]) for i in range(len(e))]
 
 
-@prediction
 def position_cosine_layer(run: Run) -> list[float]:
     weights = run.weights
     effective = run.effective_positions
@@ -886,18 +567,32 @@ def first_mlp_out(run: Run) -> Array | None:
     return outputs[0]
 
 
-@prediction
 def first_mlp_norm(run: Run) -> float:
     m = first_mlp_out(run)
     return math.nan if m is None else length(m)
 
 
-@prediction
 def first_mlp_position_part(run: Run) -> float:
     m, EPE = first_mlp_out(run), run.effective_positions
     if m is None or EPE is None or length(EPE[0]) == 0:
         return math.nan
     return float(m @ EPE[0]) / length(EPE[0])
+
+
+PREDICTION_DEFINITIONS: dict[str, Callable[[Run], float | list[float]]] = {
+    "loss": lambda run: mean(token_losses(run)[1:]),
+    "loss_early": lambda run: mean(token_losses(run)[1 : half(run) + 1]),
+    "loss_late": lambda run: mean(token_losses(run)[half(run) + 1 :]),
+    "losses": token_losses,
+    "final_probabilities": lambda run: [
+        math.exp(log_probabilities(run.logits[-1])[token]) for token in run.tokens
+    ],
+    "final_logits": lambda run: [float(run.logits[-1][token]) for token in run.tokens],
+    "position_cosine_mlp": position_cosine_mlp,
+    "position_cosine_layer": position_cosine_layer,
+    "first_mlp_norm": first_mlp_norm,
+    "first_mlp_position_part": first_mlp_position_part,
+}
 
 
 # All of it
@@ -906,39 +601,33 @@ def first_mlp_position_part(run: Run) -> float:
 def heads_of(run: Run, labels: Sequence[str]) -> list[list[Head]]:
     """The heads of a run, by layer."""
     weights = run.weights
-    EPE = run.effective_positions
     heads: list[list[Head]] = []
     for layer, seen in zip(weights.layers, run.layers, strict=True):
-        zero = np.zeros((len(layer.W_K), layer.W_K.shape[-1]))
-        no_bias = np.zeros((len(layer.W_Q), layer.W_Q.shape[-1]))
-        b_Q = no_bias if layer.b_Q is None else layer.b_Q
-        b_K = weights.shared(zero if layer.b_K is None else layer.b_K)
-        W_K = weights.shared(layer.W_K)
+        b_Q = np.zeros(layer.W_Q[:, 0].shape) if layer.b_Q is None else layer.b_Q
+        b_K = np.zeros(layer.W_K[:, 0].shape) if layer.b_K is None else layer.b_K
         scores = np.where(np.isneginf(seen.scores), np.nan, seen.scores)
+        by_head: dict[str, Array] = {
+            **{
+                name: getattr(seen, name) for name in ("q", "k", "q_rotated", "k_rotated", "v", "z")
+            },
+            "b_Q": b_Q,
+            "b_K": weights.shared(b_K),
+            "W_K": weights.shared(layer.W_K),
+            "W_O": layer.W_O,
+        }
+        of_layer: dict[str, Any] = {
+            "t": run.tokens, "labels": list(labels), "EPE": run.effective_positions,
+            "resid_pre": seen.resid_pre, "resid_post": seen.resid_post,
+            "s": layer.scale, "rotary": weights.rotary, "has_sink": layer.sink is not None,
+            "window": min(len(run.tokens), layer.window or len(run.tokens)),
+        }  # fmt: skip
         heads.append(
             [
                 Head(
-                    t=run.tokens,
-                    labels=list(labels),
                     A=seen.pattern[head].tolist(),
                     S=scores[head].tolist(),
-                    q=seen.q[head],
-                    k=seen.k[head],
-                    q_rotated=seen.q_rotated[head],
-                    k_rotated=seen.k_rotated[head],
-                    v=seen.v[head],
-                    z=seen.z[head],
-                    resid_pre=seen.resid_pre,
-                    resid_post=seen.resid_post,
-                    b_Q=b_Q[head],
-                    b_K=b_K[head],
-                    W_K=W_K[head],
-                    W_O=layer.W_O[head],
-                    s=layer.scale,
-                    rotary=weights.rotary,
-                    EPE=EPE,
-                    window=min(len(run.tokens), layer.window or len(run.tokens)),
-                    has_sink=layer.sink is not None,
+                    **{name: values[head] for name, values in by_head.items()},
+                    **of_layer,
                 )
                 for head in range(weights.n_heads)
             ]
@@ -1002,7 +691,7 @@ def recompute(
         {
             name: by_head(heads, define)
             for name, define in PROFILE_DEFINITIONS.items()
-            if not (weights.rotary and name in READ_FIXED_POSITIONS)
+            if not (weights.rotary and name in PROFILES_OF_FIXED_POSITIONS)
         },
         {
             name: np.array([define(run) for run in runs])

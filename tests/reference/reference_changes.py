@@ -34,12 +34,9 @@ TARGETS: dict[str, str] = {}
 
 PATCHES = ("patch_head", "patch_head_at")
 
-ALL_CHANGES: set[str] = {"none"}
-
 
 def of_weights(function: Callable[..., None]) -> Callable[..., None]:
     WEIGHT_CHANGES[function.__name__] = function
-    ALL_CHANGES.add(function.__name__)
     return function
 
 
@@ -47,10 +44,14 @@ def of(target: str) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
     def register(function: Callable[..., Array]) -> Callable[..., Array]:
         ACTIVATION_CHANGES[function.__name__] = function
         TARGETS[function.__name__] = target
-        ALL_CHANGES.add(function.__name__)
         return function
 
     return register
+
+
+def put(value: Array, place: Any, new: Array | float = 0.0) -> Array:
+    value[place] = new
+    return value
 
 
 def run_changed(
@@ -124,8 +125,7 @@ def query_biases(weights: Weights) -> list[Array]:
 
 @of_weights
 def zero_query_bias(changed: Weights, untouched: Weights) -> None:
-    for bias in query_biases(changed):
-        bias[:] = 0
+    scale_query_bias(changed, untouched, 0)
 
 
 @of_weights
@@ -200,96 +200,111 @@ def positions(weights: Weights) -> Array:
     return weights.W_pos
 
 
-@of_weights
-def first_position_second(changed: Weights, untouched: Weights) -> None:
-    W_pos = positions(changed)
-    W_pos[0] = W_pos[1]
+def blended(W_pos: Array, position: int, alpha: float) -> Array:
+    return alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1]
 
 
-@of_weights
-def blend_first_position(changed: Weights, untouched: Weights, alpha: float) -> None:
-    W_pos = positions(changed)
-    W_pos[0] = alpha * W_pos[0] + (1 - alpha) * W_pos[1]
-
-
-@of_weights
-def random_first_position(
-    changed: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0
-) -> None:
-    W_pos = positions(changed)
+def moved_at_random(W_pos: Array, draw: int, alpha: float) -> Array:
+    """The first position, as far away as it would be blended, in a random direction."""
     distance = (1 - alpha) * math.sqrt(((W_pos[1] - W_pos[0]) ** 2).sum())
-    W_pos[0] += distance * random_directions(W_pos[0].shape, draw)
+    return W_pos[0] + distance * random_directions(W_pos[0].shape, draw)
 
 
-@of_weights
-def blend_position(changed: Weights, untouched: Weights, position: int, alpha: float = 0.0) -> None:
-    W_pos = positions(changed)
-    W_pos[position] = alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1]
+CHANGES_OF_POSITIONS: dict[str, Callable[..., Array]] = {
+    "first_position_second": lambda W_pos: put(W_pos, 0, W_pos[1]),
+    "blend_first_position": lambda W_pos, alpha: put(W_pos, 0, blended(W_pos, 0, alpha)),
+    "random_first_position": lambda W_pos, draw=0, alpha=0.0: put(
+        W_pos, 0, moved_at_random(W_pos, draw, alpha)
+    ),
+    "blend_position": lambda W_pos, position, alpha=0.0: put(
+        W_pos, position, blended(W_pos, position, alpha)
+    ),
+    "scale_first_position": lambda W_pos, alpha: put(W_pos, 0, alpha * W_pos[0]),
+    "scale_position": lambda W_pos, position, alpha: put(W_pos, position, alpha * W_pos[position]),
+    "swap_first_positions": lambda W_pos: put(W_pos, [0, 1], W_pos[[1, 0]]),
+}
 
 
-@of_weights
-def scale_first_position(changed: Weights, untouched: Weights, alpha: float) -> None:
-    positions(changed)[0] *= alpha
+def of_positions(change: Callable[..., Array]) -> Callable[..., None]:
+    def change(changed: Weights, untouched: Weights, *options: Any) -> None:
+        change(positions(changed), *options)
+
+    return change
 
 
-@of_weights
-def scale_position(changed: Weights, untouched: Weights, position: int, alpha: float) -> None:
-    positions(changed)[position] *= alpha
+WEIGHT_CHANGES |= {name: of_positions(change) for name, change in CHANGES_OF_POSITIONS.items()}
 
 
-@of_weights
-def swap_first_positions(changed: Weights, untouched: Weights) -> None:
-    W_pos = positions(changed)
-    W_pos[[0, 1]] = W_pos[[1, 0]]
+# Embeddings, what layers add, values, single heads
 
 
-@of("pos_embed")
-def zero_positions(value: Array, place: Place, untouched: Weights) -> Array:
-    return value * 0
+CHANGES: dict[str, dict[str, Callable[..., Array]]] = {
+    "pos_embed": {"zero_positions": lambda value, place, weights: value * 0},
+    "embed": {
+        "zero_tokens": lambda value, place, weights: value * 0,
+        "zero_first_token": lambda value, place, weights: put(value, 0),
+        "zero_token": lambda value, place, weights, position: put(value, position),
+    },
+    "mlp_out": {
+        "zero_mlps": lambda value, place, weights: value * 0,
+        "zero_mlp": lambda value, place, weights, layer: value * 0,
+        "zero_first_mlp_out": lambda value, place, weights, layer=0: put(value, 0),
+    },
+    "attn_out": {"zero_attention": lambda value, place, weights, layer: value * 0},
+    "k": {"swap_first_key": lambda value, place, weights, position: swapped(value, position)},
+    "v": {
+        "zero_first_value": lambda value, place, weights: put(value, np.s_[:, 0]),
+        "swap_first_value": lambda value, place, weights, position: swapped(value, position),
+    },
+    "pattern": {
+        "head_to_first": lambda value, place, weights, layer, head: to_first(value, [head]),
+        "zero_entropy_sinks": lambda value, place, weights, row, column: put(
+            value, entropy_sinks(value, row, column)
+        ),
+        "entropy_sinks_to_first": lambda value, place, weights, row, column: to_first(
+            value, entropy_sinks(value, row, column)
+        ),
+    },
+    "resid_post": {
+        "set_massive_activation": (
+            lambda value, place, weights, layer, dimension, number, position=0: put(
+                value, (position, dimension), number
+            )
+        )
+    },
+    "z": {
+        "zero_inactive_heads": lambda value, place, weights, score, threshold, scale="raw": put(
+            value, inactive_heads(value, place, score, threshold, scale)
+        ),
+        "zero_head": lambda value, place, weights, layer, head: put(value, head),
+        "keep_head": lambda value, place, weights, layer, head: put(value * 0, head, value[head]),
+        "mean_head": lambda value, place, weights, layer, head: put(
+            value, head, np.array([value[head, : q + 1].mean(0) for q in range(value.shape[1])])
+        ),
+        "patch_head": lambda value, place, weights, layer, head: put(
+            value, head, place.partner[head]
+        ),
+        "patch_head_at": lambda value, place, weights, layer, head, position: put(
+            value, (head, position), place.partner[head, position]
+        ),
+    },
+}
+for _target, _functions in CHANGES.items():
+    ACTIVATION_CHANGES |= _functions
+    TARGETS |= dict.fromkeys(_functions, _target)
 
 
-# Token embeddings
+def swapped(value: Array, position: int) -> Array:
+    """What is at the first key changes places with what is at another."""
+    return put(value, np.s_[:, [0, position]], value[:, [position, 0]])
 
 
-@of("embed")
-def zero_tokens(value: Array, place: Place, untouched: Weights) -> Array:
-    return value * 0
+def to_first(value: Array, heads: list[int]) -> Array:
+    """All attention of some heads is on the first key."""
+    return put(put(value, heads), np.s_[heads, :, 0], 1)
 
 
-@of("embed")
-def zero_first_token(value: Array, place: Place, untouched: Weights) -> Array:
-    value[0] = 0
-    return value
-
-
-@of("embed")
-def zero_token(value: Array, place: Place, untouched: Weights, position: int) -> Array:
-    value[position] = 0
-    return value
-
-
-# What layers add
-
-
-@of("mlp_out")
-def zero_mlps(value: Array, place: Place, untouched: Weights) -> Array:
-    return value * 0
-
-
-@of("mlp_out")
-def zero_mlp(value: Array, place: Place, untouched: Weights, layer: int) -> Array:
-    return value * 0
-
-
-@of("mlp_out")
-def zero_first_mlp_out(value: Array, place: Place, untouched: Weights, layer: int = 0) -> Array:
-    value[0] = 0
-    return value
-
-
-@of("attn_out")
-def zero_attention(value: Array, place: Place, untouched: Weights, layer: int) -> Array:
-    return value * 0
+# Positions in the first MLP
 
 
 @of("mlp_out")
@@ -315,27 +330,6 @@ def with_directions_swapped(value: Array, rows: Array) -> Array:
     a = value[0] @ u0
     value[0] += a * (u1 - u0)
     value[1] += a * (u0 - u1)
-    return value
-
-
-# Keys and values
-
-
-@of("v")
-def zero_first_value(value: Array, place: Place, untouched: Weights) -> Array:
-    value[:, 0] = 0
-    return value
-
-
-@of("k")
-def swap_first_key(value: Array, place: Place, untouched: Weights, position: int) -> Array:
-    value[:, [0, position]] = value[:, [position, 0]]
-    return value
-
-
-@of("v")
-def swap_first_value(value: Array, place: Place, untouched: Weights, position: int) -> Array:
-    value[:, [0, position]] = value[:, [position, 0]]
     return value
 
 
@@ -385,18 +379,19 @@ def keep_window(value: Array, place: Place, untouched: Weights, sinks: int, wind
 def stream_heads(
     value: Array, place: Place, untouched: Weights, sink: int, recent: int, *heads: str
 ) -> Array:
-    for head in range(len(value)):
-        if f"L{place.layer}H{head}" in heads:
-            hide(value[head : head + 1], lambda q, k: sink <= k <= q - recent)
-    return value
+    return streamed(value, sink, recent, lambda h: f"L{place.layer}H{h}" in heads)
 
 
 @of("attn_scores")
 def stream_other_heads(
     value: Array, place: Place, untouched: Weights, sink: int, recent: int, *heads: str
 ) -> Array:
+    return streamed(value, sink, recent, lambda h: f"L{place.layer}H{h}" not in heads)
+
+
+def streamed(value: Array, sink: int, recent: int, streams: Callable[[int], bool]) -> Array:
     for head in range(len(value)):
-        if f"L{place.layer}H{head}" not in heads:
+        if streams(head):
             hide(value[head : head + 1], lambda q, k: sink <= k <= q - recent)
     return value
 
@@ -404,32 +399,8 @@ def stream_other_heads(
 # Patterns
 
 
-@of("pattern")
-def head_to_first(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
-    value[head] = 0
-    value[head, :, 0] = 1
-    return value
-
-
-@of("pattern")
-def zero_entropy_sinks(
-    value: Array, place: Place, untouched: Weights, row: float, column: float
-) -> Array:
-    for head in range(len(value)):
-        if is_entropy_sink(value[head], row, column):
-            value[head] = 0
-    return value
-
-
-@of("pattern")
-def entropy_sinks_to_first(
-    value: Array, place: Place, untouched: Weights, row: float, column: float
-) -> Array:
-    for head in range(len(value)):
-        if is_entropy_sink(value[head], row, column):
-            value[head] = 0
-            value[head, :, 0] = 1
-    return value
+def entropy_sinks(pattern: Array, row: float, column: float) -> list[int]:
+    return [head for head in range(len(pattern)) if is_entropy_sink(pattern[head], row, column)]
 
 
 def is_entropy_sink(pattern: Array, row: float, column: float) -> bool:
@@ -485,20 +456,6 @@ def zero_massive_activations(
     return value
 
 
-@of("resid_post")
-def set_massive_activation(
-    value: Array,
-    place: Place,
-    untouched: Weights,
-    layer: int,
-    dimension: int,
-    number: float,
-    position: int = 0,
-) -> Array:
-    value[position, dimension] = number
-    return value
-
-
 # Heads
 
 
@@ -523,58 +480,6 @@ def ideal_induction(value: Array, place: Place, untouched: Weights, layer: int, 
 
 
 @of("z")
-def zero_head(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
-    value[head] = 0
-    return value
-
-
-@of("z")
-def keep_head(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
-    for other in range(len(value)):
-        if other != head:
-            value[other] = 0
-    return value
-
-
-@of("z")
-def mean_head(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
-    before = value[head].copy()
-    for q in range(len(before)):
-        value[head, q] = before[: q + 1].mean(0)
-    return value
-
-
-@of("z")
-def patch_head(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
-    assert place.partner is not None
-    value[head] = place.partner[head]
-    return value
-
-
-@of("z")
-def patch_head_at(
-    value: Array, place: Place, untouched: Weights, layer: int, head: int, position: int
-) -> Array:
-    assert place.partner is not None
-    value[head, position] = place.partner[head, position]
-    return value
-
-
-@of("z")
-def zero_inactive_heads(
-    value: Array,
-    place: Place,
-    untouched: Weights,
-    score: str,
-    threshold: float,
-    scale: str = "raw",
-) -> Array:
-    for head in inactive_heads(value, place, score, threshold, scale):
-        value[head] = 0
-    return value
-
-
-@of("z")
 def zero_random_heads(
     value: Array,
     place: Place,
@@ -594,9 +499,7 @@ def zero_random_heads(
     for head in range(len(value)):
         total = sum((t + 1) * int(factors[i, head]) for i, t in enumerate(place.tokens))
         hashes.append((total + 2**63) % 2**64 - 2**63)
-    for head in sorted(range(len(value)), key=lambda h: hashes[h])[:count]:
-        value[head] = 0
-    return value
+    return put(value, sorted(range(len(value)), key=lambda head: hashes[head])[:count])
 
 
 def inactive_heads(z: Array, place: Place, score: str, threshold: float, scale: str) -> list[int]:

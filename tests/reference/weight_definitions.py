@@ -15,13 +15,6 @@ Index = int | tuple[int, int] | None
 Rows = dict[tuple[int | None, int | None, Index], float]
 """Values by layer, head and index; None for what has no such place."""
 
-WEIGHT_DEFINITIONS: dict[str, Callable[[Weights], Rows]] = {}
-
-
-def weight_statistic(function: Callable[[Weights], Rows]) -> Callable[[Weights], Rows]:
-    WEIGHT_DEFINITIONS[function.__name__] = function
-    return function
-
 
 def by_head(
     weights: Weights, define: Callable[[Array, Array], Sequence[float]], indexed: bool = True
@@ -43,23 +36,14 @@ def by_index(values: Sequence[float]) -> Rows:
     return {(None, None, index): float(value) for index, value in enumerate(values)}
 
 
-# Biases
+def with_fixed_positions(define: Callable[[Weights], Rows]) -> Callable[[Weights], Rows]:
+    """No rows where queries and keys are rotated."""
+    return lambda weights: {} if weights.rotary else define(weights)
 
 
-@weight_statistic
-def query_bias_norm(weights: Weights) -> Rows:
-    return by_head(weights, lambda b_Q, W_K: [length(b_Q)], indexed=False)
-
-
-@weight_statistic
-def bias_key_coupling(weights: Weights) -> Rows:
-    return {} if weights.rotary else by_head(weights, lambda b_Q, W_K: (W_K @ b_Q).tolist())
-
-
-@weight_statistic
 def bias_position_cosine(weights: Weights) -> Rows:
     EPE = weights.effective_positions()
-    if EPE is None or weights.rotary:
+    if EPE is None:
         return {}
     return by_head(weights, lambda b_Q, W_K: [cosine(b_Q, row @ W_K) for row in EPE])
 
@@ -113,39 +97,6 @@ def of_every_pair(weights: Weights, define: Callable[[Array, Array, Array], floa
     }
 
 
-@weight_statistic
-def query_key_norm(weights: Weights) -> Rows:
-    return {} if weights.rotary else of_every_head(weights, lambda QK, OV: size(QK))
-
-
-@weight_statistic
-def value_output_norm(weights: Weights) -> Rows:
-    return of_every_head(weights, lambda QK, OV: size(OV))
-
-
-@weight_statistic
-def key_composition(weights: Weights) -> Rows:
-    if weights.rotary:
-        return {}
-    return of_every_pair(weights, lambda QK, OV, X: size(QK @ X.T) / size(QK) / size(X))
-
-
-@weight_statistic
-def query_composition(weights: Weights) -> Rows:
-    if weights.rotary:
-        return {}
-    return of_every_pair(weights, lambda QK, OV, X: size(X @ QK) / size(QK) / size(X))
-
-
-@weight_statistic
-def value_composition(weights: Weights) -> Rows:
-    return of_every_pair(weights, lambda QK, OV, X: size(X @ OV) / size(OV) / size(X))
-
-
-# Copying
-
-
-@weight_statistic
 def copying_score(weights: Weights) -> Rows:
     W_U = read_through(weights.final_norm, weights.W_U)
 
@@ -164,21 +115,8 @@ def centred(weights: Weights) -> list[Array]:
     return [] if weights.W_pos is None else [row - row.mean() for row in weights.W_pos]
 
 
-@weight_statistic
-def centred_position_norm(weights: Weights) -> Rows:
-    return by_index([length(row) for row in centred(weights)])
-
-
-@weight_statistic
-def position_product_first(weights: Weights) -> Rows:
-    w = centred(weights)
-    return by_index([float(row @ w[0]) for row in w])
-
-
-@weight_statistic
-def position_product_second(weights: Weights) -> Rows:
-    w = centred(weights)
-    return by_index([float(row @ w[1]) for row in w])
+def products(w: list[Array], position: int) -> Rows:
+    return by_index([float(row @ w[position]) for row in w])
 
 
 def component(weights: Weights, number: int) -> Rows:
@@ -196,36 +134,48 @@ def component(weights: Weights, number: int) -> Rows:
     return by_index((coordinates * math.copysign(1, largest)).tolist())
 
 
-@weight_statistic
-def position_component_1(weights: Weights) -> Rows:
-    return component(weights, 1)
-
-
-@weight_statistic
-def position_component_2(weights: Weights) -> Rows:
-    return component(weights, 2)
-
-
-@weight_statistic
-def position_component_3(weights: Weights) -> Rows:
-    return component(weights, 3)
-
-
-# Position vectors
-
-
-@weight_statistic
-def position_norm(weights: Weights) -> Rows:
-    return by_index([] if weights.W_pos is None else [length(row) for row in weights.W_pos])
-
-
-@weight_statistic
-def effective_position_norm(weights: Weights) -> Rows:
+def effective_positions(weights: Weights) -> Sequence[Array]:
     EPE = weights.effective_positions()
-    return by_index([] if EPE is None else [length(row) for row in EPE])
+    return [] if EPE is None else list(EPE)
 
 
-@weight_statistic
-def first_effective_position(weights: Weights) -> Rows:
-    EPE = weights.effective_positions()
-    return by_index([] if EPE is None else EPE[0].tolist())
+WEIGHT_DEFINITIONS: dict[str, Callable[[Weights], Rows]] = {
+    "query_bias_norm": lambda weights: by_head(
+        weights, lambda b_Q, W_K: [length(b_Q)], indexed=False
+    ),
+    "bias_key_coupling": with_fixed_positions(
+        lambda weights: by_head(weights, lambda b_Q, W_K: (W_K @ b_Q).tolist())
+    ),
+    "bias_position_cosine": with_fixed_positions(bias_position_cosine),
+    "query_key_norm": with_fixed_positions(
+        lambda weights: of_every_head(weights, lambda QK, OV: size(QK))
+    ),
+    "value_output_norm": lambda weights: of_every_head(weights, lambda QK, OV: size(OV)),
+    "key_composition": with_fixed_positions(
+        lambda weights: of_every_pair(
+            weights, lambda QK, OV, X: size(QK @ X.T) / size(QK) / size(X)
+        )
+    ),
+    "query_composition": with_fixed_positions(
+        lambda weights: of_every_pair(weights, lambda QK, OV, X: size(X @ QK) / size(QK) / size(X))
+    ),
+    "value_composition": lambda weights: of_every_pair(
+        weights, lambda QK, OV, X: size(X @ OV) / size(OV) / size(X)
+    ),
+    "copying_score": copying_score,
+    "centred_position_norm": lambda weights: by_index([length(w) for w in centred(weights)]),
+    "position_product_first": lambda weights: products(centred(weights), 0),
+    "position_product_second": lambda weights: products(centred(weights), 1),
+    "position_component_1": lambda weights: component(weights, 1),
+    "position_component_2": lambda weights: component(weights, 2),
+    "position_component_3": lambda weights: component(weights, 3),
+    "position_norm": lambda weights: by_index(
+        [] if weights.W_pos is None else [length(row) for row in weights.W_pos]
+    ),
+    "effective_position_norm": lambda weights: by_index(
+        [length(row) for row in effective_positions(weights)]
+    ),
+    "first_effective_position": lambda weights: by_index(
+        [number for row in effective_positions(weights)[:1] for number in row.tolist()]
+    ),
+}

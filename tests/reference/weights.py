@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 Array = np.ndarray
-T = TypeVar("T")
 
 
 @dataclass
@@ -79,7 +78,7 @@ class Weights:
     layers: list[Layer]
     final_norm: Norm
     W_U: Array
-    b_U: Array
+    b_U: Array | float = 0.0
     parallel: bool = False
     """Whether the MLP reads the same stream as the attention."""
     rotated: int = 0
@@ -117,7 +116,7 @@ def relu(x: Array) -> Array:
 
 
 def gelu_tanh(x: Array) -> Array:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 def gelu(x: Array) -> Array:
@@ -137,23 +136,12 @@ FUNCTIONS = {
 }
 
 
-def plain_mlp(W_in: Array, b_in: Array, W_out: Array, b_out: Array, name: str) -> Any:
-    function = FUNCTIONS[name]
-    return lambda x: function(x @ W_in + b_in) @ W_out + b_out
-
-
-def gated_mlp(W_gate: Array, W_in: Array, W_out: Array, name: str) -> Any:
-    function = FUNCTIONS[name]
-    return lambda x: (function(x @ W_gate) * (x @ W_in)) @ W_out
-
-
 # Files
 
 
 def read_weights(path: Path) -> Weights:
     """The weights of a model directory."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    tensors = read_tensors(path)
     readers = {
         "gpt2": read_gpt2,
         "gpt_bigcode": read_bigcode,
@@ -168,7 +156,7 @@ def read_weights(path: Path) -> Weights:
         "opt": read_opt,
     }
     read = readers[config["model_type"]] if "model_type" in config else read_legacy
-    return read(path.name, config, tensors)
+    return read(path.name, config, read_tensors(path))
 
 
 def read_tensors(path: Path) -> dict[str, Array]:
@@ -176,10 +164,8 @@ def read_tensors(path: Path) -> dict[str, Array]:
     if files:
         return {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
     (file,) = path.glob("*final.pth")
-    return {
-        name: tensor.double().numpy()
-        for name, tensor in torch.load(file, "cpu", weights_only=True).items()
-    }
+    stored = torch.load(file, "cpu", weights_only=True)
+    return {name: tensor.double().numpy() for name, tensor in stored.items()}
 
 
 def read_safetensors(file: Path) -> dict[str, Array]:
@@ -198,10 +184,93 @@ def read_safetensors(file: Path) -> dict[str, Array]:
     return tensors
 
 
-def three(parts: Iterable[T]) -> tuple[T, T, T]:
-    """Of queries, keys and values."""
-    q, k, v = parts
-    return q, k, v
+Three = tuple[Sequence[Array], Sequence[Array | None]]
+"""W and b of queries, keys and values."""
+
+
+@dataclass
+class Part:
+    """The modules of a part of a model, by what follows the part's own name."""
+
+    tensors: dict[str, Array]
+    name: str
+    eps: float
+    """Of its norms."""
+    d_head: int = 0
+    subtracts_mean: bool = True
+    """Whether its norms do."""
+    one_more: bool = False
+    """Whether a norm multiplies by 1 + weight."""
+    stores_transposed: bool = True
+    """Whether a linear layer is stored as `[to from]`, as most are."""
+
+    def W(self, module: str) -> Array:
+        """The matrix of a linear layer, `[from to]`."""
+        weight = self.tensors[f"{self.name}.{module}.weight"]
+        return weight.T if self.stores_transposed else weight
+
+    def b(self, module: str) -> Array | None:
+        return self.tensors.get(f"{self.name}.{module}.bias")
+
+    def norm(self, module: str) -> Norm:
+        weight = self.tensors[f"{self.name}.{module}.weight"]
+        return Norm(weight + self.one_more, self.b(module), self.eps, self.subtracts_mean)
+
+    def norm_if_any(self, module: str) -> Norm | None:
+        return self.norm(module) if f"{self.name}.{module}.weight" in self.tensors else None
+
+    def mlp(self, first: str, last: str, name: str) -> Callable[[Array], Array]:
+        function, W_in, W_out = FUNCTIONS[name], self.W(first), self.W(last)
+        b_in, b_out = self.b(first), self.b(last)
+        return lambda x: function(x @ W_in + b_in) @ W_out + b_out
+
+    def gated_mlp(self, name: str) -> Callable[[Array], Array]:
+        W_gate, W_in, W_out = (self.W(f"mlp.{x}_proj") for x in ("gate", "up", "down"))
+        function = FUNCTIONS[name]
+        return lambda x: (function(x @ W_gate) * (x @ W_in)) @ W_out
+
+    def three(self, modules: str) -> Three:
+        """Queries, keys and values that have a layer each."""
+        names = [modules.format(x) for x in "qkv"]
+        biases = [self.b(name) for name in names]
+        return (
+            [by_head(self.W(name), self.d_head) for name in names],
+            [None if bias is None else bias.reshape(-1, self.d_head) for bias in biases],
+        )
+
+    def side_by_side(self, module: str, ends: int | list[int]) -> Three:
+        """Queries, keys and values that lie side by side in one layer."""
+        W, b = self.W(module), self.tensors[f"{self.name}.{module}.bias"]
+        return (
+            [by_head(part, self.d_head) for part in np.split(W, ends, axis=1)],
+            [part.reshape(-1, self.d_head) for part in np.split(b, ends)],
+        )
+
+    def in_turn(self, module: str) -> Three:
+        """Queries, keys and values that lie in one layer as head, then q, k, v, then d_head."""
+        W, b = self.W(module), self.tensors[f"{self.name}.{module}.bias"]
+        by_subset = W.reshape(len(W), -1, 3, self.d_head).transpose(2, 1, 0, 3)
+        return list(by_subset), list(b.reshape(-1, 3, self.d_head).transpose(1, 0, 2))
+
+    def layer(
+        self,
+        three: Three,
+        output: str,
+        norms: tuple[str, str],
+        mlp: Callable[[Array], Array],
+        **others: Any,
+    ) -> Layer:
+        """A layer: q, k and v, the module of W_O, the norms before attention and MLP."""
+        (W_Q, W_K, W_V), (b_Q, b_K, b_V) = three
+        # `[head · d_head, d_model]` becomes `[head d_head d_model]`.
+        matrix = self.W(output)
+        W_O = matrix.reshape(-1, self.d_head, matrix.shape[-1])
+        before_attention, before_mlp = (self.norm(name) for name in norms)
+        return Layer(
+            *(before_attention, W_Q, W_K, W_V, W_O, b_Q, b_K, b_V, self.b(output)),
+            **{"scale": 1 / math.sqrt(self.d_head), "norm_before_mlp": before_mlp, "mlp": mlp}
+            | others,
+        )
 
 
 def by_head(matrix: Array, d_head: int) -> Array:
@@ -210,451 +279,202 @@ def by_head(matrix: Array, d_head: int) -> Array:
     return matrix.reshape(d_model, width // d_head, d_head).transpose(1, 0, 2)
 
 
-def from_heads(matrix: Array, d_head: int) -> Array:
-    """`[head · d_head, d_model]` becomes `[head d_head d_model]`."""
-    return matrix.reshape(-1, d_head, matrix.shape[-1])
+Config = dict[str, Any]
+Tensors = dict[str, Array]
 
 
-def unembedding(tensors: dict[str, Array], W_E: Array, name: str = "lm_head.weight") -> Array:
-    """The unembedding, which may be the embedding itself."""
-    return tensors.get(name, W_E).T
+def like_gpt2(name: str, tensors: Tensors, layers: list[Layer], eps: float) -> Weights:
+    """Embeddings and a last norm of the names of GPT-2."""
+    W_E, W_pos = tensors["transformer.wte.weight"], tensors["transformer.wpe.weight"]
+    final = Part(tensors, "transformer", eps).norm("ln_f")
+    return Weights(name, W_E, W_pos, layers, final, tensors.get("lm_head.weight", W_E).T)
 
 
-def read_gpt2(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
-    n_heads, d_model = config["n_head"], config["n_embd"]
-    d_head = d_model // n_heads
-    eps = config["layer_norm_epsilon"]
+def read_gpt2(name: str, config: Config, tensors: Tensors) -> Weights:
+    d_head, eps = config["n_embd"] // config["n_head"], config["layer_norm_epsilon"]
     layers: list[Layer] = []
     for number in range(config["n_layer"]):
-        prefix = f"transformer.h.{number}"
-        W = np.split(tensors[f"{prefix}.attn.c_attn.weight"], 3, axis=1)
-        b = np.split(tensors[f"{prefix}.attn.c_attn.bias"], 3)
-        scale = 1 / math.sqrt(d_head)
+        part = Part(tensors, f"transformer.h.{number}", eps, d_head, stores_transposed=False)
+        three = part.side_by_side("attn.c_attn", 3)
+        mlp = part.mlp("mlp.c_fc", "mlp.c_proj", config["activation_function"])
+        layers.append(part.layer(three, "attn.c_proj", ("ln_1", "ln_2"), mlp))
         if config["scale_attn_by_inverse_layer_idx"]:
-            scale /= number + 1
-        layers.append(
-            Layer(
-                Norm(tensors[f"{prefix}.ln_1.weight"], tensors[f"{prefix}.ln_1.bias"], eps, True),
-                *three(by_head(part, d_head) for part in W),
-                from_heads(tensors[f"{prefix}.attn.c_proj.weight"], d_head),
-                *three(part.reshape(n_heads, d_head) for part in b),
-                tensors[f"{prefix}.attn.c_proj.bias"],
-                scale,
-                Norm(tensors[f"{prefix}.ln_2.weight"], tensors[f"{prefix}.ln_2.bias"], eps, True),
-                plain_mlp(
-                    tensors[f"{prefix}.mlp.c_fc.weight"],
-                    tensors[f"{prefix}.mlp.c_fc.bias"],
-                    tensors[f"{prefix}.mlp.c_proj.weight"],
-                    tensors[f"{prefix}.mlp.c_proj.bias"],
-                    config["activation_function"],
-                ),
-            )
-        )
-    W_E = tensors["transformer.wte.weight"]
-    final = Norm(tensors["transformer.ln_f.weight"], tensors["transformer.ln_f.bias"], eps, True)
-    W_U = unembedding(tensors, W_E)
-    return Weights(
-        name, W_E, tensors["transformer.wpe.weight"], layers, final, W_U, np.zeros(W_U.shape[1])
-    )
+            layers[-1].scale /= number + 1
+    return like_gpt2(name, tensors, layers, eps)
 
 
-def read_gpt_neo(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
+def read_gpt_neo(name: str, config: Config, tensors: Tensors) -> Weights:
     """GPT-Neo: scores are not scaled, and queries, keys and values have no biases."""
-    d_head = config["hidden_size"] // config["num_heads"]
-    eps = config["layer_norm_epsilon"]
+    d_head, eps = config["hidden_size"] // config["num_heads"], config["layer_norm_epsilon"]
     layers: list[Layer] = []
     for number in range(config["num_layers"]):
-        prefix = f"transformer.h.{number}"
-        attention = f"{prefix}.attn.attention"
-        layers.append(
-            Layer(
-                Norm(tensors[f"{prefix}.ln_1.weight"], tensors[f"{prefix}.ln_1.bias"], eps, True),
-                *three(by_head(tensors[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
-                from_heads(tensors[f"{attention}.out_proj.weight"].T, d_head),
-                None,
-                None,
-                None,
-                tensors[f"{attention}.out_proj.bias"],
-                1.0,
-                Norm(tensors[f"{prefix}.ln_2.weight"], tensors[f"{prefix}.ln_2.bias"], eps, True),
-                plain_mlp(
-                    tensors[f"{prefix}.mlp.c_fc.weight"].T,
-                    tensors[f"{prefix}.mlp.c_fc.bias"],
-                    tensors[f"{prefix}.mlp.c_proj.weight"].T,
-                    tensors[f"{prefix}.mlp.c_proj.bias"],
-                    config["activation_function"],
-                ),
-            )
-        )
-    W_E = tensors["transformer.wte.weight"]
-    final = Norm(tensors["transformer.ln_f.weight"], tensors["transformer.ln_f.bias"], eps, True)
-    W_U = unembedding(tensors, W_E)
-    return Weights(
-        name, W_E, tensors["transformer.wpe.weight"], layers, final, W_U, np.zeros(W_U.shape[1])
-    )
+        part = Part(tensors, f"transformer.h.{number}", eps, d_head)
+        three = part.three("attn.attention.{}_proj")
+        mlp = part.mlp("mlp.c_fc", "mlp.c_proj", config["activation_function"])
+        output = "attn.attention.out_proj"
+        layers.append(part.layer(three, output, ("ln_1", "ln_2"), mlp, scale=1.0))
+    return like_gpt2(name, tensors, layers, eps)
 
 
-def read_llama(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
-    """Llama, Qwen2 (biases of queries, keys and values) and Qwen3 (norms of queries and keys)."""
-    d_head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    eps = config["rms_norm_eps"]
-
-    def norm(weight: Array | None) -> Norm | None:
-        return None if weight is None else Norm(weight, None, eps, False)
-
-    layers: list[Layer] = []
-    for number in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{number}"
-        attention = f"{prefix}.self_attn"
-        biases = [tensors.get(f"{attention}.{x}_proj.bias") for x in "qkv"]
-        layers.append(
-            Layer(
-                Norm(tensors[f"{prefix}.input_layernorm.weight"], None, eps, False),
-                *three(by_head(tensors[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
-                from_heads(tensors[f"{attention}.o_proj.weight"].T, d_head),
-                *three(None if bias is None else bias.reshape(-1, d_head) for bias in biases),
-                None,
-                1 / math.sqrt(d_head),
-                Norm(tensors[f"{prefix}.post_attention_layernorm.weight"], None, eps, False),
-                gated_mlp(
-                    tensors[f"{prefix}.mlp.gate_proj.weight"].T,
-                    tensors[f"{prefix}.mlp.up_proj.weight"].T,
-                    tensors[f"{prefix}.mlp.down_proj.weight"].T,
-                    config["hidden_act"],
-                ),
-                norm(tensors.get(f"{attention}.q_norm.weight")),
-                norm(tensors.get(f"{attention}.k_norm.weight")),
-            )
-        )
-    W_E = tensors["model.embed_tokens.weight"]
-    W_U = unembedding(tensors, W_E)
-    final = Norm(tensors["model.norm.weight"], None, eps, False)
-    base = config["rope_parameters"]["rope_theta"]
-    b_U = np.zeros(W_U.shape[1])
-    return Weights(name, W_E, None, layers, final, W_U, b_U, rotated=d_head, rotary_base=base)
-
-
-def read_neox(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
-    """GPT-NeoX: a part of each query and key is rotated; attention and MLP may be parallel."""
-    n_heads = config["num_attention_heads"]
-    d_head = config["hidden_size"] // n_heads
-    eps = config["layer_norm_eps"]
-    layers: list[Layer] = []
-    for number in range(config["num_hidden_layers"]):
-        prefix = f"gpt_neox.layers.{number}"
-        # The rows lie as head, then query, key and value, then d_head.
-        W = tensors[f"{prefix}.attention.query_key_value.weight"].reshape(n_heads, 3, d_head, -1)
-        b = tensors[f"{prefix}.attention.query_key_value.bias"].reshape(n_heads, 3, d_head)
-        layers.append(
-            Layer(
-                Norm(
-                    tensors[f"{prefix}.input_layernorm.weight"],
-                    tensors[f"{prefix}.input_layernorm.bias"],
-                    eps,
-                    True,
-                ),
-                *three(W[:, part].transpose(0, 2, 1) for part in range(3)),
-                from_heads(tensors[f"{prefix}.attention.dense.weight"].T, d_head),
-                *three(b[:, part] for part in range(3)),
-                tensors[f"{prefix}.attention.dense.bias"],
-                1 / math.sqrt(d_head),
-                Norm(
-                    tensors[f"{prefix}.post_attention_layernorm.weight"],
-                    tensors[f"{prefix}.post_attention_layernorm.bias"],
-                    eps,
-                    True,
-                ),
-                plain_mlp(
-                    tensors[f"{prefix}.mlp.dense_h_to_4h.weight"].T,
-                    tensors[f"{prefix}.mlp.dense_h_to_4h.bias"],
-                    tensors[f"{prefix}.mlp.dense_4h_to_h.weight"].T,
-                    tensors[f"{prefix}.mlp.dense_4h_to_h.bias"],
-                    config["hidden_act"],
-                ),
-            )
-        )
-    W_E = tensors["gpt_neox.embed_in.weight"]
-    final = Norm(
-        tensors["gpt_neox.final_layer_norm.weight"],
-        tensors["gpt_neox.final_layer_norm.bias"],
-        eps,
-        True,
-    )
-    W_U = tensors["embed_out.weight"].T
-    rope = config["rope_parameters"]
-    return Weights(
-        name,
-        W_E,
-        None,
-        layers,
-        final,
-        W_U,
-        np.zeros(W_U.shape[1]),
-        config["use_parallel_residual"],
-        rotated=int(d_head * rope["partial_rotary_factor"]),
-        rotary_base=rope["rope_theta"],
-    )
-
-
-def read_opt(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
-    """OPT: the table of positions begins with two rows that no position uses."""
-    n_heads = config["num_attention_heads"]
-    d_head = config["hidden_size"] // n_heads
-    layers: list[Layer] = []
-    for number in range(config["num_hidden_layers"]):
-        prefix = f"model.decoder.layers.{number}"
-        attention = f"{prefix}.self_attn"
-        layers.append(
-            Layer(
-                Norm(
-                    tensors[f"{prefix}.self_attn_layer_norm.weight"],
-                    tensors[f"{prefix}.self_attn_layer_norm.bias"],
-                    1e-5,
-                    True,
-                ),
-                *three(by_head(tensors[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
-                from_heads(tensors[f"{attention}.out_proj.weight"].T, d_head),
-                *three(
-                    tensors[f"{attention}.{x}_proj.bias"].reshape(n_heads, d_head) for x in "qkv"
-                ),
-                tensors[f"{attention}.out_proj.bias"],
-                1 / math.sqrt(d_head),
-                Norm(
-                    tensors[f"{prefix}.final_layer_norm.weight"],
-                    tensors[f"{prefix}.final_layer_norm.bias"],
-                    1e-5,
-                    True,
-                ),
-                plain_mlp(
-                    tensors[f"{prefix}.fc1.weight"].T,
-                    tensors[f"{prefix}.fc1.bias"],
-                    tensors[f"{prefix}.fc2.weight"].T,
-                    tensors[f"{prefix}.fc2.bias"],
-                    config["activation_function"],
-                ),
-            )
-        )
-    W_E = tensors["model.decoder.embed_tokens.weight"]
-    final = Norm(
-        tensors["model.decoder.final_layer_norm.weight"],
-        tensors["model.decoder.final_layer_norm.bias"],
-        1e-5,
-        True,
-    )
-    W_U = unembedding(tensors, W_E)
-    W_pos = tensors["model.decoder.embed_positions.weight"][2:]
-    b_U = np.zeros(W_U.shape[1])
-    return Weights(name, W_E, W_pos, layers, final, W_U, b_U, mlp_is_a_module=False)
-
-
-def read_bigcode(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
+def read_bigcode(name: str, config: Config, tensors: Tensors) -> Weights:
     """GPT-BigCode: learned positions, and one key and one value for all query heads."""
-    n_heads, d_model = config["n_head"], config["n_embd"]
-    d_head = d_model // n_heads
-    eps = config["layer_norm_epsilon"]
+    d_model, eps = config["n_embd"], config["layer_norm_epsilon"]
+    d_head = d_model // config["n_head"]
     layers: list[Layer] = []
     for number in range(config["n_layer"]):
-        prefix = f"transformer.h.{number}"
-        places = [d_model, d_model + d_head]
-        W = np.split(tensors[f"{prefix}.attn.c_attn.weight"].T, places, axis=1)
-        b = np.split(tensors[f"{prefix}.attn.c_attn.bias"], places)
+        part = Part(tensors, f"transformer.h.{number}", eps, d_head)
+        three = part.side_by_side("attn.c_attn", [d_model, d_model + d_head])
+        mlp = part.mlp("mlp.c_fc", "mlp.c_proj", config["activation_function"])
+        layers.append(part.layer(three, "attn.c_proj", ("ln_1", "ln_2"), mlp))
+    return like_gpt2(name, tensors, layers, eps)
+
+
+def like_llama(
+    name: str, config: Config, tensors: Tensors, layers: list[Layer], last: Part
+) -> Weights:
+    """Embeddings, a last norm and rotations of the names of Llama."""
+    W_E = tensors["model.embed_tokens.weight"]
+    W_U = tensors.get("lm_head.weight", W_E).T
+    base, width = config["rope_parameters"]["rope_theta"], layers[0].W_Q.shape[-1]
+    final = last.norm("norm")
+    return Weights(name, W_E, None, layers, final, W_U, rotated=width, rotary_base=base)
+
+
+def read_llama(name: str, config: Config, tensors: Tensors) -> Weights:
+    """Llama, Qwen2 (biases of queries, keys and values) and Qwen3 (norms of queries and keys)."""
+    d_head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    last = Part(tensors, "model", config["rms_norm_eps"], d_head, subtracts_mean=False)
+    layers: list[Layer] = []
+    for number in range(config["num_hidden_layers"]):
+        part = replace(last, name=f"model.layers.{number}")
         layers.append(
-            Layer(
-                Norm(tensors[f"{prefix}.ln_1.weight"], tensors[f"{prefix}.ln_1.bias"], eps, True),
-                *three(by_head(part, d_head) for part in W),
-                from_heads(tensors[f"{prefix}.attn.c_proj.weight"].T, d_head),
-                *three(part.reshape(-1, d_head) for part in b),
-                tensors[f"{prefix}.attn.c_proj.bias"],
-                1 / math.sqrt(d_head),
-                Norm(tensors[f"{prefix}.ln_2.weight"], tensors[f"{prefix}.ln_2.bias"], eps, True),
-                plain_mlp(
-                    tensors[f"{prefix}.mlp.c_fc.weight"].T,
-                    tensors[f"{prefix}.mlp.c_fc.bias"],
-                    tensors[f"{prefix}.mlp.c_proj.weight"].T,
-                    tensors[f"{prefix}.mlp.c_proj.bias"],
-                    config["activation_function"],
-                ),
+            part.layer(
+                part.three("self_attn.{}_proj"),
+                "self_attn.o_proj",
+                ("input_layernorm", "post_attention_layernorm"),
+                part.gated_mlp(config["hidden_act"]),
+                q_norm=part.norm_if_any("self_attn.q_norm"),
+                k_norm=part.norm_if_any("self_attn.k_norm"),
             )
         )
-    W_E = tensors["transformer.wte.weight"]
-    final = Norm(tensors["transformer.ln_f.weight"], tensors["transformer.ln_f.bias"], eps, True)
-    W_U = unembedding(tensors, W_E)
+    return like_llama(name, config, tensors, layers, last)
+
+
+def read_gemma2(name: str, config: Config, tensors: Tensors) -> Weights:
+    """Gemma 2 without capped scores: norms of 1 + weight, also after attention and MLP."""
+    assert config["attn_logit_softcapping"] is None
+    last = Part(tensors, "model", config["rms_norm_eps"], config["head_dim"], False, one_more=True)
+    layers: list[Layer] = []
+    for number in range(config["num_hidden_layers"]):
+        part = replace(last, name=f"model.layers.{number}")
+        layers.append(
+            part.layer(
+                part.three("self_attn.{}_proj"),
+                "self_attn.o_proj",
+                ("input_layernorm", "pre_feedforward_layernorm"),
+                part.gated_mlp(config["hidden_activation"]),
+                scale=1 / math.sqrt(config["query_pre_attn_scalar"]),
+                norm_after_attention=part.norm("post_attention_layernorm"),
+                norm_after_mlp=part.norm("post_feedforward_layernorm"),
+            )
+        )
+    weights = like_llama(name, config, tensors, layers, last)
+    return replace(weights, W_E=weights.W_E * math.sqrt(config["hidden_size"]))
+
+
+def partly_rotated(d_head: int, rope: dict[str, Any]) -> dict[str, Any]:
+    width = int(d_head * rope["partial_rotary_factor"])
+    return {"rotated": width, "rotary_base": rope["rope_theta"]}
+
+
+def read_neox(name: str, config: Config, tensors: Tensors) -> Weights:
+    """GPT-NeoX: a part of each query and key is rotated; attention and MLP may be parallel."""
+    d_head = config["hidden_size"] // config["num_attention_heads"]
+    last = Part(tensors, "gpt_neox", config["layer_norm_eps"], d_head)
+    layers: list[Layer] = []
+    for number in range(config["num_hidden_layers"]):
+        part = replace(last, name=f"gpt_neox.layers.{number}")
+        three = part.in_turn("attention.query_key_value")
+        norms = ("input_layernorm", "post_attention_layernorm")
+        mlp = part.mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", config["hidden_act"])
+        layers.append(part.layer(three, "attention.dense", norms, mlp))
+    W_E, W_U = tensors["gpt_neox.embed_in.weight"], tensors["embed_out.weight"].T
     return Weights(
-        name, W_E, tensors["transformer.wpe.weight"], layers, final, W_U, np.zeros(W_U.shape[1])
+        *(name, W_E, None, layers, last.norm("final_layer_norm"), W_U),
+        parallel=config["use_parallel_residual"],
+        **partly_rotated(d_head, config["rope_parameters"]),
     )
 
 
-def read_bloom(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
+def read_phi(name: str, config: Config, tensors: Tensors) -> Weights:
+    """Phi: attention and MLP side by side behind one norm; a part of q and k is rotated."""
+    d_head = config["hidden_size"] // config["num_attention_heads"]
+    last = Part(tensors, "model", config["layer_norm_eps"], d_head)
+    layers: list[Layer] = []
+    for number in range(config["num_hidden_layers"]):
+        part = replace(last, name=f"model.layers.{number}")
+        three, norms = part.three("self_attn.{}_proj"), ("input_layernorm", "input_layernorm")
+        mlp = part.mlp("mlp.fc1", "mlp.fc2", config["hidden_act"])
+        layers.append(part.layer(three, "self_attn.dense", norms, mlp))
+    W_E, W_U = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"].T
+    return Weights(
+        *(name, W_E, None, layers, last.norm("final_layernorm"), W_U, tensors["lm_head.bias"]),
+        parallel=True,
+        **partly_rotated(d_head, config["rope_parameters"]),
+    )
+
+
+def read_opt(name: str, config: Config, tensors: Tensors) -> Weights:
+    """OPT: the table of positions begins with two rows that no position uses."""
+    d_head = config["hidden_size"] // config["num_attention_heads"]
+    last = Part(tensors, "model.decoder", 1e-5, d_head)
+    layers: list[Layer] = []
+    for number in range(config["num_hidden_layers"]):
+        part = replace(last, name=f"model.decoder.layers.{number}")
+        three, norms = part.three("self_attn.{}_proj"), ("self_attn_layer_norm", "final_layer_norm")
+        mlp = part.mlp("fc1", "fc2", config["activation_function"])
+        layers.append(part.layer(three, "self_attn.out_proj", norms, mlp))
+    W_E = tensors["model.decoder.embed_tokens.weight"]
+    W_pos = tensors["model.decoder.embed_positions.weight"][2:]
+    W_U, final = tensors.get("lm_head.weight", W_E).T, last.norm("final_layer_norm")
+    return Weights(name, W_E, W_pos, layers, final, W_U, mlp_is_a_module=False)
+
+
+def read_bloom(name: str, config: Config, tensors: Tensors) -> Weights:
     """BLOOM: no positions are embedded; scores rise with the position of the key (ALiBi)."""
     n_heads = config["n_head"]
     assert n_heads & (n_heads - 1) == 0, "slopes are written for a power of two"
-    d_head = config["hidden_size"] // n_heads
-    eps = config["layer_norm_epsilon"]
     slopes = np.array([2 ** (-8 * (head + 1) / n_heads) for head in range(n_heads)])
-
-    def norm(prefix: str) -> Norm:
-        return Norm(tensors[f"{prefix}.weight"], tensors[f"{prefix}.bias"], eps, True)
-
+    d_head = config["hidden_size"] // n_heads
+    last = Part(tensors, "transformer", config["layer_norm_epsilon"], d_head)
     layers: list[Layer] = []
     for number in range(config["n_layer"]):
-        prefix = f"transformer.h.{number}"
-        W = tensors[f"{prefix}.self_attention.query_key_value.weight"].reshape(
-            n_heads, 3, d_head, -1
-        )
-        b = tensors[f"{prefix}.self_attention.query_key_value.bias"].reshape(n_heads, 3, d_head)
-        layers.append(
-            Layer(
-                norm(f"{prefix}.input_layernorm"),
-                *three(W[:, part].transpose(0, 2, 1) for part in range(3)),
-                from_heads(tensors[f"{prefix}.self_attention.dense.weight"].T, d_head),
-                *three(b[:, part] for part in range(3)),
-                tensors[f"{prefix}.self_attention.dense.bias"],
-                1 / math.sqrt(d_head),
-                norm(f"{prefix}.post_attention_layernorm"),
-                plain_mlp(
-                    tensors[f"{prefix}.mlp.dense_h_to_4h.weight"].T,
-                    tensors[f"{prefix}.mlp.dense_h_to_4h.bias"],
-                    tensors[f"{prefix}.mlp.dense_4h_to_h.weight"].T,
-                    tensors[f"{prefix}.mlp.dense_4h_to_h.bias"],
-                    "gelu_new",
-                ),
-                distance_slopes=slopes,
-            )
-        )
+        part = replace(last, name=f"transformer.h.{number}")
+        three = part.in_turn("self_attention.query_key_value")
+        norms = ("input_layernorm", "post_attention_layernorm")
+        mlp = part.mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "gelu_new")
+        output = "self_attention.dense"
+        layers.append(part.layer(three, output, norms, mlp, distance_slopes=slopes))
     W_E = tensors["transformer.word_embeddings.weight"]
-    W_U = unembedding(tensors, W_E)
-    return Weights(
-        name,
-        W_E,
-        None,
-        layers,
-        norm("transformer.ln_f"),
-        W_U,
-        np.zeros(W_U.shape[1]),
-        norm_of_embeddings=norm("transformer.word_embeddings_layernorm"),
-    )
+    W_U, final = tensors.get("lm_head.weight", W_E).T, last.norm("ln_f")
+    of_embeddings = last.norm("word_embeddings_layernorm")
+    return Weights(name, W_E, None, layers, final, W_U, norm_of_embeddings=of_embeddings)
 
 
-def read_gemma2(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
-    """Gemma 2 without capped scores: norms of 1 + weight, also after attention and MLP."""
-    assert config["attn_logit_softcapping"] is None
-    d_head, eps = config["head_dim"], config["rms_norm_eps"]
-
-    def norm(prefix: str) -> Norm:
-        return Norm(1 + tensors[f"{prefix}.weight"], None, eps, False)
-
-    layers: list[Layer] = []
-    for number in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{number}"
-        attention = f"{prefix}.self_attn"
-        layers.append(
-            Layer(
-                norm(f"{prefix}.input_layernorm"),
-                *three(by_head(tensors[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
-                from_heads(tensors[f"{attention}.o_proj.weight"].T, d_head),
-                None,
-                None,
-                None,
-                None,
-                1 / math.sqrt(config["query_pre_attn_scalar"]),
-                norm(f"{prefix}.pre_feedforward_layernorm"),
-                gated_mlp(
-                    tensors[f"{prefix}.mlp.gate_proj.weight"].T,
-                    tensors[f"{prefix}.mlp.up_proj.weight"].T,
-                    tensors[f"{prefix}.mlp.down_proj.weight"].T,
-                    config["hidden_activation"],
-                ),
-                norm_after_attention=norm(f"{prefix}.post_attention_layernorm"),
-                norm_after_mlp=norm(f"{prefix}.post_feedforward_layernorm"),
-            )
-        )
-    W_U = tensors["model.embed_tokens.weight"].T
-    W_E = W_U.T * math.sqrt(config["hidden_size"])
-    base = config["rope_parameters"]["rope_theta"]
-    b_U = np.zeros(W_U.shape[1])
-    return Weights(
-        name, W_E, None, layers, norm("model.norm"), W_U, b_U, rotated=d_head, rotary_base=base
-    )
-
-
-def read_phi(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
-    """Phi: attention and MLP side by side behind one norm; a part of q and k is rotated."""
-    n_heads = config["num_attention_heads"]
-    d_head = config["hidden_size"] // n_heads
-    eps = config["layer_norm_eps"]
-    layers: list[Layer] = []
-    for number in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{number}"
-        attention = f"{prefix}.self_attn"
-        norm = Norm(
-            tensors[f"{prefix}.input_layernorm.weight"],
-            tensors[f"{prefix}.input_layernorm.bias"],
-            eps,
-            True,
-        )
-        layers.append(
-            Layer(
-                norm,
-                *three(by_head(tensors[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
-                from_heads(tensors[f"{attention}.dense.weight"].T, d_head),
-                *three(
-                    tensors[f"{attention}.{x}_proj.bias"].reshape(n_heads, d_head) for x in "qkv"
-                ),
-                tensors[f"{attention}.dense.bias"],
-                1 / math.sqrt(d_head),
-                norm,
-                plain_mlp(
-                    tensors[f"{prefix}.mlp.fc1.weight"].T,
-                    tensors[f"{prefix}.mlp.fc1.bias"],
-                    tensors[f"{prefix}.mlp.fc2.weight"].T,
-                    tensors[f"{prefix}.mlp.fc2.bias"],
-                    config["hidden_act"],
-                ),
-            )
-        )
-    rope = config["rope_parameters"]
-    return Weights(
-        name,
-        tensors["model.embed_tokens.weight"],
-        None,
-        layers,
-        Norm(
-            tensors["model.final_layernorm.weight"],
-            tensors["model.final_layernorm.bias"],
-            eps,
-            True,
-        ),
-        tensors["lm_head.weight"].T,
-        tensors["lm_head.bias"],
-        parallel=True,
-        rotated=int(d_head * rope["partial_rotary_factor"]),
-        rotary_base=rope["rope_theta"],
-    )
-
-
-def read_legacy(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
+def read_legacy(name: str, config: Config, tensors: Tensors) -> Weights:
     """The files of old TransformerLens, which already have its names and shapes."""
     assert config["normalization_type"] == "LN", config["normalization_type"]
     assert config["attn_only"], "an old file with MLPs"
-    eps = config["eps"]
+
+    def norm(place: str) -> Norm:
+        return Norm(tensors[f"{place}.w"], tensors[f"{place}.b"], config["eps"], True)
+
     layers: list[Layer] = []
     for number in range(config["n_layers"]):
-        prefix = f"blocks.{number}"
-        layers.append(
-            Layer(
-                Norm(tensors[f"{prefix}.ln1.w"], tensors[f"{prefix}.ln1.b"], eps, True),
-                tensors[f"{prefix}.attn.W_Q"],
-                tensors[f"{prefix}.attn.W_K"],
-                tensors[f"{prefix}.attn.W_V"],
-                tensors[f"{prefix}.attn.W_O"],
-                tensors[f"{prefix}.attn.b_Q"],
-                tensors[f"{prefix}.attn.b_K"],
-                tensors[f"{prefix}.attn.b_V"],
-                tensors[f"{prefix}.attn.b_O"],
-                1 / math.sqrt(config["d_head"]),
-            )
-        )
-    W_U = tensors["unembed.W_U"]
-    b_U = tensors.get("unembed.b_U", np.zeros(W_U.shape[1]))
-    final = Norm(tensors["ln_final.w"], tensors["ln_final.b"], eps, True)
-    return Weights(name, tensors["embed.W_E"], tensors["pos_embed.W_pos"], layers, final, W_U, b_U)
+        block = f"blocks.{number}"
+        names = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
+        stored: dict[str, Any] = {x: tensors[f"{block}.attn.{x}"] for x in names}
+        layers.append(Layer(norm(f"{block}.ln1"), **stored, scale=1 / math.sqrt(config["d_head"])))
+    W_E, W_pos, W_U = (tensors[x] for x in ("embed.W_E", "pos_embed.W_pos", "unembed.W_U"))
+    b_U = tensors.get("unembed.b_U", 0.0)
+    return Weights(name, W_E, W_pos, layers, norm("ln_final"), W_U, b_U)

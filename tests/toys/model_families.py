@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -31,72 +31,46 @@ from headcount.workers.model.model import Model
 from headcount.workers.replica import Replica
 from tests import ROOT
 
-N_LAYERS, N_HEADS, N_KV_HEADS, D_MODEL, D_HEAD = 2, 4, 2, 32, 8
+N_LAYERS, N_HEADS = 2, 4
 WINDOW, N_CTX, D_VOCAB = 8, 24, 64
 
 LARGEST_SIZE = 7_000_000
 """Parameters of a tiny model. More mean that a size is not set."""
 
-NAMES_OF_SIZES: Sequence[tuple[int, str]] = (
-    (
-        D_MODEL,
-        "hidden_size d_model n_embd dim word_embed_proj_dim embedding_size emb_dim "
-        "input_embedding_size lru_width hidden_size_per_layer_input ple_embed_dim "
-        "pronunciation_embed_dim shape_embed_dim backbone_hidden_size",
-    ),
-    (
-        48,
-        "intermediate_size ffn_dim n_inner d_inner ffn_hidden_size dff dim_ff decoder_ffn_dim "
-        "encoder_ffn_dim shared_intermediate_size expert_ffn_hidden_size "
-        "shared_experts_intermediate_size feed_forward_size",
-    ),
-    (
-        16,
-        "moe_intermediate_size shared_expert_intermediate_size kv_lora_rank q_lora_rank "
-        "laurel_rank hc_lowrank mamba_d_state mamba_d_ssm ssm_state_size state_size",
-    ),
-    (N_LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers"),
-    (
-        1,
-        "encoder_layers num_encoder_layers n_group topk_group num_expert_group "
-        "zero_expert_num bos_token_id",
-    ),
-    (
-        N_HEADS,
-        "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
-        "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads",
-    ),
-    (N_KV_HEADS, "num_key_value_heads"),
-    (D_HEAD, "head_dim global_head_dim d_kv attention_head_dim"),
-    (
-        4,
-        "qk_rope_head_dim rotary_dim num_experts num_local_experts n_routed_experts "
-        "moe_num_experts",
-    ),
-    (8, "qk_nope_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim"),
-    (12, "v_head_dim"),
-    (
-        2,
-        "linear_num_key_heads linear_num_value_heads linear_num_heads num_experts_per_tok "
-        "moe_k moe_topk num_experts_per_token eos_token_id",
-    ),
-    (
-        64,
-        "max_position_embeddings n_positions max_seq_len max_target_positions "
-        "max_source_positions model_max_length pronunciation_vocab_size shape_vocab_size "
-        "ngram_vocab_size_base",
-    ),
-    (
-        WINDOW,
-        "sliding_window window_size attention_window_size attention_chunk_size local_attention",
-    ),
-    (D_VOCAB, "vocab_size vocab_size_per_layer_input"),
-    (0, "pad_token_id"),
-)
+NAMES_OF_SIZES = """
+32: hidden_size d_model n_embd dim word_embed_proj_dim embedding_size emb_dim input_embedding_size
+  lru_width hidden_size_per_layer_input ple_embed_dim pronunciation_embed_dim shape_embed_dim
+  backbone_hidden_size
+48: intermediate_size ffn_dim n_inner d_inner ffn_hidden_size dff dim_ff decoder_ffn_dim
+  encoder_ffn_dim shared_intermediate_size expert_ffn_hidden_size shared_experts_intermediate_size
+  feed_forward_size
+16: moe_intermediate_size shared_expert_intermediate_size kv_lora_rank q_lora_rank laurel_rank
+  hc_lowrank mamba_d_state mamba_d_ssm ssm_state_size state_size
+2: num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers
+1: encoder_layers num_encoder_layers n_group topk_group num_expert_group zero_expert_num
+  bos_token_id
+4: num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
+  num_decoder_attention_heads num_encoder_attention_heads
+2: num_key_value_heads
+8: head_dim global_head_dim d_kv attention_head_dim
+4: qk_rope_head_dim rotary_dim num_experts num_local_experts n_routed_experts moe_num_experts
+8: qk_nope_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim
+12: v_head_dim
+2: linear_num_key_heads linear_num_value_heads linear_num_heads num_experts_per_tok moe_k moe_topk
+  num_experts_per_token eos_token_id
+64: max_position_embeddings n_positions max_seq_len max_target_positions max_source_positions
+  model_max_length pronunciation_vocab_size shape_vocab_size ngram_vocab_size_base
+8: sliding_window window_size attention_window_size attention_chunk_size local_attention
+64: vocab_size vocab_size_per_layer_input
+0: pad_token_id
+"""
 """Sizes of a tiny model, and the names that configurations have for them."""
 
-SIZES = {name: size for size, names in NAMES_OF_SIZES for name in names.split()}
-
+SIZES = {
+    name: int(size)
+    for size, names in re.findall(r"(\d+): ([a-z_\s]+)", NAMES_OF_SIZES)
+    for name in names.split()
+}
 
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 """Sizes that a family has only if its default has them."""

@@ -17,7 +17,7 @@ from headcount.schemas.scans.intervention import NONE, Intervention, parse_inter
 from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.workers.interventions import BoundIntervention, bind
 from headcount.workers.model.files.loading import load_model
-from headcount.workers.model.files.model_info import ModelInfo, describe
+from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
 from headcount.workers.model.model import Model
 from headcount.workers.replica import InterventionMeasurements, Replica
 
@@ -95,19 +95,10 @@ def legacy_state(d_mlp: int | None = None) -> dict[str, torch.Tensor]:
 
 
 LEGACY_CONFIG = {
-    "n_layers": 2,
-    "n_heads": 4,
-    "d_model": 32,
-    "d_head": 8,
-    "n_ctx": N_CTX,
-    "d_vocab": D_VOCAB,
-    "act_fn": "relu",
-    "attn_only": True,
-    "normalization_type": "LN",
-    "eps": 1e-5,
-    "positional_embedding_type": "standard",
-    "bos_token_id": BOS,
-}
+    "n_layers": 2, "n_heads": 4, "d_model": 32, "d_head": 8, "n_ctx": N_CTX, "d_vocab": D_VOCAB,
+    "act_fn": "relu", "attn_only": True, "normalization_type": "LN", "eps": 1e-5,
+    "positional_embedding_type": "standard", "bos_token_id": BOS,
+}  # fmt: skip
 
 
 def save_legacy(path: Path, ending: str, **changes: Any) -> Path:
@@ -148,16 +139,72 @@ def byte_tokenizer(path: Path, special: str = "<|endoftext|>") -> Path:
 
 def save_byte_model(path: Path) -> Path:
     """Write a one-layer GPT-2 that reads bytes."""
-    config = gpt2(
-        vocab_size=257,
-        n_positions=64,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        bos_token_id=BYTE_BOS,
-        eos_token_id=BYTE_BOS,
-    )
+    sizes = {"vocab_size": 257, "n_positions": 64, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    config = gpt2(**sizes, bos_token_id=BYTE_BOS, eos_token_id=BYTE_BOS)
     return byte_tokenizer(save_model(path, config))
+
+
+GQA = {"num_key_value_heads": 2}
+GEMMA2 = {"head_dim": 8, "sliding_window": 64, **GQA}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: gpt2(),
+    "gpt2-inverse-layer": lambda: gpt2(scale_attn_by_inverse_layer_idx=True),
+    "gpt2-reordered": lambda: gpt2(reorder_and_upcast_attn=True),
+    "gpt2-long": lambda: gpt2(n_positions=256, n_layer=1, n_embd=16, n_head=2),
+    "llama": lambda: family("LlamaConfig"),
+    "llama-gqa": lambda: family("LlamaConfig", **GQA),
+    "llama-wide-heads": lambda: family("LlamaConfig", head_dim=12),
+    "mistral": lambda: family("MistralConfig", sliding_window=None, **GQA),
+    "mistral-window-20": lambda: family("MistralConfig", sliding_window=20, **GQA),
+    "neox": lambda: family("GPTNeoXConfig"),
+    "neox-serial": lambda: family("GPTNeoXConfig", use_parallel_residual=False),
+    "qwen2": lambda: family("Qwen2Config", **GQA),
+    "qwen3": lambda: family("Qwen3Config", head_dim=8, **GQA),
+    "phi": lambda: family("PhiConfig"),
+    "gemma2": lambda: family(
+        "Gemma2Config", attn_logit_softcapping=None, final_logit_softcapping=None, **GEMMA2
+    ),
+    "gemma2-capped": lambda: family("Gemma2Config", **GEMMA2),
+    "bigcode": lambda: family(
+        "GPTBigCodeConfig", n_embd=32, n_inner=48, n_layer=2, n_head=4, n_positions=N_CTX
+    ),
+    "bloom": lambda: family("BloomConfig", n_layer=2, n_head=4),
+    "opt": lambda: family("OPTConfig", ffn_dim=48, word_embed_proj_dim=32),
+    "gpt-neo": lambda: family(
+        "GPTNeoConfig", num_layers=2, attention_types=[[["global", "local"], 1]], window_size=30
+    ),
+}
+"""Models that several files measure."""
+
+
+class Shelf:
+    """Models on disk and their replicas, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.replicas: dict[str, TextReplica] = {}
+
+    def path(self, name: str) -> Path:
+        """A model of `CONFIGS`, `legacy-ENDING`, `bytes`, or a bundled one."""
+        if name.endswith("-mini"):
+            return find_model(f"bundled:{name}")
+        path = self.root / name
+        if not path.exists():
+            if name.startswith("legacy-"):
+                save_legacy(path, name.removeprefix("legacy-"))
+            elif name == "bytes":
+                save_byte_model(path)
+            else:
+                save_model(path, CONFIGS[name]())
+        return path
+
+    def replica(self, name: str, engine: str = "fused", **changes: Any) -> TextReplica:
+        """A replica, which its users leave as it was."""
+        key = f"{name} {engine} {changes}"
+        if key not in self.replicas:
+            self.replicas[key] = replica(self.path(name), engine=engine, **changes)
+        return self.replicas[key]
 
 
 def copy_of(path: Path, to: Path, change: Callable[[Path], object] = lambda _: None) -> Path:
@@ -188,33 +235,18 @@ def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], objec
 
 def toy_scan(**changes: Any) -> Scan:
     """A scan with little in it."""
-    fields = {
-        "model": "toy",
-        "n_ctx": 8,
-        "input": {"family": "uniform_random"},
-        "sequences": 4,
-        "statistics": "all",
-    }
-    return parse_scan(fields | changes)
+    fields = {"model": "toy", "n_ctx": 8, "sequences": 4, "statistics": "all"}
+    return parse_scan({**fields, "input": {"family": "uniform_random"}, **changes})
 
 
 def toy_info(**changes: Any) -> ModelInfo:
     """What a model says of itself, without a model."""
-    sizes: dict[str, Any] = {
-        "n_layers": 1,
-        "n_heads": 2,
-        "d_model": 8,
-        "d_head": 4,
-        "n_ctx": 64,
-        "d_vocab": D_VOCAB,
-    }
-    other_fields: dict[str, Any] = {
-        "path": "/nowhere/toy",
-        "name": "toy",
-        "layout": "huggingface",
-        "sha256": "0" * 16,
-    }
-    return ModelInfo(**sizes | other_fields | {"bos_token_id": BOS, "eos_token_id": EOS} | changes)  # pyright: ignore
+    fields: dict[str, Any] = {
+        "path": "/nowhere/toy", "name": "toy", "layout": "huggingface", "sha256": "0" * 16,
+        "n_layers": 1, "n_heads": 2, "d_model": 8, "d_head": 4, "n_ctx": 64, "d_vocab": D_VOCAB,
+        "bos_token_id": BOS, "eos_token_id": EOS,
+    }  # fmt: skip
+    return ModelInfo(**fields | changes)
 
 
 class TextReplica(Replica):

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from headcount.schemas.errors import ModelError
 from headcount.schemas.statistics import STATISTICS, Statistic
 from headcount.workers.engine.number_formats import LinearProducts
-from headcount.workers.measurements.batch import measure_batch
+from headcount.workers.measurements.batch import launch, measure_batch
 from headcount.workers.replica import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
 from tests.tools.processes import Command
 from tests.toys import toy_models as toy
@@ -81,12 +83,27 @@ def test_halving_is_for_good() -> None:
     assert sizes_of(batch, {}) == [size // 2]
 
 
-@pytest.mark.parametrize("size", [1, 3, "auto"])
-def test_rows_do_not_depend_on_the_batches(tmp_path: Path, size: int | str) -> None:
-    path = toy.save_model(tmp_path / "toy", toy.gpt2())
-    tokens = toy.repeating_tokens(20, batch=7)
+def memory_for(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Let an allocation fail, as on a CPU, where a pass takes more sequences than these."""
+
+    def launch_or_fail(engine: Any, requested: Any, tokens: torch.Tensor, *others: Any) -> Any:
+        if len(tokens) > most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+        return launch(engine, requested, tokens, *others)
+
+    monkeypatch.setattr("headcount.workers.replica.launch", launch_or_fail)
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, 7), (3, 7), ("auto", 7), (7, 3), ("auto", 2)])
+def test_rows_do_not_depend_on_the_batches_or_on_where_memory_ends(
+    shelf: toy.Shelf, size: int | str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tokens = shelf.path("gpt2"), toy.repeating_tokens(20, batch=7)
     in_one_batch = toy.measure(path, tokens, batch_size=7)
-    in_batches = toy.measure(path, tokens, batch_size=size)
+    memory_for(monkeypatch, most)
+    replica = toy.replica(path, batch_size=size)
+    in_batches = replica.measure(tokens)
+    assert most == 7 or replica.batch.size <= most
     for name in STATISTICS:
         np.testing.assert_allclose(
             in_batches.heads[name], in_one_batch.heads[name], rtol=1e-5, atol=1e-6, err_msg=name
@@ -97,24 +114,18 @@ def test_rows_do_not_depend_on_the_batches(tmp_path: Path, size: int | str) -> N
 
 def with_parameters(function: Callable[..., Any]) -> Statistic:
     """A statistic that is in no registry."""
-    parameters = tuple(inspect.signature(function).parameters)
-    return Statistic(
+    return replace(
+        STATISTICS["entropy"],
         name=function.__name__,
         compute=function,
-        parameters=parameters,
-        unit="",
-        range=(0, 1),
-        source="",
-        meaning="",
-        formula="",
+        parameters=tuple(inspect.signature(function).parameters),
         uniform_baseline=False,
-        standard=True,
     )
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
 def test_a_statistic_may_read_activations_from_both_ends_of_a_layer(
-    tmp_path: Path, engine: str
+    shelf: toy.Shelf, engine: str
 ) -> None:
     def added(resid_pre: Any, resid_post: Any, q: Any) -> Any:
         return (resid_post - resid_pre).norm(dim=-1).mean(1)[:, None] + 0 * q.mean((1, 3))
@@ -122,7 +133,7 @@ def test_a_statistic_may_read_activations_from_both_ends_of_a_layer(
     def attended(z: Any) -> Any:
         return z.norm(dim=-1).mean(1)
 
-    replica = toy.replica(toy.save_model(tmp_path / "toy", toy.gpt2()), engine=engine)
+    replica = shelf.replica("gpt2", engine)
     tokens = torch.from_numpy(toy.repeating_tokens(12, batch=2)).long()
     streams: list[torch.Tensor] = []
     with torch.inference_mode():
@@ -140,8 +151,8 @@ def test_a_statistic_may_read_activations_from_both_ends_of_a_layer(
     assert (heads["attended"] > 0).all()
 
 
-def test_what_nobody_reads_later_is_forgotten_after_the_attention(tmp_path: Path) -> None:
-    replica = toy.replica(toy.save_model(tmp_path / "toy", toy.gpt2()))
+def test_what_nobody_reads_later_is_forgotten_after_the_attention(shelf: toy.Shelf) -> None:
+    replica = shelf.replica("gpt2")
     tokens = torch.from_numpy(toy.repeating_tokens(12)).long()
     shown: list[set[str]] = []
     with torch.inference_mode():
@@ -155,10 +166,10 @@ def test_what_nobody_reads_later_is_forgotten_after_the_attention(tmp_path: Path
     ("statistics", "products"), [("all", 3 * 4), (["sink_mass", "value_norm"], 2 * 4 + 1)]
 )
 def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
-    tmp_path: Path, statistics: Any, products: int, monkeypatch: pytest.MonkeyPatch
+    shelf: toy.Shelf, statistics: Any, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = toy.save_model(tmp_path / "toy", toy.gpt2())
-    replica, whole_replica = toy.replica(path, statistics=statistics), toy.replica(path)
+    replica = toy.replica(shelf.path("gpt2"), statistics=statistics)
+    whole_replica = shelf.replica("gpt2")
     calls: list[int] = []
 
     def counting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -174,6 +185,14 @@ def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
     whole = whole_replica.measure(tokens)
     for name, values in measured.heads.items():
         np.testing.assert_array_equal(values, whole.heads[name])
+
+
+def test_one_sequence_that_is_too_large_is_one_line(
+    shelf: toy.Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_for(monkeypatch, 0)
+    with pytest.raises(ModelError, match=r"^one sequence of 8 tokens does not fit the memory; low"):
+        toy.replica(shelf.path("gpt2")).measure(toy.repeating_tokens(8, batch=5))
 
 
 def measure_in_little_memory() -> None:
@@ -195,6 +214,7 @@ def measure_in_little_memory() -> None:
     print("halved to", replica.batch.size)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_when_memory_ends_the_batch_is_halved_and_nothing_is_lost(tmp_path: Path) -> None:
     path = toy.save_model(tmp_path / "toy", toy.gpt2(n_positions=512, n_embd=256))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from headcount.schemas.errors import ModelError
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.kernel import sweep_kernel as kernel
-from headcount.workers.engine.kernel.kernel_check import ALLOWED, DRAWN_FACTS, Shape, compare
+from headcount.workers.engine.kernel.kernel_check import ALLOWED, DRAWN_FACTS, PLAIN, Shape, compare
 from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Swept, available, sweep
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.files.model_info import describe
@@ -38,10 +39,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
-UNSCALED = AttentionFacts(1.0)
+Facts = AttentionFacts | float
 
 
-def of_scale(facts: AttentionFacts | float) -> AttentionFacts:
+def of_scale(facts: Facts) -> AttentionFacts:
     return AttentionFacts(facts) if isinstance(facts, int | float) else facts
 
 
@@ -51,11 +52,17 @@ def answers_of(swept: Swept) -> dict[str, Tensor]:
     return answers | {f"mass {i}": mass for i, mass in enumerate(swept.masses)}
 
 
+def swept_in_float32(
+    q: Tensor, k: Tensor, v: Tensor, facts: Facts, labels: Sequence[PairLabels] = ()
+) -> Swept:
+    return sweep(q, k, v, of_scale(facts), labels, entropy=True, number_format="float32")
+
+
 def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    facts: AttentionFacts | float,
+    facts: Facts,
     labels: Sequence[PairLabels],
     atol: float = 5e-6,
     **other_tolerances: float,
@@ -63,7 +70,7 @@ def check(
     """Sweep, and compare every answer with its definition, to 1e-5 and `atol`; `others` has another
     atol for some answers.
     """
-    swept = sweep(q, k, v, of_scale(facts), labels, entropy=True, number_format="float32")
+    swept = swept_in_float32(q, k, v, facts, labels)
     answers, definitions = answers_of(swept), defined_answers(q, k, v, of_scale(facts), labels)
     assert list(answers) == list(definitions)
     for name, answer in answers.items():
@@ -85,10 +92,8 @@ def random_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as a model has them: views of a projection `[batch pos 3·head d_head]`."""
     generator = torch.Generator().manual_seed(n_ctx)
-    projected = torch.randn(batch, n_ctx, heads + 2 * kv_heads, d_head, generator=generator).to(
-        DEVICE
-    )
-    q, k, v = projected.transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+    projected = torch.randn(batch, n_ctx, heads + 2 * kv_heads, d_head, generator=generator)
+    q, k, v = projected.to(DEVICE).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
     return q, k, v
 
 
@@ -100,9 +105,8 @@ def match_labels(tokens: Tensor) -> Sequence[PairLabels]:
 
 
 def random_tokens(batch: int, n_ctx: int) -> Tensor:
-    return torch.randint(5, (batch, n_ctx), generator=torch.Generator().manual_seed(n_ctx)).to(
-        DEVICE
-    )
+    generator = torch.Generator().manual_seed(n_ctx)
+    return torch.randint(5, (batch, n_ctx), generator=generator).to(DEVICE)
 
 
 @pytest.fixture
@@ -117,15 +121,13 @@ def _interpret_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(x: TensorHandle) -> TensorHandle:
         if x.dtype != triton.language.bfloat16:
             return x
-        return TensorHandle(
-            (x.data.astype("uint32") << 16).view("float32"), triton.language.float32
-        )
+        numbers = (x.data.astype("uint32") << 16).view("float32")
+        return TensorHandle(numbers, triton.language.float32)
 
-    monkeypatch.setattr(
-        InterpreterBuilder,
-        "create_dot",
-        lambda self, a, b, *rest: multiply(self, wide(a), wide(b), *rest),
-    )
+    def multiply_wide(self: Any, a: TensorHandle, b: TensorHandle, *rest: Any) -> Any:
+        return multiply(self, wide(a), wide(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", multiply_wide)
 
 
 class TestSweep:
@@ -191,15 +193,8 @@ class TestSweep:
     def test_one_attended_key_exactly(self) -> None:
         q, k, v = torch.full((3, 1, 1, 1, 2), 3.0, device=DEVICE)
         label = torch.full((1, 1), 7, dtype=torch.int32, device=DEVICE)
-        swept = sweep(
-            q,
-            k,
-            v,
-            AttentionFacts(math.log(2)),
-            [PairLabels(label, label, 0), PairLabels(label, label, 1)],
-            entropy=True,
-            number_format="float32",
-        )
+        labels = [PairLabels(label, label, 0), PairLabels(label, label, 1)]
+        swept = swept_in_float32(q, k, v, math.log(2), labels)
         answers = {name: answer.item() for name, answer in answers_of(swept).items() if name != "z"}
         assert swept.z.tolist() == [[[[3.0, 3.0]]]]
         assert answers.pop("lse") == pytest.approx(18 * math.log(2))
@@ -209,15 +204,7 @@ class TestSweep:
         zeros = torch.zeros(1, 1, 128, 1, device=DEVICE)
         one = torch.ones(1, 128, dtype=torch.int32, device=DEVICE)
         v = torch.arange(128.0, device=DEVICE)[:, None].expand(1, 1, 128, 1)
-        swept = sweep(
-            zeros,
-            zeros,
-            v,
-            AttentionFacts(1.0),
-            [PairLabels(one, one, 1)],
-            entropy=True,
-            number_format="float32",
-        )
+        swept = swept_in_float32(zeros, zeros, v, 1.0, [PairLabels(one, one, 1)])
         assert swept.entropy is not None
         for n in (1, 2, 4, 8, 16, 32, 64, 128):
             assert swept.z[0, 0, n - 1].item() == swept.distance[0, 0, n - 1] == (n - 1) / 2
@@ -258,7 +245,7 @@ class TestSweep:
         q, k, v = random_qkv(1, 2, 2, 50, 8)
         labels = match_labels(random_tokens(1, 50))
         facts = AttentionFacts(0.3)
-        full = answers_of(sweep(q, k, v, facts, labels, entropy=True, number_format="float32"))
+        full = answers_of(swept_in_float32(q, k, v, facts, labels))
         for entropy, requested in ((False, []), (True, []), (False, labels[:1]), (False, labels)):
             swept = sweep(q, k, v, facts, requested, entropy=entropy, number_format="float32")
             assert (swept.entropy is None) != entropy
@@ -285,9 +272,8 @@ class TestSweep:
     def test_large_random_scores(self) -> None:
         q, k, v = random_qkv(1, 2, 2, 130, 8)
         # float32 holds a score of 1e4 to 1e-3, and no answer can be better than its scores.
-        swept = check(
-            80 * q, 80 * k, v, 8**-0.5, match_labels(random_tokens(1, 130)), atol=5e-3, distance=0.1
-        )
+        labels = match_labels(random_tokens(1, 130))
+        swept = check(80 * q, 80 * k, v, 8**-0.5, labels, atol=5e-3, distance=0.1)
         assert swept.lse.max() > 1e4
 
     @pytest.mark.parametrize(
@@ -303,13 +289,8 @@ class TestSweep:
         swept = check(
             q * q_size, k * k_size * smaller, v, 0.3, match_labels(random_tokens(2, 70)), atol=1e-5
         )
-        scaled = sweep(
-            q * q_size, k * k_size * smaller, v * v_size * smaller, of_scale(0.3), [],
-            entropy=False, number_format="float32",
-        )  # fmt: skip
-        torch.testing.assert_close(
-            scaled.z, swept.z * v_size * smaller, rtol=1e-5, atol=2e-6 * v_size
-        )
+        z = swept_in_float32(q * q_size, k * k_size * smaller, v * v_size * smaller, 0.3).z
+        torch.testing.assert_close(z, swept.z * v_size * smaller, rtol=1e-5, atol=2e-6 * v_size)
 
     def test_three_products_of_halves_have_the_error_of_float32(self) -> None:
         # A few numbers of a head are far above the others, as in trained models.
@@ -318,7 +299,7 @@ class TestSweep:
         outliers[[3, 40]] = torch.tensor([200.0, 0.002], device=DEVICE)
         k, v = k * outliers, v * outliers
         q = q / outliers
-        swept = sweep(q, k, v, of_scale(0.125), [], entropy=True, number_format="float32")
+        swept = swept_in_float32(q, k, v, 0.125)
         exact = defined_answers(q, k, v, of_scale(0.125), [])
         in_float32 = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=0.125
@@ -337,29 +318,14 @@ class TestSweep:
         k = torch.nn.functional.pad(k[..., 1:] / 100, (1, 0))
         k[:, :, [0, 70], 0], k[:, :, 100, 0] = height, 2 * height
         rounding = 5e-6 + height * 2e-7
-        check(
-            q,
-            k,
-            v,
-            1.0,
-            match_labels(random_tokens(1, 130)),
-            atol=rounding,
-            distance=130 * rounding,
-        )
+        labels = match_labels(random_tokens(1, 130))
+        check(q, k, v, 1.0, labels, atol=rounding, distance=130 * rounding)
 
     def test_a_short_distance_is_as_precise_as_a_long_one(self) -> None:
         # Scores rise by 16 a key, so nearly all attention is on the query itself.
         k = 16 * torch.arange(130.0, device=DEVICE)[None, None, :, None]
         facts = AttentionFacts(math.log(2))
-        distance = sweep(
-            torch.ones_like(k),
-            k,
-            k,
-            facts,
-            [],
-            entropy=True,
-            number_format="float32",
-        ).distance
+        distance = swept_in_float32(torch.ones_like(k), k, k, facts).distance
         definitions = defined_answers(torch.ones_like(k), k, k, facts, [])["distance"]
         assert 0 < definitions[0, 0, 1:].max() < 2e-5
         torch.testing.assert_close(distance.double(), definitions, rtol=2e-6, atol=0)
@@ -371,15 +337,8 @@ class TestSweep:
         self, dtype: torch.dtype, d_head: int
     ) -> None:
         q, k, v = (x.to(dtype) for x in random_qkv(1, 2, 1, 130, d_head))
-        check(
-            q,
-            k,
-            v,
-            d_head**-0.5,
-            match_labels(random_tokens(1, 130)),
-            atol=1e-5,
-            z=torch.finfo(dtype).eps,
-        )
+        labels = match_labels(random_tokens(1, 130))
+        check(q, k, v, d_head**-0.5, labels, atol=1e-5, z=torch.finfo(dtype).eps)
 
     def test_one_tf32_product_is_near(self) -> None:
         q, k, v = random_qkv(1, 2, 2, 97, 64)
@@ -401,30 +360,26 @@ class TestSweep:
         measurements: list[InterventionMeasurements] = []
         for use in (True, False):
             monkeypatch.setattr(kernel, "available", lambda _, use=use: use)
-            measurements.append(
-                Replica(
-                    describe(path), toy.toy_scan(n_ctx=21, precision=precision), DEVICE
-                ).measure(tokens)
-            )
+            scan = toy.toy_scan(n_ctx=21, precision=precision)
+            measurements.append(Replica(describe(path), scan, DEVICE).measure(tokens))
         assert [measured.method.attention for measured in measurements] == ["kernel", "tiles"]
         # Half formats round the weights of v before or after they are normalised.
         tolerance = {"float32": 1e-5, "bfloat16_linears": 1e-5}.get(precision, 2e-3)
         for name in STATISTICS:
             by_kernel, in_tiles = (measured.heads[name] for measured in measurements)
-            torch.testing.assert_close(
-                torch.from_numpy(by_kernel),
-                torch.from_numpy(in_tiles),
-                rtol=tolerance,
-                atol=tolerance,
-                equal_nan=True,
-                msg=lambda message, name=name: f"{name}: {message}",
+            np.testing.assert_allclose(
+                by_kernel, in_tiles, rtol=tolerance, atol=tolerance, err_msg=name
             )
 
     @pytest.mark.parametrize("factors", ALLOWED)
     @pytest.mark.usefixtures("_interpret_bfloat16")
     def test_it_agrees_with_the_tiles_as_first_contact_demands(self, factors: str) -> None:
-        for shape in (Shape(2, 2, 97, 24), Shape(4, 1, 37, 64), Shape(1, 1, 130, 128)):
-            comparison = compare(sweep, shape, factors, torch.device(DEVICE))
+        shapes = (Shape(2, 2, 97, 24), Shape(4, 1, 37, 64), Shape(1, 1, 130, 128))
+        layers = [(shape, PLAIN) for shape in shapes]
+        # Two tiles of queries, of which the second sees no key of the first tile of keys.
+        layers += [(Shape(3, 1, 70, 8, d_v=5), facts) for facts in DRAWN_FACTS[1:]]
+        for shape, facts in layers:
+            comparison = compare(sweep, shape, factors, torch.device(DEVICE), facts)
             assert comparison.agrees, comparison
 
     def test_errors_name_what_arrived(self) -> None:
@@ -453,62 +408,44 @@ class TestSweep:
         refused("float16", q, k.half(), v.half())
         refused("did you mean 'tf32'", q, k, v, number_format="tf3")
         refused("int64", q, k, v, labels=[PairLabels(label.long(), label, 0)])
-        refused(
-            r"\[1, 6\]: expected int32 \[batch pos\] = \[1, 7\]",
-            q,
-            k,
-            v,
-            labels=[PairLabels(label, label[:, 1:], 0)],
-        )
+        shorter = [PairLabels(label, label[:, 1:], 0)]
+        refused(r"\[1, 6\]: expected int32 \[batch pos\] = \[1, 7\]", q, k, v, labels=shorter)
+
+
+def interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with Triton's interpreter."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="they have run in this process")
 def test_all_of_the_above_in_the_interpreter() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "TestSweep",
-        __file__,
-    ]
-    process = subprocess.run(
-        command,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
+    ended = interpreted("-m", "pytest", "-p", "no:cacheprovider", "-k", "TestSweep", __file__)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="TestSweep has run in this process")
-def test_every_fact_once_in_the_interpreter() -> None:
+def test_three_shapes_with_every_fact_in_the_interpreter() -> None:
     code = """if True:
         import torch
-        from headcount.workers.engine.kernel.kernel_check import DRAWN_FACTS, SINK, WINDOW
-        from headcount.workers.engine.kernel.kernel_check import Shape, compare
+        from headcount.workers.engine.kernel.kernel_check import EVERY_FACT, PLAIN, SINK, WINDOW
+        from headcount.workers.engine.kernel.kernel_check import FactNames, Shape, compare
         from headcount.workers.engine.kernel.sweep_kernel import sweep
-        # Two tiles of queries, of which the second sees no key of the first tile of keys.
-        shape = Shape(3, 1, 70, 8, d_v=5)
-        for facts in DRAWN_FACTS:
-            factors = "float16" if facts == {WINDOW, SINK} else "float32"
+        for shape, factors, facts in (
+            (Shape(2, 1, 17, 24), "float32", PLAIN),
+            # Two tiles of queries, of which the second sees no key of the first tile of keys.
+            (Shape(3, 1, 70, 8, d_v=5), "float32", FactNames(EVERY_FACT)),
+            (Shape(1, 1, 70, 8), "float16", FactNames({WINDOW, SINK})),
+        ):
             comparison = compare(sweep, shape, factors, torch.device("cpu"), facts)
             print(comparison.agrees, sorted(facts), comparison.difference, comparison.error)
     """
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    lines = process.stdout.splitlines()
-    assert len(lines) == len(DRAWN_FACTS), process.stderr
-    assert all(line.startswith("True ") for line in lines), process.stdout
+    ended = interpreted("-c", code)
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 3, ended.stderr
+    assert all(line.startswith("True ") for line in lines), ended.stdout
 
 
 def compiled_for_h100(dtype: str, d_head: int, split: bool, with_facts: bool = False) -> Any:
@@ -521,28 +458,19 @@ def compiled_for_h100(dtype: str, d_head: int, split: bool, with_facts: bool = F
     tiles = kernel.TILE_SIZES[torch_dtype][d_head]
     constants_by_name = {
         "HEADS_PER_KV_HEAD": 1,
-        "D_HEAD": d_head,
-        "D_V": d_head,
-        "PADDED_D_V": d_head,
+        "LAGS": (1, 0),
+        "ENTROPY": True,
+        "SPLIT": split,
+        **dict.fromkeys(["D_HEAD", "D_V", "PADDED_D_V"], d_head),
         **dict.fromkeys(["CAPPED", "SLOPED", "GATED", "WINDOWED"], with_facts),
         "DIMS": tiles.dims,
         "QUERIES": tiles.queries,
         "KEYS": tiles.keys,
-        "LAGS": (1, 0),
-        "ENTROPY": True,
-        "SPLIT": split,
     }
-    types = dict.fromkeys("qkv", f"*{dtype}") | {
-        "z": "*fp32",
-        "row_sums": "*fp32",
-        "slopes": "*fp32",
-        "sinks": "*fp32",
-        **dict.fromkeys(["q_factors", "k_factors", "v_factors"], "*fp32"),
-        "scale": "fp32",
-        "cap": "fp32",
-        "window": "i32",
-        "n_ctx": "i32",
-    }
+    types = dict.fromkeys("qkv", f"*{dtype}")
+    pointers = "z row_sums slopes sinks q_factors k_factors v_factors"
+    types |= dict.fromkeys(pointers.split(), "*fp32")
+    types |= {"scale": "fp32", "cap": "fp32", "window": "i32", "n_ctx": "i32"}
     types |= dict.fromkeys(["query_labels", "key_labels"], ("*i32", "*i32"))
     types |= dict.fromkeys(["q_stride", "k_stride", "v_stride"], ("i32", "i32", "i32", "constexpr"))
     types |= dict.fromkeys(constants_by_name, "constexpr")
@@ -569,32 +497,25 @@ def compiled_for_h100(dtype: str, d_head: int, split: bool, with_facts: bool = F
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
-    ("dtype", "split", "d_head"),
+    ("dtype", "split", "d_head", "with_facts"),
     [
-        # Of 64, the kernel with every fact is compiled below. Each branch of the kernel is
-        # compiled every time, and the other sizes of its tiles in `make long`.
-        ("bf16", False, 256),
-        ("fp32", False, 128),
-        pytest.param("bf16", False, 128, marks=pytest.mark.long),
-        pytest.param("fp16", False, 64, marks=pytest.mark.long),
-        *(pytest.param("fp32", True, d_head, marks=pytest.mark.long) for d_head in (128, 256)),
+        # Every branch of the kernel. The other sizes of its tiles are compiled in `make long`.
+        ("fp32", True, 64, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("bf16", False, 64, True),
+                ("bf16", False, 256, False),
+                ("fp32", False, 128, False),
+                ("bf16", False, 128, False),
+                ("fp16", False, 64, False),
+                ("fp32", True, 128, False),
+                ("fp32", True, 256, False),
+            )
+        ),
     ],
 )
 def test_it_compiles_for_an_h100(
-    dtype: str, split: bool, d_head: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_compiled(dtype, split, d_head, False, tmp_path, monkeypatch)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(("dtype", "split"), [("fp32", True), ("bf16", False)])
-def test_it_compiles_with_every_fact(
-    dtype: str, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_compiled(dtype, split, 64, True, tmp_path, monkeypatch)
-
-
-def check_compiled(
     dtype: str,
     split: bool,
     d_head: int,

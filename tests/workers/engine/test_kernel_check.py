@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from headcount.workers.engine.kernel.kernel_check import (
 from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Sweep, Swept
 from headcount.workers.model.attention_facts import AttentionFacts
 from tests.reference.attention_answers import defined_answers
+from tests.tools.pairwise import sampled
 from tests.toys import toy_models as toy
 
 CPU = torch.device("cpu")
@@ -59,16 +61,9 @@ def by_definition(
     number_format: str,
 ) -> Swept:
     """What a kernel should answer, from the whole matrix."""
-    answers = {
-        name: answer.float() for name, answer in defined_answers(q, k, v, facts, labels).items()
-    }
-    return Swept(
-        answers["z"],
-        answers["lse"],
-        answers["distance"],
-        answers["entropy"] if entropy else None,
-        tuple(answers[f"mass {i}"] for i in range(len(labels))),
-    )
+    defined = defined_answers(q, k, v, facts, labels)
+    z, lse, distance, every_entropy, *masses = (answer.float() for answer in defined.values())
+    return Swept(z, lse, distance, every_entropy if entropy else None, tuple(masses))
 
 
 def kernel_with(**changes: Callable[[Swept], Any]) -> Sweep:
@@ -151,9 +146,11 @@ WRONG_FACTS = {
 }
 
 
-@pytest.mark.parametrize("factors", ALLOWED)
-@pytest.mark.parametrize("shape", [Shape(6, 2, 37, 24, d_v=40), Shape(2, 1, 257, 16)], ids=str)
-def test_every_fact_is_drawn_and_seen_if_it_is_wrong(factors: str, shape: Shape) -> None:
+@pytest.mark.parametrize(
+    ("shape", "factors"),
+    sampled(list(product((Shape(6, 2, 37, 24, d_v=40), Shape(2, 1, 257, 16)), ALLOWED)), enumerate),
+)
+def test_every_fact_is_drawn_and_seen_if_it_is_wrong(shape: Shape, factors: str) -> None:
     for facts in DRAWN_FACTS:
         assert compare(by_definition, shape, factors, CPU, facts).difference < 1e-6
         for wrong, sweep in WRONG_FACTS.items():
@@ -168,47 +165,35 @@ def test_keys_that_are_shared_by_the_wrong_heads_are_seen() -> None:
         assert not comparison.agrees
 
 
-GPT_OSS = {"head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4}
-GEMMA2 = {"head_dim": 8, "num_key_value_heads": 1}
-LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 16}
+GPT_OSS = toy.family(
+    "GptOssConfig", head_dim=8, num_key_value_heads=2, num_local_experts=4, sliding_window=7
+)
+GEMMA2 = toy.family("Gemma2Config", head_dim=8, num_key_value_heads=1, sliding_window=7)
+MISTRAL = toy.family("MistralConfig", num_key_value_heads=2, sliding_window=20)
 
 
 @pytest.mark.parametrize(
-    ("config", "layers"),
+    ("config", "heads", "facts"),
     [
-        (toy.gpt2(), ["heads 4, n_ctx 20, d_head 8"]),
-        (toy.family("LlamaConfig", num_key_value_heads=2), ["heads 4/2, n_ctx 20, d_head 8"]),
+        (toy.gpt2(), "4", [""]),
+        (toy.CONFIGS["llama-gqa"](), "4/2", [""]),
         # A window that no query of this length reaches hides nothing.
-        (
-            toy.family("MistralConfig", num_key_value_heads=2, sliding_window=20),
-            ["heads 4/2, n_ctx 20, d_head 8"],
-        ),
-        (
-            toy.family("Gemma2Config", sliding_window=7, **GEMMA2),
-            [
-                "heads 4/1, n_ctx 20, d_head 8",
-                "heads 4/1, n_ctx 20, d_head 8, a soft cap",
-                "heads 4/1, n_ctx 20, d_head 8, a window",
-                "heads 4/1, n_ctx 20, d_head 8, a soft cap, a window",
-            ],
-        ),
-        (
-            toy.family("GptOssConfig", sliding_window=7, **GPT_OSS),
-            [
-                "heads 4/2, n_ctx 20, d_head 8",
-                "heads 4/2, n_ctx 20, d_head 8, a learned sink",
-                "heads 4/2, n_ctx 20, d_head 8, a window",
-                "heads 4/2, n_ctx 20, d_head 8, a window, a learned sink",
-            ],
-        ),
+        (MISTRAL, "4/2", [""]),
+        (GEMMA2, "4/1", ["", ", a soft cap", ", a window", ", a soft cap, a window"]),
+        (GPT_OSS, "4/2", ["", ", a learned sink", ", a window", ", a window, a learned sink"]),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
 def test_the_kernel_is_tried_with_the_layers_that_a_model_has(
-    config: Any, layers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Any,
+    heads: str,
+    facts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = toy.replica(toy.save_model(tmp_path / "toy", config), n_ctx=20).model
-    assert [in_words(shape, facts) for shape, facts in layers_of(model, 20)] == layers
+    layers = [in_words(*layer) for layer in layers_of(model, 20)]
+    assert layers == [f"heads {heads}, n_ctx 20, d_head 8{words}" for words in facts]
     launches: list[int] = []
 
     def counting(*arguments: Any, **options: Any) -> Swept:
@@ -236,9 +221,8 @@ class ReplicaHere:
 
 
 @pytest.fixture
-def replica_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReplicaHere:
-    path = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", num_key_value_heads=2))
-    return ReplicaHere(path, monkeypatch)
+def replica_here(shelf: toy.Shelf, monkeypatch: pytest.MonkeyPatch) -> ReplicaHere:
+    return ReplicaHere(shelf.path("llama-gqa"), monkeypatch)
 
 
 def test_a_replica_uses_a_kernel_that_agrees(
@@ -280,10 +264,10 @@ def test_a_replica_falls_back_to_tiles_and_says_so_once(
 @pytest.mark.parametrize(
     ("config", "fact"),
     [
-        (toy.family("Gemma2Config", sliding_window=7, **GEMMA2), "a soft cap"),
-        (toy.family("Gemma2Config", sliding_window=7, **GEMMA2), "a window"),
-        (toy.family("GptOssConfig", sliding_window=7, **GPT_OSS), "a learned sink"),
-        (toy.family("BloomConfig", n_head=4, n_layer=2), "ALiBi slopes"),
+        (GEMMA2, "a soft cap"),
+        (GEMMA2, "a window"),
+        (GPT_OSS, "a learned sink"),
+        (toy.CONFIGS["bloom"](), "ALiBi slopes"),
     ],
     ids=lambda value: getattr(value, "model_type", value),
 )

@@ -4,14 +4,10 @@ refused.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GPT2LMHeadModel
 
 from headcount.schemas.scans.precision import PRECISIONS
 from headcount.schemas.statistics import STATISTICS
@@ -49,49 +45,28 @@ def test_formats_have_their_range() -> None:
         torch.testing.assert_close(rounded(numbers, number_format), numbers, rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(1,), (7,), (2, 5), (1, 1), (3, 64)])
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("conv", [True, False])
+@pytest.mark.parametrize("shape", [(1,), (7,), (2, 5), (1, 1), (3, 64)])
 def test_linear_layers_in_float32_are_what_they_were(
-    shape: tuple[int, ...], with_bias: bool, conv: bool
+    shape: tuple[int, ...], with_bias: bool
 ) -> None:
     torch.manual_seed(0)
-    x, weight, bias = (
-        torch.randn(*shape, 24),
-        torch.randn(10, 24),
-        torch.randn(10) if with_bias else None,
-    )
+    x, weight = torch.randn(*shape, 24), torch.randn(10, 24)
+    bias = torch.randn(10) if with_bias else None
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     with torch.inference_mode(), linears_in("float32", "cpu"):
-        if conv and bias is not None:
+        results = [F.linear(x, weight, bias)]
+        if bias is not None:
             stored = weight.T.contiguous()
-            result = torch.addmm(bias, x.view(-1, 24), stored).view(*shape, 10)
+            results.append(torch.addmm(bias, x.view(-1, 24), stored).view(*shape, 10))
             stored.zero_()
-            assert torch.equal(
-                torch.addmm(bias, x.view(-1, 24), stored)[0], bias
-            )  # No copy of a weight is kept.
-        else:
-            result = F.linear(x, weight, bias)
-    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)
+            # No copy of a weight is kept.
+            assert torch.equal(torch.addmm(bias, x.view(-1, 24), stored)[0], bias)
+    for result in results:
+        torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-CONFIGS = {
-    "gpt2": toy.gpt2,
-    "llama": lambda: toy.family("LlamaConfig", num_key_value_heads=2),
-    "neox": lambda: toy.family("GPTNeoXConfig"),
-    "legacy": None,
-}
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("precision")
-    return {
-        name: toy.save_legacy(root / name, "safetensors")
-        if config is None
-        else toy.save_model(root / name, config())
-        for name, config in CONFIGS.items()
-    }
+MODELS = ("gpt2", "llama-gqa", "neox", "legacy-safetensors")
 
 
 def drift(measured: InterventionMeasurements, exact: InterventionMeasurements) -> float:
@@ -103,12 +78,12 @@ def drift(measured: InterventionMeasurements, exact: InterventionMeasurements) -
     return float(np.nanmean(np.concatenate([d.ravel() for d in differences])))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_precision_drifts_as_far_as_its_bits_let_it(
-    paths: dict[str, Path], name: str
-) -> None:
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.long) for n in MODELS[1:])]
+)
+def test_every_precision_drifts_as_far_as_its_bits_let_it(shelf: toy.Shelf, name: str) -> None:
     tokens = toy.repeating_tokens(30, batch=4)
-    measured = {p: toy.measure(paths[name], tokens, precision=p) for p in PRECISIONS}
+    measured = {p: toy.measure(shelf.path(name), tokens, precision=p) for p in PRECISIONS}
     assert {m.method.precision for m in measured.values()} == set(PRECISIONS)
     drifts = {p: drift(m, measured["float64"]) for p, m in measured.items()}
     # Fewer bits drift more: 23 in float32, 10 in tf32 and float16, 7 in bfloat16.
@@ -122,11 +97,11 @@ def test_every_precision_drifts_as_far_as_its_bits_let_it(
     assert drift(measured["bfloat16"], measured["bfloat16_linears"]) > 10 * drifts["float32"]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_linear_layer_of_every_block_is_multiplied_in_the_precision(
-    paths: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+    shelf: toy.Shelf, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica = toy.replica(paths[name])
+    replica = toy.replica(shelf.path(name))
     weight_shapes: list[tuple[int, ...]] = []
 
     def record_weight(
@@ -146,56 +121,22 @@ def test_every_linear_layer_of_every_block_is_multiplied_in_the_precision(
     assert len(weight_shapes) == len(layers) > 0
 
 
-def test_float64_is_the_library_s_own_forward_pass_in_float64(paths: dict[str, Path]) -> None:
-    tokens = toy.repeating_tokens(30, batch=2)
-    model: Any = (
-        GPT2LMHeadModel.from_pretrained(paths["gpt2"], attn_implementation="eager").double().eval()
-    )
-    with torch.no_grad():
-        out = model(
-            torch.from_numpy(tokens).long(), output_attentions=True, output_hidden_states=True
-        )
-    patterns = torch.stack(out.attentions, dim=1)
-    heads = toy.measure(paths["gpt2"], tokens, precision="float64").heads
-    lag = patterns.diagonal(-1, 3, 4).mean(-1).numpy()
-    entropy = -torch.xlogy(patterns, patterns).sum(-1).mean(-1).numpy()
-    stream = torch.stack(out.hidden_states[:-1], dim=1).norm(dim=-1).mean(-1).numpy()
-    # Columns are stored as float32, which holds seven digits.
-    np.testing.assert_allclose(heads["previous_token_score"], lag, rtol=3e-7, atol=1e-12)
-    np.testing.assert_allclose(heads["entropy"], entropy, rtol=3e-7, atol=1e-12)
-    np.testing.assert_allclose(heads["resid_pre_norm"][..., 0], stream, rtol=3e-7, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_dense_engine_computes_in_float64_too(paths: dict[str, Path], name: str) -> None:
-    tokens = toy.repeating_tokens(20, batch=2)
-    fused, dense = (
-        toy.measure(paths[name], tokens, precision="float64", engine=e) for e in ("fused", "dense")
-    )
-    for column in STATISTICS:
-        # Hugging Face computes the softmax of eager attention in float32 whatever the model is in.
-        np.testing.assert_allclose(
-            dense.heads[column], fused.heads[column], rtol=1e-6, atol=3e-7, err_msg=column
-        )
-
-
-def test_a_changed_weight_is_felt_in_every_precision(paths: dict[str, Path]) -> None:
-    tokens = toy.repeating_tokens(20, batch=2)
-    for precision in PRECISIONS:
-        replica = toy.replica(paths["gpt2"], precision=precision)
-        before, changed, after = (
-            replica.measure(tokens, i) for i in ("none", "zero_query_bias", "none")
-        )
-        assert (changed.heads["query_norm"] != before.heads["query_norm"]).all(), precision
-        for name in STATISTICS:
-            assert np.array_equal(before.heads[name], after.heads[name], equal_nan=True), (
-                precision,
-                name,
-            )
+@pytest.mark.parametrize(
+    "precision",
+    [p if "linears" in p else pytest.param(p, marks=pytest.mark.long) for p in PRECISIONS],
+)
+def test_a_changed_weight_is_felt_in_every_precision(shelf: toy.Shelf, precision: str) -> None:
+    tokens, columns = toy.repeating_tokens(20, batch=2), ["query_norm", "entropy", "sink_mass"]
+    replica = toy.replica(shelf.path("gpt2"), precision=precision, statistics=columns)
+    texts = ("none", "zero_query_bias", "none")
+    before, changed, after = (replica.measure(tokens, text).heads for text in texts)
+    assert (changed["query_norm"] != before["query_norm"]).all()
+    for name in columns:
+        np.testing.assert_array_equal(before[name], after[name])
 
 
 def test_weights_are_split_once_and_again_after_a_change(
-    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    shelf: toy.Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split_weights: list[torch.Tensor] = []
 
@@ -205,8 +146,8 @@ def test_weights_are_split_once_and_again_after_a_change(
 
     two_halves = number_formats._two_halves
     monkeypatch.setattr(number_formats, "_two_halves", counting)
-    for name, linears_of_layer in (("gpt2", 4), ("llama", 7)):
-        replica = toy.replica(paths[name], precision="float16x2_linears")
+    for name, linears_of_layer in (("gpt2", 4), ("llama-gqa", 7)):
+        replica = toy.replica(shelf.path(name), precision="float16x2_linears")
         tokens = toy.repeating_tokens(20, batch=2)
         before = replica.measure(tokens)
         again = replica.measure(tokens)

@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +40,9 @@ def settings() -> dict[str, Any]:
 
 
 def test_a_replica_changes_nothing_but_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    shelf: toy.Shelf, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = toy.save_model(tmp_path / "gpt2", toy.gpt2())
+    path = shelf.path("gpt2")
     monkeypatch.setattr(process, "keep_freed_memory", lambda: pytest.fail("malloc was set"))
     before = settings()
     replica = Replica(describe(path), toy.toy_scan(model=str(path)), "cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,6 @@ from tests.toys import toy_models as toy
 
 N_CTX = toy.N_CTX
 STREAMED = "stream_other_heads(2,5,L0H1,L1H0,L1H1)"
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, four query heads on two heads of keys."""
-    config = toy.family("LlamaConfig", num_key_value_heads=2)
-    return toy.save_model(tmp_path_factory.mktemp("streaming") / "llama", config)
 
 
 FACTS: dict[str, AttentionFacts] = {
@@ -75,9 +67,9 @@ def stream_at_the_end(replica: toy.TextReplica, intervention: str, tokens: np.nd
 
 
 def test_a_pass_that_shows_no_layer_builds_no_pattern(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: toy.Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = toy.repeating_tokens(N_CTX, batch=2, distinct=30)
+    llama, tokens = shelf.path("llama-gqa"), toy.repeating_tokens(N_CTX, batch=2, distinct=30)
     exact = toy.replica(llama, engine="dense", precision="float64")
     expected = stream_at_the_end(exact, STREAMED, tokens)
     untouched = stream_at_the_end(exact, "none", tokens)

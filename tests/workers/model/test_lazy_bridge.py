@@ -12,7 +12,6 @@ import torch
 
 import headcount
 from headcount.schemas.scans.kinds import KINDS
-from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.model.layer_weights import READ_THROUGH_BRIDGE
@@ -32,27 +31,8 @@ input.family = "uniform_random"
 """
 
 
-def scan_of(model: Path, **fields: Any) -> Scan:
-    base = {
-        "model": str(model),
-        "n_ctx": N_CTX,
-        "sequences": len(TOKENS),
-        "input": {"family": "uniform_random"},
-    }
-    return parse_scan(base | fields)
-
-
 def replica_of(model: Path, **fields: Any) -> Replica:
-    return Replica(describe(model), scan_of(model, **fields), "cpu")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tiny models: positions are embedded in one, and rotate q and k in the other."""
-    path = tmp_path_factory.mktemp("models")
-    toy.save_model(path / "gpt2", toy.gpt2())
-    toy.save_model(path / "llama", toy.family("LlamaConfig"))
-    return path
+    return toy.replica(model, n_ctx=N_CTX, **{"statistics": ["sink_mass"], **fields})
 
 
 def test_a_standard_scan_does_not_import_transformerlens(tmp_path: Path) -> None:
@@ -69,7 +49,7 @@ def test_a_standard_scan_does_not_import_transformerlens(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_what_reads_no_weight_boots_no_bridge(models: Path, name: str) -> None:
+def test_what_reads_no_weight_boots_no_bridge(shelf: toy.Shelf, name: str) -> None:
     names = {
         kind.field: [
             formula.text
@@ -80,7 +60,7 @@ def test_what_reads_no_weight_boots_no_bridge(models: Path, name: str) -> None:
         for kind in KINDS
         if kind.computed != "from the weights"
     }
-    replica = replica_of(models / name, **names)
+    replica = replica_of(shelf.path(name), **names)
     assert not replica.model.has_booted
     replica.measure(TOKENS)
     assert not replica.model.has_booted
@@ -100,14 +80,14 @@ def test_what_reads_no_weight_boots_no_bridge(models: Path, name: str) -> None:
     ids=str,
 )
 def test_what_reads_weights_or_runs_the_bridge_boots_it_with_the_replica(
-    models: Path, fields: dict[str, Any]
+    shelf: toy.Shelf, fields: dict[str, Any]
 ) -> None:
-    assert replica_of(models / "gpt2", **fields).model.has_booted
+    assert replica_of(shelf.path("gpt2"), **fields).model.has_booted
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_positions_are_known_without_the_bridge_as_with_it(models: Path, name: str) -> None:
-    model = load_model(describe(models / name), "raw", "cpu")
+def test_positions_are_known_without_the_bridge_as_with_it(shelf: toy.Shelf, name: str) -> None:
+    model = load_model(describe(shelf.path(name)), "raw", "cpu")
     rotary = model.rotary
     assert not model.has_booted
     model.boot_bridge()
@@ -115,8 +95,8 @@ def test_positions_are_known_without_the_bridge_as_with_it(models: Path, name: s
     assert model.rotary == rotary == (name == "llama")
 
 
-def test_a_bridge_is_booted_the_same_in_the_middle_of_a_pass(models: Path) -> None:
-    first, late = (load_model(describe(models / "gpt2"), "raw", "cpu") for _ in range(2))
+def test_a_bridge_is_booted_the_same_in_the_middle_of_a_pass(shelf: toy.Shelf) -> None:
+    first, late = (load_model(describe(shelf.path("gpt2")), "raw", "cpu") for _ in range(2))
     first.boot_bridge()
     torch.manual_seed(0)
     state = torch.get_rng_state()

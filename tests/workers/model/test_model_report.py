@@ -12,8 +12,6 @@ from typer.testing import CliRunner
 from headcount import app
 from headcount.jobs.commands.model_report import report_model
 from headcount.schemas.errors import HeadcountError, ModelError
-from headcount.schemas.scans.scan import parse_scan
-from headcount.workers.model.files.model_info import describe
 from headcount.workers.replica import Replica
 from tests.toys import model_families, toy_models
 
@@ -23,29 +21,26 @@ def _quiet_libraries() -> None:
     model_families.prepare_libraries()
 
 
+def saved(family: str, folder: Path) -> Path:
+    model: Any = model_families.tiny_model(family)
+    model.save_pretrained(folder / family)
+    return folder / family
+
+
 @pytest.fixture(scope="module")
 def unbridged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that TransformerLens has no bridge for."""
-    path = tmp_path_factory.mktemp("models") / "dbrx"
-    model_families.tiny_model("dbrx").save_pretrained(path)  # pyright: ignore[reportCallIssue]
-    return path
+    return saved("dbrx", tmp_path_factory.mktemp("models"))
 
 
 def replica_of(path: Path, change: dict[str, Any]) -> Replica:
     """A replica of a small scan."""
-    fields = {
-        "model": str(path),
-        "n_ctx": 16,
-        "sequences": 2,
-        "input": {"family": "uniform_random"},
-    }
-    return Replica(describe(path), parse_scan(fields | change), "cpu")
+    return toy_models.replica(path, **{"n_ctx": 16, "statistics": ["sink_mass"]} | change)
 
 
 def report_of(family: str, folder: Path) -> dict[str, list[str]]:
     """The texts of a tiny model's report, by their words."""
-    path = folder / family
-    model_families.tiny_model(family).save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    path = saved(family, folder)
     texts: dict[str, list[str]] = {}
     for word, text in report_model(str(path)):
         texts.setdefault(word, []).append(text)
@@ -98,8 +93,7 @@ def test_layers_that_do_not_attend_and_a_missing_bridge_are_named(tmp_path: Path
 
 
 def test_a_model_that_only_the_bridge_measures_says_why(tmp_path: Path) -> None:
-    path = tmp_path / "llama4_text"
-    model_families.tiny_model("llama4_text").save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    path = saved("llama4_text", tmp_path)
     with pytest.raises(ModelError) as caught:
         list(report_model(str(path)))
     assert "\n" not in str(caught.value)
@@ -168,8 +162,7 @@ def test_the_dense_engine_is_named_where_it_measures(
 
 
 def test_a_model_that_float64_alone_cannot_run_is_refused_with_that_word(tmp_path: Path) -> None:
-    path = tmp_path / "gpt_oss"
-    model_families.tiny_model("gpt_oss").save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    path = saved("gpt_oss", tmp_path)
     with pytest.raises(HeadcountError, match=r"transformers cannot run it in float64 \("):
         replica_of(path, {"precision": "float64"})
 
@@ -188,10 +181,8 @@ def test_a_model_that_float64_alone_cannot_run_is_refused_with_that_word(tmp_pat
 def test_statistics_of_unknown_weights_are_null(
     tmp_path: Path, family: str, is_known: bool
 ) -> None:
-    model_families.tiny_model(family).save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
-    replica = replica_of(
-        tmp_path, {"statistics": ["head_result_norm", "score_shift", "head_output_norm"]}
-    )
+    columns = ["head_result_norm", "score_shift", "head_output_norm"]
+    replica = replica_of(saved(family, tmp_path), {"statistics": columns})
     tokens = np.random.default_rng(0).integers(64, size=(2, 16)).astype(np.int32)
     heads = replica.measure(tokens).heads
     assert np.isfinite(heads["head_result_norm"]).all() == is_known

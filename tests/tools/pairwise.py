@@ -1,0 +1,50 @@
+"""A few cells of a large matrix in which every pair of values meets.
+
+`make test` runs those few, others every day, and `make long` all the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from datetime import date
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+Cell = tuple[Any, ...]
+
+SEED = int(os.environ.get("HEADCOUNT_SEED") or date.today().toordinal())
+"""Chooses the cells: a number of the day, unless HEADCOUNT_SEED says which."""
+
+
+def pairs(cell: Cell) -> Iterable[Hashable]:
+    """Every two values of a cell, with their places."""
+    return combinations(enumerate(cell), 2)
+
+
+def cover(
+    cells: Sequence[Cell], facets: Callable[..., Iterable[Hashable]] = pairs, seed: int = SEED
+) -> list[Cell]:
+    """Cells that together have every facet of all: the next one is that with the most new ones."""
+    remaining = {cell: set(facets(cell)) for cell in random.Random(seed).sample(cells, len(cells))}
+    chosen: list[Cell] = []
+    while any(remaining.values()):
+        best = max(remaining, key=lambda cell: len(remaining[cell]))
+        chosen.append(best)
+        found = remaining.pop(best)
+        remaining = {cell: missing - found for cell, missing in remaining.items()}
+    return chosen
+
+
+def sampled(cells: Sequence[Cell], facets: Callable[..., Iterable[Hashable]] = pairs) -> list[Any]:
+    """The cells for `parametrize`; those outside the cover are long. A name tells the seed."""
+    chosen = set(cover(cells, facets))
+    return [
+        pytest.param(*cell, id="-".join(map(str, (*cell, f"HEADCOUNT_SEED={SEED}"))))
+        if cell in chosen
+        else pytest.param(*cell, id="-".join(map(str, cell)), marks=pytest.mark.long)
+        for cell in cells
+    ]
