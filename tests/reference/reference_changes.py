@@ -225,9 +225,9 @@ CHANGES_OF_POSITIONS: dict[str, Callable[..., Array]] = {
 }
 
 
-def of_positions(change: Callable[..., Array]) -> Callable[..., None]:
+def of_positions(move: Callable[..., Array]) -> Callable[..., None]:
     def change(changed: Weights, untouched: Weights, *options: Any) -> None:
-        change(positions(changed), *options)
+        move(positions(changed), *options)
 
     return change
 
