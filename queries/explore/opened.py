@@ -71,7 +71,7 @@ class OpenedRuns:
             "SELECT name, unit, range_low, range_high, meaning, formula, source, uniform_baseline "
             "FROM statistics ORDER BY name"
         )
-        self._parts = self._parts_by_run()
+        self._subsets = self._subsets_by_run()
         # Asked once and not for each of many runs: it binds the view.
         self._sequence_columns = database.columns("sequences")
         self._run_by_id = {run.directory.run_id: run for run in self._runs}
@@ -199,14 +199,14 @@ class OpenedRuns:
         return facts, set(_first_statistics(facts))
 
     def overview(self) -> Header:
-        """Everything that the page lists: runs, statistics, parts, and what is damaged."""
+        """Everything that the page lists: runs, statistics, subsets, and what is damaged."""
         runs: list[Header] = []
         for record in self._records:
             facts = self._facts[record["run_id"]]
             runs.append(
                 {
                     **{name: record[name] for name in _SHOWN_OF_RUN},
-                    "parts": self._parts.get(facts.run_id, []),
+                    "subsets": self._subsets.get(facts.run_id, []),
                     "first_statistics": _first_statistics(facts),
                     "every": facts.every,
                     "has_rollups": facts.has_rollups,
@@ -227,16 +227,16 @@ class OpenedRuns:
         keys = {*self._samples, *self._unreadable_samples}
         return [name for name in facts.interventions if (facts.run_id, name) not in keys]
 
-    def _parts_by_run(self) -> dict[str, list[str]]:
+    def _subsets_by_run(self) -> dict[str, list[str]]:
         """The subsets of the Pile that each run has sequences of."""
         rows = self.database.rows(
             "SELECT DISTINCT run_id, pile_set_name FROM sequences "
             "WHERE pile_set_name IS NOT NULL ORDER BY ALL"
         )
-        parts: dict[str, list[str]] = {}
-        for run_id, part in rows:
-            parts.setdefault(run_id, []).append(part)
-        return parts
+        subsets: dict[str, list[str]] = {}
+        for run_id, subset in rows:
+            subsets.setdefault(run_id, []).append(subset)
+        return subsets
 
     def _facts_of(self, record: Record) -> RunFacts:
         rows = record["rows"] // max(1, len(record["interventions"]))

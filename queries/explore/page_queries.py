@@ -124,7 +124,7 @@ class Scope(_Closed):
 
     run_id: str
     intervention: str = "none"
-    part: str | None = None
+    subset: str | None = None
     """Subset of the Pile. None is all of them."""
     layers: tuple[NonNegativeInt, NonNegativeInt] | None = None
     """First and last layer. None is all of them."""
@@ -138,10 +138,10 @@ class Scope(_Closed):
         is_in_memory = sampled and facts.sample is not None
         conditions = [] if is_in_memory else self.conditions_on_run
         conditions += self.conditions_on_layers
-        if self.part is not None:
-            # Only a chosen part needs the table of sequences. A join would always read it.
-            of_part = [*self.conditions_on_run, f"pile_set_name = {text_literal(self.part)}"]
-            conditions.append(f"sequence IN (SELECT sequence FROM sequences{where(of_part)})")
+        if self.subset is not None:
+            # Only a chosen subset needs the table of sequences. A join would always read it.
+            of_subset = [*self.conditions_on_run, f"pile_set_name = {text_literal(self.subset)}"]
+            conditions.append(f"sequence IN (SELECT sequence FROM sequences{where(of_subset)})")
         if sampled and facts.every > 1 and not is_in_memory:
             conditions.append(sample_condition(facts.every))
         return conditions
@@ -149,11 +149,10 @@ class Scope(_Closed):
     def summaries(self, conditions: list[str]) -> str:
         """The view of means from roll-ups, with conditions on its rows."""
         conditions = [*self.conditions_on_run, *conditions]
-        if self.part is None:
+        if self.subset is None:
             return f"head_summaries{where(conditions)}"
-        return (
-            f"subset_summaries{where([*conditions, f'pile_set_name = {text_literal(self.part)}'])}"
-        )
+        conditions.append(f"pile_set_name = {text_literal(self.subset)}")
+        return f"subset_summaries{where(conditions)}"
 
     @property
     def conditions_on_layers(self) -> list[str]:
@@ -511,8 +510,8 @@ class Card(HeadQuery):
                 f"avg({quoted_name(f'uniform_{name}')})" for name in self._with_baseline(facts)
             )
             of_sequences = self.scope.conditions_on_run
-            if self.scope.part is not None:
-                of_sequences.append(f"pile_set_name = {text_literal(self.scope.part)}")
+            if self.scope.subset is not None:
+                of_sequences.append(f"pile_set_name = {text_literal(self.scope.subset)}")
             statements.append(Statement(f"SELECT {baselines} FROM sequences{where(of_sequences)}"))
         return statements
 
@@ -558,10 +557,10 @@ class Card(HeadQuery):
         )
 
 
-class Parts(HeadQuery):
+class Subsets(HeadQuery):
     """A statistic of a head in each subset of the Pile. One object each, largest mean first."""
 
-    kind: Literal["parts"]
+    kind: Literal["subsets"]
     statistic: str
 
     @property
@@ -574,37 +573,37 @@ class Parts(HeadQuery):
         return not facts.has_rollups
 
     def statements(self, facts: RunFacts) -> list[Statement]:
-        """One row a part."""
-        order = "ORDER BY mean DESC NULLS LAST, part"
+        """One row a subset."""
+        order = "ORDER BY mean DESC NULLS LAST, subset"
         if facts.has_rollups:
             conditions = self.scope.conditions_on_run + self.head.conditions
             conditions.append(f"statistic = {text_literal(self.statistic)}")
             return [
                 Statement(
-                    "SELECT pile_set_name AS part, count, mean, standard_error, documents FROM "
+                    "SELECT pile_set_name AS subset, count, mean, standard_error, documents FROM "
                     f"subset_summaries{where(conditions)} {order}"
                 )
             ]
-        of_all_parts = self.model_copy(
-            update={"scope": self.scope.model_copy(update={"part": None})}
+        of_all_subsets = self.model_copy(
+            update={"scope": self.scope.model_copy(update={"subset": None})}
         )
-        rows = where(of_all_parts.conditions(facts, sampled=True))
+        rows = where(of_all_subsets.conditions(facts, sampled=True))
         value = quoted_name(self.statistic)
         return [
             Statement(
-                "SELECT part, sum(sums.number)::BIGINT AS count, document_mean(sums) AS mean, "
+                "SELECT subset, sum(sums.number)::BIGINT AS count, document_mean(sums) AS mean, "
                 "document_error(sums) AS standard_error, "
                 "sum(sums.documents)::BIGINT AS documents "
-                "FROM (SELECT pile_set_name AS part, document, "
+                "FROM (SELECT pile_set_name AS subset, document, "
                 f"document_sums({value}, document) AS sums "
                 f"FROM (SELECT run_id, intervention, sequence, {value} FROM heads{rows}) "
                 "JOIN internal.documents USING (run_id, intervention, sequence) GROUP BY ALL) "
-                f"GROUP BY part {order}"
+                f"GROUP BY subset {order}"
             )
         ]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """One object for each part."""
+        """One object for each subset."""
         return Answer({"rows": tables[0].to_pylist()})
 
 
@@ -680,7 +679,7 @@ class Extremes(HeadQuery):
         order = f"ORDER BY {value} {direction}, sequence"
         return [
             Statement(
-                f'SELECT extremes.*, pile_set_name AS part, file, "row" FROM '
+                f'SELECT extremes.*, pile_set_name AS subset, file, "row" FROM '
                 f"(SELECT sequence, {', '.join(map(quoted_name, names))} FROM heads"
                 f"{where(conditions)} {order} LIMIT {MOST_SEQUENCES}) AS extremes "
                 'LEFT JOIN (SELECT sequence, pile_set_name, file, "row" FROM sequences'
@@ -732,7 +731,7 @@ class Texts(Query):
 
 
 PageQuery: TypeAlias = Annotated[
-    Heatmap | Histograms | Background | Cube | Card | Parts | Curves | Extremes | Texts,
+    Heatmap | Histograms | Background | Cube | Card | Subsets | Curves | Extremes | Texts,
     Field(discriminator="kind"),
 ]
 
@@ -795,9 +794,9 @@ def _rolled_up_bins(scope: Scope, statistics: Sequence[str], conditions: list[st
     names = ", ".join(map(text_literal, statistics))
     conditions = [*scope.conditions_on_run, *conditions, f"statistic IN ({names})"]
     bins = BINS_IN_MEMORY
-    if scope.part is not None:
+    if scope.subset is not None:
         bins = "internal.subset_bins"
-        conditions.append(f"pile_set_name = {text_literal(scope.part)}")
+        conditions.append(f"pile_set_name = {text_literal(scope.subset)}")
     return Statement(
         # The outermost bins of an open axis have no end, but their values do.
         "SELECT statistic, greatest(low, min(minimum)) AS low, least(high, max(maximum)) AS high, "
@@ -828,14 +827,14 @@ def _of_each_statistic(table: pa.Table, statistics: int) -> list[dict[str, Array
     """The rows of each statistic: bin and count, and the bin of the active one if there is one."""
     others = column(table, "others")
     has_active = "active" in table.column_names
-    parts: list[dict[str, Array]] = []
+    by_statistic: list[dict[str, Array]] = []
     for index in range(statistics):
         # GROUPING_ID has a bit for every column that a row does not group by, the last lowest.
         grouped_by_this = (1 << statistics) - 1 - (1 << (statistics - 1 - index))
         rows = table.filter(pa.array(others == grouped_by_this))
         rows = rows.filter(rows[f"b{index}"].is_valid())
-        part = {"bin": column(rows, f"b{index}").astype(int), "count": column(rows, "count")}
+        counts = {"bin": column(rows, f"b{index}").astype(int), "count": column(rows, "count")}
         if has_active:
-            part["active"] = column(rows, "active").astype(int)
-        parts.append(part)
-    return parts
+            counts["active"] = column(rows, "active").astype(int)
+        by_statistic.append(counts)
+    return by_statistic

@@ -59,10 +59,10 @@ class CardDistribution:
 
 
 @dataclass(frozen=True)
-class CardPart:
+class CardSubset:
     """The mean over one subset of the Pile."""
 
-    part: str
+    subset: str
     mean: float | None
     standard_error: float | None
     documents: int
@@ -88,7 +88,7 @@ class HeadCard:
     statistics: list[CardStatistic]
     distributions: dict[str, CardDistribution]
     """By statistic."""
-    parts: dict[str, list[CardPart]]
+    subsets: dict[str, list[CardSubset]]
     """By statistic. Empty if the input has no subsets of the Pile."""
     curves: list[HeadCurve]
     most: dict[str, list[Excerpt]]
@@ -172,7 +172,7 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
             for name, values in statistics.items()
             if values.histograms is not None
         },
-        parts={name: _card_parts(values, head) for name, values in statistics.items()},
+        subsets={name: _card_subsets(values, head) for name, values in statistics.items()},
         curves=[
             curve.of_head(*head, facts[curve.profile]["meaning"], facts[curve.profile]["unit"])
             for curve in section.curves
@@ -214,14 +214,14 @@ def _card_distribution(histograms: Histograms, head: Head) -> CardDistribution:
     return CardDistribution(histograms.edges_of(first, size, len(counts)), counts)
 
 
-def _card_parts(values: HeadValues, head: Head) -> list[CardPart]:
+def _card_subsets(values: HeadValues, head: Head) -> list[CardSubset]:
     return [
-        CardPart(
-            part,
+        CardSubset(
+            subset,
             _defined(means.mean[head]),
             _defined(means.standard_error[head]),
             int(means.documents[head]),
             int(means.count[head]),
         )
-        for part, means in values.parts.items()
+        for subset, means in values.subsets.items()
     ]

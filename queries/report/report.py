@@ -55,7 +55,7 @@ TOP_HEADS = 10
 """Heads in a ranking."""
 
 MOST_DETAILED_CELLS = 60_000
-"""Heads times statistics, over all sections, whose distributions and parts fit into one file."""
+"""Heads times statistics, over all sections, whose distributions and subsets fit into one file."""
 
 MOST_EXCERPTS = 2_400
 """Excerpts of texts in one file."""
@@ -195,7 +195,7 @@ def _sections(
             run,
             intervention,
             with_distributions=detail.distributions,
-            with_parts=detail.distributions,
+            with_subsets=detail.distributions,
         )
         content = _head_facts(section) | {
             "run_id": run["run_id"],
@@ -305,7 +305,7 @@ def _values(values: HeadValues) -> Record:
             "maximum": _rounded(values.maximum, 4),
             "edges": _edge_facts(values.histograms),
             "bins": _bins(values.histograms),
-            "parts": {part: _mean_lists(means) for part, means in values.parts.items()},
+            "subsets": {subset: _mean_lists(means) for subset, means in values.subsets.items()},
         }
     return content
 

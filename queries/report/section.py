@@ -90,7 +90,7 @@ class HeadValues:
     uniform_baseline: float | None = None
     """What uniform attention would score on the same sequences."""
     histograms: Histograms | None = None
-    parts: dict[str, Means] = field(default_factory=dict[str, Means])
+    subsets: dict[str, Means] = field(default_factory=dict[str, Means])
     """By subset of the Pile."""
     changes: Means | None = None
     """What the intervention changes: means over pairs of the same sequence."""
@@ -146,7 +146,7 @@ def read_section(
     *,
     head: Head | None = None,
     with_distributions: bool = True,
-    with_parts: bool = True,
+    with_subsets: bool = True,
 ) -> Section:
     """Read what a page shows. `head` limits all but the means, which percentiles need, to it."""
     summaries = _table(
@@ -181,8 +181,8 @@ def read_section(
     of_head = f" AND layer = {head.layer} AND head = {head.head}" if head else ""
     if with_distributions:
         _read_distributions(database, section, of_head)
-    if with_parts:
-        _read_parts(database, section, of_head)
+    if with_subsets:
+        _read_subsets(database, section, of_head)
     _read_changes(database, section, of_head)
     section.curves = list(_curves(database, section, of_head))
     return section
@@ -295,23 +295,23 @@ def _edges(lows: Floats, highs: Floats) -> tuple[list[float], bool, npt.NDArray[
     return edges, False, np.array(index_of_bin)
 
 
-def _read_parts(database: RunDatabase, section: Section, of_head: str) -> None:
-    """Means by subset of the Pile. A run whose input has no parts has none."""
-    has_parts = f"""
+def _read_subsets(database: RunDatabase, section: Section, of_head: str) -> None:
+    """Means by subset of the Pile. A run whose input has no subsets has none."""
+    has_subsets = f"""
         FROM sequences {section.condition} AND pile_set_name IS NOT NULL LIMIT 1
     """
-    if not records(database, "subsets of the Pile", has_parts):
+    if not records(database, "subsets of the Pile", has_subsets):
         return
     sql = f"""
         FROM subset_summaries {section.condition} AND pile_set_name IS NOT NULL{of_head}
         ORDER BY pile_set_name
     """
     table = _table(database, "subset_summaries", sql)
-    for part in table["pile_set_name"].unique().to_pylist():
-        rows_of_part = table.filter(pc.equal(table["pile_set_name"], part))
-        for name, rows in _by_statistic(rows_of_part):
+    for subset in table["pile_set_name"].unique().to_pylist():
+        rows_of_subset = table.filter(pc.equal(table["pile_set_name"], subset))
+        for name, rows in _by_statistic(rows_of_subset):
             if name in section.statistics:
-                section.statistics[name].parts[part] = _means(rows, section.shape)
+                section.statistics[name].subsets[subset] = _means(rows, section.shape)
 
 
 def _read_changes(database: RunDatabase, section: Section, of_head: str) -> None:
