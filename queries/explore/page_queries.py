@@ -208,6 +208,8 @@ class Query(_Closed):
 
     reads_sample: ClassVar[bool] = False
     """Whether it is about the sample of a large run."""
+    rollups_answer: ClassVar[bool] = False
+    """Whether roll-ups answer it, of a run that has them."""
 
     scope: Scope
 
@@ -222,8 +224,8 @@ class Query(_Closed):
         return set()
 
     def reads_rows(self, facts: RunFacts) -> bool:
-        """Whether the query reads `heads`, also of a run with roll-ups."""
-        return True
+        """Whether the query reads `heads`. Their files are compared with the commits first."""
+        return not (self.rollups_answer and facts.has_rollups)
 
     def check(self, facts: RunFacts) -> None:
         """Refuse names that the run does not have."""
@@ -264,6 +266,8 @@ class HeadQuery(Query):
 class Heatmap(Query):
     """The mean of a statistic for every head. Arrays: mean and count, [layer head]."""
 
+    rollups_answer: ClassVar[bool] = True
+
     kind: Literal["heatmap"]
     statistic: str
 
@@ -272,14 +276,12 @@ class Heatmap(Query):
         """Every statistic that the query names."""
         return {self.statistic}
 
-    def reads_rows(self, facts: RunFacts) -> bool:
-        """Only of a run without roll-ups."""
-        return not facts.has_rollups
-
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One mean a head, from roll-ups if the run has them."""
         if facts.has_rollups:
-            return [Statement(self._from_rollups())]
+            of_statistic = [f"statistic = {text_literal(self.statistic)}"]
+            summaries = self.scope.summaries([*of_statistic, *self.scope.conditions_on_layers])
+            return [Statement(f"SELECT layer, head, mean, count FROM {summaries}")]
         column = quoted_name(self.statistic)
         conditions = where(self.scope.conditions(facts, sampled=True))
         return [
@@ -289,17 +291,13 @@ class Heatmap(Query):
             )
         ]
 
-    def _from_rollups(self) -> str:
-        conditions = [f"statistic = {text_literal(self.statistic)}"]
-        conditions += self.scope.conditions_on_layers
-        return f"SELECT layer, head, mean, count FROM {self.scope.summaries(conditions)}"
-
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """Two matrices. A head without a row has mean NaN and count 0."""
         (table,) = tables
         means = np.full((facts.layers, facts.heads), np.nan)
         counts = np.zeros((facts.layers, facts.heads), np.uint32)
         place = column(table, "layer"), column(table, "head")
+        # One row a head, so no cell of a matrix is written twice.
         means[place] = column(table, "mean")
         counts[place] = column(table, "count")
         source = "rollups" if facts.has_rollups else "rows"
@@ -385,6 +383,7 @@ class Background(Query):
         if facts.waits_for_sample:
             drawn = _drawn_from_rollups(table, self.statistic, facts)
             return Answer({"source": "rollups"}, (drawn,))
+        # The bin of an undefined value is NULL, which numpy would make NaN.
         defined = table.filter(table["bin"].is_valid())
         counts = np.zeros(DRAWN_BINS, np.uint32)
         counts[column(defined, "bin").astype(int)] = column(defined, "count")
@@ -494,17 +493,17 @@ _SUMMARY = "statistic, count, mean, sd, standard_error, documents, minimum, maxi
 class Card(HeadQuery):
     """Every statistic of a head: count, mean, spread and uniform baseline. One object each."""
 
-    kind: Literal["card"]
+    rollups_answer: ClassVar[bool] = True
 
-    def reads_rows(self, facts: RunFacts) -> bool:
-        """Only of a run without roll-ups."""
-        return not facts.has_rollups
+    kind: Literal["card"]
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """The means of the head, and one row of uniform baselines."""
-        statements = [
-            Statement(self._from_rollups() if facts.has_rollups else self._from_rows(facts))
-        ]
+        if facts.has_rollups:
+            of_head = self.scope.summaries(self.head.conditions)
+            statements = [Statement(f"SELECT {_SUMMARY} FROM {of_head}")]
+        else:
+            statements = [Statement(self._from_rows(facts))]
         if facts.uniform_baseline:
             baselines = ", ".join(
                 f"avg({quoted_name(f'uniform_{name}')})" for name in self._with_baseline(facts)
@@ -515,27 +514,45 @@ class Card(HeadQuery):
             statements.append(Statement(f"SELECT {baselines} FROM sequences{where(of_sequences)}"))
         return statements
 
-    def _from_rollups(self) -> str:
-        """A row for each statistic."""
-        return f"SELECT {_SUMMARY} FROM {self.scope.summaries(self.head.conditions)}"
-
     def _from_rows(self, facts: RunFacts) -> str:
-        """The same rows, from those of the head."""
+        """The same rows, from those of the head in one pass."""
         names = ", ".join(map(quoted_name, facts.statistics))
-        rows = "FROM heads JOIN internal.documents USING (run_id, intervention, sequence)"
-        return (
-            "WITH of_rows AS (SELECT document, "
-            f"unnest([{', '.join(map(text_literal, facts.statistics))}]) AS statistic, "
-            f"unnest([{names}]) AS value {rows}{where(self.conditions(facts, sampled=True))}), "
-            "of_documents AS (SELECT statistic, document, document_sums(value, document) AS sums "
-            "FROM of_rows GROUP BY ALL), "
-            "errors AS (SELECT statistic, document_error(sums) AS standard_error, "
-            "sum(sums.documents)::BIGINT AS documents FROM of_documents GROUP BY statistic) "
-            "SELECT statistic, count(value) AS count, avg(value) AS mean, stddev_samp(value) AS "
-            "sd, any_value(standard_error) AS standard_error, any_value(documents) AS documents, "
-            "min(value) AS minimum, max(value) AS maximum "
-            "FROM of_rows JOIN errors USING (statistic) GROUP BY statistic"
-        )
+        conditions = where(self.conditions(facts, sampled=True))
+        # INCLUDE NULLS: a statistic that is undefined on every sequence has a row too.
+        # A standard error needs sums by document, the spread needs every value: hence two steps.
+        return f"""
+            WITH of_rows AS (
+                FROM (
+                    SELECT document, {names}
+                    FROM heads JOIN internal.documents USING (run_id, intervention, sequence)
+                    {conditions}
+                )
+                UNPIVOT INCLUDE NULLS (value FOR statistic IN ({names}))
+            ),
+            of_documents AS (
+                SELECT statistic, document, document_sums(value, document) AS sums
+                FROM of_rows
+                GROUP BY ALL
+            ),
+            errors AS (
+                SELECT
+                    statistic,
+                    document_error(sums) AS standard_error,
+                    sum(sums.documents)::BIGINT AS documents
+                FROM of_documents
+                GROUP BY statistic
+            )
+            SELECT
+                statistic,
+                count(value) AS count,
+                avg(value) AS mean,
+                stddev_samp(value) AS sd,
+                any_value(standard_error) AS standard_error,
+                any_value(documents) AS documents,
+                min(value) AS minimum,
+                max(value) AS maximum
+            FROM of_rows JOIN errors USING (statistic)
+            GROUP BY statistic"""
 
     def _with_baseline(self, facts: RunFacts) -> list[str]:
         return [name for name in facts.statistics if name in facts.uniform_baseline]
@@ -560,6 +577,8 @@ class Card(HeadQuery):
 class Subsets(HeadQuery):
     """A statistic of a head in each subset of the Pile. One object each, largest mean first."""
 
+    rollups_answer: ClassVar[bool] = True
+
     kind: Literal["subsets"]
     statistic: str
 
@@ -567,10 +586,6 @@ class Subsets(HeadQuery):
     def named_statistics(self) -> set[str]:
         """Every statistic that the query names."""
         return {self.statistic}
-
-    def reads_rows(self, facts: RunFacts) -> bool:
-        """Only of a run without roll-ups."""
-        return not facts.has_rollups
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One row a subset."""
@@ -682,6 +697,7 @@ class Extremes(HeadQuery):
                 f'SELECT extremes.*, pile_set_name AS subset, file, "row" FROM '
                 f"(SELECT sequence, {', '.join(map(quoted_name, names))} FROM heads"
                 f"{where(conditions)} {order} LIMIT {MOST_SEQUENCES}) AS extremes "
+                # Joined after the limit: only these few are looked up. A join keeps no order.
                 'LEFT JOIN (SELECT sequence, pile_set_name, file, "row" FROM sequences'
                 f"{where(self.scope.conditions_on_run)}) USING (sequence) {order} "
                 # Links to a file of a benchmark repeat its sequences.
@@ -717,17 +733,15 @@ class Texts(Query):
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each sequence that the run has, with the positions that are marked."""
-        rows = {row["sequence"]: self._cut(row) for row in tables[0].to_pylist()}
+        rows: dict[int, Header] = {}
+        for row in tables[0].to_pylist():
+            tokens = row["tokens"]
+            marked = marked_keys(self.statistic, tokens, None) if self.statistic else []
+            rows[row["sequence"]] = row | {
+                "tokens": tokens[: self.first],
+                "marked": [key for key in marked if key < self.first],
+            }
         return Answer({"rows": [rows[number] for number in self.sequences if number in rows]})
-
-    def _cut(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The first tokens of a sequence, and which of them the statistic is about."""
-        tokens = row["tokens"]
-        marked = marked_keys(self.statistic, tokens, None) if self.statistic else []
-        return row | {
-            "tokens": tokens[: self.first],
-            "marked": [key for key in marked if key < self.first],
-        }
 
 
 PageQuery: TypeAlias = Annotated[
@@ -777,7 +791,11 @@ def _bins_under_brushes(
 
 
 def _counts_of_bins(rows: str, statistics: int, *, by_active: bool = False) -> str:
-    """Count the rows in each bin of each statistic, in one pass."""
+    """Count the rows in each bin of each statistic, in one pass.
+
+    A row of the answer is of one statistic: the columns of the others are NULL, as is the bin of
+    an undefined value. GROUPING_ID tells the two apart.
+    """
     names = [f"b{index}" for index in range(statistics)]
     before = "active, " if by_active else ""
     sets = ", ".join(f"({before}{name})" for name in names)

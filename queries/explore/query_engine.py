@@ -129,7 +129,11 @@ class Engine:
         try:
             query = ASKED.validate_json(body)
         except ValidationError as error:
-            raise QueryError(_problem_of(error)) from None
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"])) or "query"
+            is_known = first["type"] in EXPECTED
+            why = wrong_value(field, [first]) if is_known else f"{field}: {first['msg']}"
+            raise QueryError(why) from None
         if isinstance(query, Overview):
             # While another look is on its way, the page gets what is known. It asks again soon.
             is_stale = time.monotonic() - self._looked > FRESH_SECONDS
@@ -137,10 +141,19 @@ class Engine:
                 await self.look_again()
             return _packed_of(self.runs, Answer(self.runs.overview()))
         if isinstance(query, Sql):
-            return await self._ask_sql(query.text)
+            began = time.perf_counter()
+            text = query.text
+            # Kept by a name: the runs may be opened anew before the rows are there.
+            runs = self.runs
+            header = await self._in_thread(
+                self.sql_threads, runs, lambda connection: _sql_rows(connection, text)
+            )
+            seconds = round(time.perf_counter() - began, 3)
+            return _packed_of(runs, Answer(header | {"seconds": seconds}))
         facts = self.runs.facts_for(query)
         if facts.waits_for_sample:
             self._want_sample((facts.run_id, query.scope.intervention))
+        # With the sample: before it was there, roll-ups answered the same query less exactly.
         key = f"{self.runs.revision} {facts.sample} {query.model_dump_json()}"
         return await self.cache.get(key, lambda: self._answer(query))
 
@@ -152,11 +165,17 @@ class Engine:
             query = self.runs.first_query()
             await self.ask(query.model_dump_json().encode())
             # A first click needs the axes of the histograms that are shown first, and whole rows.
-            await self._find_first_axes()
+            runs = self.runs
+            facts, statistics = runs.first_axes()
+            with contextlib.suppress(duckdb.Error):
+                await self._in_thread(
+                    self.threads,
+                    runs,
+                    lambda connection: runs.with_axes(facts, statistics, connection.cursor()),
+                )
             await self.look_again(rows=True)
-            facts = self.runs.facts(query.scope.run_id)
-            if facts.keeps_sample:
-                self._want_sample((facts.run_id, query.scope.intervention))
+            if self.runs.facts(query.scope.run_id).keeps_sample:
+                self._want_sample((query.scope.run_id, query.scope.intervention))
 
     async def look_again(self, rows: bool = False) -> None:
         """Open the runs anew if something was committed, or damaged, since they were opened.
@@ -166,18 +185,6 @@ class Engine:
         async with self._opening:
             self.runs = await asyncio.to_thread(self._current_runs, rows)
             self._looked = time.monotonic()
-
-    async def _find_first_axes(self) -> None:
-        """Find the axes of the statistics that a page shows first."""
-        runs = self.runs
-        facts, statistics = runs.first_axes()
-
-        def find(connection: Interruptible) -> None:
-            runs.with_axes(facts, statistics, connection.cursor())
-
-        # What fails fails again when the page asks, and is said there.
-        with contextlib.suppress(duckdb.Error):
-            await self._in_thread(self.threads, runs, find)
 
     def _want_sample(self, key: SampleKey) -> None:
         """Read a sample soon, before others that were wanted earlier."""
@@ -215,6 +222,7 @@ class Engine:
             await self._execute(runs, sample.create)
             for part in sample.parts():
                 await self._wait_for_page()
+                # A sample of what was committed then would answer for what is committed now.
                 if self.runs is not runs:
                     return
                 await self._execute(runs, part)
@@ -268,6 +276,7 @@ class Engine:
         if self.runs.is_current(self.path, self.code, self.memory_of_runs.read_run):
             return self.runs
         runs = self._open()
+        # Before it answers: rows that were compared before are compared in the new state too.
         runs.verify(self.runs.has_verified_rows)
         self.cache.clear()
         return runs
@@ -282,7 +291,7 @@ class Engine:
         except duckdb.Error as error:
             if isinstance(error, duckdb.InterruptException | duckdb.OutOfMemoryException):
                 raise query_error(error) from None
-            # A file may have gone or changed under the page. Whole ones are still read.
+            # A file may have gone or changed under the page. Whole ones are still read, once more.
             await self.look_again()
             # Or a sample has made room for another.
             if self.runs is runs and not isinstance(error, duckdb.CatalogException):
@@ -304,7 +313,12 @@ class Engine:
             if facts.waits_for_sample:
                 intervention = query.scope.intervention
                 runs.hold_bins(facts, intervention, query.binned_statistics, cursor)
-            tables = _tables(cursor, query, facts)
+            tables: list[pa.Table] = []
+            for statement in query.statements(facts):
+                # Of this cursor alone: two queries may call a table by the same name.
+                for name, sql in statement.temporary_tables.items():
+                    cursor.execute(f"CREATE TEMP TABLE {name} AS {sql}")
+                tables.append(cursor.sql(statement.sql).to_arrow_table())
             return _header(query, facts), query.answer(facts, tables)
 
         return await self._in_thread(self.threads, runs, work)
@@ -320,6 +334,7 @@ class Engine:
         """Do some work on a thread, until the deadline or until nobody waits for it."""
         connection = Interruptible(runs.database.connection)
         job = threads.submit(work, connection)
+        # In this order: a job that has ended by now calls back at once.
         self._running[job] = connection
         job.add_done_callback(self._ended)
         result = asyncio.wrap_future(job)
@@ -356,15 +371,6 @@ class Engine:
         while connection := self._running.get(job):
             connection.interrupt()
             await asyncio.sleep(INTERRUPT_SECONDS)
-
-    async def _ask_sql(self, text: str) -> bytes:
-        began = time.perf_counter()
-        runs = self.runs
-        header = await self._in_thread(
-            self.sql_threads, runs, lambda connection: _sql_rows(connection, text)
-        )
-        seconds = round(time.perf_counter() - began, 3)
-        return _packed_of(runs, Answer(header | {"seconds": seconds}))
 
     async def _with_texts(self, query: Texts, answer: Answer) -> Answer:
         """The answer with the text of each token."""
@@ -413,16 +419,6 @@ def packed(answer: Answer) -> bytes:
     return b"".join(parts)
 
 
-def _tables(cursor: duckdb.DuckDBPyConnection, query: Query, facts: RunFacts) -> list[pa.Table]:
-    """The table of each statement of a query."""
-    tables: list[pa.Table] = []
-    for statement in query.statements(facts):
-        for name, sql in statement.temporary_tables.items():
-            cursor.execute(f"CREATE TEMP TABLE {name} AS {sql}")
-        tables.append(cursor.sql(statement.sql).to_arrow_table())
-    return tables
-
-
 def _header(query: Query, facts: RunFacts) -> Header:
     """What every answer says: the axes it uses, its SQL, and whether it is of a sample."""
     # The user reads the same rows from the files: a table in memory is not theirs.
@@ -451,15 +447,6 @@ def _sql_rows(connection: Interruptible, text: str) -> Header:
         "rows": rows[:MOST_ROWS],
         "has_more": len(rows) > MOST_ROWS,
     }
-
-
-def _problem_of(error: ValidationError) -> str:
-    """What is wrong with a query, in one line."""
-    first = error.errors(include_url=False)[0]
-    field = ".".join(map(str, first["loc"])) or "query"
-    if first["type"] in EXPECTED:
-        return wrong_value(field, [first])
-    return f"{field}: {first['msg']}"
 
 
 def _cell(value: object) -> object:
@@ -525,6 +512,7 @@ class AnswerCache:
             self._pending[key] = pending
         pending.waiting += 1
         try:
+            # Shielded: one page that leaves does not stop it for the others.
             answer = await asyncio.shield(pending.task)
         finally:
             pending.waiting -= 1
@@ -532,22 +520,19 @@ class AnswerCache:
                 # Nobody waits any more: an unfinished query is stopped.
                 pending.task.cancel()
                 self._pending.pop(key, None)
-        self._keep(key, answer)
+        # Another that waited for the same answer may have kept it.
+        if key not in self._answers and len(answer) <= MOST_KEPT_BYTES:
+            self._answers[key] = answer
+            self._bytes += len(answer)
+            while len(self._answers) > MOST_ANSWERS or self._bytes > MOST_KEPT_BYTES:
+                _, oldest = self._answers.popitem(last=False)
+                self._bytes -= len(oldest)
         return answer
 
     def clear(self) -> None:
         """Forget all answers."""
         self._answers.clear()
         self._bytes = 0
-
-    def _keep(self, key: str, answer: bytes) -> None:
-        if key in self._answers or len(answer) > MOST_KEPT_BYTES:
-            return
-        self._answers[key] = answer
-        self._bytes += len(answer)
-        while len(self._answers) > MOST_ANSWERS or self._bytes > MOST_KEPT_BYTES:
-            _, oldest = self._answers.popitem(last=False)
-            self._bytes -= len(oldest)
 
 
 class Interruptible:
