@@ -106,15 +106,16 @@ class Answer:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as Arrow batches."""
-        while (batch := self._next_batch()) is not None:
+        while True:
+            try:
+                # DuckDB computes while it is read, so every batch may fail or take too long.
+                batch = self.patience.wait(lambda: next(iter(self.reader), None))
+            except (duckdb.Error, pa.ArrowException, OSError) as error:
+                raise query_error(error) from None
+            if batch is None:
+                return
             self.rows_read += batch.num_rows
             yield batch
-
-    def _next_batch(self) -> pa.RecordBatch | None:
-        try:
-            return self.patience.wait(lambda: next(iter(self.reader), None))
-        except (duckdb.Error, pa.ArrowException, OSError) as error:
-            raise query_error(error) from None
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """The rows, as Python values."""
