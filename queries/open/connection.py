@@ -201,6 +201,7 @@ def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
         sources = _sources_read(connection, sql)
         if not sources:
             return
+        # Under the lock: a thread that asks meanwhile waits, and reads what was compared.
         verified = [_with_verified_sources(run, sources, opened.tell) for run in opened.runs]
         if all(new is old for new, old in zip(verified, opened.runs, strict=True)):
             return
@@ -305,7 +306,12 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
     # DuckDB opens a file of each run to create a view. If that fails, damage is looked for now; it
     # takes a shard out of all tables, so all tables are tried again.
     while unfit_sources := [
-        source for source in SOURCES.values() if _problem_of_view(connection, source, opened.runs)
+        source
+        for source in SOURCES.values()
+        if _problem(
+            connection,
+            f"CREATE OR REPLACE VIEW internal.{source.name} AS {source_sql(source, opened.runs)}",
+        )
     ]:
         names = [source.table.name for source in unfit_sources]
         opened.runs = [_verified(run, names, opened.tell) for run in opened.runs]
@@ -337,20 +343,6 @@ def _unrolled_statistics(opened: OpenedRuns) -> list[MeasuredStatistic]:
     return measured_statistics(runs)
 
 
-def _problem_of_view(
-    connection: duckdb.DuckDBPyConnection, source: Source, runs: list[Run]
-) -> str | None:
-    """Create the view of a source; why that cannot be, or None if it is there."""
-    return _problem(
-        connection, f"CREATE OR REPLACE VIEW internal.{source.name} AS {source_sql(source, runs)}"
-    )
-
-
-def _misfit(connection: duckdb.DuckDBPyConnection, source: Source, runs: list[Run]) -> str | None:
-    """Why the files of a source do not have its columns. None if they do."""
-    return _problem(connection, f"EXPLAIN {source_sql(source, runs)}")
-
-
 def _problem(connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
     """The first line of what DuckDB says against a statement. None if it ran."""
     try:
@@ -370,7 +362,8 @@ def _leave_out_misfits(
     fitting: list[Run] = []
     misfits: list[str] = []
     for run in opened.runs:
-        why = _misfit(connection, source, [run])
+        # Only planned, not run: that is enough to compare the columns of its files.
+        why = _problem(connection, f"EXPLAIN {source_sql(source, [run])}")
         if why is None:
             fitting.append(run)
         else:

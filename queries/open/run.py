@@ -82,10 +82,12 @@ class Run:
         references = pa.table(
             {name: pc.struct_field(files, name).filter(is_rollup) for name in ("path", "shards")}
         )
+        # A file says how many shards it merges. If fewer commits refer to it, a shard of it is out.
         counts = references.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
         is_whole = pc.equal(counts["shards_count"], counts["shards_max"])
         if self.damaged_rollups:
             shards = self.done["shard"].take(pc.list_parent_indices(self.done["files"]))
+            # Roll-ups of other interventions over the same shards.
             is_beside = pc.is_in(
                 shards.filter(is_rollup), pa.array(_shards_of(self.damaged_rollups), shards.type)
             )
