@@ -13,7 +13,6 @@ from headcount.queries.report.head_curves import HeadCurve
 from headcount.queries.report.html_page import CARD, TEMPLATES, html_text, json_value
 from headcount.queries.report.section import (
     HeadValues,
-    Histograms,
     Section,
     checked_choice,
     read_section,
@@ -153,6 +152,12 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
     run = section.run
     statistics = section.statistics
     measured = [~np.isnan(values.means.mean) for values in statistics.values()]
+    distributions: dict[str, CardDistribution] = {}
+    for name, values in statistics.items():
+        if values.histograms is not None:
+            first, size, counts = values.histograms.groups_of(head)
+            edges = values.histograms.edges_of(first, size, len(counts))
+            distributions[name] = CardDistribution(edges, counts)
     return HeadCard(
         label=str(head),
         layer=head.layer,
@@ -167,11 +172,7 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
         statistics=[
             _card_statistic(facts[name], values, head) for name, values in statistics.items()
         ],
-        distributions={
-            name: _card_distribution(values.histograms, head)
-            for name, values in statistics.items()
-            if values.histograms is not None
-        },
+        distributions=distributions,
         subsets={name: _card_subsets(values, head) for name, values in statistics.items()},
         curves=[
             curve.of_head(*head, facts[curve.profile]["meaning"], facts[curve.profile]["unit"])
@@ -207,11 +208,6 @@ def _card_statistic(facts: Record, values: HeadValues, head: Head) -> CardStatis
         change=_defined(changes.mean[head]) if changes else None,
         change_error=_defined(changes.standard_error[head]) if changes else None,
     )
-
-
-def _card_distribution(histograms: Histograms, head: Head) -> CardDistribution:
-    first, size, counts = histograms.groups_of(head)
-    return CardDistribution(histograms.edges_of(first, size, len(counts)), counts)
 
 
 def _card_subsets(values: HeadValues, head: Head) -> list[CardSubset]:

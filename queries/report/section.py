@@ -265,6 +265,7 @@ def _read_distributions(database: RunDatabase, section: Section, of_head: str) -
 
 def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
     """Histograms over one common axis, from rows by bin."""
+    # Every head has rows of its own, so a bin comes many times. Its ends are the same each time.
     _, first_rows, bin_of_row = np.unique(
         rows["bin"].to_numpy(), return_index=True, return_inverse=True
     )
@@ -272,6 +273,7 @@ def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
     highs = rows["high"].to_numpy().astype(float)[first_rows]
     edges, is_even, index_of_bin = _edges(lows, highs)
     counts = np.zeros((len(edges) - 1, *shape), np.int64)
+    # Not `counts[…] += …`, which would add only one of two bins with the same place.
     np.add.at(counts, (index_of_bin[bin_of_row], *places(rows)), rows["count"].to_numpy())
     return Histograms(edges, is_even, counts)
 
@@ -334,21 +336,15 @@ def _curves(database: RunDatabase, section: Section, of_head: str) -> Iterator[C
     profiles = list(curves_of_profiles(table, section.shape))
     yield from profiles
     names = {curve.profile for curve in profiles}
-    for profile, axis in _curve_profiles(database):
-        if profile in names:
+    sql = "SELECT name, axis FROM formulas WHERE field = 'curves'"
+    for record in records(database, "formulas", sql):
+        profile, axis = record["name"], record["axis"]
+        # What a run averaged is not read sequence by sequence again.
+        if profile in names or axis not in AXES:
             continue
         rows = _table(database, f"curves of {profile}", kept_curve_sql(profile, axis, condition))
         if len(rows):
             yield curve_of(profile, axis, False, rows, section.shape)
-
-
-def _curve_profiles(database: RunDatabase) -> Iterator[tuple[str, str]]:
-    """The curves that some run measured, each with its axis."""
-    for row in records(
-        database, "formulas", "SELECT name, axis FROM formulas WHERE field = 'curves'"
-    ):
-        if row["axis"] in AXES:
-            yield row["name"], row["axis"]
 
 
 def runs_by_id(database: RunDatabase) -> dict[str, Record]:
