@@ -46,6 +46,7 @@ class Patience:
         """What a call to DuckDB returns."""
         answer: Future[T] = Future()
         began = time.monotonic()
+        # A daemon: if DuckDB cannot be stopped, Python ends without it.
         threading.Thread(target=_settle, args=(answer, call), daemon=True).start()
         try:
             value = answer.result(self.seconds_left)
@@ -147,6 +148,7 @@ def run_query(
         )
     views = view_descriptions(connection)
     is_view = text.strip().lower() in views
+    # A single word is no SQL, so it is a view with a mistake in its name.
     if not is_view and re.fullmatch(r"\s*\w+\s*", text):
         raise QueryError(unknown("view", text.strip(), views))
     explain, sql = _one_query(f"FROM {text}" if is_view else text)

@@ -96,6 +96,7 @@ def write_file(
     if answer_format == "parquet":
         write_parquet(answer, path)
         return
+    # The lines end as the format says, and not as the system does.
     with appearing(path) as partial, partial.open("w", encoding="utf-8", newline="") as out:
         write(answer, answer_format, out, limit, vertical)
 

@@ -303,6 +303,7 @@ class OpenedRuns:
             ranks AS (
                 SELECT
                     *,
+                    -- Of all values, those in this bin and in lower ones.
                     sum(count) OVER (PARTITION BY statistic ORDER BY low)
                     / sum(count) OVER (PARTITION BY statistic) AS share
                 FROM bins
@@ -399,6 +400,7 @@ class BinsInMemory:
     """A table of the histograms that were asked for."""
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        # Without rows: the select gives the columns their types.
         connection.execute(
             f"CREATE TABLE {BINS_IN_MEMORY} AS SELECT {COLUMNS} FROM internal.head_bins LIMIT 0"
         )

@@ -6,7 +6,7 @@ The page never sends SQL, except in `queries.explore.query_engine` as a query of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -472,11 +472,13 @@ class Cube(HeadQuery):
         counts = np.zeros((len(self.statistics), BINS, DRAWN_BINS), np.uint32)
         for index, rows in enumerate(_of_each_statistic(histograms, len(self.statistics))):
             counts[index, rows["active"], rows["bin"]] = rows["count"]
+        # What is undefined lies in no range of the brush.
         heatmap = heatmap.filter(heatmap["active"].is_valid())
         shape = (BINS, facts.layers, facts.heads)
         sums = np.zeros(shape)
         defined = np.zeros(shape, np.uint32)
         place = tuple(column(heatmap, name).astype(int) for name in ("active", "layer", "head"))
+        # The sum of no values is NULL.
         sums[place] = np.nan_to_num(column(heatmap, "sum"))
         defined[place] = column(heatmap, "count")
         rows = np.zeros(shape, np.uint32)
@@ -641,9 +643,17 @@ class Curves(HeadQuery):
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each profile that has a value for the head."""
+        shape = facts.layers, facts.heads
+        curves: list[Curve] = []
+        if facts.profiles:
+            curves += curves_of_profiles(tables[0], shape)
+            tables = tables[1:]
+        for (profile, profile_facts), table in zip(facts.kept_curves.items(), tables, strict=True):
+            if len(table):
+                curves.append(curve_of(profile, profile_facts.axis, False, table, shape))
         facts_by_profile = {**facts.profiles, **facts.kept_curves}
         rows: list[Header] = []
-        for curve in self._curves(facts, tables):
+        for curve in curves:
             profile_facts = facts_by_profile[curve.profile]
             own = curve.of_head(
                 self.head.layer, self.head.head, profile_facts.meaning, profile_facts.unit
@@ -651,15 +661,6 @@ class Curves(HeadQuery):
             if any(value is not None for value in own.values):
                 rows.append(asdict(own))
         return Answer({"rows": rows})
-
-    def _curves(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Iterator[Curve]:
-        shape = facts.layers, facts.heads
-        if facts.profiles:
-            yield from curves_of_profiles(tables[0], shape)
-            tables = tables[1:]
-        for (profile, profile_facts), table in zip(facts.kept_curves.items(), tables, strict=True):
-            if len(table):
-                yield curve_of(profile, profile_facts.axis, False, table, shape)
 
 
 class Extremes(HeadQuery):
@@ -689,6 +690,7 @@ class Extremes(HeadQuery):
         conditions += [brush.condition(facts) for brush in self.brushes]
         value = quoted_name(self.statistic)
         conditions.append(f"{value} IS NOT NULL")
+        # Each once: the statistic may also be one of those shown beside it.
         names = dict.fromkeys((self.statistic, *self.statistics))
         direction = "ASC" if self.lowest else "DESC"
         order = f"ORDER BY {value} {direction}, sequence"
@@ -726,6 +728,7 @@ class Texts(Query):
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """The token ids of each sequence."""
+        # SQL has no empty list for IN, and nothing equals NULL.
         numbers = ", ".join(map(str, self.sequences)) or "NULL"
         conditions = [*self.scope.conditions_on_run, f"sequence IN ({numbers})"]
         # Whole sequences: whether a key is marked may depend on tokens far behind it.
@@ -850,6 +853,7 @@ def _of_each_statistic(table: pa.Table, statistics: int) -> list[dict[str, Array
         # GROUPING_ID has a bit for every column that a row does not group by, the last lowest.
         grouped_by_this = (1 << statistics) - 1 - (1 << (statistics - 1 - index))
         rows = table.filter(pa.array(others == grouped_by_this))
+        # NULL here is an undefined value, or one outside the brushes on others.
         rows = rows.filter(rows[f"b{index}"].is_valid())
         counts = {"bin": column(rows, f"b{index}").astype(int), "count": column(rows, "count")}
         if has_active:

@@ -116,6 +116,7 @@ class Engine:
         self.interrupted = 0
         """Queries that were stopped: too long, or nobody waited for them any more."""
         self._running: dict[Future[Any], Interruptible] = {}
+        # asyncio itself holds tasks weakly: one that nobody else holds may vanish before it ends.
         self._stopping: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
         self._wanted_samples: list[SampleKey] = []
@@ -197,6 +198,7 @@ class Engine:
     async def _read_samples(self) -> None:
         """Read the samples that are wanted, one after the other."""
         while self._wanted_samples:
+            # A page that has moved on wants the newest first.
             key = self._wanted_samples[-1]
             runs = self.runs
             try:
@@ -412,6 +414,7 @@ def packed(answer: Answer) -> bytes:
     arrays = [np.ascontiguousarray(array) for array in answer.arrays]
     kinds = [[array.dtype.str, list(array.shape)] for array in arrays]
     header = json.dumps(_json_value(answer.header | {"arrays": kinds}), allow_nan=False).encode()
+    # Four bytes, the length, stand before the header.
     header += b" " * (-(len(header) + 4) % 8)
     parts = [struct.pack("<I", len(header)), header]
     for array in arrays:
@@ -430,6 +433,7 @@ def _header(query: Query, facts: RunFacts) -> Header:
 
 def _sql_rows(connection: Interruptible, text: str) -> Header:
     """The first rows of an answer in SQL."""
+    # One row more than is shown tells whether there are more.
     answer = run_query(connection.as_duckdb(), text, MOST_ROWS + 1)
     rows: list[list[object]] = []
     byte_count = 0
@@ -453,6 +457,7 @@ def _cell(value: object) -> object:
     """A value as the page shows it. Text is cut, and what JSON does not have becomes text."""
     if value is None or isinstance(value, bool):
         return value
+    # JavaScript would round a larger number. As text it keeps its digits.
     if isinstance(value, int) and abs(value) < 2**53:
         return value
     if isinstance(value, float) and math.isfinite(value):
@@ -556,6 +561,7 @@ class Interruptible:
     def as_duckdb(self) -> duckdb.DuckDBPyConnection:
         """Itself, for functions that take a connection and only make cursors of it."""
         connection = cast("duckdb.DuckDBPyConnection", self)
+        # `run_query` finds the runs by the connection. The entry goes when this object does.
         OPENED[connection] = OPENED[self._connection]
         return connection
 

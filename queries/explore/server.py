@@ -241,6 +241,7 @@ async def _signal() -> signal.Signals:
     received: asyncio.Future[signal.Signals] = loop.create_future()
 
     def receive(number: signal.Signals) -> None:
+        # A second signal may come while the first is obeyed.
         if not received.done():
             received.set_result(number)
 

@@ -387,6 +387,7 @@ def _create_table(connection: duckdb.DuckDBPyConnection, name: str, content: pa.
     """Create a view that users see, over one that can be pointed at files, over the content."""
     _create_source(connection, name, content)
     columns = content.schema.names
+    # Every view with layers and heads also has the name that people write, L5H1.
     needs_label = {"layer", "head"} <= set(columns) and "label" not in columns
     label = ", 'L' || layer || 'H' || head AS label" if needs_label else ""
     connection.execute(f"CREATE VIEW main.{name} AS SELECT *{label} FROM internal.{name}")

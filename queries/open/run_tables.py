@@ -338,23 +338,20 @@ def _shards_of_run(run: Run) -> pa.Table:
     # A commit says all of a shard, but not what has become of its files since.
     of_commit = [name for name in schema.names if name not in ("status", "damage")]
     status = pa.array(np.where(run.is_whole, "done", "damaged"), pa.string())
-    committed = run.commit_log.select(of_commit).append_column("status", status)
-    committed = committed.append_column("damage", _damage_column(run))
-    committed = committed.select(schema.names).cast(schema)
-    return pa.concat_tables([committed, _missing_shards(run)]).sort_by("shard")
-
-
-def _damage_column(run: Run) -> pa.Array:
-    """For each commit, the first thing that is wrong with its files. NULL if nothing is."""
-    if not run.damaged_data:
-        return pa.nulls(len(run.commit_log), pa.string())
     problems: dict[int, str] = {}
     for damage in run.damaged_data:
         for shard in damage.shards:
             # The first one: a shard may have several damaged files.
             problems.setdefault(shard, f"{damage.path} {damage.why}")
-    shards = run.commit_log["shard"].to_pylist()
-    return pa.array([problems.get(shard) for shard in shards], pa.string())
+    # Nearly every run has no damage, and may have a million shards.
+    damage_column = pa.nulls(len(run.commit_log), pa.string())
+    if problems:
+        shards = run.commit_log["shard"].to_pylist()
+        damage_column = pa.array([problems.get(shard) for shard in shards], pa.string())
+    committed = run.commit_log.select(of_commit).append_column("status", status)
+    committed = committed.append_column("damage", damage_column)
+    committed = committed.select(schema.names).cast(schema)
+    return pa.concat_tables([committed, _missing_shards(run)]).sort_by("shard")
 
 
 def _missing_shards(run: Run) -> pa.Table:

@@ -84,6 +84,7 @@ class ShippedViews:
         def add(name: str) -> None:
             if name in seen:
                 return
+            # Before its foundations are looked at: two queries may name each other.
             seen.add(name)
             for other in self._foundations_of(name):
                 add(other)
@@ -163,6 +164,7 @@ class ShippedViews:
         """Why a query cannot be answered that stands on a query without an answer."""
         # A query that may name any view is about those that it does name.
         problems = [self.problems[name] for name in self._written_in(sql) if name in self.problems]
+        # Foundations come first, so the last one is nearest to what was written.
         return problems[-1] if problems else None
 
     def missing_parameter(self, sql: str) -> str | None:

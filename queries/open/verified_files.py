@@ -143,6 +143,7 @@ class _VerifiedFiles:
                 content = file.read_bytes()
             except OSError:
                 continue
+            # A key that was cut short is left out. `void`, as numpy strips zeros from bytes.
             whole_bytes = len(content) // KEY_BYTES * KEY_BYTES
             return np.frombuffer(content[:whole_bytes], np.dtype((np.void, KEY_BYTES))).tolist()
         return []

@@ -90,6 +90,7 @@ def example_statistics(measured: Iterable[str]) -> list[str]:
 
 def strongest_heads(means: Floats, count: int) -> list[Head]:
     """The heads with the largest means. An undefined mean is no mean."""
+    # Stable: of equal means the first head wins, so that a page is the same every time.
     order = np.argsort(-np.where(np.isnan(means), -np.inf, means), axis=None, kind="stable")
     cells = zip(*np.unravel_index(order[:count], means.shape), strict=True)
     heads = [Head(int(layer), int(head)) for layer, head in cells]

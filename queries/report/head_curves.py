@@ -118,6 +118,7 @@ def curve_of(
     """A curve by head, at the indices that are drawn."""
     positions = rows[axis].to_numpy()
     indices = drawn_indices(int(positions.max()) + 1)
+    # Where each index of the axis is drawn: -1 where it is not.
     place_of_index = np.full(int(positions.max()) + 1, -1)
     place_of_index[indices] = np.arange(len(indices))
     place_of_row = place_of_index[positions]

@@ -19,6 +19,7 @@ from headcount.queries.open.run_tables import bounds
 from headcount.queries.report.examples import (
     LEAST,
     MOST,
+    MOST_EXAMPLE_STATISTICS,
     example_statistics,
     read_examples,
     strongest_heads,
@@ -142,7 +143,7 @@ def _detail(runs: Iterable[Record]) -> Detail:
         heads = (run["n_layers"] or 1) * (run["n_heads"] or 1)
         cells += heads * len(run["statistics"]) * len(run["interventions"])
         sections += len(run["interventions"])
-    excerpts_of_head = 4 * (MOST + LEAST)
+    excerpts_of_head = MOST_EXAMPLE_STATISTICS * (MOST + LEAST)
     heads_with_examples = MOST_EXCERPTS // (excerpts_of_head * max(1, sections))
     return Detail(cells <= MOST_DETAILED_CELLS, max(2, heads_with_examples))
 
@@ -361,6 +362,7 @@ def _rankings(database: RunDatabase, section: Section) -> list[Record]:
         clauses = f"{section.condition} AND {ranking.columns[0]} IS NOT NULL"
         rows = _view_records(database, view, clauses)
         if rows:
+            # The first rows are the highest: the view ranks.
             columns = ["label", *ranking.columns, ranking.flag]
             rankings.append(
                 {

@@ -68,6 +68,7 @@ class Histograms:
         if not len(filled):
             return 0, 1, []
         first, last = int(filled[0]), int(filled[-1])
+        # Rounded up: never more than MOST_BINS groups.
         size = -(-(last + 1 - first) // MOST_BINS)
         sums = np.add.reduceat(counts[first : last + 1], np.arange(0, last + 1 - first, size))
         return first, size, sums.tolist()
@@ -299,6 +300,7 @@ def _edges(lows: Floats, highs: Floats) -> tuple[list[float], bool, npt.NDArray[
 
 def _read_subsets(database: RunDatabase, section: Section, of_head: str) -> None:
     """Means by subset of the Pile. A run whose input has no subsets has none."""
+    # Asked first: the view would add up all rows only to show none.
     has_subsets = f"""
         FROM sequences {section.condition} AND pile_set_name IS NOT NULL LIMIT 1
     """
