@@ -97,14 +97,6 @@ class Answer:
         """Names and types of the columns."""
         return self.reader.schema
 
-    @property
-    def described_schema(self) -> pa.Schema:
-        """The same, with metadata."""
-        fields = [
-            column.with_metadata(dict(self.facts.get(column.name, {}))) for column in self.schema
-        ]
-        return pa.schema(fields)
-
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as Arrow batches."""
         while True:

@@ -248,7 +248,10 @@ def _json_objects(answer: Answer, out: TextIO) -> Iterator[str]:
 def write_parquet(answer: Answer, path: Path) -> None:
     """Write a Parquet file whose metadata says what the columns mean."""
     with appearing(path) as partial:
-        schema = answer.described_schema
+        schema = pa.schema(
+            column.with_metadata(dict(answer.facts.get(column.name, {})))
+            for column in answer.schema
+        )
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
             for batch in answer.batches():
                 # The cast changes no value. It adds the metadata.

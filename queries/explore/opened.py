@@ -167,6 +167,7 @@ class OpenedRuns:
     def keep_sample(self, key: SampleKey, sample: Sample) -> list[Sample]:
         """Answer queries from a sample that was read. Returns those that are not kept longer."""
         self._samples[key] = sample
+        # A dictionary has the order in which they came.
         oldest = list(self._samples)[:-MOST_SAMPLES]
         return [self._samples.pop(key) for key in oldest]
 

@@ -90,11 +90,6 @@ class RunFacts:
         """The table that has the rows of the sample: that in memory, once it is there."""
         return self.sample or "heads"
 
-    def check_statistic(self, name: str) -> None:
-        """Refuse a statistic that the run did not measure."""
-        if name not in self.statistics:
-            raise QueryError(unknown("statistic", name, self.statistics))
-
 
 @dataclass(frozen=True)
 class Statement:
@@ -230,7 +225,8 @@ class Query(_Closed):
     def check(self, facts: RunFacts) -> None:
         """Refuse names that the run does not have."""
         for name in sorted(self.named_statistics | self.binned_statistics):
-            facts.check_statistic(name)
+            if name not in facts.statistics:
+                raise QueryError(unknown("statistic", name, facts.statistics))
         if self.scope.intervention not in facts.interventions:
             raise QueryError(unknown("intervention", self.scope.intervention, facts.interventions))
 
@@ -507,6 +503,7 @@ class Card(HeadQuery):
         else:
             statements = [Statement(self._from_rows(facts))]
         if facts.uniform_baseline:
+            # A baseline is of a sequence: it is the same for all heads.
             baselines = ", ".join(
                 f"avg({quoted_name(f'uniform_{name}')})" for name in self._with_baseline(facts)
             )
@@ -635,6 +632,7 @@ class Curves(HeadQuery):
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One statement for all profiles, and one for each curve that was not averaged."""
+        # Without the subset: a mean over sequences cannot be taken apart again.
         condition = where([*self.scope.conditions_on_run, *self.head.conditions])
         statements = [Statement(profile_curves_sql(condition))] if facts.profiles else []
         for profile, profile_facts in facts.kept_curves.items():

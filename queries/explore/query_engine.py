@@ -389,6 +389,7 @@ class Engine:
                 return {"rows": numbers, "note": f"token numbers are shown: {error}"}
             return {"rows": with_text}
 
+        # Without a deadline: a tokenizer has nothing that could interrupt it.
         return Answer(await loop.run_in_executor(self.text_thread, texts))
 
 

@@ -116,7 +116,12 @@ class Guard:
 
 def make_app(engine: Engine, guard: Guard) -> web.Application:
     """The application: the files of the page, and one address for queries."""
-    files = page_files()
+    files = {
+        file.name: file.read_bytes()
+        for folder in (SHARED_PAGE, PAGE)
+        for file in folder.glob("*.*")
+        if file.suffix in TYPES
+    }
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -168,12 +173,6 @@ def make_app(engine: Engine, guard: Guard) -> web.Application:
 def _refused(status: int, why: str) -> web.Response:
     body = json.dumps({"error": printable(why)})
     return web.Response(status=status, text=body, content_type="application/json")
-
-
-def page_files() -> dict[str, bytes]:
-    """The content of every file of the page, by name."""
-    files = [*SHARED_PAGE.glob("*.*"), *PAGE.glob("*.*")]
-    return {file.name: file.read_bytes() for file in files if file.suffix in TYPES}
 
 
 def serve(

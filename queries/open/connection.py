@@ -152,6 +152,7 @@ def _describe(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None
 def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
     """Every view and what it is for, tables first."""
     sql = "SELECT view_name FROM duckdb_views() WHERE schema_name = 'main' AND NOT internal"
+    # Views that the caller has added are among them, without a description.
     created = {name: "" for (name,) in connection.cursor().execute(sql).fetchall()}
     descriptions = created | OPENED[connection].shipped.descriptions
     return VIEWS | dict(sorted((descriptions | VIEWS).items()))
@@ -208,6 +209,7 @@ def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
         known_lines = set(damage_lines(opened))
         opened.runs = verified
         _point_at_files(connection.cursor(), opened)
+    # The lock is free again: `tell` is the caller's, and may ask for something itself.
     for line in damage_lines(opened):
         if line not in known_lines:
             opened.tell(f"warning: {line}")

@@ -111,6 +111,7 @@ class ShippedViews:
             if name in self.errors:
                 connection.execute(f"DROP VIEW IF EXISTS {quoted_name(name)}")
                 connection.execute(f"DROP MACRO TABLE IF EXISTS {quoted_name(name)}")
+        # DuckDB binds a view when it is created, and so finds a column that no run has.
         for name in missing:
             try:
                 _create(connection, self.queries[name], self._foundations_of(name))
