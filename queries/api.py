@@ -100,13 +100,6 @@ class Runs:
             raise QueryError(f"{self.path}: closed; headcount.open opens these runs again")
         return self._database
 
-    def _has_news(self) -> bool:
-        """Whether runs must be opened again: something was committed, or is or was damaged."""
-        opened = OPENED[self.database.connection]
-        runs, unreadable = read_runs(self.path, self.code, self._memory_of_runs.read_run)
-        is_known = len(runs) == len(opened.runs) and all(map(is_, runs, opened.runs))
-        return bool(unreadable or self.database.damage()) or not is_known
-
     @checked(QueryError)
     def sql(
         self, query: QueryText, *, timeout: Positive | None = None, **parameters: object
@@ -131,8 +124,14 @@ class Runs:
 
     def refresh(self) -> Self:
         """Look at the commits again: a scan that runs has written more since."""
-        if not self._has_news():
+        known = OPENED[self.database.connection].runs
+        runs, unreadable = read_runs(self.path, self.code, self._memory_of_runs.read_run)
+        # The memory gives back the same object for a run that has not changed.
+        is_unchanged = len(runs) == len(known) and all(map(is_, runs, known))
+        # What was damaged may have been measured again since, under the same commits.
+        if is_unchanged and not unreadable and not self.database.damage():
             return self
+        # Opened before the old ones are closed: if it fails, these can still be asked.
         opened = self._opened()
         self.close()
         self._database = opened

@@ -46,6 +46,7 @@ class Patience:
         """What a call to DuckDB returns."""
         answer: Future[T] = Future()
         began = time.monotonic()
+        # A daemon: if DuckDB cannot be stopped, Python ends without it.
         threading.Thread(target=_settle, args=(answer, call), daemon=True).start()
         try:
             value = answer.result(self.seconds_left)
@@ -96,25 +97,18 @@ class Answer:
         """Names and types of the columns."""
         return self.reader.schema
 
-    @property
-    def described_schema(self) -> pa.Schema:
-        """The same, with metadata."""
-        fields = [
-            column.with_metadata(dict(self.facts.get(column.name, {}))) for column in self.schema
-        ]
-        return pa.schema(fields)
-
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as Arrow batches."""
-        while (batch := self._next_batch()) is not None:
+        while True:
+            try:
+                # DuckDB computes while it is read, so every batch may fail or take too long.
+                batch = self.patience.wait(lambda: next(iter(self.reader), None))
+            except (duckdb.Error, pa.ArrowException, OSError) as error:
+                raise query_error(error) from None
+            if batch is None:
+                return
             self.rows_read += batch.num_rows
             yield batch
-
-    def _next_batch(self) -> pa.RecordBatch | None:
-        try:
-            return self.patience.wait(lambda: next(iter(self.reader), None))
-        except (duckdb.Error, pa.ArrowException, OSError) as error:
-            raise query_error(error) from None
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """The rows, as Python values."""
@@ -146,6 +140,7 @@ def run_query(
         )
     views = view_descriptions(connection)
     is_view = text.strip().lower() in views
+    # A single word is no SQL, so it is a view with a mistake in its name.
     if not is_view and re.fullmatch(r"\s*\w+\s*", text):
         raise QueryError(unknown("view", text.strip(), views))
     explain, sql = _one_query(f"FROM {text}" if is_view else text)

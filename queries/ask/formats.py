@@ -47,9 +47,10 @@ def format_of(requested: Format | None, output: Path | None, vertical: bool = Fa
     suffix = "" if output is None else output.suffix.lower()
     suffix_format = SUFFIXES.get(suffix)
     if requested is not None and suffix_format is not None and requested != suffix_format:
+        suffixes = {known_format: known for known, known_format in SUFFIXES.items()}
         raise QueryError(
             f"--format {requested} contradicts the name {output}: leave out --format, or name the "
-            f"file …{_suffix_of(requested)}"
+            f"file …{suffixes[requested]}"
         )
     if requested is None and suffix and suffix_format is None:
         raise QueryError(
@@ -70,12 +71,6 @@ def check_suffix(path: PurePath, *suffixes: str) -> None:
     """Refuse a name that promises another form of file than the one that is written."""
     if path.suffix.lower() not in suffixes:
         raise QueryError(f"{path}: expected a name that ends in {' or '.join(suffixes)}")
-
-
-def _suffix_of(answer_format: Format) -> str:
-    return next(
-        suffix for suffix, suffix_format in SUFFIXES.items() if suffix_format == answer_format
-    )
 
 
 def rows_to_read(answer_format: Format, limit: int | None) -> int | None:
@@ -101,6 +96,7 @@ def write_file(
     if answer_format == "parquet":
         write_parquet(answer, path)
         return
+    # The lines end as the format says, and not as the system does.
     with appearing(path) as partial, partial.open("w", encoding="utf-8", newline="") as out:
         write(answer, answer_format, out, limit, vertical)
 
@@ -167,10 +163,6 @@ def _discard_stdout() -> None:
     os.close(nothing)
 
 
-def _is_unicode(out: TextIO) -> bool:
-    return (out.encoding or "utf-8").lower().replace("-", "").startswith("utf")
-
-
 def write(
     answer: Answer,
     answer_format: Format,
@@ -231,6 +223,7 @@ def _markdown_row(cells: Iterable[str]) -> str:
 
 def write_json(answer: Answer, out: TextIO) -> None:
     """Write an array of objects. NULL, NaN and infinities are null."""
+    # Row by row: the answer may be larger than the memory.
     separator = "[\n"
     for line in _json_objects(answer, out):
         out.write(separator + line)
@@ -255,7 +248,10 @@ def _json_objects(answer: Answer, out: TextIO) -> Iterator[str]:
 def write_parquet(answer: Answer, path: Path) -> None:
     """Write a Parquet file whose metadata says what the columns mean."""
     with appearing(path) as partial:
-        schema = answer.described_schema
+        schema = pa.schema(
+            column.with_metadata(dict(answer.facts.get(column.name, {})))
+            for column in answer.schema
+        )
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
             for batch in answer.batches():
                 # The cast changes no value. It adds the metadata.
@@ -264,7 +260,8 @@ def write_parquet(answer: Answer, path: Path) -> None:
 
 def _json_text(value: object, out: TextIO) -> str:
     """JSON that the encoding of `out` can write and no terminal obeys."""
-    text = json.dumps(_json_value(value), ensure_ascii=not _is_unicode(out), default=str)
+    is_unicode = (out.encoding or "utf-8").lower().replace("-", "").startswith("utf")
+    text = json.dumps(_json_value(value), ensure_ascii=not is_unicode, default=str)
     return UNSAFE_IN_TERMINALS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 

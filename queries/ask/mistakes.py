@@ -51,18 +51,15 @@ def explained(error: duckdb.Error, connection: duckdb.DuckDBPyConnection, sql: s
     message = str(error)
     if not isinstance(error, duckdb.BinderException | duckdb.CatalogException):
         return mistake
-    pointer = mistake.pointer or _place_in(sql, connection)
+    pointer = mistake.pointer
+    if pointer is None:
+        # DuckDB leaves the place out of the messages of relations, and says it of a statement.
+        try:
+            connection.cursor().execute(f"EXPLAIN {sql}")
+        except duckdb.Error as error_of_statement:
+            pointer = pointer_in(str(error_of_statement))
     line = _why_unknown(message, connection, sql)
     return SqlMistake(line or str(mistake), pointer)
-
-
-def _place_in(sql: str, connection: duckdb.DuckDBPyConnection) -> str | None:
-    """The place of a mistake. DuckDB leaves it out of the messages of relations."""
-    try:
-        connection.cursor().execute(f"EXPLAIN {sql}")
-    except duckdb.Error as error:
-        return pointer_in(str(error))
-    return None
 
 
 def pointer_in(message: str) -> str | None:
@@ -100,7 +97,10 @@ def _why_unknown(message: str, connection: duckdb.DuckDBPyConnection, sql: str) 
         query = shipped.queries.get(called[1])
         return None if query is None else _wrong_call(query, sql)
     if (statistic := unmeasured_statistic(message)) is not None:
-        return _unknown_statistic(statistic, connection)
+        if remedy := way_to(statistic):
+            return f"statistic {statistic!r} was not measured in these runs{remedy}"
+        rows = connection.cursor().execute("SELECT name FROM statistics").fetchall()
+        return unknown("statistic", statistic, [name for (name,) in rows])
     return _why_no_column(message, connection)
 
 
@@ -109,7 +109,8 @@ def _why_no_column(message: str, connection: duckdb.DuckDBPyConnection) -> str |
     column = _missing_column(message)
     if column is None:
         return None
-    known_columns = _column_names(connection)
+    sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
+    known_columns = {name for (name,) in connection.cursor().execute(sql).fetchall()}
     remedy = way_to(column)
     if remedy and not base_names(column) & known_columns:
         return f"column {column!r} was not measured in these runs{remedy}"
@@ -135,23 +136,9 @@ def _wrong_call(query: NamedQuery, sql: str) -> str:
     return f"query {query.name!r}: expected values of the types ({declared})"
 
 
-def _unknown_statistic(name: str, connection: duckdb.DuckDBPyConnection) -> str:
-    rows = connection.cursor().execute("SELECT name FROM statistics").fetchall()
-    remedy = way_to(name)
-    if remedy:
-        return f"statistic {name!r} was not measured in these runs{remedy}"
-    return unknown("statistic", name, [row[0] for row in rows])
-
-
 def _missing_column(message: str) -> str | None:
     column = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', message)
     return column[1] if column else None
-
-
-def _column_names(connection: duckdb.DuckDBPyConnection) -> frozenset[str]:
-    """The columns of all views that are there."""
-    sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
-    return frozenset(name for (name,) in connection.cursor().execute(sql).fetchall())
 
 
 def _nearest_column(name: str, message: str) -> str | None:

@@ -101,6 +101,7 @@ class NamedQuery:
     def macro_body(self) -> str:
         """The SQL in which parameters are plain names, as in the body of a macro."""
         names = "|".join(parameter.name for parameter in self.parameters)
+        # To the end of the word: one name may begin with another.
         return re.sub(rf"\$({names})\b", r"\1", self.sql)
 
     @property
@@ -127,17 +128,13 @@ class NamedQuery:
     def call(self, values: Mapping[str, str]) -> str:
         """The query in SQL, with values as a user typed them."""
         arguments = {name: self.parameter(name).literal(text) for name, text in values.items()}
-        self.check_complete(arguments)
+        missing = [parameter for parameter in self.required if parameter.name not in arguments]
+        if missing:
+            raise QueryError(self.what_is_missing(missing))
         if not arguments:
             return f"FROM {quoted_name(self.name)}"
         listed = ", ".join(f"{name} := {literal}" for name, literal in arguments.items())
         return f"FROM {quoted_name(self.name)}({listed})"
-
-    def check_complete(self, given: Mapping[str, str]) -> None:
-        """It is an error if a parameter without a default is not given."""
-        missing = [parameter for parameter in self.required if parameter.name not in given]
-        if missing:
-            raise QueryError(self.what_is_missing(missing))
 
     def what_is_missing(self, missing: Sequence[Parameter]) -> str:
         """Which parameters must be given, and how, in one line."""
@@ -187,21 +184,18 @@ def parse_query(name: str, sql: str) -> NamedQuery:
     example: str | None = None
     for line in first_comment(sql):
         if match := PARAMETER.fullmatch(line):
-            parameters.append(_parameter(name, *match.groups()))
+            parameter, sql_type, default, meaning = match.groups()
+            if sql_type not in get_args(SqlType):
+                raise QueryError(
+                    f"{name}.sql: parameter {parameter}: expected a type of "
+                    f"{', '.join(get_args(SqlType))}, got {sql_type}"
+                )
+            parameters.append(Parameter(parameter, cast("SqlType", sql_type), default, meaning))
         elif match := EXAMPLE.fullmatch(line):
             example = match[1]
         else:
             description.append(line)
     return NamedQuery(name, " ".join(description), tuple(parameters), example, sql)
-
-
-def _parameter(query: str, name: str, sql_type: str, default: str | None, text: str) -> Parameter:
-    if sql_type not in get_args(SqlType):
-        raise QueryError(
-            f"{query}.sql: parameter {name}: expected a type of {', '.join(get_args(SqlType))}, "
-            f"got {sql_type}"
-        )
-    return Parameter(name, cast("SqlType", sql_type), default, text)
 
 
 def first_comment(sql: str) -> list[str]:

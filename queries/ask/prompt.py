@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headcount.queries.ask.asking import RunDatabase
@@ -86,10 +85,11 @@ def _lines(
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
+    from platformdirs import user_state_path
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory
 
-    history = _history_file()
+    history = user_state_path("headcount") / "queries"
     history.parent.mkdir(parents=True, exist_ok=True)
     session: PromptSession[str] = PromptSession(
         history=FileHistory(str(history)),
@@ -105,12 +105,6 @@ def _lines(
             continue
         except EOFError:
             return
-
-
-def _history_file() -> Path:
-    from platformdirs import user_state_path
-
-    return user_state_path("headcount") / "queries"
 
 
 def _completer(database: RunDatabase, queries: Mapping[str, NamedQuery]) -> Completer:

@@ -31,27 +31,23 @@ class TextAnswer(Answer):
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as Arrow batches."""
-        for batch in super().batches():
-            columns = list(batch.columns)
-            columns[batch.schema.get_field_index(TOKENS_COLUMN)] = self._texts(batch)
-            yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
-
-    def _texts(self, batch: pa.RecordBatch) -> pa.Array:
-        """The text of every row. NULL if the row has no tokens, or no run that could read them."""
         assert self.models is not None
-        token_lists: list[list[int] | None] = batch.column(TOKENS_COLUMN).to_pylist()
-        if self.only_run is not None:
-            run_ids = [self.only_run] * len(token_lists)
-        else:
-            run_ids = batch.column("run_id").to_pylist()
-        # Both may be NULL, for example after an outer join in the query.
-        texts: list[str | None] = []
-        for run_id, tokens in zip(run_ids, token_lists, strict=True):
-            if tokens is None or run_id is None:
-                texts.append(None)
+        for batch in super().batches():
+            token_lists: list[list[int] | None] = batch.column(TOKENS_COLUMN).to_pylist()
+            if self.only_run is not None:
+                run_ids = [self.only_run] * len(token_lists)
             else:
-                texts.append(self.models[run_id].text(tokens))
-        return pa.array(texts, pa.string())
+                run_ids = batch.column("run_id").to_pylist()
+            # Both may be NULL, for example after an outer join in the query. So is the text then.
+            texts: list[str | None] = []
+            for run_id, tokens in zip(run_ids, token_lists, strict=True):
+                if tokens is None or run_id is None:
+                    texts.append(None)
+                else:
+                    texts.append(self.models[run_id].text(tokens))
+            columns = list(batch.columns)
+            columns[batch.schema.get_field_index(TOKENS_COLUMN)] = pa.array(texts, pa.string())
+            yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
 
 def with_text(answer: Answer, models: RunModels, run_ids: list[str]) -> TextAnswer:

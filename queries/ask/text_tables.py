@@ -118,7 +118,13 @@ def write_table(
         _write_vertically(content, target)
     else:
         _write_across(content, target)
-    _write_row_count(content, row_limit, target)
+    hidden_rows = content.hidden_rows
+    if not content.rows and not hidden_rows:
+        target.print_wrapped("no rows")
+    if hidden_rows:
+        is_bound = hidden_rows > COUNTED_ROWS
+        count = f"more than {COUNTED_ROWS:,}" if is_bound else f"{hidden_rows:,}"
+        target.print_wrapped(f"{target.marks.more} {count} more rows (--limit {row_limit})")
 
 
 def _read(answer: Answer, row_limit: int, marks: Marks) -> _TableContent:
@@ -133,7 +139,10 @@ def _read(answer: Answer, row_limit: int, marks: Marks) -> _TableContent:
         if hidden_rows > COUNTED_ROWS:
             break
     names = [marks.written(name) for name in answer.schema.names]
-    is_numeric = [_is_number(column_type) for column_type in answer.schema.types]
+    is_numeric = [
+        pa.types.is_integer(each) or pa.types.is_floating(each) or pa.types.is_decimal(each)
+        for each in answer.schema.types
+    ]
     return _TableContent(names, is_numeric, rows, hidden_rows)
 
 
@@ -141,7 +150,11 @@ def _write_across(content: _TableContent, target: _Target) -> None:
     """Write a row a line, as many columns as fit."""
     names = content.names
     cells = [[_cell(value, target.marks) for value in row] for row in content.rows]
-    widths = _column_widths(names, cells)
+    widths = [
+        # Without rows there is only the name, and `max` needs a second number.
+        max(cell_len(name), *(cell_len(row[column]) for row in cells), 0) + SEPARATOR_WIDTH
+        for column, name in enumerate(names)
+    ]
     columns = list(range(len(names)))
     width = target.width
     # First choice: one column a line, if that stays short or not even one column would fit.
@@ -164,16 +177,14 @@ def _write_across(content: _TableContent, target: _Target) -> None:
         _print_table(content, cells, fitting, sum(widths[column] for column in fitting), target)
     left_out = [names[column] for column in columns if column not in fitting]
     if left_out:
-        _write_left_out(left_out, target)
-
-
-def _column_widths(names: list[str], cells: list[list[str]]) -> list[int]:
-    """Characters that each column takes, with the space between two columns."""
-    widths: list[int] = []
-    for column, name in enumerate(names):
-        cell_widths = [cell_len(row[column]) for row in cells]
-        widths.append(max(cell_len(name), *cell_widths, 0) + SEPARATOR_WIDTH)
-    return widths
+        more = target.marks.more
+        count = f"{len(left_out)} more column{'s' if len(left_out) > 1 else ''}"
+        named = left_out[:NAMED_COLUMNS]
+        if len(left_out) > NAMED_COLUMNS:
+            named.append(more)
+        target.print_wrapped(
+            f"{more} {count}: {', '.join(named)} (--vertical or -o FILE.csv has all)"
+        )
 
 
 def _write_constants(cells: list[list[str]], names: list[str], target: _Target) -> list[int]:
@@ -213,18 +224,6 @@ def _print_table(
     _Console(file=target.console.file, highlight=False, width=console_width).print(table)
 
 
-def _write_left_out(names: list[str], target: _Target) -> None:
-    """Name the columns that do not fit."""
-    more = target.marks.more
-    count = f"{len(names)} more column{'s' if len(names) > 1 else ''}"
-    shown_names = names[:NAMED_COLUMNS]
-    if len(names) > NAMED_COLUMNS:
-        shown_names.append(more)
-    target.print_wrapped(
-        f"{more} {count}: {', '.join(shown_names)} (--vertical or -o FILE.csv has all)"
-    )
-
-
 def _write_vertically(content: _TableContent, target: _Target) -> None:
     """Write a column a line, every value whole."""
     width = target.width
@@ -237,7 +236,10 @@ def _write_vertically(content: _TableContent, target: _Target) -> None:
         if len(content.rows) > 1:
             target.print(f"row {number}")
         for name, value in zip(content.names, row, strict=True):
-            pieces = _folded(_long_value(value, target.marks), value_width)
+            text = _text(value, target.marks)
+            if len(text) > VALUE_CHARACTERS:
+                text = f"{text[:VALUE_CHARACTERS]}{target.marks.more}"
+            pieces = _folded(text, value_width)
             if is_narrow:
                 target.print(name)
             else:
@@ -259,29 +261,12 @@ def _folded(text: str, width: int | None) -> list[str]:
     return [*pieces, text]
 
 
-def _write_row_count(content: _TableContent, row_limit: int, target: _Target) -> None:
-    """Say how many rows are not shown."""
-    hidden_rows = content.hidden_rows
-    if not content.rows and not hidden_rows:
-        target.print_wrapped("no rows")
-    if hidden_rows:
-        is_bound = hidden_rows > COUNTED_ROWS
-        count = f"more than {COUNTED_ROWS:,}" if is_bound else f"{hidden_rows:,}"
-        target.print_wrapped(f"{target.marks.more} {count} more rows (--limit {row_limit})")
-
-
 def _cell(value: object, marks: Marks) -> str:
     """A value as a table shows it, cut to a cell."""
     text = _text(value, marks)
     if len(text) <= CELL_CHARACTERS:
         return text
     return f"{text[: CELL_CHARACTERS - len(marks.more)]}{marks.more}"
-
-
-def _long_value(value: object, marks: Marks) -> str:
-    """A value that has lines of its own."""
-    text = _text(value, marks)
-    return text if len(text) <= VALUE_CHARACTERS else f"{text[:VALUE_CHARACTERS]}{marks.more}"
 
 
 def _text(value: object, marks: Marks) -> str:
@@ -299,11 +284,3 @@ def _text(value: object, marks: Marks) -> str:
     if isinstance(value, str):
         value = " ".join(value.split())
     return marks.written(str(value))
-
-
-def _is_number(column_type: pa.DataType) -> bool:
-    return (
-        pa.types.is_integer(column_type)
-        or pa.types.is_floating(column_type)
-        or pa.types.is_decimal(column_type)
-    )

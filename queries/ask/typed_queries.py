@@ -78,6 +78,7 @@ def parameter_values(words: Sequence[str]) -> dict[str, str]:
         if not has_value:
             if not remaining:
                 raise QueryError(f"{option}: expected a value after it")
+            # Whatever it begins with: a number may be below zero.
             value = remaining.pop(0)
         values[name] = value
     return values

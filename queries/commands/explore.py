@@ -59,7 +59,11 @@ def explore(
             f"warning: whoever reaches {host} and has the address below can read these runs; "
             "nothing on the way is encrypted"
         )
-    serve(engine, host, port, _print_address, open_browser=not no_open and _has_screen())
+    # Without a window, a browser would write into the terminal.
+    has_window = sys.platform in ("darwin", "win32") or bool(
+        os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    )
+    serve(engine, host, port, _print_address, open_browser=has_window and not no_open)
 
 
 def _print_address(address: str) -> None:
@@ -67,9 +71,3 @@ def _print_address(address: str) -> None:
     typer.echo(address)
     sys.stdout.flush()
     tell_user("Ctrl-C ends the explorer. Whoever has this address can read the runs.")
-
-
-def _has_screen() -> bool:
-    """Whether a browser with a window can be started. Others would write into the terminal."""
-    is_desktop = sys.platform in ("darwin", "win32")
-    return is_desktop or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

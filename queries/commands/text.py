@@ -49,12 +49,18 @@ def text(
     from headcount.queries.ask.formats import writing_to_stdout
     from headcount.queries.commands.query import tell_user, warn_of_damage
 
-    chosen_head = None if head is None else _parse_head(head)
+    chosen_head = None if head is None else Head.labelled(head)
+    if head is not None and chosen_head is None:
+        raise QueryError(f"--head: expected a layer and a head such as L5H1, got {head!r}")
     database = open_runs(run, tell=tell_user)
     warn_of_damage(database)
     run_record = _only_run(database, run)
-    if chosen_head is not None:
-        _check_head(chosen_head, run_record)
+    n_layers, n_heads = run_record["n_layers"], run_record["n_heads"]
+    if chosen_head and (chosen_head.layer >= n_layers or chosen_head.head >= n_heads):
+        raise QueryError(
+            f"--head {chosen_head}: {run_record['model']} has heads L0H0 to "
+            f"{Head(n_layers - 1, n_heads - 1)}"
+        )
     sequence_record = _sequence(database, run_record, sequence)
     tokens: list[int] = sequence_record["tokens"]
     run_model = RunModels(run, model)[run_record["run_id"]]
@@ -68,21 +74,6 @@ def text(
         looks = run_model.looks(sequence, tokens, layer, head_index, intervention, device)
         _write_statistics(database, sequence, chosen_head, intervention, out)
         _write_looks(texts, looks, out, width)
-
-
-def _parse_head(label: str) -> Head:
-    """The head that `--head` names."""
-    head = Head.labelled(label)
-    if head is None:
-        raise QueryError(f"--head: expected a layer and a head such as L5H1, got {label!r}")
-    return head
-
-
-def _check_head(head: Head, run: Record) -> None:
-    """Refuse a head that the model does not have."""
-    if head.layer >= run["n_layers"] or head.head >= run["n_heads"]:
-        last_head = Head(run["n_layers"] - 1, run["n_heads"] - 1)
-        raise QueryError(f"--head {head}: {run['model']} has heads L0H0 to {last_head}")
 
 
 def _only_run(database: RunDatabase, place: str) -> Record:

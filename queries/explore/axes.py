@@ -65,6 +65,7 @@ def axis_of(
     width = (largest - smallest) or abs(largest) or 1.0
     step = 10.0 ** (math.floor(math.log10(width)) - 1)
     digits = max(0, 1 - math.floor(math.log10(width)))
+    # The high end lies above the largest value, even if that is round itself.
     axis_low = round(math.floor(smallest / step) * step, digits)
     axis_high = round((math.floor(largest / step) + 1) * step, digits)
     if low is not None:

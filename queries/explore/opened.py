@@ -71,7 +71,14 @@ class OpenedRuns:
             "SELECT name, unit, range_low, range_high, meaning, formula, source, uniform_baseline "
             "FROM statistics ORDER BY name"
         )
-        self._parts = self._parts_by_run()
+        self._subsets: dict[str, list[str]] = {}
+        """The subsets of the Pile that each run has sequences of."""
+        subsets = database.rows(
+            "SELECT DISTINCT run_id, pile_set_name FROM sequences "
+            "WHERE pile_set_name IS NOT NULL ORDER BY ALL"
+        )
+        for run_id, subset in subsets:
+            self._subsets.setdefault(run_id, []).append(subset)
         # Asked once and not for each of many runs: it binds the view.
         self._sequence_columns = database.columns("sequences")
         self._run_by_id = {run.directory.run_id: run for run in self._runs}
@@ -79,6 +86,7 @@ class OpenedRuns:
         self._samples: dict[SampleKey, Sample] = {}
         """Samples that are in memory, the oldest first."""
         self._unreadable_samples: set[SampleKey] = set()
+        # No name is used twice: a query that comes late would read the rows of another sample.
         self._sample_numbers = count(1)
         if any(facts.has_rollups for facts in self._facts.values()):
             # Queries are asked on cursors of the connection, which make no views.
@@ -159,6 +167,7 @@ class OpenedRuns:
     def keep_sample(self, key: SampleKey, sample: Sample) -> list[Sample]:
         """Answer queries from a sample that was read. Returns those that are not kept longer."""
         self._samples[key] = sample
+        # A dictionary has the order in which they came.
         oldest = list(self._samples)[:-MOST_SAMPLES]
         return [self._samples.pop(key) for key in oldest]
 
@@ -172,7 +181,16 @@ class OpenedRuns:
         """The facts with the axes of some statistics. An axis is found once."""
         missing = sorted(name for name in statistics if (facts.run_id, name) not in self._axes)
         if missing:
-            self._axes |= self._find_axes(facts, missing, cursor)
+            find_ends = self._ends_in_rollups if facts.has_rollups else self._ends_in_rows
+            ends = find_ends(facts, missing, cursor)
+            ranges = {
+                row["name"]: (_finite(row["range_low"]), _finite(row["range_high"]))
+                for row in self._statistics
+            }
+            # Two threads may both find an axis: it is the same one.
+            for name in missing:
+                declared = ranges.get(name, (None, None))
+                self._axes[facts.run_id, name] = axis_of(declared, *ends[name])
         axes = {name: self._axes[facts.run_id, name] for name in statistics}
         return replace(facts, axes=axes)
 
@@ -199,14 +217,14 @@ class OpenedRuns:
         return facts, set(_first_statistics(facts))
 
     def overview(self) -> Header:
-        """Everything that the page lists: runs, statistics, parts, and what is damaged."""
+        """Everything that the page lists: runs, statistics, subsets, and what is damaged."""
         runs: list[Header] = []
         for record in self._records:
             facts = self._facts[record["run_id"]]
             runs.append(
                 {
                     **{name: record[name] for name in _SHOWN_OF_RUN},
-                    "parts": self._parts.get(facts.run_id, []),
+                    "subsets": self._subsets.get(facts.run_id, []),
                     "first_statistics": _first_statistics(facts),
                     "every": facts.every,
                     "has_rollups": facts.has_rollups,
@@ -227,23 +245,14 @@ class OpenedRuns:
         keys = {*self._samples, *self._unreadable_samples}
         return [name for name in facts.interventions if (facts.run_id, name) not in keys]
 
-    def _parts_by_run(self) -> dict[str, list[str]]:
-        """The subsets of the Pile that each run has sequences of."""
-        rows = self.database.rows(
-            "SELECT DISTINCT run_id, pile_set_name FROM sequences "
-            "WHERE pile_set_name IS NOT NULL ORDER BY ALL"
-        )
-        parts: dict[str, list[str]] = {}
-        for run_id, part in rows:
-            parts.setdefault(run_id, []).append(part)
-        return parts
-
     def _facts_of(self, record: Record) -> RunFacts:
+        # Of one intervention: a query reads no more.
         rows = record["rows"] // max(1, len(record["interventions"]))
         run = self._run_by_id[record["run_id"]]
         profiles = _profiles(run, "profiles")
         kept_curves = _profiles(run, "curves")
-        has_rollups = _has_rollups(run)
+        # Only if all rows are in roll-ups: otherwise means are as quick from the rows.
+        has_rollups = bool(run.files(ROLLUPS.name)) and not run.files(HEADS.name, unrolled=True)
         is_large = rows > LARGE_RUN_ROWS
         sample_rows = SAMPLE_ROWS
         if has_rollups and is_large:
@@ -257,6 +266,7 @@ class OpenedRuns:
             uniform_baseline=frozenset(
                 name for name in record["statistics"] if f"uniform_{name}" in self._sequence_columns
             ),
+            # Rounded up: the sample has no more rows than there is memory for.
             every=-(-rows // sample_rows) if is_large else 1,
             has_rollups=has_rollups,
             # A run that grows has rows without roll-ups: its sample would be old at once.
@@ -266,19 +276,6 @@ class OpenedRuns:
                 name: facts for name, facts in kept_curves.items() if name not in profiles
             },
         )
-
-    def _find_axes(
-        self, facts: RunFacts, statistics: list[str], cursor: duckdb.DuckDBPyConnection
-    ) -> dict[tuple[str, str], Axis]:
-        """The ends of axes, which few values lie beyond."""
-        find_ends = self._ends_in_rollups if facts.has_rollups else self._ends_in_rows
-        ends = find_ends(facts, statistics, cursor)
-        ranges = {row["name"]: (row["range_low"], row["range_high"]) for row in self._statistics}
-        axes: dict[tuple[str, str], Axis] = {}
-        for name in statistics:
-            low, high = ranges.get(name, (None, None))
-            axes[facts.run_id, name] = axis_of((_finite(low), _finite(high)), *ends[name])
-        return axes
 
     def _ends_in_rollups(
         self, facts: RunFacts, statistics: list[str], cursor: duckdb.DuckDBPyConnection
@@ -307,6 +304,7 @@ class OpenedRuns:
             ranks AS (
                 SELECT
                     *,
+                    -- Of all values, those in this bin and in lower ones.
                     sum(count) OVER (PARTITION BY statistic ORDER BY low)
                     / sum(count) OVER (PARTITION BY statistic) AS share
                 FROM bins
@@ -341,6 +339,7 @@ class OpenedRuns:
             for share in (TAIL, 1 - TAIL)
         )
         [values] = cursor.execute(f"SELECT {quantiles} FROM heads{where(conditions)}").fetchall()
+        # Low and high end of each statistic stand in turn.
         return dict(zip(statistics, zip(values[::2], values[1::2], strict=True), strict=True))
 
 
@@ -390,11 +389,6 @@ def _profiles(run: Run, field: str) -> dict[str, ProfileFacts]:
     }
 
 
-def _has_rollups(run: Run) -> bool:
-    """Whether all rows of a run are in roll-ups. Otherwise means are as quick from the rows."""
-    return bool(run.files(ROLLUPS.name)) and not run.files(HEADS.name, unrolled=True)
-
-
 def _finite(value: Any) -> float | None:  # noqa: ANN401  # whatever a column holds
     """A declared end, or None if it is open."""
     return None if value is None or abs(value) == float("inf") else float(value)
@@ -407,6 +401,7 @@ class BinsInMemory:
     """A table of the histograms that were asked for."""
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        # Without rows: the select gives the columns their types.
         connection.execute(
             f"CREATE TABLE {BINS_IN_MEMORY} AS SELECT {COLUMNS} FROM internal.head_bins LIMIT 0"
         )

@@ -6,7 +6,7 @@ The page never sends SQL, except in `queries.explore.query_engine` as a query of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -90,11 +90,6 @@ class RunFacts:
         """The table that has the rows of the sample: that in memory, once it is there."""
         return self.sample or "heads"
 
-    def check_statistic(self, name: str) -> None:
-        """Refuse a statistic that the run did not measure."""
-        if name not in self.statistics:
-            raise QueryError(unknown("statistic", name, self.statistics))
-
 
 @dataclass(frozen=True)
 class Statement:
@@ -124,7 +119,7 @@ class Scope(_Closed):
 
     run_id: str
     intervention: str = "none"
-    part: str | None = None
+    subset: str | None = None
     """Subset of the Pile. None is all of them."""
     layers: tuple[NonNegativeInt, NonNegativeInt] | None = None
     """First and last layer. None is all of them."""
@@ -138,10 +133,10 @@ class Scope(_Closed):
         is_in_memory = sampled and facts.sample is not None
         conditions = [] if is_in_memory else self.conditions_on_run
         conditions += self.conditions_on_layers
-        if self.part is not None:
-            # Only a chosen part needs the table of sequences. A join would always read it.
-            of_part = [*self.conditions_on_run, f"pile_set_name = {text_literal(self.part)}"]
-            conditions.append(f"sequence IN (SELECT sequence FROM sequences{where(of_part)})")
+        if self.subset is not None:
+            # Only a chosen subset needs the table of sequences. A join would always read it.
+            of_subset = [*self.conditions_on_run, f"pile_set_name = {text_literal(self.subset)}"]
+            conditions.append(f"sequence IN (SELECT sequence FROM sequences{where(of_subset)})")
         if sampled and facts.every > 1 and not is_in_memory:
             conditions.append(sample_condition(facts.every))
         return conditions
@@ -149,11 +144,10 @@ class Scope(_Closed):
     def summaries(self, conditions: list[str]) -> str:
         """The view of means from roll-ups, with conditions on its rows."""
         conditions = [*self.conditions_on_run, *conditions]
-        if self.part is None:
+        if self.subset is None:
             return f"head_summaries{where(conditions)}"
-        return (
-            f"subset_summaries{where([*conditions, f'pile_set_name = {text_literal(self.part)}'])}"
-        )
+        conditions.append(f"pile_set_name = {text_literal(self.subset)}")
+        return f"subset_summaries{where(conditions)}"
 
     @property
     def conditions_on_layers(self) -> list[str]:
@@ -209,6 +203,8 @@ class Query(_Closed):
 
     reads_sample: ClassVar[bool] = False
     """Whether it is about the sample of a large run."""
+    rollups_answer: ClassVar[bool] = False
+    """Whether roll-ups answer it, of a run that has them."""
 
     scope: Scope
 
@@ -223,13 +219,14 @@ class Query(_Closed):
         return set()
 
     def reads_rows(self, facts: RunFacts) -> bool:
-        """Whether the query reads `heads`, also of a run with roll-ups."""
-        return True
+        """Whether the query reads `heads`. Their files are compared with the commits first."""
+        return not (self.rollups_answer and facts.has_rollups)
 
     def check(self, facts: RunFacts) -> None:
         """Refuse names that the run does not have."""
         for name in sorted(self.named_statistics | self.binned_statistics):
-            facts.check_statistic(name)
+            if name not in facts.statistics:
+                raise QueryError(unknown("statistic", name, facts.statistics))
         if self.scope.intervention not in facts.interventions:
             raise QueryError(unknown("intervention", self.scope.intervention, facts.interventions))
 
@@ -265,6 +262,8 @@ class HeadQuery(Query):
 class Heatmap(Query):
     """The mean of a statistic for every head. Arrays: mean and count, [layer head]."""
 
+    rollups_answer: ClassVar[bool] = True
+
     kind: Literal["heatmap"]
     statistic: str
 
@@ -273,14 +272,12 @@ class Heatmap(Query):
         """Every statistic that the query names."""
         return {self.statistic}
 
-    def reads_rows(self, facts: RunFacts) -> bool:
-        """Only of a run without roll-ups."""
-        return not facts.has_rollups
-
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One mean a head, from roll-ups if the run has them."""
         if facts.has_rollups:
-            return [Statement(self._from_rollups())]
+            of_statistic = [f"statistic = {text_literal(self.statistic)}"]
+            summaries = self.scope.summaries([*of_statistic, *self.scope.conditions_on_layers])
+            return [Statement(f"SELECT layer, head, mean, count FROM {summaries}")]
         column = quoted_name(self.statistic)
         conditions = where(self.scope.conditions(facts, sampled=True))
         return [
@@ -290,17 +287,13 @@ class Heatmap(Query):
             )
         ]
 
-    def _from_rollups(self) -> str:
-        conditions = [f"statistic = {text_literal(self.statistic)}"]
-        conditions += self.scope.conditions_on_layers
-        return f"SELECT layer, head, mean, count FROM {self.scope.summaries(conditions)}"
-
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """Two matrices. A head without a row has mean NaN and count 0."""
         (table,) = tables
         means = np.full((facts.layers, facts.heads), np.nan)
         counts = np.zeros((facts.layers, facts.heads), np.uint32)
         place = column(table, "layer"), column(table, "head")
+        # One row a head, so no cell of a matrix is written twice.
         means[place] = column(table, "mean")
         counts[place] = column(table, "count")
         source = "rollups" if facts.has_rollups else "rows"
@@ -386,6 +379,7 @@ class Background(Query):
         if facts.waits_for_sample:
             drawn = _drawn_from_rollups(table, self.statistic, facts)
             return Answer({"source": "rollups"}, (drawn,))
+        # The bin of an undefined value is NULL, which numpy would make NaN.
         defined = table.filter(table["bin"].is_valid())
         counts = np.zeros(DRAWN_BINS, np.uint32)
         counts[column(defined, "bin").astype(int)] = column(defined, "count")
@@ -474,11 +468,13 @@ class Cube(HeadQuery):
         counts = np.zeros((len(self.statistics), BINS, DRAWN_BINS), np.uint32)
         for index, rows in enumerate(_of_each_statistic(histograms, len(self.statistics))):
             counts[index, rows["active"], rows["bin"]] = rows["count"]
+        # What is undefined lies in no range of the brush.
         heatmap = heatmap.filter(heatmap["active"].is_valid())
         shape = (BINS, facts.layers, facts.heads)
         sums = np.zeros(shape)
         defined = np.zeros(shape, np.uint32)
         place = tuple(column(heatmap, name).astype(int) for name in ("active", "layer", "head"))
+        # The sum of no values is NULL.
         sums[place] = np.nan_to_num(column(heatmap, "sum"))
         defined[place] = column(heatmap, "count")
         rows = np.zeros(shape, np.uint32)
@@ -495,48 +491,67 @@ _SUMMARY = "statistic, count, mean, sd, standard_error, documents, minimum, maxi
 class Card(HeadQuery):
     """Every statistic of a head: count, mean, spread and uniform baseline. One object each."""
 
-    kind: Literal["card"]
+    rollups_answer: ClassVar[bool] = True
 
-    def reads_rows(self, facts: RunFacts) -> bool:
-        """Only of a run without roll-ups."""
-        return not facts.has_rollups
+    kind: Literal["card"]
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """The means of the head, and one row of uniform baselines."""
-        statements = [
-            Statement(self._from_rollups() if facts.has_rollups else self._from_rows(facts))
-        ]
+        if facts.has_rollups:
+            of_head = self.scope.summaries(self.head.conditions)
+            statements = [Statement(f"SELECT {_SUMMARY} FROM {of_head}")]
+        else:
+            statements = [Statement(self._from_rows(facts))]
         if facts.uniform_baseline:
+            # A baseline is of a sequence: it is the same for all heads.
             baselines = ", ".join(
                 f"avg({quoted_name(f'uniform_{name}')})" for name in self._with_baseline(facts)
             )
             of_sequences = self.scope.conditions_on_run
-            if self.scope.part is not None:
-                of_sequences.append(f"pile_set_name = {text_literal(self.scope.part)}")
+            if self.scope.subset is not None:
+                of_sequences.append(f"pile_set_name = {text_literal(self.scope.subset)}")
             statements.append(Statement(f"SELECT {baselines} FROM sequences{where(of_sequences)}"))
         return statements
 
-    def _from_rollups(self) -> str:
-        """A row for each statistic."""
-        return f"SELECT {_SUMMARY} FROM {self.scope.summaries(self.head.conditions)}"
-
     def _from_rows(self, facts: RunFacts) -> str:
-        """The same rows, from those of the head."""
+        """The same rows, from those of the head in one pass."""
         names = ", ".join(map(quoted_name, facts.statistics))
-        rows = "FROM heads JOIN internal.documents USING (run_id, intervention, sequence)"
-        return (
-            "WITH of_rows AS (SELECT document, "
-            f"unnest([{', '.join(map(text_literal, facts.statistics))}]) AS statistic, "
-            f"unnest([{names}]) AS value {rows}{where(self.conditions(facts, sampled=True))}), "
-            "of_documents AS (SELECT statistic, document, document_sums(value, document) AS sums "
-            "FROM of_rows GROUP BY ALL), "
-            "errors AS (SELECT statistic, document_error(sums) AS standard_error, "
-            "sum(sums.documents)::BIGINT AS documents FROM of_documents GROUP BY statistic) "
-            "SELECT statistic, count(value) AS count, avg(value) AS mean, stddev_samp(value) AS "
-            "sd, any_value(standard_error) AS standard_error, any_value(documents) AS documents, "
-            "min(value) AS minimum, max(value) AS maximum "
-            "FROM of_rows JOIN errors USING (statistic) GROUP BY statistic"
-        )
+        conditions = where(self.conditions(facts, sampled=True))
+        # INCLUDE NULLS: a statistic that is undefined on every sequence has a row too.
+        # A standard error needs sums by document, the spread needs every value: hence two steps.
+        return f"""
+            WITH of_rows AS (
+                FROM (
+                    SELECT document, {names}
+                    FROM heads JOIN internal.documents USING (run_id, intervention, sequence)
+                    {conditions}
+                )
+                UNPIVOT INCLUDE NULLS (value FOR statistic IN ({names}))
+            ),
+            of_documents AS (
+                SELECT statistic, document, document_sums(value, document) AS sums
+                FROM of_rows
+                GROUP BY ALL
+            ),
+            errors AS (
+                SELECT
+                    statistic,
+                    document_error(sums) AS standard_error,
+                    sum(sums.documents)::BIGINT AS documents
+                FROM of_documents
+                GROUP BY statistic
+            )
+            SELECT
+                statistic,
+                count(value) AS count,
+                avg(value) AS mean,
+                stddev_samp(value) AS sd,
+                any_value(standard_error) AS standard_error,
+                any_value(documents) AS documents,
+                min(value) AS minimum,
+                max(value) AS maximum
+            FROM of_rows JOIN errors USING (statistic)
+            GROUP BY statistic"""
 
     def _with_baseline(self, facts: RunFacts) -> list[str]:
         return [name for name in facts.statistics if name in facts.uniform_baseline]
@@ -558,10 +573,12 @@ class Card(HeadQuery):
         )
 
 
-class Parts(HeadQuery):
+class Subsets(HeadQuery):
     """A statistic of a head in each subset of the Pile. One object each, largest mean first."""
 
-    kind: Literal["parts"]
+    rollups_answer: ClassVar[bool] = True
+
+    kind: Literal["subsets"]
     statistic: str
 
     @property
@@ -569,42 +586,38 @@ class Parts(HeadQuery):
         """Every statistic that the query names."""
         return {self.statistic}
 
-    def reads_rows(self, facts: RunFacts) -> bool:
-        """Only of a run without roll-ups."""
-        return not facts.has_rollups
-
     def statements(self, facts: RunFacts) -> list[Statement]:
-        """One row a part."""
-        order = "ORDER BY mean DESC NULLS LAST, part"
+        """One row a subset."""
+        order = "ORDER BY mean DESC NULLS LAST, subset"
         if facts.has_rollups:
             conditions = self.scope.conditions_on_run + self.head.conditions
             conditions.append(f"statistic = {text_literal(self.statistic)}")
             return [
                 Statement(
-                    "SELECT pile_set_name AS part, count, mean, standard_error, documents FROM "
+                    "SELECT pile_set_name AS subset, count, mean, standard_error, documents FROM "
                     f"subset_summaries{where(conditions)} {order}"
                 )
             ]
-        of_all_parts = self.model_copy(
-            update={"scope": self.scope.model_copy(update={"part": None})}
+        of_all_subsets = self.model_copy(
+            update={"scope": self.scope.model_copy(update={"subset": None})}
         )
-        rows = where(of_all_parts.conditions(facts, sampled=True))
+        rows = where(of_all_subsets.conditions(facts, sampled=True))
         value = quoted_name(self.statistic)
         return [
             Statement(
-                "SELECT part, sum(sums.number)::BIGINT AS count, document_mean(sums) AS mean, "
+                "SELECT subset, sum(sums.number)::BIGINT AS count, document_mean(sums) AS mean, "
                 "document_error(sums) AS standard_error, "
                 "sum(sums.documents)::BIGINT AS documents "
-                "FROM (SELECT pile_set_name AS part, document, "
+                "FROM (SELECT pile_set_name AS subset, document, "
                 f"document_sums({value}, document) AS sums "
                 f"FROM (SELECT run_id, intervention, sequence, {value} FROM heads{rows}) "
                 "JOIN internal.documents USING (run_id, intervention, sequence) GROUP BY ALL) "
-                f"GROUP BY part {order}"
+                f"GROUP BY subset {order}"
             )
         ]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """One object for each part."""
+        """One object for each subset."""
         return Answer({"rows": tables[0].to_pylist()})
 
 
@@ -619,6 +632,7 @@ class Curves(HeadQuery):
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One statement for all profiles, and one for each curve that was not averaged."""
+        # Without the subset: a mean over sequences cannot be taken apart again.
         condition = where([*self.scope.conditions_on_run, *self.head.conditions])
         statements = [Statement(profile_curves_sql(condition))] if facts.profiles else []
         for profile, profile_facts in facts.kept_curves.items():
@@ -627,9 +641,17 @@ class Curves(HeadQuery):
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each profile that has a value for the head."""
+        shape = facts.layers, facts.heads
+        curves: list[Curve] = []
+        if facts.profiles:
+            curves += curves_of_profiles(tables[0], shape)
+            tables = tables[1:]
+        for (profile, profile_facts), table in zip(facts.kept_curves.items(), tables, strict=True):
+            if len(table):
+                curves.append(curve_of(profile, profile_facts.axis, False, table, shape))
         facts_by_profile = {**facts.profiles, **facts.kept_curves}
         rows: list[Header] = []
-        for curve in self._curves(facts, tables):
+        for curve in curves:
             profile_facts = facts_by_profile[curve.profile]
             own = curve.of_head(
                 self.head.layer, self.head.head, profile_facts.meaning, profile_facts.unit
@@ -637,15 +659,6 @@ class Curves(HeadQuery):
             if any(value is not None for value in own.values):
                 rows.append(asdict(own))
         return Answer({"rows": rows})
-
-    def _curves(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Iterator[Curve]:
-        shape = facts.layers, facts.heads
-        if facts.profiles:
-            yield from curves_of_profiles(tables[0], shape)
-            tables = tables[1:]
-        for (profile, profile_facts), table in zip(facts.kept_curves.items(), tables, strict=True):
-            if len(table):
-                yield curve_of(profile, profile_facts.axis, False, table, shape)
 
 
 class Extremes(HeadQuery):
@@ -675,14 +688,16 @@ class Extremes(HeadQuery):
         conditions += [brush.condition(facts) for brush in self.brushes]
         value = quoted_name(self.statistic)
         conditions.append(f"{value} IS NOT NULL")
+        # Each once: the statistic may also be one of those shown beside it.
         names = dict.fromkeys((self.statistic, *self.statistics))
         direction = "ASC" if self.lowest else "DESC"
         order = f"ORDER BY {value} {direction}, sequence"
         return [
             Statement(
-                f'SELECT extremes.*, pile_set_name AS part, file, "row" FROM '
+                f'SELECT extremes.*, pile_set_name AS subset, file, "row" FROM '
                 f"(SELECT sequence, {', '.join(map(quoted_name, names))} FROM heads"
                 f"{where(conditions)} {order} LIMIT {MOST_SEQUENCES}) AS extremes "
+                # Joined after the limit: only these few are looked up. A join keeps no order.
                 'LEFT JOIN (SELECT sequence, pile_set_name, file, "row" FROM sequences'
                 f"{where(self.scope.conditions_on_run)}) USING (sequence) {order} "
                 # Links to a file of a benchmark repeat its sequences.
@@ -711,6 +726,7 @@ class Texts(Query):
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """The token ids of each sequence."""
+        # SQL has no empty list for IN, and nothing equals NULL.
         numbers = ", ".join(map(str, self.sequences)) or "NULL"
         conditions = [*self.scope.conditions_on_run, f"sequence IN ({numbers})"]
         # Whole sequences: whether a key is marked may depend on tokens far behind it.
@@ -718,21 +734,19 @@ class Texts(Query):
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each sequence that the run has, with the positions that are marked."""
-        rows = {row["sequence"]: self._cut(row) for row in tables[0].to_pylist()}
+        rows: dict[int, Header] = {}
+        for row in tables[0].to_pylist():
+            tokens = row["tokens"]
+            marked = marked_keys(self.statistic, tokens, None) if self.statistic else []
+            rows[row["sequence"]] = row | {
+                "tokens": tokens[: self.first],
+                "marked": [key for key in marked if key < self.first],
+            }
         return Answer({"rows": [rows[number] for number in self.sequences if number in rows]})
-
-    def _cut(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The first tokens of a sequence, and which of them the statistic is about."""
-        tokens = row["tokens"]
-        marked = marked_keys(self.statistic, tokens, None) if self.statistic else []
-        return row | {
-            "tokens": tokens[: self.first],
-            "marked": [key for key in marked if key < self.first],
-        }
 
 
 PageQuery: TypeAlias = Annotated[
-    Heatmap | Histograms | Background | Cube | Card | Parts | Curves | Extremes | Texts,
+    Heatmap | Histograms | Background | Cube | Card | Subsets | Curves | Extremes | Texts,
     Field(discriminator="kind"),
 ]
 
@@ -778,7 +792,11 @@ def _bins_under_brushes(
 
 
 def _counts_of_bins(rows: str, statistics: int, *, by_active: bool = False) -> str:
-    """Count the rows in each bin of each statistic, in one pass."""
+    """Count the rows in each bin of each statistic, in one pass.
+
+    A row of the answer is of one statistic: the columns of the others are NULL, as is the bin of
+    an undefined value. GROUPING_ID tells the two apart.
+    """
     names = [f"b{index}" for index in range(statistics)]
     before = "active, " if by_active else ""
     sets = ", ".join(f"({before}{name})" for name in names)
@@ -795,9 +813,9 @@ def _rolled_up_bins(scope: Scope, statistics: Sequence[str], conditions: list[st
     names = ", ".join(map(text_literal, statistics))
     conditions = [*scope.conditions_on_run, *conditions, f"statistic IN ({names})"]
     bins = BINS_IN_MEMORY
-    if scope.part is not None:
+    if scope.subset is not None:
         bins = "internal.subset_bins"
-        conditions.append(f"pile_set_name = {text_literal(scope.part)}")
+        conditions.append(f"pile_set_name = {text_literal(scope.subset)}")
     return Statement(
         # The outermost bins of an open axis have no end, but their values do.
         "SELECT statistic, greatest(low, min(minimum)) AS low, least(high, max(maximum)) AS high, "
@@ -828,14 +846,15 @@ def _of_each_statistic(table: pa.Table, statistics: int) -> list[dict[str, Array
     """The rows of each statistic: bin and count, and the bin of the active one if there is one."""
     others = column(table, "others")
     has_active = "active" in table.column_names
-    parts: list[dict[str, Array]] = []
+    by_statistic: list[dict[str, Array]] = []
     for index in range(statistics):
         # GROUPING_ID has a bit for every column that a row does not group by, the last lowest.
         grouped_by_this = (1 << statistics) - 1 - (1 << (statistics - 1 - index))
         rows = table.filter(pa.array(others == grouped_by_this))
+        # NULL here is an undefined value, or one outside the brushes on others.
         rows = rows.filter(rows[f"b{index}"].is_valid())
-        part = {"bin": column(rows, f"b{index}").astype(int), "count": column(rows, "count")}
+        counts = {"bin": column(rows, f"b{index}").astype(int), "count": column(rows, "count")}
         if has_active:
-            part["active"] = column(rows, "active").astype(int)
-        parts.append(part)
-    return parts
+            counts["active"] = column(rows, "active").astype(int)
+        by_statistic.append(counts)
+    return by_statistic

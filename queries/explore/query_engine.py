@@ -116,6 +116,7 @@ class Engine:
         self.interrupted = 0
         """Queries that were stopped: too long, or nobody waited for them any more."""
         self._running: dict[Future[Any], Interruptible] = {}
+        # asyncio itself holds tasks weakly: one that nobody else holds may vanish before it ends.
         self._stopping: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
         self._wanted_samples: list[SampleKey] = []
@@ -129,7 +130,11 @@ class Engine:
         try:
             query = ASKED.validate_json(body)
         except ValidationError as error:
-            raise QueryError(_problem_of(error)) from None
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"])) or "query"
+            is_known = first["type"] in EXPECTED
+            why = wrong_value(field, [first]) if is_known else f"{field}: {first['msg']}"
+            raise QueryError(why) from None
         if isinstance(query, Overview):
             # While another look is on its way, the page gets what is known. It asks again soon.
             is_stale = time.monotonic() - self._looked > FRESH_SECONDS
@@ -137,10 +142,19 @@ class Engine:
                 await self.look_again()
             return _packed_of(self.runs, Answer(self.runs.overview()))
         if isinstance(query, Sql):
-            return await self._ask_sql(query.text)
+            began = time.perf_counter()
+            text = query.text
+            # Kept by a name: the runs may be opened anew before the rows are there.
+            runs = self.runs
+            header = await self._in_thread(
+                self.sql_threads, runs, lambda connection: _sql_rows(connection, text)
+            )
+            seconds = round(time.perf_counter() - began, 3)
+            return _packed_of(runs, Answer(header | {"seconds": seconds}))
         facts = self.runs.facts_for(query)
         if facts.waits_for_sample:
             self._want_sample((facts.run_id, query.scope.intervention))
+        # With the sample: before it was there, roll-ups answered the same query less exactly.
         key = f"{self.runs.revision} {facts.sample} {query.model_dump_json()}"
         return await self.cache.get(key, lambda: self._answer(query))
 
@@ -152,11 +166,17 @@ class Engine:
             query = self.runs.first_query()
             await self.ask(query.model_dump_json().encode())
             # A first click needs the axes of the histograms that are shown first, and whole rows.
-            await self._find_first_axes()
+            runs = self.runs
+            facts, statistics = runs.first_axes()
+            with contextlib.suppress(duckdb.Error):
+                await self._in_thread(
+                    self.threads,
+                    runs,
+                    lambda connection: runs.with_axes(facts, statistics, connection.cursor()),
+                )
             await self.look_again(rows=True)
-            facts = self.runs.facts(query.scope.run_id)
-            if facts.keeps_sample:
-                self._want_sample((facts.run_id, query.scope.intervention))
+            if self.runs.facts(query.scope.run_id).keeps_sample:
+                self._want_sample((query.scope.run_id, query.scope.intervention))
 
     async def look_again(self, rows: bool = False) -> None:
         """Open the runs anew if something was committed, or damaged, since they were opened.
@@ -166,18 +186,6 @@ class Engine:
         async with self._opening:
             self.runs = await asyncio.to_thread(self._current_runs, rows)
             self._looked = time.monotonic()
-
-    async def _find_first_axes(self) -> None:
-        """Find the axes of the statistics that a page shows first."""
-        runs = self.runs
-        facts, statistics = runs.first_axes()
-
-        def find(connection: Interruptible) -> None:
-            runs.with_axes(facts, statistics, connection.cursor())
-
-        # What fails fails again when the page asks, and is said there.
-        with contextlib.suppress(duckdb.Error):
-            await self._in_thread(self.threads, runs, find)
 
     def _want_sample(self, key: SampleKey) -> None:
         """Read a sample soon, before others that were wanted earlier."""
@@ -190,6 +198,7 @@ class Engine:
     async def _read_samples(self) -> None:
         """Read the samples that are wanted, one after the other."""
         while self._wanted_samples:
+            # A page that has moved on wants the newest first.
             key = self._wanted_samples[-1]
             runs = self.runs
             try:
@@ -215,6 +224,7 @@ class Engine:
             await self._execute(runs, sample.create)
             for part in sample.parts():
                 await self._wait_for_page()
+                # A sample of what was committed then would answer for what is committed now.
                 if self.runs is not runs:
                     return
                 await self._execute(runs, part)
@@ -268,6 +278,7 @@ class Engine:
         if self.runs.is_current(self.path, self.code, self.memory_of_runs.read_run):
             return self.runs
         runs = self._open()
+        # Before it answers: rows that were compared before are compared in the new state too.
         runs.verify(self.runs.has_verified_rows)
         self.cache.clear()
         return runs
@@ -282,7 +293,7 @@ class Engine:
         except duckdb.Error as error:
             if isinstance(error, duckdb.InterruptException | duckdb.OutOfMemoryException):
                 raise query_error(error) from None
-            # A file may have gone or changed under the page. Whole ones are still read.
+            # A file may have gone or changed under the page. Whole ones are still read, once more.
             await self.look_again()
             # Or a sample has made room for another.
             if self.runs is runs and not isinstance(error, duckdb.CatalogException):
@@ -304,7 +315,12 @@ class Engine:
             if facts.waits_for_sample:
                 intervention = query.scope.intervention
                 runs.hold_bins(facts, intervention, query.binned_statistics, cursor)
-            tables = _tables(cursor, query, facts)
+            tables: list[pa.Table] = []
+            for statement in query.statements(facts):
+                # Of this cursor alone: two queries may call a table by the same name.
+                for name, sql in statement.temporary_tables.items():
+                    cursor.execute(f"CREATE TEMP TABLE {name} AS {sql}")
+                tables.append(cursor.sql(statement.sql).to_arrow_table())
             return _header(query, facts), query.answer(facts, tables)
 
         return await self._in_thread(self.threads, runs, work)
@@ -320,6 +336,7 @@ class Engine:
         """Do some work on a thread, until the deadline or until nobody waits for it."""
         connection = Interruptible(runs.database.connection)
         job = threads.submit(work, connection)
+        # In this order: a job that has ended by now calls back at once.
         self._running[job] = connection
         job.add_done_callback(self._ended)
         result = asyncio.wrap_future(job)
@@ -357,15 +374,6 @@ class Engine:
             connection.interrupt()
             await asyncio.sleep(INTERRUPT_SECONDS)
 
-    async def _ask_sql(self, text: str) -> bytes:
-        began = time.perf_counter()
-        runs = self.runs
-        header = await self._in_thread(
-            self.sql_threads, runs, lambda connection: _sql_rows(connection, text)
-        )
-        seconds = round(time.perf_counter() - began, 3)
-        return _packed_of(runs, Answer(header | {"seconds": seconds}))
-
     async def _with_texts(self, query: Texts, answer: Answer) -> Answer:
         """The answer with the text of each token."""
         loop = asyncio.get_running_loop()
@@ -381,6 +389,7 @@ class Engine:
                 return {"rows": numbers, "note": f"token numbers are shown: {error}"}
             return {"rows": with_text}
 
+        # Without a deadline: a tokenizer has nothing that could interrupt it.
         return Answer(await loop.run_in_executor(self.text_thread, texts))
 
 
@@ -406,21 +415,12 @@ def packed(answer: Answer) -> bytes:
     arrays = [np.ascontiguousarray(array) for array in answer.arrays]
     kinds = [[array.dtype.str, list(array.shape)] for array in arrays]
     header = json.dumps(_json_value(answer.header | {"arrays": kinds}), allow_nan=False).encode()
+    # Four bytes, the length, stand before the header.
     header += b" " * (-(len(header) + 4) % 8)
     parts = [struct.pack("<I", len(header)), header]
     for array in arrays:
         parts += [array.tobytes(), b"\0" * (-array.nbytes % 8)]
     return b"".join(parts)
-
-
-def _tables(cursor: duckdb.DuckDBPyConnection, query: Query, facts: RunFacts) -> list[pa.Table]:
-    """The table of each statement of a query."""
-    tables: list[pa.Table] = []
-    for statement in query.statements(facts):
-        for name, sql in statement.temporary_tables.items():
-            cursor.execute(f"CREATE TEMP TABLE {name} AS {sql}")
-        tables.append(cursor.sql(statement.sql).to_arrow_table())
-    return tables
 
 
 def _header(query: Query, facts: RunFacts) -> Header:
@@ -434,6 +434,7 @@ def _header(query: Query, facts: RunFacts) -> Header:
 
 def _sql_rows(connection: Interruptible, text: str) -> Header:
     """The first rows of an answer in SQL."""
+    # One row more than is shown tells whether there are more.
     answer = run_query(connection.as_duckdb(), text, MOST_ROWS + 1)
     rows: list[list[object]] = []
     byte_count = 0
@@ -453,19 +454,11 @@ def _sql_rows(connection: Interruptible, text: str) -> Header:
     }
 
 
-def _problem_of(error: ValidationError) -> str:
-    """What is wrong with a query, in one line."""
-    first = error.errors(include_url=False)[0]
-    field = ".".join(map(str, first["loc"])) or "query"
-    if first["type"] in EXPECTED:
-        return wrong_value(field, [first])
-    return f"{field}: {first['msg']}"
-
-
 def _cell(value: object) -> object:
     """A value as the page shows it. Text is cut, and what JSON does not have becomes text."""
     if value is None or isinstance(value, bool):
         return value
+    # JavaScript would round a larger number. As text it keeps its digits.
     if isinstance(value, int) and abs(value) < 2**53:
         return value
     if isinstance(value, float) and math.isfinite(value):
@@ -525,6 +518,7 @@ class AnswerCache:
             self._pending[key] = pending
         pending.waiting += 1
         try:
+            # Shielded: one page that leaves does not stop it for the others.
             answer = await asyncio.shield(pending.task)
         finally:
             pending.waiting -= 1
@@ -532,22 +526,19 @@ class AnswerCache:
                 # Nobody waits any more: an unfinished query is stopped.
                 pending.task.cancel()
                 self._pending.pop(key, None)
-        self._keep(key, answer)
+        # Another that waited for the same answer may have kept it.
+        if key not in self._answers and len(answer) <= MOST_KEPT_BYTES:
+            self._answers[key] = answer
+            self._bytes += len(answer)
+            while len(self._answers) > MOST_ANSWERS or self._bytes > MOST_KEPT_BYTES:
+                _, oldest = self._answers.popitem(last=False)
+                self._bytes -= len(oldest)
         return answer
 
     def clear(self) -> None:
         """Forget all answers."""
         self._answers.clear()
         self._bytes = 0
-
-    def _keep(self, key: str, answer: bytes) -> None:
-        if key in self._answers or len(answer) > MOST_KEPT_BYTES:
-            return
-        self._answers[key] = answer
-        self._bytes += len(answer)
-        while len(self._answers) > MOST_ANSWERS or self._bytes > MOST_KEPT_BYTES:
-            _, oldest = self._answers.popitem(last=False)
-            self._bytes -= len(oldest)
 
 
 class Interruptible:
@@ -571,6 +562,7 @@ class Interruptible:
     def as_duckdb(self) -> duckdb.DuckDBPyConnection:
         """Itself, for functions that take a connection and only make cursors of it."""
         connection = cast("duckdb.DuckDBPyConnection", self)
+        # `run_query` finds the runs by the connection. The entry goes when this object does.
         OPENED[connection] = OPENED[self._connection]
         return connection
 

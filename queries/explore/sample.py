@@ -50,6 +50,7 @@ class Sample:
     @property
     def create(self) -> str:
         """SQL that makes the table, without rows."""
+        # The select gives the columns their types.
         return f"CREATE TABLE {self.table} AS {self._rows(['false'])}"
 
     @property

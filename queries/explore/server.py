@@ -88,7 +88,11 @@ class Guard:
         if self.host in LOCAL_NAMES:
             return False
         # Who opened the port to others may use any address of the machine, and its name.
-        return _is_address(name) or name in {socket.gethostname().lower(), socket.getfqdn().lower()}
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in {socket.gethostname().lower(), socket.getfqdn().lower()}
+        return True
 
     def refusal(self, request: web.Request) -> tuple[int, str] | None:
         """Why a request is refused, with its status. None if it is not."""
@@ -112,11 +116,24 @@ class Guard:
 
 def make_app(engine: Engine, guard: Guard) -> web.Application:
     """The application: the files of the page, and one address for queries."""
-    files = page_files()
+    files = {
+        file.name: file.read_bytes()
+        for folder in (SHARED_PAGE, PAGE)
+        for file in folder.glob("*.*")
+        if file.suffix in TYPES
+    }
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        response = await _response(guard, request, handler)
+        response: web.StreamResponse
+        refusal = guard.refusal(request)
+        try:
+            response = _refused(*refusal) if refusal else await handler(request)
+        except web.HTTPException as error:
+            response = _refused(error.status, error.text or error.reason)
+        except Exception as error:
+            # A mistake of ours: the page says it in one line, and the server goes on.
+            response = _refused(500, f"{type(error).__name__}: {error}".partition("\n")[0])
         response.headers.update(HEADERS)
         # Names the library and its version, which nobody needs.
         response.headers["Server"] = "headcount"
@@ -153,37 +170,9 @@ def make_app(engine: Engine, guard: Guard) -> web.Application:
     return app
 
 
-async def _response(guard: Guard, request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The answer to a request, or why there is none."""
-    refusal = guard.refusal(request)
-    if refusal is not None:
-        return _refused(*refusal)
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        return _refused(error.status, error.text or error.reason)
-    except Exception as error:
-        # A mistake of ours: the page says it in one line, and the server goes on.
-        return _refused(500, f"{type(error).__name__}: {error}".partition("\n")[0])
-
-
-def _silent() -> logging.Logger:
-    """A log that nobody reads: aiohttp writes a stack trace of every malformed request."""
-    logger = logging.getLogger("headcount.explore")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-    return logger
-
-
 def _refused(status: int, why: str) -> web.Response:
     body = json.dumps({"error": printable(why)})
     return web.Response(status=status, text=body, content_type="application/json")
-
-
-def page_files() -> dict[str, bytes]:
-    """The content of every file of the page, by name."""
-    files = [*SHARED_PAGE.glob("*.*"), *PAGE.glob("*.*")]
-    return {file.name: file.read_bytes() for file in files if file.suffix in TYPES}
 
 
 def serve(
@@ -201,9 +190,13 @@ async def _serve(
     engine: Engine, guard: Guard, port: int, tell: Callable[[str], None], open_browser: bool
 ) -> signal.Signals:
     """Serve until a signal comes, and return it."""
+    # aiohttp would write a stack trace of every malformed request: nobody reads this log.
+    silent = logging.getLogger("headcount.explore")
+    silent.addHandler(logging.NullHandler())
+    silent.propagate = False
     # A query whose asker is gone is cancelled.
     runner = web.AppRunner(
-        make_app(engine, guard), handler_cancellation=True, access_log=None, logger=_silent()
+        make_app(engine, guard), handler_cancellation=True, access_log=None, logger=silent
     )
     await runner.setup()
     try:
@@ -227,20 +220,18 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
     try:
         await web.TCPSite(runner, host, port).start()
     except OSError as error:
-        raise QueryError(_why_not(error, host, port)) from None
+        if error.errno == errno.EADDRINUSE:
+            why = f"--port {port}: is taken by another program; --port 0 takes a free one"
+        elif error.errno == errno.EACCES:
+            why = f"--port {port}: needs rights that you do not have; --port 0 takes a free one"
+        else:
+            reason = os.strerror(error.errno).lower() if error.errno else error.strerror
+            why = f"--host {host}: cannot be listened at ({reason}); {LOOPBACK} always can"
+        raise QueryError(why) from None
+    # With --port 0 the system has chosen one.
     _, own_port, *_ = runner.addresses[0]
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{own_port}/"
-
-
-def _why_not(error: OSError, host: str, port: int) -> str:
-    """Why the server cannot listen."""
-    if error.errno == errno.EADDRINUSE:
-        return f"--port {port}: is taken by another program; --port 0 takes a free one"
-    if error.errno == errno.EACCES:
-        return f"--port {port}: needs rights that you do not have; --port 0 takes a free one"
-    why = os.strerror(error.errno).lower() if error.errno else error.strerror
-    return f"--host {host}: cannot be listened at ({why}); {LOOPBACK} always can"
 
 
 async def _signal() -> signal.Signals:
@@ -249,6 +240,7 @@ async def _signal() -> signal.Signals:
     received: asyncio.Future[signal.Signals] = loop.create_future()
 
     def receive(number: signal.Signals) -> None:
+        # A second signal may come while the first is obeyed.
         if not received.done():
             received.set_result(number)
 
@@ -275,11 +267,3 @@ def _host_name(address: str) -> str | None:
     if parts.username is not None or parts.path or parts.query or parts.fragment:
         return None
     return parts.hostname
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

@@ -45,7 +45,15 @@ def column_facts(connection: duckdb.DuckDBPyConnection, query: str) -> Facts:
         facts.setdefault(column, {"description": description})
     formula_facts = _formula_facts(connection)
     for column, facts_of_column in facts.items():
-        base_column = _base_column(column)
+        # The column that this one sums up: `entropy` for `mean_entropy`.
+        base_column = next(
+            (
+                column.removeprefix(prefix)
+                for prefix in (*PREFIXES, "uniform_")
+                if column.startswith(prefix)
+            ),
+            column,
+        )
         # The standard deviation of a probability is one in unit, but not in range.
         has_base_range = column == base_column or column.startswith(SAME_RANGE)
         for key, text in formula_facts.get(base_column, {}).items():
@@ -66,14 +74,6 @@ def _formula_facts(connection: duckdb.DuckDBPyConnection) -> Facts:
             formula_facts["range"] = json.dumps(ends)
         facts[name] = {key: text for key, text in formula_facts.items() if text}
     return facts
-
-
-def _base_column(column: str) -> str:
-    """The column that another one sums up: `entropy` for `mean_entropy`."""
-    for prefix in (*PREFIXES, "uniform_"):
-        if column.startswith(prefix):
-            return column.removeprefix(prefix)
-    return column
 
 
 def why_empty(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:

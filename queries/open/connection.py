@@ -152,6 +152,7 @@ def _describe(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None
 def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
     """Every view and what it is for, tables first."""
     sql = "SELECT view_name FROM duckdb_views() WHERE schema_name = 'main' AND NOT internal"
+    # Views that the caller has added are among them, without a description.
     created = {name: "" for (name,) in connection.cursor().execute(sql).fetchall()}
     descriptions = created | OPENED[connection].shipped.descriptions
     return VIEWS | dict(sorted((descriptions | VIEWS).items()))
@@ -201,12 +202,14 @@ def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
         sources = _sources_read(connection, sql)
         if not sources:
             return
+        # Under the lock: a thread that asks meanwhile waits, and reads what was compared.
         verified = [_with_verified_sources(run, sources, opened.tell) for run in opened.runs]
         if all(new is old for new, old in zip(verified, opened.runs, strict=True)):
             return
         known_lines = set(damage_lines(opened))
         opened.runs = verified
         _point_at_files(connection.cursor(), opened)
+    # The lock is free again: `tell` is the caller's, and may ask for something itself.
     for line in damage_lines(opened):
         if line not in known_lines:
             opened.tell(f"warning: {line}")
@@ -305,7 +308,12 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
     # DuckDB opens a file of each run to create a view. If that fails, damage is looked for now; it
     # takes a shard out of all tables, so all tables are tried again.
     while unfit_sources := [
-        source for source in SOURCES.values() if _problem_of_view(connection, source, opened.runs)
+        source
+        for source in SOURCES.values()
+        if _problem(
+            connection,
+            f"CREATE OR REPLACE VIEW internal.{source.name} AS {source_sql(source, opened.runs)}",
+        )
     ]:
         names = [source.table.name for source in unfit_sources]
         opened.runs = [_verified(run, names, opened.tell) for run in opened.runs]
@@ -337,20 +345,6 @@ def _unrolled_statistics(opened: OpenedRuns) -> list[MeasuredStatistic]:
     return measured_statistics(runs)
 
 
-def _problem_of_view(
-    connection: duckdb.DuckDBPyConnection, source: Source, runs: list[Run]
-) -> str | None:
-    """Create the view of a source; why that cannot be, or None if it is there."""
-    return _problem(
-        connection, f"CREATE OR REPLACE VIEW internal.{source.name} AS {source_sql(source, runs)}"
-    )
-
-
-def _misfit(connection: duckdb.DuckDBPyConnection, source: Source, runs: list[Run]) -> str | None:
-    """Why the files of a source do not have its columns. None if they do."""
-    return _problem(connection, f"EXPLAIN {source_sql(source, runs)}")
-
-
 def _problem(connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
     """The first line of what DuckDB says against a statement. None if it ran."""
     try:
@@ -370,7 +364,8 @@ def _leave_out_misfits(
     fitting: list[Run] = []
     misfits: list[str] = []
     for run in opened.runs:
-        why = _misfit(connection, source, [run])
+        # Only planned, not run: that is enough to compare the columns of its files.
+        why = _problem(connection, f"EXPLAIN {source_sql(source, [run])}")
         if why is None:
             fitting.append(run)
         else:
@@ -394,6 +389,7 @@ def _create_table(connection: duckdb.DuckDBPyConnection, name: str, content: pa.
     """Create a view that users see, over one that can be pointed at files, over the content."""
     _create_source(connection, name, content)
     columns = content.schema.names
+    # Every view with layers and heads also has the name that people write, L5H1.
     needs_label = {"layer", "head"} <= set(columns) and "label" not in columns
     label = ", 'L' || layer || 'H' || head AS label" if needs_label else ""
     connection.execute(f"CREATE VIEW main.{name} AS SELECT *{label} FROM internal.{name}")

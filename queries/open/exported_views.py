@@ -60,8 +60,15 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> Export
     # Damage is found by the sizes of files. Reading them all would take as long as a query.
     opened = OpenedRuns(runs, [str(why) for why in unreadable], print, ShippedViews.of(QUERIES))
     with appearing(output) as partial:
+        # Of a command with the same process number that was killed. DuckDB would go on with it.
         partial.unlink(missing_ok=True)
-        connection = _new_database(partial, output)
+        try:
+            connection = duckdb.connect(
+                str(partial), config={"storage_compatibility_version": OLDEST_READER}
+            )
+        except duckdb.IOException as error:
+            why = str(error).partition("\n")[0]
+            raise QueryError(f"{output}: cannot be written ({why})") from None
         try:
             build(connection, opened)
             refresh = f"headcount views {quote(str(absolute))} -o {quote(str(output.resolve()))}"
@@ -75,15 +82,6 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> Export
     views, macros, shards_done, shards = counts
     damage = damage_lines(opened)
     return ExportedViews(views, macros, len(opened.runs), shards_done, shards, size, damage)
-
-
-def _new_database(partial: Path, output: Path) -> duckdb.DuckDBPyConnection:
-    """An empty database in a file that will become the output."""
-    try:
-        return duckdb.connect(str(partial), config={"storage_compatibility_version": OLDEST_READER})
-    except duckdb.IOException as error:
-        why = str(error).partition("\n")[0]
-        raise QueryError(f"{output}: cannot be written ({why})") from None
 
 
 def _write_notes(connection: duckdb.DuckDBPyConnection, absolute: Place, refresh: str) -> None:

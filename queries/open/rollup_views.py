@@ -93,14 +93,20 @@ def merged_moments(keys: Sequence[str], statistics: Sequence[MeasuredStatistic])
     without a document is of many, none of which has values in another row: with δ = mean_u - mean,
     Σ (t_d + n_d δ)² = Σ t_d² + 2 δ Σ t_d n_d + δ² Σ n_d².
     """
-    from_rows = [_moments_of_rows(keys, statistic) for statistic in statistics]
     by = ", ".join(keys)
+    written = f"""
+        SELECT
+            {by}, document, count, undefined, mean, m2, minimum, maximum,
+            documents, document_m2, document_product, document_squares
+        FROM internal.rollups
+        WHERE {_level(keys)}"""
+    from_rows = [_moments_of_rows(keys, statistic) for statistic in statistics]
     return f"""
         WITH with_pooled_mean AS (
             SELECT
                 *,
                 sum(count * mean) OVER cell / nullif(sum(count) OVER cell, 0) AS pooled_mean
-            FROM ({_union([_written_moments(keys), *from_rows])})
+            FROM ({_union([written, *from_rows])})
             WINDOW cell AS (PARTITION BY {by})
         ),
         by_document AS (
@@ -144,8 +150,15 @@ def merged_bins(keys: Sequence[str], statistics: Sequence[MeasuredStatistic]) ->
 
     `minimum` and `maximum` are ends that the values of the bin do not exceed either.
     """
-    from_rows = [_bins_of_rows(keys, statistic) for statistic in statistics]
     by = ", ".join(keys)
+    # A roll-up has a list of bins and one of counts, unnested side by side.
+    written = f"""
+        SELECT
+            {by}, range_low, range_high, minimum, maximum,
+            unnest(bins) AS bin, unnest(counts) AS count
+        FROM internal.rollups
+        WHERE {_level(keys)}"""
+    from_rows = [_bins_of_rows(keys, statistic) for statistic in statistics]
     return f"""
         SELECT
             {by}, bin, {BIN_LOW} AS low, {BIN_HIGH} AS high, count, minimum, maximum
@@ -155,7 +168,7 @@ def merged_bins(keys: Sequence[str], statistics: Sequence[MeasuredStatistic]) ->
                 sum(count)::BIGINT AS count,
                 min(minimum) AS minimum,
                 max(maximum) AS maximum
-            FROM ({_union([_written_bins(keys), *from_rows])})
+            FROM ({_union([written, *from_rows])})
             GROUP BY ALL
         )"""
 
@@ -188,26 +201,6 @@ BIN_HIGH = f"""CASE
 END"""
 
 
-def _written_moments(keys: Sequence[str]) -> str:
-    """The moments that were written as roll-ups."""
-    return f"""
-        SELECT
-            {", ".join(keys)}, document, count, undefined, mean, m2, minimum, maximum,
-            documents, document_m2, document_product, document_squares
-        FROM internal.rollups
-        WHERE {_level(keys)}"""
-
-
-def _written_bins(keys: Sequence[str]) -> str:
-    """The histograms that were written as roll-ups, a row for each bin."""
-    return f"""
-        SELECT
-            {", ".join(keys)}, range_low, range_high, minimum, maximum,
-            unnest(bins) AS bin, unnest(counts) AS count
-        FROM internal.rollups
-        WHERE {_level(keys)}"""
-
-
 def _level(keys: Sequence[str]) -> str:
     """The roll-ups to add up: those of subsets of the Pile, or the far fewer of whole heads."""
     return "by_subset" if "pile_set_name" in keys else "NOT by_subset"
@@ -215,6 +208,8 @@ def _level(keys: Sequence[str]) -> str:
 
 def _moments_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
     """The moments of one statistic, from rows: by document, or of all with one sequence each."""
+    # Of a document, merging finds t_d itself. Of sequences that are a document each, t_d is the
+    # deviation: Σ t_d² is M2, Σ t_d n_d is 0.
     value = statistic.value
     return f"""
         SELECT
@@ -236,6 +231,10 @@ def _moments_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
 def _bins_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
     """The histogram of one statistic, from rows."""
     value = statistic.value
+    # Sequences are read only where the subset of the Pile is among the keys.
+    rows = "internal.unrolled_heads"
+    if "pile_set_name" in keys:
+        rows = _rows_with("pile_set_name", "unrolled_sequences")
     return f"""
         SELECT
             {_keys_of_rows(keys, statistic)},
@@ -245,7 +244,7 @@ def _bins_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
             count(*) AS count,
             min({value}) AS minimum,
             max({value}) AS maximum
-        FROM (FROM {_rows(keys)} {statistic.condition})
+        FROM (FROM {rows} {statistic.condition})
         WHERE {value} IS NOT NULL
         GROUP BY ALL"""
 
@@ -267,13 +266,6 @@ def _keys_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
     """The keys of a select over rows, where `statistic` is a constant."""
     constant = f"{text_literal(statistic.name)} AS statistic"
     return ", ".join(constant if key == "statistic" else key for key in keys)
-
-
-def _rows(keys: Sequence[str]) -> str:
-    """The rows of heads, with the subset of the Pile if it is among the keys."""
-    if "pile_set_name" not in keys:
-        return "internal.unrolled_heads"
-    return _rows_with("pile_set_name", "unrolled_sequences")
 
 
 def _rows_with(columns: str, view: str) -> str:

@@ -82,10 +82,12 @@ class Run:
         references = pa.table(
             {name: pc.struct_field(files, name).filter(is_rollup) for name in ("path", "shards")}
         )
+        # A file says how many shards it merges. If fewer commits refer to it, a shard of it is out.
         counts = references.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
         is_whole = pc.equal(counts["shards_count"], counts["shards_max"])
         if self.damaged_rollups:
             shards = self.done["shard"].take(pc.list_parent_indices(self.done["files"]))
+            # Roll-ups of other interventions over the same shards.
             is_beside = pc.is_in(
                 shards.filter(is_rollup), pa.array(_shards_of(self.damaged_rollups), shards.type)
             )
@@ -207,8 +209,19 @@ def _refuse_two_meanings(runs: list[Run]) -> None:
             for subject, fingerprint in _fingerprints(run, code):
                 formula = _Formula(run, code, fingerprint)
                 earlier = known.setdefault(subject, formula)
-                if earlier.fingerprint != fingerprint:
-                    raise _two_meanings(subject, earlier, formula)
+                if earlier.fingerprint == fingerprint:
+                    continue
+                within_run = earlier.run is run
+                remedy = (
+                    f"--code {code} reads the latter alone"
+                    if within_run
+                    else "query one run directory at a time"
+                )
+                raise QueryError(
+                    f"{subject} has one formula in {earlier.where(within_run)} "
+                    f"({earlier.fingerprint}) and another in {formula.where(within_run)} "
+                    f"({fingerprint}); {remedy}"
+                )
 
 
 def _fingerprints(run: Run, code: str) -> Iterator[tuple[str, str]]:
@@ -222,16 +235,3 @@ def _fingerprints(run: Run, code: str) -> Iterator[tuple[str, str]]:
     for field, fingerprints in meanings.items():
         for name, fingerprint in fingerprints.items():
             yield f"{WORDS[field]} {name!r}", fingerprint
-
-
-def _two_meanings(subject: str, earlier: _Formula, later: _Formula) -> QueryError:
-    within_run = earlier.run is later.run
-    remedy = (
-        f"--code {later.code} reads the latter alone"
-        if within_run
-        else "query one run directory at a time"
-    )
-    return QueryError(
-        f"{subject} has one formula in {earlier.where(within_run)} ({earlier.fingerprint}) and "
-        f"another in {later.where(within_run)} ({later.fingerprint}); {remedy}"
-    )

@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from headcount.queries.open.run import Run
 from headcount.schemas.files.commits import COMMITS
-from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import holds_whole_shard, pc
 from headcount.schemas.files.tables import Column
 from headcount.schemas.scans.kinds import KINDS, carried_columns, columns_of
@@ -272,6 +271,12 @@ def _run_row(run: Run) -> dict[str, Any]:
     seed = scan.get("seed")
     has_corpus = "sources" in manifest.identity.get("corpus", {})
     fates = run.directory.fates() if has_corpus else None
+    # Every commit has a list of methods, one for each intervention.
+    methods = pc.list_flatten(done["methods"])
+    precisions = sorted(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
+    # Old manifests identify their model by its description alone.
+    model_identity = manifest.identity.get("model", manifest.model)
+    model_digest = hashlib.sha256(json.dumps(model_identity, sort_keys=True).encode()).hexdigest()
     return {
         **{key: scan.get(key) for key in ("model", "weight_processing", "engine", "n_ctx", "bos")},
         # Older versions allowed seeds that no column of integers can hold.
@@ -281,7 +286,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "run_id": run.directory.run_id,
         "name": scan_name(manifest.run_id),
         "created": manifest.created,
-        "precision": ", ".join(_precisions(done)) or scan.get("precision"),
+        "precision": ", ".join(precisions) or scan.get("precision"),
         "input_family": input_family,
         "input_options": json.dumps(input_options, ensure_ascii=False),
         "documents": fates.line if fates else None,
@@ -298,7 +303,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "tokens": int(done["tokens"].to_numpy().sum()),
         "seconds": float(done["seconds"].to_numpy().sum()),
         "tokenizer": manifest.identity.get("tokenizer"),
-        "model_fingerprint": _model_fingerprint(manifest),
+        "model_fingerprint": model_digest[:12],
         "code": manifest.code,
     }
 
@@ -327,44 +332,26 @@ def _measured_heads(scan: Mapping[str, Any]) -> str:
     return "all"
 
 
-def _precisions(commit_log: pa.Table) -> list[str]:
-    """The precisions that some commits were measured in."""
-    # Every commit has a list of methods, one for each intervention.
-    methods = pc.list_flatten(commit_log["methods"])
-    return sorted(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
-
-
-def _model_fingerprint(manifest: Manifest) -> str:
-    # Old manifests identify their model by its description alone.
-    model_identity = manifest.identity.get("model", manifest.model)
-    return hashlib.sha256(json.dumps(model_identity, sort_keys=True).encode()).hexdigest()[:12]
-
-
 def _shards_of_run(run: Run) -> pa.Table:
     """One row per shard of a run, in shard order."""
-    return pa.concat_tables([_committed_shards(run), _missing_shards(run)]).sort_by("shard")
-
-
-def _committed_shards(run: Run) -> pa.Table:
-    """The commits of a run, each with its status and what is wrong with it."""
     schema = _schema(SHARDS)
+    # A commit says all of a shard, but not what has become of its files since.
     of_commit = [name for name in schema.names if name not in ("status", "damage")]
     status = pa.array(np.where(run.is_whole, "done", "damaged"), pa.string())
-    shards = run.commit_log.select(of_commit).append_column("status", status)
-    shards = shards.append_column("damage", _damage_column(run))
-    return shards.select(schema.names).cast(schema)
-
-
-def _damage_column(run: Run) -> pa.Array:
-    """For each commit, the first thing that is wrong with its files. NULL if nothing is."""
-    if not run.damaged_data:
-        return pa.nulls(len(run.commit_log), pa.string())
     problems: dict[int, str] = {}
     for damage in run.damaged_data:
         for shard in damage.shards:
+            # The first one: a shard may have several damaged files.
             problems.setdefault(shard, f"{damage.path} {damage.why}")
-    shards = run.commit_log["shard"].to_pylist()
-    return pa.array([problems.get(shard) for shard in shards], pa.string())
+    # Nearly every run has no damage, and may have a million shards.
+    damage_column = pa.nulls(len(run.commit_log), pa.string())
+    if problems:
+        shards = run.commit_log["shard"].to_pylist()
+        damage_column = pa.array([problems.get(shard) for shard in shards], pa.string())
+    committed = run.commit_log.select(of_commit).append_column("status", status)
+    committed = committed.append_column("damage", damage_column)
+    committed = committed.select(schema.names).cast(schema)
+    return pa.concat_tables([committed, _missing_shards(run)]).sort_by("shard")
 
 
 def _missing_shards(run: Run) -> pa.Table:

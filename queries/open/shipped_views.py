@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,6 +84,7 @@ class ShippedViews:
         def add(name: str) -> None:
             if name in seen:
                 return
+            # Before its foundations are looked at: two queries may name each other.
             seen.add(name)
             for other in self._foundations_of(name):
                 add(other)
@@ -110,6 +111,7 @@ class ShippedViews:
             if name in self.errors:
                 connection.execute(f"DROP VIEW IF EXISTS {quoted_name(name)}")
                 connection.execute(f"DROP MACRO TABLE IF EXISTS {quoted_name(name)}")
+        # DuckDB binds a view when it is created, and so finds a column that no run has.
         for name in missing:
             try:
                 _create(connection, self.queries[name], self._foundations_of(name))
@@ -123,19 +125,30 @@ class ShippedViews:
     def _create_failing_views(
         self, connection: duckdb.DuckDBPyConnection, names: list[str]
     ) -> None:
+        """Create views, and macros, that have no rows and fail with a message when asked."""
         sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
         known_columns = {column for (column,) in connection.execute(sql).fetchall()}
         for name in names:
             root = self._root_of_failure(name)
-            problem = _first_line(self.errors[root])
-            column = _unmeasured_column(self.errors[root], known_columns)
-            if column is not None:
+            error = self.errors[root]
+            problem = _first_line(error)
+            missing = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', problem)
+            # A column that some table has is missing for another reason.
+            is_unmeasured = missing is not None and missing[1] not in known_columns
+            if missing and is_unmeasured and isinstance(error, duckdb.BinderException):
+                column = missing[1]
                 problem = f"it needs column {column!r}, which none of them measured{way_to(column)}"
                 self.unmeasured[name] = column
             elif root != name:
                 problem = f"it stands on {root!r}: {problem}"
             self.problems[name] = f"view {name!r} cannot be answered from these runs: {problem}"
-            _create_failing(connection, self.queries[name], self.problems[name])
+            view, query = quoted_name(name), self.queries[name]
+            # The query may have failed after its macro was there.
+            connection.execute(f"DROP MACRO TABLE IF EXISTS {view}")
+            connection.execute(_failing_view(name, self.problems[name]))
+            if query.parameters:
+                declared = ", ".join(parameter.declaration for parameter in query.parameters)
+                connection.execute(f"CREATE MACRO {view}({declared}) AS TABLE FROM {view}")
 
     def _root_of_failure(self, name: str) -> str:
         """The query that failed for its own reason, on which a failed one stands."""
@@ -152,6 +165,7 @@ class ShippedViews:
         """Why a query cannot be answered that stands on a query without an answer."""
         # A query that may name any view is about those that it does name.
         problems = [self.problems[name] for name in self._written_in(sql) if name in self.problems]
+        # Foundations come first, so the last one is nearest to what was written.
         return problems[-1] if problems else None
 
     def missing_parameter(self, sql: str) -> str | None:
@@ -220,17 +234,6 @@ def _create_over_tables(
         raise
 
 
-def _create_failing(connection: duckdb.DuckDBPyConnection, query: NamedQuery, message: str) -> None:
-    """Create a view, and a macro, that have no rows and fail with a message when they are asked."""
-    name = quoted_name(query.name)
-    # The query may have failed after its macro was there.
-    connection.execute(f"DROP MACRO TABLE IF EXISTS {name}")
-    connection.execute(_failing_view(query.name, message))
-    if query.parameters:
-        declared = ", ".join(parameter.declaration for parameter in query.parameters)
-        connection.execute(f"CREATE MACRO {name}({declared}) AS TABLE FROM {name}")
-
-
 def _failing_view(name: str, message: str) -> str:
     error = f"error({text_literal(message)})"
     # The condition makes SELECT count(*) fail too, which does not compute the column.
@@ -256,14 +259,6 @@ def unmeasured_statistic(message: str) -> str | None:
     """The value of a parameter `statistic` that is a column of no run, by a message of DuckDB's."""
     chosen = re.search(r"c = CAST\('(.*?)' AS VARCHAR\).* empty set of columns", message)
     return None if chosen is None else chosen[1]
-
-
-def _unmeasured_column(error: duckdb.Error, known_columns: Container[str]) -> str | None:
-    """The column that a query needs and no table has. None if something else is wrong with it."""
-    if not isinstance(error, duckdb.BinderException):
-        return None
-    column = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', _first_line(error))
-    return None if column is None or column[1] in known_columns else column[1]
 
 
 def _first_line(error: duckdb.Error) -> str:

@@ -149,6 +149,7 @@ class _Store(ArrowFSWrapper):
         # The request that opens it brings the tag.
         metadata = file.metadata()
         tag = metadata.get("ETag") or metadata.get("etag")
+        # The tag that was seen first stays for as long as the runs are open.
         if file.size() != expected_size or self._tags.setdefault(key, tag) != tag:
             file.close()
             raise OSError(

@@ -44,12 +44,14 @@ def source_sql(source: Source, runs: list[Run]) -> str:
     files_by_columns: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         files = run.files(table.name, source.unrolled)
-        files_by_columns.setdefault(_measured_names(run, table), []).extend(files)
+        measured = tuple(sorted(measured_columns([run])[table.name]))
+        files_by_columns.setdefault(measured, []).extend(files)
     for columns, files in sorted(files_by_columns.items()):
         if files:
+            names = ", ".join(map(quoted_name, [*PARTITION_NAMES, *table.own, *columns]))
             # Without hive_types, DuckDB would read a run named like a number or a date as one.
             selects.append(
-                f"SELECT {_name_list([*PARTITION_NAMES, *table.own, *columns])} FROM "
+                f"SELECT {names} FROM "
                 f"read_parquet({_path_list(files)}, "
                 "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'intervention': "
                 "VARCHAR})" + _without_damaged_shards(table, runs)
@@ -77,14 +79,6 @@ def _escaped(text: str) -> str:
     """Paths in which no character is a wildcard."""
     # A pattern reads [*] as a star and [[] as a bracket.
     return re.sub(r"[*?\[]", r"[\g<0>]", text)
-
-
-def _measured_names(run: Run, table: Table) -> tuple[str, ...]:
-    return tuple(sorted(measured_columns([run])[table.name]))
-
-
-def _name_list(names: list[str]) -> str:
-    return ", ".join(map(quoted_name, names))
 
 
 def _without_damaged_shards(table: Table, runs: list[Run]) -> str:

@@ -12,7 +12,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -75,21 +75,19 @@ def damage_in(run: Run, tables: Iterable[str], tell: Tell) -> list[Damage]:
     pool = ThreadPoolExecutor(os.cpu_count() or 1)
     try:
         examinations = [pool.submit(examine, file) for file in files]
-        _wait_for(examinations, sum(file.bytes for file in files), tell)
+        wait(examinations, SECONDS_BEFORE_NOTICE, FIRST_EXCEPTION)
+        if not all(examination.done() for examination in examinations):
+            byte_count = sum(file.bytes for file in files)
+            tell(f"checking {byte_count / 1e9:,.1f} GB against the commits, once")
+        # Waits for each, and raises what went wrong in it.
+        for examination in examinations:
+            examination.result()
     finally:
         # After Ctrl-C the user may ask on: keep what was read, and do not read the rest.
         pool.shutdown(cancel_futures=True)
+        # The keys of now: a file that changed while it was read has another one.
         memory.save(_keys(home, run.done, tables))
     return sorted(damaged, key=lambda damage: damage.path)
-
-
-def _wait_for(examinations: list[Future[None]], byte_count: int, tell: Tell) -> None:
-    """Wait until files are read, and say what takes so long if it does."""
-    wait(examinations, SECONDS_BEFORE_NOTICE, FIRST_EXCEPTION)
-    if not all(examination.done() for examination in examinations):
-        tell(f"checking {byte_count / 1e9:,.1f} GB against the commits, once")
-    for examination in examinations:
-        examination.result()
 
 
 def _keys(home: Path, commit_log: pa.Table, tables: list[str]) -> dict[str, bytes]:
@@ -145,6 +143,7 @@ class _VerifiedFiles:
                 content = file.read_bytes()
             except OSError:
                 continue
+            # A key that was cut short is left out. `void`, as numpy strips zeros from bytes.
             whole_bytes = len(content) // KEY_BYTES * KEY_BYTES
             return np.frombuffer(content[:whole_bytes], np.dtype((np.void, KEY_BYTES))).tolist()
         return []

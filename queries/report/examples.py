@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -90,6 +90,7 @@ def example_statistics(measured: Iterable[str]) -> list[str]:
 
 def strongest_heads(means: Floats, count: int) -> list[Head]:
     """The heads with the largest means. An undefined mean is no mean."""
+    # Stable: of equal means the first head wins, so that a page is the same every time.
     order = np.argsort(-np.where(np.isnan(means), -np.inf, means), axis=None, kind="stable")
     cells = zip(*np.unravel_index(order[:count], means.shape), strict=True)
     heads = [Head(int(layer), int(head)) for layer, head in cells]
@@ -106,7 +107,11 @@ def read_examples(
     most: dict[HeadKey, list[Extreme]] = {}
     least: dict[HeadKey, list[Extreme]] = {}
     for statistic, some_heads in heads.items():
-        for row in _extremes(database, section, statistic, some_heads):
+        # SQL has no empty list for IN.
+        if not some_heads:
+            continue
+        sql = extremes_sql(section, statistic, some_heads)
+        for row in records(database, f"examples of {statistic}", sql):
             key = (statistic, row["layer"], row["head"])
             most[key] = [Extreme(**extreme) for extreme in row["most"]]
             # With few sequences, the least active would be among the most active again.
@@ -140,15 +145,6 @@ def extremes_sql(section: Section, statistic: str, heads: Sequence[Head]) -> str
         FROM heads {section.condition} AND {value} IS NOT NULL AND (layer, head) IN ({pairs})
         GROUP BY layer, head
     """
-
-
-def _extremes(
-    database: RunDatabase, section: Section, statistic: str, heads: Sequence[Head]
-) -> list[Record]:
-    if not heads:
-        return []
-    sql = extremes_sql(section, statistic, heads)
-    return records(database, f"examples of {statistic}", sql)
 
 
 def _sequences(
@@ -201,10 +197,8 @@ class _Excerpts:
 
     def of(self, key: HeadKey, extremes: Iterable[Extreme]) -> list[Excerpt]:
         """The excerpts of some sequences."""
-        return list(self._excerpts(key, extremes))
-
-    def _excerpts(self, key: HeadKey, extremes: Iterable[Extreme]) -> Iterator[Excerpt]:
         statistic, layer, head = key
+        excerpts: list[Excerpt] = []
         for extreme in extremes:
             row = self.sequences.get(extreme.sequence)
             if row is None:
@@ -212,34 +206,35 @@ class _Excerpts:
             tokens: list[int] = row["tokens"]
             received = self.received.get((layer, head, extreme.sequence))
             marked = marked_keys(statistic, tokens, received)
+            # Around the first marked token. Near the end it begins earlier and stays full.
             first = max(0, min([*marked, len(tokens)]) - TOKENS_BEFORE_MARK) if marked else 0
             start = min(first, max(0, len(tokens) - EXCERPT_TOKENS))
             stop = min(len(tokens), start + EXCERPT_TOKENS)
-            yield Excerpt(
+            excerpt = Excerpt(
                 extreme.sequence,
                 extreme.value,
                 start,
                 len(tokens),
                 self._text(extreme.sequence, tokens)[start:stop],
-                [key - start for key in marked if start <= key < stop],
+                [position - start for position in marked if start <= position < stop],
                 received[start:stop] if received else None,
                 row["pile_set_name"],
             )
+            excerpts.append(excerpt)
+        return excerpts
 
     def _text(self, sequence: int, tokens: list[int]) -> list[str]:
         """The text of each token of a sequence, or the numbers of the tokens."""
         if sequence not in self.texts:
-            self.texts[sequence] = self._read_text(tokens)
+            self.texts[sequence] = [f"{token} " for token in tokens]
+            # A tokenizer that failed once is not tried for every sequence.
+            if self.models is not None and not self.note:
+                try:
+                    self.texts[sequence] = self.models[self.run_id].texts(tokens)
+                # A machine that only reads runs has neither the model nor what reads tokenizers.
+                except (HeadcountError, ImportError):
+                    self.note = NO_TOKENIZER
         return self.texts[sequence]
-
-    def _read_text(self, tokens: list[int]) -> list[str]:
-        if self.models is not None and not self.note:
-            try:
-                return self.models[self.run_id].texts(tokens)
-            # A machine that only reads runs has neither the model nor what reads tokenizers.
-            except (HeadcountError, ImportError):
-                self.note = NO_TOKENIZER
-        return [f"{token} " for token in tokens]
 
 
 def marked_keys(

@@ -13,7 +13,6 @@ from headcount.queries.report.head_curves import HeadCurve
 from headcount.queries.report.html_page import CARD, TEMPLATES, html_text, json_value
 from headcount.queries.report.section import (
     HeadValues,
-    Histograms,
     Section,
     checked_choice,
     read_section,
@@ -59,10 +58,10 @@ class CardDistribution:
 
 
 @dataclass(frozen=True)
-class CardPart:
+class CardSubset:
     """The mean over one subset of the Pile."""
 
-    part: str
+    subset: str
     mean: float | None
     standard_error: float | None
     documents: int
@@ -88,7 +87,7 @@ class HeadCard:
     statistics: list[CardStatistic]
     distributions: dict[str, CardDistribution]
     """By statistic."""
-    parts: dict[str, list[CardPart]]
+    subsets: dict[str, list[CardSubset]]
     """By statistic. Empty if the input has no subsets of the Pile."""
     curves: list[HeadCurve]
     most: dict[str, list[Excerpt]]
@@ -153,6 +152,12 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
     run = section.run
     statistics = section.statistics
     measured = [~np.isnan(values.means.mean) for values in statistics.values()]
+    distributions: dict[str, CardDistribution] = {}
+    for name, values in statistics.items():
+        if values.histograms is not None:
+            first, size, counts = values.histograms.groups_of(head)
+            edges = values.histograms.edges_of(first, size, len(counts))
+            distributions[name] = CardDistribution(edges, counts)
     return HeadCard(
         label=str(head),
         layer=head.layer,
@@ -167,12 +172,8 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
         statistics=[
             _card_statistic(facts[name], values, head) for name, values in statistics.items()
         ],
-        distributions={
-            name: _card_distribution(values.histograms, head)
-            for name, values in statistics.items()
-            if values.histograms is not None
-        },
-        parts={name: _card_parts(values, head) for name, values in statistics.items()},
+        distributions=distributions,
+        subsets={name: _card_subsets(values, head) for name, values in statistics.items()},
         curves=[
             curve.of_head(*head, facts[curve.profile]["meaning"], facts[curve.profile]["unit"])
             for curve in section.curves
@@ -209,19 +210,14 @@ def _card_statistic(facts: Record, values: HeadValues, head: Head) -> CardStatis
     )
 
 
-def _card_distribution(histograms: Histograms, head: Head) -> CardDistribution:
-    first, size, counts = histograms.groups_of(head)
-    return CardDistribution(histograms.edges_of(first, size, len(counts)), counts)
-
-
-def _card_parts(values: HeadValues, head: Head) -> list[CardPart]:
+def _card_subsets(values: HeadValues, head: Head) -> list[CardSubset]:
     return [
-        CardPart(
-            part,
+        CardSubset(
+            subset,
             _defined(means.mean[head]),
             _defined(means.standard_error[head]),
             int(means.documents[head]),
             int(means.count[head]),
         )
-        for part, means in values.parts.items()
+        for subset, means in values.subsets.items()
     ]

@@ -84,6 +84,7 @@ def profile_curves_sql(condition: str) -> str:
 def kept_curve_sql(profile: str, axis: str, condition: str) -> str:
     """The mean over sequences of what `curves` has for each. `condition` is a WHERE clause."""
     values = quoted_name(profile)
+    # Lists begin at 1 in SQL, and axes at 0.
     return f"""
         SELECT
             {text_literal(profile)} AS profile, layer, head, {axis}, document_mean(sums) AS mean,
@@ -108,6 +109,7 @@ def curves_of_profiles(table: pa.Table, shape: tuple[int, int]) -> Iterator[Curv
     """The curves among the rows of `profile_curves_sql`. `shape` is layers and heads."""
     for profile in table["profile"].unique().to_pylist():
         rows = table.filter(pc.equal(table["profile"], profile))
+        # By the condition of the query, just one of them is not NULL.
         axis = next(axis for axis in AXES if rows[axis].null_count < len(rows))
         yield curve_of(profile, axis, True, rows, shape)
 
@@ -118,6 +120,7 @@ def curve_of(
     """A curve by head, at the indices that are drawn."""
     positions = rows[axis].to_numpy()
     indices = drawn_indices(int(positions.max()) + 1)
+    # Where each index of the axis is drawn: -1 where it is not.
     place_of_index = np.full(int(positions.max()) + 1, -1)
     place_of_index[indices] = np.arange(len(indices))
     place_of_row = place_of_index[positions]

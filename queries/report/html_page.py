@@ -50,6 +50,7 @@ def html_text(
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, TEMPLATES]),
+        # Names and texts of others stand on the page: none of them is markup.
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import product, starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from headcount.queries.open.run_tables import bounds
 from headcount.queries.report.examples import (
     LEAST,
     MOST,
-    Examples,
+    MOST_EXAMPLE_STATISTICS,
     example_statistics,
     read_examples,
     strongest_heads,
@@ -35,7 +34,6 @@ from headcount.queries.report.html_page import (
 from headcount.queries.report.section import (
     Head,
     HeadValues,
-    Histograms,
     Means,
     Section,
     read_section,
@@ -55,7 +53,7 @@ TOP_HEADS = 10
 """Heads in a ranking."""
 
 MOST_DETAILED_CELLS = 60_000
-"""Heads times statistics, over all sections, whose distributions and parts fit into one file."""
+"""Heads times statistics, over all sections, whose distributions and subsets fit into one file."""
 
 MOST_EXCERPTS = 2_400
 """Excerpts of texts in one file."""
@@ -145,7 +143,7 @@ def _detail(runs: Iterable[Record]) -> Detail:
         heads = (run["n_layers"] or 1) * (run["n_heads"] or 1)
         cells += heads * len(run["statistics"]) * len(run["interventions"])
         sections += len(run["interventions"])
-    excerpts_of_head = 4 * (MOST + LEAST)
+    excerpts_of_head = MOST_EXAMPLE_STATISTICS * (MOST + LEAST)
     heads_with_examples = MOST_EXCERPTS // (excerpts_of_head * max(1, sections))
     return Detail(cells <= MOST_DETAILED_CELLS, max(2, heads_with_examples))
 
@@ -155,6 +153,7 @@ def _formula_facts(database: RunDatabase) -> dict[str, Record]:
     facts: dict[str, Record] = {}
     for row in records(database, "formulas", "FROM formulas"):
         low, high = bounds([row["range_low"], row["range_high"]])
+        statistic = STATISTICS.get(row["name"])
         facts[row["name"]] = {
             "meaning": row["meaning"],
             "formula": row["formula"] or "",
@@ -162,15 +161,10 @@ def _formula_facts(database: RunDatabase) -> dict[str, Record]:
             "unit": row["unit"] or "",
             "low": low,
             "high": high,
-            "family": _defining_file(row["name"]),
+            # The file that defines it. What another version of headcount measured may be in none.
+            "family": statistic.compute.__module__.rpartition(".")[2] if statistic else "other",
         }
     return facts
-
-
-def _defining_file(name: str) -> str:
-    """The file that defines a statistic. One of another version of headcount may be in none."""
-    statistic = STATISTICS.get(name)
-    return statistic.compute.__module__.rpartition(".")[2] if statistic else "other"
 
 
 def _view_records(database: RunDatabase, view: str, clauses: str = "") -> list[Record]:
@@ -195,7 +189,7 @@ def _sections(
             run,
             intervention,
             with_distributions=detail.distributions,
-            with_parts=detail.distributions,
+            with_subsets=detail.distributions,
         )
         content = _head_facts(section) | {
             "run_id": run["run_id"],
@@ -257,14 +251,12 @@ def _engine(database: RunDatabase, run: Record, intervention: str) -> str:
         WHERE method.intervention = {text_literal(intervention)}
         ORDER BY ALL
     """
-    methods = records(database, "engines", sql)
-    return "; ".join(map(_engine_words, methods)) or run["engine"]
-
-
-def _engine_words(method: Record) -> str:
-    layers = method["built_layers"]
-    built = f", with built patterns in layers {' '.join(map(str, layers))}" if layers else ""
-    return f"{method['engine']}{built}"
+    engines: list[str] = []
+    for method in records(database, "engines", sql):
+        layers = method["built_layers"]
+        built = f", with built patterns in layers {' '.join(map(str, layers))}" if layers else ""
+        engines.append(f"{method['engine']}{built}")
+    return "; ".join(engines) or run["engine"]
 
 
 def _head_facts(section: Section) -> Record:
@@ -299,13 +291,21 @@ def _values(values: HeadValues) -> Record:
         "undefined": values.undefined.ravel().tolist(),
         "changes": _mean_lists(values.changes) if values.changes else None,
     }
-    if values.histograms is not None:
+    histograms = values.histograms
+    if histograms is not None:
+        edges = histograms.edges
+        heads = [Head(*cell) for cell in np.ndindex(histograms.counts.shape[1:])]
+        groups = map(histograms.groups_of, heads)
         content |= {
             "minimum": _rounded(values.minimum, 4),
             "maximum": _rounded(values.maximum, 4),
-            "edges": _edge_facts(values.histograms),
-            "bins": _bins(values.histograms),
-            "parts": {part: _mean_lists(means) for part, means in values.parts.items()},
+            # Of even bins, only what all edges follow from.
+            "edges": {"low": edges[0], "high": edges[-1], "bins": len(edges) - 1}
+            if histograms.is_even
+            else edges,
+            # For each head: its first bin, how many bins are added up, and the sums.
+            "bins": [[first, size, *sums] for first, size, sums in groups],
+            "subsets": {subset: _mean_lists(means) for subset, means in values.subsets.items()},
         }
     return content
 
@@ -326,22 +326,6 @@ def _rounded(values: npt.NDArray[np.float64], digits: int) -> list[float | None]
         float(f"{value:.{digits}g}") if math.isfinite(value) else None
         for value in values.ravel().tolist()
     ]
-
-
-def _edge_facts(histograms: Histograms) -> list[float] | Record:
-    """The edges of all bins. Of even ones, only what they follow from."""
-    edges = histograms.edges
-    if histograms.is_even:
-        return {"low": edges[0], "high": edges[-1], "bins": len(edges) - 1}
-    return edges
-
-
-def _bins(histograms: Histograms) -> list[list[int]]:
-    """For each head: its first bin, how many bins are added up, and the sums."""
-    _, n_layers, n_heads = histograms.counts.shape
-    heads = starmap(Head, product(range(n_layers), range(n_heads)))
-    groups = map(histograms.groups_of, heads)
-    return [[first, size, *sums] for first, size, sums in groups]
 
 
 def _kind(values: HeadValues) -> str:
@@ -378,6 +362,7 @@ def _rankings(database: RunDatabase, section: Section) -> list[Record]:
         clauses = f"{section.condition} AND {ranking.columns[0]} IS NOT NULL"
         rows = _view_records(database, view, clauses)
         if rows:
+            # The first rows are the highest: the view ranks.
             columns = ["label", *ranking.columns, ranking.flag]
             rankings.append(
                 {
@@ -469,11 +454,7 @@ def _examples(
         for name in example_statistics(section.statistics)
     }
     examples = read_examples(database, section, heads, models)
-    return _packed_examples(examples) | {"heads": detail.heads_with_examples}
-
-
-def _packed_examples(examples: Examples) -> Record:
-    """Excerpts, each once however many heads it stands for."""
+    # Heads share sequences: a text stands on the page once, and excerpts have its number.
     texts: dict[str, int] = {}
     packed: Record = {"note": examples.note, "most": {}, "least": {}}
     for group, by_key in (("most", examples.most), ("least", examples.least)):
@@ -489,43 +470,45 @@ def _packed_examples(examples: Examples) -> Record:
                 entries.append(entry)
             packed[group].setdefault(statistic, {})[f"L{layer}H{head}"] = entries
     packed["texts"] = [json.loads(text) for text in texts]
+    packed["heads"] = detail.heads_with_examples
     return packed
 
 
 def _dormant_blocks(database: RunDatabase) -> list[Record]:
-    """One block for each model, intervention and combination of runs."""
+    """A block for each model, intervention and combination of runs: a ranking and a scatter plot.
+
+    The plot sets copying where the input repeats against resting elsewhere.
+    """
     key_columns = ("model", "intervention", "repeated_run", "unrepeated_run", "text_run")
     rows_by_key: dict[tuple[str | None, ...], list[Record]] = {}
     for row in _view_records(database, "dormant_induction_heads"):
         key = tuple(row[column] for column in key_columns)
         rows_by_key.setdefault(key, []).append(row)
-    return [
-        {**dict(zip(key_columns, key, strict=True)), **_dormant_block(rows)}
-        for key, rows in rows_by_key.items()
-    ]
-
-
-def _dormant_block(rows: list[Record]) -> Record:
-    """A ranking and a scatter plot: copying where the input repeats against resting elsewhere."""
-    points: list[Record] = []
-    # The view ranks its rows by the induction score, so the first heads are the strongest.
-    for index, row in enumerate(rows):
-        induction = row["induction_repeated"]
-        # Most heads never copy and lie in one crowd, where labels could not be read.
-        has_label = index < TOP_HEADS and (induction or 0) > 0.1
-        points.append(
+    columns = ["label", *DORMANT_COLUMNS, "is_dormant"]
+    blocks: list[Record] = []
+    for key, rows in rows_by_key.items():
+        points: list[Record] = []
+        # The view ranks its rows by the induction score, so the first heads are the strongest.
+        for index, row in enumerate(rows):
+            induction = row["induction_repeated"]
+            # Most heads never copy and lie in one crowd, where labels could not be read.
+            has_label = index < TOP_HEADS and (induction or 0) > 0.1
+            points.append(
+                {
+                    "name": row["label"],
+                    "x": induction,
+                    "y": row["sink_unrepeated"],
+                    "on": row["is_dormant"],
+                    "label": has_label,
+                }
+            )
+        blocks.append(
             {
-                "name": row["label"],
-                "x": induction,
-                "y": row["sink_unrepeated"],
-                "on": row["is_dormant"],
-                "label": has_label,
+                **dict(zip(key_columns, key, strict=True)),
+                "columns": DORMANT_COLUMNS,
+                "rows": [{name: row[name] for name in columns} for row in rows[:TOP_HEADS]],
+                "passing": sum(bool(row["is_dormant"]) for row in rows),
+                "points": points,
             }
         )
-    columns = ["label", *DORMANT_COLUMNS, "is_dormant"]
-    return {
-        "columns": DORMANT_COLUMNS,
-        "rows": [{name: row[name] for name in columns} for row in rows[:TOP_HEADS]],
-        "passing": sum(bool(row["is_dormant"]) for row in rows),
-        "points": points,
-    }
+    return blocks

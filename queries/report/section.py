@@ -68,6 +68,7 @@ class Histograms:
         if not len(filled):
             return 0, 1, []
         first, last = int(filled[0]), int(filled[-1])
+        # Rounded up: never more than MOST_BINS groups.
         size = -(-(last + 1 - first) // MOST_BINS)
         sums = np.add.reduceat(counts[first : last + 1], np.arange(0, last + 1 - first, size))
         return first, size, sums.tolist()
@@ -90,7 +91,7 @@ class HeadValues:
     uniform_baseline: float | None = None
     """What uniform attention would score on the same sequences."""
     histograms: Histograms | None = None
-    parts: dict[str, Means] = field(default_factory=dict[str, Means])
+    subsets: dict[str, Means] = field(default_factory=dict[str, Means])
     """By subset of the Pile."""
     changes: Means | None = None
     """What the intervention changes: means over pairs of the same sequence."""
@@ -146,7 +147,7 @@ def read_section(
     *,
     head: Head | None = None,
     with_distributions: bool = True,
-    with_parts: bool = True,
+    with_subsets: bool = True,
 ) -> Section:
     """Read what a page shows. `head` limits all but the means, which percentiles need, to it."""
     summaries = _table(
@@ -181,8 +182,8 @@ def read_section(
     of_head = f" AND layer = {head.layer} AND head = {head.head}" if head else ""
     if with_distributions:
         _read_distributions(database, section, of_head)
-    if with_parts:
-        _read_parts(database, section, of_head)
+    if with_subsets:
+        _read_subsets(database, section, of_head)
     _read_changes(database, section, of_head)
     section.curves = list(_curves(database, section, of_head))
     return section
@@ -265,6 +266,7 @@ def _read_distributions(database: RunDatabase, section: Section, of_head: str) -
 
 def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
     """Histograms over one common axis, from rows by bin."""
+    # Every head has rows of its own, so a bin comes many times. Its ends are the same each time.
     _, first_rows, bin_of_row = np.unique(
         rows["bin"].to_numpy(), return_index=True, return_inverse=True
     )
@@ -272,6 +274,7 @@ def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
     highs = rows["high"].to_numpy().astype(float)[first_rows]
     edges, is_even, index_of_bin = _edges(lows, highs)
     counts = np.zeros((len(edges) - 1, *shape), np.int64)
+    # Not `counts[…] += …`, which would add only one of two bins with the same place.
     np.add.at(counts, (index_of_bin[bin_of_row], *places(rows)), rows["count"].to_numpy())
     return Histograms(edges, is_even, counts)
 
@@ -295,23 +298,24 @@ def _edges(lows: Floats, highs: Floats) -> tuple[list[float], bool, npt.NDArray[
     return edges, False, np.array(index_of_bin)
 
 
-def _read_parts(database: RunDatabase, section: Section, of_head: str) -> None:
-    """Means by subset of the Pile. A run whose input has no parts has none."""
-    has_parts = f"""
+def _read_subsets(database: RunDatabase, section: Section, of_head: str) -> None:
+    """Means by subset of the Pile. A run whose input has no subsets has none."""
+    # Asked first: the view would add up all rows only to show none.
+    has_subsets = f"""
         FROM sequences {section.condition} AND pile_set_name IS NOT NULL LIMIT 1
     """
-    if not records(database, "subsets of the Pile", has_parts):
+    if not records(database, "subsets of the Pile", has_subsets):
         return
     sql = f"""
         FROM subset_summaries {section.condition} AND pile_set_name IS NOT NULL{of_head}
         ORDER BY pile_set_name
     """
     table = _table(database, "subset_summaries", sql)
-    for part in table["pile_set_name"].unique().to_pylist():
-        rows_of_part = table.filter(pc.equal(table["pile_set_name"], part))
-        for name, rows in _by_statistic(rows_of_part):
+    for subset in table["pile_set_name"].unique().to_pylist():
+        rows_of_subset = table.filter(pc.equal(table["pile_set_name"], subset))
+        for name, rows in _by_statistic(rows_of_subset):
             if name in section.statistics:
-                section.statistics[name].parts[part] = _means(rows, section.shape)
+                section.statistics[name].subsets[subset] = _means(rows, section.shape)
 
 
 def _read_changes(database: RunDatabase, section: Section, of_head: str) -> None:
@@ -334,21 +338,15 @@ def _curves(database: RunDatabase, section: Section, of_head: str) -> Iterator[C
     profiles = list(curves_of_profiles(table, section.shape))
     yield from profiles
     names = {curve.profile for curve in profiles}
-    for profile, axis in _curve_profiles(database):
-        if profile in names:
+    sql = "SELECT name, axis FROM formulas WHERE field = 'curves'"
+    for record in records(database, "formulas", sql):
+        profile, axis = record["name"], record["axis"]
+        # What a run averaged is not read sequence by sequence again.
+        if profile in names or axis not in AXES:
             continue
         rows = _table(database, f"curves of {profile}", kept_curve_sql(profile, axis, condition))
         if len(rows):
             yield curve_of(profile, axis, False, rows, section.shape)
-
-
-def _curve_profiles(database: RunDatabase) -> Iterator[tuple[str, str]]:
-    """The curves that some run measured, each with its axis."""
-    for row in records(
-        database, "formulas", "SELECT name, axis FROM formulas WHERE field = 'curves'"
-    ):
-        if row["axis"] in AXES:
-            yield row["name"], row["axis"]
 
 
 def runs_by_id(database: RunDatabase) -> dict[str, Record]:

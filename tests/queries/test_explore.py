@@ -39,7 +39,7 @@ from tests.queries.test_explore_queries import CURVES, SEQUENCES, unpacked, writ
 from tests.tools.processes import DIES_WITH_ITS_PARENT
 
 HOSTILE_RUN = "a-b_0.1"
-HOSTILE_PART = "<img src=x onerror=document.title='stolen'>"
+HOSTILE_SUBSET = "<img src=x onerror=document.title='stolen'>"
 DEADLINE = 20.0
 
 
@@ -56,7 +56,7 @@ class Explorer(NamedTuple):
 
 @pytest.fixture(scope="module")
 def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explorer]:
-    sets = [HOSTILE_PART, "ArXiv"]
+    sets = [HOSTILE_SUBSET, "ArXiv"]
     runs = write(tmp_path_factory.mktemp("runs"), HOSTILE_RUN, pile_sets=sets, **CURVES)
     # Something in a run's own directory that is not a row.
     (runs / "secret.txt").write_text("secret")
@@ -391,8 +391,8 @@ def test_a_head_has_its_profiles_and_hostile_text_is_text(
         assert page.text("#sql-rows tbody").split() == ["0", "210", "1", "210"]
     assert "queries are read-only" in page.text("#sql-note")
     # A long name is cut where it is drawn, and whole in the title.
-    assert HOSTILE_PART in str(page.find("#parts").get_attribute("textContent"))
-    assert HOSTILE_PART in page.text("#extremes")
+    assert HOSTILE_SUBSET in str(page.find("#subsets").get_attribute("textContent"))
+    assert HOSTILE_SUBSET in page.text("#extremes")
     assert page.all("main img") == []
     assert page.browser.title == "headcount explorer"
 
@@ -471,7 +471,7 @@ def test_a_brush_moves_with_the_keyboard(page: Page) -> None:
 @pytest.mark.long
 def test_menus_search_and_arrow_keys_choose(page: Page, database: RunDatabase) -> None:
     page.find('#intervention option[value="zero_key_bias"]').click()
-    page.click('#part option[value="ArXiv"]')
+    page.click('#subset option[value="ArXiv"]')
     page.click('#statistic option[value="value_norm"]')
     shown(
         page,
@@ -492,7 +492,7 @@ def test_menus_search_and_arrow_keys_choose(page: Page, database: RunDatabase) -
     page.browser.refresh()
     page.wait()
     assert page.text("#head-name") == "Head L1H2"
-    assert page.find("#part").get_attribute("value") == "ArXiv"
+    assert page.find("#subset").get_attribute("value") == "ArXiv"
 
 
 def what_is_chosen(page: Page) -> list[Any]:
@@ -501,7 +501,8 @@ def what_is_chosen(page: Page) -> list[Any]:
         """const value = (id) => document.getElementById(id).value;
         const texts = (css) => [...document.querySelectorAll(css)].map((node) => node.textContent);
         return [
-            ...["run", "intervention", "statistic", "part", "first-layer", "last-layer"].map(value),
+            ...["run", "intervention", "statistic", "subset"].map(value),
+            ...["first-layer", "last-layer"].map(value),
             ...texts("#head-name, #picked, .histogram h4, .histogram .range"),
             ...[...document.querySelectorAll("input:checked")].map((input) => input.value),
             [...document.querySelectorAll("[data-hist]")].map((figure) => figure.dataset.count),
@@ -558,12 +559,12 @@ def test_a_bookmark_opens_all_that_was_chosen_and_back_takes_it_back(page: Page)
 @pytest.mark.long
 def test_what_the_address_names_and_is_not_here_is_said(page: Page) -> None:
     assert not page.find("#absent").is_displayed()
-    words = "run=nosuch&intervention=off&statistic=sinks&head=L9H1&layers=1-7&part=x&brush=y:1-3"
+    words = "run=nosuch&intervention=off&statistic=sinks&head=L9H1&layers=1-7&subset=x&brush=y:1-3"
     page.run("location.hash = arguments[0]", words)
     page.wait()
     assert page.text("#absent") == (
         f"run nosuch is not here, {HOSTILE_RUN} is shown; intervention off is not here, none is "
-        "shown; part x is not here, all of the input is shown; layers 1 to 7 is not here, every "
+        "shown; subset x is not here, all of the input is shown; layers 1 to 7 is not here, every "
         "layer is shown; head L9H1 is not here, the head with the largest mean is shown; statistic "
         "sinks is not here, sink_mass is shown; brush y is not here, every value is shown."
     )

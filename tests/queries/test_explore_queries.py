@@ -28,7 +28,7 @@ from headcount.schemas.files.run_directory import RunDirectory
 from tests.toys.toy_runs import Entry, Row, write_run
 
 LAYERS, HEADS, SEQUENCES, PER_SHARD, N_CTX = 2, 3, 35, 10, 5
-PARTS = ["<b>Books</b>", "ArXiv"]
+SUBSETS = ["<b>Books</b>", "ArXiv"]
 ROWS = SEQUENCES * LAYERS * HEADS
 """Rows of an intervention."""
 
@@ -79,7 +79,7 @@ CURVES = {"profiles": profile_rows, "curves": {"attention_received_by_key": by_i
 def write(out: Path, name: str, **options: Any) -> Path:
     options = {"sequences": SEQUENCES, "per_shard": PER_SHARD, "family": "pile"} | options
     interventions = ("none", "zero_key_bias")
-    options = {"pile_sets": PARTS, "interventions": interventions} | options
+    options = {"pile_sets": SUBSETS, "interventions": interventions} | options
     write_run(out, name, CELLS, **options)
     return out
 
@@ -169,7 +169,7 @@ def files(runs: Path) -> duckdb.DuckDBPyConnection:
         for table in ("heads", "sequences")
     )
     connection.execute(
-        f"CREATE TABLE heads AS SELECT h.*, pile_set_name AS part FROM {heads} AS h "
+        f"CREATE TABLE heads AS SELECT h.*, pile_set_name AS subset FROM {heads} AS h "
         f"JOIN {sequences} USING (intervention, sequence)"
     )
     return connection
@@ -191,15 +191,15 @@ class Oracle:
         self.files, self.asked, self.axes = files, asked, axes
         self.statistic = asked.get("statistic")
         scope = asked.get("scope", {})
-        part = scope.get("part", "").replace("'", "''")
+        subset = scope.get("subset", "").replace("'", "''")
         of_run = f"FROM heads WHERE intervention = '{scope.get('intervention', 'none')}'"
-        self.of_part = f" AND part = '{part}'" if part else ""
+        self.of_subset = f" AND subset = '{subset}'" if subset else ""
         self.in_sample = f" AND sequence % {every} = 0"
         first, last = scope.get("layers", (0, LAYERS))
         layers = f"layer BETWEEN {first} AND {last}"
-        self.of_scope = f"{of_run}{self.of_part}{self.in_sample} AND {layers}"
+        self.of_scope = f"{of_run}{self.of_subset}{self.in_sample} AND {layers}"
         # The chosen layers do not hide a chosen head.
-        self.of_head = f"{of_run}{self.of_part}{self.in_sample} AND layer = 1 AND head = 2"
+        self.of_head = f"{of_run}{self.of_subset}{self.in_sample} AND layer = 1 AND head = 2"
 
     def rows(self, sql: str) -> list[dict[str, Any]]:
         return self.files.sql(sql).to_arrow_table().to_pylist()
@@ -280,9 +280,9 @@ class Oracle:
         )
         return ([row for sql in statements for row in self.rows(sql)],)
 
-    def parts(self) -> tuple[Any, ...]:
-        rows = f"{self.of_head.replace(self.of_part, '')} GROUP BY part ORDER BY mean DESC"
-        return (self.rows(f"SELECT part, {self.summary(str(self.statistic))} {rows}"),)
+    def subsets(self) -> tuple[Any, ...]:
+        rows = f"{self.of_head.replace(self.of_subset, '')} GROUP BY subset ORDER BY mean DESC"
+        return (self.rows(f"SELECT subset, {self.summary(str(self.statistic))} {rows}"),)
 
     def extremes(self) -> tuple[Any, ...]:
         # Every sequence counts: a sample would lack the extremes.
@@ -290,7 +290,7 @@ class Oracle:
         order = f"{self.statistic} {'ASC' if self.asked['lowest'] else 'DESC'}, sequence LIMIT 20"
         names = ", ".join(STATISTICS)
         sql = f"{rows} AND {self.statistic} IS NOT NULL ORDER BY {order}"
-        return (self.rows(f"SELECT sequence, part, {names}, NULL AS file, NULL AS row {sql}"),)
+        return (self.rows(f"SELECT sequence, subset, {names}, NULL AS file, NULL AS row {sql}"),)
 
 
 CUBE = {"kind": "cube", "active": "sink_mass", "statistic": "entropy", "statistics": STATISTICS[1:]}
@@ -298,7 +298,7 @@ QUERIES = [
     *({"kind": "heatmap", "statistic": name} for name in STATISTICS),
     {"kind": "background", "statistic": "entropy"},
     {"kind": "card", "head": HEAD},
-    {"kind": "parts", "head": HEAD, "statistic": "value_norm"},
+    {"kind": "subsets", "head": HEAD, "statistic": "value_norm"},
     {"kind": "histograms", "head": HEAD, "statistics": STATISTICS, "brushes": [BRUSH]},
     # Its own brush is no condition: a cube has all ranges of it.
     CUBE
@@ -314,10 +314,10 @@ QUERIES = [
 SAMPLED = {"histograms", "background", "cube"}
 SCOPES: list[dict[str, Any]] = [
     {},
-    {"part": "ArXiv", "layers": [1, 1]},
+    {"subset": "ArXiv", "layers": [1, 1]},
     {"layers": [0, 0]},
-    {"intervention": "zero_key_bias", "part": "<b>Books</b>", "layers": [0, 1]},
-    {"part": "' OR true --"},
+    {"intervention": "zero_key_bias", "subset": "<b>Books</b>", "layers": [0, 1]},
+    {"subset": "' OR true --"},
 ]
 
 
@@ -356,7 +356,7 @@ def test_every_query_gives_what_sql_gives(
     ask: Asker, files: duckdb.DuckDBPyConnection, scope: dict[str, Any]
 ) -> None:
     for sql in asyncio.run(hold_to_sql(ask, files, scope)):
-        # Of a part that is not there, only counts have rows.
+        # Of a subset that is not there, only counts have rows.
         assert ask("sql", text=sql)["rows"] or scope == SCOPES[-1], sql
 
 
@@ -394,10 +394,10 @@ def test_axes_from_roll_ups_hold_the_values(
         assert from_rollups[statistic][1] >= largest
 
 
-def test_the_overview_lists_runs_parts_and_statistics(ask: Asker, merged: Asker) -> None:
+def test_the_overview_lists_runs_subsets_and_statistics(ask: Asker, merged: Asker) -> None:
     answer = ask("overview")
     (run,) = answer["runs"]
-    assert run["parts"] == PARTS
+    assert run["subsets"] == SUBSETS
     assert run["interventions"] == ["none", "zero_key_bias"]
     assert run["first_statistics"] == STATISTICS
     assert (run["complete"], run["sequences_done"], run["every"]) == (True, SEQUENCES, 1)
@@ -410,7 +410,7 @@ def test_the_overview_lists_runs_parts_and_statistics(ask: Asker, merged: Asker)
 def test_curves_are_means_over_sequences_by_place(ask: Asker) -> None:
     lists = np.array([by_index(Row("none", one, 1, 2)) for one in range(SEQUENCES)])
     # A profile is of all sequences, whatever subset of the Pile is chosen.
-    answer = ask("curves", head=HEAD, scope={"part": "ArXiv"})
+    answer = ask("curves", head=HEAD, scope={"subset": "ArXiv"})
     for sql, curve, axis in zip(answer["sql"], answer["rows"], ("lag", "key"), strict=True):
         assert (curve["axis"], curve["profiled"]) == (axis, axis == "lag")
         assert curve["profile"].endswith(f"by_{axis}")
@@ -527,7 +527,7 @@ def test_a_query_of_the_page_that_nobody_waits_for_is_interrupted(
     monkeypatch.setattr(opened, "where", lambda _: f" WHERE ({ENDLESS}) > 0")
     ask.engine.runs._axes.clear()
     # No test before this one has asked for it.
-    query = {"statistic": "sink_mass", "scope": {"part": "ArXiv", "layers": [0, 1]}}
+    query = {"statistic": "sink_mass", "scope": {"subset": "ArXiv", "layers": [0, 1]}}
     interrupted = ask.engine.interrupted
     forgotten_errors: list[dict[str, Any]] = []
 
@@ -562,7 +562,7 @@ def test_one_query_asked_twice_at_once_is_computed_once(
         return await compute(*arguments)
 
     async def ask_twice() -> list[dict[str, Any]]:
-        query = {"statistic": "value_norm", "scope": {"part": "ArXiv", "layers": [0, 0]}}
+        query = {"statistic": "value_norm", "scope": {"subset": "ArXiv", "layers": [0, 0]}}
         return list(await asyncio.gather(*(ask.ask("heatmap", **query) for _ in range(2))))
 
     monkeypatch.setattr(ask.engine, "_compute", counted)
@@ -708,15 +708,15 @@ def test_histograms_come_from_roll_ups_until_the_sample_is_in_memory(
     async def ask_before_and_after() -> list[dict[str, Any]]:
         query = {"head": HEAD, "statistics": STATISTICS}
         before = await large.ask("histograms", **query)
-        of_part = await large.ask("histograms", **query, scope={"part": "ArXiv"})
+        of_subset = await large.ask("histograms", **query, scope={"subset": "ArXiv"})
         of_layer = await large.ask("background", statistic="sink_mass", scope={"layers": [1, 1]})
         await until_sample_is_read(large)
-        return [before, of_part, of_layer, await large.ask("histograms", **query)]
+        return [before, of_subset, of_layer, await large.ask("histograms", **query)]
 
-    before, of_part, of_layer, after = asyncio.run(ask_before_and_after())
+    before, of_subset, of_layer, after = asyncio.run(ask_before_and_after())
     assert (before["source"], before["every"]) == ("rollups", 3)
-    assert (of_part["source"], of_layer["source"]) == ("rollups", "rollups")
-    assert of_part["arrays"][0][0].sum() == SEQUENCES // 2
+    assert (of_subset["source"], of_layer["source"]) == ("rollups", "rollups")
+    assert of_subset["arrays"][0][0].sum() == SEQUENCES // 2
     assert of_layer["arrays"][0].sum() == SEQUENCES * HEADS
     assert ("source" in after, after["every"]) == (False, 3)
     rows = "FROM heads WHERE intervention = 'none' AND layer = 1 AND head = 2"

@@ -305,7 +305,7 @@ def test_parts_of_the_pile_and_names_that_are_never_markup(
     page: webdriver.Chrome, report: Path
 ) -> None:
     show(page, "run=a-1&head=L2H0&statistic=sink_mass")
-    assert f"{EVIL} (1)" in texts(page, "[data-parts] text title")
+    assert f"{EVIL} (1)" in texts(page, "[data-subsets] text title")
     assert attributes(page, "#card [data-bar]", "data-bar") == [f"{EVIL} (1)", "Github (1)"]
     assert page.find_elements(By.TAG_NAME, "b") == []
     assert EVIL not in report.read_text(encoding="utf-8")
@@ -336,7 +336,7 @@ KEEP_FILES = """window.files = []; window.make ??= URL.createObjectURL;
 @pytest.mark.long
 def test_the_data_of_a_figure_is_a_file(page: webdriver.Chrome) -> None:
     page.execute_script(KEEP_FILES)
-    button = "[data-parts] button[data-csv]"
+    button = "[data-subsets] button[data-csv]"
     page.execute_script("document.querySelector(arguments[0]).click()", button)
     content = page.execute_async_script("files[0].text().then(arguments[0])")
     lines = content.split("\r\n")

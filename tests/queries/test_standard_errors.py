@@ -163,8 +163,8 @@ def check_explorer(plan: Plan, measured: Measured) -> None:
     place = {"layer": 1, "head": 3}
     for row in ask("card", head=place)["rows"]:
         check(row, values["none", row["statistic"], 1, 3], documents)
-    for row in ask("parts", head=place, statistic="sink_mass")["rows"]:
-        is_here = parts == (row["part"] or "")
+    for row in ask("subsets", head=place, statistic="sink_mass")["rows"]:
+        is_here = parts == (row["subset"] or "")
         check(row, values["none", "sink_mass", 1, 3][is_here], documents[is_here])
     ask.engine.close()
 

@@ -4,7 +4,7 @@ import { BINS, brushHistogram } from "./brush.js";
 import { Cube } from "./cube.js";
 import { colourOf, headCurve, heatmap, html, number } from "./draw.js";
 import { pictureButtons } from "./picture.js";
-import { cardTable, extremesTable, partBars, sqlTable, text } from "./panels.js";
+import { cardTable, extremesTable, sqlTable, subsetBars, text } from "./panels.js";
 
 const MOST_HISTOGRAMS = 12;
 const SNIPPET_TOKENS = 48;
@@ -30,7 +30,7 @@ const sql = { heat: "", hist: "", extremes: "", curves: "" };
 // What belongs to an older choice is not drawn.
 const turns = { heat: 0, head: 0, brush: 0, extremes: 0 };
 
-const scope = () => ({ run_id: chosen.run_id, intervention: chosen.intervention, part: chosen.part, layers: chosen.layers });
+const scope = () => ({ run_id: chosen.run_id, intervention: chosen.intervention, subset: chosen.subset, layers: chosen.layers });
 const head = () => chosen.head && { layer: chosen.head[0], head: chosen.head[1] };
 const label = ([layer, index]) => `L${layer}H${index}`;
 const brushList = () => [...chosen.brushes].map(([statistic, [first, last]]) => ({ statistic, first, last }));
@@ -80,14 +80,14 @@ function fillMenus() {
   fill(by("run"), runs.map((one) => [one.run_id, `${one.run_id} · ${one.model} · ${one.input_family}`]), run.run_id);
   chosen.intervention = available("intervention", chosen.intervention, run.interventions, run.interventions[0]);
   fill(by("intervention"), run.interventions.map((name) => [name, name]), chosen.intervention);
-  by("part-menu").hidden = by("parts-card").hidden = run.parts.length === 0;
+  by("subset-menu").hidden = by("subsets-card").hidden = run.subsets.length === 0;
   by("curves-card").hidden = !run.has_curves;
-  // Without parts and profiles, the table has the room below the heatmap.
-  const isRoomy = by("parts-card").hidden && by("curves-card").hidden;
+  // Without subsets and profiles, the table has the room below the heatmap.
+  const isRoomy = by("subsets-card").hidden && by("curves-card").hidden;
   const column = by(isRoomy ? "heat-card" : "hist-card").parentElement;
   if (by("card").parentElement !== column) column.append(by("card"));
-  chosen.part = available("part", chosen.part, run.parts, null, "all of the input");
-  fill(by("part"), [["", "all"], ...run.parts.map((name) => [name, name])], chosen.part ?? "");
+  chosen.subset = available("subset", chosen.subset, run.subsets, null, "all of the input");
+  fill(by("subset"), [["", "all"], ...run.subsets.map((name) => [name, name])], chosen.subset ?? "");
   const numbers = [...Array(run.n_layers).keys()];
   const [first, last] = chosen.layers ?? [0, run.n_layers - 1];
   if (!(first <= last && last < run.n_layers)) chosen.layers = available("layers", `${first} to ${last}`, [], null, "every layer");
@@ -131,7 +131,7 @@ function fillProgress() {
 function remember(isStep = false) {
   const words = new URLSearchParams({ run: chosen.run_id, intervention: chosen.intervention, statistic: chosen.statistic });
   if (chosen.head) words.set("head", label(chosen.head));
-  if (chosen.part !== null) words.set("part", chosen.part);
+  if (chosen.subset !== null) words.set("subset", chosen.subset);
   if (chosen.layers) words.set("layers", chosen.layers.join("-"));
   if (chosen.shown.join() !== run.first_statistics.join()) words.set("shown", chosen.shown.join());
   for (const [name, range] of chosen.brushes) words.append("brush", `${name}:${range.join("-")}`);
@@ -152,7 +152,7 @@ function recall() {
   };
   const brush = (text) => [text.replace(/:[^:]*$/, ""), numbers(text, /:(\d+)-(\d+)$/)?.map((bin) => Math.min(bin, BINS - 1)).sort((a, b) => a - b)];
   Object.assign(chosen, {
-    run_id: words.get("run"), intervention: words.get("intervention"), part: words.get("part"), statistic: words.get("statistic"),
+    run_id: words.get("run"), intervention: words.get("intervention"), subset: words.get("subset"), statistic: words.get("statistic"),
     layers: numbers(words.get("layers"), /^(\d+)-(\d+)$/), head: numbers(words.get("head"), /^L(\d+)H(\d+)$/),
     shown: words.get("shown")?.split(",").slice(0, MOST_HISTOGRAMS) ?? [],
     brushes: new Map(words.getAll("brush").map(brush).filter(([, range]) => range)),
@@ -388,7 +388,7 @@ async function showHead() {
   const under = chosen.brushes.size && !isCoarse ? tryToAsk({ ...query, brushes: brushList() }) : null;
   showExtremes();
   showCard(turn);
-  if (run.parts.length) showParts(turn);
+  if (run.subsets.length) showSubsets(turn);
   if (run.has_curves) showCurves(turn);
   const brushedAnswer = await under;
   if (!brushedAnswer || turn !== turns.head) return;
@@ -443,11 +443,11 @@ function drawCardCell(statistic) {
   if (cell && rank !== null) cell.textContent = `${Math.round(rank * 100)} %`;
 }
 
-async function showParts(turn) {
-  const answer = await tryToAsk({ kind: "parts", scope: scope(), head: head(), statistic: chosen.statistic });
+async function showSubsets(turn) {
+  const answer = await tryToAsk({ kind: "subsets", scope: scope(), head: head(), statistic: chosen.statistic });
   if (!answer || turn !== turns.head) return;
-  by("parts-note").textContent = `Mean ${chosen.statistic} of ${label(chosen.head)}, ± standard error`;
-  by("parts").replaceChildren(partBars(answer.rows, chosen.statistic));
+  by("subsets-note").textContent = `Mean ${chosen.statistic} of ${label(chosen.head)}, ± standard error`;
+  by("subsets").replaceChildren(subsetBars(answer.rows, chosen.statistic));
 }
 
 async function showCurves(turn) {
@@ -469,7 +469,7 @@ async function showExtremes() {
   const where = chosen.brushes.size ? ", within the brushes" : "";
   by("extremes-name").textContent = `Where ${label(chosen.head)} has the ${chosen.lowest ? "lowest" : "highest"} ${chosen.statistic}${where}`;
   by("extremes").replaceChildren(
-    answer.rows.length ? html("div", { class: "scroll" }, extremesTable(answer.rows, statistics, run.parts.length > 0, showWholeText)) : html("p", { class: "note" }, "No sequence."),
+    answer.rows.length ? html("div", { class: "scroll" }, extremesTable(answer.rows, statistics, run.subsets.length > 0, showWholeText)) : html("p", { class: "note" }, "No sequence."),
   );
   const sequences = answer.rows.map((row) => row.sequence);
   if (sequences.length) showTexts(sequences, SNIPPET_TOKENS, () => turn === turns.extremes);
@@ -576,7 +576,7 @@ function listen() {
   };
   by("run").onchange = (event) => choose({ run_id: event.target.value, layers: null, brushes: new Map() }, showEverything);
   by("intervention").onchange = (event) => choose({ intervention: event.target.value }, showEverything);
-  by("part").onchange = (event) => choose({ part: event.target.value || null }, showEverything);
+  by("subset").onchange = (event) => choose({ subset: event.target.value || null }, showEverything);
   by("statistic").onchange = (event) => chooseStatistic(event.target.value);
   const layers = () => {
     const ends = [Number(by("first-layer").value), Number(by("last-layer").value)].sort((a, b) => a - b);
@@ -591,7 +591,7 @@ function listen() {
   by("refresh").onclick = lookAgain;
   for (const input of document.getElementsByName("meaning")) input.onchange = () => choose({ meaning: input.value }, applyBrushes);
   for (const input of document.getElementsByName("end")) input.onchange = () => choose({ lowest: input.value === "lowest" }, showExtremes);
-  for (const place of ["heatmap", "histograms", "curves", "parts"]) {
+  for (const place of ["heatmap", "histograms", "curves", "subsets"]) {
     by(`${place}-pictures`).append(...pictureButtons(by(place), () => `${label(chosen.head)}-${place}`));
   }
   by("heat-sql").onclick = () => offerSql(sql.heat);

@@ -31,10 +31,10 @@ export function cardTable(rows, chosen, percentile, choose) {
   }), "Every statistic of the chosen head");
 }
 
-// The mean of a statistic in each part.
-export function partBars(rows, statistic) {
+// The mean of a statistic in each subset.
+export function subsetBars(rows, statistic) {
   return bars({
-    names: rows.map((row) => row.part ?? "no subset"),
+    names: rows.map((row) => row.subset ?? "no subset"),
     values: rows.map((row) => row.mean),
     errors: rows.map((row) => row.standard_error),
     title: `${statistic} by subset of the Pile`,
@@ -42,14 +42,14 @@ export function partBars(rows, statistic) {
 }
 
 // Sequences with the values of some statistics. `showText(sequence)` shows all of one.
-export function extremesTable(rows, statistics, parts, showText) {
-  const columns = [{ name: "sequence" }, ...(parts ? [{ name: "part", words: true }] : []), ...statistics.map((name) => ({ name }))];
+export function extremesTable(rows, statistics, subsets, showText) {
+  const columns = [{ name: "sequence" }, ...(subsets ? [{ name: "subset", words: true }] : []), ...statistics.map((name) => ({ name }))];
   return table(columns, rows.flatMap((row) => {
     const button = html("button", { type: "button", class: "plain", title: place(row), onclick: () => showText(row.sequence) }, number(row.sequence));
     const values = statistics.map((name) => html("td", {}, number(row[name])));
-    const part = parts ? [html("td", { class: "words" }, row.part ?? "–")] : [];
+    const subset = subsets ? [html("td", { class: "words" }, row.subset ?? "–")] : [];
     return [
-      html("tr", { "data-sequence": row.sequence }, html("td", {}, button), ...part, ...values),
+      html("tr", { "data-sequence": row.sequence }, html("td", {}, button), ...subset, ...values),
       html("tr", { class: "text" }, html("td", { colspan: columns.length, class: "words", "data-text": row.sequence })),
     ];
   }), "Sequences in which the statistic is most extreme");

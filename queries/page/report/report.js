@@ -704,9 +704,9 @@ function lineCard(one, title, meaning, unit, series, log, sql) {
 }
 
 // The heads whose means differ most between subsets, in standard errors of the larger error.
-function partsCard(one) {
+function subsetsCard(one) {
   const names = Object.keys(one.values).filter(
-    (name) => isMap(one, name) && Object.keys(one.values[name].parts ?? {}).length,
+    (name) => isMap(one, name) && Object.keys(one.values[name].subsets ?? {}).length,
   );
   if (!names.length) return null;
   const chosen = names.includes(state.statistic)
@@ -714,17 +714,19 @@ function partsCard(one) {
     : (LEADING.find((name) => names.includes(name)) ?? names[0]);
   const select = html(
     "select",
-    { id: "part-statistic", "aria-label": "Statistic by subset of the Pile" },
+    { id: "subset-statistic", "aria-label": "Statistic by subset of the Pile" },
     ...names.map((name) => option(name, name, name === chosen)),
   );
   const where = html("div", { class: "plot" });
   const note = html("p", { class: "meaning" });
   const tools = html("div");
   const draw = (name) => {
-    const parts = one.values[name].parts;
-    const partNames = Object.keys(parts);
+    const subsets = one.values[name].subsets;
+    const subsetNames = Object.keys(subsets);
     const spread = one.values[name].mean.map((_, i) => {
-      const means = partNames.map((part) => parts[part].mean[i]).filter((mean) => mean !== null);
+      const means = subsetNames
+        .map((subset) => subsets[subset].mean[i])
+        .filter((mean) => mean !== null);
       return { i, spread: means.length > 1 ? Math.max(...means) - Math.min(...means) : -1 };
     });
     const heads = spread
@@ -733,12 +735,12 @@ function partsCard(one) {
       .slice(0, 14)
       .map((entry) => entry.i);
     const nameOf = (i) => label(Math.floor(i / one.n_heads), i % one.n_heads);
-    const counts = partNames.map((part) => Math.max(...parts[part].count));
-    const values = partNames.map((part) => heads.map((i) => parts[part].mean[i]));
+    const counts = subsetNames.map((subset) => Math.max(...subsets[subset].count));
+    const values = subsetNames.map((subset) => heads.map((i) => subsets[subset].mean[i]));
     note.textContent = `The ${heads.length} heads whose mean ${name} differs most between subsets. The number of sequences is in brackets: with few, a mean says little.`;
     where.replaceChildren(
       heatmap({
-        rows: partNames.map((part, i) => `${part} (${counts[i]})`),
+        rows: subsetNames.map((subset, i) => `${subset} (${counts[i]})`),
         cols: heads.map(nameOf),
         rowName: "",
         colName: "head",
@@ -746,7 +748,7 @@ function partsCard(one) {
         values,
         ...rangeOf(name, values.flat()),
         title: `${name} by subset of the Pile`,
-        cellName: (row, col) => `${partNames[row]}, ${nameOf(heads[col])}`,
+        cellName: (row, col) => `${subsetNames[row]}, ${nameOf(heads[col])}`,
         onChoose: (row, col) =>
           choose(Math.floor(heads[col] / one.n_heads), heads[col] % one.n_heads, name),
       }),
@@ -757,17 +759,17 @@ function partsCard(one) {
 FROM subset_summaries
 WHERE ${condition(one)}
   AND statistic = ${literal(name)}`,
-        name: `${name}-parts`,
+        name: `${name}-subsets`,
         columns: ["head", "pile_set_name", "mean", "standard_error", "documents", "count"],
         rows: () =>
-          partNames.flatMap((part) =>
-            parts[part].mean.map((mean, i) => [
+          subsetNames.flatMap((subset) =>
+            subsets[subset].mean.map((mean, i) => [
               nameOf(i),
-              part,
+              subset,
               mean,
-              parts[part].error[i],
-              parts[part].documents[i],
-              parts[part].count[i],
+              subsets[subset].error[i],
+              subsets[subset].documents[i],
+              subsets[subset].count[i],
             ]),
           ),
       }),
@@ -775,7 +777,7 @@ WHERE ${condition(one)}
   };
   select.addEventListener("change", () => draw(select.value));
   draw(chosen);
-  return html("figure", { class: "card", "data-parts": "" }, select, note, where, tools);
+  return html("figure", { class: "card", "data-subsets": "" }, select, note, where, tools);
 }
 
 function constants(one) {
@@ -915,7 +917,7 @@ function drawMain() {
   maps = [];
   const one = section();
   const layers = layerCards(one);
-  const parts = partsCard(one);
+  const subsets = subsetsCard(one);
   const standouts = leadingNames(one)
     .map((name) => standoutCard(one, name))
     .filter(Boolean);
@@ -935,8 +937,8 @@ function drawMain() {
       layers.length
         ? [html("h2", {}, "By layer"), html("div", { class: "grid wide" }, ...layers)]
         : [],
-      parts
-        ? [html("h2", {}, "By subset of the Pile"), html("div", { class: "grid wide" }, parts)]
+      subsets
+        ? [html("h2", {}, "By subset of the Pile"), html("div", { class: "grid wide" }, subsets)]
         : [],
       constants(one),
       report.dormant.length
@@ -1016,16 +1018,16 @@ function cardOf(one, layer, head) {
       const [first, size, ...counts] = bins;
       return { edges: edgesOf(values, first, size, counts.length), counts };
     }),
-    parts: byName((_, values) =>
-      Object.entries(values.parts ?? {})
-        .map(([part, means]) => ({
-          part,
+    subsets: byName((_, values) =>
+      Object.entries(values.subsets ?? {})
+        .map(([subset, means]) => ({
+          subset,
           mean: value(means.mean),
           standard_error: value(means.error),
           documents: value(means.documents),
           count: value(means.count),
         }))
-        .filter((part) => part.mean !== null),
+        .filter((subset) => subset.mean !== null),
     ),
     curves: one.curves
       .map((curve) => {

@@ -116,13 +116,13 @@ ORDER BY low`;
   ];
 }
 
-function partsPart(card, one) {
-  const parts = card.parts[one.name] ?? [];
-  if (!parts.length) return [];
+function subsetsPart(card, one) {
+  const subsets = card.subsets[one.name] ?? [];
+  if (!subsets.length) return [];
   const figure = bars({
-    names: parts.map((part) => `${part.part} (${part.count})`),
-    values: parts.map((part) => part.mean),
-    errors: parts.map((part) => part.standard_error),
+    names: subsets.map((subset) => `${subset.subset} (${subset.count})`),
+    values: subsets.map((subset) => subset.mean),
+    errors: subsets.map((subset) => subset.standard_error),
     reference: { x: one.uniform_baseline, name: "uniform baseline" },
     title: `${one.name} by subset of the Pile`,
     unit: one.unit,
@@ -143,15 +143,15 @@ WHERE ${conditions(card)}
     behind({
       sql,
       plot,
-      name: `${card.label}-${one.name}-parts`,
+      name: `${card.label}-${one.name}-subsets`,
       columns: ["pile_set_name", "mean", "standard_error", "documents", "count"],
       rows: () =>
-        parts.map((part) => [
-          part.part,
-          part.mean,
-          part.standard_error,
-          part.documents,
-          part.count,
+        subsets.map((subset) => [
+          subset.subset,
+          subset.mean,
+          subset.standard_error,
+          subset.documents,
+          subset.count,
         ]),
     }),
   ];
@@ -276,7 +276,7 @@ export function drawCard(card, options = {}) {
         html("p", { class: "meaning" }, one.meaning),
         one.formula ? html("p", {}, html("code", {}, one.formula)) : null,
         ...distributionPart(card, one),
-        ...partsPart(card, one),
+        ...subsetsPart(card, one),
         ...examplesPart(card, one),
       ]
     : [html("p", { class: "note" }, "This head was not measured.")];
