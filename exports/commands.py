@@ -167,7 +167,8 @@ def export(
     # Before anything is written: the model, or what runs it, may not be there.
     trial = _tried_out(exported, source, model, device) if check else None
     size = write_export(export, destination, exported.files)
-    _tell_notes(exported.notes)
+    for note in exported.notes:
+        tell_user(f"note: {note}")
     typer.echo(
         f"{output}: {name} of {source.model_name}, from run {source.run_id} ({size / 1e3:,.1f} kB)"
     )
@@ -332,12 +333,6 @@ def print_formats() -> None:
 
     for name, export in export_formats().items():
         typer.echo(f"{name}: {export.title}\n    {export.read_by}")
-
-
-def _tell_notes(notes: Collection[str]) -> None:
-    """Print what the reader of a file should know."""
-    for line in notes:
-        tell_user(f"note: {line}")
 
 
 def _show_check(table: pa.Table, lines: list[str]) -> None:
