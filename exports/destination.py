@@ -102,6 +102,7 @@ def _write_folder(destination: Path, files: Mapping[str, bytes]) -> None:
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    # Only now that the new folder has the name.
     shutil.rmtree(older, ignore_errors=True)
 
 

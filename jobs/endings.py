@@ -195,6 +195,7 @@ def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
     previous: dict[signal.Signals, signal.Handlers] = {}
     for number in STOPPING:
         handler = signal.getsignal(number)
+        # None is a handler that a library set in C, which Python could not put back.
         if handler is signal.SIG_IGN or handler is None:
             continue
         previous[number] = handler  # pyright: ignore[reportArgumentType]
@@ -257,6 +258,7 @@ def _end_stopped(number: int) -> NoReturn:
         # A second interrupt must not cut the end of Ray's processes short.
         signal.signal(other, signal.SIG_IGN)
     if _ProcessState.has_children:
+        # A process that does not answer must not keep the command from ending.
         watchdog = threading.Timer(CLEANING_SECONDS, os._exit, [128 + number])
         watchdog.daemon = True
         watchdog.start()
@@ -269,6 +271,7 @@ def _leave(number: int) -> NoReturn:
     # A progress bar hides the cursor.
     show_cursor = "\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""
     with contextlib.suppress(OSError):
+        # Not `print`: the signal may have come in the middle of one.
         os.write(2, f"{show_cursor}{_stopped_line()}\n".encode())
     os._exit(128 + number)
 

@@ -123,8 +123,8 @@ class ReplicationControls:
         with stand_in_files(self.replication):
             all_sizes = self._distinct_sizes()
             random_runs = [(sizes, self._random_runs(sizes)) for sizes in all_sizes]
-            intervenes = has_interventions(self.replication)
-            changed_runs = [(sizes, self._changed_runs(sizes)) for sizes in all_sizes if intervenes]
+            changed_sizes = all_sizes if has_interventions(self.replication) else []
+            changed_runs = [(sizes, self._changed_runs(sizes)) for sizes in changed_sizes]
             # Opened when all runs are there: a database does not see those that come later.
             self.database = open_replication_runs(self.replication, str(self.runs.runs(self.name)))
         controls: list[Control] = []
@@ -368,6 +368,7 @@ def passing_share(value: PublishedValue) -> float:
     if not value.standard_error:
         return 1.0
     generator = np.random.default_rng(0)
+    # Both the published and the measured value scatter about the true one.
     draws = generator.standard_normal((2, DRAWS)) * value.standard_error + value.value
     published, measured = draws
     if value.scale == "log10":

@@ -193,6 +193,7 @@ def _measure_and_judge(
         except OSError as error:
             raise RunError(f"{file}: cannot be written ({error.strerror})") from None
 
+    # All are planned first: what cannot be measured is said at once, and the time left is known.
     planned_replications, unplanned = reproduction.plan(selection)
     for replication in unplanned:
         skip(replication)

@@ -43,6 +43,7 @@ def card(source: ExportSource, *, license: str = "unknown") -> Exported:  # noqa
     * `license`: license of the data set, as the Hub names it. The sequences hold the tokens of the
       corpus, so it depends on the corpus.
     """
+    # Before any line, because a place that the Hub could not read the files from is refused here.
     configurations = dict(_configurations(source))
     content = "\n".join(
         [

@@ -49,6 +49,7 @@ def wait_for_driver(cluster: JobClient, job_id: str) -> str:
         # Only the log is seen from here: the notes of phases may lie on a disk of the cluster.
         phase = last_in_log(cluster.whole_log(job)) if job.state == "RUNNING" else None
         if phase is not None:
+            # From the driver's first word on: before it, the cluster may have to start a machine.
             planned_by = planned_by or time.monotonic() + PLANNING_SECONDS
             if phase not in PLANNING:
                 return f"{job_id}: its driver is there: {phase}"

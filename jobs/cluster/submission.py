@@ -116,6 +116,7 @@ class JobClient:
         """The jobs that measure runs, by run, those of a run in their order."""
         with self._explained():
             jobs = [_job_of(details) for details in self.client.list_jobs()]
+        # Other programs may have jobs there, too.
         our_jobs = [job for job in jobs if job is not None]
         return sorted(our_jobs, key=lambda job: (job.run_id, job.attempt, job.started))
 
@@ -262,6 +263,7 @@ class JobClient:
             return run.manifest_file.is_file()
         if job.state == "SUCCEEDED":
             return True
+        # The run lies on a disk of the cluster. Only the logs of its jobs are seen from here.
         jobs_of_run = [each for each in self.jobs() if each.run == job.run]
         said = [phases.last_in_log(self.whole_log(each)) for each in jobs_of_run]
         return any(phase not in (None, *phases.PLANNING) for phase in said)

@@ -233,6 +233,7 @@ def _told_if_silent(where: Place) -> Iterator[None]:
     line = f"{where}: the store has not answered for {SILENCE_SECONDS:.0f} s; asking it again"
     timer = Timer(SILENCE_SECONDS, _tell, [line])
     timer.daemon = True
+    # A disk answers at once, or fails.
     if not isinstance(where, Path):
         timer.start()
     try:

@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,9 +14,6 @@ from rich.console import Console
 from headcount.jobs.commands.scan import Overrides, VerifyCorpus
 from headcount.jobs.console import duration, in_bytes, print_table, say
 from headcount.schemas.errors import CorpusError, RunError, ScanError, counted, printable
-
-if TYPE_CHECKING:
-    from headcount.workers.inputs.sequences import Sequences
 
 Corpora = Annotated[
     str,
@@ -98,24 +95,17 @@ def prepare(
     sequences.use_index(index)
     # As a scan would refuse it.
     sequences.check_index()
-    say(console, f"{_summary(sequences)}, in {duration(time.monotonic() - began)}")
-    # A script reads the place from stdout; people read the line on stderr.
-    print(index.store.folder)
-
-
-def _summary(sequences: Sequences) -> str:
-    """What is prepared for a scan."""
-    index = sequences.index
-    assert index is not None
-    bad = sum(piece.bad for piece in index.pieces)
     parts = [
         counted(len(sequences), "sequence"),
         counted(index.documents, "document"),
         counted(index.tokens, "token"),
     ]
+    bad = sum(piece.bad for piece in index.pieces)
     if bad:
         parts.append(counted(bad, "bad row"))
-    return ", ".join(parts)
+    say(console, f"{', '.join(parts)}, in {duration(time.monotonic() - began)}")
+    # A script reads the place from stdout; people read the line on stderr.
+    print(index.store.folder)
 
 
 @commands.command("list")

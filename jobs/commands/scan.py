@@ -603,6 +603,7 @@ def doctor(
             say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.result}")
             if not check.ok and check.advice:
                 say(console, f"{'':<23}{check.advice}")
+            # The next check may take seconds.
             sys.stdout.flush()
     if not healthy:
         sys.exit(1)

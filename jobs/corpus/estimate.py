@@ -93,6 +93,7 @@ def estimate_corpus(sequences: Sequences, corpora: Place) -> CorpusEstimate | No
         sample = _Sample(work, sample_tokens)
         if sample.index.sequences:
             return sample.estimate()
+        # Documents that are long enough may be rare.
         sample_tokens *= 4
     raise CorpusError(
         f"input: no sequence of {counted(sequences.text_length, 'token')} in a sample of "
@@ -211,6 +212,7 @@ def _places(portions: list[Portion]) -> Iterator[Portion]:
         identity = portion.first_source, portion.start
         if identity != last:
             yield portion
+        # Neighbouring places may lie in one small file, which is read once.
         last = identity
 
 

@@ -65,6 +65,7 @@ class OnRay:
         try:
             while (self.waiting or self.running) and not self.work.is_done:
                 self._fill()
+                # A second at most: a cluster that grows gets more tasks, and silence is noticed.
                 arrived, _ = ray.wait(list(self.running), num_returns=1, timeout=1.0)
                 for stream in arrived:
                     self._hear(stream)
@@ -130,6 +131,7 @@ class OnRay:
         try:
             reference: ray.ObjectRef[PortionNews] = next(stream)
             news = ray.get(reference)
+        # A stream that ends without a last message is one whose task died.
         except (ray.exceptions.RayError, StopIteration) as error:
             del self.running[stream]
             self._start_again(order, error)

@@ -74,6 +74,7 @@ def _checkpoints(scan_file: Path, field: str, value: object) -> list[str] | None
         )
     checkpoints: list[str] = []
     for text in texts:
+        # A text of the list may be a pattern, too.
         checkpoints += _checkpoints(scan_file, field, text) or [text]
     twice = sorted({text for text in checkpoints if checkpoints.count(text) > 1})
     if twice:

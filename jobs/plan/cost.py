@@ -177,6 +177,7 @@ def _measured_speed(
         began = time.perf_counter()
         measured = replica.measure(first_shard.tokens[:size], intervention, labels, partner)
         seconds = time.perf_counter() - began
+        # The search may come back to a size, whose passes then count together.
         speeds = speeds_by_size.setdefault(size, [])
         speeds.append(size * replica.scan.n_ctx / seconds)
         is_late = time.perf_counter() > deadline

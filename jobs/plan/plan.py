@@ -181,6 +181,7 @@ def plan_run(
 ) -> Plan:
     """Plan one run, which fits what lies in its directory already."""
     previous = run.manifest() if run.manifest_file.is_file() else None
+    # Refused before tokens are prepared, which may take hours.
     command = _check_run(resolved, run, previous, must_exist, command)
     sequences = resolved.sequences
     corpora = corpora_of(resolved.scan)

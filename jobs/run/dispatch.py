@@ -349,6 +349,7 @@ class _Dispatcher:
         try:
             reason: str = ray.get(reference)
         except ray.exceptions.RayError:
+            # The death of an idle replica shows nowhere else.
             self._note_death(replica)
             return
         replica.is_leaving = True
@@ -358,6 +359,7 @@ class _Dispatcher:
 
     def _note_death(self, replica: _RemoteReplica) -> None:
         """Find out why a replica died, once for all of its calls, and wait for its successor."""
+        # Another of its calls, or its notice, has told already.
         if not replica.ready:
             return
         if replica.excuse is None and replica.place and node_is_gone(replica.place.node_id):

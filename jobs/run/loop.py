@@ -226,6 +226,7 @@ def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
         undamaged = [commit for commit in commits_of(loose) if commit.shard not in damaged]
         gather(plan.run.commits_directory, undamaged)
 
+    # The survey is from before the commits of damaged shards were taken out.
     is_missing = ~survey.is_committed
     is_missing[list(damaged)] = True
     return np.flatnonzero(is_missing)
@@ -338,6 +339,7 @@ def stop_after_failures_in_a_row(
             failed_shards = {True: set(), False: set()}
             yield attempt
             continue
+        # A set: a shard that fails three times is one shard.
         in_a_row = failed_shards[attempt.of_writing]
         in_a_row.add(attempt.shard)
         most = MOST_UNWRITTEN if attempt.of_writing else MOST_FAILURES

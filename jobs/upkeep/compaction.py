@@ -133,7 +133,11 @@ class _Compaction:
         commit_log = run.commit_log().combine_chunks()
         # Make room first: a killed compaction may have left merged files that nobody needs.
         clean(run, commit_log)
-        problems = _damaged_shards(run, commit_log)
+        problems: Problems = {}
+        for damage in run.damaged_files([commit_log]):
+            if not damage.is_of_rollup:
+                message = damage_message(run, damage.shards, f"{damage.path} {damage.why}")
+                problems |= dict.fromkeys(damage.shards, message)
         # All roll-ups are read: they take 4 % of the rows' space.
         rollup_damages = run.damaged_files([commit_log], run.manifest(), [ROLLUPS.name])
         damaged_rollups = [damage.path for damage in rollup_damages if damage.is_of_rollup]
@@ -249,16 +253,6 @@ def _grouped(units: list[Unit], rows: int) -> list[list[Unit]]:
         groups[-1].append(unit)
         group_rows += unit.rows
     return [group for group in groups if is_worth_merging(group)]
-
-
-def _damaged_shards(run: RunDirectory, commit_log: pa.Table) -> Problems:
-    """The shards with a damaged file of rows, and what the user is told of each."""
-    messages: Problems = {}
-    for damage in run.damaged_files([commit_log]):
-        if not damage.is_of_rollup:
-            message = damage_message(run, damage.shards, f"{damage.path} {damage.why}")
-            messages |= dict.fromkeys(damage.shards, message)
-    return messages
 
 
 def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ()) -> None:

@@ -289,6 +289,7 @@ def _read_rows(
     readers = DISK_READERS if isinstance(run.path, Path) else READERS
     with ThreadPoolExecutor(readers) as pool:
         tables = list(pool.map(lambda file: _read_file(run, file, bounds), files))
+    # Files of one code have the same columns, unless one of them was written by something else.
     for file, table in zip(files, tables, strict=True):
         if table.schema != tables[0].schema:
             raise DamagedShards(

@@ -250,6 +250,7 @@ def committed_files(
     grouped = references.group_by("path", use_threads=False).aggregate(
         [(name, "first") for name in same_in_all] + [("shard", "list"), ("rows", "sum")]
     )
+    # In batches, because Python objects take far more memory than their Arrow table.
     for batch in grouped.to_batches(READERS * 64):
         for row in batch.to_pylist():
             shards = row["shard_list"]
@@ -292,15 +293,16 @@ def examined_files(
 
 def declared_bounds(manifest: Manifest) -> dict[str, Bounds]:
     """The range of each measured column, by table and column."""
-    bounds: dict[str, dict[str, Range]] = {}
+    bounds: dict[str, Bounds] = {}
     for table, columns in columns_of(manifest.kinds).items():
-        bounds[table] = {}
+        ranges: dict[str, Range] = {}
         for name, column in columns.items():
             # JSON does not have infinity: null is an open end.
             low, high = json.loads(dict(column.facts).get("range", "[null, null]"))
-            bounds[table][name] = Range(
+            ranges[name] = Range(
                 -math.inf if low is None else low, math.inf if high is None else high
             )
+        bounds[table] = ranges
     return bounds
 
 

@@ -178,6 +178,7 @@ def _filesystem(
         try:
             region = pafs.resolve_s3_region(bucket)
         except OSError:
+            # Not every store says it. The library then takes its own default.
             region = None
     return pafs.S3FileSystem(
         region=region,
