@@ -312,7 +312,7 @@ def _machine_advice(error: Exception) -> str | None:
         if isinstance(cause, OSError) and cause.errno in SCARCE | DENIED:
             break
         cause = cause.__cause__ or cause.__context__
-    cause = cause or error
+    cause = error if cause is None else cause
     if not isinstance(cause, OSError):
         return None
     from headcount.schemas.files.places import reason
