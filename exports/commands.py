@@ -167,7 +167,8 @@ def export(
     # Before anything is written: the model, or what runs it, may not be there.
     trial = _tried_out(exported, source, model, device) if check else None
     size = write_export(export, destination, exported.files)
-    _tell_notes(exported.notes)
+    for note in exported.notes:
+        tell_user(f"note: {note}")
     typer.echo(
         f"{output}: {name} of {source.model_name}, from run {source.run_id} ({size / 1e3:,.1f} kB)"
     )
@@ -181,16 +182,41 @@ def _tried_out(
     model: str | None,
     device: Device,
 ) -> tuple[pa.Table, list[str]]:
-    """What a trial of the chosen heads finds, on the model where it lies now."""
-    from headcount.exports.scan import check_exported_heads
+    """What the model loses with a cache that is cut so: recall of needles, loss after repeats.
 
-    if exported.cut is None:
+    If the number of heads is open, it is the smallest one with which nothing is lost. Returns the
+    table, and what it says in lines.
+    """
+    cut = exported.cut
+    if cut is None:
         raise QueryError(
             f"export {source.format.name}: chooses no heads to keep whole; leave out --check"
         )
-    return check_exported_heads(
-        model or source.run["model"], exported.cut, source.run["n_ctx"], device
-    )
+    from headcount.workers.head_check import JUDGED_SEED, SEARCHED_SEED, HeadTrial, verdict
+    from headcount.workers.process import prepare_process
+
+    prepare_process()
+    # On the model where it lies now, which may have moved since the run.
+    path, n_ctx = model or source.run["model"], source.run["n_ctx"]
+    trial = HeadTrial(path, cut.sink, cut.recent, n_ctx=n_ctx, device=device)
+    lines: list[str] = []
+    heads = cut.whole_heads
+    ranked = cut.ranked_heads
+    if ranked is not None:
+        # A number that was found on some sequences is judged on others.
+        kept = trial.fewest(ranked, seed=SEARCHED_SEED)
+        heads = ranked[:kept]
+        sparsity = 1 - kept / len(ranked)
+        # All or none of them is no choice.
+        advice = f"; --sparsity {sparsity:.4g} chooses them" if 0 < sparsity < 1 else ""
+        lines.append(
+            f"number of heads: with {kept} of {len(ranked)} nothing is lost on other sequences"
+            f"{advice}"
+        )
+    # A layer that does not attend has scores, but no cache.
+    heads = [head for head in heads if head in trial.kv_heads]
+    table = trial.table(heads, seed=JUDGED_SEED)
+    return table, [*lines, *verdict(table)]
 
 
 def run_needed_scan(
@@ -200,14 +226,30 @@ def run_needed_scan(
     needs: Needs,
     name: str,
 ) -> str:
-    """Run the scan that measures what is needed. Returns where its run lies.
+    """Run the scan that measures what is needed, or continue its run. Returns where its run lies.
 
-    `fields` are those that the user chose: `model` and `out`.
+    `fields` are those that the user chose: `model` and `out`. It runs in this process.
     """
-    from headcount.exports.scan import run_export_scan
+    from headcount.jobs.api import run_scan
+    from headcount.schemas.scans.scan import override_fields
+    from headcount.workers.model.files.model_info import describe, find_model
 
-    needed = needs.scan_fields(fields["model"]) | fields
-    return str(run_export_scan(needed, overrides, name, device))
+    needed: dict[str, Any] = needs.scan_fields(fields["model"]) | fields
+    info = describe(find_model(needed["model"], needed.get("revision")))
+    # No longer than the model takes, unless the user says so.
+    needed["n_ctx"] = min(needed["n_ctx"], info.n_ctx)
+    run = run_scan(
+        override_fields(needed, overrides),
+        {},
+        name=name,
+        replicas=0,
+        cores=0,
+        device=device,
+        address=None,
+        new=False,
+        quiet=False,
+    )
+    return str(run)
 
 
 def measured_source(
@@ -332,12 +374,6 @@ def print_formats() -> None:
 
     for name, export in export_formats().items():
         typer.echo(f"{name}: {export.title}\n    {export.read_by}")
-
-
-def _tell_notes(notes: Collection[str]) -> None:
-    """Print what the reader of a file should know."""
-    for line in notes:
-        tell_user(f"note: {line}")
 
 
 def _show_check(table: pa.Table, lines: list[str]) -> None:

@@ -26,9 +26,20 @@ def check_destination(export: ExportFormat, output: str, replace: bool) -> Place
         if isinstance(destination, Path):
             _check_parent(destination)
         if export.writes == "file":
-            _check_file(destination, replace)
+            if isinstance(destination, Path) and destination.is_dir():
+                raise QueryError(f"{destination}: is a directory; expected the name of a file")
+            is_there = destination.is_file()
         else:
-            _check_folder(destination, replace)
+            if destination.is_file():
+                raise QueryError(
+                    f"{destination}: is a file; expected a folder, or a name that is free"
+                )
+            # A store has no empty folders: one is there if it holds something.
+            is_there = any(True for _ in names(destination))
+        if is_there and not replace:
+            raise QueryError(
+                f"{destination}: is there already; choose another name, or say --replace"
+            )
     except OSError as error:
         # A name that is too long, for instance.
         raise QueryError(f"{destination}: cannot be written ({reason(error)})") from None
@@ -47,21 +58,6 @@ def _check_parent(destination: Path) -> None:
         raise QueryError(
             f"{destination}: {parent} cannot be written (no permission); choose another place"
         )
-
-
-def _check_file(destination: Place, replace: bool) -> None:
-    if isinstance(destination, Path) and destination.is_dir():
-        raise QueryError(f"{destination}: is a directory; expected the name of a file")
-    if destination.is_file() and not replace:
-        raise QueryError(f"{destination}: is there already; choose another name, or say --replace")
-
-
-def _check_folder(destination: Place, replace: bool) -> None:
-    if destination.is_file():
-        raise QueryError(f"{destination}: is a file; expected a folder, or a name that is free")
-    # A store has no empty folders: one is there if it holds something.
-    if any(True for _ in names(destination)) and not replace:
-        raise QueryError(f"{destination}: is there already; choose another name, or say --replace")
 
 
 def write_export(export: ExportFormat, destination: Place, files: Mapping[str, bytes]) -> int:
@@ -106,6 +102,7 @@ def _write_folder(destination: Path, files: Mapping[str, bytes]) -> None:
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    # Only now that the new folder has the name.
     shutil.rmtree(older, ignore_errors=True)
 
 

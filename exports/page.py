@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from headcount.exports.commands import needs_line
-from headcount.exports.registry import ExportFormat, Option, export_formats
+from headcount.exports.registry import ExportFormat, export_formats
 from headcount.schemas.packages import PACKAGE
 
 DOCS = PACKAGE.parent / "docs" / "reference"
@@ -55,16 +55,16 @@ def _section(export: ExportFormat) -> str:
     if export.details:
         parts.append(export.details)
     if export.options:
-        parts.append("\n".join(map(_option_item, export.options.values())))
+        items = [
+            f"* `{option.flag}`: {option.meaning} ({option.values})"
+            for option in export.options.values()
+        ]
+        parts.append("\n".join(items))
     parts.append(f"Read by: {export.read_by}. Source: <{export.source}>.")
     parts.append(f"```bash\nheadcount export {export.name} RUNS -o {export.example}\n```")
     parts.append(f"```python\n{export.load}```")
     text = "\n\n".join(parts)
     return f"\n{text}\n"
-
-
-def _option_item(option: Option) -> str:
-    return f"* `{option.flag}`: {option.meaning} ({option.values})"
 
 
 PAGES = {"exports.md": exports_page}

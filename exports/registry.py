@@ -253,11 +253,14 @@ def export_format(
         name = function.__name__.replace("_", "-")
         if name in FORMATS:
             raise ValueError(f"export format {name!r} is defined twice")
+        # What stands between the first paragraph and the options.
+        rest = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[2]
+        details = OPTION_MEANING.sub("", rest).strip()
         FORMATS[name] = ExportFormat(
             name=name,
             title=title,
             meaning=first_paragraph(function),
-            details=_details(function),
+            details=details,
             read_by=read_by,
             source=source,
             writes=writes,
@@ -309,13 +312,6 @@ def _options_of(function: Callable[..., Exported]) -> dict[str, Option]:
             meaning=meanings[parameter.name],
         )
     return options
-
-
-def _details(function: Callable[..., Exported]) -> str:
-    """The paragraphs of a docstring between its first one and its options."""
-    docstring = inspect.cleandoc(function.__doc__ or "")
-    _, _, rest = docstring.partition("\n\n")
-    return OPTION_MEANING.sub("", rest).strip()
 
 
 def _value_of(text: str) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -242,12 +243,12 @@ def _fitting_run(
     needs: Needs,
 ) -> Mapping[str, Any]:
     """The only run that has measured what is needed."""
+    profiles: defaultdict[str, set[str]] = defaultdict(set)
     # `runs` says nothing of profiles, and asking for them reads their files.
-    profiles = _profiles_by_run(database) if needs.profiles else {}
-    problems = {
-        run["run_id"]: _problem_of(run, needs, profiles.get(run["run_id"], frozenset()))
-        for run in runs
-    }
+    if needs.profiles:
+        for run_id, profile in database.rows("SELECT DISTINCT run_id, profile FROM profiles"):
+            profiles[run_id].add(profile)
+    problems = {run["run_id"]: _problem_of(run, needs, profiles[run["run_id"]]) for run in runs}
     fitting = [run for run in runs if problems[run["run_id"]] is None]
     if not fitting:
         positions = opened_run(database, runs[0]["run_id"]).manifest.model.get("n_ctx")
@@ -303,7 +304,7 @@ def _is_baseline(candidate: ExportSource, source: ExportSource, needs: Needs) ->
     same = ("model_fingerprint", *SAME_IN_BASELINE)
     return (
         # No format needs profiles of its baseline.
-        _problem_of(candidate.run, needs, frozenset()) is None
+        _problem_of(candidate.run, needs, profiles=()) is None
         and all(candidate.run[fact] == source.run[fact] for fact in same)
         and _options_beside_period(candidate) == _options_beside_period(source)
     )
@@ -338,15 +339,7 @@ def _require_more_tokens(
         )
 
 
-def _profiles_by_run(database: RunDatabase) -> dict[str, frozenset[str]]:
-    """The profiles that each run has rows of."""
-    by_run: dict[str, set[str]] = {}
-    for run_id, profile in database.rows("SELECT DISTINCT run_id, profile FROM profiles"):
-        by_run.setdefault(run_id, set()).add(profile)
-    return {run_id: frozenset(names) for run_id, names in by_run.items()}
-
-
-def _problem_of(run: Mapping[str, Any], needs: Needs, profiles: frozenset[str]) -> str | None:
+def _problem_of(run: Mapping[str, Any], needs: Needs, profiles: Collection[str]) -> str | None:
     """Why a format cannot be made of a run. None if it can."""
     if not run["complete"]:
         done, shards = run["shards_done"], run["shards"]

@@ -60,7 +60,13 @@ def __getattr__(name: str) -> object:
     if name == "app":
         return import_module("headcount.commands").command_line()
     if name == "__version__":
-        return _release()
+        from importlib.metadata import PackageNotFoundError, version
+
+        # A clone that is imported from its folder is not installed.
+        try:
+            return version("headcount")
+        except PackageNotFoundError:
+            return "not installed"
     if name not in NAMES:
         raise AttributeError(f"module 'headcount' has no attribute {name!r}")
     module, name_there = NAMES[name]
@@ -70,16 +76,6 @@ def __getattr__(name: str) -> object:
         raise _missing_library(name, error) from None
     globals()[name] = value
     return value
-
-
-def _release() -> str:
-    """The version of the installed package; pyproject.toml has it."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("headcount")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def __dir__() -> list[str]:

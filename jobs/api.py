@@ -77,6 +77,7 @@ def _read(
     overrides = [f"{key}={_toml(value)}" for key, value in fields.items()]
     if isinstance(source, Mapping):
         changed = override_fields(dict(source), overrides)
+        # There is no file that the run could keep, so what the dict says is written as one.
         text = "".join(f"{key} = {_toml(value)}\n" for key, value in changed.items())
         return parse_scan(changed), name, text, UNKNOWN
     file = Path(source)

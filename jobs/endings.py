@@ -146,6 +146,7 @@ def ended_in_lines() -> Iterator[None]:
         _end_failed(error)
     finally:
         sys.unraisablehook = previous_hook
+        # With children, a signal during their end must still find our handlers.
         if not _ProcessState.has_children:
             for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
@@ -194,6 +195,7 @@ def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
     previous: dict[signal.Signals, signal.Handlers] = {}
     for number in STOPPING:
         handler = signal.getsignal(number)
+        # None is a handler that a library set in C, which Python could not put back.
         if handler is signal.SIG_IGN or handler is None:
             continue
         previous[number] = handler  # pyright: ignore[reportArgumentType]
@@ -207,25 +209,21 @@ def _stop(number: int, frame: FrameType | None) -> None:
     can_finish = _ProcessState.may_finish and _ProcessState.has_work_in_hand
     if number == signal.SIGTERM and can_finish and not _ProcessState.is_finishing:
         _ProcessState.is_finishing = True
-        _ProcessState.time_limit = _limit_finishing()
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        # A second SIGTERM when the time is over, to the main thread: it must interrupt what that
+        # thread waits for.
+        second_signal = (main_thread, int(signal.SIGTERM))
+        timer = threading.Timer(FINISHING_SECONDS, signal.pthread_kill, second_signal)
+        timer.daemon = True
+        timer.start()
+        _ProcessState.time_limit = timer
         return
     if not _ProcessState.has_children and _is_importing(frame):
         _leave(number)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise Stopped(number)
-
-
-def _limit_finishing() -> threading.Timer:
-    """A timer that sends this process a second SIGTERM when the time for work in hand is over."""
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
-    # To the main thread, so that it interrupts what the thread waits for.
-    second_signal = (main_thread, int(signal.SIGTERM))
-    timer = threading.Timer(FINISHING_SECONDS, signal.pthread_kill, second_signal)
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 def _is_importing(frame: FrameType | None) -> bool:
@@ -260,6 +258,7 @@ def _end_stopped(number: int) -> NoReturn:
         # A second interrupt must not cut the end of Ray's processes short.
         signal.signal(other, signal.SIG_IGN)
     if _ProcessState.has_children:
+        # A process that does not answer must not keep the command from ending.
         watchdog = threading.Timer(CLEANING_SECONDS, os._exit, [128 + number])
         watchdog.daemon = True
         watchdog.start()
@@ -272,6 +271,7 @@ def _leave(number: int) -> NoReturn:
     # A progress bar hides the cursor.
     show_cursor = "\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""
     with contextlib.suppress(OSError):
+        # Not `print`: the signal may have come in the middle of one.
         os.write(2, f"{show_cursor}{_stopped_line()}\n".encode())
     os._exit(128 + number)
 
@@ -306,9 +306,13 @@ def lines_of(error: Exception) -> list[str]:
 
 def _machine_advice(error: Exception) -> str | None:
     """What to do if the system refused something; none if it is an error of ours."""
-    # A library may have wrapped the system's error in others.
-    system_error = _system_error_behind(error)
-    cause = error if system_error is None else system_error
+    # A library may have wrapped the error with which the system refused space or access.
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in SCARCE | DENIED:
+            break
+        cause = cause.__cause__ or cause.__context__
+    cause = error if cause is None else cause
     if not isinstance(cause, OSError):
         return None
     from headcount.schemas.files.places import reason
@@ -324,16 +328,6 @@ def _machine_advice(error: Exception) -> str | None:
     if cause.errno in DENIED:
         return f"{problem}; allow it, or set HOME and TMPDIR to directories that can be written"
     return problem
-
-
-def _system_error_behind(error: BaseException) -> OSError | None:
-    """The first error in a chain of causes with which the system refused space or access."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in SCARCE | DENIED:
-            return cause
-        cause = cause.__cause__ or cause.__context__
-    return None
 
 
 def _bug_line(error: Exception) -> str:

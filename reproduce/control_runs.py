@@ -313,8 +313,11 @@ def short_replication(
     if of_few_heads and not _names_heads(replication):
         n_layers, n_heads = min(n_layers, FEW_LAYERS), min(n_heads, FEW_HEADS)
     # Without predictions and without ids of tokens, no figure depends on the vocabulary.
-    needs_ids = _names_tokens(short) and not extent.small_vocabulary
-    is_small = not (needs_ids or _predicts(short))
+    inputs = [(short.defaults | entry)["input"] for entry in scans.values()]
+    names_tokens = any({*TOKEN_OPTIONS} & {*source} for source in inputs)
+    needs_ids = names_tokens and not extent.small_vocabulary
+    predicts = any(_field(short, entry, "predictions", []) for entry in scans.values())
+    is_small = not (needs_ids or predicts)
     d_vocab = min(int(sizes["d_vocab"]), LEAST_VOCABULARY if is_small else MOST_VOCABULARY)
     notes: list[str] = []
 
@@ -379,15 +382,6 @@ def _is_of_sizes(entry: Mapping[str, Any], sizes: Mapping[str, int | str]) -> bo
 def _names_heads(replication: Replication) -> bool:
     names = [value.name for value in replication.published_values]
     return any(re.search(r"L\d+H\d+", name) for name in names)
-
-
-def _predicts(replication: Replication) -> bool:
-    return any(_field(replication, entry, "predictions", []) for entry in replication.scan.values())
-
-
-def _names_tokens(replication: Replication) -> bool:
-    scans = [replication.defaults | entry for entry in replication.scan.values()]
-    return any({*TOKEN_OPTIONS} & {*scan["input"]} for scan in scans)
 
 
 def _with_small_ids(
@@ -466,7 +460,12 @@ def stand_in_files(replication: Replication) -> Iterator[None]:
     """
     words = Path(located("bundled:LICENSE")).read_text(encoding="utf-8").split()
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        for name in _named_files(replication):
+        # Files are named in any option of an input, so all words of the scans are looked at.
+        texts = json.dumps([replication.defaults, replication.scan])
+        for name in set(texts.replace('"', "\n").splitlines()):
+            # A name with a slash is of a corpus elsewhere.
+            if not name.endswith((".csv", ".txt")) or "/" in name:
+                continue
             if name.endswith(".txt"):
                 letters = "".join(letter for letter in " ".join(words) if letter in CHARACTERS)
                 Path(name).write_text(letters + CHARACTERS, encoding="utf-8")
@@ -477,10 +476,3 @@ def stand_in_files(replication: Replication) -> Iterator[None]:
                 lines.append(f'"{text}",{("sst2", "gsm8k", "humaneval")[row % 3]}')
             Path(name).write_text("\n".join(lines) + "\n", encoding="utf-8")
         yield
-
-
-def _named_files(replication: Replication) -> set[str]:
-    """The files of texts that the scans of a replication read from where the command is run."""
-    texts = json.dumps([replication.defaults, replication.scan])
-    words = texts.replace('"', "\n").splitlines()
-    return {word for word in words if word.endswith((".csv", ".txt")) and "/" not in word}

@@ -121,10 +121,11 @@ class ReplicationControls:
     def measure(self) -> list[Control]:
         """Measure all runs, then ask every check and every claim."""
         with stand_in_files(self.replication):
-            random_runs = [(sizes, self._random_runs(sizes)) for sizes in self._distinct_sizes()]
-            changed_runs = [
-                (sizes, self._changed_runs(sizes)) for sizes in self._sizes_with_interventions()
-            ]
+            all_sizes = self._distinct_sizes()
+            random_runs = [(sizes, self._random_runs(sizes)) for sizes in all_sizes]
+            changed_sizes = all_sizes if has_interventions(self.replication) else []
+            changed_runs = [(sizes, self._changed_runs(sizes)) for sizes in changed_sizes]
+            # Opened when all runs are there: a database does not see those that come later.
             self.database = open_replication_runs(self.replication, str(self.runs.runs(self.name)))
         controls: list[Control] = []
         for sizes, shown in random_runs:
@@ -147,9 +148,6 @@ class ReplicationControls:
         if self.replication.published_sizes not in sizes:
             sizes.append(dict(self.replication.published_sizes))
         return sizes
-
-    def _sizes_with_interventions(self) -> list[dict[str, int | str]]:
-        return self._distinct_sizes() if has_interventions(self.replication) else []
 
     def _random_runs(self, sizes: Mapping[str, int | str]) -> RunsShown:
         short = short_replication(self.replication, sizes, self.runs.extent)
@@ -370,6 +368,7 @@ def passing_share(value: PublishedValue) -> float:
     if not value.standard_error:
         return 1.0
     generator = np.random.default_rng(0)
+    # Both the published and the measured value scatter about the true one.
     draws = generator.standard_normal((2, DRAWS)) * value.standard_error + value.value
     published, measured = draws
     if value.scale == "log10":

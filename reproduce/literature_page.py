@@ -205,7 +205,15 @@ def literature_page() -> str:
     tables = {
         INTRODUCTION: [],
         SOURCES: [_source_cells(file, source) for file, source in all_sources.items()],
-        REPLICATIONS: [_replication_cells(name, one) for name, one in replications().items()],
+        REPLICATIONS: [
+            [
+                f"[`{name}`](../../reproduce/replications/{name}.toml): {one.title}",
+                str(len(one.published_values)),
+                str(len(one.claim)),
+                one.published_model,
+            ]
+            for name, one in replications().items()
+        ],
         LEFT_OUT: _reason_cells(all_sources),
         QUANTITIES: _quantity_cells(all_sources[CATALOGUE], _known_words()),
     }
@@ -222,21 +230,11 @@ def _source_cells(file: str, source: Source) -> list[str]:
     names = {place.partition(": ")[0] for claim in source.claim for place in claim.shown_by}
     page = f" ({source.page})" if source.page else ""
     return [
-        f"{_file_link(file)}: {source.source}{page}",
+        f"[{file}](../../reproduce/claims/{file}.toml): {source.source}{page}",
         f"{shown} of {len(source.claim)}",
         str(in_part),
         str(len(source.claim) - shown - in_part),
-        _listed(sorted(names)),
-    ]
-
-
-def _replication_cells(name: str, replication: Replication) -> list[str]:
-    """A replication, and how much was published for it."""
-    return [
-        f"[`{name}`](../../reproduce/replications/{name}.toml): {replication.title}",
-        str(len(replication.published_values)),
-        str(len(replication.claim)),
-        replication.published_model,
+        ", ".join(f"`{name}`" for name in sorted(names)),
     ]
 
 
@@ -261,14 +259,6 @@ def _quantity_cells(catalogue: Source, known_names: set[str]) -> list[list[str]]
         if claim.covered_by and not has_a_name:
             cells.append([claim.text, claim.covered_by])
     return cells
-
-
-def _file_link(file: str) -> str:
-    return f"[{file}](../../reproduce/claims/{file}.toml)"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def _cell(text: str) -> str:

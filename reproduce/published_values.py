@@ -116,6 +116,7 @@ def read_values(
             )
         )
     keys = [(value.model, value.name) for value in values]
+    # Counting each key takes long in a file of thousands, and hardly any names one twice.
     twice = {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else set()
     if twice:
         raise ValueError(f"{file.name}: names {sorted(twice)[0][1]!r} twice")

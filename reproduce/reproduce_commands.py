@@ -184,9 +184,16 @@ def _measure_and_judge(
 
     def write() -> None:
         # After every replication, so that a command that is stopped leaves the results so far.
-        if file is not None:
-            _write_json([*results, *(replication.result for replication in skipped)], file)
+        if file is None:
+            return
+        so_far = [*results, *(replication.result for replication in skipped)]
+        content = json.dumps([asdict(result) for result in so_far], indent=1)
+        try:
+            file.write_text(f"{content}\n", encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"{file}: cannot be written ({error.strerror})") from None
 
+    # All are planned first: what cannot be measured is said at once, and the time left is known.
     planned_replications, unplanned = reproduction.plan(selection)
     for replication in unplanned:
         skip(replication)
@@ -309,13 +316,9 @@ def _print_results(planned: PlannedReplication, results: Sequence[Result]) -> No
         )
     console = Console(highlight=False)
     console.print(table)
-    for (file, verdict), count in _counts_by_file(results).items():
+    of_tables = [(result.file, result.verdict) for result in results if result.file]
+    for (file, verdict), count in Counter(of_tables).items():
         say(console, f"{file}: {count:,} {verdict}")
-
-
-def _counts_by_file(results: Sequence[Result]) -> Counter[tuple[str, str]]:
-    """How many figures of each table have which verdict."""
-    return Counter((result.file, result.verdict) for result in results if result.file)
 
 
 def _cell(value: float | str | None) -> str:
@@ -338,14 +341,6 @@ def _print_replications(replications: dict[str, Replication]) -> None:
             name, f"{replication.title}\n{replication.published_model}; offline {miniature}"
         )
     Console(highlight=False).print(table)
-
-
-def _write_json(results: list[Result], file: Path) -> None:
-    records = [asdict(result) for result in results]
-    try:
-        file.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{file}: cannot be written ({error.strerror})") from None
 
 
 @commands.command()

@@ -77,6 +77,7 @@ def _check_results(
 ) -> list[Result]:
     """One result for each published number."""
     measured_values = measured_by_name(name, check.sql, database)
+    # Without the authors' text another one was read, and a figure of theirs says nothing of it.
     lacks_text = check.needs_text and not has_text
     results: list[Result] = []
     for published in check.values:

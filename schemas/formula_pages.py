@@ -47,9 +47,29 @@ def page(name: str) -> str:
 
 
 def _entry(formula: Formula) -> str:
-    facts = [_unit(formula), *_own_facts(formula)]
+    """A formula: its meaning, its definition, and its facts in one line."""
+    # The unit stands beside what the values run over: their range, or an axis.
+    unit = formula.unit
+    if isinstance(formula, Ranged):
+        low, high = map(_bound, formula.range)
+        unit += f", {low} to {high}"
+    elif isinstance(formula, Along) and formula.axis != "none":
+        unit += f", along {formula.axis}"
+    facts = [unit]
+    if isinstance(formula, Prediction) and formula.per_token:
+        facts.append("one for each token")
+    if isinstance(formula, Statistic):
+        if formula.standard:
+            facts.append("standard")
+        if formula.uniform_baseline:
+            facts.append("baseline")
     if formula.options:
-        facts.append(_options(formula))
+        parameters = options_of(formula.compute)
+        texts: list[str] = []
+        for name, default in formula.options:
+            allowed = range_of(parameters[name].annotation)
+            texts.append(f"`{name}` = {default}" + (f" ({allowed})" if allowed else ""))
+        facts.append(f"options {', '.join(texts)}: column `{formula.name}`")
     if formula.undefined_when:
         facts.append(formula.undefined_when)
     lines = [
@@ -66,39 +86,6 @@ PAPER = re.compile(r"^(.+?), arXiv (\d+\.\d+)")
 """A source that begins with a paper."""
 
 LINK = r"[\1](https://arxiv.org/abs/\2)"
-
-
-def _unit(formula: Formula) -> str:
-    """The unit of the values and what they run over: their range, or an axis."""
-    if isinstance(formula, Ranged):
-        low, high = map(_bound, formula.range)
-        return f"{formula.unit}, {low} to {high}"
-    if isinstance(formula, Along) and formula.axis != "none":
-        return f"{formula.unit}, along {formula.axis}"
-    return formula.unit
-
-
-def _options(formula: Formula) -> str:
-    """The options of a formula, their defaults and ranges, and the column that they give."""
-    parameters = options_of(formula.compute)
-    texts: list[str] = []
-    for name, default in formula.options:
-        allowed = range_of(parameters[name].annotation)
-        texts.append(f"`{name}` = {default}" + (f" ({allowed})" if allowed else ""))
-    return f"options {', '.join(texts)}: column `{formula.name}`"
-
-
-def _own_facts(formula: Formula) -> list[str]:
-    """The facts that only its kind of formula has."""
-    facts: list[str] = []
-    if isinstance(formula, Prediction) and formula.per_token:
-        facts.append("one for each token")
-    if isinstance(formula, Statistic):
-        if formula.standard:
-            facts.append("standard")
-        if formula.uniform_baseline:
-            facts.append("baseline")
-    return facts
 
 
 def _bound(value: float) -> str:

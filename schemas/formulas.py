@@ -189,7 +189,12 @@ def read_definition(
     raises `ValueError`. Its options have their defaults.
     """
     what = f"{kind} {function.__name__!r}"
-    options = _default_options(function, what)
+    for option, parameter in options_of(function).items():
+        if problem_of(parameter.annotation, parameter.default) is not None:
+            raise ValueError(
+                f"{what}: option {option!r} needs a default of its type, got {parameter.default!r}"
+            )
+    options = tuple((option, each.default) for option, each in options_of(function).items())
     if options and not may_have_options:
         raise ValueError(f"{what}: a {kind} has no options, got {', '.join(dict(options))}")
     name = column_name(function.__name__, options)
@@ -255,18 +260,14 @@ def find_formula(text: str, registry: Mapping[str, F], field: str, kind: str) ->
     if function not in by_function:
         raise ScanError(f"{field}: {unknown(kind, function or text, by_function)}")
     formula = by_function[function]
-    parts = _parsed_parts(text)
+    # Options are written as those of an intervention, of which several may be joined by `+`.
+    try:
+        parts = [part.arguments for part in parse_intervention(text).parts]
+    except ScanError:
+        parts = []
     if not parenthesis or len(parts) != 1:
         raise ScanError(f"{field}: expected {formula.text}, with your options, got {text!r}")
     return formula.with_arguments(parts[0], field)
-
-
-def _parsed_parts(text: str) -> list[tuple[Argument, ...]]:
-    """The arguments of each part of a text; none if it is not written like an intervention."""
-    try:
-        return [part.arguments for part in parse_intervention(text).parts]
-    except ScanError:
-        return []
 
 
 def column_name(function: str, options: Options) -> str:
@@ -283,16 +284,6 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The keyword-only parameters of a function by name: its options."""
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-def _default_options(function: Callable[..., Any], what: str) -> Options:
-    """The options of a function with their defaults; raises `ValueError` if a default is wrong."""
-    for name, parameter in options_of(function).items():
-        if problem_of(parameter.annotation, parameter.default) is not None:
-            raise ValueError(
-                f"{what}: option {name!r} needs a default of its type, got {parameter.default!r}"
-            )
-    return tuple((name, option.default) for name, option in options_of(function).items())
 
 
 @cache

@@ -43,6 +43,7 @@ def card(source: ExportSource, *, license: str = "unknown") -> Exported:  # noqa
     * `license`: license of the data set, as the Hub names it. The sequences hold the tokens of the
       corpus, so it depends on the corpus.
     """
+    # Before any line, because a place that the Hub could not read the files from is refused here.
     configurations = dict(_configurations(source))
     content = "\n".join(
         [
@@ -66,19 +67,14 @@ def _configurations(source: ExportSource) -> Iterator[tuple[str, list[str]]]:
             folder, _, name = path.removeprefix(f"{run}/").rpartition("/")
             by_folder.setdefault(folder, []).append(name)
         for folder, committed in by_folder.items():
+            # An attempt that died leaves files without a commit. A reader of the Hub must not see
+            # them, so the names of the others are listed then.
+            present = {file for file in names(run / folder) if file.endswith(".parquet")}
+            matching = ["*.parquet"] if present == {*committed} else sorted(committed)
             intervention = folder.partition("intervention=")[2]
             # The text of an intervention may hold parentheses and commas, which are not for names.
             name = table if intervention == "none" else f"{table}-{safe_name(intervention)}"
-            yield name, _patterns(run, root, folder, committed)
-
-
-def _patterns(run: Place, root: str, folder: str, committed: Sequence[str]) -> list[str]:
-    """One pattern if all files of a folder count, else the names of those that do."""
-    files_of = run / folder
-    # An attempt that died leaves files without a commit, and a reader of the Hub must not see them.
-    present = {name for name in names(files_of) if name.endswith(".parquet")}
-    matching = ["*.parquet"] if present == {*committed} else sorted(committed)
-    return [f"{root}{folder}/{name}" for name in matching]
+            yield name, [f"{root}{folder}/{file}" for file in matching]
 
 
 def _directories(source: ExportSource) -> tuple[Place, str]:

@@ -54,6 +54,7 @@ def fp8_kv_scales(
     tensors: dict[str, np.ndarray] = {}
     for letter, statistic in STATISTICS.items():
         largest = _largest(source, statistic, by_kv_head=letter != "q", quantile=quantile)
+        # A scale of 0 would divide by 0.
         scales = np.where(largest > 0, largest / LARGEST_E4M3, 1).astype(np.float32)
         for layer, of_layer in enumerate(scales):
             # A layer that does not attend has no keys.

@@ -57,7 +57,12 @@ def iceberg(source: ExportSource) -> Exported:
     HELD.clear()
     # For every text column of every file it warns that a dictionary will be read as text.
     logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)
-    catalog = pyiceberg.catalog.memory.InMemoryCatalog("headcount", **_catalog_properties())
+    properties = {"py-io-impl": "headcount.exports.in_memory.held_files.HeldFiles"}
+    # Where an object store is, if it is not Amazon's.
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        properties["s3.endpoint"] = endpoint
+    catalog = pyiceberg.catalog.memory.InMemoryCatalog("headcount", **properties)
     catalog.create_namespace("run")
     files: dict[str, bytes] = {}
     counts: list[str] = []
@@ -72,21 +77,21 @@ def iceberg(source: ExportSource) -> Exported:
     return Exported(files=files, notes=(f"{' and '.join(counts)}, by reference",))
 
 
-def _catalog_properties() -> dict[str, str]:
-    """Which files the catalog uses, and where an object store is if it is not Amazon's."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    store = {"s3.endpoint": endpoint} if endpoint else {}
-    return {"py-io-impl": "headcount.exports.in_memory.held_files.HeldFiles"} | store
-
-
 def _table(source: ExportSource, catalog: Catalog, name: str) -> Table:
     """An empty table with the columns of a view, and what each of them means."""
     from pyiceberg.table.name_mapping import create_mapping_from_schema
 
+    # The stored columns of a view. `label` is none of them: the view makes it.
+    facts = column_facts(source.database.connection, f"FROM {name}")
+    stored = source.table(f"SELECT * FROM internal.{quoted_name(name)} LIMIT 0").schema
+    schema = pa.schema(
+        field.with_metadata({"doc": facts.get(field.name, {}).get("description", "")})
+        for field in stored
+    )
     properties = {"headcount": json.dumps(source.provenance, ensure_ascii=False)}
     table = catalog.create_table(
         ("run", name),
-        schema=_schema(source, name),
+        schema=schema,
         location=f"{source.destination}/{name}",
         properties=properties,
     )
@@ -98,16 +103,6 @@ def _table(source: ExportSource, catalog: Catalog, name: str) -> Table:
     with table.transaction() as transaction:
         transaction.set_properties({"schema.name-mapping.default": mapping})
     return table
-
-
-def _schema(source: ExportSource, name: str) -> pa.Schema:
-    """The stored columns of a view. `label` is none of them: the view makes it."""
-    facts = column_facts(source.database.connection, f"FROM {name}")
-    stored = source.table(f"SELECT * FROM internal.{quoted_name(name)} LIMIT 0").schema
-    return pa.schema(
-        field.with_metadata({"doc": facts.get(field.name, {}).get("description", "")})
-        for field in stored
-    )
 
 
 def _add_files(source: ExportSource, table: Table, name: str) -> int:

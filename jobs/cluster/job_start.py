@@ -49,6 +49,7 @@ def wait_for_driver(cluster: JobClient, job_id: str) -> str:
         # Only the log is seen from here: the notes of phases may lie on a disk of the cluster.
         phase = last_in_log(cluster.whole_log(job)) if job.state == "RUNNING" else None
         if phase is not None:
+            # From the driver's first word on: before it, the cluster may have to start a machine.
             planned_by = planned_by or time.monotonic() + PLANNING_SECONDS
             if phase not in PLANNING:
                 return f"{job_id}: its driver is there: {phase}"
@@ -75,7 +76,8 @@ def _end_of(cluster: JobClient, job: Job) -> str:
     """Say that a job has succeeded already, or was stopped; raise if it failed."""
     if job.state != "FAILED":
         return f"{job.job_id}: has ended, {job.state}"
-    lines = [f"{job.job_id}: the job has ended at once, FAILED{_exit_code(job)}"]
+    code = "" if job.exit_code is None else f" with exit code {job.exit_code}"
+    lines = [f"{job.job_id}: the job has ended at once, FAILED{code}"]
     log_lines = _log_lines(cluster, job)
     if log_lines:
         lines[0] += "; the last lines of its log:"
@@ -89,6 +91,7 @@ def _end_of(cluster: JobClient, job: Job) -> str:
             "the Python that runs Ray on that cluster lacks a library: install what "
             "deploy/requirements.txt names beside it, on every node, or use the image"
         )
+    # A run that never began has left nothing that could be resumed.
     if cluster.has_begun(job):
         lines.append(f"mend the cause, then headcount resume {job.run} --address {cluster.url}")
     else:
@@ -100,6 +103,7 @@ def reason_of_failure(cluster: JobClient, job: Job) -> str:
     """Why a job failed: the last error that its driver has said, else the end of its log."""
     lines = _log_lines(cluster, job)
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    # A driver that was killed has said no error.
     last_lines = [*lines[-1:], *errors[-1:]]
     return printable(last_lines[-1]) if last_lines else job.message
 
@@ -108,10 +112,6 @@ def _log_lines(cluster: JobClient, job: Job) -> list[str]:
     """What a job's driver has printed, without Ray's own lines."""
     log = [line for line in cluster.whole_log(job).splitlines() if line.strip()]
     return [line for line in log if not any(words in line for words in OF_RAY)]
-
-
-def _exit_code(job: Job) -> str:
-    return "" if job.exit_code is None else f" with exit code {job.exit_code}"
 
 
 def _why_waiting(cluster: JobClient, job: Job) -> str:

@@ -70,6 +70,7 @@ def connect(resources: Resources) -> Resources:
             listen_to_signals()
     device = resources.device
     if device == "auto":
+        # Ray is asked, because a cluster may have GPUs that this machine has not.
         gpus = ray.cluster_resources().get("GPU", 0)
         device = "cuda" if gpus >= resources.replicas else "cpu"
     return replace(resources, cores=cores, device=device)

@@ -116,6 +116,7 @@ class JobClient:
         """The jobs that measure runs, by run, those of a run in their order."""
         with self._explained():
             jobs = [_job_of(details) for details in self.client.list_jobs()]
+        # Other programs may have jobs there, too.
         our_jobs = [job for job in jobs if job is not None]
         return sorted(our_jobs, key=lambda job: (job.run_id, job.attempt, job.started))
 
@@ -262,6 +263,7 @@ class JobClient:
             return run.manifest_file.is_file()
         if job.state == "SUCCEEDED":
             return True
+        # The run lies on a disk of the cluster. Only the logs of its jobs are seen from here.
         jobs_of_run = [each for each in self.jobs() if each.run == job.run]
         said = [phases.last_in_log(self.whole_log(each)) for each in jobs_of_run]
         return any(phase not in (None, *phases.PLANNING) for phase in said)
@@ -293,8 +295,10 @@ class JobClient:
         except HeadcountError:
             raise
         except AuthenticationError as error:
+            # Ray's message goes on with pages of advice.
+            sentence = error.message.strip().partition("\n")[0].partition(". ")[0]
             raise RunError(
-                f"{self.url}: the cluster refused the token ({_first_sentence(error.message)}); "
+                f"{self.url}: the cluster refused the token ({reason(RuntimeError(sentence))}); "
                 "set RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN or its file "
                 "in RAY_AUTH_TOKEN_PATH (else ~/.ray/auth_token)"
             ) from None
@@ -339,10 +343,17 @@ def submit(
 
     last_job = cluster.last(run)
     never_began = last_job is not None and last_job.ended and not cluster.has_begun(last_job)
-    if last_job is not None and last_job.ended and not never_began and not _extends(run, scan):
+    # As far as this machine can know: it sees a store, and no disk of the cluster.
+    extends = (
+        scan.sequences != "all"
+        and run.manifest_file.is_file()
+        and scan.sequences > run.manifest().sequences
+    )
+    if last_job is not None and last_job.ended and not never_began and not extends:
         line = _line_of_ended(last_job, cluster)
         return Submission(run, last_job.job_id, line, is_new=False)
     words = ["scan", f"{safe_name(scan_file.stem)}.toml", *_set_options(overrides)]
+    # The driver numbers its run by what lies in `out`, where this one has left nothing.
     if new or (never_began and run != first_run):
         words.append("--new")
     elif run != first_run:
@@ -360,16 +371,6 @@ def _line_of_ended(job: Job, cluster: JobClient) -> str:
         f"{job.job_id}: has ended, {job.state}{message}; "
         f"headcount resume {job.run} --address {cluster.url} continues the run"
     )
-
-
-def _extends(run: RunDirectory, scan: Scan) -> bool:
-    """Whether a scan has more sequences than its run, as far as this machine can know.
-
-    A store is seen from here, a disk of the cluster is not.
-    """
-    if scan.sequences == "all" or not run.manifest_file.is_file():
-        return False
-    return scan.sequences > run.manifest().sequences
 
 
 def resume(
@@ -473,7 +474,3 @@ def _job_of(details: JobDetails) -> Job | None:
         started=(details.start_time or 0) / 1000,  # Ray counts milliseconds.
         exit_code=details.driver_exit_code,
     )
-
-
-def _first_sentence(text: str) -> str:
-    return reason(RuntimeError(text.strip().partition("\n")[0].partition(". ")[0]))

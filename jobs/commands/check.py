@@ -67,6 +67,7 @@ def _check(run: RunDirectory, console: Console) -> bool:
     if not checked.damaged:
         say(console, f"{run.run_id}: {counted(checked.shards, 'shard')}, {size}, as committed")
         return True
+    # Rows are measured again, but roll-ups only repeat rows: two commands mend two damages.
     damaged_rollups = sum(damage.is_of_rollup for damage in checked.damaged)
     if damaged_rollups:
         say(

@@ -164,6 +164,7 @@ def status(
     while True:
         with _told_if_silent(directory.path):
             run_status, job = _status(directory, address)
+        # One object a line, also with --watch, so that a program reads them as they come.
         if format_ == "json":
             record = as_json(run_status)
             if job is not None:
@@ -174,7 +175,10 @@ def status(
             if job is not None:
                 lines.append(f"job       {': '.join(filter(None, job))}")
             if redraws:
-                _clear_lines(lines_on_screen)
+                if lines_on_screen:
+                    # The cursor goes back to where the last lines began.
+                    cursor_up, clear_below = f"\x1b[{lines_on_screen}A", "\x1b[J"
+                    print(f"{cursor_up}{clear_below}", end="")
                 # A line that wrapped would take two rows, and the next clearing would miss one.
                 width = shutil.get_terminal_size().columns
                 lines = [line[:width] for line in lines]
@@ -229,19 +233,13 @@ def _told_if_silent(where: Place) -> Iterator[None]:
     line = f"{where}: the store has not answered for {SILENCE_SECONDS:.0f} s; asking it again"
     timer = Timer(SILENCE_SECONDS, _tell, [line])
     timer.daemon = True
+    # A disk answers at once, or fails.
     if not isinstance(where, Path):
         timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def _clear_lines(count: int) -> None:
-    """Clear the last lines of the terminal, and put the cursor where they began."""
-    if count:
-        cursor_up, clear_below = f"\x1b[{count}A", "\x1b[J"
-        print(f"{cursor_up}{clear_below}", end="")
 
 
 def _log_line(run_status: Status | StatusBefore) -> str:
@@ -293,7 +291,12 @@ def _list_directory(runs: str, address: str | None) -> None:
     from headcount.schemas.files.places import absolute
 
     out = absolute(runs)
-    jobs = _last_jobs(address) if address is not None else {}
+    jobs: dict[str, Job] = {}
+    if address is not None:
+        from headcount.jobs.cluster.submission import JobClient
+
+        # Jobs of one run come in their order, so the last one stays in the dictionary.
+        jobs = {job.run: job for job in JobClient(address).jobs()}
     at_work = [job for job in jobs.values() if not job.ended and _lies_in(out, job)]
     with _told_if_silent(out):
         rows, problems = rows_of(out, may_be_empty=bool(at_work))
@@ -470,7 +473,10 @@ def _run_directory(run: str, runs: str) -> RunDirectory:
         raise RunError(f"{run}: expected the directory of a run, …/run_id=NAME-HASH")
     directory = absolute(runs)
     runs_by_id = {each.run_id: each for each in runs_in(directory)}
-    matches = [each for run_id, each in runs_by_id.items() if run in (run_id, _name_of(run_id))]
+    # The name of a run is its id without the hash at the end.
+    matches = [
+        each for run_id, each in runs_by_id.items() if run in (run_id, run_id.rpartition("-")[0])
+    ]
     if not matches:
         message = unknown("run", run, runs_by_id)
         raise RunError(f"{directory}: {message}; --runs names another directory")
@@ -478,19 +484,6 @@ def _run_directory(run: str, runs: str) -> RunDirectory:
         ids = ", ".join(match.run_id for match in matches)
         raise RunError(f"{directory}: {len(matches)} runs have the name {run}; say which: {ids}")
     return matches[0]
-
-
-def _name_of(run_id: str) -> str:
-    """The name of a run, which is its id without the hash at the end."""
-    return run_id.rpartition("-")[0]
-
-
-def _last_jobs(address: str) -> dict[str, Job]:
-    """The last job of each run, by the run's directory."""
-    from headcount.jobs.cluster.submission import JobClient
-
-    # Jobs of one run come in their order, so the last one stays in the dictionary.
-    return {job.run: job for job in JobClient(address).jobs()}
 
 
 def _lies_in(out: Place, job: Job) -> bool:

@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,10 +14,6 @@ from rich.console import Console
 from headcount.jobs.commands.scan import Overrides, VerifyCorpus
 from headcount.jobs.console import duration, in_bytes, print_table, say
 from headcount.schemas.errors import CorpusError, RunError, ScanError, counted, printable
-
-if TYPE_CHECKING:
-    from headcount.workers.inputs.corpus.documents import Reading
-    from headcount.workers.inputs.sequences import Sequences
 
 Corpora = Annotated[
     str,
@@ -99,24 +95,17 @@ def prepare(
     sequences.use_index(index)
     # As a scan would refuse it.
     sequences.check_index()
-    say(console, f"{_summary(sequences)}, in {duration(time.monotonic() - began)}")
-    # A script reads the place from stdout; people read the line on stderr.
-    print(index.store.folder)
-
-
-def _summary(sequences: Sequences) -> str:
-    """What is prepared for a scan."""
-    index = sequences.index
-    assert index is not None
-    bad = sum(piece.bad for piece in index.pieces)
     parts = [
         counted(len(sequences), "sequence"),
         counted(index.documents, "document"),
         counted(index.tokens, "token"),
     ]
+    bad = sum(piece.bad for piece in index.pieces)
     if bad:
         parts.append(counted(bad, "bad row"))
-    return ", ".join(parts)
+    say(console, f"{', '.join(parts)}, in {duration(time.monotonic() - began)}")
+    # A script reads the place from stdout; people read the line on stderr.
+    print(index.store.folder)
 
 
 @commands.command("list")
@@ -137,12 +126,21 @@ def list_stores(corpora: Corpora = DEFAULT) -> None:
         if stored.problem is not None:
             problems.append(stored.problem)
         changed = "" if stored.changed is None else f"{stored.changed:%Y-%m-%d %H:%M}"
-        store = stored.store
+        # A store whose own record cannot be read still takes space, so it is listed.
+        tokenizer = text = "?"
+        if stored.store is not None:
+            tokenizer = f"{stored.store.tokenizer[:8]}, {stored.store.library}"
+            reading = stored.store.reading
+            text = reading.text_field
+            if reading.before:
+                text += f" behind {reading.before!r}"
+            if reading.fields:
+                text += f", with {', '.join(reading.fields)}"
         rows.append(
             (
                 stored.key,
-                "?" if store is None else f"{store.tokenizer[:8]}, {store.library}",
-                "?" if store is None else _reading_in_words(store.reading),
+                tokenizer,
+                printable(text),
                 f"{stored.documents:,}",
                 f"{stored.tokens:,}",
                 f"{stored.bad:,}",
@@ -214,13 +212,3 @@ def _full_key(corpora: str, beginning: str) -> str:
 
     keys = [name for name in names(absolute(corpora)) if name.startswith(beginning)]
     return keys[0] if len(keys) == 1 else beginning
-
-
-def _reading_in_words(reading: Reading) -> str:
-    """What is read of each document."""
-    words = reading.text_field
-    if reading.before:
-        words += f" behind {reading.before!r}"
-    if reading.fields:
-        words += f", with {', '.join(reading.fields)}"
-    return printable(words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 SENTENCE_END = re.compile(r"(?<![. ])\. ")
 """A point and a space, which are no part of a range such as `low .. high`."""
@@ -13,26 +12,25 @@ REGISTRIES = ("statistics", "interventions", "inputs", "models")
 
 def known_names(registry: str) -> list[tuple[str, str]]:
     """Every name of a registry, with the first sentence about it."""
-    return [
-        (name, f"{SENTENCE_END.split(' '.join(meaning.split()))[0].rstrip('.')}.")
-        for name, meaning in _meanings(registry).items()
-    ]
-
-
-def _meanings(registry: str) -> Mapping[str, str]:
     # Only interventions need torch, which takes seconds to import.
     if registry == "statistics":
         from headcount.schemas.statistics import KIND
 
-        return {name: formula.meaning for name, formula in KIND.registry.items()}
-    if registry == "interventions":
+        meanings = {name: formula.meaning for name, formula in KIND.registry.items()}
+    elif registry == "interventions":
         from headcount.workers.interventions import INTERVENTIONS
 
-        return {name: intervention.meaning for name, intervention in INTERVENTIONS.items()}
-    if registry == "inputs":
+        meanings = {name: intervention.meaning for name, intervention in INTERVENTIONS.items()}
+    elif registry == "inputs":
         from headcount.workers.inputs import INPUTS
 
-        return {name: family.meaning for name, family in INPUTS.items()}
-    from headcount.workers.model.files.bundled_models import BUNDLED, first_paragraph_of_card
+        meanings = {name: family.meaning for name, family in INPUTS.items()}
+    else:
+        from headcount.workers.model.files.bundled_models import BUNDLED, first_paragraph_of_card
 
-    return {f"bundled:{name}": first_paragraph_of_card(path) for name, path in BUNDLED.items()}
+        cards = {name: first_paragraph_of_card(path) for name, path in BUNDLED.items()}
+        meanings = {f"bundled:{name}": paragraph for name, paragraph in cards.items()}
+    return [
+        (name, f"{SENTENCE_END.split(' '.join(meaning.split()))[0].rstrip('.')}.")
+        for name, meaning in meanings.items()
+    ]

@@ -84,27 +84,22 @@ def _layers_by_facts(model: Model) -> list[tuple[list[int], str]]:
     """What the attention of layers is, in words, with the layers of which it is true."""
     by_facts: dict[str, list[int]] = {}
     for layer in range(model.info.n_layers):
-        if layer in model.info.attention_layers_or_all:
-            facts = model.facts(layer)
-            words = "not known to the fused engine" if facts is None else _in_words(facts)
+        if layer not in model.info.attention_layers_or_all:
+            words = ["none, so no rows"]
+        elif (facts := model.facts(layer)) is None:
+            words = ["not known to the fused engine"]
         else:
-            words = "none, so no rows"
-        by_facts.setdefault(words, []).append(layer)
+            words = [f"scale {facts.scale:.4g}"]
+            if facts.window is not None:
+                words.append(f"window of {counted(facts.window, 'token')}")
+            if facts.soft_cap is not None:
+                words.append(f"scores capped at {facts.soft_cap:g}")
+            if facts.slopes is not None:
+                words.append("ALiBi")
+            if facts.sink is not None:
+                words.append("learned sinks")
+        by_facts.setdefault(", ".join(words), []).append(layer)
     return [(layers, words) for words, layers in by_facts.items()]
-
-
-def _in_words(facts: AttentionFacts) -> str:
-    """The facts of a layer."""
-    words = [f"scale {facts.scale:.4g}"]
-    if facts.window is not None:
-        words.append(f"window of {counted(facts.window, 'token')}")
-    if facts.soft_cap is not None:
-        words.append(f"scores capped at {facts.soft_cap:g}")
-    if facts.slopes is not None:
-        words.append("ALiBi")
-    if facts.sink is not None:
-        words.append("learned sinks")
-    return ", ".join(words)
 
 
 def _listed_layers(layers: Sequence[int]) -> str:
@@ -179,6 +174,7 @@ def undefined_behind(window: int) -> list[str]:
     They are evaluated on random queries and keys, with the window and without it.
     """
     window = min(window, LARGEST_TRIAL_WINDOW)
+    # So long that queries at the end see nothing of the beginning.
     n_ctx = 4 * LARGEST_TRIAL_WINDOW
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, n_ctx, 4, generator=generator)

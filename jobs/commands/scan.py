@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -120,19 +120,16 @@ class CommandOfAScan(TyperCommand):
         names = [name for each in self.params for name in (*each.opts, *each.secondary_opts)]
         for word, following in zip(args, [*args[1:], "VALUE"], strict=False):
             flag, _, value = word.partition("=")
-            if flag.startswith("--") and flag not in (*names, *ctx.help_option_names):
-                _refuse_field(flag, value or following)
+            if not flag.startswith("--") or flag in (*names, *ctx.help_option_names):
+                continue
+            # Only a mistake waits for this import.
+            from headcount.schemas.scans.scan import Scan
+
+            key = flag.removeprefix("--").replace("-", "_")
+            if key.partition(".")[0] in Scan.model_fields:
+                advice = shlex.join(["--set", f"{key}={value or following}"])
+                raise ScanError(f"{flag}: a field of a scan, and no option; write {advice}")
         return super().parse_args(ctx, args)
-
-
-def _refuse_field(flag: str, value: str) -> None:
-    """Say how a field of a scan is set, if an option has its name."""
-    from headcount.schemas.scans.scan import Scan
-
-    key = flag.removeprefix("--").replace("-", "_")
-    if key.partition(".")[0] in Scan.model_fields:
-        advice = shlex.join(["--set", f"{key}={value}"])
-        raise ScanError(f"{flag}: a field of a scan, and no option; write {advice}")
 
 
 @commands.command()
@@ -432,7 +429,10 @@ def scan(
                 scan_plan = make_plan(
                     requested.scan, scan_file.stem, run, preparation, command, new
                 )
-            prepare_run(scan_plan, _text_to_keep(scan_file, requested.overrides))
+            # The run keeps the file as it is, and what was set as comments.
+            text = scan_file.read_text(encoding="utf-8")
+            text += "".join(f"\n# --set {override}" for override in requested.overrides)
+            prepare_run(scan_plan, text)
             if new:
                 # The same command would start one more.
                 say(console, f"{scan_plan.run.run_id}: another run; {command.text()} continues it")
@@ -440,6 +440,7 @@ def scan(
             run_failures = run_to_end(
                 scan_plan, resources, console, verify, allow_other_code=allow_other_code
             )
+            # The next scan is run all the same: its cause may be another.
             if run_failures:
                 failures += run_failures
                 advice.append(f"{command.text()} continues it, {scan_plan.alternative}")
@@ -461,14 +462,6 @@ def _naming_the_scan(command: ScanCommand, scans: int) -> Iterator[None]:
     except HeadcountError as error:
         name = f"{shlex.join(command.words)}: " if scans > 1 else ""
         raise type(error)(f"{name}{error}") from None
-
-
-def _text_to_keep(scan_file: Path, overrides: Sequence[str]) -> str:
-    """The text that a run keeps of its scan: the file as it is, and the overrides as comments."""
-    text = scan_file.read_text(encoding="utf-8")
-    for override in overrides:
-        text += f"\n# --set {override}"
-    return text
 
 
 @commands.command()
@@ -610,6 +603,7 @@ def doctor(
             say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.result}")
             if not check.ok and check.advice:
                 say(console, f"{'':<23}{check.advice}")
+            # The next check may take seconds.
             sys.stdout.flush()
     if not healthy:
         sys.exit(1)

@@ -30,7 +30,7 @@ from headcount.workers.inputs.corpus.sequence_index import IndexBuilder, Sequenc
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.portions import Portion
 from headcount.workers.inputs.store.preparation import prepare_portion
-from headcount.workers.inputs.store.token_store import Piece, TokenStore
+from headcount.workers.inputs.store.token_store import TokenStore
 
 SAMPLE_TOKENS = 1 << 20
 """Tokens of a sample, about 4 MB of English text. A scan that lacks no more is planned exactly."""
@@ -93,6 +93,7 @@ def estimate_corpus(sequences: Sequences, corpora: Place) -> CorpusEstimate | No
         sample = _Sample(work, sample_tokens)
         if sample.index.sequences:
             return sample.estimate()
+        # Documents that are long enough may be rare.
         sample_tokens *= 4
     raise CorpusError(
         f"input: no sequence of {counted(sequences.text_length, 'token')} in a sample of "
@@ -129,15 +130,12 @@ class _Sample:
             tokens = sum(piece.tokens for piece in pieces)
             speeds.append(tokens / (perf_counter() - began))
             builder.add(portion, pieces)
-            self._count_bytes(portion, pieces)
+            self.is_whole &= pieces[-1].ended and portion.begins_source
+            self.stored_bytes += covered_bytes(portion, pieces[-1])
         # The first place warms up, and a place with little text says little.
         self.tokens_per_second = max(1.0, *speeds)
         self.index: SequenceIndex = builder.index()
         self.documents, self.tokens, self.bad = builder.documents, builder.tokens, builder.bad
-
-    def _count_bytes(self, portion: Portion, pieces: list[Piece]) -> None:
-        self.is_whole &= pieces[-1].ended and portion.begins_source
-        self.stored_bytes += covered_bytes(portion, pieces[-1])
 
     def estimate(self) -> CorpusEstimate:
         """The numbers of the sample, scaled to the corpus."""
@@ -153,6 +151,7 @@ class _Sample:
         missing = max(0, round(scale * self.tokens * share_needed) - work.tokens)
         stored = sum(file.stat().st_size for file in self.folder.rglob("*.parquet"))
         scan = work.sequences.scan
+        # The sample holds fewer sequences than the scan asks for: all of them are used.
         if not work.sequences.is_drawn:
             scan = scan.model_copy(update={"sequences": "all"})
         return CorpusEstimate(
@@ -213,6 +212,7 @@ def _places(portions: list[Portion]) -> Iterator[Portion]:
         identity = portion.first_source, portion.start
         if identity != last:
             yield portion
+        # Neighbouring places may lie in one small file, which is read once.
         last = identity
 
 

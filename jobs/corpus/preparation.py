@@ -121,11 +121,13 @@ class Preparation:
             if work.state == before:
                 # Somebody took pieces away that this process has in its index.
                 work.start_again()
-        changed = {
-            work.portions[number].key
-            for number, content in contents.items()
-            if not _is_prefix(content, _contents(work.store, work.pieces[number]))
-        }
+        changed: set[str] = set()
+        for number, old in contents.items():
+            new = _contents(work.store, work.pieces[number])
+            # Either may reach further into the portion; what both hold must be the same.
+            shared = min(len(old), len(new))
+            if (old[:shared] != new[:shared]).any():
+                changed.add(work.portions[number].key)
         return PreparedCorpus(work.builder.index(), work.portions, frozenset(changed))
 
     def _verify(self, work: CorpusWork) -> dict[int, np.ndarray]:
@@ -140,6 +142,7 @@ class Preparation:
         for problem in (problem for found in problems for problem in found):
             self.tell(problem)
         different = [number for number, found in zip(numbers, problems, strict=True) if found]
+        # Read before the pieces are forgotten: a run compares them with what is prepared anew.
         contents = {number: _contents(work.store, work.pieces[number]) for number in different}
         for number in different:
             forget(work.store, work.pieces[number])
@@ -188,9 +191,3 @@ def _contents(store: TokenStore, pieces: Iterable[Piece]) -> np.ndarray:
         except CorpusError:
             break
     return np.concatenate([np.empty(0, np.uint64), *hashes])
-
-
-def _is_prefix(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether the shorter of two arrays is the beginning of the longer one."""
-    shared = min(len(first), len(second))
-    return bool((first[:shared] == second[:shared]).all())

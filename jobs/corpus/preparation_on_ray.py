@@ -65,13 +65,15 @@ class OnRay:
         try:
             while (self.waiting or self.running) and not self.work.is_done:
                 self._fill()
+                # A second at most: a cluster that grows gets more tasks, and silence is noticed.
                 arrived, _ = ray.wait(list(self.running), num_returns=1, timeout=1.0)
                 for stream in arrived:
                     self._hear(stream)
                 if arrived:
                     last_news = time.monotonic()
                 elif time.monotonic() - last_news > STARTING_NOTICE:
-                    self._say_why_nothing_happens()
+                    lack = lack_of_room(replace(self.resources, device="cpu", cores=1))
+                    self.tell(lack or "no news of the tokens yet: all cores are taken")
                     last_news = time.monotonic()
         except ray.exceptions.RayError as error:
             raise RunError(
@@ -79,7 +81,10 @@ class OnRay:
                 "command continues where it stopped"
             ) from None
         finally:
-            self._cancel()
+            # What the tasks that are left have committed stays.
+            for stream in self.running:
+                ray.cancel(stream, force=True)
+            self.running = {}
             self._leave()
 
     def verify(self, portions: Sequence[Portion]) -> list[list[str]]:
@@ -102,25 +107,23 @@ class OnRay:
         """Start tasks, as many as the cluster can run soon."""
         cores = int(ray.cluster_resources().get("CPU", 0))
         while self.waiting and len(self.running) < TASKS_PER_CORE * max(1, cores):
-            self._start(self.waiting.popleft())
-
-    def _start(self, order: Order) -> None:
-        task = prepare_on_node.options(
-            num_cpus=1,
-            memory=TASK_MEMORY,
-            num_returns="streaming",
-            scheduling_strategy="SPREAD",
-            # A stream cannot begin again, so a task that died is started again here.
-            max_retries=0,
-        )
-        stream = task.remote(
-            self.node,
-            self.work.store,
-            self.work.portions[order.number],
-            self.tokenizer,
-            order.most_tokens,
-        )
-        self.running[stream] = order
+            order = self.waiting.popleft()
+            task = prepare_on_node.options(
+                num_cpus=1,
+                memory=TASK_MEMORY,
+                num_returns="streaming",
+                scheduling_strategy="SPREAD",
+                # A stream cannot begin again, so a task that died is started again here.
+                max_retries=0,
+            )
+            stream = task.remote(
+                self.node,
+                self.work.store,
+                self.work.portions[order.number],
+                self.tokenizer,
+                order.most_tokens,
+            )
+            self.running[stream] = order
 
     def _hear(self, stream: ray.ObjectRefGenerator) -> None:
         """Take in the next message of a task, or its death."""
@@ -128,6 +131,7 @@ class OnRay:
         try:
             reference: ray.ObjectRef[PortionNews] = next(stream)
             news = ray.get(reference)
+        # A stream that ends without a last message is one whose task died.
         except (ray.exceptions.RayError, StopIteration) as error:
             del self.running[stream]
             self._start_again(order, error)
@@ -146,6 +150,7 @@ class OnRay:
         pieces_before = len(self.work.pieces.get(number, []))
         self.work.finish(number)
         has_new_piece = len(self.work.pieces[number]) > pieces_before
+        # A machine that was taken back says nothing about the portion.
         is_preempted = getattr(error, "preempted", False)
         if not is_preempted:
             self.deaths[number] = 1 if has_new_piece else self.deaths[number] + 1
@@ -156,16 +161,6 @@ class OnRay:
                 "prepared stays, and the same command continues"
             )
         self.waiting.appendleft(order)
-
-    def _say_why_nothing_happens(self) -> None:
-        for_one_task = replace(self.resources, device="cpu", cores=1)
-        self.tell(lack_of_room(for_one_task) or "no news of the tokens yet: all cores are taken")
-
-    def _cancel(self) -> None:
-        """End the tasks that are left; what they have committed stays."""
-        for stream in self.running:
-            ray.cancel(stream, force=True)
-        self.running = {}
 
     def _leave(self) -> None:
         """End Ray if this process will measure, which then has all cores and all memory."""

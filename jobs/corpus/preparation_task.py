@@ -88,7 +88,12 @@ def prepare_on_node(
             node.enter()
             # The task asked Ray for one core, and other tasks have the others.
             use_one_core()
-            _check_library(store, tokenizer)
+            # One store holds the tokens of one version.
+            if tokenizer.library != store.library:
+                raise RunError(
+                    f"this node has {tokenizer.library}, and the driver {store.library}; install "
+                    "the same version"
+                )
             pieces = prepare_portion(store, portion, tokenizer, most_tokens, watch)
             news.put(PortionNews(pieces=tuple(pieces)))
         except HeadcountError as error:
@@ -112,12 +117,3 @@ def verify_on_node(node: Node, store: TokenStore, portion: Portion) -> list[str]
     """What differs between the pieces of a portion and its texts."""
     node.enter()
     return verify_portion(store, portion)
-
-
-def _check_library(store: TokenStore, tokenizer: TextTokenizer) -> None:
-    """Refuse another version of the library that tokenises, for one store has one version."""
-    if tokenizer.library != store.library:
-        raise RunError(
-            f"this node has {tokenizer.library}, and the driver {store.library}; install the same "
-            "version"
-        )

@@ -8,7 +8,7 @@ documents.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -232,10 +232,22 @@ def _change(
     if difference is None:
         return None
     assert sequences.corpus is not None
+    # Sequences that end before the difference are what they were. If the whole corpus is read
+    # first, for example to shuffle it, a difference anywhere may move all of them.
     first_sequence = 0
     if not sequences.corpus.is_read_whole:
-        first_sequence = _sequences_before(sequences.index, now, difference)
-    committed = [i for i in _committed_sequences(run, manifest) if i >= first_sequence]
+        assert sequences.index is not None
+        pieces_before = sum(len(record.pieces) for record in now.portions[:difference])
+        if pieces_before:
+            first_sequence = int(sequences.index.ends[pieces_before - 1])
+    commit_log = run.commit_log(["start", "stop"])
+    whole_shards = commit_log.filter(pa.array(holds_whole_shard(manifest, commit_log)))
+    starts, stops = whole_shards["start"].to_pylist(), whole_shards["stop"].to_pylist()
+    committed = [
+        i
+        for start, stop in zip(starts, stops, strict=True)
+        for i in range(max(start, first_sequence), stop)
+    ]
     if not committed:
         return None
     portion = before.portions[min(difference, len(before.portions) - 1)].portion
@@ -254,19 +266,13 @@ def _change(
     return moved_sequence(sequences.reader_of(run_index, run_corpus), sequences.reader, committed)
 
 
-def _sequences_before(index: SequenceIndex | None, now: RunCorpus, portion: int) -> int:
-    """How many sequences end before a portion."""
-    assert index is not None
-    pieces = sum(len(record.pieces) for record in now.portions[:portion])
-    return int(index.ends[pieces - 1]) if pieces else 0
-
-
 def _index_of_run(
     manifest: Manifest, sequences: Sequences, before: RunCorpus, run_corpus: Corpus
 ) -> SequenceIndex | None:
     """The index by which a run was measured; None if pieces of it are gone."""
     folder = place(before.store)
     store = sequences.store(folder.parent)
+    # Another version of the tokenizer's library, which began the run, has a store of its own.
     if store.folder.name != folder.name:
         store = replace(store, folder=folder)
     builder = IndexBuilder(run_corpus, store, sequences.text_length, manifest.sequences, None)
@@ -299,12 +305,3 @@ def _sources_of_run(before: RunCorpus, corpus: Corpus) -> tuple[Source, ...]:
         # Texts are compared by the places of their documents, which name files as they are now.
         run_sources.append(matches[0] if matches else source)
     return tuple(run_sources)
-
-
-def _committed_sequences(run: RunDirectory, manifest: Manifest) -> Iterator[int]:
-    """The numbers of the sequences that are committed."""
-    commit_log = run.commit_log(["start", "stop"])
-    whole_shards = commit_log.filter(pa.array(holds_whole_shard(manifest, commit_log)))
-    starts, stops = whole_shards["start"].to_pylist(), whole_shards["stop"].to_pylist()
-    for start, stop in zip(starts, stops, strict=True):
-        yield from range(start, stop)

@@ -23,18 +23,18 @@ def covered_bytes(portion: Portion, last: Piece) -> float:
     number, offset = last.stop.source, last.stop.offset
     before = sum(state.bytes for state in portion.files[:number])
     source, state = portion.sources[number], portion.files[number]
+    # Only the first source of a portion may be entered in its middle.
     start = portion.start if number == 0 else 0
-    return before + min(float(state.bytes), _stored_bytes(source, state.bytes, offset - start))
-
-
-def _stored_bytes(source: Source, file_bytes: int, length: int) -> float:
-    """About how many bytes of a file hold some bytes of its content, or some of its rows."""
+    # An offset counts bytes of content in text files, and rows in others.
     if source.kind == "jsonl":
-        return file_bytes * length / max(1, _content_bytes(source.path, file_bytes))
-    if source.kind == "parquet":
-        return file_bytes * length / max(1, _rows(source))
-    # Nobody knows how many rows other files have before they are read.
-    return 0.0
+        whole_length = _content_bytes(source.path, state.bytes)
+    elif source.kind == "parquet":
+        whole_length = _rows(source)
+    else:
+        # Nobody knows how many rows other files have before they are read.
+        return float(before)
+    in_file = state.bytes * (offset - start) / max(1, whole_length)
+    return before + min(float(state.bytes), in_file)
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from headcount.jobs.upkeep import metrics
 from headcount.schemas.files.places import Place
 from headcount.workers.inputs.corpus.documents import COMPRESSED
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.inputs.store.portions import Portion, portions_of
+from headcount.workers.inputs.store.portions import portions_of
 from headcount.workers.inputs.store.preparation import PreparationProgress
 from headcount.workers.inputs.store.token_store import Piece, TokenStore
 
@@ -108,7 +108,11 @@ class CorpusWork:
         self.tokens_needed: int | None = None
         """Tokens that the scan probably needs; None if it needs all or nobody has asked yet."""
         for first in range(0, len(self.portions), LISTED_AT_ONCE):
-            self._list(first, first + LISTED_AT_ONCE)
+            # A store takes milliseconds for each portion, so several are listed at once.
+            with ThreadPoolExecutor(LISTERS) as listers:
+                portions = self.portions[first : first + LISTED_AT_ONCE]
+                for number, chain in enumerate(listers.map(self.store.pieces, portions), first):
+                    self._note(number, chain)
             self._add_in_order()
             is_gap_found = self.frontier < min(first + LISTED_AT_ONCE, len(self.portions))
             # Behind a gap, only a scan of everything must know at once what is there.
@@ -204,16 +208,9 @@ class CorpusWork:
             return None
         return min(1.0, tokens / tokens_per_byte / self.total_bytes)
 
-    def _list(self, start: int, stop: int) -> None:
-        """Find the committed pieces of some portions."""
-        # A store takes milliseconds for each portion, so several are listed at once.
-        with ThreadPoolExecutor(LISTERS) as listers:
-            chains = listers.map(self.store.pieces, self.portions[start:stop])
-            for number, chain in enumerate(chains, start):
-                self._note(number, chain)
-
     def _note(self, number: int, chain: list[Piece]) -> None:
         """Know the pieces of a portion, and count them."""
+        # What was known of the portion before is taken back, so that nothing counts twice.
         for sign, pieces in ((-1, self.pieces.get(number, [])), (1, chain)):
             self.documents += sign * sum(piece.documents for piece in pieces)
             self.tokens += sign * sum(piece.tokens for piece in pieces)
@@ -253,16 +250,12 @@ class CorpusWork:
     def _tokens_left(self, number: int) -> int:
         """About how many tokens a portion has that are not prepared yet."""
         portion = self.portions[number]
-        all_tokens = portion.bytes * (self._tokens_per_byte() or _usual_tokens_per_byte(portion))
+        is_compressed = portion.sources[0].path.endswith((*COMPRESSED, ".parquet"))
+        usual = TOKENS_PER_BYTE * COMPRESSION if is_compressed else TOKENS_PER_BYTE
+        all_tokens = portion.bytes * (self._tokens_per_byte() or usual)
         there = sum(piece.tokens for piece in self.pieces.get(number, []))
         return max(1, int(all_tokens) - there)
 
     def _tokens_per_byte(self) -> float | None:
         """Tokens in a stored byte, as far as the corpus is prepared."""
         return self.tokens / self.covered_bytes if self.covered_bytes else None
-
-
-def _usual_tokens_per_byte(portion: Portion) -> float:
-    """Tokens in a stored byte of such files."""
-    is_compressed = portion.sources[0].path.endswith((*COMPRESSED, ".parquet"))
-    return TOKENS_PER_BYTE * COMPRESSION if is_compressed else TOKENS_PER_BYTE

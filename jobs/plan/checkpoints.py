@@ -74,6 +74,7 @@ def _checkpoints(scan_file: Path, field: str, value: object) -> list[str] | None
         )
     checkpoints: list[str] = []
     for text in texts:
+        # A text of the list may be a pattern, too.
         checkpoints += _checkpoints(scan_file, field, text) or [text]
     twice = sorted({text for text in checkpoints if checkpoints.count(text) > 1})
     if twice:
@@ -85,25 +86,20 @@ def _checkpoints(scan_file: Path, field: str, value: object) -> list[str] | None
 
 def _directories(scan_file: Path, pattern: str) -> list[str]:
     """The model directories that a pattern fits, in the order of the numbers in their names."""
-    if pattern.startswith(BUNDLED):
-        matches = glob.glob(pattern.removeprefix(BUNDLED), root_dir=BUNDLED_MODELS)
-        matches = [f"{BUNDLED}{name}" for name in matches]
-    else:
-        matches = glob.glob(os.path.expanduser(pattern))
-    directories = [path for path in matches if _is_model(path)]
+    prefix, root = (BUNDLED, BUNDLED_MODELS) if pattern.startswith(BUNDLED) else ("", Path())
+    matches = glob.glob(os.path.expanduser(pattern.removeprefix(prefix)), root_dir=root)
+    # A directory without a configuration is no model: logs often lie beside checkpoints.
+    directories = [
+        f"{prefix}{path}"
+        for path in matches
+        if os.path.isfile(os.path.join(root, path, "config.json"))
+    ]
     if not directories:
         raise ScanError(
             f"{scan_file}: model: no directory with a config.json matches {pattern!r} (in "
             f"{Path.cwd()}); expected directories of models, such as steps/step-*"
         )
     return sorted(directories, key=_by_numbers)
-
-
-def _is_model(path: str) -> bool:
-    """Whether a directory, or what `bundled:` names, holds a model."""
-    if path.startswith(BUNDLED):
-        path = os.path.join(BUNDLED_MODELS, path.removeprefix(BUNDLED))
-    return os.path.isfile(os.path.join(path, "config.json"))
 
 
 def _by_numbers(path: str) -> tuple[bool, list[int], str]:

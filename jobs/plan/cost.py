@@ -177,6 +177,7 @@ def _measured_speed(
         began = time.perf_counter()
         measured = replica.measure(first_shard.tokens[:size], intervention, labels, partner)
         seconds = time.perf_counter() - began
+        # The search may come back to a size, whose passes then count together.
         speeds = speeds_by_size.setdefault(size, [])
         speeds.append(size * replica.scan.n_ctx / seconds)
         is_late = time.perf_counter() > deadline
@@ -266,11 +267,8 @@ def field_meanings(scan: Scan) -> list[tuple[str, str, str]]:
     for name, field in type(scan).model_fields.items():
         if name != "input":
             description = " ".join((field.description or "").split())
-            meanings.append((name, _value_in_words(getattr(scan, name)), description))
+            value: object = getattr(scan, name)
+            if isinstance(value, tuple):
+                value = ", ".join(map(str, value)) or "none"
+            meanings.append((name, str(value), description))
     return meanings
-
-
-def _value_in_words(value: object) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
-    return str(value)

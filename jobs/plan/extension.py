@@ -11,7 +11,7 @@ from headcount.jobs.plan.plan import Plan, write_manifest
 from headcount.jobs.upkeep.compaction import clean, merge
 from headcount.jobs.upkeep.merged_files import DamagedShards
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.commits import Commit, delete, drop
+from headcount.schemas.files.commits import delete, drop
 from headcount.schemas.files.run_directory import RunDirectory
 
 
@@ -48,7 +48,13 @@ def take_back(run: RunDirectory, shard: int) -> None:
     run.commit_file(shard).unlink(missing_ok=True)
     commits = {commit.shard: commit for commit in run.commits()}
     if shard in commits:
-        neighbours = _shards_in_the_same_files(commits, shard)
+        # Merged files hold rows of several shards. Those of the others must stay.
+        paths = {file.path for file in commits[shard].files}
+        neighbours = [
+            commit
+            for commit in commits.values()
+            if commit.shard != shard and paths.intersection(file.path for file in commit.files)
+        ]
         try:
             if neighbours:
                 # One segment moves the neighbours to a new file and drops the shard. At no moment
@@ -62,13 +68,3 @@ def take_back(run: RunDirectory, shard: int) -> None:
             delete(run.commit_file(neighbour) for neighbour in neighbour_shards)
             drop(run.commits_directory, run.run_id, [*neighbour_shards, shard])
     clean(run, run.commit_log())
-
-
-def _shards_in_the_same_files(commits: dict[int, Commit], shard: int) -> list[Commit]:
-    """The other shards with rows in the files that hold a shard's rows."""
-    paths = {file.path for file in commits[shard].files}
-    return [
-        commit
-        for commit in commits.values()
-        if commit.shard != shard and paths.intersection(file.path for file in commit.files)
-    ]

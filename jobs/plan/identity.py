@@ -105,6 +105,7 @@ def changed_meanings(run_meanings: Meanings, meanings: Meanings) -> list[str]:
 
 def changed_versions(manifest: Manifest) -> list[str]:
     """One line that names the libraries of another version than at the run's begin, or no line."""
+    # A manifest of older code may name libraries that no longer take part.
     run_versions = {
         library: release for library, release in manifest.versions.items() if library in LIBRARIES
     }

@@ -101,7 +101,11 @@ def _missing(manifest: Manifest, directory: Path, overrides: Sequence[str]) -> d
             continue
         for name in _names_in(location):
             # Only what is on the disk is looked for: a store or a bundled text does not move.
-            if _is_on_disk(name) and not _lies_there(directory, name):
+            if not _is_on_disk(name):
+                continue
+            path = directory / place(name)  # pyright: ignore
+            # A directory may have brackets in its name, so the name itself is looked for first.
+            if not path.exists() and not glob.glob(str(path), recursive=True):
                 missing.setdefault(field, name)
     return missing
 
@@ -109,11 +113,6 @@ def _missing(manifest: Manifest, directory: Path, overrides: Sequence[str]) -> d
 def _names_in(location: Location) -> Sequence[str]:
     """The names in a place: `input.files` may be one pattern or a list of them."""
     return [location] if isinstance(location, str) else location
-
-
-def _lies_there(directory: Path, name: str) -> bool:
-    path = directory / place(name)  # pyright: ignore
-    return path.exists() or bool(glob.glob(str(path), recursive=True))
 
 
 def _is_on_disk(name: str) -> bool:

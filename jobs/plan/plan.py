@@ -181,6 +181,7 @@ def plan_run(
 ) -> Plan:
     """Plan one run, which fits what lies in its directory already."""
     previous = run.manifest() if run.manifest_file.is_file() else None
+    # Refused before tokens are prepared, which may take hours.
     command = _check_run(resolved, run, previous, must_exist, command)
     sequences = resolved.sequences
     corpora = corpora_of(resolved.scan)
@@ -263,19 +264,13 @@ def _check_run(
     command: ScanCommand,
 ) -> ScanCommand:
     """Refuse a run that the scan does not fit; returns the command that errors advise."""
-    if previous is None:
-        _check_can_begin(run, must_exist, command)
+    if previous is not None:
+        if not command.words:
+            # Advice in errors then names the command that began the run.
+            command = ScanCommand.of_run(previous)
+        with naming_the_alternative(run, command):
+            check_same_identity(run, previous, resolved)
         return command
-    if not command.words:
-        # Advice in errors then names the command that began the run.
-        command = ScanCommand.of_run(previous)
-    with naming_the_alternative(run, command):
-        check_same_identity(run, previous, resolved)
-    return command
-
-
-def _check_can_begin(run: RunDirectory, must_exist: bool, command: ScanCommand) -> None:
-    """Refuse to begin a run that should exist, or one among the remains of another."""
     if must_exist:
         start = f"; {command.text()} starts one" if command.words else ""
         raise RunError(f"{run.path}: no such run to continue{start}")
@@ -286,6 +281,7 @@ def _check_can_begin(run: RunDirectory, must_exist: bool, command: ScanCommand) 
             f"{run.path}: holds commits and no manifest.json, so nothing says what they measured; "
             f"{removal(run)} deletes it, and then the same command starts anew"
         )
+    return command
 
 
 def _new_manifest(

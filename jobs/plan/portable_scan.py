@@ -33,7 +33,9 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
                 _check_everywhere(
                     f"input.{option}", file, "an absolute path that every node mounts, or s3://"
                 )
-    if _is_relative_directory(scan.model):
+    # `a/b` may be a directory here, and may be a model of the Hub.
+    is_directory_here = not os.path.isabs(scan.model) and Path(scan.model).is_dir()
+    if scan.model.startswith((".", "~")) or is_directory_here:
         raise ScanError(
             f"model: {scan.model} is a directory of this machine; expected bundled:NAME, a Hub id "
             "or an absolute path that every node mounts"
@@ -60,10 +62,3 @@ def _check_everywhere(key: str, location: str, example: str) -> None:
         f"{key}: {location} means another place on every node; expected a store or an absolute "
         f"path ({example})"
     )
-
-
-def _is_relative_directory(model: str) -> bool:
-    """Whether a model's name means a directory here; `a/b` may also be a model of the Hub."""
-    if model.startswith((".", "~")):
-        return True
-    return not os.path.isabs(model) and Path(model).is_dir()

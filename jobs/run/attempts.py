@@ -15,6 +15,7 @@ class Attempts:
 
     def __init__(self, run: RunDirectory) -> None:
         notes = {shard: run.failure(shard) for shard in run.failed_shards()}
+        # A note that cannot be read counts as no attempt.
         self._earlier = Counter({shard: note[0] for shard, note in notes.items() if note})
         self._here: Counter[int] = Counter()
 

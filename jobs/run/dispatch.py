@@ -349,6 +349,7 @@ class _Dispatcher:
         try:
             reason: str = ray.get(reference)
         except ray.exceptions.RayError:
+            # The death of an idle replica shows nowhere else.
             self._note_death(replica)
             return
         replica.is_leaving = True
@@ -358,6 +359,7 @@ class _Dispatcher:
 
     def _note_death(self, replica: _RemoteReplica) -> None:
         """Find out why a replica died, once for all of its calls, and wait for its successor."""
+        # Another of its calls, or its notice, has told already.
         if not replica.ready:
             return
         if replica.excuse is None and replica.place and node_is_gone(replica.place.node_id):
@@ -440,7 +442,12 @@ class _Dispatcher:
             self._note_death(replica)
             result = Failure(call.shard, f"its replica died ({last_line(str(error))})")
             died = True
-            if replica.excuse is not None and self._is_excused(call.shard, replica.excuse):
+            is_excused = replica.excuse is not None
+            if replica.excuse == "node_lost":
+                # If nodes vanish again and again under one shard, it is to blame after all.
+                self.lost_nodes[call.shard] += 1
+                is_excused = self.lost_nodes[call.shard] < MOST_LOST_NODES
+            if is_excused:
                 result = None
         # Two replicas had this shard, and the other one was first.
         if not self.is_open[call.shard]:
@@ -457,13 +464,6 @@ class _Dispatcher:
             self._close(call.shard)
             return result
         return self._retry_or_report(result, died)
-
-    def _is_excused(self, shard: int, excuse: str) -> bool:
-        """Whether a shard is not to blame that its replica died."""
-        if excuse != "node_lost":
-            return True
-        self.lost_nodes[shard] += 1
-        return self.lost_nodes[shard] < MOST_LOST_NODES
 
     def _retry_or_report(self, failure: Failure, died: bool) -> Failure:
         """Queue a shard again; after enough attempts, its failure is the last."""

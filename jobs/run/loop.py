@@ -91,7 +91,14 @@ def run_to_end(
         else:
             extend(plan)
         missing = missing_shards(plan, verify)
-        _say_what_is_done(plan, missing, console)
+        for note in plan.notes:
+            say(console, f"{plan.run.run_id}: {note}")
+        shards = plan.manifest.shards
+        say(
+            console,
+            f"{plan.run.run_id}: {counted(plan.tokens, 'token')}, {counted(shards, 'shard')}, "
+            f"{shards - len(missing):,} of them done",
+        )
         # A run may miss shards beyond what this command asks for.
         requested = _requested_shards(plan, missing)
         if not len(requested):
@@ -112,7 +119,11 @@ def run_to_end(
                 failures = show_progress(outcomes, plan.tokens, tokens_done, console, all_runs)
         if not failures and len(requested) == len(missing):
             _make_globs_right(plan.run, console)
-    _say_failures(plan, failures, console)
+    for failure in failures[:FAILURES_SHOWN]:
+        say(console, f"shard {failure.shard} failed: {failure.error}")
+    if len(failures) > FAILURES_SHOWN:
+        more = len(failures) - FAILURES_SHOWN
+        say(console, f"and {more:,} more shards failed: headcount status {plan.run.path}")
     return failures
 
 
@@ -153,26 +164,6 @@ def _make_globs_right(run: RunDirectory, console: Console) -> None:
             f"warning: {run.path} is complete, but files of lost attempts cannot be deleted "
             f"({reason(error)}): a bare glob counts their rows twice, headcount query does not",
         )
-
-
-def _say_what_is_done(plan: Plan, missing: np.ndarray, console: Console) -> None:
-    for note in plan.notes:
-        say(console, f"{plan.run.run_id}: {note}")
-    shards = plan.manifest.shards
-    shards_done = shards - len(missing)
-    say(
-        console,
-        f"{plan.run.run_id}: {counted(plan.tokens, 'token')}, {counted(shards, 'shard')}, "
-        f"{shards_done:,} of them done",
-    )
-
-
-def _say_failures(plan: Plan, failures: list[Failure], console: Console) -> None:
-    for failure in failures[:FAILURES_SHOWN]:
-        say(console, f"shard {failure.shard} failed: {failure.error}")
-    if len(failures) > FAILURES_SHOWN:
-        more = len(failures) - FAILURES_SHOWN
-        say(console, f"and {more:,} more shards failed: headcount status {plan.run.path}")
 
 
 def _refuse_to_measure(plan: Plan, verify: bool) -> None:
@@ -230,8 +221,12 @@ def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
         drop(plan.run.commits_directory, plan.run.run_id, gathered_and_damaged)
     if survey.loose_commits >= COMMITS_PER_SEGMENT:
         # Drivers that were killed early left them: each gathers only what it measured itself.
-        _gather_loose_commits(plan.run, damaged)
+        commit_log = plan.run.commit_log()
+        loose = commit_log.filter(pa.array(~commit_log["gathered"].to_numpy()))
+        undamaged = [commit for commit in commits_of(loose) if commit.shard not in damaged]
+        gather(plan.run.commits_directory, undamaged)
 
+    # The survey is from before the commits of damaged shards were taken out.
     is_missing = ~survey.is_committed
     is_missing[list(damaged)] = True
     return np.flatnonzero(is_missing)
@@ -271,13 +266,6 @@ class _Commit_logSurvey:
             yield part
 
 
-def _gather_loose_commits(run: RunDirectory, damaged: set[int]) -> None:
-    commit_log = run.commit_log()
-    loose = commit_log.filter(pa.array(~commit_log["gathered"].to_numpy()))
-    undamaged = [commit for commit in commits_of(loose) if commit.shard not in damaged]
-    gather(run.commits_directory, undamaged)
-
-
 def say_what_differs(
     run: RunDirectory, outcomes: Iterable[Commit | Failure], tell: Callable[[str], None]
 ) -> Generator[Commit | Failure, None, None]:
@@ -286,13 +274,19 @@ def say_what_differs(
     Those of the run are what one of its first commits says, or else the first commit that arrives.
     Each difference is said once.
     """
-    begun = _first_origin(run)
+    begun: _Origin | None = None
+    first = run.oldest_commit(["device", "versions"])
+    if first is not None:
+        begun_versions = {entry["library"]: entry["version"] for entry in first["versions"]}
+        begun = _Origin(first["device"], begun_versions)
     lines_said: set[str] = set()
     for outcome in outcomes:
         if isinstance(outcome, Commit):
-            origin = _origin_of(outcome)
-            begun = begun or origin
-            differences = _differences(begun, origin)
+            versions = {entry.library: entry.version for entry in outcome.versions}
+            begun = begun or _Origin(outcome.device, versions)
+            differences = differing_keys(begun.versions, versions)
+            if outcome.device != begun.device:
+                differences = [f"{outcome.device}, begun on {begun.device}", *differences]
             line = f"{run.run_id}: measured on {outcome.host} with {', '.join(differences)}"
             if differences and line not in lines_said:
                 tell(line)
@@ -306,27 +300,6 @@ class _Origin(NamedTuple):
     device: str
     versions: dict[str, str]
     """The version of each library."""
-
-
-def _first_origin(run: RunDirectory) -> _Origin | None:
-    commit = run.oldest_commit(["device", "versions"])
-    if commit is None:
-        return None
-    versions = {entry["library"]: entry["version"] for entry in commit["versions"]}
-    return _Origin(commit["device"], versions)
-
-
-def _origin_of(commit: Commit) -> _Origin:
-    versions = {entry.library: entry.version for entry in commit.versions}
-    return _Origin(commit.device, versions)
-
-
-def _differences(begun: _Origin, origin: _Origin) -> list[str]:
-    """What differs between two origins, in words."""
-    differences = differing_keys(begun.versions, origin.versions)
-    if origin.device != begun.device:
-        differences = [f"{origin.device}, begun on {begun.device}", *differences]
-    return differences
 
 
 def until_stopped(outcomes: Iterable[Commit | Failure]) -> Iterator[Commit | Failure]:
@@ -366,6 +339,7 @@ def stop_after_failures_in_a_row(
             failed_shards = {True: set(), False: set()}
             yield attempt
             continue
+        # A set: a shard that fails three times is one shard.
         in_a_row = failed_shards[attempt.of_writing]
         in_a_row.add(attempt.shard)
         most = MOST_UNWRITTEN if attempt.of_writing else MOST_FAILURES

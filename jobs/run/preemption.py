@@ -51,6 +51,7 @@ class LeaveNotice:
         # Ray's main thread waits outside of Python, where no handler of Python's runs. But every
         # signal is also written to this pipe at once, by the handler in C.
         reader, writer = os.pipe()
+        # A handler must never wait, not even for a full pipe.
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # Ray's own handler would end the process in the middle of its shards.
@@ -102,9 +103,11 @@ class LeaveNotice:
 
     def _exit_in_order(self) -> None:
         deadline = time.monotonic() + LEAVE_SECONDS
+        # Calls that were on their way must arrive, to be given back.
         time.sleep(ANSWER_SECONDS)
         while self._calls and time.monotonic() < deadline:
             time.sleep(0.05)
+        # A call has ended before Ray has sent its answer.
         time.sleep(ANSWER_SECONDS)
         _exit()
 

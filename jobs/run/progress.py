@@ -155,6 +155,7 @@ class _Progress:
         """How many tokens were measured, in how much time; in one line."""
         measured = self.done - self.done_before
         seconds = time.monotonic() - (self.began or 0)
+        # Replicas work side by side, so these are sums over all of them.
         busy = self.compute_seconds / (self.compute_seconds + self.idle_seconds)
         return (
             f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s, "

@@ -119,6 +119,7 @@ class ReplicaActor:
         A replica that leaves is never ready again. Its process ends, and Ray makes another one.
         """
         if self.leave_notice.came:
+            # For ever, which is a moment: the process is about to exit.
             threading.Event().wait()
         node_id = ray.get_runtime_context().get_node_id()
         return ReplicaPlace(node_id, node_name(), replica_name())
@@ -161,6 +162,7 @@ class ReplicaActor:
             return shard_input
 
     def _measure(self, shard_input: ShardInput | None) -> MeasuredShard | None:
+        # The notice may have come while the shard waited for its turn.
         if shard_input is None or self.leave_notice.came:
             return None
         measured = measure_shard(self.replica, shard_input)

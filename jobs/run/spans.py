@@ -35,12 +35,8 @@ class Spans:
 
         The owner keeps the first half, because that is where it reads now.
         """
-        longest = max(self.spans, key=self._length)
+        longest = max(self.spans, key=lambda owner: self.spans[owner][1] - self.spans[owner][0])
         start, stop = self.spans[longest]
         middle = start if longest is None else (start + stop) // 2
         self.spans[longest] = start, middle
         return middle, stop
-
-    def _length(self, owner: object) -> int:
-        start, stop = self.spans[owner]
-        return stop - start

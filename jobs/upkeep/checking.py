@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headcount.schemas.errors import RunError
@@ -43,7 +42,12 @@ def check_run(run: RunDirectory) -> Checked:
             committed_bytes += file.bytes
             if why is not None:
                 damaged.append(Damage(file.path, file.shards, why))
-        unreferenced = sum(path not in committed_paths for path in _paths_in_data_directories(run))
+        unreferenced = sum(
+            f"{table}/{folder}/{name}" not in committed_paths
+            for table in TABLES
+            for folder in names(run.path / table)
+            for name in names(run.path / table / folder)
+        )
     except OSError as error:
         raise RunError(f"{run.path}: cannot be read ({reason(error)})") from None
     return Checked(
@@ -53,11 +57,3 @@ def check_run(run: RunDirectory) -> Checked:
         damaged=sorted(damaged, key=lambda damage: (min(damage.shards), damage.path)),
         unreferenced=unreferenced,
     )
-
-
-def _paths_in_data_directories(run: RunDirectory) -> Iterator[str]:
-    """Every file in the directories of the tables, relative to the run."""
-    for table in TABLES:
-        for folder in names(run.path / table):
-            for name in names(run.path / table / folder):
-                yield f"{table}/{folder}/{name}"

@@ -133,22 +133,27 @@ class _Compaction:
         commit_log = run.commit_log().combine_chunks()
         # Make room first: a killed compaction may have left merged files that nobody needs.
         clean(run, commit_log)
-        problems = _damaged_shards(run, commit_log)
-        damaged_rollups = _damaged_rollups(run, commit_log)
-        while unit_groups := self._unit_groups(commit_log, problems, damaged_rollups):
+        problems: Problems = {}
+        for damage in run.damaged_files([commit_log]):
+            if not damage.is_of_rollup:
+                message = damage_message(run, damage.shards, f"{damage.path} {damage.why}")
+                problems |= dict.fromkeys(damage.shards, message)
+        # All roll-ups are read: they take 4 % of the rows' space.
+        rollup_damages = run.damaged_files([commit_log], run.manifest(), [ROLLUPS.name])
+        damaged_rollups = [damage.path for damage in rollup_damages if damage.is_of_rollup]
+        while True:
+            units = _mergeable_units(commit_log, self.rows, damaged_rollups)
+            # A unit is left alone as soon as one of its shards has a problem.
+            sound_units = [u for u in units if problems.keys().isdisjoint(u.shards)]
+            unit_groups = _grouped(sound_units, self.rows)
+            if not unit_groups:
+                break
             problems |= self._merge(commit_log, unit_groups)
             commit_log = run.commit_log().combine_chunks()
         _gather_all(run, examined=set(commit_log["shard"].to_pylist()) - problems.keys())
         clean(run, run.commit_log())
         # Shards of one damaged file share a message.
         return list(dict.fromkeys(problems.values()))
-
-    def _unit_groups(
-        self, commit_log: pa.Table, problems: Problems, damaged_rollups: list[str]
-    ) -> list[list[Unit]]:
-        """What is to be merged now, without the shards that have a problem."""
-        units = _mergeable_units(commit_log, self.rows, damaged_rollups)
-        return _grouped([u for u in units if problems.keys().isdisjoint(u.shards)], self.rows)
 
     def _merge(self, commit_log: pa.Table, unit_groups: list[list[Unit]]) -> Problems:
         """Merge groups; returns what is wrong with the shards that cannot be merged."""
@@ -250,22 +255,6 @@ def _grouped(units: list[Unit], rows: int) -> list[list[Unit]]:
     return [group for group in groups if is_worth_merging(group)]
 
 
-def _damaged_shards(run: RunDirectory, commit_log: pa.Table) -> Problems:
-    """The shards with a damaged file of rows, and what the user is told of each."""
-    messages: Problems = {}
-    for damage in run.damaged_files([commit_log]):
-        if not damage.is_of_rollup:
-            message = damage_message(run, damage.shards, f"{damage.path} {damage.why}")
-            messages |= dict.fromkeys(damage.shards, message)
-    return messages
-
-
-def _damaged_rollups(run: RunDirectory, commit_log: pa.Table) -> list[str]:
-    """The paths of damaged roll-ups. All of them are read: they take 4 % of the rows' space."""
-    damages = run.damaged_files([commit_log], run.manifest(), [ROLLUPS.name])
-    return [damage.path for damage in damages if damage.is_of_rollup]
-
-
 def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ()) -> None:
     """Move the rows of some shards into one file for each table and intervention.
 
@@ -346,7 +335,8 @@ def delete_lost_attempts(run: RunDirectory) -> None:
     }
     # Unless shards were merged, each has one file in a directory. The commit log is read only if
     # that is not so, because in a store each commit is two requests.
-    if all(map(_holds_each_shard_once, names_by_directory.values())):
+    shards_by_directory = [list(map(_shard_of, each)) for each in names_by_directory.values()]
+    if all(None not in each and len(set(each)) == len(each) for each in shards_by_directory):
         return
     committed_paths = _paths(run.commit_log(["files.path"]))
     delete(
@@ -356,11 +346,6 @@ def delete_lost_attempts(run: RunDirectory) -> None:
         if name.endswith(".tmp")
         or (_shard_of(name) is not None and f"{directory}/{name}" not in committed_paths)
     )
-
-
-def _holds_each_shard_once(file_names: list[str]) -> bool:
-    shards = {_shard_of(name) for name in file_names}
-    return None not in shards and len(shards) == len(file_names)
 
 
 def _paths(commit_log: pa.Table) -> set[str]:

@@ -65,6 +65,7 @@ class _StoreLease(Lease):
 
     def renew(self) -> None:
         """Write the object."""
+        # From before the write: the store may take it long before it answers.
         began = time.monotonic()
         write_whole(self.file, self.content)
         self.renewed = began
@@ -88,6 +89,7 @@ class _StoreLease(Lease):
     def end(self) -> None:
         """Delete the object."""
         self.has_ended.set()
+        # Otherwise the thread might write the object again after it was deleted.
         if self.thread.is_alive():
             self.thread.join()
         self.file.unlink(missing_ok=True)
@@ -129,6 +131,7 @@ def _wait_for_death(run: RunDirectory, directory: StorePath, own: Lease) -> None
                 f"{run.path}: another compaction is at work on this run ({owner}); wait for it, or "
                 "stop it and run the same command again"
             )
+    # Nobody has renewed these.
     for name in others:
         (directory / name).unlink(missing_ok=True)
 

@@ -26,7 +26,12 @@ def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> 
     The rows are committed already, so a failure is a warning. What is merged is left alone.
     """
     # Nothing locks a run in a store: somebody else may be extending it.
-    if not isinstance(run.path, Path) or not _is_large_and_complete(run):
+    if not isinstance(run.path, Path):
+        return
+    commit_log = run.commit_log()
+    # A run without any commit has no sum.
+    rows = pc.sum(commit_log["rows"]).as_py() or 0
+    if len(commit_log) < run.manifest().shards or rows < LARGE_ROWS:
         return
     try:
         problems = compact(run, tell=tell, merge_groups=merge_groups).problems
@@ -37,10 +42,3 @@ def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> 
             f"warning: {run.run_id} is complete, but not all of it is merged: {problem}; "
             f"headcount compact {run.path} tries again"
         )
-
-
-def _is_large_and_complete(run: RunDirectory) -> bool:
-    commit_log = run.commit_log()
-    if len(commit_log) < run.manifest().shards:
-        return False
-    return (pc.sum(commit_log["rows"]).as_py() or 0) >= LARGE_ROWS

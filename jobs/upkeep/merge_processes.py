@@ -28,8 +28,16 @@ def merged_by_processes(processes: int, groups: Iterable[Group]) -> Iterator[Mer
     """Merge groups in processes of this machine; 0 means as many as it has cores and memory for."""
     remaining = iter(groups)
     first_groups = list(islice(remaining, 2))
-    # Most runs have one group, and then no process is worth its start.
-    processes = 1 if len(first_groups) < 2 else processes or _possible_processes()
+    if len(first_groups) < 2:
+        # Most runs have one group, and then no process is worth its start.
+        processes = 1
+    elif not processes:
+        # This imports torch, which takes seconds.
+        from headcount.workers.memory import available_cores, total_memory
+
+        # Half of the memory is left to whatever else runs here.
+        with_memory = int(total_memory() / 2 / PROCESS_BYTES)
+        processes = max(1, min(available_cores(), with_memory))
     all_groups = chain(first_groups, remaining)
     if processes == 1:
         yield from merged_here(all_groups)
@@ -48,14 +56,6 @@ def merged_by_processes(processes: int, groups: Iterable[Group]) -> Iterator[Mer
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _possible_processes() -> int:
-    """Processes for which this machine has a core and memory each."""
-    # It imports torch, which takes seconds.
-    from headcount.workers.memory import available_cores, total_memory
-
-    return max(1, min(available_cores(), int(total_memory() / 2 / PROCESS_BYTES)))
 
 
 def as_completed(

@@ -162,7 +162,10 @@ def merge_files(
     for (table, intervention), files in files_by_kind.items():
         if TABLES[table].written == "once":
             continue  # A run has one file of weights. It stays where it is.
-        stays = table != ROLLUPS.name and _is_merged_already(files)
+        # One merged file of which every row counts is what a merge would write again.
+        is_merged = files[0].path.rpartition("/")[2].startswith("merged-")
+        is_whole = len(files) == 1 and files[0].rows is not None
+        stays = table != ROLLUPS.name and is_merged and is_whole
         if not stays:
             old_paths += [file.path for file in files]
         if table == ROLLUPS.name:
@@ -172,7 +175,8 @@ def merge_files(
             continue
         rows = _read_rows(run, files, bounds)
         if not stays:
-            rows = _sorted(rows, TABLES[table].order)
+            keys = [(key, "ascending") for key in TABLES[table].order]
+            rows = rows.take(pc.sort_indices(rows, sort_keys=keys))
             shard_count = sum(len(file.shards) for file in files)
             new_files.append(_write_merged_file(run, table, intervention, name, rows, shard_count))
         if is_rolled_up:
@@ -185,12 +189,6 @@ def merge_files(
                     _write_merged_file(run, ROLLUPS.name, intervention, name, rollups, len(commits))
                 )
     return _with_rollups(_with_new_files(commits, new_files), new_rollups), old_paths
-
-
-def _is_merged_already(files: Sequence[CommittedFile]) -> bool:
-    """Whether some files are one merged file, and every row of it counts."""
-    is_merged = files[0].path.rpartition("/")[2].startswith("merged-")
-    return len(files) == 1 and is_merged and files[0].rows is not None
 
 
 def _rollups(
@@ -291,6 +289,7 @@ def _read_rows(
     readers = DISK_READERS if isinstance(run.path, Path) else READERS
     with ThreadPoolExecutor(readers) as pool:
         tables = list(pool.map(lambda file: _read_file(run, file, bounds), files))
+    # Files of one code have the same columns, unless one of them was written by something else.
     for file, table in zip(files, tables, strict=True):
         if table.schema != tables[0].schema:
             raise DamagedShards(
@@ -318,7 +317,3 @@ def _read_file(run: RunDirectory, file: CommittedFile, bounds: Mapping[str, Boun
     if file.rows is None:
         return table.filter(pc.is_in(table["shard"], pa.array(file.shards, table["shard"].type)))
     return table
-
-
-def _sorted(table: pa.Table, keys: Sequence[str]) -> pa.Table:
-    return table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in keys]))

@@ -317,6 +317,7 @@ class PhaseNotes:
     def _keep_written(self) -> None:
         """Write the last note when there is news, and from time to time; at the end, the end."""
         while not self._ended.is_set():
+            # Cleared before the write: news that comes during it is written by the next round.
             self._news.clear()
             self._write(None)
             self._ended.wait(PAUSE_SECONDS)
@@ -332,13 +333,16 @@ class PhaseNotes:
         if run is None or said is None:
             return
         machine, number, started = self._process
+        began = False
+        with contextlib.suppress(OSError, RunError):
+            began = run.manifest_file.is_file()
         note = Note(
             run_id=run.run_id,
             phase=said.phase,
             detail=said.detail,
             since=said.since,
             heard=_now(),
-            began=_is_begun(run),
+            began=began,
             ended=ended,
             host=socket.gethostname(),
             machine=machine,
@@ -380,13 +384,6 @@ def _write(run: RunDirectory, note: Note) -> None:
     """Write a note, if that is possible: a run must not end because of a note about it."""
     with contextlib.suppress(RunError, OSError):
         write_whole(_file(run), note.model_dump_json(indent=1).encode())
-
-
-def _is_begun(run: RunDirectory) -> bool:
-    try:
-        return run.manifest_file.is_file()
-    except (OSError, RunError):
-        return False
 
 
 def _reason(error: BaseException) -> str:

@@ -55,6 +55,7 @@ def describe_run(run: RunDirectory) -> str:
 def remove(run: RunDirectory) -> None:
     """Delete a run and its note; refused while a process of this machine is at work on it."""
     phases.forget(run)
+    # Of a run that never began there was only the note.
     if not _is_directory(run.path):
         return
     try:

@@ -31,6 +31,7 @@ def rows_of(out: Place, may_be_empty: bool = False) -> tuple[list[Row], list[str
     problems: list[str] = []
     rows_before: list[Row] = []
     for run in _runs_before(out):
+        # Its driver may have begun it, or ended, since it was listed.
         status = read_status_before(run)
         if status is not None:
             rows_before.append(line_before(status.run_id, status.phase))

@@ -133,6 +133,10 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
     commit_log, damages = done_and_damaged(run, manifest, COLUMNS)
     done_shards = commit_log["shard"].to_numpy()
     failed_shards = _failed_shards(run, done_shards)
+    failures: dict[int, str] = {}
+    for shard in failed_shards[:REASONS].tolist():
+        failure = run.failure(shard)
+        failures[shard] = "its note cannot be read" if failure is None else failure[1]
     tokens = tokens_of(manifest)
     tokens_done = int(pc.sum(commit_log["tokens"]).as_py() or 0)
     complete = len(done_shards) == manifest.shards
@@ -161,7 +165,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         bad_rows=pc.count_distinct(pc.list_flatten(commit_log["bad_rows"])).as_py(),
         damage=[str(damage) for damage in damages[:REASONS]],
         documents=fates.all if fates else None,
-        failures=_errors(run, failed_shards[:REASONS].tolist()),
+        failures=failures,
         tokens_per_second=tokens_per_second,
         seconds_left=tokens_left / tokens_per_second if tokens_per_second else None,
         replicas=paces,
@@ -228,18 +232,6 @@ def _failed_shards(run: RunDirectory, done_shards: np.ndarray) -> np.ndarray:
     return np.setdiff1d(noted_shards, done_shards)
 
 
-def _errors(run: RunDirectory, shards: list[int]) -> dict[int, str]:
-    """The error of each of some shards, as its note says."""
-    errors: dict[int, str] = {}
-    for shard in shards:
-        note = run.failure(shard)
-        if note is None:
-            errors[shard] = "its note cannot be read"
-        else:
-            _, errors[shard] = note
-    return errors
-
-
 def _last_commit(commit_log: pa.Table, now: float) -> dict[str, Any]:
     """The fields of a status that tell of the last commit."""
     if not len(commit_log):
@@ -273,6 +265,7 @@ def _paces(commit_log: pa.Table, now: float) -> list[Pace]:
     replica_of_all = encoded.indices.to_numpy()
     finished = _finished_seconds(commit_log)
     newest = np.full(count, -np.inf)
+    # `newest[replica_of_all] = …` would keep the last of several commits, not the latest.
     np.maximum.at(newest, replica_of_all, finished)
     recent = np.flatnonzero(finished >= newest[replica_of_all] - RECENT_SECONDS)
     replica_of = replica_of_all[recent]

@@ -423,6 +423,7 @@ def write_segment(directory: Place, table: pa.Table, dropped: int = 0) -> None:
 
     The last `dropped` rows take their shards back.
     """
+    # The name goes on with six digits, by which readers know the latest segment.
     numbers = [int(name[8:14]) for name in names(directory) if name.startswith("segment-")]
     is_dropped = np.arange(len(table)) >= len(table) - dropped
     content = parquet_bytes(table.append_column(DROPPED, pa.array(is_dropped, pa.bool_())))

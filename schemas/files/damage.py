@@ -250,6 +250,7 @@ def committed_files(
     grouped = references.group_by("path", use_threads=False).aggregate(
         [(name, "first") for name in same_in_all] + [("shard", "list"), ("rows", "sum")]
     )
+    # In batches, because Python objects take far more memory than their Arrow table.
     for batch in grouped.to_batches(READERS * 64):
         for row in batch.to_pylist():
             shards = row["shard_list"]
@@ -292,16 +293,17 @@ def examined_files(
 
 def declared_bounds(manifest: Manifest) -> dict[str, Bounds]:
     """The range of each measured column, by table and column."""
-    return {
-        table: {name: _range_of(dict(column.facts)) for name, column in columns.items()}
-        for table, columns in columns_of(manifest.kinds).items()
-    }
-
-
-def _range_of(facts: Mapping[str, str]) -> Range:
-    """The range in a column's facts, where null (JSON does not have infinity) is an open end."""
-    low, high = json.loads(facts.get("range", "[null, null]"))
-    return Range(-math.inf if low is None else low, math.inf if high is None else high)
+    bounds: dict[str, Bounds] = {}
+    for table, columns in columns_of(manifest.kinds).items():
+        ranges: dict[str, Range] = {}
+        for name, column in columns.items():
+            # JSON does not have infinity: null is an open end.
+            low, high = json.loads(dict(column.facts).get("range", "[null, null]"))
+            ranges[name] = Range(
+                -math.inf if low is None else low, math.inf if high is None else high
+            )
+        bounds[table] = ranges
+    return bounds
 
 
 def problem(
@@ -348,20 +350,18 @@ def _footer_problem(footer: pq.FileMetaData, bounds: Bounds) -> str | None:
             chunk = row_group.column(i)
             # The path of a list column is NAME.list.element.
             name = chunk.path_in_schema.partition(".")[0]
-            if name in bounds and chunk.statistics is not None and chunk.statistics.has_min_max:
-                values = Range(chunk.statistics.min, chunk.statistics.max)
-                if why := _range_problem(name, values, bounds[name]):
-                    return why
+            statistics = chunk.statistics
+            # A column that is all NULL has neither a smallest nor a largest value.
+            if name not in bounds or statistics is None or not statistics.has_min_max:
+                continue
+            allowed = bounds[name]
+            # An open end says nothing of the size of the values, so only finite ones give slack.
+            finite_bounds = [abs(bound) for bound in allowed if math.isfinite(bound)]
+            slack = ROUNDING * max([1.0, *finite_bounds])
+            low, high = statistics.min, statistics.max
+            if low < allowed.low - slack or high > allowed.high + slack:
+                return (
+                    f"has {name} from {low:.6g} to {high:.6g}, outside of its range from "
+                    f"{allowed.low:g} to {allowed.high:g}"
+                )
     return None
-
-
-def _range_problem(name: str, values: Range, allowed: Range) -> str | None:
-    """How the values of a column exceed the allowed range; None if they do not."""
-    finite_bounds = [abs(bound) for bound in allowed if math.isfinite(bound)]
-    slack = ROUNDING * max([1.0, *finite_bounds])
-    if allowed.low - slack <= values.low and values.high <= allowed.high + slack:
-        return None
-    return (
-        f"has {name} from {values.low:.6g} to {values.high:.6g}, outside of its range from "
-        f"{allowed.low:g} to {allowed.high:g}"
-    )

@@ -10,7 +10,7 @@ import ast
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import FunctionType
 from typing import Annotated, Any, NamedTuple, cast, get_args, get_origin
@@ -111,8 +111,10 @@ def _code_of_function(
     for cls in [*classes, *([owner] if owner else [])]:
         helpers += [
             _code_of_function(method, cls, callers)
-            for method in _methods_named(cls, source.attributes)
-            if _is_ours(method) and method not in callers
+            for name, value in vars(cls).items()
+            if name in source.attributes
+            and _is_ours(method := _unwrapped(value))
+            and method not in callers
         ]
     # A constant of a module decides numbers as much as code does.
     constants = [repr(value) for value in global_values if isinstance(value, int | float | str)]
@@ -150,22 +152,13 @@ def _parse_function(function: FunctionType) -> ast.AST:
             # Decorators hold facts such as a unit and a source, which change no number.
             node.decorator_list = []
         if isinstance(node, ast.arg) and node.annotation is not None:
-            _forget_ranges(node.annotation, function.__globals__)
+            # An alias that adds a range to a type, such as `Count`, counts as the plain type: a
+            # range decides which options are refused, and changes no number.
+            for part in ast.walk(node.annotation):
+                alias = function.__globals__.get(part.id) if isinstance(part, ast.Name) else None
+                if isinstance(part, ast.Name) and get_origin(alias) is Annotated:
+                    part.id = get_args(alias)[0].__name__
     return tree
-
-
-def _methods_named(cls: type, names: frozenset[str]) -> Iterator[object]:
-    return (_unwrapped(value) for name, value in vars(cls).items() if name in names)
-
-
-def _forget_ranges(annotation: ast.expr, global_values: dict[str, Any]) -> None:
-    """Replace an alias that adds a range to a type, such as `Count`, by the plain type.
-
-    A range only decides which options are refused. It does not change any number.
-    """
-    for node in ast.walk(annotation):
-        if isinstance(node, ast.Name) and get_origin(global_values.get(node.id)) is Annotated:
-            node.id = get_args(global_values[node.id])[0].__name__
 
 
 def _unwrapped(value: object) -> object:

@@ -25,20 +25,19 @@ def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
     rows = len(next(iter(columns.values())))
     arrays: list[pa.Array] = []
     for field in schema:
-        if field.name in columns:
-            arrays.append(_array(columns[field.name]).cast(field.type))
-        else:
+        values = columns.get(field.name)
+        if values is None:
             arrays.append(pa.nulls(rows, field.type))
-    return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def _array(values: np.ndarray | Sequence[Any]) -> pa.Array:
-    if not isinstance(values, np.ndarray) or values.ndim == 1:
+            continue
+        is_matrix = isinstance(values, np.ndarray) and values.ndim > 1
         # from_pandas is what makes NaN a NULL.
-        return pa.array(values, from_pandas=True)
-    # Every list has the length of a row, so the flat values need no copying into lists.
-    offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, pa.array(values.ravel(), from_pandas=True))
+        array = pa.array(values.ravel() if is_matrix else values, from_pandas=True)
+        if is_matrix:
+            # Every list has the length of a row, so the flat values need no copying into lists.
+            offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
+            array = pa.ListArray.from_arrays(offsets, array)
+        arrays.append(array.cast(field.type))
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def parquet_bytes(table: pa.Table, row_group_size: int | None = None) -> pa.Buffer:

@@ -165,13 +165,20 @@ def _filesystem(
     scheme: str, bucket: str, region: str | None, endpoint: str | None
 ) -> pafs.FileSystem:
     """The file system of a bucket; the cache keeps its connections and probes each store once."""
-    _require_answer(f"{scheme}://{bucket}", endpoint or _public_address(scheme, region))
+    if scheme == "gs":
+        address = os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
+    elif region is None:
+        address = "https://s3.amazonaws.com"
+    else:
+        address = f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
+    _require_answer(f"{scheme}://{bucket}", endpoint or address)
     if scheme == "gs":
         return pafs.GcsFileSystem(retry_time_limit=timedelta(seconds=60))
     if region is None and endpoint is None:
         try:
             region = pafs.resolve_s3_region(bucket)
         except OSError:
+            # Not every store says it. The library then takes its own default.
             region = None
     return pafs.S3FileSystem(
         region=region,
@@ -183,15 +190,6 @@ def _filesystem(
         retry_strategy=pafs.AwsDefaultS3RetryStrategy(max_attempts=ATTEMPTS),
         allow_delayed_open=True,  # Small objects are one PUT instead of a multipart upload.
     )
-
-
-def _public_address(scheme: str, region: str | None) -> str:
-    """The address of a store, if the environment does not name another one."""
-    if scheme == "gs":
-        return os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
-    if region is None:
-        return "https://s3.amazonaws.com"
-    return f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
 
 
 def _require_answer(store: str, address: str) -> None:
@@ -223,9 +221,11 @@ def _probe(url: SplitResult) -> Exception | None:
     """Why a server does not answer; None if it does."""
     host = url.hostname or ""
     if url.scheme == "https":
-        connection = HTTPSConnection(
-            host, url.port, timeout=PROBE_SECONDS, context=_without_verification()
-        )
+        # Any certificate will do: a probe sends nothing that must be protected.
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        connection = HTTPSConnection(host, url.port, timeout=PROBE_SECONDS, context=context)
     else:
         connection = HTTPConnection(host, url.port, timeout=PROBE_SECONDS)
     try:
@@ -236,14 +236,6 @@ def _probe(url: SplitResult) -> Exception | None:
     finally:
         connection.close()
     return None
-
-
-def _without_verification() -> ssl.SSLContext:
-    """A context that accepts any certificate: a probe sends nothing that must be protected."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
@@ -259,7 +251,18 @@ def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
             with where.filesystem.open_output_stream(where.key, compression=None) as file:
                 file.write(content)
         else:
-            _write_to_disk(where, content)
+            where.parent.mkdir(parents=True, exist_ok=True)
+            # The random part keeps two attempts at the same file apart.
+            temporary = where.with_name(f".{where.name}.{secrets.token_hex(4)}.tmp")
+            try:
+                with temporary.open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    # Without it a power cut can leave the new name with an empty file.
+                    os.fsync(file.fileno())
+                os.replace(temporary, where)
+            finally:
+                temporary.unlink(missing_ok=True)
     except OSError as error:
         if isinstance(where, Path):
             advice = "free space or choose another place"
@@ -268,21 +271,6 @@ def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
         raise WriteError(
             f"{where}: cannot be written ({reason(error)}); {advice}, then run the same command"
         ) from None
-
-
-def _write_to_disk(path: Path, content: bytes | pa.Buffer) -> None:
-    # The random part keeps two attempts at the same file apart.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            # Without it a power cut can leave the new name with an empty file.
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def settle(directory: Place) -> None:
@@ -370,9 +358,14 @@ def fingerprint(directory: Place) -> Fingerprint:
     It does not read files: what is written again with the same size within a tick of the clock of
     the file system may look the same.
     """
+    if isinstance(directory, StorePath):
+        selector = pafs.FileSelector(directory.key, allow_not_found=True)
+        looks = map(_look_of_object, directory.filesystem.get_file_info(selector))
+    else:
+        looks = (_look_of_file(name, status) for name, status in stats(directory))
     count, total = 0, 0
     # A sum, because the order of a listing is any, and a million names are too many to keep.
-    for entry in _looks(directory):
+    for entry in looks:
         total += _number_of(entry)
         count += 1
     return count, total % 2**128
@@ -393,16 +386,6 @@ def fingerprint_of_file(file: Place) -> Fingerprint:
 def _number_of(look: tuple[object, ...]) -> int:
     """128 bits that stand for a look."""
     return int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=16).digest())
-
-
-def _looks(directory: Place) -> Iterator[tuple[object, ...]]:
-    """What a listing says of each entry of a directory."""
-    if isinstance(directory, StorePath):
-        selector = pafs.FileSelector(directory.key, allow_not_found=True)
-        yield from map(_look_of_object, directory.filesystem.get_file_info(selector))
-    else:
-        for name, status in stats(directory):
-            yield _look_of_file(name, status)
 
 
 def _look_of_object(info: pafs.FileInfo) -> tuple[object, ...]:

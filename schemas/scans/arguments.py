@@ -40,11 +40,6 @@ Location: TypeAlias = Annotated[str | Path, AfterValidator(_in_a_line)]
 """A path, or the address of a place in a store."""
 
 
-def _plain(value: Any) -> object:  # noqa: ANN401 - anything may arrive
-    """A number of numpy as a number of Python, and everything else as it is."""
-    return cast("Any", value).item() if isinstance(value, np.generic) else value
-
-
 def checked(
     error: type[HeadcountError], **advice: str
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -72,7 +67,8 @@ def checked(
                 annotation = parameters[name].annotation
                 if annotation in (object, Signature.empty):
                     continue
-                plain = _plain(value)
+                # A number of numpy counts as one of Python; everything else stays as it is.
+                plain = cast("Any", value).item() if isinstance(value, np.generic) else value
                 if expected := problem_of(annotation, plain):
                     got = shortened(printable(repr(plain)))
                     raise error(f"{name}: expected {expected}, got {got}")

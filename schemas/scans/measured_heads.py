@@ -176,7 +176,15 @@ def find_heads(
 ) -> MeasuredHeads:
     """The heads that a scan names; raises `ScanError` if the model lacks one of them."""
     if isinstance(heads, tuple):
-        _check_heads(heads, model)
+        for head in heads:
+            if head.layer >= model.n_layers:
+                missing = _lacks(model, "layer", head.layer, model.n_layers)
+                raise ScanError(f"heads: '{head}': {missing}")
+            if head.layer not in model.attention_layers_or_all:
+                raise ScanError(f"heads: '{head}': {_does_not_attend(model, head.layer)}")
+            if head.head >= model.n_heads:
+                missing = _lacks(model, "head", head.head, model.n_heads)
+                raise ScanError(f"heads: '{head}': {missing}")
         return MeasuredHeads.of(model.n_heads, heads)
     if isinstance(layers, tuple):
         every_head = tuple(range(model.n_heads))
@@ -188,18 +196,6 @@ def find_heads(
         return MeasuredHeads(model.n_heads, dict.fromkeys(sorted(layers), every_head))
     every_head = tuple(range(model.n_heads))
     return MeasuredHeads(model.n_heads, dict.fromkeys(model.attention_layers_or_all, every_head))
-
-
-def _check_heads(heads: tuple[Head, ...], model: ModelSize) -> None:
-    for head in heads:
-        if head.layer >= model.n_layers:
-            missing = _lacks(model, "layer", head.layer, model.n_layers)
-            raise ScanError(f"heads: '{head}': {missing}")
-        if head.layer not in model.attention_layers_or_all:
-            raise ScanError(f"heads: '{head}': {_does_not_attend(model, head.layer)}")
-        if head.head >= model.n_heads:
-            missing = _lacks(model, "head", head.head, model.n_heads)
-            raise ScanError(f"heads: '{head}': {missing}")
 
 
 def _does_not_attend(model: ModelSize, layer: int) -> str:

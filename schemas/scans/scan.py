@@ -259,6 +259,7 @@ def scan_name(run_id: str) -> str:
     >>> [scan_name(run_id) for run_id in ("my-texts-1a2b3c4d", "my-texts-1a2b3c4d-2", "toy")]
     ['my-texts', 'my-texts', 'toy']
     """
+    # Eight digits are a hash without a letter, so a number of a run has at most seven.
     numbered = re.fullmatch(r"(.+-[0-9a-f]{8})-\d{1,7}", run_id)
     name_and_hash = numbered[1] if numbered else run_id
     return name_and_hash.rpartition("-")[0] or name_and_hash
@@ -278,13 +279,9 @@ def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
 
 def read_fields(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """The fields of a scan file with each `key=value` put in; nothing is validated."""
-    return override_fields(_read_toml(path), overrides)
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
     try:
         # Editors on Windows begin files with a mark of the encoding, which utf-8-sig skips.
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        fields = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ScanError(
             f"{path}: cannot be read ({error.strerror}); expected a TOML scan file"
@@ -296,6 +293,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ScanError(f"{path}: not valid TOML: an integer has too many digits") from None
     except RecursionError:
         raise ScanError(f"{path}: not valid TOML: nested too deeply") from None
+    return override_fields(fields, overrides)
 
 
 def parse_scan(fields: dict[str, Any]) -> Scan:
@@ -385,21 +383,17 @@ def _check_paths(scan: Scan) -> None:
                 f"{shortened(repr(longest), 60)}"
             )
     for key, path in directories.items():
-        _check_directory(key, path)
-
-
-def _check_directory(key: str, path: str) -> None:
-    """Refuse what cannot be a directory beside runs."""
-    # After expansion, a "~" at the start is the home of a user who does not exist.
-    if not path.strip() or str(place(path)).startswith(("~", "bundled:")):
-        raise ScanError(f"{key}: expected a directory that can be written, got {path!r}")
-    for name in re.split(r"[/\\]", path):
-        if name.startswith(PARTITION_PREFIXES):
-            holds = "runs" if key == "out" else "corpora"
-            raise ScanError(
-                f"{key}: expected a directory that holds {holds}, got {path!r}; a name that begins "
-                f"like {name.partition('=')[0]}= is one of a run"
-            )
+        # After expansion, a "~" at the start is the home of a user who does not exist.
+        if not path.strip() or str(place(path)).startswith(("~", "bundled:")):
+            raise ScanError(f"{key}: expected a directory that can be written, got {path!r}")
+        # Readers would take such a part of the path for the name of a run or of an intervention.
+        for name in re.split(r"[/\\]", path):
+            if name.startswith(PARTITION_PREFIXES):
+                holds = "runs" if key == "out" else "corpora"
+                raise ScanError(
+                    f"{key}: expected a directory that holds {holds}, got {path!r}; a name that "
+                    f"begins like {name.partition('=')[0]}= is one of a run"
+                )
 
 
 def override_fields(fields: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -407,7 +401,19 @@ def override_fields(fields: dict[str, Any], overrides: Iterable[str]) -> dict[st
     # A deep copy, because an override may reach into a nested table of the caller's.
     changed = copy.deepcopy(fields)
     for override in overrides:
-        _override(changed, override)
+        key, equals, text = override.partition("=")
+        *parents, last = (part.strip() for part in key.split("."))
+        if not equals or not all((*parents, last)):
+            raise ScanError(f"--set {override}: expected key=value, for instance --set n_ctx=128")
+        value = _override_value(override, text)
+        table = changed
+        for parent in parents:
+            # A table that the file leaves out is made on the way.
+            child: Any = table.setdefault(parent, {})
+            if not isinstance(child, dict):
+                raise ScanError(f"--set {override}: {parent} is a value, not a table")
+            table = cast("dict[str, Any]", child)
+        table[last] = value
     return changed
 
 
@@ -421,22 +427,6 @@ def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for number, item in enumerate(cast("list[object]", value)):
             yield from _texts(item, f"{key}.{number}")
-
-
-def _override(fields: dict[str, Any], override: str) -> None:
-    """Put one `key=value` into `fields`; tables on the way are created if needed."""
-    key, equals, text = override.partition("=")
-    *parents, last = (part.strip() for part in key.split("."))
-    if not equals or not all((*parents, last)):
-        raise ScanError(f"--set {override}: expected key=value, for instance --set n_ctx=128")
-    value = _override_value(override, text)
-    table = fields
-    for parent in parents:
-        child: Any = table.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise ScanError(f"--set {override}: {parent} is a value, not a table")
-        table = cast("dict[str, Any]", child)
-    table[last] = value
 
 
 def _override_value(override: str, text: str) -> object:

@@ -176,14 +176,11 @@ def _limits(annotation: object) -> dict[str, float]:
     for part in get_args(annotation):
         if isinstance(part, FieldInfo):
             for limit in part.metadata:
-                limits |= _own_limits(limit)
+                names = [name for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)]
+                limits |= {name: getattr(limit, name) for name in names}
         else:
             limits |= _limits(part)
     return limits
-
-
-def _own_limits(limit: object) -> dict[str, float]:
-    return {name: getattr(limit, name) for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)}
 
 
 def _number(value: float) -> str:
