@@ -86,13 +86,12 @@ def entries_of(profile: Along, values: Tensor) -> Tensor:
 
 def aggregates(means: Mapping[str, Tensor]) -> Aggregates:
     """The aggregates of a batch, from count, mean and M2 `[3 layer …]` on the host."""
-    # Pinned memory is scarce, so what is kept is copied out of it.
-    return {name: _aggregate(values.numpy().copy()) for name, values in means.items()}
-
-
-def _aggregate(values: np.ndarray) -> Aggregate:
-    count, mean, m2 = values
-    return Aggregate(count.astype(np.int64), mean, m2)
+    by_formula: Aggregates = {}
+    for name, values in means.items():
+        # Pinned memory is scarce, so what is kept is copied out of it.
+        count, mean, m2 = values.numpy().copy()
+        by_formula[name] = Aggregate(count.astype(np.int64), mean, m2)
+    return by_formula
 
 
 def merge(batches: Sequence[Aggregates]) -> Aggregates:

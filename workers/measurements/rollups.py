@@ -78,8 +78,12 @@ def _cells(heads: pa.Table, sequences: pa.Table, by_subset: bool) -> Cells:
     parts, part = _coded(
         sequences["pile_set_name"].to_pylist() if by_subset else [None] * len(number)
     )
-    document = _documents(sequences)
-    is_open = _may_go_on(number, document)
+    # A synthetic sequence is a document of its own, with a negative number.
+    document = pc.coalesce(sequences["document"], pa.array(-1 - number)).to_numpy()
+    # A document that may have sequences elsewhere is open. Its sequences follow one another, so it
+    # has some at the ends of a gap.
+    has_neighbours = np.isin(number - 1, number) & np.isin(number + 1, number)
+    is_open = (document >= 0) & np.isin(document, document[~has_neighbours])
     open_documents, open_document = _coded(
         [own if one else None for own, one in zip(document.tolist(), is_open, strict=True)]
     )
@@ -121,21 +125,6 @@ def _coded(values: list[Any]) -> tuple[list[Any], np.ndarray]:
     distinct = [*sorted({value for value in values if value is not None}), None]
     index_of = {value: index for index, value in enumerate(distinct)}
     return distinct, np.array([index_of[value] for value in values], np.int64)
-
-
-def _documents(sequences: pa.Table) -> np.ndarray:
-    """The document of each sequence. Of synthetic input it is -1 less the sequence."""
-    own = pa.array(-1 - sequences["sequence"].to_numpy())
-    return pc.coalesce(sequences["document"], own).to_numpy()
-
-
-def _may_go_on(number: np.ndarray, document: np.ndarray) -> np.ndarray:
-    """Whether each sequence is of a document that may have sequences elsewhere.
-
-    The sequences of a document follow one another. So it has some at the ends of a gap.
-    """
-    has_neighbours = np.isin(number - 1, number) & np.isin(number + 1, number)
-    return (document >= 0) & np.isin(document, document[~has_neighbours])
 
 
 def _statistic_columns(name: str, values: np.ndarray, axis: Axis, cells: Cells) -> dict[str, Any]:
