@@ -90,12 +90,14 @@ def settle_attention(
     except Exception as error:
         # Whatever a library raises: the model is refused in one line, or the bridge runs it.
         return SettledAttention(problem=f"transformers cannot run it{in_format} ({reason(error)})")
-    return SettledAttention(
-        ours.facts,
-        ours.sizes,
-        _gated_layers(ours),
-        _difference(info, ours, own, has_active_stream=active_stream(bare) is not None),
-    )
+    gated: set[int] = set()
+    for layer in ours.projected.keys() & ours.z.keys():
+        given = ours.projected[layer]
+        z = ours.z[layer].flatten(2)  # [batch pos head·d_v], as a projection reads it.
+        if given.shape != z.shape or not torch.equal(given, z.to(given.dtype)):
+            gated.add(layer)
+    problem = _difference(info, ours, own, has_active_stream=active_stream(bare) is not None)
+    return SettledAttention(ours.facts, ours.sizes, frozenset(gated), problem)
 
 
 def active_stream(bare: nn.Module) -> int | None:
@@ -160,19 +162,6 @@ def _hooked_projections(blocks: Sequence[nn.Module], seen: _Pass) -> Iterator[No
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _gated_layers(ours: _Pass) -> frozenset[int]:
-    """The layers whose output projection is given something else than z."""
-    return frozenset(
-        layer
-        for layer, given in ours.projected.items()
-        if layer in ours.z and not _is_z(given, ours.z[layer].flatten(2))
-    )
-
-
-def _is_z(given: Tensor, z: Tensor) -> bool:
-    return given.shape == z.shape and torch.equal(given, z.to(given.dtype))
 
 
 def _run(

@@ -116,7 +116,13 @@ def noted_rotations(model: nn.Module, note: Callable[[Rotation], None]) -> Itera
     All models of the process use these files, so afterwards they are as they were.
     """
     files = {sys.modules[type(module).__module__] for module in model.modules()}
-    found = [(file, *function) for file in files for function in _rotating_functions(file)]
+    found: list[tuple[ModuleType, str, Rotate]] = []
+    for file in files:
+        for name, function in vars(file).items():
+            # A pass inside another one finds them wrapped already.
+            is_wrapped = hasattr(function, IS_NOTED)
+            if name.startswith(PREFIX) and inspect.isfunction(function) and not is_wrapped:
+                found.append((file, name, function))
     for file, name, function in found:
         setattr(file, name, _noted(function, note))
     try:
@@ -124,14 +130,6 @@ def noted_rotations(model: nn.Module, note: Callable[[Rotation], None]) -> Itera
     finally:
         for file, name, function in found:
             setattr(file, name, function)
-
-
-def _rotating_functions(file: ModuleType) -> Iterator[tuple[str, Rotate]]:
-    """The functions of a file that rotate and are not wrapped yet."""
-    for name, function in vars(file).items():
-        is_wrapped = hasattr(function, IS_NOTED)
-        if name.startswith(PREFIX) and inspect.isfunction(function) and not is_wrapped:
-            yield name, function
 
 
 def _noted(function: Callable[..., Any], note: Callable[[Rotation], None]) -> Callable[..., Any]:
