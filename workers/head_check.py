@@ -224,6 +224,7 @@ class HeadTrial:
         full = kept = 0
         for head in self.kv_heads:
             facts = self.replica.model.facts(head.layer)
+            # A layer with a window never keeps more than it.
             window = None if facts is None else facts.window
             keys = self.n_ctx if window is None else min(window, self.n_ctx)
             full += keys
@@ -290,6 +291,7 @@ def _cuts(
     yield Cut("every head", None, every)
     yield Cut("chosen heads", None, chosen_heads)
     for seed in random_seeds:
+        # A permutation cut short: a larger choice by the same seed holds the smaller one.
         drawn = np.random.default_rng(seed).permutation(len(every))[: len(chosen_heads)]
         yield Cut("random heads", seed, tuple(sorted(every[index] for index in drawn)))
     yield Cut("no head", None, ())
@@ -340,8 +342,8 @@ def _recall_and_loss(engine: Engine, question: Question, device: str) -> tuple[f
         )
         (hidden,) = final_streams  # [batch pos d_model], after the last norm.
         # A token is predicted at the position before it.
-        streams = hidden[:, :-1][asked[:, 1:]]
-        targets = tokens[:, 1:][asked[:, 1:]]
+        streams = hidden[:, :-1][asked[:, 1:]]  # [asked d_model]
+        targets = tokens[:, 1:][asked[:, 1:]]  # [asked]
         inputs = PredictionInputs(engine.model, hidden, tokens)
         pieces = zip(inputs.chunks(streams), inputs.chunks(targets), strict=True)
         for stream, target in pieces:

@@ -63,8 +63,15 @@ class Replica:
         # The narrower precisions are formats of products, so weights stay float32.
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
         self.model = load(info, scan.weight_processing, self.device, dtype)
-        if scan.unused_weights == "refuse":
-            _check_all_used(self.model)
+        unused = self.model.unused_weights
+        # The files hold more than config.json says, so one of them may be wrong.
+        if unused and scan.unused_weights == "refuse":
+            raise ModelError(
+                f"{info.path}: {counted(len(unused), 'tensor')} of the weights have no place in "
+                f"the model of config.json: {', '.join(unused[:3])}"
+                f"{', …' if len(unused) > 3 else ''}; correct config.json, or set unused_weights = "
+                '"ignore" to measure without them'
+            )
         if _reads_bridge(scan):
             # Now, because a pass that boots it would last seconds longer than the others.
             self.model.boot_bridge()
@@ -241,17 +248,6 @@ class _Sequences:
             self.tokens[some],
             {name: mask[some] for name, mask in self.masks.items()},
             None if self.partner is None else self.partner[some],
-        )
-
-
-def _check_all_used(model: Model) -> None:
-    """Refuse a model whose files hold more than its config.json says: one of them may be wrong."""
-    unused = model.unused_weights
-    if unused:
-        raise ModelError(
-            f"{model.info.path}: {counted(len(unused), 'tensor')} of the weights have no place in "
-            f"the model of config.json: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}; "
-            'correct config.json, or set unused_weights = "ignore" to measure without them'
         )
 
 

@@ -156,8 +156,9 @@ def _as_facts_have_them(tensors: Tensors, facts: AttentionFacts) -> Tensor:
     q, k = _queries_and_keys(tensors)
     queries_per_key = q.shape[1] // k.shape[1]
     # A query's bias to its own key is 0.
-    product = torch.linalg.vecdot(q, k.repeat_interleave(queries_per_key, 1))
+    product = torch.linalg.vecdot(q, k.repeat_interleave(queries_per_key, 1))  # [batch head pos]
     own_score = scored(product, torch.zeros_like(product[0, 0]), facts)
+    # [batch head query]
     shown_own_score = tensors["unchanged attn_scores"].diagonal(dim1=-2, dim2=-1)
     return scores - (shown_own_score - own_score)[..., None]
 
@@ -218,6 +219,7 @@ class _DensePass:
             )
         for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
             yield self.model.hook_name(name, layer), partial(self._change_and_record, name, layer)
+        # Not every layer norms or rotates its queries.
         at = self.model.hook_name("q_normed", layer)
         if self.model.has_hook(at):
             yield at, self._record_normed
@@ -302,6 +304,7 @@ class _DensePass:
         n_heads = self.model.info.n_heads
         for name in {"k", "v"} & tensors.keys():
             kv_heads = tensors[name].shape[2]
+            # [batch pos head d_head]
             tensors[name] = tensors[name].repeat_interleave(n_heads // kv_heads, 2)
         has_rotated = "unrotated_q" in tensors or not self.model.can_undo_rotation(layer)
         if "q" in tensors and not has_rotated:

@@ -240,10 +240,11 @@ class _FusedPass:
         dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
         self.n_heads = q.shape[1]
         self.rotation = facts.rotation
+        # All three before one is remembered: a change of one cannot read the others.
         q = self._changed_projection("q", at_least_float32(q))
         k = self._changed_projection("k", at_least_float32(k))
         v = self._changed_projection("v", at_least_float32(v))
-        self.activations["q"] = q.transpose(1, 2)
+        self.activations["q"] = q.transpose(1, 2)  # [batch pos head d_head], as statistics read it
         self.activations["k"] = k.transpose(1, 2)
         self.activations["v"] = v.transpose(1, 2)
         z = self._attention(q, k, v, facts)
@@ -292,7 +293,7 @@ class _FusedPass:
             hidden = hidden_keys(changed_scores, unseen)
             # A change may have given scores to keys that a query does not see.
             scores = changed_scores.masked_fill(unseen, MASKED)
-        made = softmax_of(scores, facts)
+        made = softmax_of(scores, facts)  # [batch head query key]
         pattern = self.change("pattern", made)
         if pattern is not made:
             check_unseen(pattern, unseen, facts, self.layer)

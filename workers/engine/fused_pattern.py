@@ -146,6 +146,7 @@ class FusedPattern:
         lse = self.lse[..., d:]
         if d >= self.window:
             return torch.full_like(lse, torch.nan)
+        # Query q stands beside key q-d: two slices of one length.
         products = _dot(self.q[:, :, d:], self.k[:, :, : self.n_ctx - d])
         behind = torch.full_like(products[0, 0], d)
         return _attention(scored(products, behind, self.facts), lse)
@@ -167,6 +168,7 @@ class FusedPattern:
         `[batch head query]`.
         """
         mass = self._swept(DistantKeys(sink, recent).question)
+        # The nearest distant key is q - recent, which must be `sink` or later.
         sees_none = self._positions() < sink + recent
         if recent >= self.window:
             sees_none = torch.ones_like(sees_none)
@@ -178,7 +180,7 @@ class FusedPattern:
         """
         mass = torch.zeros_like(self.lse)
         for tile, attention in self._attention_of(queries):
-            of_keys = keys[tile.sequences, None, tile.keys, None].to(attention)
+            of_keys = keys[tile.sequences, None, tile.keys, None].to(attention)  # [batch 1 key 1]
             mass[tile.sequences, :, tile.queries] = (attention @ of_keys)[..., 0]
         return mass.masked_fill(~queries[:, None], 0)
 
@@ -192,7 +194,7 @@ class FusedPattern:
         """
         strongest = torch.zeros_like(self.lse, dtype=torch.int64)
         for tile, attention in self._attention_of(queries):
-            key = first_of_largest(attention) + tile.keys.start
+            key = first_of_largest(attention) + tile.keys.start  # [batch head query]
             strongest[tile.sequences, :, tile.queries] = key
         return strongest.masked_fill(~queries[:, None], 0)
 
@@ -201,6 +203,8 @@ class FusedPattern:
         # On the host at once, because every tile asks.
         is_chosen = chosen.cpu()
         for sequences, queries, keys in _tiles(self.q, self.window):
+            # Queries of a tile that any of its sequences asks about; the tile shrinks to their
+            # span.
             rows = is_chosen[sequences, queries].any(0).nonzero()[:, 0].tolist()
             if not rows:
                 continue
@@ -322,7 +326,7 @@ class FusedPattern:
         """
         kv_heads = self.k.shape[1]
         queries = self.q[:, :, q].unflatten(1, (kv_heads, -1))  # [batch kv_head head-of-group d_qk]
-        products = (self.k @ queries.mT).mT.flatten(1, 2)
+        products = (self.k @ queries.mT).mT.flatten(1, 2)  # [batch head key]
         return scored(products, q - self._positions(), self.facts)
 
     def dense(self) -> Tensor:
@@ -386,6 +390,7 @@ class FusedPattern:
 
     def _answers_after_kernel(self, questions: set[str]) -> dict[str, Tensor]:
         """What a kernel does not answer, from another look at the scores, whose `lse` it knows."""
+        # Largest scores, received attention and distant keys: the kernel knows none of them.
         sums = _TileSums(self, questions)
         if not sums.are_asked_for:
             return {}
@@ -473,7 +478,9 @@ class _TileSums:
             torch.div(distant, total, out=mass[tile.sequences, heads, tile.queries])
         if self.received is not None:
             # Σ_q weight / total is a product, which reads the tile once.
-            attention_sums = total.reciprocal()[..., None, :] @ weights
+            attention_sums = total.reciprocal()[..., None, :] @ weights  # [batch head 1 key]
+            # A key is in the tiles of many queries, so these are added. Other answers are whole in
+            # a tile.
             self.received[tile.sequences, heads, tile.keys] += attention_sums[..., 0, :]
 
     def answers(self) -> dict[str, Tensor]:
@@ -594,7 +601,7 @@ class _TileSweep:
         if sink is not None:
             maximum = maximum.maximum(sink)
         relative_scores = scores.sub_(maximum)
-        weights = relative_scores.exp2()
+        weights = relative_scores.exp2()  # [batch head query key], at most 1
 
         origin = 0  # From where positions are counted.
         if self.is_partial:
@@ -666,13 +673,14 @@ class _TileSweep:
 
     def _weighted_sums(self, weights: Tensor, part: _Tile) -> Tensor:
         """`Σ_k weight · [v | 1 | k]`: `[batch head query d_v+2]`."""
-        values = self.values[part.sequences, part.kv_heads, part.keys]
+        values = self.values[part.sequences, part.kv_heads, part.keys]  # [batch kv_head key d_v+2]
         shape = (*weights.shape[:3], self.d_v + 2)
         sums = (by_shared_head(weights, values.shape[1]) @ values).view(shape)
         # In a narrower format, weights are rounded before they meet v, as tensor cores do it. Their
         # sums stay float32. `rounded` returns the same tensor if there is nothing to round.
         rounded_weights = rounded(weights, self.number_format)
         if rounded_weights is not weights:
+            # The columns of Σ weight and Σ weight · k stay those of exact weights.
             rounded_sums = by_shared_head(rounded_weights, values.shape[1]) @ values
             sums[..., : self.d_v] = rounded_sums.view(shape)[..., : self.d_v]
         return sums
@@ -691,6 +699,7 @@ def _dot(queries: Tensor, keys: Tensor) -> Tensor:
     group = queries.shape[1] // keys.shape[1]
     if group == 1:
         return torch.linalg.vecdot(queries, keys)
+    # [batch kv_head head-of-group pos d_qk]
     by_group = queries.unflatten(1, (keys.shape[1], group))
     # One query head of each group at a time, so that keys are not repeated.
     products = [torch.linalg.vecdot(by_group[:, :, i], keys) for i in range(group)]

@@ -181,7 +181,7 @@ def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split)
 
 def _summed_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product of factors with 16 bits, as a GPU makes it."""
-    rows = x.flatten(0, -2)
+    rows = x.flatten(0, -2)  # [row in]: `mm` takes two axes
     product = torch.mm(rows, weight.T, out_dtype=torch.float32).view(*x.shape[:-1], -1)
     return product if bias is None else product.add_(bias)
 
@@ -219,6 +219,7 @@ class _Tf32:
 
     def __enter__(self) -> None:
         self.precision_before = torch.backends.cuda.matmul.fp32_precision
+        # A setting of the process, so it is put back.
         torch.backends.cuda.matmul.fp32_precision = "tf32"
 
     def __exit__(self, *_: object) -> None:

@@ -71,6 +71,7 @@ def _token_losses(inputs: PredictionInputs) -> dict[str, Tensor]:
         losses.append(logits.logsumexp(-1) - logits.gather(-1, tokens[:, None])[:, 0])
     token_loss = inputs.hidden.new_full(inputs.tokens.shape, math.nan)
     if losses:  # A sequence of one token has no next token.
+        # The loss stands at the token that is predicted, not at the one that predicts.
         token_loss[:, 1:] = torch.cat(losses).view(len(inputs.tokens), -1)
     return {"token_loss": token_loss}
 
@@ -103,8 +104,8 @@ def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
             "position_after_mlp": undefined,
             "position_after_layer": undefined,
         }
-    positions = model.positions[:n_ctx]
-    embeddings = model.embed(inputs.tokens)
+    positions = model.positions[:n_ctx]  # [pos d_model]
+    embeddings = model.embed(inputs.tokens)  # [batch pos d_model]
     first_mlp = mlps[0]
     mlp_of_both = first_mlp(embeddings + positions)
     mlp_of_tokens = first_mlp(embeddings)

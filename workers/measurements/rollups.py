@@ -95,7 +95,10 @@ def _cells(heads: pa.Table, sequences: pa.Table, by_subset: bool) -> Cells:
 
     layers, heads_of_layer = (heads[key].to_numpy().astype(np.int64) for key in ("layer", "head"))
     width = int(heads_of_layer.max()) + 1
+    # [row of heads]
     codes = (layers * width + heads_of_layer) * cells_of_head + cell_of_sequence[index]
+    # One number that sorts by cell and then by document; there are no more documents than
+    # sequences.
     documents = codes * len(number) + document_codes[index]
     order = np.argsort(documents, kind="stable")
     document_starts = np.unique(documents[order], return_index=True)[1]
@@ -173,6 +176,7 @@ def _histograms(
     """For each cell, the bins with a value, and how many values each has."""
     lowest = int(bins.min(initial=0))
     span = int(bins.max(initial=0)) - lowest + 1
+    # Cell and bin as one number, so that one count makes all histograms.
     counted_cells = cell_of_value * span + (bins.astype(np.int64) - lowest)
     counts = np.bincount(counted_cells, minlength=cells.count * span)
     occupied = np.flatnonzero(counts)

@@ -73,7 +73,9 @@ class Rotation:
 
     def _turned(self, q: Tensor, sin: Tensor, divisor: Tensor | float) -> Tensor:
         assert self.rotate is not None
+        # Some models rotate a part of each head and leave the rest as it is.
         part = q[..., : self.width]
+        # The function takes queries and keys at once; here both are the same. Heads are axis 2.
         turned, _ = self.rotate(part, part, self.cos, sin, unsqueeze_dim=2)
         turned = (turned / divisor).to(q.dtype)
         if self.width == q.shape[-1]:
@@ -135,6 +137,7 @@ def noted_rotations(model: nn.Module, note: Callable[[Rotation], None]) -> Itera
 def _noted(function: Callable[..., Any], note: Callable[[Rotation], None]) -> Callable[..., Any]:
     """The function, which tells `note` what it does."""
     signature = inspect.signature(function)
+    # Once for each function, and not in every call.
     rotate = _of_both(function, tuple(signature.parameters))
 
     @functools.wraps(function)
@@ -144,6 +147,7 @@ def _noted(function: Callable[..., Any], note: Callable[[Rotation], None]) -> Ca
             return function(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        # Queries come first, or alone.
         given = next(iter(bound.arguments.values()))
         cos, sin = bound.arguments["cos"], bound.arguments["sin"]
         heads_first = bound.arguments.get(HEAD_AXIS, 2) == 1

@@ -170,7 +170,7 @@ class DocumentBlock:
         Every document that has tokens is followed by one separator; one without tokens ends where
         it begins.
         """
-        ends = np.cumsum(_joined_lengths(self.n_tokens))
+        ends = np.cumsum(_joined_lengths(self.n_tokens))  # [document]
         # The sum runs over all texts of the block, so each text has a shift of its own.
         shifts = [
             text.joined_before - int(ends[text.begin - 1] if text.begin else 0)
@@ -199,9 +199,12 @@ class DocumentBlock:
         ends = begins + self.n_tokens[documents]
         # A document may be far longer than what is wanted of it.
         begin_of_first, begin_of_last = self.begins_of(documents[[0, -1]]).tolist()
+        # The end first: `begins[-1]` changes below if the first document is also the last.
         ends[-1] = min(ends[-1], begins[-1] + stop - begin_of_last)
         begins[0] += start - begin_of_first
         tokens = self._tokens_between(self.piece[documents], begins, ends)
+        # Numbers of `insert` count in the array before it, so each separator lands behind its
+        # document.
         joined = np.insert(tokens, np.cumsum(ends - begins), separator)
         # Behind the last document stands a separator that may not be wanted.
         return joined[: stop - start]
@@ -231,7 +234,7 @@ class DocumentBlock:
             # Short sequences lie close together. Reading what is between them costs less than a
             # reading for each.
             tokens = self._tokens_of_piece(int(pieces[0]), lowest, end)
-            return tokens[(begins - lowest)[:, None] + np.arange(count)]
+            return tokens[(begins - lowest)[:, None] + np.arange(count)]  # [document count]
         rows = [
             self._tokens_of_piece(piece, begin, begin + count)
             for piece, begin in zip(pieces.tolist(), begins.tolist(), strict=True)

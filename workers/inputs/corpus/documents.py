@@ -348,20 +348,19 @@ def _rows_of(batch: pa.RecordBatch, text_field: str) -> list[dict[str, Any] | Pr
         except UnicodeDecodeError:
             # Parquet does not check that its strings are UTF-8. The error does not name the row.
             pass
-    return [_row_of(batch.slice(i, 1), text_field) for i in range(len(batch))]
-
-
-def _row_of(row: pa.RecordBatch, text_field: str) -> dict[str, Any] | Problem:
-    """The only row of a batch. A text that is too large is not made a Python string."""
-    if text_field in row.schema.names:
-        text = row.column(text_field)[0]
+    rows: list[dict[str, Any] | Problem] = []
+    for i in range(len(batch)):
+        text = batch.column(text_field)[i] if has_text_column else pa.scalar(None)
         is_string = pa.types.is_string(text.type) or pa.types.is_large_string(text.type)
+        # By its bytes: a text that is too large is not made a Python string.
         if is_string and text.is_valid and len(text.as_buffer()) > LARGEST_RECORD:
-            return Problem(TOO_LARGE)
-    try:
-        return row.to_pylist()[0]
-    except UnicodeDecodeError:
-        return Problem("not UTF-8")
+            rows.append(Problem(TOO_LARGE))
+            continue
+        try:
+            rows += batch.slice(i, 1).to_pylist()
+        except UnicodeDecodeError:
+            rows.append(Problem("not UTF-8"))
+    return rows
 
 
 def _read_csv(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:

@@ -194,6 +194,7 @@ class IndexBuilder:
 
     def index(self) -> SequenceIndex:
         """The index of the pieces that were added."""
+        # One row more than pieces: the last says what comes behind them.
         places = np.array([*self.places, *self._place], np.int64).reshape(-1, len(self._place))
         index = SequenceIndex(
             store=self.store,

@@ -64,7 +64,15 @@ class SequenceReader:
         origin: Origin = {name: [] for name in ("file", "row", "offset", "pile_set_name")}
         origin |= {carried_name(column): [] for column in self.corpus.choice.columns}
         for beginnings in self._beginnings(start, stop):
-            self._add_origin(origin, beginnings)
+            block = self.block(beginnings.block)
+            documents = beginnings.documents
+            sources = block.source[documents].tolist()
+            origin["file"] += [self.corpus.sources[source].name for source in sources]
+            origin["row"] += block.row[documents].tolist()
+            origin["offset"] += beginnings.tokens.tolist()
+            origin["pile_set_name"] += block.pile_set_names(documents)
+            for column in self.corpus.choice.columns:
+                origin[carried_name(column)] += block.carried(documents, column)
         origin["document"] = self._main_documents(start, stop).tolist()
         tokens: list[np.ndarray] = []
         if self.corpus.packing == "document":
@@ -135,6 +143,7 @@ class SequenceReader:
             done = first
             while done < last:
                 text, token = block.joined_place(done)
+                # As many whole sequences as the text has room for from here on.
                 count = min(last - done, (text.joined_end - token) // self.length)
                 yield _Run(number, text, token, token + count * self.length)
                 done += count
@@ -221,8 +230,9 @@ class SequenceReader:
         begins, ends, positions = map(np.concatenate, zip(*documents_of_parts, strict=True))
         # Cut where a document or a sequence begins: each cut is of one document and one sequence.
         starts = np.arange(run.start, run.stop, self.length)
-        cuts = np.union1d(np.maximum(begins, run.start), starts)
+        cuts = np.union1d(np.maximum(begins, run.start), starts)  # sorted, each once
         document = np.searchsorted(begins, cuts, side="right") - 1
+        # A separator behind a document belongs to none, so a cut ends with its document.
         n_tokens = np.minimum(ends[document], np.append(cuts[1:], run.stop)) - cuts
         sequence = (cuts - run.start) // self.length
         # Of each sequence the longest cut comes first, of equal ones the earliest.
@@ -233,18 +243,6 @@ class SequenceReader:
     def first_token_of(self, sequence: int) -> int:
         """The token of its first document at which a sequence begins."""
         return int(next(self._beginnings(sequence, sequence + 1)).tokens[0])
-
-    def _add_origin(self, origin: Origin, beginnings: Beginnings) -> None:
-        """Add where some sequences begin to the columns of their origin."""
-        block = self.block(beginnings.block)
-        documents = beginnings.documents
-        sources = block.source[documents].tolist()
-        origin["file"] += [self.corpus.sources[source].name for source in sources]
-        origin["row"] += block.row[documents].tolist()
-        origin["offset"] += beginnings.tokens.tolist()
-        origin["pile_set_name"] += block.pile_set_names(documents)
-        for column in self.corpus.choice.columns:
-            origin[carried_name(column)] += block.carried(documents, column)
 
 
 def moved_sequence(

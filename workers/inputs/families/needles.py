@@ -183,6 +183,7 @@ def _lay_out(
         fact = facts[number]
         tokens += haystack[haystack_used : gaps[number]].tolist()
         haystack_used = gaps[number]
+        # Labels are on the value alone, which stands in the middle of its needle.
         start = len(tokens) + len(fact.before)
         labels["gold" if number < questions else "other"] += range(start, start + len(fact.value))
         tokens += fact.needle.tolist()

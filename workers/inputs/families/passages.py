@@ -84,6 +84,7 @@ def passages(
 
 def _lengths(draw: Draw, n_passages: int, query: int) -> list[int]:
     """The length of each passage; together with the query they fill the sequence."""
+    # The first `extra` passages are one token longer.
     length, extra = divmod(draw.length - query, n_passages)
     if length < query:
         raise ScanError(

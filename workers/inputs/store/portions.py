@@ -285,9 +285,13 @@ def _cuts(sources: Sequence[Source], states: Sequence[FileState]) -> dict[int, l
     cuts: dict[int, list[int]] = {}
     opened: list[int] = []
     for number, (source, state) in enumerate(zip(sources, states, strict=True)):
+        # As far as the name and the size tell, a file that expands to no more than one range is
+        # not opened.
+        expansion = EXPECTED_COMPRESSION if source.path.endswith(COMPRESSED) else 1
+        range_bytes = COMPRESSED_RANGE_BYTES if source.path.endswith(COMPRESSED) else RANGE_BYTES
         if source.kind == "hub":
             cuts[number] = [0]
-        elif _may_be_cut(source, state):
+        elif source.kind in ("jsonl", "json", "parquet") and state.bytes * expansion > range_bytes:
             opened.append(number)
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         found = pool.map(lambda number: _cuts_of(sources[number], states[number]), opened)
@@ -295,15 +299,6 @@ def _cuts(sources: Sequence[Source], states: Sequence[FileState]) -> dict[int, l
             if len(cuts_of_source) > 1:
                 cuts[number] = cuts_of_source
     return cuts
-
-
-def _may_be_cut(source: Source, state: FileState) -> bool:
-    """Whether a file may hold more than one portion, as far as its name and size tell."""
-    if source.kind not in ("jsonl", "json", "parquet"):
-        return False
-    if source.path.endswith(COMPRESSED):
-        return state.bytes * EXPECTED_COMPRESSION > COMPRESSED_RANGE_BYTES
-    return state.bytes > RANGE_BYTES
 
 
 def _cuts_of(source: Source, state: FileState) -> list[int]:
@@ -327,8 +322,9 @@ def _cuts_of_lines(source: Source, state: FileState) -> list[int]:
     content_bytes = content_bytes_of(source.path, state.bytes)
     range_bytes = RANGE_BYTES
     if source.path.endswith(COMPRESSED):
+        # Fewer and larger ranges, since each is reached through all that lies before it.
         range_bytes = max(COMPRESSED_RANGE_BYTES, -(-content_bytes // COMPRESSED_RANGES))
-    ranges = max(1, -(-content_bytes // range_bytes))
+    ranges = max(1, -(-content_bytes // range_bytes))  # Rounded up.
     return [content_bytes * i // ranges for i in range(ranges)]
 
 

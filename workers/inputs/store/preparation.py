@@ -212,8 +212,10 @@ class _Preparation:
             document = documents.next(tokens_left - unfinished.tokens)
             if document is None or not unfinished.has_room_for(document):
                 return
+            # Taken only now: one that has no room begins the next piece.
             documents.take()
             unfinished.add(document)
+            # A committed piece goes on from here, so this one ends.
             if documents.position in self.later_starts:
                 return
             if documents.batch_ended:
