@@ -392,7 +392,7 @@ class FusedPattern:
         """What a kernel does not answer, from another look at the scores, whose `lse` it knows."""
         # Largest scores, received attention and distant keys: the kernel knows none of them.
         sums = _TileSums(self, questions)
-        if not sums.are_asked_for:
+        if not sums.distant and sums.largest_score is None and sums.received is None:
             return {}
         for sequences, queries, keys in _tiles(self.q, self.window):
             tile = _Block(sequences, queries, keys)
@@ -463,13 +463,6 @@ class _TileSums:
         self.largest_score = new(shape) if LARGEST_SCORE in questions else None
         self.received = new(shape).zero_() if RECEIVED in questions else None
         self.distant = {keys: new(shape) for keys in DistantKeys.of_questions(questions)}
-
-    @property
-    def are_asked_for(self) -> bool:
-        """Whether one of the questions is of this kind."""
-        return bool(self.distant) or any(
-            answer is not None for answer in (self.largest_score, self.received)
-        )
 
     def add(self, tile: _Block, heads: slice, weights: Tensor, total: Tensor) -> None:
         """Add a tile of weights `[batch head query key]`: `A` times the `total` of a row."""

@@ -285,14 +285,16 @@ def _cuts(sources: Sequence[Source], states: Sequence[FileState]) -> dict[int, l
     cuts: dict[int, list[int]] = {}
     opened: list[int] = []
     for number, (source, state) in enumerate(zip(sources, states, strict=True)):
-        # As far as the name and the size tell, a file that expands to no more than one range is
-        # not opened.
-        expansion = EXPECTED_COMPRESSION if source.path.endswith(COMPRESSED) else 1
-        range_bytes = COMPRESSED_RANGE_BYTES if source.path.endswith(COMPRESSED) else RANGE_BYTES
         if source.kind == "hub":
             cuts[number] = [0]
-        elif source.kind in ("jsonl", "json", "parquet") and state.bytes * expansion > range_bytes:
-            opened.append(number)
+        elif source.kind in ("jsonl", "json", "parquet"):
+            most_bytes, range_bytes = state.bytes, RANGE_BYTES
+            if source.path.endswith(COMPRESSED):
+                most_bytes *= EXPECTED_COMPRESSION
+                range_bytes = COMPRESSED_RANGE_BYTES
+            # A file that can hold no more than one range is not opened.
+            if most_bytes > range_bytes:
+                opened.append(number)
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         found = pool.map(lambda number: _cuts_of(sources[number], states[number]), opened)
         for number, cuts_of_source in zip(opened, found, strict=True):
