@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from headcount.schemas.errors import ScanError, counted
 from headcount.schemas.scans.intervention import NONE, Intervention, InterventionPart
 from headcount.schemas.scans.measured_heads import Head
 from headcount.schemas.scans.scan import Scan, parse_scan
-from headcount.workers.engine.engine import Activations, Engine
+from headcount.workers.engine.engine import Engine
 from headcount.workers.engine.prediction_inputs import PredictionInputs, check_unembedding
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.files.known_models import KnownModels
@@ -122,7 +122,13 @@ class HeadTrial:
         self.recent = recent
         self.n_ctx = min(self.info.n_ctx, MOST_N_CTX) if n_ctx is None else n_ctx
         self.sequences = sequences
-        _check_window(recent, self.n_ctx)
+        # From a longer window the first copy of a block could be seen: nothing would be lost.
+        if recent >= self.n_ctx // 2:
+            raise ScanError(
+                f"check: expected recent below {self.n_ctx // 2}, half of "
+                f"{counted(self.n_ctx, 'token')}, so that a repeated block is out of sight, got "
+                f"{recent}; lower it, or raise n_ctx"
+            )
         self.kv_heads = _kv_heads(self.info)
         # The scan of any needles stands for all: its replica runs any tokens of this length.
         self.replica = Replica(self.info, self._scan("needle", 0), device, models.load)
@@ -191,8 +197,18 @@ class HeadTrial:
         )
 
     def _questions(self, seed: int) -> Questions:
-        needles = _needles(self._scan("needle", seed), self.info)
-        return Questions(needles, _repeats(self._scan("repeated_random", seed), self.info))
+        needles = Sequences(self._scan("needle", seed), self.info).shard(0)
+        assert needles.labels is not None
+        scan = self._scan("repeated_random", seed)
+        repeats = Sequences(scan, self.info).shard(0).tokens
+        # The first token of the second copy cannot be known: nothing says that a copy begins.
+        period = (scan.n_ctx - scan.bos + 1) // 2
+        asked = np.zeros(repeats.shape, dtype=bool)  # [sequence pos]
+        asked[:, scan.bos + period + 1 :] = True
+        return Questions(
+            Question(needles.tokens, np.array(needles.labels) == "answer"),
+            Question(repeats, asked),
+        )
 
     def _answers(self, heads: tuple[KVHead, ...], questions: Questions) -> Answers:
         """What the model says if these heads keep their whole cache."""
@@ -208,6 +224,7 @@ class HeadTrial:
         full = kept = 0
         for head in self.kv_heads:
             facts = self.replica.model.facts(head.layer)
+            # A layer with a window never keeps more than it.
             window = None if facts is None else facts.window
             keys = self.n_ctx if window is None else min(window, self.n_ctx)
             full += keys
@@ -256,35 +273,6 @@ SCHEMA = pa.schema(
 )
 
 
-# The inputs
-
-
-def _check_window(recent: int, n_ctx: int) -> None:
-    """Refuse a window from which the first copy of a block can be seen: nothing would be lost."""
-    if recent >= n_ctx // 2:
-        raise ScanError(
-            f"check: expected recent below {n_ctx // 2}, half of {counted(n_ctx, 'token')}, so "
-            f"that a repeated block is out of sight, got {recent}; lower it, or raise n_ctx"
-        )
-
-
-def _needles(scan: Scan, info: ModelInfo) -> Question:
-    """Needles in random tokens; the answers at the end are asked for."""
-    shard = Sequences(scan, info).shard(0)
-    assert shard.labels is not None
-    return Question(shard.tokens, np.array(shard.labels) == "answer")
-
-
-def _repeats(scan: Scan, info: ModelInfo) -> Question:
-    """A block of random tokens twice; the second copy from its second token on is asked for."""
-    tokens = Sequences(scan, info).shard(0).tokens
-    # The first token of the second copy cannot be known: nothing says that a copy begins.
-    period = (scan.n_ctx - scan.bos + 1) // 2
-    asked = np.zeros(tokens.shape, dtype=bool)
-    asked[:, scan.bos + period + 1 :] = True
-    return Question(tokens, asked)
-
-
 # The cuts
 
 
@@ -303,6 +291,7 @@ def _cuts(
     yield Cut("every head", None, every)
     yield Cut("chosen heads", None, chosen_heads)
     for seed in random_seeds:
+        # A permutation cut short: a larger choice by the same seed holds the smaller one.
         drawn = np.random.default_rng(seed).permutation(len(every))[: len(chosen_heads)]
         yield Cut("random heads", seed, tuple(sorted(every[index] for index in drawn)))
     yield Cut("no head", None, ())
@@ -346,10 +335,15 @@ def _recall_and_loss(engine: Engine, question: Question, device: str) -> tuple[f
     for start in range(0, len(question.tokens), size):
         tokens = torch.from_numpy(question.tokens[start : start + size]).long().to(device)
         asked = torch.from_numpy(question.asked[start : start + size]).to(device)
-        hidden = _final_stream(engine, tokens)
+        final_streams: list[Tensor] = []
+        # No layer is shown, so no pattern is asked anything, and none is built.
+        engine.run(
+            tokens, {}, lambda *_: None, read_late=(), on_final=final_streams.append, layers=()
+        )
+        (hidden,) = final_streams  # [batch pos d_model], after the last norm.
         # A token is predicted at the position before it.
-        streams = hidden[:, :-1][asked[:, 1:]]
-        targets = tokens[:, 1:][asked[:, 1:]]
+        streams = hidden[:, :-1][asked[:, 1:]]  # [asked d_model]
+        targets = tokens[:, 1:][asked[:, 1:]]  # [asked]
         inputs = PredictionInputs(engine.model, hidden, tokens)
         pieces = zip(inputs.chunks(streams), inputs.chunks(targets), strict=True)
         for stream, target in pieces:
@@ -358,15 +352,3 @@ def _recall_and_loss(engine: Engine, question: Question, device: str) -> tuple[f
             is_first.append(logits.argmax(-1) == target)
     recall = torch.cat(is_first).double().mean().item()
     return recall, torch.cat(losses).double().mean().item()
-
-
-def _final_stream(engine: Engine, tokens: Tensor) -> Tensor:
-    """The stream after the last norm `[batch pos d_model]`."""
-    streams: list[Tensor] = []
-    # No layer is shown, so no pattern is asked anything, and none is built.
-    engine.run(tokens, {}, _ignore, read_late=(), on_final=streams.append, layers=())
-    return streams[0]
-
-
-def _ignore(_layer: int, _activations: Activations) -> Any:  # noqa: ANN401 - nothing is shown
-    return None

@@ -38,6 +38,9 @@ from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.layer_weights import READ_THROUGH_BRIDGE
 from headcount.workers.model.model import Model
 
+NO_MEMORY = ("allocate memory", "could not create a primitive")
+"""What PyTorch and oneDNN say on a CPU if an allocation fails."""
+
 Load = Callable[[ModelInfo, str, str, torch.dtype], Model]
 """Loads a model: its description, the processing of its weights, the device, their format."""
 
@@ -60,8 +63,15 @@ class Replica:
         # The narrower precisions are formats of products, so weights stay float32.
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
         self.model = load(info, scan.weight_processing, self.device, dtype)
-        if scan.unused_weights == "refuse":
-            _check_all_used(self.model)
+        unused = self.model.unused_weights
+        # The files hold more than config.json says, so one of them may be wrong.
+        if unused and scan.unused_weights == "refuse":
+            raise ModelError(
+                f"{info.path}: {counted(len(unused), 'tensor')} of the weights have no place in "
+                f"the model of config.json: {', '.join(unused[:3])}"
+                f"{', …' if len(unused) > 3 else ''}; correct config.json, or set unused_weights = "
+                '"ignore" to measure without them'
+            )
         if _reads_bridge(scan):
             # Now, because a pass that boots it would last seconds longer than the others.
             self.model.boot_bridge()
@@ -75,13 +85,11 @@ class Replica:
         """When the last shard was measured. It tells how long the replica waited for the next."""
         self.batch = BatchSize(scan.batch_size, self.device, scan.n_ctx)
         # Folding happens in the bridge alone, so folded weights are measured there.
-        is_fused = scan.engine == "fused" and scan.weight_processing == "raw"
-        self.engine: Engine = self._fused_engine() if is_fused else DenseEngine(self.model)
-
-    def _fused_engine(self) -> FusedEngine:
-        """The fused engine, with the GPU's kernel if it agrees with the tiles here."""
-        sweep = proven_sweep(self.model, self.scan.n_ctx, self.precision, self.device)
-        return FusedEngine(self.model, self.precision, sweep)
+        self.engine: Engine = DenseEngine(self.model)
+        if scan.engine == "fused" and scan.weight_processing == "raw":
+            # With the GPU's kernel if it agrees with the tiles here.
+            sweep = proven_sweep(self.model, scan.n_ctx, self.precision, self.device)
+            self.engine = FusedEngine(self.model, self.precision, sweep)
 
     def measure(
         self,
@@ -121,7 +129,10 @@ class Replica:
                 "are given"
             )
         is_read = needed_by_change or self.requested.reads(LABELS)
-        return _masks(labels) if labels and is_read else {}
+        if not labels or not is_read:
+            return {}
+        label_of_token = np.array(labels)  # [sequence pos], "" where a token has none.
+        return {str(name): label_of_token == name for name in np.unique(label_of_token) if name}
 
     @contextmanager
     def engine_under(
@@ -173,7 +184,9 @@ class Replica:
             try:
                 launched = self._launch(engine, batch, start)
             except RuntimeError as error:
-                if not _is_out_of_memory(error):
+                # On a CPU this error has no type of its own.
+                says_no_memory = any(words in str(error) for words in NO_MEMORY)
+                if not isinstance(error, torch.OutOfMemoryError) and not says_no_memory:
                     raise
                 if self.batch.size == 1:
                     n_ctx = sequences.tokens.shape[1]
@@ -238,17 +251,6 @@ class _Sequences:
         )
 
 
-def _check_all_used(model: Model) -> None:
-    """Refuse a model whose files hold more than its config.json says: one of them may be wrong."""
-    unused = model.unused_weights
-    if unused:
-        raise ModelError(
-            f"{model.info.path}: {counted(len(unused), 'tensor')} of the weights have no place in "
-            f"the model of config.json: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}; "
-            'correct config.json, or set unused_weights = "ignore" to measure without them'
-        )
-
-
 def _reads_bridge(scan: Scan) -> bool:
     """Whether a formula of a scan reads weights, which the bridge names."""
     if scan.kinds("from the weights"):
@@ -272,22 +274,6 @@ def is_device_failure(error: Exception) -> bool:
     """
     is_device_error = isinstance(error, torch.AcceleratorError)
     return is_device_error and not isinstance(error, torch.OutOfMemoryError)
-
-
-NO_MEMORY = ("allocate memory", "could not create a primitive")
-"""What PyTorch and oneDNN say on a CPU if an allocation fails."""
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation failed; on a CPU that error has no type of its own."""
-    is_of_device = isinstance(error, torch.OutOfMemoryError)
-    return is_of_device or any(words in str(error) for words in NO_MEMORY)
-
-
-def _masks(labels: list[list[str]]) -> dict[str, np.ndarray]:
-    """Where each label stands: `[sequence pos]` by label."""
-    label_of_token = np.array(labels)
-    return {str(name): label_of_token == name for name in np.unique(label_of_token) if name}
 
 
 FIRST_TOKENS = {"cpu": 2048, "cuda": 16384}

@@ -171,15 +171,14 @@ class RunModels:
         self.opened_models: dict[str, RunModel] = {}
 
     def __getitem__(self, run_id: str) -> RunModel:
-        if run_id not in self.opened_models:
-            self.opened_models[run_id] = RunModel(self._directory(run_id), self.model)
-        return self.opened_models[run_id]
-
-    def _directory(self, run_id: str) -> Place:
+        if run_id in self.opened_models:
+            return self.opened_models[run_id]
         from headcount.schemas.files.places import absolute
         from headcount.schemas.files.run_directory import find_runs
 
-        for run in find_runs(absolute(self.place)):
-            if run.run_id == run_id:
-                return run.path
-        raise QueryError(f"{self.place}: has no run {run_id!r}, of which the answer has rows")
+        runs = find_runs(absolute(self.place))
+        path = next((run.path for run in runs if run.run_id == run_id), None)
+        if path is None:
+            raise QueryError(f"{self.place}: has no run {run_id!r}, of which the answer has rows")
+        self.opened_models[run_id] = RunModel(path, self.model)
+        return self.opened_models[run_id]

@@ -211,17 +211,13 @@ def sequence_rows(table: Table, scan: Scan, shard: ShardInput, measured: Measure
         entry_shape = values.shape[len(axes) :]
         columns[name] = in_row_order.reshape(math.prod(shape), *entry_shape)[existing]
     if table is SEQUENCES:
-        columns |= _origin(shard)
+        columns |= {"n_tokens": np.full(n_sequences, shard.tokens.shape[1])}
+        columns |= {"tokens": shard.tokens, **shard.origin}
+        if shard.labels is not None:
+            columns["labels"] = shard.labels
     formulas = {kind.field: scan.formulas(kind) for kind in scan.kinds()}
     carried_fields: list[str] = scan.input.options.get("columns") or []
     return table_of(columns, table_schema(table, formulas, carried_fields))
-
-
-def _origin(shard: ShardInput) -> dict[str, Any]:
-    """Where sequences came from, and what they are."""
-    n_sequences, n_ctx = shard.tokens.shape
-    columns = {"n_tokens": np.full(n_sequences, n_ctx), "tokens": shard.tokens, **shard.origin}
-    return columns if shard.labels is None else columns | {"labels": shard.labels}
 
 
 def _keys(scan: Scan, shard: ShardInput, sequence: np.ndarray) -> dict[str, Any]:

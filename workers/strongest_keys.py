@@ -45,7 +45,11 @@ def strongest_keys(
         if shown_layer == layer and not rows:
             pattern = activations["pattern"]
             # A row at a time: the pattern of a long sequence does not fit the memory.
-            rows.extend(_strongest_key(pattern.row(q)[0, head]) for q in range(len(tokens)))
+            for q in range(len(tokens)):
+                attention = pattern.row(q)[0, head].double()  # [key]; it holds any key exactly.
+                # Keys behind the window have no attention.
+                mass, key = attention.nan_to_num(nan=0).max(dim=-1)
+                rows.append(torch.stack([key.double(), mass, attention[0]]))
 
     batch = _as_batch(replica, tokens)
     partner_batch = None if partner is None else _as_batch(replica, partner)
@@ -60,10 +64,3 @@ def strongest_keys(
 def _as_batch(replica: Replica, tokens: np.ndarray) -> Tensor:
     """One sequence as the model takes it: `[1 pos]`."""
     return torch.from_numpy(tokens[None]).long().to(replica.device)
-
-
-def _strongest_key(attention: Tensor) -> Tensor:
-    """Key, its attention, and attention to key 0, of one query; float64 holds any key exactly."""
-    # Keys behind the window have no attention.
-    mass, key = attention.double().nan_to_num(nan=0).max(dim=-1)
-    return torch.stack([key.double(), mass, attention[0].double()])

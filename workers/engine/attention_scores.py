@@ -35,6 +35,7 @@ def by_shared_head(x: Tensor, kv_heads: int) -> Tensor:
     """`[batch head query …]` as `[batch kv_head head-of-group·query …]`."""
     if x.shape[1] == kv_heads:
         return x
+    # [batch kv_head head-of-group query …] before the last step
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
@@ -43,6 +44,7 @@ def scored(products: Tensor, behind: Tensor, facts: AttentionFacts) -> Tensor:
 
     NaN where the key lies behind the window: there is no such score.
     """
+    # A new tensor, so what follows may write over it.
     scores = products * facts.scale
     if facts.soft_cap is not None:
         scores = scores.div_(facts.soft_cap).tanh_().mul_(facts.soft_cap)
@@ -81,6 +83,7 @@ def softmax_of(scores: Tensor, facts: AttentionFacts) -> Tensor:
         return scores.softmax(-1)
     batch, _, n_ctx, _ = scores.shape
     sink = facts.sink.to(scores)[:, None, None].expand(batch, -1, n_ctx, 1)
+    # The sink is one more key, whose column is cut off after the softmax.
     return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
 
 

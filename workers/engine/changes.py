@@ -204,7 +204,7 @@ def hidden_keys(scores: Tensor, unseen: Tensor | None = None) -> Tensor:
     """
     if unseen is None:
         unseen = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-    hidden = scores.isneginf() & ~unseen
+    hidden = scores.isneginf() & ~unseen  # [batch head query key]
     visible_keys = (~unseen).sum(-1)  # [query]
     sees_nothing = (hidden.sum(-1) == visible_keys).flatten(0, -2).any(0)  # [query]
     if sees_nothing.any():
@@ -223,6 +223,7 @@ def replaced(x: Tensor, where: Index | tuple[Index, ...], value: Tensor | float)
     >>> replaced(torch.ones(3), slice(1), 0).tolist()
     [0.0, 1.0, 1.0]
     """
+    # The model goes on to use x, so it stays as it is.
     changed = x.clone()
     changed[where] = value
     return changed

@@ -125,7 +125,11 @@ class DenseEngine:
         if pattern.isnan().any() and (problem := self.model.weight_problem) is not None:
             other_mask = f"{name}: layer {layer} has no attention pattern: {problem}"
         unseen = unseen_keys(scores.shape[-1], facts, scores.device)
-        is_made_of_scores = _is_softmax(pattern, scores.masked_fill(unseen, MASKED), facts)
+        implied = softmax_of(scores.masked_fill(unseen, MASKED), facts)
+        # NaN of broken weights counts as equal: measuring names their layer.
+        is_made_of_scores = torch.allclose(
+            implied.tril(), pattern.tril(), atol=1e-4, equal_nan=True
+        )
         if not self.model.shows_scores(layer):
             if not is_made_of_scores:
                 raise ModelError(other_mask)
@@ -152,8 +156,9 @@ def _as_facts_have_them(tensors: Tensors, facts: AttentionFacts) -> Tensor:
     q, k = _queries_and_keys(tensors)
     queries_per_key = q.shape[1] // k.shape[1]
     # A query's bias to its own key is 0.
-    product = torch.linalg.vecdot(q, k.repeat_interleave(queries_per_key, 1))
+    product = torch.linalg.vecdot(q, k.repeat_interleave(queries_per_key, 1))  # [batch head pos]
     own_score = scored(product, torch.zeros_like(product[0, 0]), facts)
+    # [batch head query]
     shown_own_score = tensors["unchanged attn_scores"].diagonal(dim1=-2, dim2=-1)
     return scores - (shown_own_score - own_score)[..., None]
 
@@ -203,11 +208,8 @@ class _DensePass:
                 yield self.model.hook_name(name, layer), partial(self._change, name, layer)
         at = self.model.hook_name("resid_pre", layer)
         yield at, partial(self._change_and_record, "resid_pre", layer)
-        if layer in self.attention_layers:
-            yield from self._hooks_of_attention(layer)
-
-    def _hooks_of_attention(self, layer: int) -> Iterator[tuple[str, Hook]]:
-        """The hooks inside the attention of a layer that is shown or changed."""
+        if layer not in self.attention_layers:
+            return
         if layer in self.shown_layers:
             self.model.shown_facts(layer)  # What hides its attention is refused.
         if self.model.changes_z(layer) and self.changes.touch("z", layer):
@@ -217,6 +219,7 @@ class _DensePass:
             )
         for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
             yield self.model.hook_name(name, layer), partial(self._change_and_record, name, layer)
+        # Not every layer norms or rotates its queries.
         at = self.model.hook_name("q_normed", layer)
         if self.model.has_hook(at):
             yield at, self._record_normed
@@ -241,24 +244,20 @@ class _DensePass:
     ) -> Tensor | None:
         """Change an activation, and remember what came of it."""
         changed = self._change(name, layer, value, hook)
-        if changed is not None and name in WHOLE_PATTERN:
-            changed = self._within_window(name, layer, changed)
-        self.tensors[name] = at_least_float32(value if changed is None else changed)
         if name in WHOLE_PATTERN:
             # Whether scores make the pattern is checked on what the model itself made.
             self.tensors[f"unchanged {name}"] = at_least_float32(value)
+            if changed is not None:
+                facts = self.model.shown_facts(layer)
+                unseen = unseen_keys(changed.shape[-1], facts, changed.device)  # [query key]
+                if name == "pattern":
+                    check_unseen(changed, unseen, facts, layer)
+                else:
+                    self.tensors["hidden"] = hidden_keys(changed, unseen)
+                    # A change may have given scores to keys that a query does not see.
+                    changed = changed.masked_fill(unseen, MASKED)
+        self.tensors[name] = at_least_float32(value if changed is None else changed)
         return changed
-
-    def _within_window(self, name: str, layer: int, changed: Tensor) -> Tensor:
-        """Changed scores or a changed pattern, with nothing for keys that a query does not see."""
-        facts = self.model.shown_facts(layer)
-        unseen = unseen_keys(changed.shape[-1], facts, changed.device)
-        if name == "pattern":
-            check_unseen(changed, unseen, facts, layer)
-            return changed
-        self.tensors["hidden"] = hidden_keys(changed, unseen)
-        # A change may have given scores to keys that a query does not see.
-        return changed.masked_fill(unseen, MASKED)
 
     def _record_normed(self, value: Tensor, hook: object) -> None:
         """Remember queries after their norm: `[batch pos head·d_head]`, or `[batch head pos
@@ -305,6 +304,7 @@ class _DensePass:
         n_heads = self.model.info.n_heads
         for name in {"k", "v"} & tensors.keys():
             kv_heads = tensors[name].shape[2]
+            # [batch pos head d_head]
             tensors[name] = tensors[name].repeat_interleave(n_heads // kv_heads, 2)
         has_rotated = "unrotated_q" in tensors or not self.model.can_undo_rotation(layer)
         if "q" in tensors and not has_rotated:
@@ -332,11 +332,3 @@ class _DensePass:
 def _queries_and_keys(tensors: Tensors) -> tuple[Tensor, Tensor]:
     """Queries and keys `[batch head pos d_head]`."""
     return tensors["q"].transpose(1, 2), tensors["k"].transpose(1, 2)
-
-
-def _is_softmax(pattern: Tensor, masked_scores: Tensor, facts: AttentionFacts) -> bool:
-    """Whether a pattern is the softmax of masked scores; NaN of broken weights is left to
-    measuring.
-    """
-    implied = softmax_of(masked_scores, facts)
-    return torch.allclose(implied.tril(), pattern.tril(), atol=1e-4, equal_nan=True)

@@ -67,11 +67,12 @@ class DensePattern:
 
     def only(self, heads: Sequence[int]) -> DensePattern:
         """The same pattern of some heads alone."""
-        index = torch.tensor(heads, device=self.pattern.device)
+        index = torch.tensor(heads, device=self.pattern.device)  # [some head]
         selected = copy.copy(self)
         selected.pattern = self.pattern.index_select(1, index)
         selected._scores = self._scores.index_select(1, index)
         selected.q = self.q.index_select(1, index)
+        # Query heads share a head of keys in order: group 0 the first, group 1 the second.
         kv_index = index // (self.q.shape[1] // self.k.shape[1])
         selected.k = self.k.index_select(1, kv_index)
         selected.facts = facts_of_heads(self.facts, index)
@@ -132,7 +133,7 @@ class DensePattern:
 
     def lag(self, d: int) -> Tensor:
         """`A[q, q-d]` for the queries `q >= d`: `[batch head query-d]`."""
-        return self._attention.diagonal(-d, dim1=-2, dim2=-1)
+        return self._attention.diagonal(-d, dim1=-2, dim2=-1)  # Diagonal -d holds (q, q-d).
 
     def mass(self, pairs: TokenPairs) -> Tensor:
         """`Σ_{k in pairs[q]} A[q, k]`: `[batch head query]`."""
@@ -153,7 +154,7 @@ class DensePattern:
         `[batch head query]`.
         """
         positions = torch.arange(self.n_ctx, device=self.pattern.device)
-        behind = distances(positions, positions)
+        behind = distances(positions, positions)  # [query key]
         is_distant = (behind >= recent) & (positions >= sink) & (behind < self.window)
         mass = (self.pattern * is_distant).sum(-1)
         return mass.masked_fill(~is_distant.any(-1), torch.nan)
@@ -162,7 +163,7 @@ class DensePattern:
         """`Σ A[q, k]` over the keys of a mask `[batch pos]`, 0 for queries outside of the other:
         `[batch head query]`.
         """
-        mass = (self.pattern * keys[:, None, None]).sum(-1)
+        mass = (self.pattern * keys[:, None, None]).sum(-1)  # [batch 1 1 key] beside the pattern
         return mass.masked_fill(~queries[:, None], 0)
 
     def labelled_seen(self, keys: Tensor) -> Tensor:
@@ -179,6 +180,7 @@ class DensePattern:
         """Share of each row that no key has; NaN if there is no learned sink:
         `[batch head query]`.
         """
+        # A row sums to 1 less what the sink has.
         shares = self.pattern.sum(-1)
         return torch.full_like(shares, torch.nan) if self.facts.sink is None else 1 - shares
 
@@ -209,7 +211,7 @@ class DensePattern:
         """
         ones = torch.ones(self.n_ctx, self.n_ctx, dtype=torch.bool, device=self.scores.device)
         is_earlier = ones.tril(-1)
-        is_earlier[:, 0] = False
+        is_earlier[:, 0] = False  # Key 0 is the sink, which the mean is held against.
         return self.scores.masked_fill(~is_earlier, 0).sum(-1) / is_earlier.sum(-1)
 
     def without(self, b_Q: Tensor) -> DensePattern:
@@ -220,6 +222,7 @@ class DensePattern:
 
     def received(self) -> Tensor:
         """Mean of `A[q, k]` over the queries that see the key: `[batch head key]`."""
+        # Key k is seen by the queries k to T-1, or by as many as the window is long.
         return self.pattern.sum(-2) / (self.n_ctx - self.positions()).clamp(max=self.window)
 
     def by_lag(self) -> Tensor:

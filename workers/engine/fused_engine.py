@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from headcount.schemas.errors import ModelError, ScanError
+from headcount.schemas.errors import ModelError
 from headcount.schemas.files.commits import Method
 from headcount.schemas.scans.precision import PRECISIONS
 from headcount.schemas.statistics import LAYER_VALUES
@@ -21,10 +21,9 @@ from headcount.workers.engine.attention_scores import (
     softmax_of,
     unseen_keys,
     weighted_values,
-    window_of,
 )
 from headcount.workers.engine.changes import Changes, hidden_keys
-from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
 from headcount.workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.kernel.sweep_kernel import Sweep
@@ -57,7 +56,11 @@ class FusedEngine:
         self.changes = Changes()
         self.questions: set[str] = set()
         """Questions that every sweep answers on its way; patterns add what they are asked."""
-        self._check_attention()
+        # The facts of the layers were held against the model's own attention when it was loaded.
+        problem = model.attention_problem
+        if problem is not None:
+            advice = "use engine = 'dense'" if model.has_bridge else model.bridge_problem
+            raise ModelError(f"{model.info.name}: {problem}; {advice}")
         self.formats = PRECISIONS[precision]
         self.sweep: Sweep | None = sweep
         self._halves = WeightHalves(model.bare.parameters())
@@ -93,39 +96,24 @@ class FusedEngine:
         """
         shown_layers = self.model.info.attention_layers_or_all if layers is None else layers
         fused_pass = _FusedPass(self, tokens, matches, on_layer, read_late, on_final, shown_layers)
+        device = tokens.device.type
+        # A GPU wants large products, and a narrow format would convert the weights for each piece.
+        is_divided = device == "cpu" and self.formats.linears in ("float32", "float64")
         try:
             with (
                 fused_pass.hooked(),
-                self._divided_mlps(tokens.device.type),
-                linears_in(self.formats.linears, tokens.device.type, self._halves),
+                mlps_in_pieces(self.model.mlps if is_divided else ()),
+                linears_in(self.formats.linears, device, self._halves),
             ):
                 self.model.run_bare(tokens, fused_pass.attend)
         except StopPass:
             pass
-
-    def _divided_mlps(self, device: str) -> AbstractContextManager[None]:
-        """Within it, MLPs take long inputs in pieces, where that costs nothing."""
-        # A GPU wants large products, and a narrow format would convert the weights for each piece.
-        if device != "cpu" or self.formats.linears not in ("float32", "float64"):
-            return nullcontext()
-        return mlps_in_pieces(self.model.mlps)
 
     def changed(self, changes: Changes) -> FusedEngine:
         """The same engine with changes of activations."""
         engine = copy.copy(self)  # It shares `questions`: what one learns, the other knows.
         engine.changes = changes
         return engine
-
-    def _check_attention(self) -> None:
-        """Refuse a model whose attention is not what the facts of its layers say.
-
-        The facts were held against the model's own attention when it was loaded.
-        """
-        problem = self.model.attention_problem
-        if problem is None:
-            return
-        advice = "use engine = 'dense'" if self.model.has_bridge else self.model.bridge_problem
-        raise ModelError(f"{self.model.info.name}: {problem}; {advice}")
 
 
 class _OfEveryHead(Mapping[str, Any]):
@@ -252,10 +240,11 @@ class _FusedPass:
         dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
         self.n_heads = q.shape[1]
         self.rotation = facts.rotation
+        # All three before one is remembered: a change of one cannot read the others.
         q = self._changed_projection("q", at_least_float32(q))
         k = self._changed_projection("k", at_least_float32(k))
         v = self._changed_projection("v", at_least_float32(v))
-        self.activations["q"] = q.transpose(1, 2)
+        self.activations["q"] = q.transpose(1, 2)  # [batch pos head d_head], as statistics read it
         self.activations["k"] = k.transpose(1, 2)
         self.activations["v"] = v.transpose(1, 2)
         z = self._attention(q, k, v, facts)
@@ -275,61 +264,39 @@ class _FusedPass:
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         """z `[batch pos head d_head]` of a layer, whose pattern is remembered if there is one."""
+        is_questioned = self.layer in self.shown_layers or "pattern" in self.changes.reads
+        formats = self.engine.formats.scores
+        sweep = self.engine.sweep
         streaming = self.changes.streaming(self.layer)
-        if streaming is not None and not self._is_questioned():
-            formats = self.engine.formats.scores
-            sweep = self.engine.sweep
+        if streaming is not None and not is_questioned:
             return streamed_attention(
                 q, k, v, facts, streaming, self.layer, formats, sweep
             ).transpose(1, 2)
         if self.layer in self.dense_layers:
             pattern = self._built_pattern(q, k, facts)
-            z = weighted_values(pattern.pattern, v)
+            z = weighted_values(pattern.pattern, v)  # [batch head pos d_v]
         else:
-            pattern = self._fused_pattern(q, k, v, facts)
+            # In a layer that nobody looks at, the sweep is asked for z alone.
+            questions = self.engine.questions if is_questioned else set[str]()
+            pattern = FusedPattern(q, k, v, facts, self.matches, questions, formats, sweep)
             z = pattern.z
         self.activations["pattern"] = pattern
         return z.transpose(1, 2)
 
-    def _is_questioned(self) -> bool:
-        """Whether somebody may ask about the pattern of the layer."""
-        return self.layer in self.shown_layers or "pattern" in self.changes.reads
-
-    def _fused_pattern(
-        self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts
-    ) -> FusedPattern:
-        """The pattern of a layer that no change needs built."""
-        # In a layer that nobody looks at, the sweep is asked for z alone.
-        return FusedPattern(
-            q,
-            k,
-            v,
-            facts,
-            self.matches,
-            self.engine.questions if self._is_questioned() else set[str](),
-            self.engine.formats.scores,
-            self.engine.sweep,
-        )
-
     def _built_pattern(self, q: Tensor, k: Tensor, facts: AttentionFacts) -> DensePattern:
         """The pattern of a layer whose scores or pattern are changed."""
-        unseen = unseen_keys(q.shape[2], facts, q.device)
-        scores = all_scores(q, k, facts).masked_fill_(unseen, MASKED)
+        unseen = unseen_keys(q.shape[2], facts, q.device)  # [query key]
+        scores = all_scores(q, k, facts).masked_fill_(unseen, MASKED)  # [batch head query key]
         hidden = None
         if self.changes.touch("attn_scores", self.layer):
             changed_scores = self.change("attn_scores", scores)
             hidden = hidden_keys(changed_scores, unseen)
             # A change may have given scores to keys that a query does not see.
             scores = changed_scores.masked_fill(unseen, MASKED)
-        made = softmax_of(scores, facts)
+        made = softmax_of(scores, facts)  # [batch head query key]
         pattern = self.change("pattern", made)
-        is_partial = window_of(facts, q.shape[2]) < q.shape[2]
-        if is_partial and pattern is not made and pattern.masked_select(unseen).any():
-            raise ScanError(
-                f"interventions: an intervention gives attention to keys that queries of layer "
-                f"{self.layer} do not see: they see {window_of(facts, q.shape[2])} keys; "
-                "leave the layer out or lower n_ctx"
-            )
+        if pattern is not made:
+            check_unseen(pattern, unseen, facts, self.layer)
         return DensePattern(pattern, scores, q, k, facts, hidden)
 
     def _changed_projection(self, name: str, projection: Tensor) -> Tensor:

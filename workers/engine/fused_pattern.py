@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,18 +134,19 @@ class FusedPattern:
 
     def key(self, k: int) -> Tensor:
         """`A[q, k]` for one key, 0 where `q < k`, NaN behind the window: `[batch head query]`."""
-        return self._remembered(f"key {k}", lambda: self._attention_to(k))
-
-    def _attention_to(self, key: int) -> Tensor:
-        attention = _attention(self.score(key), self.lse)
-        attention[..., :key] = 0  # Earlier queries do not see the key.
-        return attention
+        question = f"key {k}"
+        if question not in self._answers:
+            attention = _attention(self.score(k), self.lse)
+            attention[..., :k] = 0  # Earlier queries do not see the key.
+            self._answers[question] = attention
+        return self._answers[question]
 
     def lag(self, d: int) -> Tensor:
         """`A[q, q-d]` for the queries `q >= d`: `[batch head query-d]`."""
         lse = self.lse[..., d:]
         if d >= self.window:
             return torch.full_like(lse, torch.nan)
+        # Query q stands beside key q-d: two slices of one length.
         products = _dot(self.q[:, :, d:], self.k[:, :, : self.n_ctx - d])
         behind = torch.full_like(products[0, 0], d)
         return _attention(scored(products, behind, self.facts), lse)
@@ -167,6 +168,7 @@ class FusedPattern:
         `[batch head query]`.
         """
         mass = self._swept(DistantKeys(sink, recent).question)
+        # The nearest distant key is q - recent, which must be `sink` or later.
         sees_none = self._positions() < sink + recent
         if recent >= self.window:
             sees_none = torch.ones_like(sees_none)
@@ -178,7 +180,7 @@ class FusedPattern:
         """
         mass = torch.zeros_like(self.lse)
         for tile, attention in self._attention_of(queries):
-            of_keys = keys[tile.sequences, None, tile.keys, None].to(attention)
+            of_keys = keys[tile.sequences, None, tile.keys, None].to(attention)  # [batch 1 key 1]
             mass[tile.sequences, :, tile.queries] = (attention @ of_keys)[..., 0]
         return mass.masked_fill(~queries[:, None], 0)
 
@@ -192,7 +194,7 @@ class FusedPattern:
         """
         strongest = torch.zeros_like(self.lse, dtype=torch.int64)
         for tile, attention in self._attention_of(queries):
-            key = first_of_largest(attention) + tile.keys.start
+            key = first_of_largest(attention) + tile.keys.start  # [batch head query]
             strongest[tile.sequences, :, tile.queries] = key
         return strongest.masked_fill(~queries[:, None], 0)
 
@@ -200,7 +202,9 @@ class FusedPattern:
         """Tiles that hold the queries of a mask `[batch query]`, and `A` of them."""
         # On the host at once, because every tile asks.
         is_chosen = chosen.cpu()
-        for sequences, queries, keys in self._tiles():
+        for sequences, queries, keys in _tiles(self.q, self.window):
+            # Queries of a tile that any of its sequences asks about; the tile shrinks to their
+            # span.
             rows = is_chosen[sequences, queries].any(0).nonzero()[:, 0].tolist()
             if not rows:
                 continue
@@ -237,16 +241,13 @@ class FusedPattern:
         """`S[q, k]` for one key, NaN behind the window; only queries `q >= k` mean anything:
         `[batch head query]`.
         """
-        if k >= FIRST_KEYS:
-            return self._remembered(f"score {k}", lambda: self._scores_of(k, k + 1)[..., 0])
-        first_scores = self._remembered("first scores", lambda: self._scores_of(0, FIRST_KEYS))
-        return first_scores[..., k]
-
-    def _scores_of(self, first: int, stop: int) -> Tensor:
-        """The scores of some keys: `[batch head query key]`."""
-        keys = self.k[:, :, first:stop]
-        behind = distances(self._positions(), self._positions()[first:stop])
-        return scored(products_of(self.q, keys), behind, self.facts)
+        first, stop = (0, FIRST_KEYS) if k < FIRST_KEYS else (k, k + 1)
+        question = f"scores from key {first}"
+        if question not in self._answers:
+            products = products_of(self.q, self.k[:, :, first:stop])  # [batch head query key]
+            behind = distances(self._positions(), self._positions()[first:stop])
+            self._answers[question] = scored(products, behind, self.facts)
+        return self._answers[question][..., k - first]
 
     def largest_score(self) -> Tensor:
         """The largest `S[q, k]` of the keys that a query sees: `[batch head query]`."""
@@ -256,37 +257,28 @@ class FusedPattern:
         """Mean of `S[q, k]` over the keys `1 <= k < q`; NaN if one of them is behind the window,
         and for the first two queries, which have no such key: `[batch head query]`.
         """
+        position = self.positions()
+        # Σ S[q, k] over these keys; meaningless for the first two queries.
+        sums = torch.zeros_like(self.lse)
         if self.facts.soft_cap is None:
-            sums = self._earlier_score_sums()
+            # The sum of products is the product with the summed keys, so running sums suffice.
+            key_sums = self.k[:, :, 1:].cumsum(2)  # [batch kv_head pos-1 d_qk]
+            sums[..., 2:] = _dot(self.q[:, :, 2:], key_sums[:, :, :-1]) * self.scale
+            if self.facts.slopes is not None:
+                # Σ (k - q) over these keys is -q (q-1)/2.
+                slopes = self.facts.slopes.to(sums)[:, None]  # [head 1]
+                sums -= slopes * (position * (position - 1) / 2)
         else:
-            sums = self._earlier_capped_sums()
+            # A capped sum is not the sum of capped scores, so every score is made.
+            for sequences, queries, keys in _tiles(self.q, self.window):
+                scores = self._tile_scores(sequences, queries, keys)
+                behind = distances(self._positions()[queries], self._positions()[keys])
+                is_earlier = (behind > 0) & (self._positions()[keys] > 0)
+                sums[sequences, :, queries] = scores.masked_fill_(~is_earlier, 0).sum(-1)
         mean_score = torch.full_like(self.lse, torch.nan)
-        mean_score[..., 2:] = sums[..., 2:] / self.positions()[1:-1]  # Query q has q - 1 such keys.
+        mean_score[..., 2:] = sums[..., 2:] / position[1:-1]  # Query q has q - 1 such keys.
         mean_score[..., self.window + 1 :] = torch.nan
         return mean_score
-
-    def _earlier_score_sums(self) -> Tensor:
-        """`Σ S[q, k]` over the keys `1 <= k < q`; meaningless for the first two queries."""
-        sums = torch.zeros_like(self.lse)
-        # The sum of products is the product with the summed keys, so running sums suffice.
-        key_sums = self.k[:, :, 1:].cumsum(2)  # [batch kv_head pos-1 d_qk]
-        sums[..., 2:] = _dot(self.q[:, :, 2:], key_sums[:, :, :-1]) * self.scale
-        if self.facts.slopes is not None:
-            # Σ (k - q) over these keys is -q (q-1)/2.
-            position = self.positions()
-            slopes = self.facts.slopes.to(sums)[:, None]
-            sums -= slopes * (position * (position - 1) / 2)
-        return sums
-
-    def _earlier_capped_sums(self) -> Tensor:
-        """The same where scores are capped: a capped sum is not the sum of capped scores."""
-        sums = torch.zeros_like(self.lse)
-        for sequences, queries, keys in self._tiles():
-            scores = self._tile_scores(sequences, queries, keys)
-            behind = distances(self._positions()[queries], self._positions()[keys])
-            is_earlier = (behind > 0) & (self._positions()[keys] > 0)
-            sums[sequences, :, queries] = scores.masked_fill_(~is_earlier, 0).sum(-1)
-        return sums
 
     def without(self, b_Q: Tensor) -> FusedPattern:
         """The pattern of queries less `b_Q [head d_qk]`, without cap, slopes and learned sink."""
@@ -334,7 +326,7 @@ class FusedPattern:
         """
         kv_heads = self.k.shape[1]
         queries = self.q[:, :, q].unflatten(1, (kv_heads, -1))  # [batch kv_head head-of-group d_qk]
-        products = (self.k @ queries.mT).mT.flatten(1, 2)
+        products = (self.k @ queries.mT).mT.flatten(1, 2)  # [batch head key]
         return scored(products, q - self._positions(), self.facts)
 
     def dense(self) -> Tensor:
@@ -355,20 +347,11 @@ class FusedPattern:
         """`0 .. T-1` as integers: `[query]`."""
         return torch.arange(self.n_ctx, device=self.q.device)
 
-    def _tiles(self) -> Iterator[tuple[slice, slice, slice]]:
-        return _tiles(self.q, self.window)
-
     def _tile_scores(self, sequences: slice, queries: slice, keys: slice) -> Tensor:
         """The scores of a tile; those of the future may be anything: `[batch head query key]`."""
         products = products_of(self.q[sequences, :, queries], self.k[sequences, :, keys])
         behind = distances(self._positions()[queries], self._positions()[keys])
         return scored(products, behind, self.facts)
-
-    def _remembered(self, question: str, compute: Callable[[], Tensor]) -> Tensor:
-        """An answer that is computed when it is first asked for."""
-        if question not in self._answers:
-            self._answers[question] = compute()
-        return self._answers[question]
 
     def _swept(self, question: str) -> Tensor:
         """The answer of a sweep, of another one if the first was not asked this."""
@@ -407,10 +390,11 @@ class FusedPattern:
 
     def _answers_after_kernel(self, questions: set[str]) -> dict[str, Tensor]:
         """What a kernel does not answer, from another look at the scores, whose `lse` it knows."""
+        # Largest scores, received attention and distant keys: the kernel knows none of them.
         sums = _TileSums(self, questions)
-        if not sums.are_asked_for:
+        if not sums.distant and sums.largest_score is None and sums.received is None:
             return {}
-        for sequences, queries, keys in self._tiles():
+        for sequences, queries, keys in _tiles(self.q, self.window):
             tile = _Block(sequences, queries, keys)
             attention = self._tile_attention(tile)
             if sums.largest_score is not None:
@@ -419,6 +403,7 @@ class FusedPattern:
                 unseen = (behind < 0) | (behind >= self.window)
                 largest = scores.masked_fill_(unseen, -torch.inf).amax(-1)
                 sums.largest_score[sequences, :, queries] = largest
+            # These weights are A itself and no longer need to be divided: the total is 1.
             heads = slice(0, self.q.shape[1])
             sums.add(tile, heads, attention, torch.ones_like(attention[..., 0]))
         return sums.answers()
@@ -479,13 +464,6 @@ class _TileSums:
         self.received = new(shape).zero_() if RECEIVED in questions else None
         self.distant = {keys: new(shape) for keys in DistantKeys.of_questions(questions)}
 
-    @property
-    def are_asked_for(self) -> bool:
-        """Whether one of the questions is of this kind."""
-        return bool(self.distant) or any(
-            answer is not None for answer in (self.largest_score, self.received)
-        )
-
     def add(self, tile: _Block, heads: slice, weights: Tensor, total: Tensor) -> None:
         """Add a tile of weights `[batch head query key]`: `A` times the `total` of a row."""
         for distant_keys, mass in self.distant.items():
@@ -493,7 +471,9 @@ class _TileSums:
             torch.div(distant, total, out=mass[tile.sequences, heads, tile.queries])
         if self.received is not None:
             # Σ_q weight / total is a product, which reads the tile once.
-            attention_sums = total.reciprocal()[..., None, :] @ weights
+            attention_sums = total.reciprocal()[..., None, :] @ weights  # [batch head 1 key]
+            # A key is in the tiles of many queries, so these are added. Other answers are whole in
+            # a tile.
             self.received[tile.sequences, heads, tile.keys] += attention_sums[..., 0, :]
 
     def answers(self) -> dict[str, Tensor]:
@@ -578,7 +558,11 @@ class _TileSweep:
         """Sweep once over all tiles; answers by question, in natural units."""
         kv_heads = self.values.shape[1]
         group = self.q.shape[1] // kv_heads
-        at_once = self._kv_heads_at_once(group)
+        # A tile takes as many heads of keys as `TILE_BYTES` allow, counted in float32 scores.
+        most_queries = _queries_in_tile(self.q)
+        most_keys = min(self.q.shape[2], self.window + most_queries - 1)
+        bytes_of_kv_head = 4 * group * most_queries * most_keys
+        at_once = max(1, TILE_BYTES[self.q.device.type] // bytes_of_kv_head)
         for sequences, queries, keys in _tiles(self.q, self.window):
             for first in range(0, kv_heads, at_once):
                 some_kv_heads = slice(first, min(first + at_once, kv_heads))
@@ -595,13 +579,6 @@ class _TileSweep:
             answers[name] = mass.transpose(1, 2)
         return answers | self.sums.answers()
 
-    def _kv_heads_at_once(self, group: int) -> int:
-        """How many heads of keys a tile takes, so that it fits `TILE_BYTES` if it can."""
-        _, _, n_ctx, _ = self.q.shape
-        most_queries = _queries_in_tile(self.q)
-        bytes_of_kv_head = 4 * group * most_queries * min(n_ctx, self.window + most_queries - 1)
-        return max(1, TILE_BYTES[self.q.device.type] // bytes_of_kv_head)
-
     def _sweep_tile(self, part: _Tile) -> None:
         """Write the answers of some queries of some heads of some sequences."""
         sequences, queries, keys = part.sequences, part.queries, part.keys
@@ -617,7 +594,7 @@ class _TileSweep:
         if sink is not None:
             maximum = maximum.maximum(sink)
         relative_scores = scores.sub_(maximum)
-        weights = relative_scores.exp2()
+        weights = relative_scores.exp2()  # [batch head query key], at most 1
 
         origin = 0  # From where positions are counted.
         if self.is_partial:
@@ -659,24 +636,9 @@ class _TileSweep:
             masses.index_put_((batch, query), attention, accumulate=True)
 
     def _scores(self, part: _Tile) -> Tensor:
-        """A tile of scores in base 2, masked where a query does not see the key."""
-        scores = self._unmasked_scores(part)
-        queries, keys = part.queries, part.keys
-        count = queries.stop - queries.start
-        # Keys before the first query are in the past of all queries of the tile. So only the square
-        # at the end of the tile, which the diagonal crosses, needs a mask of the future.
-        scores[..., queries.start - keys.start :] += self.future[:count, :count]
-        behind_last = queries.stop - self.window
-        if behind_last > keys.start:
-            # The last query does not see the keys before this one, and others do not see a part.
-            some_keys = torch.arange(keys.start, behind_last, device=scores.device)
-            some_queries = torch.arange(queries.start, queries.stop, device=scores.device)
-            is_unseen = distances(some_queries, some_keys) >= self.window
-            scores[..., : len(some_keys)].masked_fill_(is_unseen, MASKED)
-        return scores
-
-    def _unmasked_scores(self, part: _Tile) -> Tensor:
-        """A tile of scores in base 2: `[batch head query key]`."""
+        """A tile of scores in base 2, masked where a query does not see the key:
+        `[batch head query key]`.
+        """
         queries, keys = part.queries, part.keys
         scaled = self.q[part.sequences, part.heads, queries] * self.scale
         batch, heads, count, _ = scaled.shape
@@ -689,17 +651,29 @@ class _TileSweep:
             # Of the distance and not of the key, because a small number has a small rounding.
             behind = distances(self.positions[queries], self.positions[keys])
             scores.addcmul_(self.slopes[part.heads], behind, value=-1)
+        # Masked behind the cap, which would lift a masked score.
+        # Keys before the first query are in the past of all queries of the tile. So only the square
+        # at the end of the tile, which the diagonal crosses, needs a mask of the future.
+        scores[..., queries.start - keys.start :] += self.future[:count, :count]
+        behind_last = queries.stop - self.window
+        if behind_last > keys.start:
+            # The last query does not see the keys before this one, and others do not see a part.
+            some_keys = torch.arange(keys.start, behind_last, device=scores.device)
+            some_queries = torch.arange(queries.start, queries.stop, device=scores.device)
+            is_unseen = distances(some_queries, some_keys) >= self.window
+            scores[..., : len(some_keys)].masked_fill_(is_unseen, MASKED)
         return scores
 
     def _weighted_sums(self, weights: Tensor, part: _Tile) -> Tensor:
         """`Σ_k weight · [v | 1 | k]`: `[batch head query d_v+2]`."""
-        values = self.values[part.sequences, part.kv_heads, part.keys]
+        values = self.values[part.sequences, part.kv_heads, part.keys]  # [batch kv_head key d_v+2]
         shape = (*weights.shape[:3], self.d_v + 2)
         sums = (by_shared_head(weights, values.shape[1]) @ values).view(shape)
         # In a narrower format, weights are rounded before they meet v, as tensor cores do it. Their
         # sums stay float32. `rounded` returns the same tensor if there is nothing to round.
         rounded_weights = rounded(weights, self.number_format)
         if rounded_weights is not weights:
+            # The columns of Σ weight and Σ weight · k stay those of exact weights.
             rounded_sums = by_shared_head(rounded_weights, values.shape[1]) @ values
             sums[..., : self.d_v] = rounded_sums.view(shape)[..., : self.d_v]
         return sums
@@ -718,6 +692,7 @@ def _dot(queries: Tensor, keys: Tensor) -> Tensor:
     group = queries.shape[1] // keys.shape[1]
     if group == 1:
         return torch.linalg.vecdot(queries, keys)
+    # [batch kv_head head-of-group pos d_qk]
     by_group = queries.unflatten(1, (keys.shape[1], group))
     # One query head of each group at a time, so that keys are not repeated.
     products = [torch.linalg.vecdot(by_group[:, :, i], keys) for i in range(group)]

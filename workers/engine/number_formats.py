@@ -25,6 +25,9 @@ FLOAT16X2 = "float16x2"
 TF32_DROPPED_BITS = 13
 """Bits of a float32's mantissa that TF32 does not have."""
 
+LEAST_FREE = 0.5
+"""Share of a GPU's memory that stays free of split weights: batches need it more."""
+
 
 def rounded(x: Tensor, number_format: str) -> Tensor:
     """x as a factor of a product in a format, held in float32, or in float64 for that format.
@@ -78,21 +81,13 @@ class WeightHalves:
         if version != parameter._version:
             self._halves.pop(key, None)  # Before the new ones take memory.
             halves = _two_halves(weight)
-            if _has_room(weight.device):
+            has_room = True
+            if weight.is_cuda:
+                free, total = torch.cuda.mem_get_info(weight.device)
+                has_room = free >= LEAST_FREE * total
+            if has_room:
                 self._halves[key] = (parameter._version, halves)
         return halves
-
-
-LEAST_FREE = 0.5
-"""Share of a GPU's memory that stays free of split weights: batches need it more."""
-
-
-def _has_room(device: torch.device) -> bool:
-    """Whether a device has memory to spare."""
-    if device.type != "cuda":
-        return True
-    free, total = torch.cuda.mem_get_info(device)
-    return free >= LEAST_FREE * total
 
 
 class LinearProducts(TorchFunctionMode):
@@ -143,8 +138,12 @@ def linears_in(
         if _has_format(number_format, device):
             return _Tf32()
         return LinearProducts(partial(_imitated_product, number_format=number_format))
-    # PyTorch's own float32 product on a CPU is MKL's, which is slower on AMD.
-    if number_format == "float32" and device == "cpu" and _has_onednn():
+    # PyTorch's own float32 product on a CPU is MKL's. On AMD's CPUs oneDNN's is 1.2 to 1.4 times as
+    # fast. The operator is private, so a version of PyTorch may lack it.
+    has_onednn = torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    )
+    if number_format == "float32" and device == "cpu" and has_onednn:
         return LinearProducts(_onednn_product)
     return nullcontext()
 
@@ -182,7 +181,7 @@ def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split)
 
 def _summed_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product of factors with 16 bits, as a GPU makes it."""
-    rows = x.flatten(0, -2)
+    rows = x.flatten(0, -2)  # [row in]: `mm` takes two axes
     product = torch.mm(rows, weight.T, out_dtype=torch.float32).view(*x.shape[:-1], -1)
     return product if bias is None else product.add_(bias)
 
@@ -215,20 +214,12 @@ def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def _has_onednn() -> bool:
-    """Whether PyTorch can be asked for oneDNN's float32 product.
-
-    On AMD's CPUs it is 1.2 to 1.4 times as fast as PyTorch's own. The operator is private, so a
-    version of PyTorch may lack it.
-    """
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
 class _Tf32:
     """Within it, float32 products use TF32 tensor cores."""
 
     def __enter__(self) -> None:
         self.precision_before = torch.backends.cuda.matmul.fp32_precision
+        # A setting of the process, so it is put back.
         torch.backends.cuda.matmul.fp32_precision = "tf32"
 
     def __exit__(self, *_: object) -> None:

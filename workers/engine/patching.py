@@ -68,6 +68,7 @@ def _patching(recorded: Recorded, number: int, change: Change) -> Change:
     """The change, which reads as `partner` what was recorded for it."""
 
     def patch(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
+        # By number and not by name: two patches may take the same activation.
         partner = recorded[number, readable_values["layer"]]
         return change.function(value, {**readable_values, PARTNER: partner})
 

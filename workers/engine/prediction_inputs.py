@@ -64,17 +64,16 @@ def _token_losses(inputs: PredictionInputs) -> dict[str, Tensor]:
     """The loss of each token; the first token is not predicted, so it has none."""
     streams = inputs.hidden[:, :-1].flatten(0, 1)  # [batch·(pos-1) d_model]
     next_tokens = inputs.tokens[:, 1:].flatten()  # [batch·(pos-1)]
-    pieces = zip(inputs.chunks(streams), inputs.chunks(next_tokens), strict=True)
-    losses = [_losses(inputs.unembed(stream), tokens) for stream, tokens in pieces]
+    losses: list[Tensor] = []
+    for stream, tokens in zip(inputs.chunks(streams), inputs.chunks(next_tokens), strict=True):
+        logits = inputs.unembed(stream)  # [row d_vocab]
+        # -ln p(token) = ln Σ e^logits - logit of the token.
+        losses.append(logits.logsumexp(-1) - logits.gather(-1, tokens[:, None])[:, 0])
     token_loss = inputs.hidden.new_full(inputs.tokens.shape, math.nan)
     if losses:  # A sequence of one token has no next token.
+        # The loss stands at the token that is predicted, not at the one that predicts.
         token_loss[:, 1:] = torch.cat(losses).view(len(inputs.tokens), -1)
     return {"token_loss": token_loss}
-
-
-def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
-    """`-ln p(token)` = ln Σ e^logits - logit of the token: `[row]`."""
-    return logits.logsumexp(-1) - logits.gather(-1, tokens[:, None])[:, 0]
 
 
 def _final_predictions(inputs: PredictionInputs) -> dict[str, Tensor]:
@@ -83,8 +82,8 @@ def _final_predictions(inputs: PredictionInputs) -> dict[str, Tensor]:
     final_logprobs: list[Tensor] = []
     streams = inputs.chunks(inputs.hidden[:, -1])
     for stream, tokens in zip(streams, inputs.chunks(inputs.tokens), strict=True):
-        logits = inputs.unembed(stream)
-        token_logits = logits.gather(-1, tokens)
+        logits = inputs.unembed(stream)  # [batch d_vocab]
+        token_logits = logits.gather(-1, tokens)  # [batch pos]
         final_logits.append(token_logits)
         final_logprobs.append(token_logits - logits.logsumexp(-1, keepdim=True))
     return {"final_logit": torch.cat(final_logits), "final_logprob": torch.cat(final_logprobs)}
@@ -105,8 +104,8 @@ def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
             "position_after_mlp": undefined,
             "position_after_layer": undefined,
         }
-    positions = model.positions[:n_ctx]
-    embeddings = model.embed(inputs.tokens)
+    positions = model.positions[:n_ctx]  # [pos d_model]
+    embeddings = model.embed(inputs.tokens)  # [batch pos d_model]
     first_mlp = mlps[0]
     mlp_of_both = first_mlp(embeddings + positions)
     mlp_of_tokens = first_mlp(embeddings)
@@ -130,17 +129,14 @@ def _after_first_layer(inputs: PredictionInputs, changes: Changes) -> Tensor:
             streams.append(activations["resid_post"])
             raise StopPass
 
-    engine = _engine_of_first_layer(inputs.model).changed(changes)
-    engine.run(inputs.tokens, {}, keep_stream, ("resid_post",), layers=[0])
-    return streams[0]
-
-
-def _engine_of_first_layer(model: Model) -> Engine:
-    """The fused engine, which builds no matrix of T², if it can run and change the first layer."""
+    model = inputs.model
+    # The fused engine builds no matrix of T², so it is taken if it can run and change this layer.
     is_known = model.attention_problem is None and 0 in model.info.attention_layers_or_all
-    if not is_known or not model.modules("pos_embed"):
-        return DenseEngine(model)
-    return FusedEngine(model, "float64" if model.dtype == torch.float64 else "float32")
+    engine: Engine = DenseEngine(model)
+    if is_known and model.modules("pos_embed"):
+        engine = FusedEngine(model, "float64" if model.dtype == torch.float64 else "float32")
+    engine.changed(changes).run(inputs.tokens, {}, keep_stream, ("resid_post",), layers=[0])
+    return streams[0]
 
 
 WITHOUT_POSITIONS = Changes([Change("pos_embed", lambda positions, _: torch.zeros_like(positions))])

@@ -72,6 +72,7 @@ def _of_two_pieces(
     """z of heads that see a window and the first keys; all heads have their own keys."""
     n_ctx = q.shape[2]
     seen = window_of(facts, n_ctx)
+    # A layer with a window of its own sees no further, whatever the change leaves it.
     recent = min(streaming.recent, seen)
     window_facts = replace(facts, window=recent)
     window = FusedPattern(q, k, v, window_facts, {}, number_format=number_format, sweep=sweep)
@@ -83,7 +84,8 @@ def _of_two_pieces(
     # A first key that is in the window is counted there.
     scores = scores.masked_fill((behind < recent) | (behind >= seen), -torch.inf)
     # A softmax over both pieces: the log-sum-exp of the whole row says what share each has.
-    window_lse = window.lse[..., None]
+    window_lse = window.lse[..., None]  # [batch head query 1]
     lse = torch.cat([scores, window_lse], dim=-1).logsumexp(-1, keepdim=True)
     share_of_window = (window_lse - lse).exp()
+    # Each piece is a softmax of its own; its share of the whole row weighs it.
     return window.z * share_of_window + weighted_values((scores - lse).exp(), first_values)

@@ -62,6 +62,7 @@ class TokenPairs:
             counts: list[Tensor] = []
             for start in range(0, n_ctx, QUERIES_COUNTED):
                 pairs = self.matrix(slice(0, batch), start, min(start + QUERIES_COUNTED, n_ctx))
+                # Row 0 is query `start`, whose window begins at key start - window + 1.
                 counts.append(pairs.triu_(start - window + 1).sum(-1))
             self._counts[window] = torch.cat(counts, dim=1)
         return self._counts[window]
@@ -95,6 +96,7 @@ class TokenPairs:
         All of these lie in `keys`, and their keys are counted from its start.
         """
         members = self.members(batch, queries.start, queries.stop)
+        # All keys from 0 on are in sight, and `keys` begins at 0.
         if queries.stop <= window:
             return members
         is_seen = members.query + queries.start - members.key < window
@@ -109,7 +111,8 @@ def count_seen(keys: Tensor, window: int) -> Tensor:
     >>> count_seen(torch.tensor([[True, True, False, True]]), 2).tolist()
     [[1, 2, 1, 1]]
     """
-    counts = keys.cumsum(-1)
+    counts = keys.cumsum(-1)  # [batch query], of the keys up to the query
+    # A copy, because reading and writing overlap.
     counts[:, window:] -= counts[:, :-window].clone()
     return counts
 

@@ -45,17 +45,14 @@ class Labelled:
                     f"input family {family}: a label is a string with something in it, got "
                     f"{label!r}"
                 )
-            for position in _as_list(positions):
+            is_one = not isinstance(positions, list | tuple | range | np.ndarray)
+            several: Iterable[Any] = [positions] if is_one else positions
+            for position in several:
                 problem = _problem_of_position(label, position, names)
                 if problem is not None:
                     raise ScanError(f"input family {family}: {problem}")
                 names[position] = label
         return names
-
-
-def _as_list(positions: int | Sequence[int] | np.ndarray) -> Iterable[Any]:
-    """One or more positions, as a list."""
-    return positions if isinstance(positions, list | tuple | range | np.ndarray) else [positions]
 
 
 def _problem_of_position(label: str, position: object, names: Sequence[str]) -> str | None:

@@ -332,8 +332,13 @@ class Sequences:
         if self.corpus is None:
             return self._drawn_shard(number, start, stop)
         if self.corpus.counted is not None:
-            tokens = np.array([self._counted_tokens(i) for i in range(start, stop)], np.int32)
-            return ShardInput(number, start, self._with_bos(tokens), origin={}, bad_rows=[])
+            ids, probabilities = self._frequencies
+            drawn = [
+                self._draw_of(i).rng.choice(ids, size=self.length, p=probabilities)
+                for i in range(start, stop)
+            ]
+            tokens = self._with_bos(np.array(drawn, np.int32))
+            return ShardInput(number, start, tokens, origin={}, bad_rows=[])
         bad_rows = self.reader.bad_rows(start, stop)
         text, origin = self.reader.read(start, stop)
         tokens = self._with_replaced(start, self._with_bos(self._arranged(start, text)))
@@ -386,6 +391,11 @@ class Sequences:
         labels = [
             label_of_bos + sequence.labels for sequence in drawn if sequence.labels is not None
         ]
+        partner: np.ndarray | None = None
+        if self.family.partner is not None and self.partners:
+            partner_family = find_input(self.family.partner)
+            partners = [self._draw_sequence(i, partner_family).tokens for i in range(start, stop)]
+            partner = self._with_bos(np.array(partners, np.int32))
         return ShardInput(
             number,
             start,
@@ -393,16 +403,8 @@ class Sequences:
             origin={},
             bad_rows=[],
             labels=labels or None,
-            partner=self._drawn_partners(start, stop),
+            partner=partner,
         )
-
-    def _drawn_partners(self, start: int, stop: int) -> np.ndarray | None:
-        """The partner of every sequence, if the family has partners and they are wanted."""
-        if self.family.partner is None or not self.partners:
-            return None
-        partner_family = find_input(self.family.partner)
-        tokens = [self._draw_sequence(i, partner_family).tokens for i in range(start, stop)]
-        return self._with_bos(np.array(tokens, np.int32))
 
     def _draw_sequence(self, sequence: int, family: InputFamily) -> _DrawnSequence:
         """One sequence of a synthetic family."""
@@ -415,11 +417,6 @@ class Sequences:
                 f"({self.length},)"
             )
         return _DrawnSequence(tokens, returned.names(family.name) if is_labelled else None)
-
-    def _counted_tokens(self, sequence: int) -> np.ndarray:
-        """One sequence of tokens as frequent as in the corpus."""
-        ids, probabilities = self._frequencies
-        return self._draw_of(sequence).rng.choice(ids, size=self.length, p=probabilities)
 
     @cached_property
     def _frequencies(self) -> tuple[np.ndarray, np.ndarray]:

@@ -32,6 +32,7 @@ def mean_head(z: Tensor, *, layer: Index, head: Index) -> Tensor:
     """The output of one head becomes its mean over the positions up to here, so that nothing is
     known of later tokens.
     """
+    # [pos 1]: so many positions are in the running sum.
     count = torch.arange(1, z.shape[1] + 1, device=z.device)[:, None]
     return replaced(z, (..., head, slice(None)), z[:, :, head].cumsum(1) / count)
 

@@ -137,6 +137,7 @@ def _random_order(tokens: Tensor, n_heads: int, layer: int, draw: int) -> Tensor
     rng = np.random.default_rng([draw, layer])
     factors = torch.from_numpy(rng.integers(-(2**63), 2**63, size=(tokens.shape[1], n_heads)))
     # A sum of products with random factors, modulo 2^64, is a hash. Integers overflow as intended.
+    # Of tokens + 1, or token 0 would say nothing of its place.
     hashes = ((tokens + 1)[..., None] * factors.to(tokens.device)).sum(1)
     # Sorting the order of the hashes turns it into ranks.
     return hashes.argsort(-1).argsort(-1)
@@ -150,12 +151,12 @@ def _entropy_sinks(pattern: Tensor, row: float, column: float) -> Tensor:
     # Under the causal mask row q has q+1 entries and column k has T-k: the same numbers, backwards.
     entries = torch.arange(1, pattern.shape[-1] + 1, device=pattern.device, dtype=pattern.dtype)
     uniform_entropy = entries.log()
-    row_entropy = -torch.xlogy(pattern, pattern).sum(-1)
+    row_entropy = -torch.xlogy(pattern, pattern).sum(-1)  # [batch head query]
     # Row 0 has one entry, so its entropy says nothing.
     mean_row_entropy = (row_entropy[..., 1:] / uniform_entropy[1:]).mean(-1)
-    column_sum = pattern.sum(-2, keepdim=True)
+    column_sum = pattern.sum(-2, keepdim=True)  # [batch head 1 key]
     shares = pattern / column_sum.clamp_min(torch.finfo(pattern.dtype).tiny)
-    column_entropy = -torch.xlogy(shares, shares).sum(-2)
+    column_entropy = -torch.xlogy(shares, shares).sum(-2)  # [batch head key]
     # The last column has one entry and entropy 0, which must not be divided by ln 1 = 0.
     relative_column_entropy = column_entropy / uniform_entropy.flip(0).clamp_min(1e-9)
     return (mean_row_entropy < row) & (relative_column_entropy.amax(-1) > column)

@@ -55,7 +55,6 @@ from headcount.workers.engine.changes import (
     Streaming,
     readable,
 )
-from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.model import Model
 
@@ -177,20 +176,20 @@ class BoundPart:
             raise ModelError(f"{name}: the model has no b_Q")
         for layer in model.info.attention_layers_or_all:
             facts = model.facts(layer)
-            if facts is not None and (feature := _more_than_a_softmax(facts)) is not None:
+            if facts is None:
+                continue
+            # What stands between the scores of all keys and a softmax over them.
+            features = {
+                "a soft cap": facts.soft_cap,
+                "learned sinks": facts.sink,
+                "a window": facts.window,
+            }
+            feature = next((name for name, fact in features.items() if fact is not None), None)
+            if feature is not None:
                 raise ModelError(
                     f"{name}: layer {layer} has {feature}, and it is defined for a softmax "
                     "of q·k over all keys before a query; use zero_query_bias"
                 )
-
-
-def _more_than_a_softmax(facts: AttentionFacts) -> str | None:
-    """What stands between the scores of all keys and a softmax over them; None if nothing does."""
-    if facts.soft_cap is not None:
-        return "a soft cap"
-    if facts.sink is not None:
-        return "learned sinks"
-    return None if facts.window is None else "a window"
 
 
 @dataclass(frozen=True)
@@ -203,11 +202,11 @@ class BoundIntervention:
     def check(self, info: ModelInfo, n_ctx: int) -> None:
         """Refuse what a model or a sequence does not have, and what would change nothing."""
         for part in self.parts:
-            problem = (
-                _missing_place(part, info, n_ctx)
-                or _too_large_option(part, info, n_ctx)
-                or _refused_options(part, n_ctx)
-            )
+            problem = _missing_place(part, info, n_ctx) or _too_large_option(part, info, n_ctx)
+            # Last, because it takes every option for one that exists and is in its range.
+            refuse = part.registered.refuse
+            if problem is None and refuse is not None:
+                problem = refuse(part.options, n_ctx)
             if problem is not None:
                 raise ScanError(f"interventions: '{self.intervention}': {problem}")
 
@@ -297,12 +296,6 @@ def _too_large_option(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | Non
         if number > most:
             return f"{option}: expected at most {most} ({largest.words}), got {number}"
     return None
-
-
-def _refused_options(part: BoundPart, n_ctx: int) -> str | None:
-    """What is wrong with the options as a whole; None if nothing is."""
-    refuse = part.registered.refuse
-    return None if refuse is None else refuse(part.options, n_ctx)
 
 
 INTERVENTIONS: dict[str, RegisteredIntervention] = {}
@@ -413,20 +406,14 @@ REPLACED: dict[str, tuple[int, str]] = {
 """
 
 
-def _check_replaced(part: InterventionPart) -> None:
-    """Refuse an intervention that has another name today."""
-    if part.name not in REPLACED:
-        return
-    default_count, today = REPLACED[part.name]
-    count = part.arguments[0] if part.arguments else default_count
-    raise ScanError(
-        f"interventions: '{part}': {part.name} is gone; write {today.format(count=count)}"
-    )
-
-
 def _bound_part(part: InterventionPart) -> BoundPart:
     """A part of an intervention with its function, and with its options by name."""
-    _check_replaced(part)
+    if part.name in REPLACED:
+        default_count, today = REPLACED[part.name]
+        count = part.arguments[0] if part.arguments else default_count
+        raise ScanError(
+            f"interventions: '{part}': {part.name} is gone; write {today.format(count=count)}"
+        )
     if part.name not in INTERVENTIONS:
         raise ScanError(f"interventions: {unknown('intervention', part.name, INTERVENTIONS)}")
     registered = INTERVENTIONS[part.name]
@@ -477,8 +464,9 @@ def _option(
     problem = problem_of(annotation, argument)
     if problem is not None:
         raise ScanError(f"{subject}: expected {problem}, got {argument!r}")
-    # A scan may write a whole number for a float: `scale_query_bias(1)`.
-    return float(argument) if _is_float(annotation) else argument
+    # A scan may write a whole number for a float, with or without a range: `scale_query_bias(1)`.
+    is_float = float in (annotation, *get_args(annotation))
+    return float(argument) if is_float else argument
 
 
 def _tuple_option(
@@ -493,8 +481,3 @@ def _tuple_option(
         problems = error.errors()
         wrong = problems[0]["input"]
         raise ScanError(f"{subject}: expected {expected(problems[:1])}, got {wrong!r}") from None
-
-
-def _is_float(annotation: object) -> bool:
-    """Whether a type is float, with or without a range."""
-    return float in (annotation, *get_args(annotation))

@@ -71,6 +71,7 @@ def scale_position(W_pos: Tensor, *, position: Index, alpha: Factor) -> Tensor:
 def swap_first_positions(W_pos: Tensor) -> Tensor:
     """Positions 0 and 1 exchange their embeddings."""
     changed = W_pos.clone()
+    # Read from the original, so that neither row is overwritten before it is read.
     changed[[0, 1]] = W_pos[[1, 0]]
     return changed
 
@@ -142,8 +143,8 @@ def _swapped(mlp_out: Tensor, rows: Tensor) -> Tensor:
     """
     # The weights are in their own precision, the activation in the one that is measured.
     first, second = (rows / rows.norm(dim=-1, keepdim=True)).to(mlp_out.dtype)
-    length_along_first = mlp_out[:, 0] @ first
-    step = length_along_first[:, None] * (second - first)
+    length_along_first = mlp_out[:, 0] @ first  # [batch]
+    step = length_along_first[:, None] * (second - first)  # [batch d_model]
     changed = mlp_out.clone()
     changed[:, 0] += step
     changed[:, 1] -= step

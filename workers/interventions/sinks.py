@@ -87,8 +87,9 @@ def mean_query_bias(attn_scores: Tensor, k: Tensor, b_Q: Tensor, scale: float) -
     zero_query_bias; queries keep their bias, and the scores another level. Layers with
     soft caps, windows or learned sinks are refused.
     """
-    bias_part = torch.einsum("bkhd,hd->bhk", k, b_Q.to(k.dtype)) * scale
+    bias_part = torch.einsum("bkhd,hd->bhk", k, b_Q.to(k.dtype)) * scale  # [batch head key]
     visible_keys = torch.arange(1, bias_part.shape[-1] + 1, device=k.device)
+    # Query q sees the keys 0 to q, so its mean is a running one.
     mean_part = bias_part.cumsum(-1) / visible_keys  # [batch head query]
     return attn_scores - bias_part[..., None, :] + mean_part[..., None]
 

@@ -58,6 +58,7 @@ def changed_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
         for part, function in functions:
             for weight in _weights_of(model, part):
                 changed = function(weight.tensor, {"layer": weight.layer})
+                # Before the change, so that an error restores it too.
                 originals.append((weight, weight.tensor.clone()))
                 weight.tensor.copy_(changed)
                 if not torch.equal(weight.read(), changed):

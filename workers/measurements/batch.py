@@ -168,7 +168,16 @@ def launch(
         predictions = _predictions(requested, inputs)
     ready = None
     if tokens.device.type != "cpu":
-        layers = {field: _layers_to_host(results) for field, results in layers.items()}
+        layers = {
+            field: LayerResults(
+                numbers=_copied_to_host(results.numbers),
+                defined=_copied_to_host(results.defined),
+                lists=_to_host(results.lists),
+                means=_to_host(results.means),
+                uniform_baseline=_copied_to_host(results.uniform_baseline),
+            )
+            for field, results in layers.items()
+        }
         predictions = {
             field: PredictionResults(_to_host(results.values), _to_host(results.defined))
             for field, results in predictions.items()
@@ -193,16 +202,6 @@ def _predictions(requested: Requested, inputs: PredictionInputs) -> dict[str, Pr
     return results
 
 
-def _layers_to_host(results: LayerResults) -> LayerResults:
-    return LayerResults(
-        numbers=_copied_to_host(results.numbers),
-        defined=_copied_to_host(results.defined),
-        lists=_to_host(results.lists),
-        means=_to_host(results.means),
-        uniform_baseline=_copied_to_host(results.uniform_baseline),
-    )
-
-
 def _to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: _copied_to_host(tensor) for name, tensor in tensors.items()}
 
@@ -217,29 +216,31 @@ def collect(pending: PendingBatch) -> Measurements:
     """Wait for a forward pass, check its results, and put them into columns."""
     if pending.ready is not None:
         pending.ready.synchronize()
+    heads = pending.requested.heads
     # Tables in which each formula is a column; kinds with `named_by` have rows for each formula.
     tables: dict[str, Columns] = {kind.table.name: {} for kind in KINDS if kind.named_by is None}
     means: dict[str, dict[str, Aggregate]] = {}
     for kind, formulas in pending.requested.computed("in every layer"):
         results = pending.layers[kind.field]
         if kind.averaged:
-            means[kind.field] = _checked_means(pending, formulas, results)
+            means[kind.field] = aggregates(results.means)
+            check_means(
+                means[kind.field], _along(formulas), heads, pending.first, pending.sequences
+            )
         else:
             columns, uniform_baseline = _checked_columns(pending, formulas, results)
             tables[kind.table.name] |= columns
             tables[SEQUENCES.name] |= uniform_baseline
     for kind, _ in pending.requested.computed("after the pass"):
-        tables[kind.table.name] |= _checked_predictions(pending, pending.predictions[kind.field])
-    return Measurements(tables, means, pending.requested.heads)
-
-
-def _checked_means(
-    pending: PendingBatch, formulas: Sequence[Formula], results: LayerResults
-) -> dict[str, Aggregate]:
-    """The aggregates of a kind that is averaged, by formula."""
-    means = aggregates(results.means)
-    check_means(means, _along(formulas), pending.requested.heads, pending.first, pending.sequences)
-    return means
+        results = pending.predictions[kind.field]
+        columns = _as_columns(results.values)
+        defined = {name: where.numpy() for name, where in results.defined.items()}
+        check_predictions(columns, defined, pending.first)
+        # Only now: NaN would hide an infinity from the check.
+        for name, values in columns.items():
+            values[~defined[name]] = np.nan
+        tables[kind.table.name] |= columns
+    return Measurements(tables, means, heads)
 
 
 def _checked_columns(
@@ -266,16 +267,6 @@ def _checked_columns(
             defined[statistic.name], values, np.float32(np.nan)
         )
     return numbers | lists, uniform_baseline
-
-
-def _checked_predictions(pending: PendingBatch, results: PredictionResults) -> Columns:
-    """The columns of a kind that is computed after the pass."""
-    columns = _as_columns(results.values)
-    defined = {name: where.numpy() for name, where in results.defined.items()}
-    check_predictions(columns, defined, pending.first)
-    for name, values in columns.items():
-        values[~defined[name]] = np.nan
-    return columns
 
 
 def _along(formulas: Iterable[Formula]) -> dict[str, Along]:

@@ -283,17 +283,14 @@ class _SomeHeads(Mapping[str, LayerValue]):
 
     def __getitem__(self, name: str) -> LayerValue:
         if name not in self.selected:
-            self.selected[name] = self._select(name)
+            value = self.values_of_all[name]
+            if name == "pattern":
+                value = value.only(self.heads)
+            elif name in HEAD_AXIS:
+                index = torch.tensor(self.heads, device=value.device)
+                value = value.index_select(HEAD_AXIS[name], index)
+            self.selected[name] = value
         return self.selected[name]
-
-    def _select(self, name: str) -> LayerValue:
-        value = self.values_of_all[name]
-        if name == "pattern":
-            return value.only(self.heads)
-        if name in HEAD_AXIS:
-            index = torch.tensor(self.heads, device=value.device)
-            return value.index_select(HEAD_AXIS[name], index)
-        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.values_of_all)

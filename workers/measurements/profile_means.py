@@ -44,7 +44,7 @@ class Aggregate:
         """
         count = self.count + other.count
         delta = other.mean - self.mean
-        share_of_other = other.count / np.maximum(count, 1)
+        share_of_other = other.count / np.maximum(count, 1)  # 0 where no sequence has a value
         mean = self.mean + delta * share_of_other
         m2 = self.m2 + other.m2 + delta**2 * (self.count * share_of_other)
         # If one of them has no sequence, its mean is NaN and the other's stands.
@@ -66,7 +66,7 @@ def count_mean_m2(profile: Along, values: Tensor) -> Tensor:
     """
     values_of_entries = entries_of(profile, values).double()
     undefined = values_of_entries.isnan()
-    count = (~undefined).sum(0)
+    count = (~undefined).sum(0)  # [head entry]
     # Of no sequences the mean is 0/0, which is NaN.
     mean = values_of_entries.masked_fill(undefined, 0).sum(0) / count
     # Two passes, because the mean of squares less the square of the mean would lose all digits of a
@@ -86,13 +86,12 @@ def entries_of(profile: Along, values: Tensor) -> Tensor:
 
 def aggregates(means: Mapping[str, Tensor]) -> Aggregates:
     """The aggregates of a batch, from count, mean and M2 `[3 layer …]` on the host."""
-    # Pinned memory is scarce, so what is kept is copied out of it.
-    return {name: _aggregate(values.numpy().copy()) for name, values in means.items()}
-
-
-def _aggregate(values: np.ndarray) -> Aggregate:
-    count, mean, m2 = values
-    return Aggregate(count.astype(np.int64), mean, m2)
+    by_formula: Aggregates = {}
+    for name, values in means.items():
+        # Pinned memory is scarce, so what is kept is copied out of it.
+        count, mean, m2 = values.numpy().copy()
+        by_formula[name] = Aggregate(count.astype(np.int64), mean, m2)
+    return by_formula
 
 
 def merge(batches: Sequence[Aggregates]) -> Aggregates:

@@ -78,8 +78,12 @@ def _cells(heads: pa.Table, sequences: pa.Table, by_subset: bool) -> Cells:
     parts, part = _coded(
         sequences["pile_set_name"].to_pylist() if by_subset else [None] * len(number)
     )
-    document = _documents(sequences)
-    is_open = _may_go_on(number, document)
+    # A synthetic sequence is a document of its own, with a negative number.
+    document = pc.coalesce(sequences["document"], pa.array(-1 - number)).to_numpy()
+    # A document that may have sequences elsewhere is open. Its sequences follow one another, so it
+    # has some at the ends of a gap.
+    has_neighbours = np.isin(number - 1, number) & np.isin(number + 1, number)
+    is_open = (document >= 0) & np.isin(document, document[~has_neighbours])
     open_documents, open_document = _coded(
         [own if one else None for own, one in zip(document.tolist(), is_open, strict=True)]
     )
@@ -91,7 +95,10 @@ def _cells(heads: pa.Table, sequences: pa.Table, by_subset: bool) -> Cells:
 
     layers, heads_of_layer = (heads[key].to_numpy().astype(np.int64) for key in ("layer", "head"))
     width = int(heads_of_layer.max()) + 1
+    # [row of heads]
     codes = (layers * width + heads_of_layer) * cells_of_head + cell_of_sequence[index]
+    # One number that sorts by cell and then by document; there are no more documents than
+    # sequences.
     documents = codes * len(number) + document_codes[index]
     order = np.argsort(documents, kind="stable")
     document_starts = np.unique(documents[order], return_index=True)[1]
@@ -121,21 +128,6 @@ def _coded(values: list[Any]) -> tuple[list[Any], np.ndarray]:
     distinct = [*sorted({value for value in values if value is not None}), None]
     index_of = {value: index for index, value in enumerate(distinct)}
     return distinct, np.array([index_of[value] for value in values], np.int64)
-
-
-def _documents(sequences: pa.Table) -> np.ndarray:
-    """The document of each sequence. Of synthetic input it is -1 less the sequence."""
-    own = pa.array(-1 - sequences["sequence"].to_numpy())
-    return pc.coalesce(sequences["document"], own).to_numpy()
-
-
-def _may_go_on(number: np.ndarray, document: np.ndarray) -> np.ndarray:
-    """Whether each sequence is of a document that may have sequences elsewhere.
-
-    The sequences of a document follow one another. So it has some at the ends of a gap.
-    """
-    has_neighbours = np.isin(number - 1, number) & np.isin(number + 1, number)
-    return (document >= 0) & np.isin(document, document[~has_neighbours])
 
 
 def _statistic_columns(name: str, values: np.ndarray, axis: Axis, cells: Cells) -> dict[str, Any]:
@@ -184,6 +176,7 @@ def _histograms(
     """For each cell, the bins with a value, and how many values each has."""
     lowest = int(bins.min(initial=0))
     span = int(bins.max(initial=0)) - lowest + 1
+    # Cell and bin as one number, so that one count makes all histograms.
     counted_cells = cell_of_value * span + (bins.astype(np.int64) - lowest)
     counts = np.bincount(counted_cells, minlength=cells.count * span)
     occupied = np.flatnonzero(counts)

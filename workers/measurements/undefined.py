@@ -67,6 +67,7 @@ def _may_be_undefined(formula: Formula, pattern: FusedPattern | DensePattern | N
 
 def _is_undefined(value: Tensor, formula: Formula, activations: Mapping[str, Any]) -> Tensor:
     """Where a formula has no value: it is 0/0, or NaN, and everything that it reads is finite."""
+    # Begins with true on the value's device, for formulas that read no tensor.
     are_finite = [torch.ones_like(value[:1], dtype=torch.bool).all()]
     for name in formula.parameters:
         read = activations[name]

@@ -141,7 +141,7 @@ def _layer_weights(model: Model, layer: int, names: Iterable[str]) -> Weights:
         raw = model.layer_weight(layer, name.replace("read_", "W_"))
         if raw is None:
             continue
-        weight = raw.double().repeat_interleave(n_heads // len(raw), 0)
+        weight = raw.double().repeat_interleave(n_heads // len(raw), 0)  # [head …]
         if name.startswith("read_"):
             weight = _read_through(model.modules("normed"), layer, weight)
         if weight is not None:
@@ -163,11 +163,13 @@ def _read_through(norms: Sequence[nn.Module], number: int, weight: Tensor) -> Te
     signs[1::2] = -1
     signs -= signs.mean()
     signs /= signs.square().mean().sqrt()
+    # Zeros show what the norm adds, signs its gain, a constant whether it subtracts the mean.
     probes = torch.stack([0 * signs, LARGE * signs, torch.full_like(signs, LARGE)])
     of_zero, of_signs, of_constant = norm(probes[None])[0].double()
-    gain = (of_signs - of_zero) / signs
+    gain = (of_signs - of_zero) / signs  # [d_model]
     read = gain[:, None] * weight
     subtracts_mean = (of_constant - of_zero).abs().max() < 1e-3 * gain.abs().max()
+    # x less its mean, times M, is x times M less the mean of M's rows.
     return read - read.mean(-2, keepdim=True) if subtracts_mean else read
 
 
@@ -193,6 +195,7 @@ def _copying_eigenvalues(model: Model, layer: int, model_weights: Weights) -> We
     weights = _layer_weights(model, layer, {"read_V", "W_O"})
     if len(weights) < 2 or "read_U W_E" not in model_weights:
         return {}
+    # [head d_head d_head]
     product = weights["W_O"] @ model_weights["read_U W_E"] @ weights["read_V"]
     eigenvalues = torch.linalg.eigvals(product.cpu())
     return {"copying_eigenvalues": torch.stack([eigenvalues.real, eigenvalues.abs()], dim=-1)}
@@ -221,9 +224,10 @@ def _components(W_pos: Tensor) -> Tensor:
     """
     rows = centred(W_pos)
     deviations = rows - rows.mean(0)
+    # [component d_model], the largest first
     *_, axes = torch.linalg.svd(deviations, full_matrices=False)
     coordinates = deviations @ axes[:3].T
-    largest = coordinates.gather(0, coordinates.abs().argmax(0, keepdim=True))
+    largest = coordinates.gather(0, coordinates.abs().argmax(0, keepdim=True))  # [1 component]
     return coordinates * largest.sign()
 
 
@@ -252,6 +256,7 @@ def _rows(
     own_axes = [] if statistic.axis == "none" else [statistic.axis]
     is_by_head = values.ndim == 2 + len(own_axes)
     axes = ["layer", "head", *own_axes] if is_by_head else ["layer", *own_axes]
+    # In the order of the memory.
     indices_of_axes = [index.ravel() for index in np.indices(values.shape)]
     indices = dict(zip(axes, indices_of_axes, strict=True))
     # All heads of a layer are computed at once; only the measured ones have rows.
@@ -283,7 +288,7 @@ def _rows_of_pairs(
     """The rows of the measured heads of a layer, each with every head of one earlier layer."""
     assert kind.named_by is not None
     measured = np.array(heads.by_layer[block.layer])
-    values = block.values.numpy()[measured]
+    values = block.values.numpy()[measured]  # [measured head, earlier head]
     later_head, earlier_head = (index.ravel() for index in np.indices(values.shape))
     columns: dict[str, Any] = {
         "layer": np.full(values.size, block.layer),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
@@ -76,6 +77,7 @@ def settle_attention(
             tokens = _tokens(info, CHECK_TOKENS).to(device)
             _run_ours(info, bare, blocks, tokens, ours)
             windows = [facts.window for facts in ours.facts.values() if facts.window is not None]
+            # Two tokens beyond the smallest window: its last query does not see the first keys.
             beyond = min(windows, default=LARGEST_WINDOW) + 2
             if CHECK_TOKENS < beyond <= min(LARGEST_WINDOW, info.n_ctx):
                 tokens = _tokens(info, beyond).to(device)
@@ -90,12 +92,14 @@ def settle_attention(
     except Exception as error:
         # Whatever a library raises: the model is refused in one line, or the bridge runs it.
         return SettledAttention(problem=f"transformers cannot run it{in_format} ({reason(error)})")
-    return SettledAttention(
-        ours.facts,
-        ours.sizes,
-        _gated_layers(ours),
-        _difference(info, ours, own, has_active_stream=active_stream(bare) is not None),
-    )
+    gated: set[int] = set()
+    for layer in ours.projected.keys() & ours.z.keys():
+        given = ours.projected[layer]
+        z = ours.z[layer].flatten(2)  # [batch pos head·d_v], as a projection reads it.
+        if given.shape != z.shape or not torch.equal(given, z.to(given.dtype)):
+            gated.add(layer)
+    problem = _difference(info, ours, own, has_active_stream=active_stream(bare) is not None)
+    return SettledAttention(ours.facts, ours.sizes, frozenset(gated), problem)
 
 
 def active_stream(bare: nn.Module) -> int | None:
@@ -162,58 +166,35 @@ def _hooked_projections(blocks: Sequence[nn.Module], seen: _Pass) -> Iterator[No
             hook.remove()
 
 
-def _gated_layers(ours: _Pass) -> frozenset[int]:
-    """The layers whose output projection is given something else than z."""
-    return frozenset(
-        layer
-        for layer, given in ours.projected.items()
-        if layer in ours.z and not _is_z(given, ours.z[layer].flatten(2))
-    )
-
-
-def _is_z(given: Tensor, z: Tensor) -> bool:
-    return given.shape == z.shape and torch.equal(given, z.to(given.dtype))
-
-
 def _run(
     info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor, seen: _Pass
 ) -> None:
     """One pass that notes the stream after each layer."""
-    options = {"use_cache": False} if info.layout == "huggingface" else {}
-    with _hooked(blocks, seen), suppress(_SeenEnough):
-        bare(tokens, **options)
 
+    def begin_layer(layer: int, _module: nn.Module, _args: tuple[Any, ...]) -> None:
+        seen.layer = layer
 
-@contextmanager
-def _hooked(blocks: Sequence[nn.Module], seen: _Pass) -> Iterator[None]:
-    hooks = []
+    def end_layer(layer: int, _module: nn.Module, _args: tuple[Any, ...], output: object) -> None:
+        stream = output[0] if isinstance(output, tuple | list) else output
+        assert isinstance(stream, Tensor)
+        # A copy, because the next layer may write over its input.
+        seen.streams[layer] = stream.detach().clone()
+        seen.layer = -1
+        # The unembedding is not run: its weights may be a large part of a mapped file.
+        if layer == len(blocks) - 1:
+            raise _SeenEnough
+
+    hooks: list[RemovableHandle] = []
     for layer, block in enumerate(blocks):
-        hooks.append(block.register_forward_pre_hook(partial(_begin_layer, seen, layer)))
-        hooks.append(block.register_forward_hook(partial(_end_layer, seen, layer)))
-    # The unembedding is not run: its weights may be a large part of a mapped file.
-    hooks.append(blocks[-1].register_forward_hook(_end_pass))
+        hooks.append(block.register_forward_pre_hook(partial(begin_layer, layer)))
+        hooks.append(block.register_forward_hook(partial(end_layer, layer)))
+    options = {"use_cache": False} if info.layout == "huggingface" else {}
     try:
-        yield
+        with suppress(_SeenEnough):
+            bare(tokens, **options)
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _begin_layer(seen: _Pass, layer: int, _module: nn.Module, _args: tuple[Any, ...]) -> None:
-    seen.layer = layer
-
-
-def _end_layer(
-    seen: _Pass, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: object
-) -> None:
-    stream = output[0] if isinstance(output, tuple | list) else output
-    assert isinstance(stream, Tensor)
-    seen.streams[layer] = stream.detach().clone()
-    seen.layer = -1
-
-
-def _end_pass(*_arguments: object) -> None:
-    raise _SeenEnough
 
 
 def _difference(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: bool) -> str | None:

@@ -108,6 +108,7 @@ def attend_to(query: Tensor, key: Tensor, value: Tensor, facts: AttentionFacts) 
     n_queries, n_keys = query.shape[2], key.shape[2]
     if n_queries != n_keys:
         refuse(f"{n_keys} keys for {n_queries} tokens")
+    # What was noted since the last layer asked belongs to this one.
     rotations, running.rotations = running.rotations, []
     if rotations:
         facts = replace(facts, rotation=rotation_of_queries(rotations, query))
@@ -194,11 +195,12 @@ def _windows_of(visible_keys: VisibleKeys, n_ctx: int) -> set[int | None] | None
     """
     keys = torch.arange(n_ctx)
     zero = torch.zeros((), dtype=torch.long)
+    # A window shows in the first query, one in the middle or the last two.
     counts: dict[int, int] = {}
     for query in sorted({0, n_ctx // 2, max(0, n_ctx - 2), n_ctx - 1}):
         visible = visible_keys(zero, zero, torch.tensor(query), keys).expand(n_ctx)
         counts[query] = int(visible.sum())
-        latest = (keys <= query) & (keys > query - counts[query])
+        latest = (keys <= query) & (keys > query - counts[query])  # [key]
         if not visible.equal(latest):
             return None
     window = max(counts.values())

@@ -44,7 +44,10 @@ def _scaled_by(scale: Callable[[Any], float], *, keys_last: bool = False) -> Tak
     """
 
     def take_over(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
-        window = _window(module)
+        # GPT-Neo's local layers have their window in the mask alone.
+        window: int | None = None
+        if getattr(module, "attention_type", None) == "local":
+            window = int(module.bias[0, 0, -1].sum())
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *arguments: object) -> Any:  # noqa: ANN401 (a list or a tuple, as the library has it)
             if not is_attending():
@@ -56,13 +59,6 @@ def _scaled_by(scale: Callable[[Any], float], *, keys_last: bool = False) -> Tak
         return attend
 
     return take_over
-
-
-def _window(module: Any) -> int | None:  # noqa: ANN401 (any module)
-    """The window of GPT-Neo's local layers, which is written into their mask."""
-    if getattr(module, "attention_type", None) != "local":
-        return None
-    return int(module.bias[0, 0, -1].sum())
 
 
 def _bloom(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
@@ -162,28 +158,16 @@ def _slopes(bias: Tensor) -> Tensor:
     return bias[:, -1] - bias[:, -2]
 
 
-def _one(_module: object) -> float:
-    return 1.0
-
-
-def _divided(module: Any) -> float:  # noqa: ANN401 (any module)
-    return 1 / float(module.scale_attn)
-
-
-def _normed(module: Any) -> float:  # noqa: ANN401 (any module)
-    return 1 / float(module.norm_factor)
-
-
-def _by_width(module: Any) -> float:  # noqa: ANN401 (any module)
-    return (module.split_size // module.n_head) ** -0.5
-
-
 BETWEEN_PROJECTIONS: Mapping[str, TakenOver] = {
-    "gptj.GPTJAttention": _scaled_by(_divided),
-    "codegen.CodeGenAttention": _scaled_by(_divided),
-    "gpt_neo.GPTNeoSelfAttention": _scaled_by(_one),
-    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _scaled_by(_normed),
-    "openai.Attention": _scaled_by(_by_width, keys_last=True),
+    "gptj.GPTJAttention": _scaled_by(lambda module: 1 / float(module.scale_attn)),
+    "codegen.CodeGenAttention": _scaled_by(lambda module: 1 / float(module.scale_attn)),
+    "gpt_neo.GPTNeoSelfAttention": _scaled_by(lambda module: 1.0),
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _scaled_by(
+        lambda module: 1 / float(module.norm_factor)
+    ),
+    "openai.Attention": _scaled_by(
+        lambda module: (module.split_size // module.n_head) ** -0.5, keys_last=True
+    ),
 }
 """Modules whose `_attn` is replaced, by family and name of their class."""
 

@@ -96,6 +96,7 @@ def projection(block: nn.Module, name: str, info: ModelInfo) -> Tensor | None:
         fits = linear.out_features == info.d_model and linear.in_features % info.n_heads == 0
         if kind != "W" or not fits:
             return None
+        # PyTorch stores `[out in]`: [d_model head·d] becomes [head d d_model].
         return linear.weight.T.unflatten(0, (info.n_heads, -1))
     width = info.d_head
     n_heads = linear.out_features // width
@@ -107,6 +108,7 @@ def projection(block: nn.Module, name: str, info: ModelInfo) -> Tensor | None:
         return None if linear.bias is None else linear.bias.unflatten(0, (n_heads, width))
     if linear.in_features != info.d_model:
         return None
+    # [head·d d_model] becomes [head d_model d].
     return linear.weight.unflatten(0, (n_heads, width)).transpose(1, 2)
 
 

@@ -115,7 +115,11 @@ def unwrapped(model: object) -> nn.Module:
 
 def borrow(modules: nn.Module) -> BorrowedModel:
     """A `Model` that shares the weights of a model of transformers or of a bridge."""
-    device = _one_device(modules)
+    weight_devices = {weight.device for weight in modules.parameters()}
+    if len(weight_devices) != 1 or next(iter(weight_devices)).type not in DEVICES:
+        names = ", ".join(sorted(map(str, weight_devices))) or "no weights"
+        raise ModelError(f"model: expected all weights on one CPU or one CUDA device, got {names}")
+    device = weight_devices.pop()
     # Libraries draw first weights for modules that they wrap, from the generators of the user.
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), _current(device):
@@ -145,7 +149,9 @@ def _of_transformers(modules: nn.Module, device: torch.device) -> Model:
     # The bridge shows the scores and the pattern only of this attention.
     own.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
     own.eval()
-    tokens = _check_tokens(info).to(device)
+    generator = torch.Generator().manual_seed(0)
+    shape_of_check = (1, min(info.n_ctx, CHECK_TOKENS))
+    tokens = torch.randint(info.d_vocab, shape_of_check, generator=generator).to(device)
     _merge_adapters(own, tokens)
     loaded = bridgeable(info, own, str(device), dtype)
     return model_of(info, loaded._replace(boot=partial(_compared_bridge, loaded, tokens)), "raw")
@@ -170,11 +176,6 @@ def _compared_bridge(loaded: LoadedModules, tokens: Tensor) -> BootedBridge:
         f"TransformerLens does not compute the logits of {type(loaded.bare).__name__} ({problem})"
     )
     return BootedBridge(None, modules, problem)
-
-
-def _check_tokens(info: ModelInfo) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(info.d_vocab, (1, min(info.n_ctx, CHECK_TOKENS)), generator=generator)
 
 
 def _difference(logits: Tensor, expected: Tensor) -> str | None:
@@ -342,15 +343,6 @@ def _layout(modules: nn.Module) -> Layout:
 def _addresses(weights: Iterable[Tensor]) -> frozenset[int]:
     """Where in memory weights lie. A view lies where its tensor does."""
     return frozenset(weight.untyped_storage().data_ptr() for weight in weights)
-
-
-def _one_device(modules: nn.Module) -> torch.device:
-    """The device of all weights; refused if there are several, or one that we do not know."""
-    devices = {weight.device for weight in modules.parameters()}
-    names = ", ".join(sorted(map(str, devices))) or "no weights"
-    if len(devices) != 1 or next(iter(devices)).type not in DEVICES:
-        raise ModelError(f"model: expected all weights on one CPU or one CUDA device, got {names}")
-    return devices.pop()
 
 
 def _current(device: torch.device) -> torch.cuda.device:

@@ -22,6 +22,7 @@ class Circuit:
 
     def massive_coordinates(self, count: int) -> list[int]:
         """The `count` coordinates of the first effective position that are largest in size."""
+        # effective[0] is [d_model]
         return torch.topk(self.effective[0].abs(), count).indices.tolist()
 
 

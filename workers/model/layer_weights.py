@@ -26,15 +26,21 @@ READ_THROUGH_BRIDGE = (
 
 def attention_weights(model: Model, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
     """A layer's weights of these names that are known, as they are now, changes included."""
+    n_heads = model.info.n_heads
     weights: dict[str, Tensor] = {}
     for name in names:
+        # `b_Q` belongs to `W_Q`.
         kind, letter = name.split("_")
         projection = model.layer_weight(layer, f"W_{letter}")
         # Where the projection is not known, no bias does not mean that there is none.
-        if projection is not None:
-            weights[name] = (
-                _bias(model, layer, name) if kind == "b" else _of_queries(model, projection)
-            )
+        if projection is None:
+            continue
+        weight = model.layer_weight(layer, name) if kind == "b" else projection
+        if weight is None:
+            # No bias is a bias of 0. Width 1 is enough: zeros broadcast to any width.
+            weight = torch.zeros(n_heads, 1, dtype=model.dtype, device=model.device)
+        # `[head …]`, repeated for each query head that shares it.
+        weights[name] = at_least_float32(weight).repeat_interleave(n_heads // len(weight), 0)
     return weights
 
 
@@ -55,19 +61,3 @@ def _known_or_nan(model: Model, vectors: Tensor | None, rows: int) -> Tensor:
         shape = (rows, model.info.d_model)
         return torch.full(shape, math.nan, dtype=dtype, device=model.device)
     return at_least_float32(vectors)
-
-
-def _of_queries(model: Model, weight: Tensor) -> Tensor:
-    """A weight `[head …]`, repeated for each query head that shares it."""
-    return at_least_float32(weight).repeat_interleave(model.info.n_heads // len(weight), 0)
-
-
-def _bias(model: Model, layer: int, name: str) -> Tensor:
-    """A bias `[head d_head]`, repeated for each query head that shares it; 0 if there is none."""
-    bias = model.layer_weight(layer, name)
-    if bias is not None:
-        return _of_queries(model, bias)
-    # Width 1 is enough: zeros broadcast to any width.
-    return at_least_float32(
-        torch.zeros(model.info.n_heads, 1, dtype=model.dtype, device=model.device)
-    )

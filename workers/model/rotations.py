@@ -73,7 +73,9 @@ class Rotation:
 
     def _turned(self, q: Tensor, sin: Tensor, divisor: Tensor | float) -> Tensor:
         assert self.rotate is not None
+        # Some models rotate a part of each head and leave the rest as it is.
         part = q[..., : self.width]
+        # The function takes queries and keys at once; here both are the same. Heads are axis 2.
         turned, _ = self.rotate(part, part, self.cos, sin, unsqueeze_dim=2)
         turned = (turned / divisor).to(q.dtype)
         if self.width == q.shape[-1]:
@@ -116,7 +118,13 @@ def noted_rotations(model: nn.Module, note: Callable[[Rotation], None]) -> Itera
     All models of the process use these files, so afterwards they are as they were.
     """
     files = {sys.modules[type(module).__module__] for module in model.modules()}
-    found = [(file, *function) for file in files for function in _rotating_functions(file)]
+    found: list[tuple[ModuleType, str, Rotate]] = []
+    for file in files:
+        for name, function in vars(file).items():
+            # A pass inside another one finds them wrapped already.
+            is_wrapped = hasattr(function, IS_NOTED)
+            if name.startswith(PREFIX) and inspect.isfunction(function) and not is_wrapped:
+                found.append((file, name, function))
     for file, name, function in found:
         setattr(file, name, _noted(function, note))
     try:
@@ -126,17 +134,10 @@ def noted_rotations(model: nn.Module, note: Callable[[Rotation], None]) -> Itera
             setattr(file, name, function)
 
 
-def _rotating_functions(file: ModuleType) -> Iterator[tuple[str, Rotate]]:
-    """The functions of a file that rotate and are not wrapped yet."""
-    for name, function in vars(file).items():
-        is_wrapped = hasattr(function, IS_NOTED)
-        if name.startswith(PREFIX) and inspect.isfunction(function) and not is_wrapped:
-            yield name, function
-
-
 def _noted(function: Callable[..., Any], note: Callable[[Rotation], None]) -> Callable[..., Any]:
     """The function, which tells `note` what it does."""
     signature = inspect.signature(function)
+    # Once for each function, and not in every call.
     rotate = _of_both(function, tuple(signature.parameters))
 
     @functools.wraps(function)
@@ -146,6 +147,7 @@ def _noted(function: Callable[..., Any], note: Callable[[Rotation], None]) -> Ca
             return function(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        # Queries come first, or alone.
         given = next(iter(bound.arguments.values()))
         cos, sin = bound.arguments["cos"], bound.arguments["sin"]
         heads_first = bound.arguments.get(HEAD_AXIS, 2) == 1

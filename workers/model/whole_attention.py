@@ -16,7 +16,7 @@ def whole_scores(q: Tensor, k: Tensor, facts: AttentionFacts) -> Tensor:
     """The scores of q `[batch head pos d_qk]` and k `[batch kv_head pos d_qk]`, also of keys that
     a query does not see: `[batch head query key]`.
     """
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)  # [batch head pos d_qk]
     scores = q.float() @ k.float().mT * facts.scale
     if facts.soft_cap is not None:
         scores = facts.soft_cap * torch.tanh(scores / facts.soft_cap)
@@ -35,6 +35,7 @@ def whole_pattern(scores: Tensor, facts: AttentionFacts) -> Tensor:
     if facts.sink is not None:
         sink = facts.sink[:, None, None].expand(*scores.shape[:-1], 1).to(scores.dtype)
         scores = torch.cat([scores, sink], dim=-1)
+    # Without the sink's column, if there is one.
     return scores.softmax(-1)[..., : len(lags)]
 
 

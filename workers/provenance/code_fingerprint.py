@@ -42,9 +42,19 @@ def read_code(root: Path = PACKAGE) -> Code:
     # Sorted, because a folder lists its files in another order on each machine. The name is part
     # of it, or moving code between two files would go unseen.
     files = {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(paths)}
-    content = _digest_of_bytes(files)
-    fingerprint = _known_fingerprints.get(content) or _parsed_fingerprint(files)
-    return Code(fingerprint, content)
+    hashed = hashlib.sha256()
+    for name, content in files.items():
+        # The lengths tell where a name or a file ends.
+        hashed.update(f"{len(name)} {len(content)} {name}".encode())
+        hashed.update(content)
+    digest_of_bytes = hashed.hexdigest()
+    fingerprint = _known_fingerprints.get(digest_of_bytes)
+    if fingerprint is None:
+        parts: list[str] = []
+        for name, content in files.items():
+            parts += [name, module_code(content, with_errors=True)]
+        fingerprint = digest(parts)
+    return Code(fingerprint, digest_of_bytes)
 
 
 def learn_fingerprint(code: Code) -> None:
@@ -53,19 +63,3 @@ def learn_fingerprint(code: Code) -> None:
     To parse all files takes half a second, which every replica would spend anew.
     """
     _known_fingerprints[code.content] = code.fingerprint
-
-
-def _parsed_fingerprint(files: dict[str, bytes]) -> str:
-    parts: list[str] = []
-    for name, content in files.items():
-        parts += [name, module_code(content, with_errors=True)]
-    return digest(parts)
-
-
-def _digest_of_bytes(files: dict[str, bytes]) -> str:
-    hashed = hashlib.sha256()
-    for name, content in files.items():
-        # The lengths tell where a name or a file ends.
-        hashed.update(f"{len(name)} {len(content)} {name}".encode())
-        hashed.update(content)
-    return hashed.hexdigest()

@@ -188,21 +188,16 @@ def layers_of(model: Model, n_ctx: int) -> list[tuple[Shape, FactNames]]:
             continue
         d_v = None if sizes.d_v == sizes.d_qk else sizes.d_v
         shape = Shape(sizes.heads, sizes.kv_heads, min(n_ctx, MOST_TOKENS), sizes.d_qk, d_v)
-        facts = _fact_names(layer_facts, n_ctx)
+        has = {
+            SOFT_CAP: layer_facts.soft_cap is not None,
+            WINDOW: layer_facts.window is not None and layer_facts.window < n_ctx,
+            SLOPES: layer_facts.slopes is not None,
+            SINK: layer_facts.sink is not None,
+        }
+        facts = FactNames(name for name, is_there in has.items() if is_there)
         # `FusedPattern.without` leaves a layer its window alone.
         layers |= {(shape, PLAIN), (shape, facts & {WINDOW}), (shape, facts)}
     return sorted(layers, key=lambda layer: (len(layer[1]), str(layer[0]), sorted(layer[1])))
-
-
-def _fact_names(facts: AttentionFacts, n_ctx: int) -> FactNames:
-    """The names of the facts that a layer has in sequences of this length."""
-    has = {
-        SOFT_CAP: facts.soft_cap is not None,
-        WINDOW: facts.window is not None and facts.window < n_ctx,
-        SLOPES: facts.slopes is not None,
-        SINK: facts.sink is not None,
-    }
-    return FactNames(name for name, is_there in has.items() if is_there)
 
 
 def _drawn(shape: Shape, factors: str, device: torch.device, facts: FactNames) -> Drawn:
@@ -212,7 +207,7 @@ def _drawn(shape: Shape, factors: str, device: torch.device, facts: FactNames) -
     # A model projects to q, k and v at once, so these are slices with large strides.
     width = max(shape.d_head, shape.d_v or 0)
     projected = torch.randn(2, shape.n_ctx, sum(heads), width, generator=generator)
-    tokens = torch.randint(7, (2, shape.n_ctx), generator=generator).to(device)
+    tokens = torch.randint(7, (2, shape.n_ctx), generator=generator).to(device)  # [batch pos]
     q, k, v = projected.to(device).transpose(1, 2).split(heads, 1)
     q, k, v = q[..., : shape.d_head], k[..., : shape.d_head], v[..., : shape.d_v or shape.d_head]
     if factors in HALVES:
@@ -224,6 +219,7 @@ def _drawn(shape: Shape, factors: str, device: torch.device, facts: FactNames) -
 def _drawn_facts(shape: Shape, facts: FactNames, device: torch.device) -> AttentionFacts:
     """Facts that change every answer: scores have a standard deviation of 1."""
     generator = torch.Generator().manual_seed(shape.heads)
+    # ALiBi's own slopes: 2^(-8 h / heads).
     head = torch.arange(1, shape.heads + 1)
     # About as high as a row's log-sum-exp, so that the sink takes about half of a row.
     sinks = math.log(shape.n_ctx) + torch.randn(shape.heads, generator=generator)
@@ -264,6 +260,7 @@ def _difference(
         answers.append((swept.entropy, tiles.entropy()))
     tile_masses = [tiles.mass(pairs) for pairs in requested_pairs]
     answers += zip(swept.masses, tile_masses, strict=True)
+    # z, lse and distance come unasked. A kernel that forgets one must not pass.
     expected_count = 3 + len(questions)
     if len(answers) != expected_count:
         raise ModelError(f"the kernel gave {len(answers)} answers, expected {expected_count}")
@@ -274,6 +271,7 @@ def _largest_difference(answer: Tensor, reference: Tensor) -> float:
     """In proportion where the reference is above 1; infinite if the answer is not finite."""
     if answer.shape != reference.shape:
         raise ModelError(f"an answer is {list(answer.shape)}, expected {list(reference.shape)}")
+    # Distances may be hundreds of keys, shares are at most 1.
     difference = (answer - reference).abs() / reference.abs().clamp(min=1)
     return difference.nan_to_num(nan=math.inf).max().item()
 

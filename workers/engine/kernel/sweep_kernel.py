@@ -168,7 +168,7 @@ def sweep(
     row_sums = torch.empty(  # log-sum-exp, distance, entropy if asked for, then the masses
         2 + entropy + len(labels), batch, heads, n_ctx, dtype=torch.float32, device=q.device
     )
-    query_tiles = -(-n_ctx // tiles.queries)
+    query_tiles = -(-n_ctx // tiles.queries)  # Rounded up.
     splits = q.dtype == torch.float32 and SPLITS_FACTORS[number_format]
     # Not read if nothing is split.
     q_factors, k_factors, v_factors = (_factors_of(x) if splits else row_sums for x in (q, k, v))
@@ -211,6 +211,7 @@ def sweep(
             num_stages=tiles.stages,
         )
     lse, distance, *others = row_sums.unbind()
+    # In the order in which the kernel lays them out.
     entropies = others.pop(0) if entropy else None
     return Swept(z.transpose(1, 2), lse, distance, entropies, tuple(others))
 
@@ -229,6 +230,7 @@ def _factors_of(x: Tensor) -> Tensor:
     """
     largest = torch.linalg.vector_norm(x, ord=math.inf, dim=(2, 3))
     shift = (LARGEST_EXPONENT - largest.frexp().exponent).clamp(-MOST_SHIFT, MOST_SHIFT)
+    # A power of two only moves the exponent, so scaling by it rounds nothing.
     return torch.ldexp(torch.ones_like(largest), shift)
 
 
@@ -237,6 +239,7 @@ def _next_power_of_2(number: int) -> int:
 
 
 def _tile_sizes(q: Tensor, padded_d_head: int) -> TileSizes:
+    # Tiles of wide heads are made for the shared memory of an H100.
     if padded_d_head > 64 and q.is_cuda:
         shared_bytes = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
         if shared_bytes < H100_SHARED_BYTES:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +11,7 @@ import numpy as np
 from headcount.schemas.errors import CorpusError, printable
 from headcount.schemas.files.document_fates import FATES, OTHER, Fates
 from headcount.workers.inputs.corpus.corpus import PART, Corpus
-from headcount.workers.inputs.corpus.document_block import SKIPPED, DocumentBlock, JoinedText
-from headcount.workers.inputs.corpus.documents import Value
+from headcount.workers.inputs.corpus.document_block import SKIPPED, DocumentBlock
 from headcount.workers.inputs.corpus.sequence_index import NO_SOURCE, BadRun, SequenceIndex
 from headcount.workers.inputs.corpus.sequence_reader import SequenceReader
 from headcount.workers.inputs.store.token_store import BAD, field_column
@@ -128,21 +126,17 @@ class _Survey:
         is_used = np.zeros(len(block), bool)
         sequences_left = self.sequences_left
         for text in block.texts:
-            used_end = self._used_end(number, block, text, sequences_left)
+            # The last text of a block may go on in later blocks, and its last sequence too.
+            is_last = text is block.texts[-1]
+            text_end = self.text_ends[number] if is_last else text.joined_end
+            sequences_before = text.joined_before // block.length
+            wanted = sequences_before + max(0, sequences_left)
+            # The token behind the last sequence that is wanted.
+            used_end = min(text_end // block.length, wanted) * block.length
             documents = np.arange(text.begin, text.end)
             is_used[documents] = block.begins_of(documents) < used_end
-            sequences_left -= text.joined_end // block.length - text.joined_before // block.length
+            sequences_left -= text.joined_end // block.length - sequences_before
         return is_used
-
-    def _used_end(
-        self, number: int, block: DocumentBlock, text: JoinedText, sequences_left: int
-    ) -> int:
-        """The token of a joined text behind the last sequence that is wanted."""
-        is_last = text is block.texts[-1]
-        text_end = self.text_ends[number] if is_last else text.joined_end
-        sequences_before = text.joined_before // block.length
-        wanted = sequences_before + max(0, sequences_left)
-        return min(text_end // block.length, wanted) * block.length
 
     def findings(self) -> Findings:
         """What was found in all blocks."""
@@ -213,7 +207,7 @@ def check_choice(found: Findings, corpus: Corpus) -> None:
             f"{printable(name)} ({count:,})" for name, count in counts.most_common(LISTED_PARTS)
         )
         described = " and ".join(
-            f"{name} = {_alternatives(values)}" for name, values in corpus.choice.where
+            f"{name} = {' or '.join(map(repr, values))}" for name, values in corpus.choice.where
         )
         raise CorpusError(
             f"input.where: none of {found.documents:,} documents has {described}; "
@@ -225,7 +219,3 @@ def check_choice(found: Findings, corpus: Corpus) -> None:
                 f"input.columns: none of {documents_taken:,} documents has a field {column}, nor "
                 "its meta; leave it out, or write its name as it is there"
             )
-
-
-def _alternatives(values: Sequence[Value]) -> str:
-    return " or ".join(repr(value) for value in values)

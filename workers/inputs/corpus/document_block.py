@@ -170,7 +170,7 @@ class DocumentBlock:
         Every document that has tokens is followed by one separator; one without tokens ends where
         it begins.
         """
-        ends = np.cumsum(_joined_lengths(self.n_tokens))
+        ends = np.cumsum(_joined_lengths(self.n_tokens))  # [document]
         # The sum runs over all texts of the block, so each text has a shift of its own.
         shifts = [
             text.joined_before - int(ends[text.begin - 1] if text.begin else 0)
@@ -199,9 +199,12 @@ class DocumentBlock:
         ends = begins + self.n_tokens[documents]
         # A document may be far longer than what is wanted of it.
         begin_of_first, begin_of_last = self.begins_of(documents[[0, -1]]).tolist()
+        # The end first: `begins[-1]` changes below if the first document is also the last.
         ends[-1] = min(ends[-1], begins[-1] + stop - begin_of_last)
         begins[0] += start - begin_of_first
         tokens = self._tokens_between(self.piece[documents], begins, ends)
+        # Numbers of `insert` count in the array before it, so each separator lands behind its
+        # document.
         joined = np.insert(tokens, np.cumsum(ends - begins), separator)
         # Behind the last document stands a separator that may not be wanted.
         return joined[: stop - start]
@@ -231,7 +234,7 @@ class DocumentBlock:
             # Short sequences lie close together. Reading what is between them costs less than a
             # reading for each.
             tokens = self._tokens_of_piece(int(pieces[0]), lowest, end)
-            return tokens[(begins - lowest)[:, None] + np.arange(count)]
+            return tokens[(begins - lowest)[:, None] + np.arange(count)]  # [document count]
         rows = [
             self._tokens_of_piece(piece, begin, begin + count)
             for piece, begin in zip(pieces.tolist(), begins.tolist(), strict=True)
@@ -285,6 +288,7 @@ def block_of_piece(
         n_tokens = _with_skipped(n_tokens, numbers < corpus.choice.skip)
     source = (source_in_portion + where.first_source)[is_taken]
     taken_table = table.filter(pa.array(is_taken))
+    others = table.filter(pa.array(~is_taken))["pile_set_name"].combine_chunks().value_counts()
     return DocumentBlock(
         packing=corpus.packing,
         length=length,
@@ -297,9 +301,10 @@ def block_of_piece(
         row=row[is_taken],
         n_tokens=n_tokens,
         content=taken_table["content"].to_numpy(),
-        labels=_labels_of(taken_table),
+        labels=taken_table.drop_columns(["source", "row", "n_tokens", "content"]).combine_chunks(),
         texts=tuple(_joined_texts(source, n_tokens, where)),
-        others=_counts_by_part(table.filter(pa.array(~is_taken))),
+        # Documents without a part count under the empty name.
+        others={entry["values"] or "": entry["counts"] for entry in others.to_pylist()},
     )
 
 
@@ -319,6 +324,8 @@ def shuffled_block(blocks: list[DocumentBlock], choice: Choice) -> DocumentBlock
     for block in blocks:
         for part, count in block.others.items():
             others[part] = others.get(part, 0) + count
+    # Each piece numbers its parts by itself.
+    labels = pa.concat_tables([block.labels for block in blocks]).unify_dictionaries()
     return replace(
         blocks[0],
         pieces=tuple(block.pieces[0] for block in blocks),
@@ -329,15 +336,10 @@ def shuffled_block(blocks: list[DocumentBlock], choice: Choice) -> DocumentBlock
         row=joined("row"),
         n_tokens=n_tokens,
         content=joined("content"),
-        labels=_joined_labels(blocks).take(pa.array(order)).combine_chunks(),
+        labels=labels.take(pa.array(order)).combine_chunks(),
         texts=(JoinedText(-1, 0, len(order), 0, total),),
         others=others,
     )
-
-
-def _joined_labels(blocks: list[DocumentBlock]) -> pa.Table:
-    # Each piece numbers its parts by itself.
-    return pa.concat_tables([block.labels for block in blocks]).unify_dictionaries()
 
 
 def _is_taken(table: pa.Table, choice: Choice) -> np.ndarray:
@@ -362,17 +364,6 @@ def _is_taken(table: pa.Table, choice: Choice) -> np.ndarray:
 def _with_skipped(n_tokens: np.ndarray, is_skipped: np.ndarray) -> np.ndarray:
     """Lengths of documents, those of skipped ones replaced. Bad documents stay bad."""
     return np.where(is_skipped & (n_tokens != BAD), SKIPPED, n_tokens).astype(np.int32)
-
-
-def _labels_of(table: pa.Table) -> pa.Table:
-    not_labels = ("source", "row", "n_tokens", "content")
-    return table.drop_columns(list(not_labels)).combine_chunks()
-
-
-def _counts_by_part(table: pa.Table) -> dict[str, int]:
-    """Documents by `pile_set_name`; those without one under the empty name."""
-    counts = table["pile_set_name"].combine_chunks().value_counts()
-    return {entry["values"] or "": entry["counts"] for entry in counts.to_pylist()}
 
 
 def _joined_texts(

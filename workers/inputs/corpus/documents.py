@@ -233,7 +233,13 @@ def _read_lines(source: Source, reading: Reading, stretch: Stretch) -> Iterator[
         while stretch.holds(offset):
             line, stop = _next_line(file, offset)
             if stop == offset:
-                _check_end(source, stretch, offset)
+                # How much a compressed file holds is an estimate, so its ranges may lie behind its
+                # end. Any other file has become shorter.
+                if stretch.stop is not None and not source.path.endswith(COMPRESSED):
+                    raise CorpusError(
+                        f"{printable(source.path)}: ends at byte {offset:,}, expected "
+                        f"{stretch.stop:,} or more; {CHANGED}"
+                    )
                 return
             offset = stop
             yield Record(row, line, offset)
@@ -253,16 +259,6 @@ def _next_line(file: io.BufferedReader, offset: int) -> tuple[bytes | Problem, i
         line = file.readline(PIECE_BYTES)
         offset += len(line)
     return Problem(TOO_LARGE), offset
-
-
-def _check_end(source: Source, stretch: Stretch, end: int) -> None:
-    """Refuse a file that ends before a range that lay in it."""
-    # How much a compressed file holds is an estimate, so its ranges may lie behind its end.
-    if stretch.stop is not None and not source.path.endswith(COMPRESSED):
-        raise CorpusError(
-            f"{printable(source.path)}: ends at byte {end:,}, expected {stretch.stop:,} or more; "
-            f"{CHANGED}"
-        )
 
 
 def _read_json(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
@@ -324,8 +320,13 @@ def _read_parquet(source: Source, reading: Reading, stretch: Stretch) -> Iterato
         # The groups that hold the first and the last row; empty groups before them are left out.
         first_group = int(np.searchsorted(ends, stretch.first, side="right"))
         last_group = int(np.searchsorted(ends, stop - 1, side="right"))
+        # Fewer rows at once if they are long.
+        row_bytes = [
+            group.total_byte_size // max(1, group.num_rows)
+            for group in row_groups[first_group : last_group + 1]
+        ]
         batches = file.iter_batches(
-            batch_size=_rows_at_once(row_groups[first_group : last_group + 1]),
+            batch_size=min(PARQUET_BATCH, max(1, BATCH_BYTES // max([1, *row_bytes]))),
             row_groups=list(range(first_group, min(last_group + 1, len(row_groups)))),
             columns=[name for name in names if name in reading.column_names],
         )
@@ -338,12 +339,6 @@ def _read_parquet(source: Source, reading: Reading, stretch: Stretch) -> Iterato
             row += len(batch)
 
 
-def _rows_at_once(row_groups: Sequence[pq.RowGroupMetaData]) -> int:
-    """Rows that are held at once: fewer if they are long."""
-    row_bytes = [group.total_byte_size // max(1, group.num_rows) for group in row_groups]
-    return min(PARQUET_BATCH, max(1, BATCH_BYTES // max(1, *row_bytes, 1)))
-
-
 def _rows_of(batch: pa.RecordBatch, text_field: str) -> list[dict[str, Any] | Problem]:
     """The rows of a batch, with a problem in the place of each row that cannot be converted."""
     has_text_column = text_field in batch.schema.names
@@ -353,20 +348,19 @@ def _rows_of(batch: pa.RecordBatch, text_field: str) -> list[dict[str, Any] | Pr
         except UnicodeDecodeError:
             # Parquet does not check that its strings are UTF-8. The error does not name the row.
             pass
-    return [_row_of(batch.slice(i, 1), text_field) for i in range(len(batch))]
-
-
-def _row_of(row: pa.RecordBatch, text_field: str) -> dict[str, Any] | Problem:
-    """The only row of a batch. A text that is too large is not made a Python string."""
-    if text_field in row.schema.names:
-        text = row.column(text_field)[0]
+    rows: list[dict[str, Any] | Problem] = []
+    for i in range(len(batch)):
+        text = batch.column(text_field)[i] if has_text_column else pa.scalar(None)
         is_string = pa.types.is_string(text.type) or pa.types.is_large_string(text.type)
+        # By its bytes: a text that is too large is not made a Python string.
         if is_string and text.is_valid and len(text.as_buffer()) > LARGEST_RECORD:
-            return Problem(TOO_LARGE)
-    try:
-        return row.to_pylist()[0]
-    except UnicodeDecodeError:
-        return Problem("not UTF-8")
+            rows.append(Problem(TOO_LARGE))
+            continue
+        try:
+            rows += batch.slice(i, 1).to_pylist()
+        except UnicodeDecodeError:
+            rows.append(Problem("not UTF-8"))
+    return rows
 
 
 def _read_csv(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
@@ -432,23 +426,20 @@ class _CsvLines:
 def _next_csv_row(
     rows: csv.DictReader[str], lines: _CsvLines, text_field: str
 ) -> dict[str, Any] | Problem | None:
-    """The fields of the next row; None at the end of the file."""
+    """The fields of the next row, its column `dataset` also as `pile_set_name`; None at the end."""
     lines.begin_row()
     try:
         fields = next(rows, None)
     except _TooLargeRowError:
         return Problem(TOO_LARGE)
-    return None if fields is None else _csv_fields(fields, text_field)
-
-
-def _csv_fields(fields: dict[str, Any], text_field: str) -> dict[str, Any] | Problem:
-    """The fields of a CSV row, its column `dataset` also as `pile_set_name`."""
+    if fields is None:
+        return None
     # csv.DictReader puts the fields beyond the header under the key None.
     if None in fields:
         return Problem("more fields than the header names")
     if not _is_unicode(fields.get(text_field) or ""):
         return Problem("not UTF-8")
-    return {"pile_set_name": fields.get("dataset") or None} | fields
+    return {"pile_set_name": fields.get("dataset") or None, **fields}
 
 
 def _read_text(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:

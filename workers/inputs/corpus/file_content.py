@@ -60,29 +60,24 @@ def open_content(path: str, start: int = 0) -> Iterator[io.BufferedReader]:
         stored = io.BufferedReader(file, STORE_BUFFER) if isinstance(file, pa.NativeFile) else file
         if path.endswith(".zst"):
             content_start = _enter_frame(path, stored, start)
-            content = _zstd_content(stored)
+            # Arrow's stream says if the file ends inside a frame, which the one of the library
+            # zstandard takes for a complete file. Both hold one window and one block, however large
+            # a frame is.
+            stream: Any = pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd")
         elif path.endswith(".gz"):
             content_start = 0
-            content = _gzip_content(stored)
+            stream = gzip.GzipFile(fileobj=stored)
         else:
             stored.seek(start)
             yield stored
             return
+        content = io.BufferedReader(stream, CONTENT_BUFFER)
         with _saying_what_zstd_means(path):
-            _drop(content, start - content_start)
+            # A compressed stream cannot seek: what lies before is read and dropped.
+            to_drop = start - content_start
+            while to_drop > 0 and (dropped := content.read(min(to_drop, CONTENT_BUFFER))):
+                to_drop -= len(dropped)
             yield content
-
-
-def _zstd_content(stored: io.BufferedReader) -> io.BufferedReader:
-    # Arrow's stream says if the file ends inside a frame, which the one of the library zstandard
-    # takes for a complete file. Both hold one window and one block, however large a frame is.
-    stream: Any = pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd")
-    return io.BufferedReader(stream, CONTENT_BUFFER)
-
-
-def _gzip_content(stored: io.BufferedReader) -> io.BufferedReader:
-    stream: Any = gzip.GzipFile(fileobj=stored)
-    return io.BufferedReader(stream, CONTENT_BUFFER)
 
 
 @contextmanager
@@ -101,12 +96,6 @@ def _saying_what_zstd_means(path: str) -> Iterator[None]:
                 "again with zstd and without --long or --ultra"
             ) from None
         raise
-
-
-def _drop(content: io.BufferedReader, count: int) -> None:
-    """Read on without keeping anything."""
-    while count > 0 and (dropped := content.read(min(count, CONTENT_BUFFER))):
-        count -= len(dropped)
 
 
 # Frames of a .zst file

@@ -150,19 +150,17 @@ class IndexBuilder:
             block = block_of_piece(self.store, piece, self._place, self.corpus, self.length)
             self.pieces.append(piece)
             self.places.extend(self._place)
-            self._count(piece, block)
+            self.documents += piece.documents
+            self.tokens += piece.tokens
+            self.bad += piece.bad
+            self._bad_run.add(block.position[block.n_tokens == BAD])
+            if self._token_counts is not None:
+                self._token_counts += block.token_counts(self.store.d_vocab)
+            # The sequences of a shuffled corpus are known only when all of it is there.
+            if not self.corpus.choice.shuffled:
+                self.sequences += block.sequences
+                self.ends.append(self.sequences)
             self._place = self._place_behind(piece, block)
-
-    def _count(self, piece: Piece, block: DocumentBlock) -> None:
-        self.documents += piece.documents
-        self.tokens += piece.tokens
-        self.bad += piece.bad
-        self._bad_run.add(block.position[block.n_tokens == BAD])
-        if self._token_counts is not None:
-            self._token_counts += block.token_counts(self.store.d_vocab)
-        if not self.corpus.choice.shuffled:
-            self.sequences += block.sequences
-            self.ends.append(self.sequences)
 
     def _place_behind(self, piece: Piece, block: DocumentBlock) -> PiecePlace:
         """The place of whatever comes behind a piece."""
@@ -196,6 +194,7 @@ class IndexBuilder:
 
     def index(self) -> SequenceIndex:
         """The index of the pieces that were added."""
+        # One row more than pieces: the last says what comes behind them.
         places = np.array([*self.places, *self._place], np.int64).reshape(-1, len(self._place))
         index = SequenceIndex(
             store=self.store,

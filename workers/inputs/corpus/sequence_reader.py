@@ -64,12 +64,29 @@ class SequenceReader:
         origin: Origin = {name: [] for name in ("file", "row", "offset", "pile_set_name")}
         origin |= {carried_name(column): [] for column in self.corpus.choice.columns}
         for beginnings in self._beginnings(start, stop):
-            self._add_origin(origin, beginnings)
+            block = self.block(beginnings.block)
+            documents = beginnings.documents
+            sources = block.source[documents].tolist()
+            origin["file"] += [self.corpus.sources[source].name for source in sources]
+            origin["row"] += block.row[documents].tolist()
+            origin["offset"] += beginnings.tokens.tolist()
+            origin["pile_set_name"] += block.pile_set_names(documents)
+            for column in self.corpus.choice.columns:
+                origin[carried_name(column)] += block.carried(documents, column)
         origin["document"] = self._main_documents(start, stop).tolist()
+        tokens: list[np.ndarray] = []
         if self.corpus.packing == "document":
-            return self._first_tokens(start, stop), origin
-        joined = [self._joined_tokens(run) for run in self._runs(start, stop)]
-        return np.concatenate(joined).reshape(stop - start, self.length), origin
+            for number, first, last in self._in_blocks(start, stop):
+                block = self.block(number)
+                tokens.append(block.first_tokens(block.long_documents[first:last], self.length))
+            return np.concatenate(tokens), origin
+        assert self.separator is not None
+        for run in self._runs(start, stop):
+            for part in self._parts(run):
+                block = self.block(part.block)
+                tokens.append(block.joined_tokens(part.text, part.start, part.stop, self.separator))
+        # A run holds whole sequences, though its parts may end inside one.
+        return np.concatenate(tokens).reshape(stop - start, self.length), origin
 
     def bad_rows(self, start: int, stop: int) -> list[str]:
         """The bad rows between the beginning of sequence `start` and that of sequence `stop`."""
@@ -126,6 +143,7 @@ class SequenceReader:
             done = first
             while done < last:
                 text, token = block.joined_place(done)
+                # As many whole sequences as the text has room for from here on.
                 count = min(last - done, (text.joined_end - token) // self.length)
                 yield _Run(number, text, token, token + count * self.length)
                 done += count
@@ -194,14 +212,27 @@ class SequenceReader:
 
     def _main_documents_of(self, run: _Run) -> np.ndarray:
         """The same for the sequences of a run."""
-        begins, ends, positions = (
-            np.concatenate(columns)
-            for columns in zip(*map(self._documents_of_part, self._parts(run)), strict=True)
-        )
+        # Of each document with tokens: where it begins and ends in its text, and its number.
+        documents_of_parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        for part in self._parts(run):
+            block = self.block(part.block)
+            ends_of_part = np.array([part.start, part.stop - 1])
+            first, last = block.documents_at(part.text, ends_of_part).tolist()
+            documents = first + np.flatnonzero(block.n_tokens[first : last + 1] > 0)
+            begins_of_part = block.begins_of(documents)
+            documents_of_parts.append(
+                (
+                    begins_of_part,
+                    begins_of_part + block.n_tokens[documents],
+                    block.position[documents],
+                )
+            )
+        begins, ends, positions = map(np.concatenate, zip(*documents_of_parts, strict=True))
         # Cut where a document or a sequence begins: each cut is of one document and one sequence.
         starts = np.arange(run.start, run.stop, self.length)
-        cuts = np.union1d(np.maximum(begins, run.start), starts)
+        cuts = np.union1d(np.maximum(begins, run.start), starts)  # sorted, each once
         document = np.searchsorted(begins, cuts, side="right") - 1
+        # A separator behind a document belongs to none, so a cut ends with its document.
         n_tokens = np.minimum(ends[document], np.append(cuts[1:], run.stop)) - cuts
         sequence = (cuts - run.start) // self.length
         # Of each sequence the longest cut comes first, of equal ones the earliest.
@@ -209,48 +240,9 @@ class SequenceReader:
         _, firsts = np.unique(sequence[order], return_index=True)
         return positions[document[order[firsts]]]
 
-    def _documents_of_part(self, part: _Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where the documents of a part begin and end in its text, and their numbers."""
-        block = self.block(part.block)
-        first, last = block.documents_at(part.text, np.array([part.start, part.stop - 1])).tolist()
-        documents = first + np.flatnonzero(block.n_tokens[first : last + 1] > 0)
-        begins = block.begins_of(documents)
-        return begins, begins + block.n_tokens[documents], block.position[documents]
-
     def first_token_of(self, sequence: int) -> int:
         """The token of its first document at which a sequence begins."""
         return int(next(self._beginnings(sequence, sequence + 1)).tokens[0])
-
-    # Reading
-
-    def _first_tokens(self, start: int, stop: int) -> np.ndarray:
-        """Sequences that are the first tokens of one document each."""
-        rows: list[np.ndarray] = []
-        for number, first, last in self._in_blocks(start, stop):
-            block = self.block(number)
-            rows.append(block.first_tokens(block.long_documents[first:last], self.length))
-        return np.concatenate(rows)
-
-    def _joined_tokens(self, run: _Run) -> np.ndarray:
-        """The tokens of all sequences of a run."""
-        assert self.separator is not None
-        parts = [
-            self.block(part.block).joined_tokens(part.text, part.start, part.stop, self.separator)
-            for part in self._parts(run)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _add_origin(self, origin: Origin, beginnings: Beginnings) -> None:
-        """Add where some sequences begin to the columns of their origin."""
-        block = self.block(beginnings.block)
-        documents = beginnings.documents
-        sources = block.source[documents].tolist()
-        origin["file"] += [self.corpus.sources[source].name for source in sources]
-        origin["row"] += block.row[documents].tolist()
-        origin["offset"] += beginnings.tokens.tolist()
-        origin["pile_set_name"] += block.pile_set_names(documents)
-        for column in self.corpus.choice.columns:
-            origin[carried_name(column)] += block.carried(documents, column)
 
 
 def moved_sequence(

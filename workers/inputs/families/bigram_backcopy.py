@@ -148,7 +148,7 @@ def bigrams_of(text: str, triggers: int) -> Bigrams:
             f"{text}, got {triggers}"
         )
     unigram = counts / counts.sum()
-    pair_numbers = symbols[:-1] * n_symbols + symbols[1:]
+    pair_numbers = symbols[:-1] * n_symbols + symbols[1:]  # Two symbols in a row as one number.
     pair_counts = np.bincount(pair_numbers, minlength=n_symbols**2).astype(float)
     pairs = pair_counts.reshape(n_symbols, n_symbols)
     # Nothing follows a character that occurs only at the very end. It gets the unigrams.
@@ -229,7 +229,7 @@ def _uniform_rows(table: Bigrams) -> np.ndarray:
     """`[symbol next]`, uniform over what can follow, but no trigger after a trigger."""
     can_follow = table.rows > 0
     is_trigger = table.is_trigger(np.arange(len(can_follow)))
-    can_follow &= ~(is_trigger[:, None] & is_trigger)
+    can_follow &= ~(is_trigger[:, None] & is_trigger)  # [symbol next]
     if not can_follow.any(1).all():
         raise ScanError(
             "input.variant: 'uniform' needs triggers that others follow; take fewer triggers, or "

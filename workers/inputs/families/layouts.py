@@ -144,6 +144,7 @@ def _ngrams(draw: Draw, n: int, ends: str, low: int, high: int | None, distinct:
         raise ScanError(f"input.n: expected 2 or more, the tokens of a sub-sequence, got {n}")
     middle = [f"X{i + 1}" for i in range(n - 2)]
     layout: list[str] = []
+    # "AB" is A and B around the middle, "A" alone the question.
     for first, *last in ends.split():
         # The last sub-sequence is the question, so it has no last token.
         layout += [first, *middle, *last]
@@ -169,6 +170,7 @@ def _lay_out(
             f"beginning-of-sequence token, the sequence has room for {draw.length}; "
             f"change n_ctx by {len(layout) - draw.length:+d}"
         )
+    # All at once, so that `distinct` holds for symbols and filling together.
     drawn = draw.tokens(len(symbols) + layout.count(""), low, high, distinct)
     token_of_symbol = dict(zip(symbols, drawn, strict=False))
     fresh_tokens = iter(drawn[len(symbols) :])

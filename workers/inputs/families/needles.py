@@ -167,7 +167,15 @@ def _lay_out(
     draw: Draw, haystack: np.ndarray, facts: list[Fact], questions: int, depth: float | None
 ) -> Labelled:
     """Facts in a haystack, then the questions about the first facts, each with its answer."""
-    gaps = _gaps(draw, len(facts), len(haystack), depth)
+    # Multiples of the golden ratio spread evenly, however many sequences there are.
+    first_depth = (draw.sequence * GOLDEN_RATIO) % 1 if depth is None else depth
+    # The others stand at equal distances behind it, in random order; the end is followed by the
+    # beginning.
+    order = 1 + draw.rng.permutation(len(facts) - 1)
+    other_depths = (first_depth + order / len(facts)) % 1
+    depths = np.concatenate([[first_depth], other_depths])
+    # Behind how many tokens of the haystack each needle stands.
+    gaps = np.rint(depths * len(haystack)).astype(int)
     labels: dict[str, list[int]] = {"gold": [], "other": [], "query": [], "answer": []}
     tokens: list[int] = []
     haystack_used = 0
@@ -175,6 +183,7 @@ def _lay_out(
         fact = facts[number]
         tokens += haystack[haystack_used : gaps[number]].tolist()
         haystack_used = gaps[number]
+        # Labels are on the value alone, which stands in the middle of its needle.
         start = len(tokens) + len(fact.before)
         labels["gold" if number < questions else "other"] += range(start, start + len(fact.value))
         tokens += fact.needle.tolist()
@@ -258,15 +267,6 @@ def _check_ids(ids: np.ndarray, least: int, purpose: str) -> None:
             f"input: ordinary token ids {purpose}: expected {least} or more, got {len(ids)}; widen "
             "low and high, or lower key, value or needles"
         )
-
-
-def _gaps(draw: Draw, needles: int, haystack_length: int, depth: float | None) -> np.ndarray:
-    """Behind how many tokens of the haystack each needle stands, the first gold one first."""
-    first_depth = (draw.sequence * GOLDEN_RATIO) % 1 if depth is None else depth
-    order = 1 + draw.rng.permutation(needles - 1)
-    other_depths = (first_depth + order / needles) % 1
-    depths = np.concatenate([[first_depth], other_depths])
-    return np.rint(depths * haystack_length).astype(int)
 
 
 def text_window(draw: Draw, text: str, length: int) -> np.ndarray:

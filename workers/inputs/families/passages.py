@@ -65,7 +65,12 @@ def passages(
     else:
         blocks = _pieces_of_text(draw, text, lengths)
     gold_number = draw.sequence % passages if gold is None else gold
-    question = _question(draw, blocks[gold_number], query, shuffled)
+    gold_passage = blocks[gold_number]
+    if shuffled:
+        question = draw.rng.choice(gold_passage, query, replace=False)
+    else:
+        first = int(draw.rng.integers(len(gold_passage) - query + 1))
+        question = gold_passage[first : first + query]
 
     labels: dict[str, list[int]] = {"gold": [], "other": []}
     start = 0
@@ -79,6 +84,7 @@ def passages(
 
 def _lengths(draw: Draw, n_passages: int, query: int) -> list[int]:
     """The length of each passage; together with the query they fill the sequence."""
+    # The first `extra` passages are one token longer.
     length, extra = divmod(draw.length - query, n_passages)
     if length < query:
         raise ScanError(
@@ -88,14 +94,6 @@ def _lengths(draw: Draw, n_passages: int, query: int) -> list[int]:
             "passages or query"
         )
     return [length + (number < extra) for number in range(n_passages)]
-
-
-def _question(draw: Draw, passage: np.ndarray, length: int, shuffled: bool) -> np.ndarray:
-    """The query about a passage."""
-    if shuffled:
-        return draw.rng.choice(passage, length, replace=False)
-    start = int(draw.rng.integers(len(passage) - length + 1))
-    return passage[start : start + length]
 
 
 def _pieces_of_text(draw: Draw, text: str, lengths: list[int]) -> list[np.ndarray]:

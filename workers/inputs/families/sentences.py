@@ -125,6 +125,7 @@ def _sentence(
 def _fitting(template: str, names: tuple[str, ...], tokenizer: Tokenizer) -> _Fitting:
     """The names that are one token each in a template."""
     sentences = tokenizer.encode_many([_filled(template, (name,) * 3) for name in names])
+    # A name of several tokens makes its sentence longer.
     shortest = min(map(len, sentences))
     one_token_names = [
         (name, tokens)

@@ -175,7 +175,12 @@ class Portion:
         """Identifies what the portion holds: its files as they were, and the range."""
         digest = hashlib.sha256()
         for source, state in zip(self.sources, self.files, strict=True):
-            identity = (source.kind, _full_path(source), source.split, source.part, source.parts)
+            path = source.path
+            # URLs and names on the Hub are the same from every directory.
+            is_local = "://" not in path and (source.kind != "hub" or os.path.isdir(path))
+            if is_local:
+                path = os.path.abspath(os.path.expanduser(path))
+            identity = (source.kind, path, source.split, source.part, source.parts)
             # The name of a file's state is a part of its path.
             content = [*identity, *state[1:], self.start, self.stop]
             digest.update(f"{json.dumps(content)}\n".encode())
@@ -197,12 +202,6 @@ class Portion:
         for source, before, now in states:
             if not before.is_same_file(now):
                 raise CorpusError(f"{printable(source.name)}: {CHANGED}")
-
-
-def _full_path(source: Source) -> str:
-    """The path or the URL of a file, or the name of a data set on the Hub."""
-    is_local = "://" not in source.path and (source.kind != "hub" or os.path.isdir(source.path))
-    return os.path.abspath(os.path.expanduser(source.path)) if is_local else source.path
 
 
 class PortionReader:
@@ -253,36 +252,29 @@ def portions_of(sources: Sequence[Source]) -> list[Portion]:
     first = 0
     while first < len(sources):
         if first in cuts:
-            portions += _ranges(first, sources[first], states[first], cuts[first])
+            starts = cuts[first]
+            stored_bytes = states[first].bytes // len(starts)
+            # The last range is open: it goes to the end of the source, wherever that is.
+            portions += [
+                Portion(first, (sources[first],), (states[first],), start, stop, stored_bytes)
+                for start, stop in zip(starts, [*starts[1:], None], strict=True)
+            ]
             first += 1
             continue
-        stop = _stop_of_joined(first, states, cuts)
-        files = tuple(states[first:stop])
-        stored_bytes = sum(state.bytes for state in files)
-        portions.append(Portion(first, tuple(sources[first:stop]), files, bytes=stored_bytes))
+        # Whole sources are joined up to one that is cut, or to one with which they are too much.
+        stop = first + 1
+        stored_bytes = states[first].bytes
+        while stop < min(len(sources), first + FILES_IN_PORTION) and stop not in cuts:
+            if stored_bytes + states[stop].bytes > RANGE_BYTES:
+                break
+            stored_bytes += states[stop].bytes
+            stop += 1
+        some = slice(first, stop)
+        portions.append(
+            Portion(first, tuple(sources[some]), tuple(states[some]), bytes=stored_bytes)
+        )
         first = stop
     return portions
-
-
-def _stop_of_joined(first: int, states: Sequence[FileState], cuts: dict[int, list[int]]) -> int:
-    """The source behind those that one portion joins, which begins with a whole source."""
-    stop = first + 1
-    stored_bytes = states[first].bytes
-    while stop < min(len(states), first + FILES_IN_PORTION) and stop not in cuts:
-        stored_bytes += states[stop].bytes
-        if stored_bytes > RANGE_BYTES:
-            break
-        stop += 1
-    return stop
-
-
-def _ranges(number: int, source: Source, state: FileState, cuts: list[int]) -> list[Portion]:
-    """The portions of one source that begin at `cuts`."""
-    stored_bytes = state.bytes // len(cuts)
-    return [
-        Portion(number, (source,), (state,), start, stop, stored_bytes)
-        for start, stop in zip(cuts, [*cuts[1:], None], strict=True)
-    ]
 
 
 # Where a source is cut
@@ -295,23 +287,20 @@ def _cuts(sources: Sequence[Source], states: Sequence[FileState]) -> dict[int, l
     for number, (source, state) in enumerate(zip(sources, states, strict=True)):
         if source.kind == "hub":
             cuts[number] = [0]
-        elif _may_be_cut(source, state):
-            opened.append(number)
+        elif source.kind in ("jsonl", "json", "parquet"):
+            most_bytes, range_bytes = state.bytes, RANGE_BYTES
+            if source.path.endswith(COMPRESSED):
+                most_bytes *= EXPECTED_COMPRESSION
+                range_bytes = COMPRESSED_RANGE_BYTES
+            # A file that can hold no more than one range is not opened.
+            if most_bytes > range_bytes:
+                opened.append(number)
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         found = pool.map(lambda number: _cuts_of(sources[number], states[number]), opened)
         for number, cuts_of_source in zip(opened, found, strict=True):
             if len(cuts_of_source) > 1:
                 cuts[number] = cuts_of_source
     return cuts
-
-
-def _may_be_cut(source: Source, state: FileState) -> bool:
-    """Whether a file may hold more than one portion, as far as its name and size tell."""
-    if source.kind not in ("jsonl", "json", "parquet"):
-        return False
-    if source.path.endswith(COMPRESSED):
-        return state.bytes * EXPECTED_COMPRESSION > COMPRESSED_RANGE_BYTES
-    return state.bytes > RANGE_BYTES
 
 
 def _cuts_of(source: Source, state: FileState) -> list[int]:
@@ -335,8 +324,9 @@ def _cuts_of_lines(source: Source, state: FileState) -> list[int]:
     content_bytes = content_bytes_of(source.path, state.bytes)
     range_bytes = RANGE_BYTES
     if source.path.endswith(COMPRESSED):
+        # Fewer and larger ranges, since each is reached through all that lies before it.
         range_bytes = max(COMPRESSED_RANGE_BYTES, -(-content_bytes // COMPRESSED_RANGES))
-    ranges = max(1, -(-content_bytes // range_bytes))
+    ranges = max(1, -(-content_bytes // range_bytes))  # Rounded up.
     return [content_bytes * i // ranges for i in range(ranges)]
 
 

@@ -164,22 +164,18 @@ class _Preparation:
         tokens_left = most_tokens
         documents = _TokenisedDocuments(self, self.position)
         while not self.ended and (tokens_left is None or tokens_left > 0):
-            # What another process has written meanwhile is not written again.
-            if self._takes_over():
-                documents = _TokenisedDocuments(self, self.position)
-                continue
+            # What another process has written meanwhile is not written again. The names are looked
+            # at first: records need many requests.
+            if self.store.has_piece_at(self.portion.key, self.position):
+                pieces_before = len(self.pieces)
+                self.look()
+                if len(self.pieces) > pieces_before:
+                    documents = _TokenisedDocuments(self, self.position)
+                    continue
             piece = self._write_piece(documents, tokens_left)
             self.pieces.append(piece)
             if tokens_left is not None:
                 tokens_left -= piece.tokens
-
-    def _takes_over(self) -> bool:
-        """Whether others have committed pieces behind those that are known."""
-        pieces_before = len(self.pieces)
-        # The names are looked at first: records need many requests.
-        if self.store.has_piece_at(self.portion.key, self.position):
-            self.look()
-        return len(self.pieces) > pieces_before
 
     def report(self, unfinished: _UnfinishedPiece | None = None, waiting: bool = False) -> None:
         """Tell the watcher how far the portion is."""
@@ -216,8 +212,10 @@ class _Preparation:
             document = documents.next(tokens_left - unfinished.tokens)
             if document is None or not unfinished.has_room_for(document):
                 return
+            # Taken only now: one that has no room begins the next piece.
             documents.take()
             unfinished.add(document)
+            # A committed piece goes on from here, so this one ends.
             if documents.position in self.later_starts:
                 return
             if documents.batch_ended:

@@ -84,6 +84,7 @@ def values_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     data_type = array.type.to_pandas_dtype()
+    # Buffer 0 would say which values are NULL.
     content = array.buffers()[1]
     if content is None or not len(array):
         return np.empty(0, data_type)
@@ -151,6 +152,7 @@ class TokenFile:
             return groups[0][start - offset : stop - offset].copy()
         # The ends are cut before the groups are joined, so that joining is the only copy.
         groups[0] = groups[0][start - offset :]
+        # `stop % TOKENS_PER_GROUP` would be 0 where a whole group is wanted.
         groups[-1] = groups[-1][: (stop - 1) % TOKENS_PER_GROUP + 1]
         return np.concatenate(groups)
 

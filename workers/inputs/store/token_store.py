@@ -321,6 +321,7 @@ def _read_record(folder: Place, name: str) -> PieceRecord | None:
         with open_whole(folder / name) as file:
             size = file.seek(0, os.SEEK_END)
             tail = _last_bytes(file, size, FOOTER_BYTES)
+            # A Parquet file ends with the length of its footer in 4 bytes, then "PAR1".
             footer_bytes = int.from_bytes(tail[-8:-4], "little") + 8
             if len(tail) < footer_bytes <= size:
                 tail = _last_bytes(file, size, footer_bytes)
@@ -356,6 +357,7 @@ def commit_piece(
     """
     folder = store.folder / portion.key
     token_content = token_bytes(tokens, store.token_type, dict(_token_record(store, piece)))
+    # Tokens first: a piece is committed when its documents file is there.
     write_whole(folder / (piece.name + TOKENS), token_content)
     arrays = [pa.array(documents[field.name], field.type) for field in store.schema]
     table = pa.Table.from_arrays(arrays, schema=store.schema)

@@ -39,8 +39,12 @@ def damaged_pieces(store: TokenStore, portion: Portion) -> dict[Piece, str]:
     for piece in store.pieces(portion):
         # They are read even if the piece's files are damaged: the next piece follows them.
         texts_of_piece = list(islice(texts, piece.documents))
-        why = _damage_of_files(store, piece)
-        if why is None:
+        try:
+            read_documents(store, piece)
+            read_tokens(store, piece, 0, piece.tokens)
+        except CorpusError as error:
+            why = str(error)
+        else:
             why = _difference(store, portion, piece, texts_of_piece)
         if why is None and piece.ended and (additional := next(texts, None)):
             why = f"{_place(portion, additional)}: was not there when the corpus was tokenised"
@@ -73,16 +77,6 @@ def _place(portion: Portion, text: _Text) -> str:
         return source.place_of(text.row)
     # How many rows lie before the range is not known here.
     return f"{printable(source.name)}, row {text.row + 1:,} from {portion.start:,} on"
-
-
-def _damage_of_files(store: TokenStore, piece: Piece) -> str | None:
-    """What is wrong with the files of a piece; None if they hold what was written."""
-    try:
-        read_documents(store, piece)
-        read_tokens(store, piece, 0, piece.tokens)
-    except CorpusError as error:
-        return str(error)
-    return None
 
 
 def _difference(

@@ -91,19 +91,15 @@ def _folded(info: ModelInfo, loaded: LoadedModules) -> LoadedModules:
         raise ModelError(f"{info.name}: {booted.problem}, which folds weights")
     # Only the bridge gets folded weights. The bare modules keep the weights as trained, so whatever
     # is folded must not be asked of them.
-    booted.bridge.enable_compatibility_mode()
-    known = loaded.known | {"unembed": [_folded_unembedding(booted.bridge)], "mlp_out": []}
-    return LoadedModules(loaded.bare, loaded.blocks, known, lambda: booted, has_booted=True)
-
-
-def _folded_unembedding(bridge: TransformerBridge) -> nn.Module:
-    """A module that unembeds with the folded weights of the bridge."""
+    bridge = booted.bridge
+    bridge.enable_compatibility_mode()
     d_model, d_vocab = bridge.W_U.shape
     # On the device "meta" no memory is taken for weights that are replaced at once.
     unembedding = nn.Linear(d_model, d_vocab, device="meta")
-    unembedding.weight = nn.Parameter(bridge.W_U.T, requires_grad=False)
+    unembedding.weight = nn.Parameter(bridge.W_U.T, requires_grad=False)  # [d_vocab d_model]
     unembedding.bias = nn.Parameter(bridge.b_U, requires_grad=False)
-    return unembedding
+    known = loaded.known | {"unembed": [unembedding], "mlp_out": []}
+    return LoadedModules(loaded.bare, loaded.blocks, known, lambda: booted, has_booted=True)
 
 
 # Hugging Face's layout

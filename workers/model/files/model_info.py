@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -239,9 +238,10 @@ def _hugging_face_shape(path: Path) -> dict[str, Any]:
 
 def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
     """Shape and special tokens of a config of transformers; `where` it is, for errors."""
-    shape: dict[str, Any] = {
-        name: _first_field(config, fields) for name, fields in HUGGING_FACE_SHAPE.items()
-    }
+    shape: dict[str, Any] = {}
+    for name, fields in HUGGING_FACE_SHAPE.items():
+        values = (_field(config, field) for field in fields)
+        shape[name] = next((value for value in values if value is not None), None)
     # A model that is not a transformer, for example Mamba, lacks some of them.
     absent = [HUGGING_FACE_SHAPE[name][-1] for name, value in shape.items() if value is None]
     if shape["n_heads"] is None:
@@ -267,12 +267,6 @@ def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
         "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),
         "eos_token_id": _token(getattr(config, "eos_token_id", None), shape["d_vocab"]),
     }
-
-
-def _first_field(config: PretrainedConfig, names: Sequence[str]) -> Any:  # noqa: ANN401
-    """The first of these fields that a config has; None if it has none of them."""
-    values = (_field(config, name) for name in names)
-    return next((value for value in values if value is not None), None)
 
 
 def _field(config: PretrainedConfig, name: str) -> Any:  # noqa: ANN401 (whatever a config holds)
