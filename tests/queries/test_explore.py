@@ -184,9 +184,7 @@ def test_sql_that_is_not_a_query_about_the_runs_is_refused(
     assert time.monotonic() - began < DEADLINE
 
 
-def test_after_all_attacks_nothing_is_written_and_queries_are_answered(
-    explorer: Explorer,
-) -> None:
+def test_after_all_attacks_nothing_is_written_and_queries_are_answered(explorer: Explorer) -> None:
     assert sorted(explorer.runs.rglob("*")) == explorer.files
     assert unpacked(sql(explorer, "SELECT count(*) FROM heads").body)["rows"] == [[420]]
 

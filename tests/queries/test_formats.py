@@ -62,12 +62,7 @@ def connection_to(runs: Path) -> duckdb.DuckDBPyConnection:
 
 
 def table_lines(
-    runs: Path,
-    query: str,
-    width: int | None,
-    limit: int | None = None,
-    *,
-    vertical: bool = False,
+    runs: Path, query: str, width: int | None, limit: int | None = None, *, vertical: bool = False
 ) -> list[str]:
     """The lines of a table on a terminal, or in a pipe if there is no width."""
     out = io.StringIO() if width is None else Terminal()

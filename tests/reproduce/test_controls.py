@@ -53,7 +53,7 @@ TOY = {
     },
     "view": {
         "means": "SELECT intervention, avg(sink_mass_late) AS mean FROM replication_heads "
-        "GROUP BY ALL",
+        "GROUP BY ALL"
     },
 }
 

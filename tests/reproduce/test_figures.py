@@ -51,10 +51,7 @@ def figure(title: str, sql: str, kind: Literal["line", "bar", "heat"] = "line") 
 
 
 def written_page(
-    folder: Path,
-    *figures: Figure,
-    heading: Heading = HEADING,
-    results: Sequence[Result] = (),
+    folder: Path, *figures: Figure, heading: Heading = HEADING, results: Sequence[Result] = ()
 ) -> str:
     """A page whose figures ask an empty database; EVIL is its parameter `evil()`."""
     connection = duckdb.connect()
@@ -90,7 +87,7 @@ def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None
     ]
     assert others.splitlines() == [
         "<tr><td>P(B)</td><td>7.26e-06</td><td>–</td><td>1.452e-06</td>"
-        '<td class="not-comparable">not comparable</td></tr>',
+        '<td class="not-comparable">not comparable</td></tr>'
     ]
     assert "<details><summary>1 not comparable</summary>" in page
     assert "2 pass, 1 fail, 1 not comparable" in page

@@ -75,8 +75,7 @@ def models() -> Iterator[KnownModels]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.long]) for n in REPLICATIONS],
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.long]) for n in REPLICATIONS]
 )
 def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its_interventions(
     name: str, tmp_path: Path, models: KnownModels, monkeypatch: pytest.MonkeyPatch
