@@ -65,7 +65,7 @@ def record(quick: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.skipif(not CAN_WEIGH, reason="memory is read from Linux's /proc")
-def test_a_quick_run_measures_every_row_of_its_device_and_says_so_of_the_others(
+def test_a_quick_run_measures_the_rows_of_its_device_and_names_others(
     record: dict[str, Any],
 ) -> None:
     wanted = targets(QUICK)
@@ -93,9 +93,7 @@ def test_a_quick_run_measures_every_row_of_its_device_and_says_so_of_the_others(
 
 
 @pytest.mark.long
-def test_the_page_the_terminal_and_the_plots_show_every_row(
-    quick: Path, record: dict[str, Any], tmp_path: Path
-) -> None:
+def test_page_and_plots_show_every_row(quick: Path, record: dict[str, Any], tmp_path: Path) -> None:
     page = (quick / "RESULTS.md").read_text(encoding="utf-8")
     for row in record["rows"]:
         columns = ("row", "baseline", "reach", "measured", "verdict")
@@ -204,9 +202,7 @@ def test_gpu_rows_follow_from_the_best_batches() -> None:
     assert {target.value(Results("cpu", measurements)) for target in targets(FULL)} == {None}
 
 
-def test_the_best_batch_is_doubled_until_nothing_is_gained_or_memory_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_best_batch_is_doubled_while_it_gains_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, expected in (
         ({1: 1, 2: 1, 4: 1, 8: 2}, 4),  # 8 gains nothing
         ({1: 1, 2: 1, 4: 1.97}, 2),  # 4 gains less than 2 %

@@ -76,9 +76,7 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert printed("-V").startswith(f"headcount {headcount.__version__}, code ")
 
 
-def test_the_first_scan_file_runs_and_is_never_written_over_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_scan_file_runs_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert printed("init", "first.toml").splitlines()[1:] == [
         "  headcount scan first.toml",

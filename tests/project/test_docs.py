@@ -187,9 +187,7 @@ def test_following_adding_md_adds_what_it_says(followed: Path) -> None:
 
 
 @pytest.mark.long
-def test_whoever_followed_adding_md_passes_the_tests_that_look_for_what_is_new(
-    followed: Path,
-) -> None:
+def test_whoever_followed_adding_md_passes_the_tests_that_look_for_news(followed: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", followed)
     names = "workers/engine/test_reference schemas/test_kinds workers/engine/test_measure "
     names += "workers/inputs/test_inputs project/test_precision_page project/test_docs"
@@ -295,9 +293,7 @@ def test_the_index_lists_every_page_and_no_shelf_is_full() -> None:
         assert len(files) <= 14, name
 
 
-def test_a_run_directory_is_as_its_page_draws_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_directory_is_as_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page_text = (DOCS / "internals" / "runs.md").read_text(encoding="utf-8")
     drawn_names = set(re.findall(r"^[├└]── (\w[\w.]*)", page_text, flags=re.MULTILINE))
     # This scan asks for every table, and a corpus has an index.

@@ -116,9 +116,7 @@ def test_run_changes_are_those_of_numpy_in_both_directions(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("different", [{"n_ctx": 6}, {"family": "repeated_random"}])
-def test_runs_on_other_sequences_are_not_compared(
-    tmp_path: Path, different: dict[str, Any]
-) -> None:
+def test_runs_on_other_input_are_not_compared(tmp_path: Path, different: dict[str, Any]) -> None:
     write_run(tmp_path, "a-1", varied_cells())
     write_run(tmp_path, "b-2", varied_cells(), **different)
     assert answer_rows(tmp_path, "run_changes") == []

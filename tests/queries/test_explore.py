@@ -163,9 +163,7 @@ STATEMENTS = [
 
 
 @pytest.mark.parametrize(("status", "attack"), REQUESTS, ids=lambda one: str(one)[:60])
-def test_a_request_that_is_not_the_page_s_is_refused(
-    explorer: Explorer, attack: dict[str, Any], status: int
-) -> None:
+def test_an_attack_is_refused(explorer: Explorer, attack: dict[str, Any], status: int) -> None:
     reply = request(explorer, **attack)
     assert reply.status == status, reply.body
     assert "\n" not in reply.error
@@ -174,9 +172,7 @@ def test_a_request_that_is_not_the_page_s_is_refused(
 
 
 @pytest.mark.parametrize("statement", STATEMENTS, ids=lambda text: text[:40])
-def test_sql_that_is_not_a_query_about_the_runs_is_refused(
-    explorer: Explorer, statement: str
-) -> None:
+def test_sql_that_is_no_query_about_the_runs_is_refused(explorer: Explorer, statement: str) -> None:
     began = time.monotonic()
     reply = sql(explorer, statement.format(runs=explorer.runs, port=explorer.port))
     assert reply.status == 400, reply.body[:300]
@@ -360,9 +356,7 @@ def test_the_page_opens_with_a_heatmap_and_a_click_shows_the_card_of_a_head(
 
 
 @pytest.mark.long
-def test_a_head_has_its_profiles_and_hostile_text_is_text(
-    page: Page, database: RunDatabase
-) -> None:
+def test_a_head_has_profiles_and_hostile_text_is_text(page: Page, database: RunDatabase) -> None:
     page.click('[data-cell="1.2"]')
     rows = database.rows(
         "SELECT lag, mean FROM profile_means WHERE intervention = 'none' AND layer = 1 "
@@ -585,9 +579,7 @@ def test_no_window_is_too_narrow_and_no_table_is_cut(page: Page) -> None:
 
 
 @pytest.mark.long
-def test_the_page_asked_its_own_host_alone_and_its_console_is_empty(
-    page: Page, explorer: Explorer
-) -> None:
+def test_the_page_asked_its_host_alone_and_logged_nothing(page: Page, explorer: Explorer) -> None:
     hosts: set[str] = set()
     for entry in page.browser.get_log("performance"):
         message = json.loads(entry["message"])["message"]
@@ -717,9 +709,7 @@ def test_a_page_is_coarse_until_the_sample_is_in_memory_and_says_so(
 
 
 @pytest.mark.long
-def test_who_has_no_token_is_told_what_to_paste_and_a_token_never_stays_in_the_address(
-    page: Page, tmp_path: Path
-) -> None:
+def test_who_has_no_token_is_told_and_no_address_keeps_a_token(page: Page, tmp_path: Path) -> None:
     engine = Engine(str(write(tmp_path, "again")))
     first, second, wrong = "a" * 24, "b" * 24, "c" * 24
     with served(engine, first) as address:

@@ -77,9 +77,7 @@ def table_lines(
 # Tables
 
 
-def test_constant_columns_are_written_once_and_columns_that_do_not_fit_are_named(
-    runs: Path,
-) -> None:
+def test_constant_columns_are_written_once_and_those_that_do_not_fit_are_named(runs: Path) -> None:
     lines = table_lines(
         runs, "SELECT *, layer + head AS something FROM by_head, range(2) AS t(copied)", 48
     )
@@ -124,9 +122,7 @@ def test_a_row_too_wide_for_the_terminal_has_one_column_a_line(runs: Path) -> No
     ]
 
 
-def test_rows_of_a_vertical_table_are_numbered_and_wide_characters_gathered_whole(
-    runs: Path,
-) -> None:
+def test_rows_of_a_vertical_table_are_numbered_and_wide_characters_are_whole(runs: Path) -> None:
     lines = table_lines(runs, "SELECT i FROM range(5) AS t(i)", None, 2, vertical=True)
     assert lines == ["row 1", "i  0", "row 2", "i  1", "… 3 more rows (--limit 2)"]
     lines = table_lines(runs, "SELECT repeat('漢', 20) AS text", 31, vertical=True)

@@ -35,6 +35,7 @@ COLUMNS = [
     "value_norm",
     "head_result_norm",
 ]
+Inactive = tuple[Any, dict[str, np.ndarray]]
 QUANTILES = [0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3]
 
 
@@ -73,9 +74,7 @@ def scores_of(connection: duckdb.DuckDBPyConnection) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def inactive(
-    gpt2: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, dict[str, np.ndarray]]:
+def inactive(gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Inactive:
     """A run of the toy model, and its scores by the definitions of Sandoval-Segura et al.:
     `[layer sequence head]`.
     """
@@ -101,9 +100,7 @@ def inactive(
     }
 
 
-def test_inactive_scores_equal_their_definitions(
-    inactive: tuple[Any, dict[str, np.ndarray]],
-) -> None:
+def test_inactive_scores_equal_their_definitions(inactive: Inactive) -> None:
     connection, expected = inactive
     of_score = scores_of(connection)
     ends = dict(ask(connection, "SELECT DISTINCT score, inactive FROM inactive_scores"))
@@ -115,9 +112,7 @@ def test_inactive_scores_equal_their_definitions(
         np.testing.assert_allclose(found, values.ravel(), rtol=1e-5, atol=1e-5, err_msg=score)
 
 
-def test_flags_shares_and_overlaps_follow_from_the_scores(
-    inactive: tuple[Any, dict[str, np.ndarray]],
-) -> None:
+def test_flags_shares_and_overlaps_follow_from_the_scores(inactive: Inactive) -> None:
     connection, _ = inactive
     scores = scores_of(connection)
     shares: dict[tuple[str, float], list[tuple[float, ...]]] = {}

@@ -156,9 +156,7 @@ def test_quantiles_are_those_of_numpy(database: RunDatabase) -> None:
     assert len(rows) == LAYERS * HEADS
 
 
-def test_outliers_are_the_most_extreme_sequences_and_the_earliest_of_equals(
-    database: RunDatabase,
-) -> None:
+def test_outliers_are_the_extreme_sequences_and_the_first_of_equals(database: RunDatabase) -> None:
     rows = [row for row in database.records("FROM outliers(k := 2)") if row["run_id"] == "a-1"]
     assert len(rows) == (LAYERS * HEADS - 1) * 4
     cell = values("a-1")[1, 5]

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import duckdb
 import numpy as np
 import pytest
-from selenium import webdriver
+from selenium.webdriver import Chrome
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -94,12 +94,12 @@ def report(runs: Path, database: RunDatabase) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     yield from chromium(tmp_path_factory.mktemp("chromium"))
 
 
 @pytest.fixture(scope="module")
-def _opened(browser: webdriver.Chrome, report: Path) -> None:
+def _opened(browser: Chrome, report: Path) -> None:
     # Chromium's own new tab page asks for many chrome:// files first.
     browser.get("about:blank")
     browser.get_log("performance")
@@ -107,44 +107,44 @@ def _opened(browser: webdriver.Chrome, report: Path) -> None:
 
 
 @pytest.fixture
-def page(browser: webdriver.Chrome, _opened: None) -> webdriver.Chrome:
+def page(browser: Chrome, _opened: None) -> Chrome:
     """The report at its first section, with all that waits to be seen drawn."""
     show(browser, "run=a-1")
     return browser
 
 
-def show(page: webdriver.Chrome, words: str) -> None:
+def show(page: Chrome, words: str) -> None:
     """Go to what an address says, and draw all of it."""
     page.execute_script("location.hash = arguments[0]", words)
     page.execute_async_script("setTimeout(arguments[0], 0)")
     page.execute_script("dispatchEvent(new Event('beforeprint'))")
 
 
-def texts(page: webdriver.Chrome, css: str) -> list[str]:
+def texts(page: Chrome, css: str) -> list[str]:
     script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.textContent)"
     return page.execute_script(script, css)
 
 
-def attributes(page: webdriver.Chrome, css: str, name: str) -> list[str]:
+def attributes(page: Chrome, css: str, name: str) -> list[str]:
     script = """return [...document.querySelectorAll(arguments[0])]
         .map((node) => node.getAttribute(arguments[1]))"""
     return page.execute_script(script, css, name)
 
 
-def one(page: webdriver.Chrome, css: str) -> WebElement:
+def one(page: Chrome, css: str) -> WebElement:
     return page.find_element(By.CSS_SELECTOR, css)
 
 
-def cell(page: webdriver.Chrome, name: str, label: str) -> WebElement:
+def cell(page: Chrome, name: str, label: str) -> WebElement:
     return one(page, f"[data-map={name}] [aria-label^='{label} ']")
 
 
-def body(page: webdriver.Chrome) -> str:
+def body(page: Chrome) -> str:
     return texts(page, "body")[0]
 
 
 def test_statistics_that_differ_between_heads_are_heatmaps_and_others_are_lines(
-    page: webdriver.Chrome,
+    page: Chrome,
 ) -> None:
     assert sorted(attributes(page, "[data-map]", "data-map")) == sorted(MAPS)
     for name in MAPS:
@@ -169,7 +169,7 @@ def test_statistics_that_differ_between_heads_are_heatmaps_and_others_are_lines(
 
 
 @pytest.mark.long
-def test_colours_can_run_over_the_own_range(page: webdriver.Chrome) -> None:
+def test_colours_can_run_over_the_own_range(page: Chrome) -> None:
     assert texts(page, "[data-map=sink_mass] .legend text") == ["0", "1"]
     one(page, "#own").click()
     page.execute_script("dispatchEvent(new Event('beforeprint'))")
@@ -179,9 +179,7 @@ def test_colours_can_run_over_the_own_range(page: webdriver.Chrome) -> None:
 
 
 @pytest.mark.long
-def test_it_says_what_was_scanned_what_stands_out_and_how_sure_that_is(
-    page: webdriver.Chrome,
-) -> None:
+def test_it_says_what_was_scanned_what_stands_out_and_how_sure_that_is(page: Chrome) -> None:
     assert texts(page, "h1") == ["What the attention heads of a <b>model</b> do"]
     lead = "15 heads over 2 sequences of 5 tokens (10 in all), input pile"
     assert lead in texts(page, "#lead")[0]
@@ -201,9 +199,7 @@ def test_it_says_what_was_scanned_what_stands_out_and_how_sure_that_is(
 
 
 @pytest.mark.long
-def test_a_click_a_key_and_a_name_choose_a_head_in_all_heatmaps_and_show_its_card(
-    page: webdriver.Chrome,
-) -> None:
+def test_a_click_a_key_and_a_name_choose_a_head_in_all_heatmaps_and_its_card(page: Chrome) -> None:
     target = cell(page, "entropy", "L1H2")
     page.execute_script("arguments[0].scrollIntoView({block: 'center'})", target)
     ActionChains(page).move_to_element(target).perform()
@@ -231,7 +227,7 @@ def test_a_click_a_key_and_a_name_choose_a_head_in_all_heatmaps_and_show_its_car
         assert texts(page, "#card h2") == ["L2H1"]
 
 
-def card_rows(page: webdriver.Chrome) -> list[list[str]]:
+def card_rows(page: Chrome) -> list[list[str]]:
     script = """return [...document.querySelectorAll("#card .statistics tbody tr")]
         .map((row) => [...row.cells].map((cell) => cell.textContent))"""
     return page.execute_script(script)
@@ -239,7 +235,7 @@ def card_rows(page: webdriver.Chrome) -> list[list[str]]:
 
 @pytest.mark.long
 def test_the_card_of_the_page_is_that_of_the_rows_and_of_python(
-    page: webdriver.Chrome, runs: Path, database: RunDatabase
+    page: Chrome, runs: Path, database: RunDatabase
 ) -> None:
     show(page, "run=d-4&head=L1H3&statistic=sink_mass")
     files = f"{runs}/run_id=d-4/heads/**/*.parquet"
@@ -270,9 +266,7 @@ def test_a_card_in_python_has_the_change_of_a_statistic(database: RunDatabase) -
 
 
 @pytest.mark.long
-def test_an_intervention_beside_the_untouched_model(
-    page: webdriver.Chrome, database: RunDatabase
-) -> None:
+def test_an_intervention_beside_the_untouched_model(page: Chrome, database: RunDatabase) -> None:
     show(page, "run=b-2&head=L2H0&with=b-2/zero_query_bias")
     captions = texts(page, "[data-map=sink_mass] figcaption")
     assert captions == ["b-2", "b-2 · zero_query_bias", "second minus first"]
@@ -290,7 +284,7 @@ def test_an_intervention_beside_the_untouched_model(
 
 
 @pytest.mark.long
-def test_two_runs_side_by_side(page: webdriver.Chrome) -> None:
+def test_two_runs_side_by_side(page: Chrome) -> None:
     show(page, "run=a-1&with=d-4/none&head=L0H1")
     cell(page, "sink_mass", "L0H1").send_keys(Keys.ARROW_LEFT)
     # L0H0 has 0 and 1/64 in both. Its error over two sequences is 1/128, over four 1/128 · √(1/3).
@@ -301,9 +295,7 @@ def test_two_runs_side_by_side(page: webdriver.Chrome) -> None:
 
 
 @pytest.mark.long
-def test_parts_of_the_pile_and_names_that_are_never_markup(
-    page: webdriver.Chrome, report: Path
-) -> None:
+def test_parts_of_the_pile_and_names_that_are_never_markup(page: Chrome, report: Path) -> None:
     show(page, "run=a-1&head=L2H0&statistic=sink_mass")
     assert f"{EVIL} (1)" in texts(page, "[data-parts] text title")
     assert attributes(page, "#card [data-bar]", "data-bar") == [f"{EVIL} (1)", "Github (1)"]
@@ -312,9 +304,7 @@ def test_parts_of_the_pile_and_names_that_are_never_markup(
 
 
 @pytest.mark.long
-def test_every_figure_has_its_sql_which_answers(
-    page: webdriver.Chrome, database: RunDatabase
-) -> None:
+def test_every_figure_has_its_sql_which_answers(page: Chrome, database: RunDatabase) -> None:
     queries: set[str] = set()
     for words in ("run=a-1&head=L2H0", "run=b-2&with=b-2/zero_query_bias", "run=b-2&with=d-4/none"):
         show(page, words)
@@ -334,7 +324,7 @@ KEEP_FILES = """window.files = []; window.make ??= URL.createObjectURL;
 
 
 @pytest.mark.long
-def test_the_data_of_a_figure_is_a_file(page: webdriver.Chrome) -> None:
+def test_the_data_of_a_figure_is_a_file(page: Chrome) -> None:
     page.execute_script(KEEP_FILES)
     button = "[data-parts] button[data-csv]"
     page.execute_script("document.querySelector(arguments[0]).click()", button)
@@ -346,7 +336,7 @@ def test_the_data_of_a_figure_is_a_file(page: webdriver.Chrome) -> None:
 
 
 @pytest.mark.long
-def test_dormant_heads(page: webdriver.Chrome) -> None:
+def test_dormant_heads(page: Chrome) -> None:
     # Scores are n/16 + 1/128. Those from 0.4 on are n = 7 … 14.
     assert (
         "8 heads pass both thresholds (induction score 0.4, sink mass 0.3), from b-2, d-4, a-1"
@@ -356,7 +346,7 @@ def test_dormant_heads(page: webdriver.Chrome) -> None:
 
 
 @pytest.mark.long
-def test_an_address_opens_what_it_says(page: webdriver.Chrome, report: Path) -> None:
+def test_an_address_opens_what_it_says(page: Chrome, report: Path) -> None:
     words = "run=b-2&intervention=zero_query_bias&head=L1H4&statistic=entropy"
     page.get("about:blank")
     page.get(f"{report.as_uri()}#{words}")
@@ -375,7 +365,7 @@ def test_an_address_opens_what_it_says(page: webdriver.Chrome, report: Path) -> 
 
 
 @pytest.mark.long
-def test_back_takes_a_choice_back(page: webdriver.Chrome) -> None:
+def test_back_takes_a_choice_back(page: Chrome) -> None:
     show(page, "run=b-2&head=L1H4")
     assert texts(page, "#absent") == []
     cell(page, "sink_mass", "L2H1").click()
@@ -388,7 +378,7 @@ def test_back_takes_a_choice_back(page: webdriver.Chrome) -> None:
 
 
 @pytest.mark.long
-def test_no_table_is_cut(page: webdriver.Chrome) -> None:
+def test_no_table_is_cut(page: Chrome) -> None:
     show(page, "run=a-1&head=L2H0")
     page.execute_script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     for width in (360, 768, 1100, 1366, 1920):
@@ -401,7 +391,7 @@ def test_no_table_is_cut(page: webdriver.Chrome) -> None:
 
 
 @pytest.mark.long
-def test_a_figure_is_a_picture_with_plain_colours(page: webdriver.Chrome) -> None:
+def test_a_figure_is_a_picture_with_plain_colours(page: Chrome) -> None:
     show(page, "run=a-1&head=L2H0")
     dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
@@ -432,7 +422,7 @@ def test_a_figure_is_a_picture_with_plain_colours(page: webdriver.Chrome) -> Non
 
 
 @pytest.mark.long
-def test_dark_narrow_and_printed(page: webdriver.Chrome) -> None:
+def test_dark_narrow_and_printed(page: Chrome) -> None:
     def ground(theme: str) -> str:
         media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
@@ -453,9 +443,7 @@ def test_dark_narrow_and_printed(page: webdriver.Chrome) -> None:
 
 
 @pytest.mark.long
-def test_it_asks_for_nothing_and_complains_about_nothing(
-    page: webdriver.Chrome, report: Path
-) -> None:
+def test_it_asks_for_nothing_and_complains_about_nothing(page: Chrome, report: Path) -> None:
     """Runs last: it reads what all tests before it left in the logs."""
     allowed = (report.as_uri(), "about:blank")
     assert [url for url in requested_urls(page) if not url.startswith(allowed)] == []
@@ -530,11 +518,12 @@ def test_a_card_that_is_not_there(
     assert str(mistake.value).startswith(problem)
 
 
+TextRun = tuple[Path, Replica, Any]
 HOSTILE = "So </script><img src=x onerror=alert(1)> they say. <b>And on</b> it goes, & on. " * 6
 
 
 @pytest.fixture(scope="module")
-def text_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Replica, Any]:
+def text_run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
     """A run of a bundled model over a hostile text, with curves, profiles and predictions."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text(HOSTILE, encoding="utf-8")
@@ -559,9 +548,7 @@ def text_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Replica, A
 
 
 @pytest.mark.long
-def test_the_report_of_a_text(
-    browser: webdriver.Chrome, text_run: tuple[Path, Replica, Any], tmp_path: Path
-) -> None:
+def test_the_report_of_a_text(browser: Chrome, text_run: TextRun, tmp_path: Path) -> None:
     path, replica, shard = text_run
     output = tmp_path / "report.html"
     write_report(open_runs(path), output, RunModels(str(path)))
@@ -598,7 +585,7 @@ def numbers(text: str) -> list[float]:
 
 
 def test_the_report_of_a_text_has_examples_engines_and_predictions(
-    text_run: tuple[Path, Replica, Any], tmp_path: Path
+    text_run: TextRun, tmp_path: Path
 ) -> None:
     path, *_ = text_run
     write_report(open_runs(path), tmp_path / "report.html", RunModels(str(path)))
@@ -609,9 +596,7 @@ def test_the_report_of_a_text_has_examples_engines_and_predictions(
     assert '"<|endoftext|>"' in json.dumps(data)
 
 
-def test_a_card_without_a_tokenizer_has_numbers_and_its_curves(
-    text_run: tuple[Path, Replica, Any],
-) -> None:
+def test_a_card_without_a_tokenizer_has_numbers_and_its_curves(text_run: TextRun) -> None:
     path, *_ = text_run
     card = head_card(open_runs(path), "L1H5")
     assert card.note == "Tokens are shown as numbers: the tokenizer of the run was not at hand."
@@ -621,9 +606,7 @@ def test_a_card_without_a_tokenizer_has_numbers_and_its_curves(
 
 
 @pytest.mark.long
-def test_a_card_as_a_document(
-    browser: webdriver.Chrome, text_run: tuple[Path, Replica, Any], tmp_path: Path
-) -> None:
+def test_a_card_as_a_document(browser: Chrome, text_run: TextRun, tmp_path: Path) -> None:
     path, *_ = text_run
     card = head_card(open_runs(path), "L1H5")
     (tmp_path / "card.html").write_text(card_html(card), encoding="utf-8")

@@ -177,9 +177,7 @@ def test_a_run_without_commits_is_seen_to_begin(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_in_a_store_a_commit_of_the_same_second_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_store_each_commit_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local_run = toy_run(tmp_path)
     with S3Server() as server:
         for name, value in server.env().items():

@@ -142,9 +142,7 @@ def measured(measured_runs: RunDatabase, models: list[Path]) -> Measured:
 
 
 @pytest.mark.parametrize("sql", SQL_EXAMPLES, ids=lambda sql: sql.split("\n")[0][:50])
-def test_an_example_is_answered_and_mixes_nothing(
-    database: RunDatabase, measured_runs: RunDatabase, sql: str
-) -> None:
+def test_examples_mix_nothing(database: RunDatabase, measured_runs: RunDatabase, sql: str) -> None:
     runs = database if sql in OF_STATISTICS else measured_runs
     answer = run_query(runs.connection, sql)
     rows = list(answer.rows())

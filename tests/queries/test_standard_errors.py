@@ -169,9 +169,7 @@ def check_explorer(plan: Plan, measured: Measured) -> None:
     ask.engine.close()
 
 
-def test_views_and_the_explorer_have_the_errors_of_numpy_from_rows_and_from_roll_ups(
-    plan: Plan, measured: Measured
-) -> None:
+def test_rows_and_roll_ups_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> None:
     check_views(plan, measured)
     # Some shards are merged in pairs, whose documents go on in other roll-ups and in rows.
     compact(plan.run, 2 * PER_SHARD * HEADS * N_CTX + 1)
@@ -183,9 +181,7 @@ def test_views_and_the_explorer_have_the_errors_of_numpy_from_rows_and_from_roll
     check_views(plan, measured)
 
 
-def test_predictions_and_kept_curves_have_the_errors_of_numpy(
-    plan: Plan, measured: Measured
-) -> None:
+def test_predictions_and_kept_curves_have_numpys_errors(plan: Plan, measured: Measured) -> None:
     database = open_runs(plan.run.path)
     changed = database.rows(
         "SELECT loss FROM sequences WHERE intervention <> 'none' ORDER BY sequence"
@@ -206,9 +202,7 @@ def test_predictions_and_kept_curves_have_the_errors_of_numpy(
         assert found == error_over_documents(one, measured.documents)[0]
 
 
-def test_errors_of_profiles_are_over_shards_where_documents_have_several_sequences(
-    plan: Plan,
-) -> None:
+def test_errors_of_profiles_are_over_shards_where_documents_are_long(plan: Plan) -> None:
     database = open_runs(plan.run.path)
     own = "profile = 'attention_by_lag' AND intervention = 'none' AND label = 'L1H6' AND lag = 2"
     shards = database.records(f"SELECT count, mean FROM profiles WHERE {own}")

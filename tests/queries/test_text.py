@@ -95,9 +95,7 @@ def test_a_part_of_a_character_is_its_bytes(home: Path) -> None:
 @pytest.mark.parametrize(
     ("intervention", "head"), [("none", 0), ("mask_keys(0,2)", 1), ("zero_query_bias", 1)]
 )
-def test_the_keys_of_a_head_are_those_of_its_pattern(
-    home: Path, intervention: str, head: int
-) -> None:
+def test_the_keys_of_a_head_are_of_its_pattern(home: Path, intervention: str, head: int) -> None:
     words = ("--head", f"L0H{head}", "--intervention", intervention)
     lines = call("text", run_of(home), "1", *words).splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("pos "))
@@ -140,9 +138,7 @@ def whole_pattern(home: Path, intervention: str) -> np.ndarray:
     return patterns[0][0].numpy()
 
 
-def test_a_model_that_has_moved_is_named_and_another_one_is_refused(
-    home: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_moved_is_named_and_another_is_refused(home: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(home, moved)
     run = run_of(moved)

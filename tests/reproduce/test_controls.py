@@ -108,9 +108,7 @@ def test_a_figure_that_an_intervention_without_effect_passes_is_found(runs: Cont
     assert wrong == ["zero_positions"]
 
 
-def test_an_intervention_that_does_nothing_has_the_rows_of_the_untouched_model(
-    runs: ControlRuns,
-) -> None:
+def test_an_intervention_that_does_nothing_has_the_untouched_rows(runs: ControlRuns) -> None:
     replication = toy_replication(sql="", tolerance=1, published={"a": 1})
     # One scan has the untouched model, and one lacks it.
     alone = replication.scan["interventions"] | {"interventions": ["zero_positions"]}

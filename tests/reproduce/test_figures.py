@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import duckdb
 import pytest
-from selenium import webdriver
+from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from typer.testing import CliRunner
 
@@ -174,9 +174,7 @@ def test_rows_become_series_and_cells(tmp_path: Path) -> None:
     assert (cells["low"], cells["high"], cells["scale"]) == (-2.0, 2.0, "diverging")
 
 
-def test_runs_on_a_disk_have_a_page_and_runs_in_a_store_have_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_only_runs_on_a_disk_have_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     replication = replications()["previous_token"].model_copy(
         update={"view": {}, "check": (), "claim": (), "figure": ()}
     )
@@ -194,11 +192,11 @@ def test_runs_on_a_disk_have_a_page_and_runs_in_a_store_have_none(
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     yield from chromium(tmp_path_factory.mktemp("chromium"))
 
 
-def opened_page(browser: webdriver.Chrome, page: Path) -> None:
+def opened_page(browser: Chrome, page: Path) -> None:
     """Show a page that must ask for nothing and complain about nothing."""
     browser.get("about:blank")
     browser.get_log("performance")
@@ -208,9 +206,7 @@ def opened_page(browser: webdriver.Chrome, page: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_replication_writes_a_page_with_its_figures(
-    browser: webdriver.Chrome, tmp_path: Path
-) -> None:
+def test_a_replication_writes_a_page_with_its_figures(browser: Chrome, tmp_path: Path) -> None:
     command = CliRunner().invoke(app, ["reproduce", "previous_token", "--out", str(tmp_path), *FEW])
     (page,) = tmp_path.rglob("*.html")
     (home,) = (path for path in (tmp_path / "previous_token").iterdir() if path.is_dir())
@@ -237,9 +233,7 @@ def test_a_replication_writes_a_page_with_its_figures(
 
 
 @pytest.mark.long
-def test_every_kind_is_drawn_and_reads_names_as_they_are(
-    browser: webdriver.Chrome, tmp_path: Path
-) -> None:
+def test_every_kind_is_drawn_and_reads_names_as_they_are(browser: Chrome, tmp_path: Path) -> None:
     three_lines = (
         "SELECT i || ' ' || evil(), x, i + x FROM range(3) a(i), range(2) b(x) ORDER BY ALL"
     )

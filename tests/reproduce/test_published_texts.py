@@ -93,9 +93,7 @@ def read_csv(file: Path) -> list[Text]:
         ]
 
 
-def test_short_texts_are_drawn_by_one_generator_from_all_three(
-    copies: Path, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_short_texts_come_from_all_three(copies: Path, tokenizer: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.csv"
     options = ["--from", copies, "--tokenizer", tokenizer, "-o", file]
     output, error = run_texts("sink_circuit", *options, "--seed", 7)
@@ -120,9 +118,7 @@ def test_short_texts_are_drawn_by_one_generator_from_all_three(
     assert read_csv(file) != expected
 
 
-def test_long_texts_are_rows_continued_by_rows_of_the_same_data_set(
-    copies: Path, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_long_texts_are_rows_of_one_data_set(copies: Path, tokenizer: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.csv"
     options = ["--from", copies, "--tokenizer", tokenizer, "-o", file]
     assert run_texts("sink_circuit_long", *options, "--seed", 3)[1] is None

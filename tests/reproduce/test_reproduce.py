@@ -141,9 +141,7 @@ def test_a_replication_of_the_published_model_runs_where_its_weights_are(
     assert exit_code == 0, output
 
 
-def test_overrides_are_of_every_scan_or_of_one_and_all_are_measured_in_float32(
-    tmp_path: Path,
-) -> None:
+def test_overrides_are_of_every_scan_or_of_one_and_all_are_in_float32(tmp_path: Path) -> None:
     replication = REPLICATIONS["previous_token"]
     overrides = ["sequences=8", "with-bos.seed=7", "parts.input.distinct=true"]
     plans = plan_replication(replication, replication.bundled_model, str(tmp_path), overrides)
@@ -170,9 +168,7 @@ def test_another_formula_is_another_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert directory() != first_directory
 
 
-def test_logits_in_small_pieces_are_the_same_and_without_predictions_there_are_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_logits_in_pieces_are_the_same_and_may_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
     path, tokens = find_model("bundled:gpt2-mini"), toy.repeating_tokens(9)
     replica = toy.replica(path, predictions=["losses", "final_logits"])
     at_once = replica.measure(tokens).sequences
@@ -301,9 +297,7 @@ sql = "VALUES ('a', 1.05), ('b', 3)"
         ("tolerance = 1\nrelative = true\nlog10 = true", "", "either relative or log10"),
     ],
 )
-def test_mistakes_in_published_values_are_lines(
-    tmp_path: Path, text: str, csv: str, problem: str
-) -> None:
+def test_wrong_values_are_lines(tmp_path: Path, text: str, csv: str, problem: str) -> None:
     check = f"[[check]]\nsql = ''\nfile = 'values.csv'\n{text}\n"
     with pytest.raises(ScanError, match=re.escape(problem)) as error:
         replication_in(tmp_path, check, values=csv)
@@ -391,9 +385,7 @@ sql = "SELECT 'sink', avg(sink_mass), true FROM replication_heads"
 """
 
 
-def test_mistakes_in_the_sql_of_a_replication_are_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_in_its_sql_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headcount.reproduce.replication.REPLICATIONS", tmp_path)
 
     def reproduce_own(right: str, wrong: str) -> str:
@@ -416,9 +408,7 @@ def test_mistakes_in_the_sql_of_a_replication_are_lines(
     assert line == "own: a check names 'sink' twice"
 
 
-def test_an_unknown_replication_and_a_wrong_field_are_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_names_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, listing = reproduce("--list")
     for name, replication in REPLICATIONS.items():
         assert f" {name} " in listing

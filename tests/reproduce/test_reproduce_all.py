@@ -82,9 +82,7 @@ def verdicts(results: list[dict[str, Any]]) -> dict[str, str]:
     return {result["replication"]: result["verdict"] for result in results}
 
 
-def test_what_does_not_fit_or_lacks_something_is_skipped_and_the_rest_is_measured(
-    folder: Path, gpt2: str
-) -> None:
+def test_what_does_not_fit_is_skipped_and_the_rest_is_measured(folder: Path, gpt2: str) -> None:
     no_file = SCANS.replace('"uniform_random"', '"csv_texts", files = "absent.csv"')
     no_steps = SCANS.replace("[scan.random]", '[scan.random]\ncheckpoints = "step-*"')
     (folder / "absent.toml").write_text(replication_file(3, no_file))
@@ -113,9 +111,7 @@ def test_what_does_not_fit_or_lacks_something_is_skipped_and_the_rest_is_measure
     assert verdicts(results) == {"absent": "skipped"}
 
 
-def test_a_failing_figure_and_a_replication_of_another_model_end_with_different_codes(
-    folder: Path, gpt2: str
-) -> None:
+def test_a_failing_figure_and_another_model_end_differently(folder: Path, gpt2: str) -> None:
     (folder / "a.toml").write_text(replication_file(3, published=7))
     (folder / "b.toml").write_text(replication_file(3))
     (folder / "c.toml").write_text(replication_file(9))
@@ -129,9 +125,7 @@ def test_a_failing_figure_and_a_replication_of_another_model_end_with_different_
     assert reproduce("--all", "--model", gpt2)[0] == 0
 
 
-def test_a_model_is_hashed_once_and_loaded_once(
-    folder: Path, gpt2: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_read_once(folder: Path, gpt2: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[str] = []
     descriptions: list[str] = []
     describe = known_models.describe
@@ -167,9 +161,7 @@ def test_few_models_stay_in_memory(gpt2: str) -> None:
     assert models.load(info, "raw", "cpu") is raw
 
 
-def test_an_override_of_one_replications_scan_leaves_the_others_alone(
-    folder: Path, gpt2: str
-) -> None:
+def test_an_override_of_one_replications_scan_leaves_others_alone(folder: Path, gpt2: str) -> None:
     (folder / "a.toml").write_text(replication_file(3))
     (folder / "b.toml").write_text(replication_file(3, SCANS.replace("longer", "own")))
     exit_code, output, _ = reproduce("--all", "--model", gpt2, "--set", "own.sequences=3")
@@ -180,9 +172,7 @@ def test_an_override_of_one_replications_scan_leaves_the_others_alone(
     assert "unknown scan or field 'owm'" in reproduce("--all", "--set", "owm.sequences=3")[1]
 
 
-def test_a_text_is_for_the_replications_that_were_published_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_is_for_its_replications(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("poem.txt", "novel.txt"):
         Path(name).write_text("a")
