@@ -72,6 +72,7 @@ def test_formats_of_exports_are_two_lines_each() -> None:
 def test_the_version_is_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert headcount.__version__ == project["project"]["version"]
+    assert f"## {headcount.__version__}" in (ROOT / "CHANGELOG.md").read_text()
     assert printed("-V") == printed("--version")
     assert printed("-V").startswith(f"headcount {headcount.__version__}, code ")
 

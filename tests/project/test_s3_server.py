@@ -5,9 +5,7 @@ let every test of failing stores pass.
 from __future__ import annotations
 
 import http.client
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,30 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.tools.s3_server import ROOT, Action, Rule, S3Server
+from tests.tools.s3_server import Action, Rule, S3Server
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
     with S3Server() as server:
         yield server
-
-
-@pytest.mark.long
-def test_the_process_ends_with_the_one_that_started_it() -> None:
-    script = (
-        "import os, tests.tools.s3_server as s\n"
-        "print(s.S3Server().__enter__().port, flush=True); os.kill(os.getpid(), 9)"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == -9
-    address = ("127.0.0.1", int(ended.stdout))
-    for _ in range(100):
-        with socket.socket() as client:
-            if client.connect_ex(address):
-                return
-        time.sleep(0.05)
-    pytest.fail("it still listens")
 
 
 @pytest.mark.parametrize(

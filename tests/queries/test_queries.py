@@ -344,12 +344,6 @@ def test_only_whole_committed_files_count(tmp_path: Path, capfd: Any) -> None:
         assert result.stderr.splitlines() == lines
 
 
-def test_a_file_of_the_right_size_without_content_does_not_count(tmp_path: Path) -> None:
-    file = local(data_file(write_run(tmp_path, "a-1", SINKS), "heads", "none", 0))
-    file.write_bytes(bytes(file.stat().st_size))
-    assert ask(tmp_path, "SELECT DISTINCT sequence FROM heads ORDER BY 1") == [(2,), (3,)]
-
-
 def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path, "a-1", SINKS)
     manifest = read_manifest(run)
