@@ -6,6 +6,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -42,15 +43,10 @@ MB = 1 << 20
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that a quick run of the whole benchmark wrote into."""
     out = tmp_path_factory.mktemp("bench")
-    ended = Command(
-        "--quick",
-        "--out",
-        out,
-        # Threads only wait for each other at these sizes.
-        environment=os.environ | {"OMP_NUM_THREADS": "1"},
-        directory=ROOT,
-        main="benchmarks.bench.main",
-    ).ended(timeout=600)
+    # Threads only wait for each other at these sizes.
+    place: Any = {"environment": os.environ | {"OMP_NUM_THREADS": "1"}, "directory": ROOT}
+    command = Command("--quick", "--out", out, main="benchmarks.bench.main", **place)
+    ended = command.ended(timeout=600)
     assert ended.code == 0, ended.stdout + ended.stderr
     (out / "stdout").write_text(ended.stdout, encoding="utf-8")
     return out
@@ -58,14 +54,13 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def record(quick: Path) -> dict[str, Any]:
-    lines = (quick / "history.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 1
-    return json.loads(lines[0])
+    (line,) = (quick / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    return json.loads(line)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not CAN_WEIGH, reason="memory is read from Linux's /proc")
-def test_a_quick_run_measures_every_row_of_its_device_and_says_so_of_the_others(
+def test_a_quick_run_measures_the_rows_of_its_device_and_names_others(
     record: dict[str, Any],
 ) -> None:
     wanted = targets(QUICK)
@@ -93,9 +88,7 @@ def test_a_quick_run_measures_every_row_of_its_device_and_says_so_of_the_others(
 
 
 @pytest.mark.long
-def test_the_page_the_terminal_and_the_plots_show_every_row(
-    quick: Path, record: dict[str, Any], tmp_path: Path
-) -> None:
+def test_page_and_plots_show_every_row(quick: Path, record: dict[str, Any], tmp_path: Path) -> None:
     page = (quick / "RESULTS.md").read_text(encoding="utf-8")
     for row in record["rows"]:
         columns = ("row", "baseline", "reach", "measured", "verdict")
@@ -139,13 +132,13 @@ def test_a_verdict_is_met_or_missed_or_not_measured() -> None:
 
 def test_values_are_shown_with_their_units_and_small_ratios_as_fractions() -> None:
     target = Target("row", "baseline", lambda _: None, at_least=4)
-    assert target.show(4.5521) == "4.55 ×"
-    assert target.show(0.25) == "0.25 ×"
-    assert target.show(None) == "not measured"
-    small = replace(target, at_least=None, at_most=1 / 6)
-    assert (small.show(0.125), small.show(0.75)) == ("1/8 ×", "0.75 ×")
-    assert replace(target, unit="tokens/s").show(1234567.8) == "1,234,568 tokens/s"
-    assert replace(target, unit="").show(1.08) == "1.08"
+    small, at_most = {"at_least": None, "at_most": 1 / 6}, "1/8 ×"
+    for changes, value, shown in (
+        ({}, 4.5521, "4.55 ×"), ({}, 0.25, "0.25 ×"), ({}, None, "not measured"),
+        (small, 0.125, at_most), (small, 0.75, "0.75 ×"),
+        ({"unit": "tokens/s"}, 1234567.8, "1,234,568 tokens/s"), ({"unit": ""}, 1.08, "1.08"),
+    ):  # fmt: skip
+        assert replace(target, **changes).show(value) == shown
 
 
 def cell(way: str, batch: int, n_ctx: int, model: str = "gpt2", precision: str = "float32") -> Cell:
@@ -204,22 +197,19 @@ def test_gpu_rows_follow_from_the_best_batches() -> None:
     assert {target.value(Results("cpu", measurements)) for target in targets(FULL)} == {None}
 
 
-def test_the_best_batch_is_doubled_until_nothing_is_gained_or_memory_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_best_batch_is_doubled_while_it_gains_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulated(seconds: Any, run: Run, tokens: torch.Tensor) -> float:
+        if len(tokens) not in seconds:
+            raise torch.OutOfMemoryError
+        return seconds[len(tokens)]
+
     for seconds, expected in (
         ({1: 1, 2: 1, 4: 1, 8: 2}, 4),  # 8 gains nothing
         ({1: 1, 2: 1, 4: 1.97}, 2),  # 4 gains less than 2 %
         ({1: 1, 2: 1}, 2),  # 4 does not fit
         ({}, 0),
     ):
-
-        def simulated(run: Run, tokens: torch.Tensor, seconds: Any = seconds) -> float:
-            if len(tokens) not in seconds:
-                raise torch.OutOfMemoryError
-            return seconds[len(tokens)]
-
-        monkeypatch.setattr(measure, "seconds_of", simulated)
+        monkeypatch.setattr(measure, "seconds_of", partial(simulated, seconds))
         assert best_batch(len, lambda size: torch.zeros(size, 3), 1) == expected
 
 
@@ -254,9 +244,8 @@ def test_every_way_does_the_work_it_is_compared_for(tmp_path: Path) -> None:
         with torch.inference_mode():
             return WAYS[way](path, "cpu", precision)(tokens)
 
-    heads, cached, bare, half = (
-        ran("fused"), ran("run_with_cache"), ran("bare"), ran("bare", "bfloat16_linears")
-    )  # fmt: skip
+    heads, cached, bare = (ran(way) for way in ("fused", "run_with_cache", "bare"))
+    half = ran("bare", "bfloat16_linears")
     same = ran("bare_same_products").last_hidden_state
     torch.testing.assert_close(same, bare.last_hidden_state)
     assert ran("product").shape == (48, 48)

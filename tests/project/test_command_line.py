@@ -72,13 +72,12 @@ def test_formats_of_exports_are_two_lines_each() -> None:
 def test_the_version_is_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert headcount.__version__ == project["project"]["version"]
+    assert f"## {headcount.__version__}" in (ROOT / "CHANGELOG.md").read_text()
     assert printed("-V") == printed("--version")
     assert printed("-V").startswith(f"headcount {headcount.__version__}, code ")
 
 
-def test_the_first_scan_file_runs_and_is_never_written_over_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_scan_file_runs_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert printed("init", "first.toml").splitlines()[1:] == [
         "  headcount scan first.toml",

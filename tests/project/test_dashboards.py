@@ -34,7 +34,7 @@ def fields(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_what_the_dashboard_shows_grows_with_the_run(
+def test_the_dashboard_grows_with_the_run(
     dashboard: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     with headcount.scan(fields, sequences=2, quiet=True) as runs:

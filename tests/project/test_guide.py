@@ -35,7 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # What torch says to a Trainer where there is no GPU.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_command_of_a_page_runs_and_prints_what_the_page_says(
+def test_every_command_of_a_page_prints_what_it_says(
     page: Path, home: Path, tmp_path: Path
 ) -> None:
     if page != TUTORIAL:

@@ -41,11 +41,7 @@ ROOMS = {
 rooms.
 """
 
-FLOORS = (
-    tuple(ROOMS),
-    ("headcount.workers.replica",),
-    ("headcount.workers.shard",),
-)
+FLOORS = (tuple(ROOMS), ("headcount.workers.replica",), ("headcount.workers.shard",))
 """Rooms and files of `workers` from the ground up: none imports one of a floor above it."""
 
 ONLY_IN = {

@@ -41,9 +41,8 @@ BROUGHT_BY_TORCH = {"triton"}
 def test_one_list_names_the_packages() -> None:
     folders = {file.parent.name for file in ROOT.glob("*/__init__.py")}
     assert folders == {*PACKAGES, "headcount", "tests", "benchmarks"}
-    links = {
-        link.name: link.readlink() for link in (ROOT / "headcount").iterdir() if link.is_symlink()
-    }
+    entries = {entry for entry in (ROOT / "headcount").iterdir() if entry.is_symlink()}
+    links = {link.name: link.readlink() for link in entries}
     assert links == {package: Path("..") / package for package in PACKAGES}
     typed = set(PYPROJECT["tool"]["pyright"]["include"])
     assert typed == {"headcount/*.py", *PACKAGES, "benchmarks", "tests"}
@@ -53,14 +52,12 @@ def test_one_list_names_the_packages() -> None:
 def test_the_code_that_a_cluster_is_sent_has_all_that_every_command_imports(tmp_path: Path) -> None:
     """On a machine of a cluster there are the libraries, and no copy of this project."""
     python = libraries_alone(tmp_path / "venv") / "bin" / "python"
-    absent = run_in(tmp_path, python, "-c", IS_INSTALLED)
-    assert absent == "None\n"
+    is_installed = "from importlib.util import find_spec; print(find_spec('headcount'))"
+    assert run_in(tmp_path, python, "-c", is_installed) == "None\n"
     with staged_code() as code:
-        helps = run_in(code, python, "-c", EVERY_HELP)
-    assert helps.count("Usage: ") > 20
+        assert run_in(code, python, "-c", EVERY_HELP).count("Usage: ") > 20
 
 
-IS_INSTALLED = "from importlib.util import find_spec; print(find_spec('headcount'))"
 EVERY_HELP = """
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -105,9 +102,7 @@ def pip(*words: str | Path) -> None:
     """Run pip without a network."""
     call = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     no_network = os.environ | {"PIP_NO_INDEX": "1"}
-    done = subprocess.run(
-        [*call, *words], env=no_network, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*call, *words], env=no_network, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -155,9 +150,7 @@ def run_in(directory: Path, *words: str | Path, said: str = "") -> str:
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env["PYTHONWARNINGS"] = "default"
-    done = subprocess.run(
-        words, cwd=directory, env=env, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(said, done.stderr), done.stderr
     return done.stdout
@@ -172,9 +165,7 @@ SCANNED = (
 
 
 @pytest.mark.long
-def test_the_wheel_measures_and_answers_in_an_empty_environment(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_works_in_an_empty_environment(installed: Path, tmp_path: Path) -> None:
     headcount = installed / "bin" / "headcount"
     (site,) = installed.glob("lib/python*/site-packages")
     demo = site / "headcount/jobs/scans/demo/attn-only-2l-mini-repeated.toml"
@@ -301,15 +292,19 @@ def test_what_is_imported_is_declared_once_and_what_is_declared_is_imported() ->
 
 # Reading without what measures
 
-WITHOUT_TORCH = f"""
+HIDDEN = f"""
 import contextlib, io, json, sys
 
-class Blocked:
+class Hidden:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {MEASURING!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
-sys.meta_path.insert(0, Blocked())
+sys.meta_path.insert(0, Hidden())
+"""
+"""The beginning of a program that cannot import what measures."""
+
+COMMANDS = """
 import headcount.command_line
 
 def ended(words):
@@ -324,20 +319,15 @@ def ended(words):
 
 json.dump([ended(words) for words in json.loads(sys.argv[1])], sys.stdout)
 """
-"""A program that runs commands one after the other, and cannot import what measures."""
 
 
-def run_without_torch(directory: Path, commands: Sequence[Sequence[str]]) -> list[Ended]:
-    """How commands end in a process that cannot import what measures."""
-    process = subprocess.run(
-        [*DIES_WITH_ITS_PARENT, sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)],
-        cwd=directory,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    return [Ended(*ended) for ended in json.loads(process.stdout)]
+def printed_without_torch(directory: Path, program: str, word: str | Path) -> str:
+    """What a program prints that cannot import what measures."""
+    words = [*DIES_WITH_ITS_PARENT, sys.executable, "-c", HIDDEN + program, word]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 RUN = "runs/run_id=small"
@@ -355,7 +345,8 @@ def test_runs_are_read_without_torch_and_ray_and_measuring_names_the_extra(
         'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n'
     )
     refused = [["scan", "toy.toml"], ["plan", "toy.toml"]]
-    ended = run_without_torch(tmp_path, [*commands, *refused])
+    printed = printed_without_torch(tmp_path, COMMANDS, json.dumps([*commands, *refused]))
+    ended = [Ended(*each) for each in json.loads(printed)]
     for words, read in zip(commands, ended, strict=False):
         assert read.code == 0, (words, read.stderr)
         assert read.stdout, words

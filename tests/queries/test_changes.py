@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from headcount.queries.ask.answers import run_query
+from headcount.queries.ask.asking import open_runs
 from headcount.queries.open.connection import connect
 from tests.toys.toy_runs import Cell, Row, write_run
 
@@ -42,8 +43,7 @@ def varied_cells(shift: float = 0.0) -> dict[str, Cell]:
 
 
 def answer_rows(path: Path, query: str) -> list[dict[str, Any]]:
-    answer = run_query(connect(path, lazily=True), query)
-    return [dict(zip(answer.schema.names, row, strict=True)) for row in answer.rows()]
+    return open_runs(path).records(query)
 
 
 def check(row: dict[str, Any], before: list[Any], after: list[Any], names: tuple[str, str]) -> None:
@@ -116,9 +116,7 @@ def test_run_changes_are_those_of_numpy_in_both_directions(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("different", [{"n_ctx": 6}, {"family": "repeated_random"}])
-def test_runs_on_other_sequences_are_not_compared(
-    tmp_path: Path, different: dict[str, Any]
-) -> None:
+def test_runs_on_other_input_are_not_compared(tmp_path: Path, different: dict[str, Any]) -> None:
     write_run(tmp_path, "a-1", varied_cells())
     write_run(tmp_path, "b-2", varied_cells(), **different)
     assert answer_rows(tmp_path, "run_changes") == []
@@ -141,9 +139,10 @@ def test_parts_of_the_pile_have_standard_errors_and_sink_rates(tmp_path: Path) -
     is_sink = ((1 + 4 * arxiv_masses) / 5 > 0.3).astype(float)
     assert is_sink.tolist() == [1, 1, 0]
     assert first["sink_rate"] == pytest.approx(2 / 3)
-    assert first["se_sink_rate"] == pytest.approx(is_sink.std(ddof=1) / math.sqrt(3))
-    assert first["se_sink_mass"] == pytest.approx(arxiv_masses.std(ddof=1) / math.sqrt(3))
-    assert first["se_entropy"] == pytest.approx(np.array([1, 3, 5]).std(ddof=1) / 8 / math.sqrt(3))
+    entropies = np.array([1, 3, 5]) / 8
+    errors = [values.std(ddof=1) / math.sqrt(3) for values in (is_sink, arxiv_masses, entropies)]
+    names = ("se_sink_rate", "se_sink_mass", "se_entropy")
+    assert [first[name] for name in names] == pytest.approx(errors)
     # A sequence without a value counts neither in the rate nor in its error.
     assert (second["sink_rate"], second["se_sink_rate"], second["sequences"]) == (1, 0, 3)
     without_sinks = tmp_path / "without"

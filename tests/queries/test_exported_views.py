@@ -35,30 +35,28 @@ def test_the_file_is_read_from_anywhere_and_renewed_while_a_scan_goes_on(
     output = tmp_path / "head.duckdb"
 
     reader = duckdb.connect(str(output), read_only=True)
-    assert rows(reader, "SELECT count(*), max(sequence) FROM heads") == [(12, 1)]
     # Sequences 0 and 1 are there, whose mean is a half.
     card = "SELECT label, mean FROM head_card(label := 'L1H2') WHERE statistic = 'sink_mass'"
-    assert rows(reader, card) == [("L1H2", 1.0)]
-    asked = "SELECT label, rank FROM ranking(ascending := true) LIMIT 1"
-    assert rows(reader, asked) == [("L0H0", 1)]
-    assert rows(reader, "SELECT n_ctx, model FROM by_head LIMIT 1") == [(5, "toy")]
+    for sql, row in {
+        "SELECT count(*), max(sequence) FROM heads": (12, 1),
+        card: ("L1H2", 1.0),
+        "SELECT label, rank FROM ranking(ascending := true) LIMIT 1": ("L0H0", 1),
+        "SELECT n_ctx, model FROM by_head LIMIT 1": (5, "toy"),
+        # No row of a run is in the file.
+        "SELECT count(*) FROM internal.heads_content": (0,),
+    }.items():
+        assert rows(reader, sql) == [row]
     # What was not measured is said.
     with pytest.raises(duckdb.Error, match="needs column 'sink_value_norm'"):
         rows(reader, "FROM sink_values")
-    views = {
-        name for (name,) in rows(reader, "SELECT view_name FROM duckdb_views() WHERE comment <> ''")
-    }
-    assert {"heads", "by_head", "outliers"} <= views
+    views = rows(reader, "SELECT view_name FROM duckdb_views() WHERE comment <> ''")
+    assert {("heads",), ("by_head",), ("outliers",)} <= {*views}
     # DuckDB 1.4 reads formats up to 67. The number stands after a checksum and the letters DUCK.
     header = output.read_bytes()[:20]
     assert (header[8:12], int.from_bytes(header[12:20], "little")) == (b"DUCK", 67)
-    # No row of a run is in the file.
-    assert rows(reader, "SELECT count(*) FROM internal.heads_content") == [(0,)]
-    progress, refresh, note = rows(
-        reader, "SELECT shards_done || ' of ' || shards, refresh, note FROM headcount_notes"
-    )[0]
-    assert (progress, note) == ("1 of 2", NOTE)
-    assert refresh == f"headcount views '{tmp_path}/my runs' -o {output}"
+    refresh = f"headcount views '{tmp_path}/my runs' -o {output}"
+    sql = "SELECT shards_done || ' of ' || shards, refresh, note FROM headcount_notes"
+    assert rows(reader, sql) == [("1 of 2", refresh, NOTE)]
 
     # The scan has gone on. The open file stays as it was, and a new reader sees more.
     write_run(tmp_path / "more", "a-1", columns)

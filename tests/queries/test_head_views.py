@@ -11,30 +11,21 @@ from typing import Any
 import duckdb
 import numpy as np
 import pytest
-from rich.console import Console
 
-from headcount.jobs.cluster.ray_cluster import Resources
-from headcount.jobs.plan.plan import make_plan
-from headcount.queries.ask.answers import run_query
 from headcount.queries.open.connection import connect as connect_eagerly
-from headcount.reproduce.replication_runs import measure_runs
-from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.model.files.model_info import find_model
 from tests.toys import toy_models as toy
-from tests.toys.toy_runs import Cell, Entry, write_run
+from tests.toys.runs_here import measure_here
+from tests.toys.toy_runs import Cell, Entry, ask, write_run
 
 # All queries here go through `run_query`, which makes the views that they name.
 connect = partial(connect_eagerly, lazily=True)
 
 COLUMNS = [
-    "sink_alpha",
-    "entropy",
-    "head_output_norm",
-    "head_output_norm_last",
-    "sink_value_norm",
-    "value_norm",
-    "head_result_norm",
-]
+    "sink_alpha", "entropy", "head_output_norm", "head_output_norm_last", "sink_value_norm",
+    "value_norm", "head_result_norm",
+]  # fmt: skip
+Inactive = tuple[Any, dict[str, np.ndarray]]
 QUANTILES = [0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3]
 
 
@@ -44,23 +35,10 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def connect_to_new_run(out: Path, model: Path, **changes: Any) -> duckdb.DuckDBPyConnection:
-    fields = {
-        "model": str(model),
-        "out": str(out),
-        "n_ctx": 21,
-        "sequences": 7,
-        "sequences_per_shard": 4,
-        "seed": 3,
-    }
-    scan = parse_scan(
-        fields | {"input": {"family": "uniform_random"}, "statistics": COLUMNS} | changes
-    )
-    measure_runs([make_plan(scan, "field")], Resources(0, device="cpu"), Console(quiet=True))
+    fields = {"model": str(model), "out": str(out), "n_ctx": 21, "sequences": 7, "seed": 3}
+    fields |= {"input": {"family": "uniform_random"}, "statistics": COLUMNS}
+    measure_here(fields | {"sequences_per_shard": 4} | changes)
     return connect(str(out))
-
-
-def ask(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[Any, ...]]:
-    return list(run_query(connection, query).rows())
 
 
 def scores_of(connection: duckdb.DuckDBPyConnection) -> dict[str, list[float]]:
@@ -73,9 +51,7 @@ def scores_of(connection: duckdb.DuckDBPyConnection) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def inactive(
-    gpt2: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, dict[str, np.ndarray]]:
+def inactive(gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Inactive:
     """A run of the toy model, and its scores by the definitions of Sandoval-Segura et al.:
     `[layer sequence head]`.
     """
@@ -101,9 +77,7 @@ def inactive(
     }
 
 
-def test_inactive_scores_equal_their_definitions(
-    inactive: tuple[Any, dict[str, np.ndarray]],
-) -> None:
+def test_inactive_scores_equal_their_definitions(inactive: Inactive) -> None:
     connection, expected = inactive
     of_score = scores_of(connection)
     ends = dict(ask(connection, "SELECT DISTINCT score, inactive FROM inactive_scores"))
@@ -115,16 +89,13 @@ def test_inactive_scores_equal_their_definitions(
         np.testing.assert_allclose(found, values.ravel(), rtol=1e-5, atol=1e-5, err_msg=score)
 
 
-def test_flags_shares_and_overlaps_follow_from_the_scores(
-    inactive: tuple[Any, dict[str, np.ndarray]],
-) -> None:
+def test_flags_shares_and_overlaps_follow_from_the_scores(inactive: Inactive) -> None:
     connection, _ = inactive
     scores = scores_of(connection)
     shares: dict[tuple[str, float], list[tuple[float, ...]]] = {}
     columns = "score, quantile, inactive_share, threshold, sequences"
-    for score, quantile, *row in ask(
-        connection, f"SELECT {columns} FROM inactive_heads ORDER BY layer, head"
-    ):
+    sql = f"SELECT {columns} FROM inactive_heads ORDER BY layer, head"
+    for score, quantile, *row in ask(connection, sql):
         shares.setdefault((score, quantile), []).append(tuple(row))
     flags: dict[tuple[str, float], np.ndarray] = {}
     for score, values in scores.items():
@@ -163,9 +134,8 @@ def test_scores_without_columns_are_left_out(tmp_path: Path) -> None:
         "a-1": ["AWFT", "AWFT (LN)", "Random"],
         "b-1": ["AEQD", "AEQD (LN)", "AVVN", "Random"],
     }
-    query = (
-        "SELECT DISTINCT head, value FROM inactive_scores WHERE score = 'AWFT (LN)' ORDER BY ALL"
-    )
+    of_scores = "FROM inactive_scores WHERE score = 'AWFT (LN)' ORDER BY ALL"
+    query = f"SELECT DISTINCT head, value {of_scores}"
     np.testing.assert_allclose(ask(connection, query), [(0, 0.5), (1, 1), (2, 1.5)], atol=1e-6)
     # A third of the numbers are 0.3, so the threshold is that, and nothing is above it.
     of_layer = "WHERE score = 'AWFT' AND quantile = 0.3 AND layer = 1 ORDER BY ALL"
@@ -186,14 +156,8 @@ def test_scores_without_columns_are_left_out(tmp_path: Path) -> None:
 
 def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
     path, n_ctx = find_model("bundled:gpt2-mini"), 100
-    connection = connect_to_new_run(
-        tmp_path,
-        path,
-        n_ctx=n_ctx,
-        sequences=3,
-        sequences_per_shard=1,
-        profiles=["tail_attention_by_key"],
-    )
+    sizes = {"n_ctx": n_ctx, "sequences": 3, "sequences_per_shard": 1}
+    connection = connect_to_new_run(tmp_path, path, profiles=["tail_attention_by_key"], **sizes)
     query = "SELECT mean FROM profiles ORDER BY shard, layer, head, key"
     tails = np.array(ask(connection, query)).reshape(3, 3, 8, n_ctx)
     uniform = np.tril(np.ones((n_ctx, n_ctx)) / np.arange(1, n_ctx + 1)[:, None])[-64:].mean(0)
@@ -202,12 +166,9 @@ def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
     expected |= {"peak_key": tails.argmax(-1), "peak_mass": tails.max(-1)}
     expected["tail_entropy"] = -(tails * np.log(tails + 1e-300)).sum(-1) / math.log(n_ctx)
     for name, values in expected.items():
-        values_in_sql = np.array(
-            ask(connection, f"SELECT {name} FROM first_keys ORDER BY shard, layer, head")
-        )[:, 0]
-        np.testing.assert_allclose(
-            values_in_sql, values.ravel(), rtol=1e-5, atol=1e-5, err_msg=name
-        )
+        found = ask(connection, f"SELECT {name} FROM first_keys ORDER BY shard, layer, head")
+        close = {"rtol": 1e-5, "atol": 1e-5, "err_msg": name}
+        np.testing.assert_allclose(np.ravel(found), values.ravel(), **close)
 
 
 def tail_profile(head: int, masses: dict[int, float], n_ctx: int) -> list[Entry]:

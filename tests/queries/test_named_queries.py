@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shlex
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     size: dict[str, Any] = {"layers": LAYERS, "heads": HEADS, "sequences": SEQUENCES}
     for run, family in RUNS.items():
         cells: dict[str, Cell] = {"sink_mass": sink_mass(run), "entropy": entropy}
-        facts = size | {
-            "family": family,
-            "model": MODELS[run],
-            "per_shard": 4,
-            "uniform_baseline": 0.125,
-        }
-        write_run(out, run, cells, pile_sets=PARTS if family == "pile" else (None,), **facts)
+        facts = size | {"family": family, "model": MODELS[run]}
+        facts |= {"pile_sets": PARTS if family == "pile" else (None,)}
+        write_run(out, run, cells, per_shard=4, uniform_baseline=0.125, **facts)
     return out
 
 
@@ -68,15 +65,10 @@ def database(path: Path) -> RunDatabase:
 
 def values(run: str) -> np.ndarray:
     """`[layer head sequence]`, NaN where undefined, in the precision of the files."""
-    cell = sink_mass(run)
-    flat = [
-        cell(Row("none", sequence, layer, head))
-        for layer in range(LAYERS)
-        for head in range(HEADS)
-        for sequence in range(SEQUENCES)
-    ]
-    array = np.array([np.nan if value is None else value for value in flat], np.float32)
-    return array.astype(float).reshape(LAYERS, HEADS, SEQUENCES)
+    array = np.empty((LAYERS, HEADS, SEQUENCES), np.float32)
+    for layer, head, sequence in np.ndindex(*array.shape):
+        array[layer, head, sequence] = sink_mass(run)(Row("none", sequence, layer, head))
+    return array.astype(float)
 
 
 def of_run(rows: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
@@ -86,19 +78,20 @@ def of_run(rows: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
 def test_a_ranking_has_means_errors_and_uniform_baselines(database: RunDatabase) -> None:
     rows = of_run(database.records("ranking"), "a-1")
     expected = values("a-1")[:, :, 1:]
-    for row in rows[:-1]:
-        cell = expected[row["layer"], row["head"]]
-        assert row["mean"] == pytest.approx(cell.mean(), rel=1e-12)
-        assert row["sd"] == pytest.approx(cell.std(ddof=1), rel=1e-9)
-        assert row["standard_error"] == pytest.approx(cell.std(ddof=1) / 8**0.5, rel=1e-9)
-        assert row["above_uniform"] == pytest.approx(cell.mean() - 0.125)
-        assert (row["defined"], row["sequences"], row["n_ctx"]) == (8, 9, 5)
-    means = [row["mean"] for row in rows[:-1]]
+    *ranked, last = rows
+    means = [row["mean"] for row in ranked]
     assert means == sorted(means, reverse=True)
-    assert [row["rank"] for row in rows[:-1]] == [
-        1 + sum(m > mean for m in means) for mean in means
-    ]
-    assert (rows[-1]["label"], rows[-1]["rank"], rows[-1]["mean"]) == ("L1H2", None, None)
+    for row in ranked:
+        cell = expected[row["layer"], row["head"]]
+        sd = cell.std(ddof=1)
+        assert row == row | {
+            "mean": pytest.approx(cell.mean(), rel=1e-12),
+            "sd": pytest.approx(sd, rel=1e-9),
+            "standard_error": pytest.approx(sd / 8**0.5, rel=1e-9),
+            "above_uniform": pytest.approx(cell.mean() - 0.125),
+            "rank": 1 + sum(mean > row["mean"] for mean in means),
+        } | {"defined": 8, "sequences": 9, "n_ctx": 5}
+    assert (last["label"], last["rank"], last["mean"]) == ("L1H2", None, None)
     ascending = database.records("FROM ranking(statistic := 'entropy', ascending := true)")
     assert [row["label"] for row in of_run(ascending, "b-2")[:2]] == ["L0H0", "L1H0"]
     assert {row["statistic"] for row in ascending} == {"entropy"}
@@ -124,17 +117,14 @@ def test_a_head_card_places_a_head_among_the_others(database: RunDatabase) -> No
     means = values("a-1")[:, :, 1:].mean(-1)
     sink = card["sink_mass"]
     others = means[~np.isnan(means)]
-    assert sink["mean"] == pytest.approx(means[0, 3])
-    assert sink["percentile"] == pytest.approx(100 * (others < means[0, 3]).sum() / 10)
-    assert (sink["heads"], sink["uniform_baseline"], sink["defined"], sink["undefined"]) == (
-        11,
-        0.125,
-        8,
-        1,
-    )
     cell = values("a-1")[0, 3, 1:]
-    assert sink["standard_error"] == pytest.approx(cell.std(ddof=1) / 8**0.5, rel=1e-6)
-    assert (sink["minimum"], sink["maximum"]) == pytest.approx((cell.min(), cell.max()))
+    assert sink == sink | {"heads": 11, "uniform_baseline": 0.125, "defined": 8, "undefined": 1} | {
+        "mean": pytest.approx(means[0, 3]),
+        "percentile": pytest.approx(100 * (others < means[0, 3]).sum() / 10),
+        "standard_error": pytest.approx(cell.std(ddof=1) / 8**0.5, rel=1e-6),
+        "minimum": pytest.approx(cell.min()),
+        "maximum": pytest.approx(cell.max()),
+    }
     # Four heads of twelve have a smaller entropy than head 2, and one other has the same.
     entropies = {
         row["run_id"]: row["percentile"]
@@ -146,19 +136,17 @@ def test_a_head_card_places_a_head_among_the_others(database: RunDatabase) -> No
 
 def test_quantiles_are_those_of_numpy(database: RunDatabase) -> None:
     rows = of_run(database.records("quantiles"), "b-2")
-    for row in rows:
-        cell = values("b-2")[row["layer"], row["head"], 1:]
-        if row["label"] == "L1H2":
-            assert (row["p50"], row["defined"]) == (None, 0)
-            continue
-        for percent in (1, 5, 25, 50, 75, 95, 99):
-            assert row[f"p{percent:02}"] == pytest.approx(np.percentile(cell, percent))
     assert len(rows) == LAYERS * HEADS
+    percents = (1, 5, 25, 50, 75, 95, 99)
+    for row in rows:
+        numbers = np.percentile(values("b-2")[row["layer"], row["head"], 1:], percents)
+        is_defined = row["label"] != "L1H2"
+        expected = pytest.approx(numbers) if is_defined else [None] * 7
+        assert [row[f"p{percent:02}"] for percent in percents] == expected
+        assert row["defined"] == (8 if is_defined else 0)
 
 
-def test_outliers_are_the_most_extreme_sequences_and_the_earliest_of_equals(
-    database: RunDatabase,
-) -> None:
+def test_outliers_are_the_extreme_sequences_and_the_first_of_equals(database: RunDatabase) -> None:
     rows = [row for row in database.records("FROM outliers(k := 2)") if row["run_id"] == "a-1"]
     assert len(rows) == (LAYERS * HEADS - 1) * 4
     cell = values("a-1")[1, 5]
@@ -172,16 +160,12 @@ def test_outliers_are_the_most_extreme_sequences_and_the_earliest_of_equals(
     ]
     spread = cell[1:].std(ddof=1)
     for row in found:
-        value = cell[row["sequence"]]
-        assert row["value"] == value
+        value, part = cell[row["sequence"]], PARTS[row["sequence"] % 3]
+        assert (row["value"], row["pile_set_name"]) == (value, part)
         assert row["deviations"] == pytest.approx((value - cell[1:].mean()) / spread)
-        assert row["pile_set_name"] == PARTS[row["sequence"] % 3]
     # Sequences 0 and 5 share the smallest entropy; 2 and 7 the largest.
-    equals = database.records("FROM outliers(statistic := 'entropy', k := 1)")
-    assert {(row["extreme"], row["sequence"]) for row in equals} == {
-        ("largest", 2),
-        ("smallest", 0),
-    }
+    equals = database.rows("SELECT extreme, sequence FROM outliers('entropy', 1)")
+    assert {*equals} == {("largest", 2), ("smallest", 0)}
 
 
 def welch(this: np.ndarray, other: np.ndarray) -> list[float]:
@@ -197,11 +181,7 @@ def test_contrasts_of_parts_inputs_and_models(database: RunDatabase) -> None:
         return {(row["run_id"], row["label"], row["this"], row["other"]): row for row in rows}
 
     parts = compared("compare := 'pile_set_name'")
-    assert {key[2:] for key in parts} == {
-        ("ArXiv", "Github"),
-        ("ArXiv", "Wikipedia (en)"),
-        ("Github", "Wikipedia (en)"),
-    }
+    assert {key[2:] for key in parts} == {*combinations(PARTS, 2)}
     cell = values("a-1")[0, 1]
     by_subset = {part: cell[1:][np.arange(1, SEQUENCES) % 3 == i] for i, part in enumerate(PARTS)}
     row = parts["a-1", "L0H1", "ArXiv", "Github"]
@@ -246,10 +226,8 @@ def test_agreement_of_seeds_is_the_correlation_of_ranks(database: RunDatabase) -
 
 
 def test_uniform_baselines_are_one_row_per_statistic(database: RunDatabase) -> None:
-    rows = database.rows(
-        "SELECT DISTINCT statistic, uniform_baseline, n_ctx FROM uniform_baselines ORDER BY 1"
-    )
-    assert rows == [("entropy", 0.125, 5), ("sink_mass", 0.125, 5)]
+    sql = "SELECT DISTINCT statistic, uniform_baseline, n_ctx FROM uniform_baselines ORDER BY 1"
+    assert database.rows(sql) == [("entropy", 0.125, 5), ("sink_mass", 0.125, 5)]
 
 
 # Parameters

@@ -102,31 +102,26 @@ def test_every_change_is_seen(looks: Looks, tmp_path: Path) -> None:
     commit = local(directory.commit_file(3)).read_bytes()
     run = looks.settle()
 
-    def changed() -> None:
+    def changed() -> Run:
         nonlocal run
         before, run = run, looks.look()
         assert run is not before
         run = looks.settle()
+        return run
 
     local(directory.commit_file(3)).unlink()
-    changed()
-    assert len(run.commit_log) == 3
+    assert len(changed().commit_log) == 3
     write_whole(directory.commit_file(3), commit)
-    changed()
-    assert len(run.commit_log) == 4
+    assert len(changed().commit_log) == 4
     heads.write_bytes(content[:-9])
-    changed()
-    assert [damage.shards for damage in run.damaged] == [[1]]
+    assert [damage.shards for damage in changed().damaged] == [[1]]
     write_whole(heads, content)
-    changed()
-    assert run.damaged == []
+    assert changed().damaged == []
     compact(directory)
-    changed()
-    assert run.commit_log["gathered"].to_pylist() == [True] * 4
+    assert changed().commit_log["gathered"].to_pylist() == [True] * 4
     manifest = local(directory.manifest_file)
     manifest.write_text(manifest.read_text().replace("2026-01-02", "2026-01-03"))
-    changed()
-    assert run.manifest.created.startswith("2026-01-03")
+    assert changed().manifest.created.startswith("2026-01-03")
 
 
 class CoarseStatus(NamedTuple):
@@ -177,9 +172,7 @@ def test_a_run_without_commits_is_seen_to_begin(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_in_a_store_a_commit_of_the_same_second_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_store_each_commit_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local_run = toy_run(tmp_path)
     with S3Server() as server:
         for name, value in server.env().items():

@@ -11,15 +11,11 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from headcount.jobs.plan.plan import make_plan, prepare_run
-from headcount.jobs.run.loop import missing_shards
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.schemas.scans.scan import parse_scan
-from headcount.workers.replica import Replica
-from headcount.workers.shard import run_shard
 from tests import ROOT
 from tests.toys import toy_models as toy
+from tests.toys.runs_here import measure_here
 from tests.toys.toy_runs import Cell, Row, write_run
 
 Array = np.ndarray
@@ -65,15 +61,9 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> RunDatabase:
     entropies: dict[str, Cell] = {"a-1": lambda row: 3 * value(row) ** 2, "b-2": value}
     for name, entropy in entropies.items():
         write_run(
-            path,
-            name,
-            {"sink_mass": value, "entropy": entropy},
-            heads=6,
-            sequences=8,
-            interventions=("none", "zero_query_bias"),
-            pile_sets=("Github", "ArXiv"),
-            family="pile",
-        )
+            path, name, {"sink_mass": value, "entropy": entropy}, heads=6, sequences=8,
+            interventions=("none", "zero_query_bias"), pile_sets=("Github", "ArXiv"), family="pile",
+        )  # fmt: skip
     return open_runs(path)
 
 
@@ -90,30 +80,18 @@ def save_models(path: Path) -> list[Path]:
 
 def measure(path: Path, models: list[Path]) -> None:
     """Runs with curves, profiles, predictions and weight statistics."""
+    profiles = ("attention_by_pair", "attention_received_by_key", "sink_resid_post_by_dimension")
     for model in models:
         fields = {
-            "model": str(model),
-            "out": str(path),
-            "n_ctx": N_CTX,
-            "sequences": 5,
-            "sequences_per_shard": 2,
-            "bos": False,
+            "model": str(model), "out": str(path), "n_ctx": N_CTX, "sequences": 5,
+            "sequences_per_shard": 2, "bos": False,
             "input": {"family": "uniform_random", "high": 7},
             "statistics": ["sink_mass", "entropy", "resid_post_spread", "resid_post_spread_share"],
-            "predictions": ["losses"],
+            "predictions": ["losses"], "profiles": list(profiles),
             "curves": ["attention_received_by_key", "sink_attention_by_query"],
-            "profiles": [
-                "attention_by_pair",
-                "attention_received_by_key",
-                "sink_resid_post_by_dimension",
-            ],
             "weight_statistics": ["key_composition", "first_effective_position"],
-        }
-        plan = make_plan(parse_scan(fields), model.name)
-        prepare_run(plan, "")
-        replica = Replica(plan.info, plan.scan, "cpu")
-        for shard in missing_shards(plan).tolist():
-            run_shard(replica, plan.run, plan.sequences.shard(shard))
+        }  # fmt: skip
+        measure_here(fields, model.name)
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +109,8 @@ def measured_runs(tmp_path_factory: pytest.TempPathFactory, models: list[Path]) 
 @pytest.fixture(scope="module")
 def measured(measured_runs: RunDatabase, models: list[Path]) -> Measured:
     database, model = measured_runs, models[0]
-    rows = database.records(
-        "SELECT tokens FROM sequences WHERE run_id[:4] = 'gpt2' ORDER BY sequence"
-    )
-    tokens = np.array([row["tokens"] for row in rows])
+    sql = "SELECT tokens FROM sequences WHERE run_id[:4] = 'gpt2' ORDER BY sequence"
+    tokens = np.array([tokens for (tokens,) in database.rows(sql)])
     gpt2: Any = GPT2LMHeadModel.from_pretrained(model, attn_implementation="eager").eval()
     with torch.inference_mode():
         output = gpt2(torch.from_numpy(tokens).long(), output_attentions=True)
@@ -142,9 +118,7 @@ def measured(measured_runs: RunDatabase, models: list[Path]) -> Measured:
 
 
 @pytest.mark.parametrize("sql", SQL_EXAMPLES, ids=lambda sql: sql.split("\n")[0][:50])
-def test_an_example_is_answered_and_mixes_nothing(
-    database: RunDatabase, measured_runs: RunDatabase, sql: str
-) -> None:
+def test_examples_mix_nothing(database: RunDatabase, measured_runs: RunDatabase, sql: str) -> None:
     runs = database if sql in OF_STATISTICS else measured_runs
     answer = run_query(runs.connection, sql)
     rows = list(answer.rows())
@@ -174,12 +148,15 @@ def test_attention_by_token_is_the_sum_over_pairs(measured: Measured) -> None:
         ]
         received = [patterns[i, 1, 2, k:, k] for i, k in keys]
         uniform = [1 / (q + 1) for _, k in keys for q in range(k, N_CTX)]
-        assert row["keys"] == len(keys)
-        assert row["attention"] == pytest.approx(np.concatenate(received).mean(), rel=1e-5)
-        assert row["uniform_baseline"] == pytest.approx(np.mean(uniform), rel=1e-9)
-        assert row["attention_ratio"] == pytest.approx(row["attention"] / row["uniform_baseline"])
-        assert row["sink_keys"] == np.mean([values.mean() > 0.3 for values in received])
-        assert row["share"] == pytest.approx(np.concatenate(received).sum() / tokens.size, rel=1e-5)
+        together = np.concatenate(received)
+        assert row == row | {
+            "keys": len(keys),
+            "attention": pytest.approx(together.mean(), rel=1e-5),
+            "uniform_baseline": pytest.approx(np.mean(uniform), rel=1e-9),
+            "attention_ratio": pytest.approx(row["attention"] / row["uniform_baseline"]),
+            "sink_keys": np.mean([values.mean() > 0.3 for values in received]),
+            "share": pytest.approx(together.sum() / tokens.size, rel=1e-5),
+        }
         total += row["share"]
     assert total == pytest.approx(1)
 

@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
-from headcount.jobs.run.loop import measure_in_process
+from headcount.jobs.plan.plan import Plan
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import head_card
 from headcount.queries.report.report import _prediction_sql
 from headcount.queries.report.section import read_section, runs_by_id
-from headcount.schemas.scans.scan import parse_scan
 from tests.queries.test_explore_queries import Asker
+from tests.toys.runs_here import measure_here
 from tests.toys.toy_corpora import documents, write_jsonl
 from tests.toys.toy_runs import Row, write_run
 
@@ -46,22 +45,15 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     lengths = (70, 9, 20, 3, 31, 8, 130, 5, 5, 33, 12, 40)
     file = write_jsonl(folder / "texts.jsonl", documents(*lengths))
     fields = {
-        "model": "bundled:gpt2-mini",
-        "out": str(folder),
-        "n_ctx": N_CTX,
-        "sequences": "all",
+        "model": "bundled:gpt2-mini", "out": str(folder), "n_ctx": N_CTX, "sequences": "all",
         "sequences_per_shard": PER_SHARD,
         "input": {"family": "pile", "files": str(file), "packing": "concat"},
-        "interventions": list(INTERVENTIONS),
-        "statistics": list(STATISTICS),
-        "predictions": ["loss"],
-        "curves": ["attention_received_by_key"],
+        "interventions": list(INTERVENTIONS), "statistics": list(STATISTICS),
+        "predictions": ["loss"], "curves": ["attention_received_by_key"],
         "profiles": ["attention_by_lag"],
-    }
-    prepared = make_plan(parse_scan(fields), "texts")
-    prepare_run(prepared, "")
-    shards = np.arange(prepared.manifest.shards)
-    assert len([*measure_in_process(prepared, shards, "cpu")]) == len(shards) > 5
+    }  # fmt: skip
+    prepared = measure_here(fields, "texts")
+    assert prepared.manifest.shards > 5
     return prepared
 
 
@@ -88,11 +80,9 @@ def measured(plan: Plan) -> Measured:
     assert 1 in counts
     values: Values = {}
     for statistic in STATISTICS:
-        for *key, numbers in database.rows(
-            f"SELECT intervention, layer, head, list({statistic} ORDER BY sequence) FROM heads "
-            "GROUP BY ALL"
-        ):
-            intervention, layer, head = key
+        lists = f"list({statistic} ORDER BY sequence)"
+        sql = f"SELECT intervention, layer, head, {lists} FROM heads GROUP BY ALL"
+        for intervention, layer, head, numbers in database.rows(sql):
             values[intervention, statistic, layer, head] = np.array(numbers, float)
     assert any(np.isnan(numbers).any() for numbers in values.values())
     parts = np.array([row["pile_set_name"] or "" for row in rows])
@@ -169,9 +159,7 @@ def check_explorer(plan: Plan, measured: Measured) -> None:
     ask.engine.close()
 
 
-def test_views_and_the_explorer_have_the_errors_of_numpy_from_rows_and_from_roll_ups(
-    plan: Plan, measured: Measured
-) -> None:
+def test_rows_and_roll_ups_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> None:
     check_views(plan, measured)
     # Some shards are merged in pairs, whose documents go on in other roll-ups and in rows.
     compact(plan.run, 2 * PER_SHARD * HEADS * N_CTX + 1)
@@ -183,14 +171,10 @@ def test_views_and_the_explorer_have_the_errors_of_numpy_from_rows_and_from_roll
     check_views(plan, measured)
 
 
-def test_predictions_and_kept_curves_have_the_errors_of_numpy(
-    plan: Plan, measured: Measured
-) -> None:
+def test_predictions_and_kept_curves_have_numpys_errors(plan: Plan, measured: Measured) -> None:
     database = open_runs(plan.run.path)
-    changed = database.rows(
-        "SELECT loss FROM sequences WHERE intervention <> 'none' ORDER BY sequence"
-    )
-    changes = np.array(changed, float).ravel() - measured.losses
+    sql = "SELECT loss FROM sequences WHERE intervention <> 'none' ORDER BY sequence"
+    changes = np.array(database.rows(sql), float).ravel() - measured.losses
     rows = {row["intervention"]: row for row in database.records(_prediction_sql("loss", ""))}
     error, _ = error_over_documents(measured.losses, measured.documents)
     assert (rows["none"]["standard_error"], rows["none"]["change_error"]) == (error, None)
@@ -206,18 +190,14 @@ def test_predictions_and_kept_curves_have_the_errors_of_numpy(
         assert found == error_over_documents(one, measured.documents)[0]
 
 
-def test_errors_of_profiles_are_over_shards_where_documents_have_several_sequences(
-    plan: Plan,
-) -> None:
+def test_errors_of_profiles_are_over_shards_where_documents_are_long(plan: Plan) -> None:
     database = open_runs(plan.run.path)
     own = "profile = 'attention_by_lag' AND intervention = 'none' AND label = 'L1H6' AND lag = 2"
     shards = database.records(f"SELECT count, mean FROM profiles WHERE {own}")
     numbers = [row["mean"] for row in shards for _ in range(row["count"])]
     groups = [number for number, row in enumerate(shards) for _ in range(row["count"])]
-    expected = [error_over_documents(numbers, groups)]
-    assert (
-        database.rows(f"SELECT standard_error, groups FROM profile_means WHERE {own}") == expected
-    )
+    sql = f"SELECT standard_error, groups FROM profile_means WHERE {own}"
+    assert database.rows(sql) == [error_over_documents(numbers, groups)]
 
 
 def test_runs_and_groups_are_compared_over_documents(tmp_path: Path) -> None:
@@ -237,9 +217,8 @@ def test_runs_and_groups_are_compared_over_documents(tmp_path: Path) -> None:
     rows = [Row("none", sequence, 1, 2) for sequence in range(12)]
     one = np.array([value(row) for row in rows], np.float32).astype(float)
     two = np.array([other_value(row) for row in rows], np.float32).astype(float)
-    (change,) = database.records(
-        "FROM run_changes WHERE run_id = 'b-2' AND label = 'L1H2' AND statistic = 'sink_mass'"
-    )
+    where = "run_id = 'b-2' AND label = 'L1H2' AND statistic = 'sink_mass'"
+    (change,) = database.records(f"FROM run_changes WHERE {where}")
     check(change, two - one, of_documents)
     where = "WHERE label = 'L1H2' AND coalesce(run_id, 'a-1') = 'a-1'"
     is_arxiv = np.arange(12) % 4 % 3 == 0

@@ -15,16 +15,14 @@ import torch
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.jobs.plan.plan import make_plan, prepare_run
-from headcount.jobs.run.loop import measure_in_process
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.engine.dense_engine import DenseEngine
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.run_model import RunModel
 from tests.toys import toy_models as toy
+from tests.toys.runs_here import measure_here
 
 TEXTS = "text\nHello there!\x1b[2J and on it goes\nDer Bär ißt große Äpfel heute\n"
 
@@ -35,22 +33,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     model = toy.save_byte_model(folder / "bytes")
     (folder / "texts.csv").write_text(TEXTS, encoding="utf-8")
-    scan = parse_scan(
-        {
-            "model": str(model),
-            "n_ctx": 20,
-            "sequences": 2,
-            "out": str(folder / "runs"),
-            "interventions": ["none", "mask_keys(0,2)"],
-            "bos": False,
-            "statistics": ["sink_mass", "entropy"],
-            "input": {"family": "csv_texts", "files": str(folder / "texts.csv")},
-        }
-    )
-    plan = make_plan(scan, "texts")
-    prepare_run(plan, "")
-    commits = list(measure_in_process(plan, np.arange(plan.manifest.shards), "cpu"))
-    assert [type(commit).__name__ for commit in commits] == ["Commit"]
+    fields = {
+        "model": str(model), "out": str(folder / "runs"), "n_ctx": 20, "sequences": 2, "bos": False,
+        "input": {"family": "csv_texts", "files": str(folder / "texts.csv")},
+        "interventions": ["none", "mask_keys(0,2)"], "statistics": ["sink_mass", "entropy"],
+    }  # fmt: skip
+    measure_here(fields, "texts")
     return folder
 
 
@@ -95,9 +83,7 @@ def test_a_part_of_a_character_is_its_bytes(home: Path) -> None:
 @pytest.mark.parametrize(
     ("intervention", "head"), [("none", 0), ("mask_keys(0,2)", 1), ("zero_query_bias", 1)]
 )
-def test_the_keys_of_a_head_are_those_of_its_pattern(
-    home: Path, intervention: str, head: int
-) -> None:
+def test_the_keys_of_a_head_are_of_its_pattern(home: Path, intervention: str, head: int) -> None:
     words = ("--head", f"L0H{head}", "--intervention", intervention)
     lines = call("text", run_of(home), "1", *words).splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("pos "))
@@ -115,9 +101,8 @@ def test_the_keys_of_a_head_are_those_of_its_pattern(
         assert float(look[3]) == pytest.approx(attention.max(), abs=5.1e-4)
         assert float(look[4]) == pytest.approx(attention[0], abs=5.1e-4)
     measured = dict(line.split() for line in lines[3:header] if len(line.split()) == 2)
-    if intervention == "zero_query_bias":
-        assert "not measured in this run" in lines
-    else:
+    assert ("not measured in this run" in lines) == (intervention == "zero_query_bias")
+    if measured:
         assert float(measured["sink_mass"]) == pytest.approx(pattern[1:, 0].mean(), abs=1e-4)
 
 
@@ -140,11 +125,8 @@ def whole_pattern(home: Path, intervention: str) -> np.ndarray:
     return patterns[0][0].numpy()
 
 
-def test_a_model_that_has_moved_is_named_and_another_one_is_refused(
-    home: Path, tmp_path: Path
-) -> None:
-    moved = tmp_path / "moved"
-    shutil.copytree(home, moved)
+def test_a_model_that_moved_is_named_and_another_is_refused(home: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(home, tmp_path / "moved")
     run = run_of(moved)
     manifest = run / "manifest.json"
     manifest.write_text(manifest.read_text().replace(str(home / "bytes"), "/nowhere/bytes"))
@@ -160,11 +142,9 @@ def test_a_model_that_has_moved_is_named_and_another_one_is_refused(
 
 
 def test_a_model_without_a_tokenizer_shows_numbers(home: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "moved"
-    shutil.copytree(home, moved)
+    moved = shutil.copytree(home, tmp_path / "moved")
     (moved / "bytes" / "tokenizer.json").unlink()
-    result = CliRunner().invoke(
-        app, ["text", str(run_of(moved)), "0", "--model", str(moved / "bytes")]
-    )
+    words = ["text", str(run_of(moved)), "0", "--model", str(moved / "bytes")]
+    result = CliRunner().invoke(app, words)
     assert "note: token numbers are shown: " in result.stderr
     assert re.search(r"^ 0  \d+\|\d+\|", result.stdout, flags=re.MULTILINE)

@@ -73,14 +73,13 @@ def test_maps_are_means_of_the_patterns(tmp_path: Path) -> None:
             patterns = gpt(tokens, output_attentions=True).attentions
         expected = torch.stack(patterns).mean((0, 1, 2)).numpy()
         found = np.zeros((21, 21))
+        where = f"WHERE intervention = '{intervention}'"
         for query, key, attention in database.rows(
-            f"SELECT query, key, attention FROM maps WHERE intervention = '{intervention}'"
+            f"SELECT query, key, attention FROM maps {where}"
         ):
             found[query, key] = attention
         np.testing.assert_allclose(found, expected, atol=1e-5)
-        ((first,),) = database.rows(
-            f"SELECT first FROM sinks WHERE intervention = '{intervention}'"
-        )
+        ((first,),) = database.rows(f"SELECT first FROM sinks {where}")
         assert first == pytest.approx(expected[10:, 0].mean(), abs=1e-5)
 
 
@@ -127,19 +126,12 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
     interventions = ["none", "zero_query_bias", "random_query_bias"]
     interventions = f"interventions={interventions}".replace("'", '"')
     ask = measured("sink_circuit", tmp_path, "sequences=9", interventions).rows
-    rows = ask(
-        "SELECT intervention, sequence, layer, head, sink_mass_late FROM replication_heads "
-        "ORDER BY ALL"
-    )
-    cells = {
-        intervention: np.array([row[4] for row in rows if row[0] == intervention]).reshape(9, 24)
-        for intervention in interventions
-    }
+    lists = "list(sink_mass_late ORDER BY sequence, layer, head)"
+    rows = ask(f"SELECT intervention, {lists} FROM replication_heads GROUP BY ALL")
+    cells = {intervention: np.reshape(values, (9, 24)) for intervention, values in rows}
     band = {intervention: values.mean(1) for intervention, values in cells.items()}
-    effects_found = {
-        row[0]: row[1:]
-        for row in ask("SELECT intervention, mean, percent, change, standard_error FROM effect")
-    }
+    rows = ask("SELECT intervention, mean, percent, change, standard_error FROM effect")
+    effects_found = {name: numbers for name, *numbers in rows}
     for intervention in interventions:
         change = band[intervention] - band["none"]
         percent = 100 * band[intervention].mean() / band["none"].mean()
@@ -154,14 +146,10 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
         "random_query_bias",
         *(pytest.approx(effects_found["random_query_bias"][i], rel=1e-9) for i in (1, 3)),
     )
-    for intervention, sequence, gini, above in ask(
-        "SELECT intervention, sequence, gini, above2 FROM band"
-    ):
-        sorted_values = np.sort(cells[intervention][sequence])
-        differences = np.abs(sorted_values[:, None] - sorted_values).sum() / (
-            2 * 24**2 * sorted_values.mean()
-        )
-        assert (gini, above) == (pytest.approx(differences, rel=1e-6), (sorted_values > 0.2).mean())
+    for name, sequence, gini, above in ask("SELECT intervention, sequence, gini, above2 FROM band"):
+        values = cells[name][sequence]
+        differences = np.abs(values[:, None] - values).sum() / (2 * 24**2 * values.mean())
+        assert (gini, above) == (pytest.approx(differences, rel=1e-6), (values > 0.2).mean())
 
 
 @pytest.mark.long
@@ -171,39 +159,25 @@ def test_percentiles_of_the_shifts_and_massive_coordinates_are_numpys(tmp_path: 
     inputs: list[torch.Tensor] = []
     for block in gpt.h:
         block.ln_1.register_forward_hook(lambda module, arguments, output: inputs.append(output))
-    tokens = torch.tensor(
-        [row[0] for row in ask("SELECT tokens FROM replication_sequences ORDER BY sequence")]
-    )
+    rows = ask("SELECT tokens FROM replication_sequences ORDER BY sequence")
+    tokens = torch.tensor([tokens for (tokens,) in rows])
     with torch.no_grad():
         gpt(tokens)
     weights = [block.attn.c_attn.weight[:, 128:256].reshape(128, 8, 16) for block in gpt.h]
     biases = [block.attn.c_attn.bias[:128].reshape(8, 16) for block in gpt.h]
-    shifts = torch.stack(
-        [
-            torch.einsum("bkd,dhe,he->bhk", *parts)
-            for parts in zip(inputs, weights, biases, strict=True)
-        ]
-    ).detach()
+    parts = zip(inputs, weights, biases, strict=True)
+    shifts = torch.stack([torch.einsum("bkd,dhe,he->bhk", *each) for each in parts]).detach()
     margins = (shifts - shifts.amin(-1, keepdim=True)).flatten(1, 2).numpy()
-    expected = np.stack(
-        [*np.percentile(margins, [10, 50, 90], axis=1), margins.mean(1), margins.std(1)], axis=-1
-    ).reshape(-1, 5)
-    percentiles_found = ask(
-        "SELECT p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, position"
-    )
-    np.testing.assert_allclose(np.array(percentiles_found), expected, atol=1e-4)
+    percentiles = np.percentile(margins, [10, 50, 90], axis=1)
+    expected = np.stack([*percentiles, margins.mean(1), margins.std(1)], axis=-1).reshape(-1, 5)
+    rows = ask("SELECT p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, position")
+    np.testing.assert_allclose(np.array(rows), expected, atol=1e-4)
     first = (gpt.wpe.weight[0] + gpt.h[0].mlp(gpt.wpe.weight[:1])[0]).detach().numpy()
     size = np.abs(first)
     massive = {row[0] for row in ask("SELECT dimension FROM coordinates WHERE massive")}
     assert massive == set(np.flatnonzero(size > size.mean() + 3 * size.std()).tolist()) != set()
-    coupling = np.stack(
-        [
-            torch.einsum("dhe,he->hd", weight, bias).detach().numpy()
-            for weight, bias in zip(weights, biases, strict=True)
-        ]
-    )
-    ((mean, other_mean),) = ask("SELECT massive, other FROM by_kind")
-    assert mean == pytest.approx(np.abs(coupling[..., sorted(massive)]).mean(), rel=1e-6)
-    assert other_mean == pytest.approx(
-        np.abs(np.delete(coupling, sorted(massive), axis=-1)).mean(), rel=1e-6
-    )
+    pairs = zip(weights, biases, strict=True)
+    coupling = torch.stack([torch.einsum("dhe,he->hd", *each) for each in pairs]).detach().abs()
+    is_massive = np.isin(np.arange(128), sorted(massive))
+    means = [coupling.numpy()[..., chosen].mean() for chosen in (is_massive, ~is_massive)]
+    assert ask("SELECT massive, other FROM by_kind") == [pytest.approx(means, rel=1e-6)]

@@ -40,9 +40,7 @@ def test_the_page_counts_every_claim_and_lists_every_replication() -> None:
         ('covered_by = "nothing of ours"', "names no column, intervention, input or view"),
     ],
 )
-def test_a_claim_that_names_what_is_not_there_is_a_line(
-    tmp_path: Path, answer: str, problem: str
-) -> None:
+def test_a_claim_of_what_is_not_there_is_a_line(tmp_path: Path, answer: str, problem: str) -> None:
     file = tmp_path / "own.toml"
     file.write_text(f'source = "s"\n[[claim]]\ntext = "It is so."\n{answer}\n')
     lines = literature_page.problems(tmp_path)

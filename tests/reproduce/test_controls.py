@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,35 +28,26 @@ from headcount.reproduce.controls import (
     scatter_problems,
 )
 from headcount.reproduce.published_values import PublishedValue
-from headcount.reproduce.replication import Replication, replications
+from headcount.reproduce.replication import replications
 from headcount.reproduce.replication_runs import open_replication_runs
 from headcount.workers.model.random_model import LIVELY
+from tests.toys.toy_replications import toy_replication
 
 REPLICATIONS = replications()
 
 # The one-layer toy has uniform attention if it is untrained: 1/2 for the first key of 2, and so on.
-TOY = {
-    "title": "",
-    "source": "",
-    "measured": "",
-    "published_model": "m",
-    "published_sizes": {"n_layers": 2, "n_heads": 2, "n_ctx": 16, "d_vocab": 300},
-    "bundled_model": "bundled:gpt2-mini",
-    "scan": {
-        "interventions": {
-            "n_ctx": 8,
-            "sequences": 2,
-            "bos": False,
-            "statistics": ["sink_mass_late"],
-            "input": {"family": "uniform_random"},
-            "interventions": ["none", "zero_positions", "zero_head(0,0)"],
-        }
-    },
-    "view": {
-        "means": "SELECT intervention, avg(sink_mass_late) AS mean FROM replication_heads "
-        "GROUP BY ALL",
-    },
-}
+SCAN = {
+    "n_ctx": 8, "sequences": 2, "bos": False, "statistics": ["sink_mass_late"],
+    "input": {"family": "uniform_random"},
+    "interventions": ["none", "zero_positions", "zero_head(0,0)"],
+}  # fmt: skip
+SIZES = {"n_layers": 2, "n_heads": 2, "n_ctx": 16, "d_vocab": 300}
+MEANS_BY_NAME = (
+    "SELECT intervention, avg(sink_mass_late) AS mean FROM replication_heads GROUP BY ALL"
+)
+TOY: dict[str, Any] = {
+    "scan": {"interventions": SCAN}, "view": {"means": MEANS_BY_NAME}, "published_sizes": SIZES,
+}  # fmt: skip
 
 RATIO = (
     "SELECT intervention || ' ratio', "
@@ -63,8 +55,8 @@ RATIO = (
 )
 
 
-def toy_replication(**check: object) -> Replication:
-    return Replication.model_validate(TOY | {"check": [check]})
+def toy(**check: object) -> Any:
+    return toy_replication(**TOY, check=[check])
 
 
 def names(controls: Iterable[Control], control: str = "random") -> list[str]:
@@ -80,7 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ControlRuns:
 
 def passing(runs: ControlRuns, control: str, **check: object) -> list[str]:
     """What passes a control of this kind on the toy, and must not."""
-    controls = ReplicationControls("toy", toy_replication(**check), runs)
+    controls = ReplicationControls("toy", toy(**check), runs)
     return names(controls.measure(), control)
 
 
@@ -92,7 +84,7 @@ def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(runs: Con
     published = {"none": np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8]), "zero_positions": 0.9}
     check = {"sql": MEANS, "tolerance": 0.02, "published": published}
     assert passing(runs, "random", **check) == ["none"]
-    excused = toy_replication(**check, passes_random={"no*": "a control"})
+    excused = toy(**check, passes_random={"no*": "a control"})
     (control,) = ReplicationControls("toy", excused, runs).measure()
     assert (control.is_wrong, control.text) == (False, "a control")
 
@@ -108,10 +100,8 @@ def test_a_figure_that_an_intervention_without_effect_passes_is_found(runs: Cont
     assert wrong == ["zero_positions"]
 
 
-def test_an_intervention_that_does_nothing_has_the_rows_of_the_untouched_model(
-    runs: ControlRuns,
-) -> None:
-    replication = toy_replication(sql="", tolerance=1, published={"a": 1})
+def test_an_intervention_that_does_nothing_has_the_untouched_rows(runs: ControlRuns) -> None:
+    replication = toy(sql="", tolerance=1, published={"a": 1})
     # One scan has the untouched model, and one lacks it.
     alone = replication.scan["interventions"] | {"interventions": ["zero_positions"]}
     replication = replication.model_copy(update={"scan": replication.scan | {"alone": alone}})
@@ -124,31 +114,26 @@ def test_an_intervention_that_does_nothing_has_the_rows_of_the_untouched_model(
     database = open_replication_runs(replication, str(runs.runs("both")))
     sql = "SELECT scan, intervention, count(*), list(sink_mass_late ORDER BY sequence, label) "
     sql += "FROM replication_heads GROUP BY ALL ORDER BY ALL"
+
+    def shown() -> dict[Any, Any]:
+        return {(scan, name): values for scan, name, *values in database.rows(sql)}
+
     as_measured(plans).show(database)
-    changed = {
-        (scan, intervention): (count, values)
-        for scan, intervention, count, values in database.rows(sql)
-    }
+    changed = shown()
     assert [*changed] == [
         ("alone", "zero_positions"), ("interventions", "none"), ("interventions", "zero_head(0,0)"),
         ("interventions", "zero_positions"),
     ]  # fmt: skip
     assert changed["interventions", "none"] != changed["interventions", "zero_positions"]
     as_if_untouched(plans, untouched).show(database)
-    null = {
-        (scan, intervention): (count, values)
-        for scan, intervention, count, values in database.rows(sql)
-    }
-    assert null == dict.fromkeys(changed, changed["interventions", "none"])
+    assert shown() == dict.fromkeys(changed, changed["interventions", "none"])
 
 
 def test_a_run_that_two_models_share_is_measured_once(runs: ControlRuns) -> None:
-    sizes = TOY["published_sizes"]
     check = {"sql": RATIO, "tolerance": 0.2, "published": {"none ratio": 3}}
     # Longer contexts than the controls measure are one model to them.
-    checks = [check | {"sizes": sizes | {"n_ctx": n_ctx}} for n_ctx in (4096, 8192)]
-    replication = Replication.model_validate(TOY | {"check": checks})
-    ReplicationControls("shared", replication, runs).measure()
+    checks = [check | {"sizes": SIZES | {"n_ctx": n_ctx}} for n_ctx in (4096, 8192)]
+    ReplicationControls("shared", toy_replication(**TOY, check=checks), runs).measure()
     # 16 positions and the most; each with weights of two kinds.
     assert len(list(runs.runs("shared").rglob("manifest.json"))) == 4
 
@@ -226,5 +211,5 @@ def test_no_figure_fails_a_model_that_is_right() -> None:
 
 
 def test_a_figure_that_is_too_narrow_is_found() -> None:
-    replication = toy_replication(sql="", tolerance=0.1, published={"a": 1.0}, standard_error=0.1)
+    replication = toy(sql="", tolerance=0.1, published={"a": 1.0}, standard_error=0.1)
     assert names(scatter_problems("toy", replication), "scatter") == ["a"]

@@ -140,18 +140,9 @@ def test_the_replications_name_the_command_that_builds_their_texts() -> None:
 
 
 def test_every_head_is_compared_at_every_length() -> None:
-    with_bos = {
-        f"{head}, T = {n_ctx}: first {first}"
-        for head in HEADS
-        for n_ctx in LENGTHS
-        for first in (1, 4, 8)
-    }
-    without_bos = {
-        f"{head}, T = 512, without BOS: {what}"
-        for head in HEADS
-        for what in ("first 1", "first 4", "entropy")
-    }
-    assert set(all_heads()) == with_bos | without_bos
+    columns = [f"T = {n_ctx}: first {first}" for n_ctx in LENGTHS for first in (1, 4, 8)]
+    columns += [f"T = 512, without BOS: {what}" for what in ("first 1", "first 4", "entropy")]
+    assert set(all_heads()) == {f"{head}, {column}" for head in HEADS for column in columns}
 
 
 def test_heads_are_the_sources() -> None:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -19,12 +18,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.reproduce.control_runs import (
-    as_if_untouched,
-    as_measured,
-    measure_run,
-    with_untouched,
-)
+from headcount.reproduce import control_runs
 from headcount.reproduce.controls import has_interventions, null_claims
 from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import (
@@ -47,7 +41,8 @@ from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import find_model
 from tests.toys import published
 from tests.toys import toy_models as toy
-from tests.toys.toy_runs import without_runs
+from tests.toys.toy_replications import replication_text, toy_replication
+from tests.toys.toy_runs import one_line, without_runs
 
 REPLICATIONS = replications()
 QUICK = ("position_geometry", "sink_circuit_no_mlp")
@@ -75,8 +70,7 @@ def models() -> Iterator[KnownModels]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.long]) for n in REPLICATIONS],
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.long]) for n in REPLICATIONS]
 )
 def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its_interventions(
     name: str, tmp_path: Path, models: KnownModels, monkeypatch: pytest.MonkeyPatch
@@ -87,15 +81,15 @@ def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its
     model = replication.bundled_model
     plans = plan_replication(replication, model, str(tmp_path), models=models)
     directory = plans[0].scan.out
-    other = with_untouched(replication, is_miniature=True)
+    other = control_runs.with_untouched(replication, is_miniature=True)
     is_other = other != replication
     untouched = plan_replication_in(directory, other, model, models=models) if is_other else plans
     for plan in {plan.run.run_id: plan for plan in [*plans, *untouched]}.values():
-        measure_run(plan, models)
+        control_runs.measure_run(plan, models)
     database = open_replication_runs(replication, directory)
     if is_other:
         # A user's directory does not have the others.
-        as_measured(plans).show(database)
+        control_runs.as_measured(plans).show(database)
     results = judge(name, replication, plans[0].info, model, database)
     assert [result.name for result in results if result.verdict == "fail"] == []
     # Every published figure is there, and none is compared with a miniature.
@@ -111,7 +105,7 @@ def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its
     assert all(figure.title in html.unescape(page) for figure in replication.figure)
     # Last, because it changes what the database shows.
     if has_interventions(replication):
-        null = as_if_untouched(plans, untouched)
+        null = control_runs.as_if_untouched(plans, untouched)
         controls = null_claims(name, replication, database, results, null)
         assert [control.name for control in controls if control.is_wrong] == []
 
@@ -142,9 +136,7 @@ def test_a_replication_of_the_published_model_runs_where_its_weights_are(
     assert exit_code == 0, output
 
 
-def test_overrides_are_of_every_scan_or_of_one_and_all_are_measured_in_float32(
-    tmp_path: Path,
-) -> None:
+def test_overrides_are_of_every_scan_or_of_one_and_all_are_in_float32(tmp_path: Path) -> None:
     replication = REPLICATIONS["previous_token"]
     overrides = ["sequences=8", "with-bos.seed=7", "parts.input.distinct=true"]
     plans = plan_replication(replication, replication.bundled_model, str(tmp_path), overrides)
@@ -171,9 +163,7 @@ def test_another_formula_is_another_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert directory() != first_directory
 
 
-def test_logits_in_small_pieces_are_the_same_and_without_predictions_there_are_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_logits_in_pieces_are_the_same_and_may_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
     path, tokens = find_model("bundled:gpt2-mini"), toy.repeating_tokens(9)
     replica = toy.replica(path, predictions=["losses", "final_logits"])
     at_once = replica.measure(tokens).sequences
@@ -189,20 +179,6 @@ def test_logits_in_small_pieces_are_the_same_and_without_predictions_there_are_n
 
 
 # Verdicts
-
-
-def toy_replication(**fields: Any) -> Replication:
-    sizes = {"n_layers": 1, "n_heads": 2}
-    base = {
-        "title": "",
-        "source": "",
-        "measured": "",
-        "published_model": "m",
-        "published_sizes": sizes,
-        "bundled_model": "b",
-        "scan": {},
-    }
-    return Replication.model_validate(base | fields)
 
 
 def verdicts(replication: Replication) -> list[Result]:
@@ -251,34 +227,23 @@ def test_verdicts() -> None:
     assert [result.tolerance for result in results[:5]] == [0.1, 0.1, 0.1, 20.0, None]
 
 
-def replication_in(directory: Path, text: str, **files: str) -> Replication:
-    """A replication of one layer and two heads, from its file and the files beside it."""
-    for name, content in files.items():
-        (directory / f"{name}.csv").write_text(content)
-    head = """title = ""
-source = ""
-measured = ""
-published_model = "m"
-published_sizes = { n_layers = 1, n_heads = 2 }
-bundled_model = "b"
-scan = {}
-"""
-    (directory / "toy.toml").write_text(head + text)
+def replication_in(directory: Path, text: str, values: str) -> Replication:
+    """A replication from its file, and its table of published values."""
+    (directory / "values.csv").write_text(values)
+    (directory / "toy.toml").write_text(replication_text(text + "\n[scan]"))
     return read_replication(directory / "toy.toml")
 
 
 def test_a_file_of_published_values_may_name_models_and_tolerances(tmp_path: Path) -> None:
-    replication = replication_in(
-        tmp_path,
-        """
+    text = """
 published_models.large = { n_layers = 2 }
 [[check]]
 file = "values.csv"
 tolerance = 0.1
 sql = "VALUES ('a', 1.05), ('b', 3)"
-""",
-        values="name,value,model,tolerance\na,1,,\na,2,large,\nb,2.9,large,0.01\n",
-    )
+"""
+    table = "name,value,model,tolerance\na,1,,\na,2,large,\nb,2.9,large,0.01\n"
+    replication = replication_in(tmp_path, text, table)
     assert [(f.name, f.tolerance, f.file, f.model, f.verdict) for f in verdicts(replication)] == [
         ("a", 0.1, "values.csv", "m", "pass"),
         ("large: a", 0.1, "values.csv", "m", "not comparable"),
@@ -302,13 +267,10 @@ sql = "VALUES ('a', 1.05), ('b', 3)"
         ("tolerance = 1\nrelative = true\nlog10 = true", "", "either relative or log10"),
     ],
 )
-def test_mistakes_in_published_values_are_lines(
-    tmp_path: Path, text: str, csv: str, problem: str
-) -> None:
+def test_wrong_values_are_lines(tmp_path: Path, text: str, csv: str, problem: str) -> None:
     check = f"[[check]]\nsql = ''\nfile = 'values.csv'\n{text}\n"
-    with pytest.raises(ScanError, match=re.escape(problem)) as error:
-        replication_in(tmp_path, check, values=csv)
-    assert len(str(error.value).splitlines()) == 1
+    with one_line(ScanError, re.escape(problem)):
+        replication_in(tmp_path, check, csv)
 
 
 def test_a_tolerance_of_the_logarithm_is_of_orders_of_magnitude() -> None:
@@ -333,20 +295,15 @@ def test_figures_of_the_authors_text_are_compared_only_with_that_text() -> None:
 
 def test_the_text_stands_wherever_a_replication_reads_it(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("It is what it is. " * 40)
-    scan = {
-        "n_ctx": 16,
-        "sequences": 1,
-        "statistics": ["sink_mass"],
-        "input": {"family": "text", "files": "$text", "packing": "concat"},
-    }
+    scan = {"n_ctx": 16, "sequences": 1, "statistics": ["sink_mass"]}
+    scan |= {"input": {"family": "text", "files": "$text", "packing": "concat"}}
     with pytest.raises(ValidationError, match=re.escape("reads $text, and the replication has no")):
         toy_replication(scan={"s": scan})
     replication = toy_replication(scan={"s": scan}, text={"what": "a text"})
 
     def files(text: str | None) -> object:
-        (plan,) = plan_replication(
-            replication, "bundled:gpt2-mini", str(tmp_path / "runs"), text=text
-        )
+        model, out = replication.bundled_model, str(tmp_path / "runs")
+        (plan,) = plan_replication(replication, model, out, text=text)
         return plan.scan.input.options["files"]
 
     assert files(None) == "bundled:LICENSE"
@@ -358,24 +315,20 @@ def test_a_reader_is_warned_of_every_model_but_the_published_one() -> None:
     same = toy.toy_info(**replication.published_sizes)
     other = toy.toy_info(n_layers=99)
     text = "its numbers are not comparable with the published ones"
-    assert warning(replication, other, replication.published_model) == ""
-    assert warning(replication, other, replication.bundled_model) == f"a miniature: {text}"
-    assert warning(replication, other, "else") == f"another model: {text}"
     same_sizes = "a model of the sizes of a published one: its numbers are compared, and may differ"
-    assert warning(replication, same, "same") == same_sizes
+    for info, model, line in (
+        (other, replication.published_model, ""),
+        (other, replication.bundled_model, f"a miniature: {text}"),
+        (other, "else", f"another model: {text}"),
+        (same, "same", same_sizes),
+    ):
+        assert warning(replication, info, model) == line
 
 
 # Mistakes
 
 
-OWN = """
-title = ""
-source = ""
-measured = ""
-published_model = "m"
-published_sizes = { n_layers = 9 }
-bundled_model = "bundled:gpt2-mini"
-
+OWN = replication_text("""
 [scan.random]
 n_ctx = 8
 sequences = 2
@@ -389,12 +342,10 @@ sql = "SELECT 'sink', avg(sink_mass) FROM replication_heads"
 
 [[claim]]
 sql = "SELECT 'sink', avg(sink_mass), true FROM replication_heads"
-"""
+""")
 
 
-def test_mistakes_in_the_sql_of_a_replication_are_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_in_its_sql_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headcount.reproduce.replication.REPLICATIONS", tmp_path)
 
     def reproduce_own(right: str, wrong: str) -> str:
@@ -402,51 +353,37 @@ def test_mistakes_in_the_sql_of_a_replication_are_lines(
         result = CliRunner().invoke(app, ["reproduce", "own", "--out", str(tmp_path / "runs")])
         return "" if result.exit_code == 0 else str(result.exception)
 
+    avg, known = "avg(sink_mass)", "did you mean 'sink_mass'? Nearest: "
     assert reproduce_own("", "") == ""
-    assert reproduce_own("avg(sink_mass) FROM", "avg(sink_mas) FROM").startswith(
-        "own: unknown column 'sink_mas': did you mean 'sink_mass'? Nearest: "
-    )
-    assert reproduce_own("avg(sink_mass), true", "avg(sink_mass)").startswith(
-        "own: expected 3 columns, got 2, in SELECT 'sink', avg(sink_mass) FROM "
-    )
-    assert reproduce_own("'sink', avg(sink_mass) FROM", "'sink' FROM") == (
-        "own: expected 2 columns, got 1, in SELECT 'sink' FROM replication_heads"
-    )
-    twice = "'sink', avg(sink_mass) FROM range(2),"
-    line = reproduce_own("'sink', avg(sink_mass) FROM", twice.replace("avg(sink_mass)", "1"))
-    assert line == "own: a check names 'sink' twice"
+    for right, wrong, line in (
+        (f"{avg} FROM", "avg(sink_mas) FROM", f"unknown column 'sink_mas': {known}"),
+        (f"{avg}, true", avg, f"expected 3 columns, got 2, in SELECT 'sink', {avg} FROM "),
+        (f", {avg} FROM", " FROM", "expected 2 columns, got 1, in SELECT 'sink' FROM replication"),
+        (f", {avg} FROM", ", 1 FROM range(2),", "a check names 'sink' twice"),
+    ):
+        assert reproduce_own(right, wrong).startswith(f"own: {line}")
 
 
-def test_an_unknown_replication_and_a_wrong_field_are_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_names_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, listing = reproduce("--list")
     for name, replication in REPLICATIONS.items():
         assert f" {name} " in listing
         assert replication.published_model.split()[0] in listing
     of_recency = ("recency_bias", "--out", str(tmp_path / "runs"))
     file = tmp_path / "no" / "results.json"
+    unknown = "unknown scan or field 'random-49': did you mean 'random-48'? Known: abac-10"
+    float32 = "--set precision=float64: replications are measured in float32"
+    not_there = f"results.json: cannot be written ({file.parent} is no directory)"
     for words, line in (
         (["recency"], "unknown replication 'recency': did you mean 'recency_bias'?"),
         ([], "--list names them"),
-        (
-            [*of_recency, "--set", "random-49.n_ctx=8"],
-            "--set random-49.n_ctx=8: unknown scan or field 'random-49': did you mean 'random-48'? "
-            "Known: abac-10",
-        ),
-        (
-            [*of_recency, "--set", "precision=float64"],
-            "--set precision=float64: replications are measured in float32",
-        ),
-        (
-            [*of_recency, "--json", str(file)],
-            f"results.json: cannot be written ({file.parent} is no directory)",
-        ),
+        ([*of_recency, "--set", "random-49.n_ctx=8"], f"--set random-49.n_ctx=8: {unknown}"),
+        ([*of_recency, "--set", "precision=float64"], float32),
+        ([*of_recency, "--json", str(file)], not_there),
         (["previous_token", "--address", "h:1"], "--replicas 0 measures in this process"),
     ):
         exit_code, output = reproduce(*words)
-        assert exit_code == 1
-        assert line in output
+        assert (exit_code, line in output) == (1, True)
     # The mistakes were found before anything was measured.
     assert not (tmp_path / "runs").exists()
     (tmp_path / "odd.toml").write_text('title = "odd"\nchek = []')

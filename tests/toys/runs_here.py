@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 
-from headcount.jobs.plan.plan import Plan, prepare_run
+from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.loop import run_to_end
+from headcount.jobs.run.loop import measure_in_process, run_to_end
+from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.replica import Replica
 from tests.toys.toy_replica import ToyReplica
 
@@ -28,3 +31,13 @@ def run_here(
     )
     assert failures == []
     return text.getvalue().splitlines()
+
+
+def measure_here(fields: dict[str, Any], name: str = "toy") -> Plan:
+    """Measure all of a scan in this process, without a driver."""
+    plan = make_plan(parse_scan(fields), name)
+    prepare_run(plan, "")
+    shards = np.arange(plan.manifest.shards)
+    commits = [*measure_in_process(plan, shards, "cpu")]
+    assert [type(commit).__name__ for commit in commits] == ["Commit"] * len(shards)
+    return plan

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product, starmap
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple
 
 import duckdb
 import pyarrow as pa
+import pytest
 
+from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase
 from headcount.queries.open.connection import OPENED, OpenedRuns, connect
 from headcount.schemas.files.commits import Commit, DataFile, Method, Version
@@ -48,6 +51,20 @@ def connect_to_tables(path: str | Place) -> duckdb.DuckDBPyConnection:
     """A connection without the shipped views and comments: it opens in a fraction of the time."""
     # This folder has no `.sql` files.
     return connect(path, queries=Path(__file__).parent, lazily=True)
+
+
+def ask(runs: duckdb.DuckDBPyConnection | str | Place, query: str) -> list[tuple[Any, ...]]:
+    """The rows of an answer, with the views that the query names."""
+    opened = runs if isinstance(runs, duckdb.DuckDBPyConnection) else connect(runs, lazily=True)
+    return list(run_query(opened, query).rows())
+
+
+@contextmanager
+def one_line(kind: type[Exception], match: str | None = None) -> Iterator[None]:
+    """Expects an error that is one line."""
+    with pytest.raises(kind, match=match) as refusal:
+        yield
+    assert "\n" not in str(refusal.value)
 
 
 Cell = Callable[[Row], float | None]

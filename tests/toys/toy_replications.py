@@ -1,0 +1,27 @@
+"""Replications of nothing in particular: what every one must say, and what a test adds."""
+
+from __future__ import annotations
+
+from headcount.reproduce.replication import Replication
+
+FIELDS = {
+    "title": "", "source": "", "measured": "", "published_model": "m",
+    "published_sizes": {"n_layers": 1, "n_heads": 2}, "bundled_model": "bundled:gpt2-mini",
+    "scan": {},
+}  # fmt: skip
+
+
+def toy_replication(**fields: object) -> Replication:
+    return Replication.model_validate(FIELDS | fields)
+
+
+def replication_text(rest: str, sizes: str = "n_layers = 1, n_heads = 2") -> str:
+    """The file of a replication."""
+    return f"""title = "Toy"
+source = ""
+measured = ""
+published_model = "m"
+published_sizes = {{ {sizes} }}
+bundled_model = "bundled:gpt2-mini"
+{rest}
+"""
