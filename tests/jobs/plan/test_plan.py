@@ -140,11 +140,7 @@ def test_a_scan_that_cannot_run_is_refused_before_anything_is_tokenised(tmp_path
     ],
 )
 def test_replicas_that_nobody_counted_are_one_a_gpu_or_this_process(
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    device: Device,
-    address: str | None,
-    replicas: int,
+    monkeypatch: pytest.MonkeyPatch, gpus: int, device: Device, address: str | None, replicas: int
 ) -> None:
     monkeypatch.delenv(JOB_ADDRESS, raising=False)
     monkeypatch.setattr("headcount.jobs.resources.available_gpus", lambda: gpus)

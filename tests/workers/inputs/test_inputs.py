@@ -15,25 +15,30 @@ from headcount.workers.inputs.corpus.text_files import read_text
 from headcount.workers.inputs.families import sentences
 from headcount.workers.inputs.sequences import Sequences
 from tests import ROOT
-from tests.toys.toy_models import BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
+from tests.toys.refusals import refused
+from tests.toys.toy_corpora import byte_info
+from tests.toys.toy_models import BOS, D_VOCAB, EOS, toy_info, toy_scan
+
+Options = dict[str, Any]
 
 
 def sequences_of(
-    family: str = "uniform_random",
-    n_ctx: int = 9,
-    options: dict[str, Any] | None = None,
-    **changes: Any,
+    family: str = "uniform_random", n_ctx: int = 9, options: Options | None = None, **changes: Any
 ):
-    return Sequences(
-        toy_scan(n_ctx=n_ctx, input={"family": family} | (options or {}), **changes), toy_info()
-    )
+    scan = toy_scan(n_ctx=n_ctx, input={"family": family} | (options or {}), **changes)
+    return Sequences(scan, toy_info())
 
 
 def all_tokens(sequences: Sequences) -> np.ndarray:
     return np.concatenate([sequences.shard(i).tokens for i in range(sequences.shards)])
 
 
-DRAWN: list[tuple[str, dict[str, Any], list[list[int]]]] = [
+def drawn(*values: Any, **changes: Any) -> np.ndarray:
+    """The tokens of a family."""
+    return all_tokens(sequences_of(*values, **changes))
+
+
+DRAWN: list[tuple[str, Options, list[list[int]]]] = [
     (
         "uniform_random",
         {},
@@ -82,17 +87,15 @@ def test_the_draws_never_change_whatever_the_shards_and_their_order(
     assert tokens[:2] == first
     assert (whole.tokens.dtype, whole.tokens.shape) == (np.int32, (7, 9))
     for per_shard in (1, 3):
-        parts = sequences_of(
-            family, options=options, seed=1, sequences=20, sequences_per_shard=per_shard
-        )
+        sizes = {"seed": 1, "sequences": 20, "sequences_per_shard": per_shard}
+        parts = sequences_of(family, options=options, **sizes)
         assert parts.shards == -(-20 // per_shard)
         for number in (1, 0):
             shard = parts.shard(number)
             stop = per_shard * (number + 1)
             assert (shard.shard, shard.start) == (number, per_shard * number)
             assert shard.tokens.tolist() == tokens[per_shard * number : stop]
-    other_seed = sequences_of(family, options=options, sequences=7)
-    assert all_tokens(other_seed).tolist() != tokens
+    assert drawn(family, options=options, sequences=7).tolist() != tokens
     assert len({tuple(row) for row in tokens}) > 5
 
 
@@ -103,11 +106,11 @@ def test_repeated_random_repeats_with_its_period_or_twice(n_ctx: int, bos: bool)
     length = n_ctx - bos
     for period in {1, length // 2, length} - {0}:
         options = {"period": period, "distinct": True}
-        text = all_tokens(sequences_of("repeated_random", n_ctx, options, bos=bos))[:, bos:]
+        text = drawn("repeated_random", n_ctx, options, bos=bos)[:, bos:]
         assert (text[:, period:] == text[:, :-period]).all()
         assert all(len(set(row[:period])) == period for row in text.tolist())
     twice, half = (
-        all_tokens(sequences_of("repeated_random", n_ctx, options, bos=bos)).tolist()
+        drawn("repeated_random", n_ctx, options, bos=bos).tolist()
         for options in ({}, {"period": -(-length // 2)})
     )
     assert twice == half
@@ -135,24 +138,24 @@ def test_every_ordinary_token_within_the_bounds_is_drawn_and_no_special_one(
         tokens = all_tokens(Sequences(scan, info))
         assert (tokens[:, 0] == special[0]).all()
         assert sorted(set(tokens[:, 1:].ravel().tolist())) == list(expected)
-    assert not (all_tokens(sequences_of(bos=False))[:, 0] == BOS).any()
+    assert not (drawn(bos=False)[:, 0] == BOS).any()
 
 
 def test_distinct_tokens_occur_once():
-    tokens = all_tokens(sequences_of(n_ctx=60, options={"distinct": True}, sequences=3))
+    tokens = drawn(n_ctx=60, options={"distinct": True}, sequences=3)
     # 59 ordinary tokens in 59 places: every sequence is a permutation.
     assert [sorted(row) for row in tokens[:, 1:].tolist()] == [list(range(2, 61))] * 3
 
 
 def test_one_token_over_and_over():
-    tokens = all_tokens(sequences_of("single_token_repeat"))[:, 1:]
+    tokens = drawn("single_token_repeat")[:, 1:]
     assert (tokens == tokens[:, :1]).all()
-    chosen = all_tokens(sequences_of("single_token_repeat", options={"token": 7}, bos=False))
+    chosen = drawn("single_token_repeat", options={"token": 7}, bos=False)
     assert (chosen == 7).all()
 
 
 def test_a_corrupted_repeat_replaces_tokens_of_the_copies_at_the_given_rate():
-    whole = all_tokens(sequences_of("repeated_random", 61, {"period": 20}, sequences=50))
+    whole = drawn("repeated_random", 61, {"period": 20}, sequences=50)
     options = {"period": 20, "rate": 0.25, "replacement": 60}
     sequences = sequences_of("corrupted_repeat", 61, options, sequences=50)
     tokens, labels = sequences.shard(0).tokens, sequences.shard(0).labels
@@ -169,17 +172,13 @@ def test_a_corrupted_repeat_replaces_tokens_of_the_copies_at_the_given_rate():
 
 
 def test_zipf_draws_ids_by_their_rank():
-    tokens = all_tokens(
-        sequences_of("unigram_random", 64, {"low": 10, "high": 14}, bos=False, sequences=400)
-    )
+    fields = {"bos": False, "sequences": 400}
+    tokens = drawn("unigram_random", 64, {"low": 10, "high": 14}, **fields)
     shares = np.bincount(tokens.ravel(), minlength=14)[10:] / tokens.size
     assert shares == pytest.approx(np.array([12, 6, 4, 3]) / 25, abs=0.012)
-    uniform_tokens = all_tokens(
-        sequences_of("unigram_random", 64, {"exponent": 0.0, "high": 4}, bos=False, sequences=100)
-    )
-    assert np.bincount(uniform_tokens.ravel()) / uniform_tokens.size == pytest.approx(
-        [0, 0, 0.5, 0.5], abs=0.02
-    )
+    tokens = drawn("unigram_random", 64, {"exponent": 0.0, "high": 4}, **fields)
+    shares = np.bincount(tokens.ravel()) / tokens.size
+    assert shares == pytest.approx([0, 0, 0.5, 0.5], abs=0.02)
 
 
 TEMPLATE = "{1} and {2}: {3}>"
@@ -188,9 +187,7 @@ TEMPLATE = "{1} and {2}: {3}>"
 
 def ioi_of(tmp_path: Path, n_ctx: int = 12, **options: Any) -> Sequences:
     """Sentences of bytes."""
-    info = toy_info(
-        path=str(byte_tokenizer(tmp_path)), d_vocab=257, bos_token_id=256, eos_token_id=256
-    )
+    info = byte_info(tmp_path)
     options = {"family": "ioi", "template": TEMPLATE, "names": list("PQRSTUV")} | options
     return Sequences(toy_scan(n_ctx=n_ctx, sequences=40, input=options), info, partners=True)
 
@@ -198,15 +195,12 @@ def ioi_of(tmp_path: Path, n_ctx: int = 12, **options: Any) -> Sequences:
 def test_sentences_name_the_subject_twice_and_its_partner_nobody(tmp_path: Path):
     shard = ioi_of(tmp_path).shard(0)
     other_shard = ioi_of(tmp_path, family="ioi_other_names").shard(0)
-    assert shard.partner is not None
     assert shard.labels is not None
-    assert other_shard.partner is not None
-    assert shard.partner.tolist() == other_shard.tokens.tolist()
-    assert other_shard.partner.tolist() == shard.tokens.tolist()
+    rows, partners = shard.tokens.tolist(), np.array(shard.partner).tolist()
+    assert partners == other_shard.tokens.tolist()
+    assert np.array(other_shard.partner).tolist() == rows
     orders: set[str] = set()
-    for tokens, labels, others in zip(
-        shard.tokens.tolist(), shard.labels, shard.partner.tolist(), strict=True
-    ):
+    for tokens, labels, others in zip(rows, shard.labels, partners, strict=True):
         io, s1, s2 = (bytes([tokens[labels.index(label)]]).decode() for label in ("IO", "S1", "S2"))
         first, second = (io, s1) if labels.index("IO") < labels.index("S1") else (s1, io)
         assert bytes(tokens[1:]).decode() == f"{first} and {second}: {s2}>"
@@ -240,9 +234,7 @@ def test_an_order_of_names_changes_no_name(tmp_path: Path):
 def test_sentences_that_do_not_fit_are_refused(
     tmp_path: Path, n_ctx: int, names: list[str], message: str
 ):
-    with pytest.raises(ScanError) as caught:
-        ioi_of(tmp_path, n_ctx, names=names).shard(0)
-    assert str(caught.value) == message
+    assert refused(ScanError, ioi_of(tmp_path, n_ctx, names=names).shard, 0) == message
 
 
 GPT2_TOKENIZER = ROOT.parent / "shared" / "data" / "gpt2-tokenizer"
@@ -300,9 +292,8 @@ def test_labels_count_bos():
     ],
 )
 def test_what_a_family_returns_wrong_is_one_line(tokens: int, labels: dict[Any, Any], message: str):
-    with pytest.raises(ScanError) as caught:
-        labels_of("toy", Labelled(np.arange(7, 7 + tokens), labels))
-    assert str(caught.value).startswith(f"input family toy: {message}")
+    told = refused(ScanError, labels_of, "toy", Labelled(np.arange(7, 7 + tokens), labels))
+    assert told.startswith(f"input family toy: {message}")
 
 
 @pytest.mark.parametrize(
@@ -350,9 +341,7 @@ def test_what_a_family_returns_wrong_is_one_line(tokens: int, labels: dict[Any, 
     ],
 )  # fmt: skip
 def test_an_option_that_cannot_be_is_one_line(family: str, options: dict[str, Any], message: str):
-    with pytest.raises(HeadcountError) as caught:
-        sequences_of(family, options=options).shard(0)
-    assert str(caught.value) == message
+    assert refused(HeadcountError, drawn, family, options=options) == message
 
 
 @pytest.mark.parametrize(
@@ -366,16 +355,13 @@ def test_an_option_that_cannot_be_is_one_line(family: str, options: dict[str, An
     ],
 )  # fmt: skip
 def test_a_scan_that_does_not_fit_is_refused(changes: dict[str, Any], message: str):
-    with pytest.raises(ScanError) as caught:
-        Sequences(toy_scan(**changes), toy_info())
-    assert str(caught.value) == message
+    assert refused(ScanError, Sequences, toy_scan(**changes), toy_info()) == message
     # The longest context of the model is allowed.
     assert Sequences(toy_scan(n_ctx=64), toy_info()).shard(0).tokens.shape == (4, 64)
 
 
 def test_a_model_without_a_bos_token_cannot_begin_sequences_with_one():
     info = toy_info(bos_token_id=None)
-    with pytest.raises(ModelError) as caught:
-        Sequences(toy_scan(), info)
-    assert str(caught.value) == "toy names no beginning-of-sequence token; set bos = false"
+    told = "toy names no beginning-of-sequence token; set bos = false"
+    assert refused(ModelError, Sequences, toy_scan(), info) == told
     assert Sequences(toy_scan(bos=False), info).shard(0).tokens.shape == (4, 8)

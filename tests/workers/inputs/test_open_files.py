@@ -17,17 +17,16 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from headcount.jobs.plan.plan import make_plan, prepare_run
-from headcount.schemas.scans.scan import parse_scan
-from headcount.workers.replica import Replica
-from headcount.workers.shard import run_shard
 from tests import ROOT
+from tests.toys.runs_here import begun, measured
 
 PAGE = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
 HEADINGS = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 SEQUENCES = 4
+Rows = dict[tuple[str, str], int]
+"""How many rows there are, by run and intervention."""
 MASKED = "mask_keys(0,1)"
 
 
@@ -42,16 +41,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, fields in fields_by_name.items():
         fields |= {"model": "bundled:attn-only-2l-mini", "input": {"family": "uniform_random"}}
         sizes = {"n_ctx": 8, "sequences": SEQUENCES, "sequences_per_shard": 2}
-        scan = parse_scan(fields | sizes | {"out": str(folder / "runs")})
-        plan = make_plan(scan, name)
-        prepare_run(plan, "")
-        replica = Replica(plan.info, scan)
-        for shard in range(plan.manifest.shards):
-            run_shard(replica, plan.run, plan.sequences.shard(shard))
+        measured(begun(fields | sizes | {"out": str(folder / "runs")}, name))
     return folder
 
 
-def row_counts(origins: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+def row_counts(origins: Iterable[tuple[str, str]]) -> Rows:
     """How many rows there are, by the name of their run and by intervention."""
     return Counter((run_id.partition("-")[0], intervention) for run_id, intervention in origins)
 
@@ -67,7 +61,7 @@ def origins(heads: Any) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def expected(runs: Path) -> dict[tuple[str, str], int]:
+def expected(runs: Path) -> Rows:
     """How many rows each run has under each intervention."""
     model = json.loads(next((runs / "runs").glob("run_id=a-*/manifest.json")).read_bytes())["model"]
     rows = SEQUENCES * model["n_layers"] * model["n_heads"]
@@ -76,11 +70,7 @@ def expected(runs: Path) -> dict[tuple[str, str], int]:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_runs_and_keeps_run_and_intervention(
-    example: str,
-    runs: Path,
-    expected: dict[tuple[str, str], int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    example: str, runs: Path, expected: Rows, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # Examples name `runs`, the directory that a user stands beside.
     monkeypatch.chdir(runs)
