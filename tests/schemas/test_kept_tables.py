@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.run.loop import missing_shards
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
@@ -29,10 +28,9 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.weight_statistics import KIND as WEIGHT_KIND
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.measurements.finite_checks import check_lists
-from headcount.workers.replica import Replica
-from headcount.workers.shard import run_shard
 from tests.toys import toy_models as toy
-from tests.toys.toy_runs import data_file, local, read_manifest, write_run
+from tests.toys.runs_here import begun, measured
+from tests.toys.toy_runs import copy_of, data_file, local, read_manifest, write_run
 
 # All questions here go through `run_query`, which makes the views that they name.
 connect = partial(connect_eagerly, lazily=True)
@@ -48,31 +46,10 @@ KEPT = ("profiles", "curves", "weights")
 OF_THE_RUN = ["run_id", "intervention"]
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.save_model(tmp_path_factory.mktemp("models") / "gpt2", toy.gpt2())
-
-
 def begin(out: Path, model: Path, **changes: Any) -> Plan:
-    fields = {
-        "model": str(model),
-        "out": str(out),
-        "n_ctx": T,
-        "sequences": SEQUENCES,
-        "sequences_per_shard": PER_SHARD,
-        "input": {"family": "uniform_random"},
-        "statistics": ["sink_alpha"],
-    }
-    plan = make_plan(parse_scan(fields | changes), "toy")
-    prepare_run(plan, "")
-    return plan
-
-
-def measure_shards(plan: Plan) -> Plan:
-    replica = Replica(plan.info, plan.scan, "cpu")
-    for shard in missing_shards(plan).tolist()[::-1]:
-        run_shard(replica, plan.run, plan.sequences.shard(shard))
-    return plan
+    sizes = {"n_ctx": T, "sequences": SEQUENCES, "sequences_per_shard": PER_SHARD}
+    fields = {"model": str(model), "out": str(out), "input": {"family": "uniform_random"}}
+    return begun(fields | sizes | {"statistics": ["sink_alpha"]} | changes)
 
 
 def ask(path: object, question: str) -> list[tuple[Any, ...]]:
@@ -86,15 +63,10 @@ def rows_of_file(run: RunDirectory, table: str, shard: int) -> pa.Table:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory, gpt2: Path) -> Plan:
     """A finished run of everything that can be kept."""
-    fields = {
-        "profiles": list(PROFILES),
-        "curves": CURVES,
-        "weight_statistics": [*WEIGHT_STATISTICS],
-    }
-    interventions = ["none", "zero_query_bias"]
-    return measure_shards(
-        begin(tmp_path_factory.mktemp("runs"), gpt2, interventions=interventions, **fields)
-    )
+    fields: dict[str, Any] = {"profiles": list(PROFILES), "curves": CURVES}
+    fields |= {"weight_statistics": [*WEIGHT_STATISTICS]}
+    fields |= {"interventions": ["none", "zero_query_bias"]}
+    return measured(begin(tmp_path_factory.mktemp("runs"), gpt2, **fields))
 
 
 def test_files_have_their_schemas_and_weights_lie_with_the_first_shard(plan: Plan) -> None:
@@ -108,8 +80,8 @@ def test_files_have_their_schemas_and_weights_lie_with_the_first_shard(plan: Pla
     keys = ["input_family", "shard", "sequence", "layer", "head"]
     assert curves.select(keys).equals(rows_of_file(plan.run, "heads", 1).select(keys))
     metadata = curves.schema.field("sink_attention_by_query").metadata
-    assert metadata[b"description"].startswith(b"By query, from 0: ")
-    assert metadata[b"unit"] == b"probability"
+    described = (metadata[b"description"][:18], metadata[b"unit"])
+    assert described == (b"By query, from 0: ", b"probability")
     weights = rows_of_file(plan.run, "weights", 0)
     assert weights.schema.equals(schema_of_rows(WEIGHT_KIND, WEIGHT_STATISTICS.values()))
     assert weights["weight"].unique().to_pylist() == list(WEIGHT_STATISTICS)
@@ -178,9 +150,7 @@ def test_sql_finds_the_heads_of_a_list(plan: Plan) -> None:
 
 
 def test_compacting_keeps_every_row_and_leaves_the_weights(plan: Plan, tmp_path: Path) -> None:
-    run = RunDirectory(
-        Path(shutil.copytree(local(plan.run.path), tmp_path / local(plan.run.path).name))
-    )
+    run = copy_of(plan.run, tmp_path)
 
     def rows(view: str) -> list[tuple[Any, ...]]:
         return sorted(ask(run.path, view), key=str)
@@ -198,7 +168,7 @@ def test_compacting_keeps_every_row_and_leaves_the_weights(plan: Plan, tmp_path:
 def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt2: Path) -> None:
     """The scan has an intervention alone; weights are of the untouched model."""
     fields = {"interventions": ["zero_query_bias"], "weight_statistics": ["query_bias_norm"]}
-    plan = measure_shards(begin(tmp_path, gpt2, **fields))
+    plan = measured(begin(tmp_path, gpt2, **fields))
     file = local(data_file(plan.run, "weights", "none", 0))
     assert "earlier_head" not in pq.ParquetFile(file).schema_arrow.names
     question = "SELECT count(*), min(value) > 0 FROM weights"
@@ -207,7 +177,7 @@ def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt
     file.unlink()
     assert missing_shards(plan).tolist() == [0]
     assert ask(plan.run.path, "weights") == []
-    measure_shards(plan)
+    measured(plan)
     assert file.read_bytes() == before
 
 
@@ -237,7 +207,7 @@ def test_runs_that_kept_different_things_are_read_together(tmp_path: Path) -> No
     names = ["attention_by_lag", "sink_resid_post_by_dimension"]
     changes: list[dict[str, Any]] = [{}, {"profiles": names[:1]}, {"profiles": names}]
     changes[0]["curves"] = ["score_shift_by_key"]
-    runs = [measure_shards(begin(tmp_path / "runs", neox, **kept)).run for kept in changes]
+    runs = [measured(begin(tmp_path / "runs", neox, **kept)).run for kept in changes]
     columns = [rows_of_file(run, "profiles", 0).column_names for run in runs[1:]]
     assert ["dimension" in names_of_run for names_of_run in columns] == [False, True]
     question = "SELECT profile, count(*), count(lag), count(dimension) FROM profile_means"

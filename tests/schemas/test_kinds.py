@@ -55,9 +55,8 @@ def test_a_kind_with_contradictory_facts_is_refused() -> None:
         fields = {"field": "x", "word": "x", "meaning": "", "registry": registry, "table": CURVES}
         return Kind(**(fields | {"page": "x.md", "introduction": ""} | facts))  # pyright: ignore[reportArgumentType]
 
-    with pytest.raises(
-        ValueError, match=r"kind 'x': expected `named_by` where .* got named_by = None"
-    ):
+    message = r"kind 'x': expected `named_by` where .* got named_by = None"
+    with pytest.raises(ValueError, match=message):
         kind(computed="in every layer", averaged=True)
     with pytest.raises(ValueError, match=r"kind 'x': only what is computed in every layer"):
         kind(computed="after the pass", averaged=True, named_by="name")

@@ -4,6 +4,7 @@ computed, kept or written.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
+from headcount.jobs.plan.plan import Plan, make_plan, replan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
@@ -28,8 +29,9 @@ from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.interventions import INTERVENTIONS, intervention, intervention_registry
-from headcount.workers.shard import intervention_tables, run_shard
+from headcount.workers.shard import intervention_tables
 from tests.toys import toy_models as toy
+from tests.toys.runs_here import begun, measured
 
 T = 12
 TOKENS = toy.repeating_tokens(T, batch=3)
@@ -50,11 +52,6 @@ EVERYTHING: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.save_model(tmp_path_factory.mktemp("gpt2") / "toy", toy.gpt2())
-
-
-@pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = toy.family("LlamaConfig", num_key_value_heads=2, num_hidden_layers=3)
     return toy.save_model(tmp_path_factory.mktemp("llama") / "toy", config)
@@ -63,8 +60,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tables(replica: toy.TextReplica, intervention: str) -> dict[str, pa.Table]:
     """Every table that a shard of the tokens would be written to."""
     shard = ShardInput(0, 0, TOKENS, {}, [])
-    measured = replica.measure(TOKENS, intervention)
-    return intervention_tables(replica.scan, shard, measured) | replica.weights()
+    measurements = replica.measure(TOKENS, intervention)
+    return intervention_tables(replica.scan, shard, measurements) | replica.weights()
 
 
 def chosen(table: pa.Table, subset: dict[str, Any]) -> pa.Table:
@@ -124,7 +121,10 @@ def test_every_number_of_some_heads_is_that_of_the_whole_scan(
                 assert_same(rows, chosen(expected[name][table], subset), "layers" in subset)
 
 
-@pytest.mark.parametrize("engine", ["fused", "dense"])
+both_engines = pytest.mark.parametrize("engine", ["fused", "dense"])
+
+
+@both_engines
 def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, engine: str) -> None:
     fields = {"n_ctx": T, "engine": engine, "predictions": ["loss", "final_logits"]}
     whole = toy.replica(gpt2, **fields).measure(TOKENS, "zero_head(2,1)")
@@ -135,7 +135,7 @@ def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, e
         assert np.array_equal(values, whole.heads[name][:, :1], equal_nan=True), name
 
 
-@pytest.mark.parametrize("engine", ["fused", "dense"])
+@both_engines
 def test_a_patched_head_of_a_measured_layer_shows_in_the_next(gpt2: Path, engine: str) -> None:
     partner = (TOKENS * 7 + 1) % toy.D_VOCAB
     name, fields = "patch_head(0,1)", {"n_ctx": T, "engine": engine}
@@ -152,15 +152,10 @@ def blocks_run(replica: toy.TextReplica, *arguments: Any, **options: Any) -> lis
     def noting(layer: int) -> Any:
         return lambda _module, _args: layers_run.append(layer)
 
-    hooks = [
-        block.register_forward_pre_hook(noting(layer))
-        for layer, block in enumerate(replica.model.blocks)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer, block in enumerate(replica.model.blocks):
+            hooks.callback(block.register_forward_pre_hook(noting(layer)).remove)
         replica.measure(*arguments, **options)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return layers_run
 
 
@@ -186,18 +181,13 @@ def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.Mon
     assert blocks_run(replica, TOKENS, "patch_layers", partner=TOKENS) == [0, 1] * 2
 
 
-@pytest.mark.parametrize("engine", ["fused", "dense"])
+@both_engines
 def test_only_measured_layers_are_shown(gpt2: Path, engine: str) -> None:
     replica = toy.replica(gpt2, n_ctx=T, engine=engine)
     layers_shown: list[int] = []
+    tokens = torch.from_numpy(TOKENS).long()
     with torch.inference_mode():
-        replica.engine.run(
-            torch.from_numpy(TOKENS).long(),
-            {},
-            lambda layer, _: layers_shown.append(layer),
-            (),
-            layers=[1],
-        )
+        replica.engine.run(tokens, {}, lambda layer, _: layers_shown.append(layer), (), layers=[1])
     assert set(layers_shown) == {1}
 
 
@@ -223,16 +213,11 @@ def test_the_pattern_of_a_layer_between_is_not_questioned(
 
 def test_a_number_that_is_none_is_in_the_layer_and_the_head_of_the_model(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        (name,) = [
-            tensor_name for tensor_name in tensors if tensor_name.endswith("h.2.attn.c_attn.weight")
-        ]
+        (name,) = [name for name in tensors if name.endswith("h.2.attn.c_attn.weight")]
         tensors[name][:, 8:16] = torch.nan
 
-    path = toy.copy_of(
-        toy.save_model(tmp_path / "toy", toy.gpt2()),
-        tmp_path / "broken",
-        lambda copy: toy.change_weights(copy, spoil),
-    )
+    path = toy.save_model(tmp_path / "toy", toy.gpt2())
+    toy.change_weights(path, spoil)
     toy.replica(path, n_ctx=T, layers=[0, 1]).measure(TOKENS)
     with pytest.raises(MeasureError, match="layer 2, head 1: "):
         toy.replica(path, n_ctx=T, heads=["L0H0", "L2H0", "L2H1"]).measure(TOKENS)
@@ -250,16 +235,11 @@ def fields_of(out: Path, model: Path, **changes: Any) -> dict[str, Any]:
 
 
 def begin(out: Path, model: Path, **changes: Any) -> Plan:
-    plan = make_plan(parse_scan(fields_of(out, model, **changes)), "toy")
-    prepare_run(plan, "")
-    return plan
+    return begun(fields_of(out, model, **changes))
 
 
-def finish(plan: Plan) -> Plan:
-    replica = toy.TextReplica(plan.info, plan.scan, "cpu")
-    for shard in range(plan.manifest.shards):
-        run_shard(replica, plan.run, plan.sequences.shard(shard))
-    return plan
+def finished(out: Path, model: Path, **changes: Any) -> Plan:
+    return measured(begin(out, model, **changes))
 
 
 def ask(path: Any, question: str) -> list[tuple[Any, ...]]:
@@ -273,14 +253,13 @@ def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path) -
     every_head = [f"L{layer}H{head}" for layer in range(3) for head in range(4)]
     assert run_id() == run_id(layers="all") == run_id(layers=[0, 2, 1]) == run_id(heads=every_head)
     assert run_id(layers=[2]) == run_id(heads=every_head[8:]) != run_id()
-    assert (
-        run_id(heads=["L2H1", "L0H3"]) == run_id(heads=["L0H3", "L2H1"]) != run_id(heads=["L0H3"])
-    )
+    two = ["L2H1", "L0H3"]
+    assert run_id(heads=two) == run_id(heads=two[::-1]) != run_id(heads=["L0H3"])
     assert run_id(layers=[0]) != run_id(layers=[1])
 
     whole = resolve(parse_scan(fields_of(tmp_path, gpt2, layers=[0, 1, 2])))
     assert not {"layers", "heads"} & whole.identity["scan"].keys()
-    part = resolve(parse_scan(fields_of(tmp_path, gpt2, heads=["L2H1", "L0H3"])))
+    part = resolve(parse_scan(fields_of(tmp_path, gpt2, heads=two)))
     assert part.identity["scan"]["heads"] == ["L0H3", "L2H1"]
 
 
@@ -293,7 +272,7 @@ def test_a_run_of_other_heads_is_not_gone_on_with(tmp_path: Path, gpt2: Path) ->
 
 def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path) -> None:
     fields = {"heads": ["L2H0", "L0H1", "L2H3"], "profiles": ["key_norm_by_key"]}
-    plan = finish(begin(tmp_path, gpt2, **fields))
+    plan = finished(tmp_path, gpt2, **fields)
     assert plan.rows == 4 * 3 == len(ask(plan.run.path, "heads"))
     heads = [(0, 1), (2, 0), (2, 3)]
     for _ in range(2):
@@ -316,13 +295,12 @@ def test_a_run_says_which_heads_it_measured(tmp_path: Path, gpt2: Path) -> None:
 
 
 def test_a_mean_over_a_layer_needs_all_of_its_heads(tmp_path: Path, gpt2: Path) -> None:
-    question = (
-        "SELECT DISTINCT score, layer FROM inactive_scores WHERE score LIKE 'AVVN%' ORDER BY ALL"
-    )
-    whole = finish(begin(tmp_path / "a", gpt2, layers=[1]))
+    scores = "FROM inactive_scores WHERE score LIKE 'AVVN%'"
+    question = f"SELECT DISTINCT score, layer {scores} ORDER BY ALL"
+    whole = finished(tmp_path / "a", gpt2, layers=[1])
     assert ask(whole.run.path, question) == [("AVVN", 1), ("AVVN (LN)", 1)]
     incomplete_heads = ["L1H0", "L2H0", "L2H1", "L2H2", "L2H3"]
-    part = finish(begin(tmp_path / "b", gpt2, heads=incomplete_heads))
+    part = finished(tmp_path / "b", gpt2, heads=incomplete_heads)
     assert ask(part.run.path, question) == [("AVVN", 1), ("AVVN", 2), ("AVVN (LN)", 2)]
 
 
@@ -336,7 +314,7 @@ def reported(out: Path, plan: Plan) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2: Path) -> None:
-    plan = finish(begin(tmp_path, gpt2, heads=["L2H0", "L0H1", "L2H3"]))
+    plan = finished(tmp_path, gpt2, heads=["L2H0", "L0H1", "L2H3"])
     section = reported(tmp_path, plan)
     maps = [values["mean"] for values in section["values"].values() if values["kind"] == "heads"]
     assert len(maps) > 10
@@ -352,6 +330,6 @@ def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2
 
 @pytest.mark.long
 def test_a_report_of_one_head_of_each_layer_draws_cells(tmp_path: Path, gpt2: Path) -> None:
-    section = reported(tmp_path, finish(begin(tmp_path, gpt2, heads=["L0H1", "L1H2"])))
+    section = reported(tmp_path, finished(tmp_path, gpt2, heads=["L0H1", "L1H2"]))
     kinds = [values["kind"] for values in section["values"].values()]
     assert kinds.count("heads") > 10

@@ -8,6 +8,7 @@ import pytest
 
 from headcount.jobs.plan.checkpoints import scans_of
 from headcount.schemas.errors import ScanError
+from tests.toys.refusals import refused
 
 REST = 'n_ctx = 8\nsequences = 4\n[input]\nfamily = "uniform_random"\n'
 
@@ -82,7 +83,5 @@ def test_a_pattern_means_directories_with_a_model_in_the_order_of_their_numbers(
 )
 def test_wrong_lists_are_one_line(beginning: str, message: str, tmp_path: Path):
     file = scan_file(tmp_path, beginning)
-    with pytest.raises(ScanError) as caught:
-        scans_of(file)
-    (line,) = str(caught.value).splitlines()
+    line = refused(ScanError, scans_of, file)
     assert line.startswith(f"{file}: {message.format(here=Path.cwd())}")

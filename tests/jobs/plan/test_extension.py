@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,14 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.corpus.sequence_reader import SequenceReader
 from headcount.workers.shard import commit_shard, measure_shard
 from tests.tools.deaths import killed_after
+from tests.toys.refusals import refused
 from tests.toys.runs_here import run_here
+from tests.toys.toy_corpora import write_jsonl
 from tests.toys.toy_replica import ToyReplica
-from tests.toys.toy_runs import connect_to_tables, local
+from tests.toys.toy_runs import connect_to_tables, flip_middle_bit, local
 
+RowsOfSize = Callable[[int], pa.Table]
+Change = Callable[[RunDirectory], object]
 SHARD_SIZE = 3
 FIELDS: dict[str, Any] = {
     "model": "bundled:attn-only-2l-mini",
@@ -77,16 +82,9 @@ def rows_of_first_shard(table: pa.Table) -> pa.Table:
 
 
 @pytest.fixture(scope="module")
-def rows_of_whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], pa.Table]:
+def rows_of_whole_run(tmp_path_factory: pytest.TempPathFactory) -> RowsOfSize:
     """The rows of a run of so many sequences that never grew."""
-    cached_rows: dict[int, pa.Table] = {}
-
-    def rows_of_size(sequences: int) -> pa.Table:
-        if sequences not in cached_rows:
-            cached_rows[sequences] = rows(measured_run(tmp_path_factory.mktemp("whole"), sequences))
-        return cached_rows[sequences]
-
-    return rows_of_size
+    return cache(lambda sequences: rows(measured_run(tmp_path_factory.mktemp("whole"), sequences)))
 
 
 def assert_rows(run: RunDirectory, expected: pa.Table) -> None:
@@ -107,10 +105,6 @@ def gather_and_commit_again(run: RunDirectory) -> None:
     write_whole(run.commit_file(commits[-1].shard), commits[-1].model_dump_json().encode())
 
 
-def compact_all(run: RunDirectory) -> None:
-    compact(run)
-
-
 def compact_in_pairs(run: RunDirectory) -> None:
     layers, heads = 2, 8
     compact(run, 2 * SHARD_SIZE * layers * heads)
@@ -122,20 +116,17 @@ def compact_in_pairs(run: RunDirectory) -> None:
         # A short shard alone, behind a whole one, and none. A merged file may hold the short one
         # beside whole ones, or hold whole ones alone.
         (2, leave_commit_log),
-        (5, compact_all),
+        (5, compact),
         (5, gather_and_commit_again),
         # The only size at which a merged file of whole shards has a short one behind it.
         (7, compact_in_pairs),
         *(pytest.param(size, leave_commit_log, marks=pytest.mark.long) for size in (5, 6)),
-        *(pytest.param(size, compact_all, marks=pytest.mark.long) for size in (2, 6)),
+        *(pytest.param(size, compact, marks=pytest.mark.long) for size in (2, 6)),
         pytest.param(6, gather_and_commit_again, marks=pytest.mark.long),
     ],
 )
 def test_a_run_is_extended(
-    tmp_path: Path,
-    rows_of_whole_run: Callable[[int], pa.Table],
-    change_commit_log: Callable[[RunDirectory], None],
-    first_size: int,
+    tmp_path: Path, rows_of_whole_run: RowsOfSize, change_commit_log: Change, first_size: int
 ) -> None:
     run = measured_run(tmp_path, first_size)
     change_commit_log(run)
@@ -164,7 +155,7 @@ def test_a_run_is_extended(
 
 
 def test_a_scan_of_fewer_sequences_measures_only_these_and_keeps_all(
-    tmp_path: Path, rows_of_whole_run: Callable[[int], pa.Table]
+    tmp_path: Path, rows_of_whole_run: RowsOfSize
 ) -> None:
     run = measured_run(tmp_path, 11)
     plan = plan_of(tmp_path, 4)
@@ -189,7 +180,7 @@ def test_a_scan_of_fewer_sequences_measures_only_these_and_keeps_all(
 
 
 def test_a_replica_that_outlived_its_driver_leaves_an_extended_shard_alone(
-    tmp_path: Path, rows_of_whole_run: Callable[[int], pa.Table]
+    tmp_path: Path, rows_of_whole_run: RowsOfSize
 ) -> None:
     plan = plan_of(tmp_path, 5)
     run_here(plan)
@@ -211,7 +202,7 @@ def test_a_replica_that_outlived_its_driver_leaves_an_extended_shard_alone(
 
 
 def test_damage_in_merged_files_does_not_stop_an_extension(
-    tmp_path: Path, rows_of_whole_run: Callable[[int], pa.Table]
+    tmp_path: Path, rows_of_whole_run: RowsOfSize
 ) -> None:
     plan = plan_of(tmp_path, 5)
     run_here(plan)
@@ -225,9 +216,7 @@ def test_damage_in_merged_files_does_not_stop_an_extension(
     assert (read_status(run).done, read_status(run).damaged) == (2, 0)
     assert {damage.path[:8] for damage in check_run(run).damaged} == {"rollups/"}
     (merged_file,) = (local(run.path) / "heads" / "intervention=none").iterdir()
-    content = bytearray(merged_file.read_bytes())
-    content[len(content) // 2] ^= 1  # One flipped bit.
-    merged_file.write_bytes(content)
+    flip_middle_bit(merged_file)
     measured_run(tmp_path, 11)
     assert_rows(run, rows_of_whole_run(11))
 
@@ -242,22 +231,20 @@ def test_damage_in_merged_files_does_not_stop_an_extension(
             for change_commit_log, interventions in (
                 (leave_commit_log, FIELDS["interventions"]),
                 (gather_and_commit_again, ["none"]),
-                (compact_all, ["none"]),
+                (compact, ["none"]),
             )
         ),
     ],
 )
 def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_rows(
     tmp_path: Path,
-    rows_of_whole_run: Callable[[int], pa.Table],
-    change_commit_log: Callable[[RunDirectory], None],
+    rows_of_whole_run: RowsOfSize,
+    change_commit_log: Change,
     interventions: list[str],
     step: int,
 ) -> None:
-    expected_rows = rows_of_whole_run(8)
-    expected_rows = expected_rows.filter(
-        pc.is_in(expected_rows["intervention"], pa.array(interventions))
-    )
+    whole = rows_of_whole_run(8)
+    expected_rows = whole.filter(pc.is_in(whole["intervention"], pa.array(interventions)))
     kept_rows = rows_of_first_shard(expected_rows)
     begun = measured_run(tmp_path / "begun", 5, interventions=interventions)
     change_commit_log(begun)
@@ -305,23 +292,15 @@ def test_a_run_continues_with_another_batch_size(tmp_path: Path) -> None:
 
 def fields_of_corpus(text_file: Path, **options: Any) -> dict[str, Any]:
     """The model and the input of a scan of all files in the directory of one."""
-    files = str(text_file.parent / "*.jsonl")
-    return {
-        "model": "bundled:gpt2-mini",
-        "n_ctx": 5,
-        "input": {"family": "pile", "files": files, **options},
-    }
+    input_ = {"family": "pile", "files": str(text_file.parent / "*.jsonl"), **options}
+    return {"model": "bundled:gpt2-mini", "n_ctx": 5, "input": input_}
 
 
 def write_texts(file: Path, *documents: int) -> Path:
     """Write a file with documents of so many letters, no two of them alike."""
-    lines: list[str] = []
-    for length in documents:
-        letters = [chr(ord("a") + (i * 7 + length) % 26) for i in range(length)]
-        lines.append(json.dumps({"text": "".join(letters)}) + "\n")
+    texts = ["".join(chr(97 + (i * 7 + n) % 26) for i in range(n)) for n in documents]
     file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(lines))
-    return file
+    return write_jsonl(file, [(text, None) for text in texts])
 
 
 def tokens_read(run: RunDirectory) -> list[Any]:
@@ -407,9 +386,8 @@ def test_a_run_continues_after_an_unmeasured_document_was_mended(
     run_here(plan)
     assert not plan_of(tmp_path / "out", "all", **fields).has_new_index
     assert tokens_read(run) == tokens_read(measured_run(tmp_path / "alone", "all", **fields))
-    assert tokens_before == [
-        row for row in tokens_read(run) if row[0] // SHARD_SIZE not in affected_shards
-    ]
+    kept = [row for row in tokens_read(run) if row[0] // SHARD_SIZE not in affected_shards]
+    assert tokens_before == kept
 
 
 def put_a_file_before(file: Path, run: RunDirectory) -> None:
@@ -468,9 +446,7 @@ def test_another_corpus_is_refused_in_one_line(
 ) -> None:
     fields, file, run = half_measured_run(tmp_path)
     change(file, run)
-    with pytest.raises(RunError) as refusal:
-        plan_of(tmp_path / "out", "all", **fields)
-    (line,) = str(refusal.value).splitlines()
+    line = refused(RunError, plan_of, tmp_path / "out", "all", **fields)
     assert line.startswith(str(run.path))
     assert message.format(file=file, run=run) in line
 
@@ -553,10 +529,9 @@ def test_a_run_of_counted_tokens_goes_on_while_the_counts_are_the_same(tmp_path:
 
 
 def test_runs_that_carry_different_columns_are_asked_together(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
+    file, out = tmp_path / "a.jsonl", tmp_path / "out"
     lines = [{"text": "abcdefgh" * 3, "id": i, "meta": {"year": 2000 + i}} for i in range(4)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    out = tmp_path / "out"
     for columns in ([], ["id"], ["id", "meta.year"]):
         run = measured_run(out, "all", **fields_of_corpus(file, columns=columns))
     sql = (

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.plan.plan import Plan
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs import INPUTS
 from headcount.workers.interventions import INTERVENTIONS
+from tests.toys.runs_here import begun
 from tests.toys.toy_runs import local
 
 CODE = '''
@@ -66,8 +66,8 @@ def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
     file = path / f"made_{next(COUNT)}.py"
     file.write_text(CODE.replace(old, new))
     spec = importlib.util.spec_from_file_location(f"headcount.workers.{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return fingerprint(module.intervention)
@@ -98,17 +98,10 @@ def test_a_change_of_meaning_shows_and_nothing_else(
 
 
 def planned(path: Path, name: str) -> Plan:
-    fields = {
-        "model": "bundled:attn-only-2l-mini",
-        "n_ctx": 9,
-        "input": {"family": "ngram_overlap"},
-        "sequences": 2,
-        "out": str(path),
-        "interventions": ["none", "zero_head(0,0)+mean_head(1,1)", "zero_head(0,1)"],
-    }
-    plan = make_plan(parse_scan(fields), name)
-    prepare_run(plan, "")
-    return plan
+    fields = {"model": "bundled:attn-only-2l-mini", "n_ctx": 9, "sequences": 2, "out": str(path)}
+    fields |= {"input": {"family": "ngram_overlap"}}
+    fields |= {"interventions": ["none", "zero_head(0,0)+mean_head(1,1)", "zero_head(0,1)"]}
+    return begun(fields, name)
 
 
 def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path) -> None:

@@ -57,10 +57,9 @@ def test_the_cost_is_that_of_the_scan(tmp_path: Path) -> None:
     run_here(plan, Replica)
     rows_written: Counter[str] = Counter()
     bytes_written: Counter[str] = Counter()
-    for files_of_shard in plan.run.commit_log(["files"])["files"].to_pylist():
-        for file in files_of_shard:
-            rows_written[file["table"]] += file["rows"]
-            bytes_written[file["table"]] += file["bytes"]
+    for file in (file for commit in plan.run.commits() for file in commit.files):
+        rows_written[file.table] += file.rows
+        bytes_written[file.table] += file.bytes
     assert {table.table: table.rows for table in cost.tables} == rows_written
     for table in cost.tables:
         assert table.bytes == pytest.approx(bytes_written[table.table], rel=0.25), table.table

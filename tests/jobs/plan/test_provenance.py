@@ -39,6 +39,7 @@ from headcount.workers.provenance.code_fingerprint import (
 )
 from headcount.workers.provenance.providers import PROVIDERS, column_fingerprint, provider_modules
 from headcount.workers.replica import Replica
+from tests.toys.refusals import refused
 from tests.toys.runs_here import run_here
 
 CODE_HERE = code_fingerprint()
@@ -71,9 +72,8 @@ def become_other_code(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def become(code: str) -> None:
         def record(formula: Formula) -> dict[str, Any]:
             is_changed = formula.name == "entropy" and code != CODE_HERE
-            return formula.record | {
-                "fingerprint": code if is_changed else column_fingerprint(formula)
-            }
+            own = code if is_changed else column_fingerprint(formula)
+            return formula.record | {"fingerprint": own}
 
         for module in (headcount.jobs.plan.resolved_scan, headcount.workers.shard):
             monkeypatch.setattr(module, "code_fingerprint", lambda: code)
@@ -86,18 +86,13 @@ def test_every_commit_says_how_its_shard_was_measured(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     run_here(plan, Replica)
     commits = list(plan.run.commits())
+    method = {"engine": "fused", "precision": "float32", "attention": "tiles"}
     for commit in commits:
         assert commit.code == CODE_HERE
         assert commit.device.startswith("cpu ")
         assert {"torch", "transformer_lens", "numpy"} <= {v.library for v in commit.versions}
         assert [m.model_dump() for m in commit.methods] == [
-            {
-                "intervention": name,
-                "engine": "fused",
-                "precision": "float32",
-                "attention": "tiles",
-                "built_layers": built,
-            }
+            method | {"intervention": name, "built_layers": built}
             for name, built in (("none", []), ("head_to_first(1,3)", [1]))
         ]
     gather(plan.run.commits_directory, commits)
@@ -128,9 +123,7 @@ def test_a_run_continues_with_other_code_only_if_that_is_allowed(
         (lambda: plan_of(tmp_path, 6), f"headcount rm {run.path} deletes it"),
         (lambda: replan(run, ["sequences=6"]), "headcount scan SCAN --new starts another"),
     ):
-        with pytest.raises(RunError) as refusal:
-            run_here(extended())
-        (line,) = str(refusal.value).splitlines()
+        line = refused(RunError, run_here, extended())
         for part in (CODE_HERE, OTHER_CODE, "--allow-other-code", way):
             assert part in line
     assert run.manifest() == begun_plan.manifest
@@ -158,9 +151,7 @@ def test_readers_refuse_to_mix_two_meanings_of_a_column(
     entropy = column_fingerprint(STATISTICS["entropy"])
     for change in (lambda: None, lambda: compact(plan.run)):
         change()
-        with pytest.raises(QueryError) as refusal:
-            connect(path, lazily=True)
-        assert str(refusal.value) == (
+        assert refused(QueryError, connect, path, lazily=True) == (
             f"statistic 'entropy' has one formula in 2 shards from 0 to 1 of run {run_id}, by code "
             f"{CODE_HERE} ({entropy}) and another in shard 2 of run {run_id}, by code {OTHER_CODE} "
             f"({OTHER_CODE}); --code {OTHER_CODE} reads the latter alone"
@@ -201,7 +192,7 @@ MEASURING = sorted(
 
 def copy_code(
     out: Path,
-    intervention: Callable[[str], str],
+    change: Callable[[str], str],
     changed: Iterable[str],
     files: Iterable[str] = MEASURING,
 ) -> Path:
@@ -209,7 +200,7 @@ def copy_code(
     for file in files:
         (out / file).parent.mkdir(parents=True, exist_ok=True)
         text = (PACKAGE / file).read_text()
-        (out / file).write_text(intervention(text) if file in changed else text)
+        (out / file).write_text(change(text) if file in changed else text)
     return out
 
 

@@ -31,14 +31,14 @@ from headcount.jobs.upkeep.merge_tasks import merged_by_tasks
 from headcount.schemas.errors import RunError
 from headcount.schemas.files import places
 from headcount.schemas.files.commits import drop, gather
-from headcount.schemas.files.places import StorePath, place, write_whole
+from headcount.schemas.files.places import write_whole
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
 from headcount.schemas.scans.kinds import TABLES
 from tests import ROOT
 from tests.tools.deaths import killed_after
-from tests.tools.s3_server import S3Server
 from tests.tools.workers import joined_cluster
-from tests.toys.toy_runs import Entry, Row, data_file, local, write_run
+from tests.toys.object_stores import copied_to_store, object_store
+from tests.toys.toy_runs import Entry, Row, copy_of, data_file, flip_middle_bit, local, write_run
 
 INTERVENTIONS = ("none", "zero_query_bias")
 SHARDS, PER_SHARD, LAYERS, HEADS = 7, 3, 2, 3
@@ -65,9 +65,8 @@ Rows = dict[tuple[str, str], tuple[bytes, str]]
 
 def entropy(row: Row) -> float | None:
     """Every third value is NULL; the others need all bits of a float32."""
-    number = ((row.sequence * LAYERS + row.layer) * HEADS + row.head) * 2 + INTERVENTIONS.index(
-        row.intervention
-    )
+    place = (row.sequence * LAYERS + row.layer) * HEADS + row.head
+    number = place * 2 + INTERVENTIONS.index(row.intervention)
     return None if number % 3 == 0 else float(np.float32(abs(np.sin(number)) / 3))
 
 
@@ -81,9 +80,8 @@ def profiles(shard: int) -> list[Entry]:
     moments = {"count": PER_SHARD, "mean": np.sin(shard) / 3, "m2": np.cos(shard) ** 2}
     entry = {"layer": 1, "head": 2, **moments}
     lags = [entry | {"profile": "attention_by_lag", "lag": lag} for lag in range(2)]
-    pairs = [
-        entry | {"profile": "score_by_pair", "query": q, "key": k} for q, k in ((0, 0), (1, 0))
-    ]
+    pair = entry | {"profile": "score_by_pair", "key": 0}
+    pairs = [pair | {"query": query} for query in range(2)]
     return [*lags, *pairs, entry | {"profile": "resid_pre_norm_by_key", "head": None, "key": 0}]
 
 
@@ -132,10 +130,6 @@ def compacted(original: RunDirectory, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def merged(compacted: RunDirectory, tmp_path: Path) -> RunDirectory:
     return copy_of(compacted, tmp_path / "a")
-
-
-def copy_of(run: RunDirectory, out: Path) -> RunDirectory:
-    return RunDirectory(Path(shutil.copytree(local(run.path), out / run.path.name)))
 
 
 def copy_shards(original: RunDirectory, run: RunDirectory, shards: tuple[int, ...]) -> None:
@@ -201,10 +195,10 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
     files = (done.before.files, done.after.files)
     assert (*files, done.problems) == (SHARDS * 7 + 1, FILES_OF_GROUPS, [])
     assert_same_and_tidy(run, expected)
-    hidden = {"files": []}
-    assert [c.model_copy(update=hidden) for c in run.commits()] == [
-        c.model_copy(update=hidden) for c in commits
-    ]
+    before, after = (
+        [c.model_copy(update={"files": []}) for c in of_run] for of_run in (commits, run.commits())
+    )
+    assert before == after
     committed = [file for commit in run.commits() for file in commit.files]
     shapes = {(f.table, f.intervention, f.path[-28:-14], f.shards) for f in committed}
     assert len(shapes) == len(data_files(run))
@@ -221,9 +215,9 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
         (intervention, SHARDS * SHARD, SHARDS * SHARD) for intervention in INTERVENTIONS
     ]
     # The same again changes nothing.
-    before = {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")}
+    times = {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")}
     compact(run, GROUPS)
-    assert {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")} == before
+    assert {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")} == times
 
 
 def test_a_query_on_one_head_skips_the_other_row_groups(
@@ -287,10 +281,9 @@ def test_tiny_shards_are_merged_in_rounds(
     lines: list[str] = []
     assert compact(run, tell=lines.append).problems == []
     # Seven shards become three pairs and one, then two files, then one.
+    merged = [(number + 1, groups) for groups in (3, 2, 1) for number in range(groups)]
     assert [line.partition(": ")[2] for line in lines] == [
-        f"group {number} of {groups} merged"
-        for groups in (3, 2, 1)
-        for number in range(1, groups + 1)
+        f"group {number} of {groups} merged" for number, groups in merged
     ]
     assert len(data_files(run)) == 9
     assert_same_and_tidy(run, expected)
@@ -345,13 +338,6 @@ def rollup_digests(run: RunDirectory) -> dict[tuple[str, int], str]:
     }
 
 
-def damage_middle(file: Path) -> None:
-    """Flip a bit."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 def damage_rollup(run: RunDirectory, how: str, shards: str = "000000-000002") -> None:
     """Damage the roll-up of a merged group under the first intervention."""
     (file,) = local(run.path).glob(f"rollups/intervention=none/merged-{shards}-*.parquet")
@@ -360,7 +346,7 @@ def damage_rollup(run: RunDirectory, how: str, shards: str = "000000-000002") ->
     elif how == "cut":
         file.write_bytes(file.read_bytes()[:-9])
     else:
-        damage_middle(file)
+        flip_middle_bit(file)
 
 
 @pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
@@ -387,7 +373,7 @@ def test_damaged_roll_ups_are_written_again_to_the_last_bit(
     # Without whole rows it is left, and the rows are reported.
     damage_rollup(merged, "flipped")
     (heads,) = local(merged.path).glob("heads/intervention=none/merged-000000-*.parquet")
-    damage_middle(heads)
+    flip_middle_bit(heads)
     (problem,) = compact(merged, GROUPS).problems
     assert problem.startswith("shards 0 to 2: heads/intervention=none/merged-000000-")
     assert rollup_digests(merged) == digests
@@ -519,29 +505,18 @@ def test_a_cluster_merges_what_is_not_damaged(run: RunDirectory) -> None:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[StorePath]:
-    """A directory in an object store."""
-    with S3Server() as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        places._filesystem.cache_clear()
-        where = place("s3://bucket/runs")
-        assert isinstance(where, StorePath)
-        yield where
-    places._filesystem.cache_clear()
+def _store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with object_store(monkeypatch):
+        yield
 
 
+@pytest.mark.usefixtures("_store")
 def test_in_a_store_a_second_compaction_is_refused_until_the_first_is_dead(
-    original: RunDirectory, expected: Rows, store: StorePath, monkeypatch: pytest.MonkeyPatch
+    original: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction_lease, "RENEWAL_SECONDS", 0.1)
-    monkeypatch.setattr(compaction_lease, "STALE_SECONDS", 2.0)
-    monkeypatch.setattr(compaction_lease, "LOOK_SECONDS", 0.1)
-    run = RunDirectory.of(store, original.run_id)
-    for file in local(original.path).rglob("*.*"):
-        if file.is_file():
-            path = file.relative_to(local(original.path)).as_posix()
-            write_whole(run.path / path, file.read_bytes())
+    for name, seconds in (("RENEWAL", 0.1), ("STALE", 2.0), ("LOOK", 0.1)):
+        monkeypatch.setattr(compaction_lease, f"{name}_SECONDS", seconds)
+    run = RunDirectory(copied_to_store(original, "s3://bucket/runs"))
     before = sorted(places.names(run.commits_directory))
     with leased(run), pytest.raises(RunError, match=r"another compaction is at work .*process \d"):
         compact(run, GROUPS)

@@ -11,11 +11,10 @@ import numpy as np
 from headcount.jobs.commands import doctor
 from headcount.jobs.commands.doctor import DRIFT, MEASURING, READING, check_library, examine
 from headcount.schemas.packages import PACKAGE
-from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.model.files.bundled_models import BUNDLED
-from headcount.workers.model.files.model_info import describe, find_model
-from headcount.workers.replica import Replica
+from headcount.workers.model.files.model_info import find_model
 from tests import ROOT
+from tests.toys import toy_models as toy
 
 WITHOUT_TORCH = """
 import sys
@@ -55,18 +54,9 @@ def test_a_missing_library_is_said_with_what_to_do() -> None:
 
 
 def test_engines_are_compared_on_every_standard_probability() -> None:
-    info = describe(find_model("bundled:gpt2-mini"))
-    fields = {
-        "model": "bundled:gpt2-mini",
-        "n_ctx": 32,
-        "sequences": 2,
-        "input": {"family": "repeated_random"},
-    }
-    fused, dense = (
-        Replica(info, parse_scan(fields | {"engine": engine}), "cpu")
-        for engine in ("fused", "dense")
-    )
-    tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, 32)).astype(np.int32)
+    path = find_model("bundled:gpt2-mini")
+    fused, dense = (toy.replica(path, n_ctx=32, engine=engine) for engine in ("fused", "dense"))
+    tokens = np.random.default_rng(0).integers(fused.info.d_vocab, size=(2, 32)).astype(np.int32)
     assert doctor._largest_drift(fused, dense, tokens)[1] < DRIFT
     # A weight that differs in one engine only must show.
     bare: Any = dense.model.bare

@@ -64,16 +64,9 @@ def plan(tmp_path: Path) -> Plan:
     rows = ['{"text": "abcdefghijklmnop"}', "no row"]
     rows += ['{"text": "abcdefghijklmnop"}'] * (SHARDS - 1)
     (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
-    fields = {
-        "model": str(model),
-        "n_ctx": N_CTX,
-        "sequences": SHARDS,
-        "sequences_per_shard": 1,
-        "bad_rows": 0.5,
-        "statistics": ["entropy"],
-        "input": {"family": "pile", "files": str(tmp_path / "a.jsonl")},
-        "out": str(tmp_path / "runs"),
-    }
+    fields = {"model": str(model), "out": str(tmp_path / "runs"), "statistics": ["entropy"]}
+    fields |= {"n_ctx": N_CTX, "sequences": SHARDS, "sequences_per_shard": 1, "bad_rows": 0.5}
+    fields |= {"input": {"family": "pile", "files": str(tmp_path / "a.jsonl")}}
     return make_plan(parse_scan(fields), "watched")
 
 
@@ -133,8 +126,7 @@ def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan) -> None:
     watcher.join()
     samples: Samples = seen["samples"]
     assert EXPECTED.items() <= samples.items(), samples
-    assert samples["ray_headcount_shards", "waiting"] == 0
-    assert samples["ray_headcount_shards", "failed"] == 0
+    assert [samples["ray_headcount_shards", state] for state in ("waiting", "failed")] == [0, 0]
     assert samples["ray_headcount_bad_rows_total", ""] == 1
     assert 0 <= samples["ray_headcount_replica_idle_share", ""] <= 1
     for phase in ("reading", "measuring", "writing"):

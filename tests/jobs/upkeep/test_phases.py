@@ -27,7 +27,8 @@ from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from tests import ROOT
 from tests.jobs.upkeep.test_status import NOW, gather_shards, make_run
-from tests.tools.s3_server import Rule, S3Server
+from tests.tools.s3_server import Rule
+from tests.toys.object_stores import object_store
 
 PATIENCE_SECONDS = 60
 SECONDS_NOW = NOW.timestamp()
@@ -45,11 +46,15 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.of(tmp_path, "toy-1a2b3c4d")
 
 
+def become_job(run: RunDirectory, patch: pytest.MonkeyPatch) -> None:
+    """Make this process the driver of a job that was submitted for a run."""
+    config = {"runtime_env": {}, "metadata": {"headcount": run.run_id, "run": str(run.path)}}
+    patch.setenv(phases.JOB_VARIABLE, json.dumps(config))
+
+
 @pytest.fixture
 def job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is the driver of a job that was submitted for the run."""
-    config = {"runtime_env": {}, "metadata": {"headcount": run.run_id, "run": str(run.path)}}
-    monkeypatch.setenv(phases.JOB_VARIABLE, json.dumps(config))
+    become_job(run, monkeypatch)
 
 
 def noted(run: RunDirectory, text: str) -> phases.Note:
@@ -65,16 +70,8 @@ def noted(run: RunDirectory, text: str) -> phases.Note:
 
 def note_of(run: RunDirectory, **fields: object) -> phases.Note:
     """A note that a driver of another machine wrote at `NOW`."""
-    values = {
-        "run_id": run.run_id,
-        "phase": "loading the model",
-        "since": NOW,
-        "heard": NOW,
-        "host": "far",
-        "machine": "another machine",
-        "process": 7,
-        "process_started": "1",
-    }
+    values = {"run_id": run.run_id, "phase": "loading the model", "since": NOW, "heard": NOW}
+    values |= {"host": "far", "machine": "another machine", "process": 7, "process_started": "1"}
     note = phases.Note.model_validate(values | fields)
     file = Path(str(run.path)).parent / phases.NOTES / f"{run.run_id}.json"
     file.parent.mkdir(exist_ok=True)
@@ -159,7 +156,7 @@ def test_the_end_of_a_job_is_kept_with_its_reason_until_the_run_goes_on(
         scan_that_fails(run, "preparing tokens", CorpusError("input: no file matches\nor so"))
     assert capfd.readouterr().err == "phase: loading the model\nphase: preparing tokens\n"
     status = read_status_before(run)
-    assert status is not None
+    assert status
     assert as_lines(status) == [
         f"run       {run.path}",
         "phase     ended while preparing tokens: input: no file matches or so",
@@ -266,21 +263,16 @@ def test_notes_lie_in_a_store_too_and_one_that_is_silent_is_said_aloud(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDirectory.of(place("s3://bucket/runs"), "toy-1")
-    with S3Server() as store:
-        for name, value in store.env().items():
-            monkeypatch.setenv(name, value)
+    with object_store(monkeypatch) as store:
         phases.note_submission(run, "http://head:8265")
         list_runs("s3://bucket/runs")
         assert "submitted: to http://head:8265, for " in capfd.readouterr().out
-        config = {"metadata": {"headcount": run.run_id, "run": str(run.path)}}
-        monkeypatch.setenv(phases.JOB_VARIABLE, json.dumps(config))
+        become_job(run, monkeypatch)
         with phases.taken():
             phases.note("loading the model")
             noted(run, "loading the model")
             phases.note_end(run, "its job was stopped")
-            stopped = phases.read_note(run)
-            assert stopped is not None
-            assert stopped.ended == "its job was stopped"
+            assert getattr(phases.read_note(run), "ended", None) == "its job was stopped"
         assert phases.read_note(run) is None
         monkeypatch.setattr(cluster_commands, "SILENCE_SECONDS", 0.1)
         store.set_rules(Rule({"delay": 0.5}))
