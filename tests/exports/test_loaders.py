@@ -71,7 +71,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("name", export_formats())
 def test_the_example_of_a_format_loads_what_its_command_wrote(
     name: str, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     page = (DOCS / "exports.md").read_text(encoding="utf-8")
     section = page[page.index(f"\n## {name}\n") :]
     match = re.search(
@@ -112,9 +112,7 @@ class Press:
 
 
 @pytest.mark.long
-def test_the_example_for_kvpress_reads_the_folder(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example_for_kvpress_reads_the_folder(home: Path, monkeypatch: pytest.MonkeyPatch):
     (example,) = python_blocks("../guide/caches.md", "py")
     (folder,) = re.findall(r'folder="([^"]+)"', example)
     cut = ("--recent", "16", "--sparsity", "0.75", "--replace")
@@ -131,6 +129,6 @@ def test_the_example_for_kvpress_reads_the_folder(
     assert scores.sum() == LAYERS * HEADS / 4
 
 
-def test_no_example_of_these_pages_is_left_out() -> None:
+def test_no_example_of_these_pages_is_left_out():
     assert len(python_blocks("exports.md")) == len(export_formats()) == len(PRINTED) + 1
     assert len(python_blocks("../guide/caches.md", "py")) == 1

@@ -21,7 +21,7 @@ def repeated(period: int, batch: int = 3, d_vocab: int = toy.D_VOCAB) -> np.ndar
     return np.concatenate([block[:, :1] * 0, block, block], axis=1).astype(np.int32)
 
 
-def test_columns_of_many_tiles_equal_their_definitions() -> None:
+def test_columns_of_many_tiles_equal_their_definitions():
     path = find_model("bundled:gpt2-mini")
     tokens = repeated(100, batch=1, d_vocab=256)
     heads = toy.measure(path, tokens).heads
@@ -31,7 +31,7 @@ def test_columns_of_many_tiles_equal_their_definitions() -> None:
         assert np.nan_to_num(np.abs(heads[name] - values) / scale).max() <= 1e-5, name
 
 
-def test_raw_and_folded_weights_write_the_same_and_split_scores_differently(gpt2: Path) -> None:
+def test_raw_and_folded_weights_write_the_same_and_split_scores_differently(gpt2: Path):
     tokens = repeated(10)
     raw, folded = (
         toy.measure(gpt2, tokens, weight_processing=weights, engine="dense").heads
@@ -45,7 +45,7 @@ def test_raw_and_folded_weights_write_the_same_and_split_scores_differently(gpt2
     assert np.abs(folded["sink_shift_advantage"] - raw["sink_shift_advantage"]).max() > 0.1
 
 
-def test_formulas_of_the_catalogue_follow_from_columns(gpt2: Path) -> None:
+def test_formulas_of_the_catalogue_follow_from_columns(gpt2: Path):
     """TransformerLens's detector scores, from the docs' formulas: `mul` = Σ A∘D / ΣA, `abs` = 1 - T
     mean |A - D|.
     """

@@ -43,7 +43,7 @@ def committed_shards(run: RunDirectory) -> list[int]:
     return run.commit_log([])["shard"].to_pylist()
 
 
-def test_gathering_changes_where_commits_are_and_nothing_else(run: RunDirectory) -> None:
+def test_gathering_changes_where_commits_are_and_nothing_else(run: RunDirectory):
     commits_before = list(run.commits())
     gather(run.commits_directory, commits_before[2:7])
     assert list(run.commits()) == commits_before
@@ -57,7 +57,7 @@ def test_gathering_changes_where_commits_are_and_nothing_else(run: RunDirectory)
 @pytest.mark.parametrize("deletions", range(4))
 def test_a_segment_may_be_killed_before_all_commit_files_are_deleted(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, deletions: int
-) -> None:
+):
     commits_before = list(run.commits())
 
     def die(paths: Any) -> None:
@@ -71,9 +71,7 @@ def test_a_segment_may_be_killed_before_all_commit_files_are_deleted(
     assert list(run.commits()) == commits_before
 
 
-def test_a_segment_may_fail_before_it_is_there(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_may_fail_before_it_is_there(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     commits_before = list(run.commits())
 
     def fill_disk(*_: object) -> None:
@@ -85,7 +83,7 @@ def test_a_segment_may_fail_before_it_is_there(
     assert list(run.commits()) == commits_before
 
 
-def test_two_may_gather_at_once_and_each_commit_counts_once(run: RunDirectory) -> None:
+def test_two_may_gather_at_once_and_each_commit_counts_once(run: RunDirectory):
     commits_before = list(run.commits())
     # The segments overlap, and the third says what the first says.
     gather(run.commits_directory, commits_before[:6])
@@ -94,7 +92,7 @@ def test_two_may_gather_at_once_and_each_commit_counts_once(run: RunDirectory) -
     assert list(run.commits()) == commits_before
 
 
-def test_a_late_attempt_at_a_gathered_shard_does_not_count(run: RunDirectory) -> None:
+def test_a_late_attempt_at_a_gathered_shard_does_not_count(run: RunDirectory):
     first = next(run.commits())
     gather(run.commits_directory, [first])
     # Its clock is ahead by far: clocks do not decide.
@@ -104,9 +102,7 @@ def test_a_late_attempt_at_a_gathered_shard_does_not_count(run: RunDirectory) ->
     assert next(run.commits()) == first
 
 
-def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(
-    run: RunDirectory,
-) -> None:
+def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(run: RunDirectory):
     commits_before = list(run.commits())
     gather(run.commits_directory, commits_before)
     drop(run.commits_directory, run.run_id, [3, 5])
@@ -121,7 +117,7 @@ def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(
 
 def test_a_reader_that_is_overtaken_by_a_segment_reads_again(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     commits_before = list(run.commits())
     real_names = commit_log.names
     names_listed_first: list[str] = []
@@ -139,7 +135,7 @@ def test_a_reader_that_is_overtaken_by_a_segment_reads_again(
     assert len(names_listed_first) == 10
 
 
-def test_a_file_that_is_no_commit_of_this_run_is_skipped(run: RunDirectory) -> None:
+def test_a_file_that_is_no_commit_of_this_run_is_skipped(run: RunDirectory):
     file = local(run.commit_file(3))
     commit = json.loads(file.read_bytes())
     without_rows = {key: value for key, value in commit.items() if key != "rows"}
@@ -148,7 +144,7 @@ def test_a_file_that_is_no_commit_of_this_run_is_skipped(run: RunDirectory) -> N
         assert committed_shards(run) == [0, 1, 2, 4, 5, 6, 7, 8, 9], spoilt
 
 
-def test_a_segment_holds_every_field_of_a_commit(run: RunDirectory) -> None:
+def test_a_segment_holds_every_field_of_a_commit(run: RunDirectory):
     assert set(Commit.model_fields) == set(COMMITS.names)
     fields = {"bad_rows": ["a.jsonl:7 (text is null)"], "seconds": 0.1234}
     commit = next(run.commits()).model_copy(update=fields)
@@ -156,9 +152,7 @@ def test_a_segment_holds_every_field_of_a_commit(run: RunDirectory) -> None:
     assert next(run.commits()) == commit
 
 
-def test_a_driver_gathers_while_outcomes_pass(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_gathers_while_outcomes_pass(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headcount.jobs.run.loop.COMMITS_PER_SEGMENT", 4)
     commits_before = list(run.commits())
     outcomes: list[Commit | Failure] = [*commits_before]
@@ -169,7 +163,7 @@ def test_a_driver_gathers_while_outcomes_pass(
     assert list(run.commits()) == commits_before
 
 
-def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory) -> None:
+def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory):
     gather(run.commits_directory, list(run.commits())[:5])
     local(data_file(run, "heads", "none", 2)).unlink()
     local(data_file(run, "heads", "none", 3)).write_bytes(b"")
@@ -194,7 +188,7 @@ def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory
     assert sorted(damages(run.manifest())) == sorted([*by_size, *spoilt])
 
 
-def test_one_driver_at_a_time(run: RunDirectory) -> None:
+def test_one_driver_at_a_time(run: RunDirectory):
     at_work = "another process is at work on this run"
     with locked(run), pytest.raises(RunError, match=at_work), locked(run):
         pass
@@ -202,7 +196,7 @@ def test_one_driver_at_a_time(run: RunDirectory) -> None:
         pass
 
 
-def test_spans_give_each_shard_once_and_an_owner_goes_forward_except_when_it_steals() -> None:
+def test_spans_give_each_shard_once_and_an_owner_goes_forward_except_when_it_steals():
     rng = np.random.default_rng(0)
     for size in (1, 2, 7, 1000):
         open_shards = np.sort(rng.choice(2000, size, replace=False))
@@ -226,12 +220,12 @@ def test_spans_give_each_shard_once_and_an_owner_goes_forward_except_when_it_ste
         ("s3://AKIA:secret@bucket/runs", "must hold no credentials"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused_without_its_secrets(location: str, message: str) -> None:
+def test_a_place_that_cannot_be_is_refused_without_its_secrets(location: str, message: str):
     told = refused(ScanError, place, location)
     assert (message in told, "secret" in told) == (True, False)
 
 
-def test_places() -> None:
+def test_places():
     assert place("file:///data/runs") == Path("/data/runs")
     assert place("~/runs") == Path.home() / "runs"
     assert place("runs") == Path("runs")
@@ -244,7 +238,7 @@ def test_places() -> None:
 @pytest.mark.parametrize("name", ["shard-000003.json", f"segment-000000-{'0' * 32}.parquet"])
 def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+):
     monkeypatch.setattr(commit_log, "LISTING_PAUSE", 0.001)
     link = Path(str(run.commits_directory / name))
     link.unlink(missing_ok=True)

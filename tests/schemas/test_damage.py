@@ -192,7 +192,7 @@ def replace_file(path: Path, content: bytes | None, hide: bool) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_damage_is_returned_as_data(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path / "memory"])
     state = prepare(tmp_path / "now", tmp_path / "before", LAYOUTS[layout])
     generator = random.Random(layout)
@@ -252,7 +252,7 @@ def heads_file(run: RunDirectory, shard: int) -> Path:
 
 def test_a_checked_file_is_remembered_until_it_changes(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     read: list[str] = []
 
     def problem(*arguments: Any) -> str | None:
@@ -289,7 +289,7 @@ def test_a_checked_file_is_remembered_until_it_changes(
     assert twice("FROM heads") == [heads_files, heads_files]
 
 
-def test_a_question_checks_only_the_tables_that_it_reads(run: RunDirectory) -> None:
+def test_a_question_checks_only_the_tables_that_it_reads(run: RunDirectory):
     flip_middle_bit(heads_file(run, 3))
     database = open_runs(run.path)
     assert len(database.rows("FROM sequences")) == 2 * SHARDS
@@ -304,7 +304,7 @@ def test_a_question_checks_only_the_tables_that_it_reads(run: RunDirectory) -> N
     assert database.rows(sql) == [("damaged", why)]
 
 
-def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory) -> None:
+def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory):
     flip_middle_bit(heads_file(run, 3))
     for question in (
         "FROM by_head",
@@ -320,7 +320,7 @@ def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory) -> None
         assert [line[:26] for line in warnings] == ["warning: run a-1: shard 3:"], question
 
 
-def test_a_connection_continues_after_a_compaction(run: RunDirectory) -> None:
+def test_a_connection_continues_after_a_compaction(run: RunDirectory):
     database = open_runs(run.path)
     before = database.rows("FROM heads ORDER BY ALL")
     commits = list(run.commits())
@@ -330,7 +330,7 @@ def test_a_connection_continues_after_a_compaction(run: RunDirectory) -> None:
     assert commits != list(run.commits())
 
 
-def test_a_long_check_is_announced(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_check_is_announced(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verified_files, "SECONDS_BEFORE_NOTICE", 0.0)
     warnings: list[str] = []
     open_runs(run.path, tell=warnings.append).rows("FROM heads")
@@ -344,7 +344,7 @@ def run_command(*arguments: str) -> tuple[int, list[str]]:
 
 def test_check_names_the_damage_and_the_command_that_mends_it(
     run: RunDirectory, written: dict[str, RunDirectory], tmp_path: Path
-) -> None:
+):
     home = str(tmp_path / "runs")
     size = r"37 files, 0\.2 MB"
     code, (line,) = run_command("check", home)
@@ -395,7 +395,7 @@ def values_in(name: str, *values: float | None) -> Change:
     return change
 
 
-def test_a_value_outside_its_range_is_damage_even_if_the_digest_fits(run: RunDirectory) -> None:
+def test_a_value_outside_its_range_is_damage_even_if_the_digest_fits(run: RunDirectory):
     rewrite_file(run, 3, values_in("sink_mass", 0.5, None, 0.25, 1124.2))
     commit = json.loads(local(run.commit_file(3)).read_bytes())
     for file in commit["files"]:
@@ -406,7 +406,7 @@ def test_a_value_outside_its_range_is_damage_even_if_the_digest_fits(run: RunDir
     assert len(open_runs(run.path).rows("FROM heads")) == 8 * (SHARDS - 1)
 
 
-def test_a_damaged_segment_is_refused_with_advice(run: RunDirectory) -> None:
+def test_a_damaged_segment_is_refused_with_advice(run: RunDirectory):
     gather_all(run)
     (file,) = local(run.commits_directory).iterdir()
     whole = file.read_bytes()
@@ -438,7 +438,7 @@ BREAKAGES = {
 @pytest.mark.parametrize("what", BREAKAGES)
 def test_a_broken_run_does_not_hide_other_runs(
     run: RunDirectory, what: str, written: dict[str, RunDirectory], tmp_path: Path
-) -> None:
+):
     home = tmp_path / "runs"
     other = copy_of(written["b-1"], home)
     name, old, new, why = BREAKAGES[what]

@@ -69,7 +69,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory, gpt2: Path) -> Plan:
     return measured(begin(tmp_path_factory.mktemp("runs"), gpt2, **fields))
 
 
-def test_files_have_their_schemas_and_weights_lie_with_the_first_shard(plan: Plan) -> None:
+def test_files_have_their_schemas_and_weights_lie_with_the_first_shard(plan: Plan):
     profiles = rows_of_file(plan.run, "profiles", 1)
     assert profiles.schema.equals(schema_of_rows(PROFILE_KIND, PROFILES.values()))
     assert profiles["profile"].unique().to_pylist() == list(PROFILES)
@@ -103,7 +103,7 @@ def test_files_have_their_schemas_and_weights_lie_with_the_first_shard(plan: Pla
     ]  # fmt: skip
 
 
-def test_an_entry_lies_where_its_axes_say(plan: Plan) -> None:
+def test_an_entry_lies_where_its_axes_say(plan: Plan):
     table = rows_of_file(plan.run, "profiles", 0)
 
     def rows_of(name: str) -> pa.Table:
@@ -124,7 +124,7 @@ def test_an_entry_lies_where_its_axes_say(plan: Plan) -> None:
         assert list(zip(found[row].to_pylist(), found[column].to_pylist(), strict=True)) == places
 
 
-def test_every_column_of_every_view_is_described(plan: Plan) -> None:
+def test_every_column_of_every_view_is_described(plan: Plan):
     shared = "NULL if all heads of a layer share the values."
     ends = {"profiles": shared, "profile_means": shared, "curves": "."}
     ends |= {"weights": "NULL for values that a model has only once."}
@@ -139,7 +139,7 @@ def test_every_column_of_every_view_is_described(plan: Plan) -> None:
         assert described[view, "layer" if view == "weights" else "head"].endswith(end), view
 
 
-def test_sql_finds_the_heads_of_a_list(plan: Plan) -> None:
+def test_sql_finds_the_heads_of_a_list(plan: Plan):
     question = """
         SELECT max(abs(list_avg(sink_attention_by_query) - sink_alpha)), count(*),
             min(len(score_shift_by_key))
@@ -149,7 +149,7 @@ def test_sql_finds_the_heads_of_a_list(plan: Plan) -> None:
     assert (rows, entries) == (2 * SEQUENCES * LAYERS * HEADS, T)
 
 
-def test_compacting_keeps_every_row_and_leaves_the_weights(plan: Plan, tmp_path: Path) -> None:
+def test_compacting_keeps_every_row_and_leaves_the_weights(plan: Plan, tmp_path: Path):
     run = copy_of(plan.run, tmp_path)
 
     def rows(view: str) -> list[tuple[Any, ...]]:
@@ -165,7 +165,7 @@ def test_compacting_keeps_every_row_and_leaves_the_weights(plan: Plan, tmp_path:
     assert [row[15] for row in rows("profile_means")] == means
 
 
-def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt2: Path) -> None:
+def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt2: Path):
     """The scan has an intervention alone; weights are of the untouched model."""
     fields = {"interventions": ["zero_query_bias"], "weight_statistics": ["query_bias_norm"]}
     plan = measured(begin(tmp_path, gpt2, **fields))
@@ -191,7 +191,7 @@ def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt
 )
 def test_a_run_that_kept_something_else_is_not_gone_on_with(
     field: str, names: list[str], word: str, tmp_path: Path, gpt2: Path
-) -> None:
+):
     first = begin(tmp_path, gpt2, **{field: names})
     assert begin(tmp_path, gpt2, **{field: names}).run.run_id == first.run.run_id
     other = parse_scan(first.scan.model_dump(mode="json") | {field: []})
@@ -202,7 +202,7 @@ def test_a_run_that_kept_something_else_is_not_gone_on_with(
         make_plan(other, "toy", first.run.run_id)
 
 
-def test_runs_that_kept_different_things_are_read_together(tmp_path: Path) -> None:
+def test_runs_that_kept_different_things_are_read_together(tmp_path: Path):
     neox = toy.save_model(tmp_path / "neox", toy.family("GPTNeoXConfig"))
     names = ["attention_by_lag", "sink_resid_post_by_dimension"]
     changes: list[dict[str, Any]] = [{}, {"profiles": names[:1]}, {"profiles": names}]
@@ -224,7 +224,7 @@ ENTRY = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2}
 ENTRY |= {"count": 2, "mean": 2.0, "m2": 2.0}
 
 
-def test_sql_merges_exactly(tmp_path: Path) -> None:
+def test_sql_merges_exactly(tmp_path: Path):
     # Shard 0: 1, 3 (mean 2, M2 2). Shard 1: 5, 5, 8 (mean 6, M2 6). Together: mean 4.4, M2 = 124 -
     # 5·4.4² = 27.2.
     shards = [ENTRY, ENTRY | {"count": 3, "mean": 6.0, "m2": 6.0}]
@@ -244,7 +244,7 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
     assert ask(run.path, "profile_means") == [(*keys, *by_lag), (*keys, *by_key)]
 
 
-def test_two_formulas_of_one_profile_are_refused(tmp_path: Path) -> None:
+def test_two_formulas_of_one_profile_are_refused(tmp_path: Path):
     runs = [
         write_run(tmp_path, n, {"sink_mass": lambda row: 0.5}, profiles=lambda _: [ENTRY])
         for n in ("a", "b")
@@ -257,7 +257,7 @@ def test_two_formulas_of_one_profile_are_refused(tmp_path: Path) -> None:
         connect(tmp_path)
 
 
-def test_a_number_of_a_list_that_is_none_is_an_error_that_says_where() -> None:
+def test_a_number_of_a_list_that_is_none_is_an_error_that_says_where():
     values = np.zeros((2, LAYERS, HEADS, T), np.float32)
     values[1, 2, 3, 5] = np.inf
     heads = MeasuredHeads.every(LAYERS, HEADS)
@@ -266,7 +266,7 @@ def test_a_number_of_a_list_that_is_none_is_an_error_that_says_where() -> None:
         check_lists({"value_norm_by_key": values}, PROFILES, heads, first=10)
 
 
-def test_what_cannot_be_kept_is_refused() -> None:
+def test_what_cannot_be_kept_is_refused():
     with pytest.raises(ScanError, match="curves: score_by_pair has a number for every pair of a"):
         toy.toy_scan(curves=["score_by_pair"])
     message = r"weight_statistics: .* they expect weight_processing = 'raw', got 'folded'"

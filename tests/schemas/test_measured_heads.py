@@ -106,7 +106,7 @@ def assert_same(actual: pa.Table, expected: pa.Table, exact: bool) -> None:
 )
 def test_every_number_of_some_heads_is_that_of_the_whole_scan(
     name: str, engine: str, subsets: list[str], request: pytest.FixtureRequest
-) -> None:
+):
     path = request.getfixturevalue(name)
     fields = {"n_ctx": T, "engine": engine, **EVERYTHING}
     whole = toy.replica(path, **fields)
@@ -125,7 +125,7 @@ both_engines = pytest.mark.parametrize("engine", ["fused", "dense"])
 
 
 @both_engines
-def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, engine: str) -> None:
+def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, engine: str):
     fields = {"n_ctx": T, "engine": engine, "predictions": ["loss", "final_logits"]}
     whole = toy.replica(gpt2, **fields).measure(TOKENS, "zero_head(2,1)")
     part = toy.replica(gpt2, **fields, layers=[0]).measure(TOKENS, "zero_head(2,1)")
@@ -136,7 +136,7 @@ def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, e
 
 
 @both_engines
-def test_a_patched_head_of_a_measured_layer_shows_in_the_next(gpt2: Path, engine: str) -> None:
+def test_a_patched_head_of_a_measured_layer_shows_in_the_next(gpt2: Path, engine: str):
     partner = (TOKENS * 7 + 1) % toy.D_VOCAB
     name, fields = "patch_head(0,1)", {"n_ctx": T, "engine": engine}
     whole = toy.replica(gpt2, **fields).measure(TOKENS, name, partner=partner)
@@ -159,7 +159,7 @@ def blocks_run(replica: toy.TextReplica, *arguments: Any, **options: Any) -> lis
     return layers_run
 
 
-def test_a_pass_ends_after_the_last_layer_that_something_needs(gpt2: Path) -> None:
+def test_a_pass_ends_after_the_last_layer_that_something_needs(gpt2: Path):
     assert blocks_run(toy.replica(gpt2, n_ctx=T), TOKENS) == [0, 1, 2]
     assert blocks_run(toy.replica(gpt2, n_ctx=T, layers=[1]), TOKENS) == [0, 1]
     assert blocks_run(toy.replica(gpt2, n_ctx=T, heads=["L0H3"]), TOKENS) == [0]
@@ -169,7 +169,7 @@ def test_a_pass_ends_after_the_last_layer_that_something_needs(gpt2: Path) -> No
     assert changed.method.built_layers == [0, 1]
 
 
-def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(intervention_registry, "INTERVENTIONS", dict(INTERVENTIONS))
 
     @intervention
@@ -182,7 +182,7 @@ def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.Mon
 
 
 @both_engines
-def test_only_measured_layers_are_shown(gpt2: Path, engine: str) -> None:
+def test_only_measured_layers_are_shown(gpt2: Path, engine: str):
     replica = toy.replica(gpt2, n_ctx=T, engine=engine)
     layers_shown: list[int] = []
     tokens = torch.from_numpy(TOKENS).long()
@@ -193,7 +193,7 @@ def test_only_measured_layers_are_shown(gpt2: Path, engine: str) -> None:
 
 def test_the_pattern_of_a_layer_between_is_not_questioned(
     gpt2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     replica = toy.replica(gpt2, n_ctx=T, layers=[0, 2], statistics="standard")
     replica.measure(TOKENS)
     questions_of_sweeps: list[set[str]] = []
@@ -211,7 +211,7 @@ def test_the_pattern_of_a_layer_between_is_not_questioned(
     assert by_layer == [everything, set(), everything]
 
 
-def test_a_number_that_is_none_is_in_the_layer_and_the_head_of_the_model(tmp_path: Path) -> None:
+def test_a_number_that_is_none_is_in_the_layer_and_the_head_of_the_model(tmp_path: Path):
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         (name,) = [name for name in tensors if name.endswith("h.2.attn.c_attn.weight")]
         tensors[name][:, 8:16] = torch.nan
@@ -246,7 +246,7 @@ def ask(path: Any, question: str) -> list[tuple[Any, ...]]:
     return list(run_query(connect(path, lazily=True), question).rows())
 
 
-def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path) -> None:
+def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path):
     def run_id(**changes: Any) -> str:
         return make_plan(parse_scan(fields_of(tmp_path, gpt2, **changes)), "toy").run.run_id
 
@@ -263,14 +263,14 @@ def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path) -
     assert part.identity["scan"]["heads"] == ["L0H3", "L2H1"]
 
 
-def test_a_run_of_other_heads_is_not_gone_on_with(tmp_path: Path, gpt2: Path) -> None:
+def test_a_run_of_other_heads_is_not_gone_on_with(tmp_path: Path, gpt2: Path):
     plan = begin(tmp_path, gpt2, layers=[1])
     assert replan(plan.run).scan.layers == (1,)
     with pytest.raises(RunError, match="measured something else: layers"):
         make_plan(parse_scan(fields_of(tmp_path, gpt2)), "toy", plan.run.run_id)
 
 
-def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path) -> None:
+def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path):
     fields = {"heads": ["L2H0", "L0H1", "L2H3"], "profiles": ["key_norm_by_key"]}
     plan = finished(tmp_path, gpt2, **fields)
     assert plan.rows == 4 * 3 == len(ask(plan.run.path, "heads"))
@@ -287,14 +287,14 @@ def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path) -> 
         assert compact(plan.run).problems == []
 
 
-def test_a_run_says_which_heads_it_measured(tmp_path: Path, gpt2: Path) -> None:
+def test_a_run_says_which_heads_it_measured(tmp_path: Path, gpt2: Path):
     for changes in ({}, {"layers": [2, 0]}, {"heads": ["L2H0", "L0H1"]}):
         begin(tmp_path, gpt2, **changes)
     runs = ask(tmp_path, "SELECT measured_heads FROM runs ORDER BY ALL")
     assert runs == [("L0H1, L2H0",), ("all",), ("layers 0, 2",)]
 
 
-def test_a_mean_over_a_layer_needs_all_of_its_heads(tmp_path: Path, gpt2: Path) -> None:
+def test_a_mean_over_a_layer_needs_all_of_its_heads(tmp_path: Path, gpt2: Path):
     scores = "FROM inactive_scores WHERE score LIKE 'AVVN%'"
     question = f"SELECT DISTINCT score, layer {scores} ORDER BY ALL"
     whole = finished(tmp_path / "a", gpt2, layers=[1])
@@ -313,7 +313,7 @@ def reported(out: Path, plan: Plan) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2: Path) -> None:
+def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2: Path):
     plan = finished(tmp_path, gpt2, heads=["L2H0", "L0H1", "L2H3"])
     section = reported(tmp_path, plan)
     maps = [values["mean"] for values in section["values"].values() if values["kind"] == "heads"]
@@ -329,7 +329,7 @@ def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2
 
 
 @pytest.mark.long
-def test_a_report_of_one_head_of_each_layer_draws_cells(tmp_path: Path, gpt2: Path) -> None:
+def test_a_report_of_one_head_of_each_layer_draws_cells(tmp_path: Path, gpt2: Path):
     section = reported(tmp_path, finished(tmp_path, gpt2, heads=["L0H1", "L1H2"]))
     kinds = [values["kind"] for values in section["values"].values()]
     assert kinds.count("heads") > 10

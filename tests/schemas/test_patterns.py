@@ -68,7 +68,7 @@ def all_answers(
     }
 
 
-def test_a_score_of_the_future_may_be_huge() -> None:
+def test_a_score_of_the_future_may_be_huge():
     q = torch.ones(1, 1, 3, 1)
     k = torch.tensor([0.0, 0.0, 400.0])[None, None, :, None]
     pattern = FusedPattern(q, k, k, AttentionFacts(1.0), {})
@@ -78,7 +78,7 @@ def test_a_score_of_the_future_may_be_huge() -> None:
     assert pattern.rows(1)[0, 0, 0].tolist() == [0.5, 0.5, 0]
 
 
-def test_tiles_of_several_sequences_equal_tiles_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_several_sequences_equal_tiles_of_one(monkeypatch: pytest.MonkeyPatch):
     q, k, v, tokens = random_inputs(5, 2, 100, 4)
     matches = find_matches(tokens)
     together = all_answers(FusedPattern(q, k, v, AttentionFacts(0.5), matches), matches)
@@ -88,7 +88,7 @@ def test_tiles_of_several_sequences_equal_tiles_of_one(monkeypatch: pytest.Monke
         torch.testing.assert_close(answer, alone[name], rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def test_scores_of_ten_thousand_stay_finite_and_entropy_stays_positive() -> None:
+def test_scores_of_ten_thousand_stay_finite_and_entropy_stays_positive():
     q, k, v, tokens = random_inputs(1, 2, 70, 8, spread=80.0)
     facts = AttentionFacts(8**-0.5)
     fused = FusedPattern(q, k, v, facts, find_matches(tokens))
@@ -104,7 +104,7 @@ def test_scores_of_ten_thousand_stay_finite_and_entropy_stays_positive() -> None
     assert [answer.max().item() for answer in attention if answer.max() > 1] == []
 
 
-def test_all_attention_on_one_key_has_no_entropy() -> None:
+def test_all_attention_on_one_key_has_no_entropy():
     k = torch.zeros(1, 1, 9, 2)
     k[..., 0, 0] = 50
     q = torch.zeros(1, 1, 9, 2)
@@ -129,7 +129,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("alphabet", [1, 97])
 @pytest.mark.parametrize("n_ctx", [1024, pytest.param(4096, marks=pytest.mark.long)])
-def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int) -> None:
+def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int):
     heads, d_head = 2, 16
     q, k, v, _ = random_inputs(1, heads, n_ctx, d_head)
     with Largest() as largest:
@@ -147,7 +147,7 @@ def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int) -> 
     assert (stored_numbers > 0) == (alphabet > 1)
 
 
-def test_a_question_asked_once_is_answered_by_the_next_sweep() -> None:
+def test_a_question_asked_once_is_answered_by_the_next_sweep():
     q, k, v, tokens = random_inputs(1, 2, 40, 4)
     matches = find_matches(tokens)
     questions: set[str] = set()
@@ -288,7 +288,7 @@ def tiles_as_kernel(
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long][n in ("window", "all") :]) for n in FACTS]
 )
-def test_what_a_kernel_does_not_answer_is_answered_after_it(name: str) -> None:
+def test_what_a_kernel_does_not_answer_is_answered_after_it(name: str):
     q, k, v, tokens = grouped_inputs(131)
     facts, expected = FACTS[name], defined_by_hand(name, 131)
     matches = {"copies": find_matches(tokens)["copies"]}
@@ -300,7 +300,7 @@ def test_what_a_kernel_does_not_answer_is_answered_after_it(name: str) -> None:
     assert {"largest score", "received", "distant 4 3"} <= questions
 
 
-def test_a_tiny_distant_mass_is_exact() -> None:
+def test_a_tiny_distant_mass_is_exact():
     n_ctx, sink, recent, slope = 2048, 4, 64, 0.2
     q, k, v, _ = random_inputs(1, 1, n_ctx, 8)
     facts = AttentionFacts(8**-0.5, slopes=torch.tensor([slope]))
@@ -323,7 +323,7 @@ def test_a_tiny_distant_mass_is_exact() -> None:
         *(("none", n) for n in (3, 63, 64, 65)),
     ],
 )
-def test_both_patterns_answer_by_the_facts_of_a_layer(name: str, n_ctx: int) -> None:
+def test_both_patterns_answer_by_the_facts_of_a_layer(name: str, n_ctx: int):
     q, k, v, tokens = grouped_inputs(n_ctx)
     facts, expected = FACTS[name], defined_by_hand(name, n_ctx)
     matches = {"copies": find_matches(tokens)["copies"]}
@@ -346,7 +346,7 @@ def test_both_patterns_answer_by_the_facts_of_a_layer(name: str, n_ctx: int) -> 
         assert (n_seen > 0).equal(expected["copies"].sum(1) > 0)
 
 
-def test_the_tiles_of_a_window_hold_no_keys_behind_it() -> None:
+def test_the_tiles_of_a_window_hold_no_keys_behind_it():
     n_ctx, window = 2048, 100
     q, k, v, tokens = random_inputs(1, 2, n_ctx, 16)
     with Largest() as largest:

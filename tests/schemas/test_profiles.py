@@ -45,7 +45,7 @@ def aggregate_by_hand(values: np.ndarray) -> Aggregate:
 # Aggregates
 
 
-def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows() -> None:
+def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows():
     rows = np.random.default_rng(0).normal(1e4, 1e-2, (101, 2, 3))
     batches = np.split(rows, [1, 3, 40, 100])
     actual = merge([{"p": aggregate_by_hand(batch)} for batch in batches])["p"]
@@ -55,7 +55,7 @@ def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows() -> None:
     np.testing.assert_allclose(actual.m2, expected.m2, rtol=1e-6, atol=1e-15)
 
 
-def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
+def test_a_number_that_is_not_finite_is_an_error_that_says_where():
     for name, size, place, message in (
         (
             "score_by_pair",
@@ -77,7 +77,7 @@ def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
             check_means(aggregates({name: mean}), PROFILES, EVERY, first=8, sequences=3)
 
 
-def test_weights_that_are_not_numbers_are_an_error(gpt2: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_numbers_are_an_error(gpt2: Path, tmp_path: Path):
     def spoil(weights: dict[str, torch.Tensor]) -> None:
         weights["transformer.h.2.mlp.c_proj.bias"][:] = math.inf
 
@@ -91,7 +91,7 @@ def test_weights_that_are_not_numbers_are_an_error(gpt2: Path, tmp_path: Path) -
 # InterventionMeasurements on a model
 
 
-def test_the_batch_size_changes_nothing(gpt2: Path) -> None:
+def test_the_batch_size_changes_nothing(gpt2: Path):
     whole, by_four = (profiles_of(gpt2, batch_size=size) for size in (11, 4))
     for name, expected in whole.items():
         close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6, "err_msg": name}
@@ -101,7 +101,7 @@ def test_the_batch_size_changes_nothing(gpt2: Path) -> None:
         np.testing.assert_allclose(by_four[name].m2, expected.m2, **close)
 
 
-def test_an_entry_without_a_value_is_no_part_of_the_aggregate() -> None:
+def test_an_entry_without_a_value_is_no_part_of_the_aggregate():
     profile = PROFILES["value_norm_by_key"]
     first = torch.tensor([[[1.0, math.nan, math.nan]], [[3.0, 5.0, math.nan]]])
     count, mean, m2 = profile_means.count_mean_m2(profile, first)
@@ -145,7 +145,7 @@ def chosen(masses: np.ndarray, count: int, always: int, n_ctx: int) -> set[int]:
     return {*range(first), *rest[: max(scaled_count - first, 0)]}
 
 
-def test_columns_and_diagonals_are_those_of_the_definition() -> None:
+def test_columns_and_diagonals_are_those_of_the_definition():
     n_ctx = 700
     pattern = random_pattern(n_ctx)
     by_lag = PROFILES["tail_attention_by_lag"].compute(pattern)
@@ -174,7 +174,7 @@ def test_columns_and_diagonals_are_those_of_the_definition() -> None:
 MOMENTS = [name for name in ALL if "query_mean" in name or "second_moment" in name]
 
 
-def test_queries_that_a_module_rotates_in_its_own_way_are_an_error(tmp_path: Path) -> None:
+def test_queries_that_a_module_rotates_in_its_own_way_are_an_error(tmp_path: Path):
     path = toy.save_model(tmp_path / "nanochat", toy.family("NanoChatConfig"))
     rotated = profiles_of(path, profiles=["rotated_query_mean"])
     assert np.isfinite(rotated["rotated_query_mean"].mean).all()
@@ -183,7 +183,7 @@ def test_queries_that_a_module_rotates_in_its_own_way_are_an_error(tmp_path: Pat
         profiles_of(path, profiles=["query_mean"])
 
 
-def test_a_rotation_that_is_not_all_that_a_layer_does_is_not_undone() -> None:
+def test_a_rotation_that_is_not_all_that_a_layer_does_is_not_undone():
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     given = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -195,9 +195,7 @@ def test_a_rotation_that_is_not_all_that_a_layer_does_is_not_undone() -> None:
     assert rotation.checked(rotated * 2).rotate is None
 
 
-def test_nothing_is_rotated_back_if_nobody_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_rotated_back_if_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", num_key_value_heads=2))
     # A model is made once, and its check rotates.
     profiles_of(path, profiles=["rotated_query_mean"])
@@ -230,19 +228,19 @@ def weights_of(path: Path) -> list[dict[str, Any]]:
     return toy.replica(path, **fields).weights()["weights"].to_pylist()
 
 
-def test_the_cosine_with_a_bias_of_zero_is_null(tmp_path: Path) -> None:
+def test_the_cosine_with_a_bias_of_zero_is_null(tmp_path: Path):
     rows = weights_of(changed_bias(tmp_path, slice(8, 16), 0))
     assert {(row["layer"], row["head"]) for row in rows if row["value"] is None} == {(1, 1)}
     assert sum(row["value"] is None for row in rows) == toy.N_CTX
 
 
-def test_a_bias_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+def test_a_bias_that_is_no_number_is_an_error(tmp_path: Path):
     spoilt = changed_bias(tmp_path, slice(3, 4), math.nan)
     with pytest.raises(MeasureError, match=r"layer 1: b_Q is not finite; expected finite numbers"):
         weights_of(spoilt)
 
 
-def test_a_weight_statistic_names_weights() -> None:
+def test_a_weight_statistic_names_weights():
     def broken(b_Qs: Any) -> Any:
         """Meaning.
 

@@ -189,7 +189,7 @@ def scan_of(*statistics: str) -> Scan:
         ("standard", "standard"),
     ],
 )
-def test_one_choice_is_one_text_and_so_one_run(written: Any, canonical: Any) -> None:
+def test_one_choice_is_one_text_and_so_one_run(written: Any, canonical: Any):
     scan = toy.toy_scan(statistics=written)
     assert scan.names(KIND) == canonical
     again = toy.toy_scan(statistics=canonical if isinstance(canonical, str) else list(canonical))
@@ -197,7 +197,7 @@ def test_one_choice_is_one_text_and_so_one_run(written: Any, canonical: Any) -> 
     assert again.formulas(KIND) == scan.formulas(KIND)
 
 
-def test_a_choice_of_options_is_a_column_of_its_own() -> None:
+def test_a_choice_of_options_is_a_column_of_its_own():
     scan = scan_of("distant_mass(16,8)", "entropy", "distant_mass", "distant_mass(4,8)")
     names = [formula.name for formula in scan.formulas(KIND)]
     names.remove("entropy")
@@ -232,13 +232,13 @@ def test_a_choice_of_options_is_a_column_of_its_own() -> None:
         ),
     ],
 )
-def test_wrong_options_are_one_line(names: list[str], problem: str) -> None:
+def test_wrong_options_are_one_line(names: list[str], problem: str):
     told = refused(ScanError, scan_of, *names)
     assert told.startswith("statistics: ")
     assert problem in told
 
 
-def test_a_statistic_needs_a_default_and_only_statistics_have_options() -> None:
+def test_a_statistic_needs_a_default_and_only_statistics_have_options():
     def without_default(pattern: Pattern, *, keys: Count) -> Tensor:
         """Meaning.
 
@@ -260,9 +260,7 @@ def test_a_statistic_needs_a_default_and_only_statistics_have_options() -> None:
         weight(unit="x", source="x", axis="none")(with_option)
 
 
-def test_a_scan_with_options_is_measured_extended_and_asked_in_sql(
-    tmp_path: Path, gpt2: Path
-) -> None:
+def test_a_scan_with_options_is_measured_extended_and_asked_in_sql(tmp_path: Path, gpt2: Path):
     fields: dict[str, Any] = {"n_ctx": 12, "sequences": 2, "sequences_per_shard": 2}
     fields |= {"model": str(gpt2), "input": {"family": "uniform_random"}}
     fields |= {"statistics": ["entropy", "distant_mass(1,3)", "sink_position"]}
@@ -288,13 +286,13 @@ def test_a_scan_with_options_is_measured_extended_and_asked_in_sql(
             assert "sink = 1, recent = 3" in connection.execute(comment).fetchall()[0][0]
 
 
-def test_measure_takes_options_too(gpt2: Path) -> None:
+def test_measure_takes_options_too(gpt2: Path):
     model = GPT2LMHeadModel.from_pretrained(gpt2)
     rows = headcount.measure(model, [[5, 6, 7, 8, 9, 5, 6, 7]], ["distant_mass(1,3)"])
     shares = rows["distant_mass_1_3"].to_pylist()
     assert [0 < share < 1 for share in shares] == [True] * 12
 
 
-def test_parse_scan_takes_what_it_writes() -> None:
+def test_parse_scan_takes_what_it_writes():
     scan = scan_of("standard", "distant_mass(2,3)")
     assert parse_scan(scan.model_dump(mode="json", exclude_none=True)) == scan

@@ -100,9 +100,7 @@ def measured_plan(store: S3Server) -> Plan:
     return plan
 
 
-def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(
-    measured_plan: Plan, tmp_path: Path
-) -> None:
+def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(measured_plan: Plan, tmp_path: Path):
     texts = write_jsonl(tmp_path / "texts.jsonl", TEXTS)
     on_disk = plan_of(str(tmp_path / "runs"), str(texts))
     measure(on_disk)
@@ -121,9 +119,7 @@ def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(
     assert read_status(measured_plan.run).complete
 
 
-def test_the_commit_is_written_last_and_each_file_is_one_put(
-    measured_plan: Plan, store: S3Server
-) -> None:
+def test_the_commit_is_written_last_and_each_file_is_one_put(measured_plan: Plan, store: S3Server):
     measured_plan.run.commit_file(0).unlink()
     store.clear()
     measure(measured_plan, range(1))
@@ -133,7 +129,7 @@ def test_the_commit_is_written_last_and_each_file_is_one_put(
     assert "/commits/shard-000000.json" in written[-1]
 
 
-def test_queries_reach_the_run_and_nothing_else_in_the_store(measured_plan: Plan) -> None:
+def test_queries_reach_the_run_and_nothing_else_in_the_store(measured_plan: Plan):
     write_whole(place("s3://bucket/other/secret.parquet"), b"PAR1")
     connection = connect(measured_plan.scan.out, lazily=True)
     inside = data_file(measured_plan.run, "heads", "none", 0)
@@ -152,7 +148,7 @@ def command(*words: object) -> Result:
     return CliRunner().invoke(app, list(map(str, words)))
 
 
-def test_a_run_in_a_store_is_gathered_asked_checked_mended_and_deleted(store: S3Server) -> None:
+def test_a_run_in_a_store_is_gathered_asked_checked_mended_and_deleted(store: S3Server):
     plan, neighbour = (plan_of("s3://bucket/kept", seed=seed) for seed in (0, 1))
     measure(plan)
     rows = answer(plan)
@@ -207,7 +203,7 @@ def data_requests(store: S3Server) -> Counter[tuple[str, str]]:
     return Counter(requests)
 
 
-def test_a_store_is_asked_once_for_what_cannot_change(store: S3Server, tmp_path: Path) -> None:
+def test_a_store_is_asked_once_for_what_cannot_change(store: S3Server, tmp_path: Path):
     run = write_to_store(tmp_path, "asked", sequences=24, per_shard=2)
     database = open_runs(run)
     data_requests(store)
@@ -224,7 +220,7 @@ def test_a_store_is_asked_once_for_what_cannot_change(store: S3Server, tmp_path:
 
 def test_an_object_that_changed_since_its_commit_was_read_is_one_clear_line(
     store: S3Server, tmp_path: Path
-) -> None:
+):
     run = write_to_store(tmp_path, "changed", sequences=4, per_shard=2)
     database = open_runs(run)
     # The first shard was read when its view was made.
@@ -239,7 +235,7 @@ def test_an_object_that_changed_since_its_commit_was_read_is_one_clear_line(
     assert total == pytest.approx(expected, rel=1e-6)
 
 
-def test_two_contents_of_an_object_are_never_read_as_one(store: S3Server, tmp_path: Path) -> None:
+def test_two_contents_of_an_object_are_never_read_as_one(store: S3Server, tmp_path: Path):
     file = write_to_store(tmp_path, "two", sequences=2, per_shard=2) / "manifest.json"
     content = file.read_bytes()
     committed = CommittedObject(len(content), datetime.fromtimestamp(0, UTC))
@@ -256,7 +252,7 @@ def test_two_contents_of_an_object_are_never_read_as_one(store: S3Server, tmp_pa
         assert (opened.read(), opened.tell()) == (content[-5:], len(content))
 
 
-def test_a_store_that_falters_loses_nothing(store: S3Server) -> None:
+def test_a_store_that_falters_loses_nothing(store: S3Server):
     plan = plan_of("s3://bucket/faltering")
     store.set_rules(
         Rule({"status": 503}, method="PUT", path="/heads/", count=1),
@@ -270,7 +266,7 @@ def test_a_store_that_falters_loses_nothing(store: S3Server) -> None:
     assert store.spent() == [1, 1, 1, 1]
 
 
-def test_a_store_that_refuses_is_one_clear_line(store: S3Server) -> None:
+def test_a_store_that_refuses_is_one_clear_line(store: S3Server):
     plan = plan_of("s3://bucket/refused")
     store.set_rules(Rule({"status": 403}, method="PUT", count=None))
     message = r"heads/.*shard-000000-\w{8}\.parquet: cannot be written .*ACCESS_DENIED"
@@ -285,14 +281,14 @@ def test_a_store_that_refuses_is_one_clear_line(store: S3Server) -> None:
         plan_of("s3://bucket/other")
 
 
-def test_a_missing_run_or_corpus_is_one_clear_line(store: S3Server) -> None:
+def test_a_missing_run_or_corpus_is_one_clear_line(store: S3Server):
     with pytest.raises(RunError, match="no run here"):
         connect("s3://bucket/nothing")
     with pytest.raises(CorpusError, match=r"no object matches 's3://bucket/pile/\*.txt'"):
         plan_of("s3://bucket/none", "s3://bucket/pile/*.txt")
 
 
-def test_globs_in_a_store(store: S3Server) -> None:
+def test_globs_in_a_store(store: S3Server):
     for key in ("g/a.jsonl", "g/b.jsonl", "g/deep/c.jsonl", "g/deep/er/d.jsonl", "g/e.txt"):
         write_whole(StorePath(f"s3://bucket/{key}"), key.encode())
     for pattern, keys in {
@@ -334,7 +330,7 @@ def written_files(store: S3Server) -> set[str]:
 
 
 @pytest.mark.long
-def test_a_store_that_refuses_three_of_ten_requests_loses_no_write(store: S3Server) -> None:
+def test_a_store_that_refuses_three_of_ten_requests_loses_no_write(store: S3Server):
     # Without this many, a client with a quota of repetitions would pass.
     files = [place("s3://bucket/throttled") / f"{number}" for number in range(300)]
     store.set_rules(Rule({"status": 503}, method="PUT", count=None, probability=0.3, seed=1))
@@ -352,9 +348,7 @@ class NeverMadeReplica(ToyReplica):
         raise AssertionError
 
 
-def test_a_store_that_cannot_be_written_to_is_noticed_before_anything_is_measured(
-    store: S3Server,
-) -> None:
+def test_a_store_that_cannot_be_written_to_is_noticed_before_anything_is_measured(store: S3Server):
     plan = small_plan("closed")
     store.set_rules(Rule({"status": 403}, method="PUT", count=None))
     with pytest.raises(RunError, match=r"\.lock: cannot be written .*; mend the access or the sto"):
@@ -362,9 +356,7 @@ def test_a_store_that_cannot_be_written_to_is_noticed_before_anything_is_measure
 
 
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_credentials_that_expire_half_way_cost_a_handful_of_shards(
-    store: S3Server, replicas: int
-) -> None:
+def test_credentials_that_expire_half_way_cost_a_handful_of_shards(store: S3Server, replicas: int):
     plan = small_plan(f"expired-{replicas}")
     # A shard takes about five requests.
     store.set_rules(Rule({"status": 403}, skip=40, count=None))
@@ -389,7 +381,7 @@ def test_credentials_that_expire_half_way_cost_a_handful_of_shards(
 
 def test_a_store_in_which_nothing_can_be_deleted_is_a_warning(
     store: S3Server, capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     plan = small_plan("kept")
     console = Console(stderr=True, width=1000)
     # What a replica left that died before its commit.
@@ -420,7 +412,7 @@ def take_notes(run: RunDirectory) -> None:
 
 def test_a_second_driver_of_a_run_in_a_store_is_refused_while_the_first_is_heard_of(
     store: S3Server,
-) -> None:
+):
     run = small_plan("taken").run
     heard = datetime.now(UTC)
     write_note(run, since=heard - timedelta(minutes=5))
@@ -436,7 +428,7 @@ def test_a_second_driver_of_a_run_in_a_store_is_refused_while_the_first_is_heard
     take_notes(run)
 
 
-def test_a_driver_of_this_machine_that_was_killed_locks_nobody_out(store: S3Server) -> None:
+def test_a_driver_of_this_machine_that_was_killed_locks_nobody_out(store: S3Server):
     run = small_plan("killed").run
     with subprocess.Popen(["sleep", "100"]) as other:
         machine, _, _ = phases._this_process()  # pyright: ignore[reportPrivateUsage]

@@ -39,7 +39,7 @@ def scan_file(folder: Path, beginning: str) -> Path:
 )
 def test_every_model_and_every_revision_of_a_list_is_a_scan(
     tmp_path: Path, beginning: str, models: list[tuple[str, str | None]]
-) -> None:
+):
     scans = scans_of(scan_file(tmp_path, beginning), ["n_ctx=9"])
     assert [(each.scan.model, each.scan.revision) for each in scans] == models
     # What was set makes the same scan again, so each run can be continued by itself.

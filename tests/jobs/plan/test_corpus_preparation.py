@@ -116,7 +116,7 @@ def plan_and_progress(fields: dict[str, Any]) -> tuple[Plan, list[CorpusProgress
 # Once
 
 
-def test_scans_of_one_corpus_read_the_same_tokens(model: Path, tmp_path: Path) -> None:
+def test_scans_of_one_corpus_read_the_same_tokens(model: Path, tmp_path: Path):
     write_texts(tmp_path / "a.jsonl", "What is planned", "is tokenised once", "")
     fields = fields_of(model, tmp_path)
     plan, said = plan_and_progress(fields)
@@ -136,7 +136,7 @@ def test_scans_of_one_corpus_read_the_same_tokens(model: Path, tmp_path: Path) -
     assert plan_and_progress(fields)[1]
 
 
-def test_a_tokenizer_that_was_sent_reads_special_tokens_as_text(model: Path) -> None:
+def test_a_tokenizer_that_was_sent_reads_special_tokens_as_text(model: Path):
     tokenizer = sequences_of(fields_of(model, model)).tokenizer
     sent: TextTokenizer = pickle.loads(pickle.dumps(tokenizer))
     text = "a<|endoftext|>b"
@@ -147,7 +147,7 @@ def test_a_tokenizer_that_was_sent_reads_special_tokens_as_text(model: Path) -> 
 # As far as needed
 
 
-def test_a_scan_of_few_sequences_tokenises_little(model: Path, tmp_path: Path) -> None:
+def test_a_scan_of_few_sequences_tokenises_little(model: Path, tmp_path: Path):
     write_corpus(tmp_path, 3, 4000)
     index = prepared(fields_of(model, tmp_path, sequences=4))
     assert index.sequences >= 4
@@ -166,7 +166,7 @@ def test_a_scan_of_few_sequences_tokenises_little(model: Path, tmp_path: Path) -
 
 def test_few_sequences_of_many_portions_are_few_orders(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(portions, "RANGE_BYTES", 50_000)
     write_corpus(tmp_path, 2, 4000)
     work = work_of(fields_of(model, tmp_path, sequences=4))
@@ -183,7 +183,7 @@ def test_few_sequences_of_many_portions_are_few_orders(
 @pytest.mark.long
 def test_tasks_prepare_portions_and_one_of_them_is_killed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(corpus_preparation, "LEAST_TOKENS_ON_RAY", 0)
     monkeypatch.setattr(portions, "RANGE_BYTES", 100_000)
     monkeypatch.setattr(corpus_preparation, "_InThisProcess", None)
@@ -232,7 +232,7 @@ def corpus(*words: str) -> Result:
     return CliRunner().invoke(headcount.app, ["corpus", *words])
 
 
-def test_what_cannot_be_prepared_is_one_line(model: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_prepared_is_one_line(model: Path, tmp_path: Path):
     write_corpus(tmp_path, 2, 100)
     (tmp_path / "runs").write_text("no directory")
     told = refused(HeadcountError, prepared, fields_of(model, tmp_path))
@@ -251,7 +251,7 @@ def test_what_cannot_be_prepared_is_one_line(model: Path, tmp_path: Path) -> Non
     assert "uniform_random reads no corpus, so there is nothing to pre" in str(result.exception)
 
 
-def test_a_preparation_prints_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preparation_prints_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch):
     def printed(quiet_seconds: float) -> list[str]:
         monkeypatch.setattr(progress, "QUIET_SECONDS", quiet_seconds)
         output = io.StringIO()
@@ -269,7 +269,7 @@ def test_a_preparation_prints_a_line_every_few_seconds(monkeypatch: pytest.Monke
     assert printed(10.0) == []
 
 
-def test_the_commands_list_show_and_remove_what_is_prepared(model: Path, tmp_path: Path) -> None:
+def test_the_commands_list_show_and_remove_what_is_prepared(model: Path, tmp_path: Path):
     texts = write_corpus(tmp_path, 2, 50)
     with (tmp_path / "01.jsonl").open("a") as file:
         file.write("{\n")

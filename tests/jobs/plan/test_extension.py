@@ -127,7 +127,7 @@ def compact_in_pairs(run: RunDirectory) -> None:
 )
 def test_a_run_is_extended(
     tmp_path: Path, rows_of_whole_run: RowsOfSize, change_commit_log: Change, first_size: int
-) -> None:
+):
     run = measured_run(tmp_path, first_size)
     change_commit_log(run)
     finished_before = {c.shard: c.finished for c in run.commits()}
@@ -156,7 +156,7 @@ def test_a_run_is_extended(
 
 def test_a_scan_of_fewer_sequences_measures_only_these_and_keeps_all(
     tmp_path: Path, rows_of_whole_run: RowsOfSize
-) -> None:
+):
     run = measured_run(tmp_path, 11)
     plan = plan_of(tmp_path, 4)
     assert (plan.manifest.sequences, plan.requested_sequences, plan.shards_done) == (11, 4, 4)
@@ -181,7 +181,7 @@ def test_a_scan_of_fewer_sequences_measures_only_these_and_keeps_all(
 
 def test_a_replica_that_outlived_its_driver_leaves_an_extended_shard_alone(
     tmp_path: Path, rows_of_whole_run: RowsOfSize
-) -> None:
+):
     plan = plan_of(tmp_path, 5)
     run_here(plan)
     run = plan.run
@@ -203,7 +203,7 @@ def test_a_replica_that_outlived_its_driver_leaves_an_extended_shard_alone(
 
 def test_damage_in_merged_files_does_not_stop_an_extension(
     tmp_path: Path, rows_of_whole_run: RowsOfSize
-) -> None:
+):
     plan = plan_of(tmp_path, 5)
     run_here(plan)
     run, before = plan.run, list(plan.run.commits())
@@ -242,7 +242,7 @@ def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_ro
     change_commit_log: Change,
     interventions: list[str],
     step: int,
-) -> None:
+):
     whole = rows_of_whole_run(8)
     expected_rows = whole.filter(pc.is_in(whole["intervention"], pa.array(interventions)))
     kept_rows = rows_of_first_shard(expected_rows)
@@ -268,7 +268,7 @@ def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_ro
     assert changes >= 9
 
 
-def test_a_run_continues_with_another_batch_size(tmp_path: Path) -> None:
+def test_a_run_continues_with_another_batch_size(tmp_path: Path):
     run = measured_run(tmp_path, 5)
     local(run.commit_file(1)).unlink()
     assert measured_run(tmp_path, 5, batch_size=2) == run
@@ -309,7 +309,7 @@ def tokens_read(run: RunDirectory) -> list[Any]:
 
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
-def test_a_corpus_run_is_extended(tmp_path: Path, packing: str) -> None:
+def test_a_corpus_run_is_extended(tmp_path: Path, packing: str):
     corpus_file = write_texts(tmp_path / "texts" / "a.jsonl", *range(8, 18))
     fields = fields_of_corpus(corpus_file, packing=packing)
     for sequences in (4, 8, "all"):
@@ -366,7 +366,7 @@ def rows_of_sequence(reader: SequenceReader, sequence: int) -> list[int]:
 )
 def test_a_run_continues_after_an_unmeasured_document_was_mended(
     tmp_path: Path, packing: str, options: dict[str, Any]
-) -> None:
+):
     fields, file, run = half_measured_run(tmp_path, packing=packing, **options)
     plan_before = plan_of(tmp_path / "out", "all", **fields)
     assert not plan_before.has_new_index
@@ -443,7 +443,7 @@ CHANGED = "the corpus has changed since the run was begun: "
 )
 def test_another_corpus_is_refused_in_one_line(
     tmp_path: Path, change: Callable[[Path, RunDirectory], object], message: str
-) -> None:
+):
     fields, file, run = half_measured_run(tmp_path)
     change(file, run)
     line = refused(RunError, plan_of, tmp_path / "out", "all", **fields)
@@ -451,9 +451,7 @@ def test_another_corpus_is_refused_in_one_line(
     assert message.format(file=file, run=run) in line
 
 
-def test_a_change_that_keeps_size_and_time_is_found_if_the_corpus_is_verified(
-    tmp_path: Path,
-) -> None:
+def test_a_change_that_keeps_size_and_time_is_found_if_the_corpus_is_verified(tmp_path: Path):
     fields, file, run = half_measured_run(tmp_path)
     times = os.stat(file)
     reverse_text(file, 7)
@@ -469,7 +467,7 @@ def test_a_change_that_keeps_size_and_time_is_found_if_the_corpus_is_verified(
     assert lines[-1] == "1 portion of 1 differed; their texts are prepared again"
 
 
-def test_a_bad_row_may_be_mended(tmp_path: Path) -> None:
+def test_a_bad_row_may_be_mended(tmp_path: Path):
     file = write_texts(tmp_path / "texts" / "b.jsonl", *range(8, 24))
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*lines[:12], "{\n", *lines[12:]]))
@@ -488,7 +486,7 @@ def test_a_bad_row_may_be_mended(tmp_path: Path) -> None:
     assert run.manifest().bad_rows == 0.1
 
 
-def test_a_run_goes_on_when_its_tokens_or_its_corpus_lie_elsewhere(tmp_path: Path) -> None:
+def test_a_run_goes_on_when_its_tokens_or_its_corpus_lie_elsewhere(tmp_path: Path):
     fields, file, run = half_measured_run(tmp_path)
     # A file that was only written again changes nothing.
     os.utime(file, (1, 1))
@@ -513,7 +511,7 @@ def test_a_run_goes_on_when_its_tokens_or_its_corpus_lie_elsewhere(tmp_path: Pat
     assert replan(run, [f"input.files={moved_file}"]).has_new_index
 
 
-def test_a_run_of_counted_tokens_goes_on_while_the_counts_are_the_same(tmp_path: Path) -> None:
+def test_a_run_of_counted_tokens_goes_on_while_the_counts_are_the_same(tmp_path: Path):
     file = write_texts(tmp_path / "texts" / "b.jsonl", 8, 30)
     fields = fields_of_corpus(file) | {"input": {"family": "unigram_text", "files": str(file)}}
     run = measured_run(tmp_path / "out", 4, **fields)
@@ -528,7 +526,7 @@ def test_a_run_of_counted_tokens_goes_on_while_the_counts_are_the_same(tmp_path:
         plan_of(tmp_path / "out", 8, **fields)
 
 
-def test_runs_that_carry_different_columns_are_asked_together(tmp_path: Path) -> None:
+def test_runs_that_carry_different_columns_are_asked_together(tmp_path: Path):
     file, out = tmp_path / "a.jsonl", tmp_path / "out"
     lines = [{"text": "abcdefgh" * 3, "id": i, "meta": {"year": 2000 + i}} for i in range(4)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -93,7 +93,7 @@ def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
 )
 def test_a_change_of_meaning_shows_and_nothing_else(
     tmp_path: Path, old: str, new: str, shows: bool
-) -> None:
+):
     assert (fingerprint_of(tmp_path, old, new) != fingerprint_of(tmp_path)) == shows
 
 
@@ -104,7 +104,7 @@ def planned(path: Path, name: str) -> Plan:
     return begun(fields, name)
 
 
-def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path) -> None:
+def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path):
     manifest = planned(tmp_path, "a").run.manifest()
     assert list(manifest.inputs) == ["ngram_overlap"]
     assert list(manifest.interventions) == ["none", "zero_head", "mean_head"]
@@ -120,7 +120,7 @@ def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path)
 )
 def test_two_meanings_under_one_name_are_neither_continued_nor_mixed(
     tmp_path: Path, kind: str, name: str, word: str
-) -> None:
+):
     first, second = planned(tmp_path, "a"), planned(tmp_path, "b")
     connect(tmp_path, lazily=True)
     file = local(second.run.manifest_file)

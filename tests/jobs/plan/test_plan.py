@@ -31,7 +31,7 @@ from tests.toys import toy_models as toy
 from tests.toys.runs_here import run_here
 
 
-def test_the_cost_is_that_of_the_scan(tmp_path: Path) -> None:
+def test_the_cost_is_that_of_the_scan(tmp_path: Path):
     fields = {
         "model": "bundled:attn-only-2l-mini",
         "n_ctx": 12,
@@ -72,7 +72,7 @@ def plan(scan: str, *options: str) -> Result:
 
 def test_the_command_says_what_will_run_and_leaves_no_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     # A machine without GPUs.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("headcount.jobs.resources.available_gpus", lambda: 0)
@@ -97,7 +97,7 @@ def test_the_command_says_what_will_run_and_leaves_no_run(
 
 def test_a_large_corpus_is_estimated_and_nothing_of_it_is_kept(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(corpus_estimate, "SAMPLE_TOKENS", 2000)
     write_texts(tmp_path / "a.jsonl", *["a text of some length "] * 1000)
     result = plan(scan_file(tmp_path, fields_of(model, tmp_path)))
@@ -112,7 +112,7 @@ def test_a_large_corpus_is_estimated_and_nothing_of_it_is_kept(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_scan_that_cannot_run_is_refused_before_anything_is_tokenised(tmp_path: Path) -> None:
+def test_a_scan_that_cannot_run_is_refused_before_anything_is_tokenised(tmp_path: Path):
     """Engine and precision are settled for the device that the user names, not for this one."""
     model = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", vocab_size=257))
     toy.byte_tokenizer(model)
@@ -140,7 +140,7 @@ def test_a_scan_that_cannot_run_is_refused_before_anything_is_tokenised(tmp_path
 )
 def test_replicas_that_nobody_counted_are_one_a_gpu_or_this_process(
     monkeypatch: pytest.MonkeyPatch, gpus: int, device: Device, address: str | None, replicas: int
-) -> None:
+):
     monkeypatch.delenv(JOB_ADDRESS, raising=False)
     monkeypatch.setattr("headcount.jobs.resources.available_gpus", lambda: gpus)
     assert Resources.asked_for(None, 0, device, address).replicas == replicas
@@ -150,7 +150,7 @@ def test_replicas_that_nobody_counted_are_one_a_gpu_or_this_process(
     assert Resources.asked_for(None, 0, device, None).replicas == 1
 
 
-def test_the_peak_is_that_of_the_block_in_bytes() -> None:
+def test_the_peak_is_that_of_the_block_in_bytes():
     # A higher peak before the block must not count.
     earlier_array = np.ones(20_000_000, np.uint8)
     del earlier_array

@@ -82,7 +82,7 @@ def become_other_code(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return become
 
 
-def test_every_commit_says_how_its_shard_was_measured(tmp_path: Path) -> None:
+def test_every_commit_says_how_its_shard_was_measured(tmp_path: Path):
     plan = plan_of(tmp_path)
     run_here(plan, Replica)
     commits = list(plan.run.commits())
@@ -112,7 +112,7 @@ def test_every_commit_says_how_its_shard_was_measured(tmp_path: Path) -> None:
 
 def test_a_run_continues_with_other_code_only_if_that_is_allowed(
     tmp_path: Path, become_other_code: Callable[[str], None]
-) -> None:
+):
     begun_plan = plan_of(tmp_path)
     run_here(begun_plan)
     run = begun_plan.run
@@ -142,7 +142,7 @@ def test_a_run_continues_with_other_code_only_if_that_is_allowed(
 
 def test_readers_refuse_to_mix_two_meanings_of_a_column(
     tmp_path: Path, become_other_code: Callable[[str], None]
-) -> None:
+):
     plan = plan_of(tmp_path)
     run_here(plan)
     become_other_code(OTHER_CODE)
@@ -170,7 +170,7 @@ def test_readers_refuse_to_mix_two_meanings_of_a_column(
 
 def test_other_code_that_means_the_same_is_read_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     assert not any("begun on" in line for line in run_here(plan_of(tmp_path)))
     for module in (headcount.jobs.plan.resolved_scan, headcount.workers.shard):
         monkeypatch.setattr(module, "code_fingerprint", lambda: OTHER_CODE)
@@ -204,7 +204,7 @@ def copy_code(
     return out
 
 
-def test_the_code_is_known_by_what_python_runs(tmp_path: Path) -> None:
+def test_the_code_is_known_by_what_python_runs(tmp_path: Path):
     file = "workers/replica.py"
     before = read_code(copy_code(tmp_path / "before", lambda text: text + "\n", [file], [file]))
 
@@ -229,7 +229,7 @@ def test_the_code_is_known_by_what_python_runs(tmp_path: Path) -> None:
     assert code_fingerprint(changed("\n\n\n", "\n# how\n\n")) == before.fingerprint
 
 
-def test_everything_that_a_formula_can_read_has_its_providers() -> None:
+def test_everything_that_a_formula_can_read_has_its_providers():
     readable = {*LAYER_VALUES, *PREDICTION_INPUTS, *LAYER_WEIGHTS, *MODEL_WEIGHTS}
     conditions = {name for formula in FORMULAS for name in formula.conditions}
     assert set(PROVIDERS) == readable | conditions
@@ -245,9 +245,7 @@ def test_everything_that_a_formula_can_read_has_its_providers() -> None:
 
 
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.long)])
-def test_a_change_in_a_provider_shows_in_the_columns_that_read_it_alone(
-    tmp_path: Path, step: int
-) -> None:
+def test_a_change_in_a_provider_shows_in_the_columns_that_read_it_alone(tmp_path: Path, step: int):
     before = {formula.name: column_fingerprint(formula) for formula in FORMULAS}
     commented = copy_code(tmp_path / "commented", lambda text: text + "# why\n", MEASURING)
     assert {f.name: column_fingerprint(f, commented) for f in FORMULAS} == before
@@ -260,7 +258,7 @@ def test_a_change_in_a_provider_shows_in_the_columns_that_read_it_alone(
         assert changed == readers
 
 
-def test_a_run_of_another_layout_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_run_of_another_layout_is_refused_in_one_line(tmp_path: Path):
     plan = plan_of(tmp_path)
     run_here(plan)
     fields = json.loads(plan.run.manifest_file.read_bytes())

@@ -187,9 +187,7 @@ def assert_same_and_tidy(run: RunDirectory, expected: Rows | None = None) -> Non
 # What is merged
 
 
-def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
-    run: RunDirectory, expected: Rows
-) -> None:
+def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(run: RunDirectory, expected: Rows):
     commits = list(run.commits())
     done = compact(run, GROUPS)
     files = (done.before.files, done.after.files)
@@ -222,7 +220,7 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
 
 def test_a_query_on_one_head_skips_the_other_row_groups(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(merged_files, "ROW_GROUP", SHARDS * PER_SHARD)
     compact(run)
     (path,) = local(run.path).glob("heads/intervention=none/*.parquet")
@@ -232,7 +230,7 @@ def test_a_query_on_one_head_skips_the_other_row_groups(
 
 def test_a_compacted_run_can_be_continued(
     run: RunDirectory, original: RunDirectory, expected: Rows
-) -> None:
+):
     for shard in (1, 2, 6):
         local(run.commit_file(shard)).unlink()
     compact(run, GROUPS)
@@ -254,7 +252,7 @@ def test_a_compacted_run_can_be_continued(
 
 def test_what_a_late_replica_left_is_deleted_and_what_was_taken_back_is_merged_anew(
     merged: RunDirectory, original: RunDirectory, expected: Rows
-) -> None:
+):
     copy_shards(original, merged, tuple(range(SHARDS)))
     half = local(merged.path) / "heads/intervention=none/.shard-000001.parquet.1a2b.tmp"
     half.write_bytes(b"PAR1 half")
@@ -276,7 +274,7 @@ def test_what_a_late_replica_left_is_deleted_and_what_was_taken_back_is_merged_a
 
 def test_tiny_shards_are_merged_in_rounds(
     run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(compaction, "MOST_UNITS", 2)
     lines: list[str] = []
     assert compact(run, tell=lines.append).problems == []
@@ -309,7 +307,7 @@ def damage_file(run: RunDirectory, how: str) -> Path:
 )
 def test_a_damaged_file_is_left_and_the_command_fails(
     how: str, problem: str, run: RunDirectory, original: RunDirectory, expected: Rows
-) -> None:
+):
     file = damage_file(run, how)
     left, commit = file.read_bytes(), local(run.commit_file(4)).read_bytes()
     words = ["compact", str(run.path), "--rows", str(4 * SHARD), "--processes", "1"]
@@ -352,7 +350,7 @@ def damage_rollup(run: RunDirectory, how: str, shards: str = "000000-000002") ->
 @pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
 def test_damaged_roll_ups_are_written_again_to_the_last_bit(
     merged: RunDirectory, expected: Rows, how: str
-) -> None:
+):
     digests = rollup_digests(merged)
     rows_before = [path for path in data_files(merged) if not path.startswith("rollups/")]
     damage_rollup(merged, how)
@@ -381,7 +379,7 @@ def test_damaged_roll_ups_are_written_again_to_the_last_bit(
 
 def test_the_roll_up_of_a_single_shard_is_written_again(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     # Every shard is large enough for roll-ups of its own.
     monkeypatch.setattr(compaction, "ROWS", SHARD)
     compact(run, SHARD)
@@ -395,9 +393,7 @@ def test_the_roll_up_of_a_single_shard_is_written_again(
 # Killed
 
 
-def test_a_compaction_that_is_killed_repeatedly_still_ends(
-    run: RunDirectory, expected: Rows
-) -> None:
+def test_a_compaction_that_is_killed_repeatedly_still_ends(run: RunDirectory, expected: Rows):
     # Fifteen changes: to delete what another death left, and to merge a group.
     deaths = 0
     while killed_after(15, lambda: compact(run, GROUPS)):
@@ -428,7 +424,7 @@ def test_killed_after_any_change_all_rows_count_once_and_the_next_compaction_end
     expected: Rows,
     tmp_path: Path,
     begin: Callable[[RunDirectory, RunDirectory], None],
-) -> None:
+):
     begun = copy_of(original, tmp_path / "begun")
     begin(begun, original)
     digests = rollup_digests(begun)
@@ -448,7 +444,7 @@ def test_killed_after_any_change_all_rows_count_once_and_the_next_compaction_end
 @pytest.mark.long
 def test_killed_while_processes_merge_it_goes_on_and_leaves_no_process(
     run: RunDirectory, expected: Rows
-) -> None:
+):
     command = [sys.executable, "-m", "headcount", "compact", str(run.path)]
     command += ["--rows", str(PAIRS), "--processes", "2"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
@@ -470,7 +466,7 @@ def test_killed_while_processes_merge_it_goes_on_and_leaves_no_process(
 
 def test_two_compactions_that_overlapped_are_noticed_and_mended(
     run: RunDirectory, compacted: RunDirectory, expected: Rows
-) -> None:
+):
     compact(run)
     for table in (*WRITTEN, "rollups", "weights"):
         shutil.copytree(local(compacted.path) / table, local(run.path) / table, dirs_exist_ok=True)
@@ -484,7 +480,7 @@ def test_two_compactions_that_overlapped_are_noticed_and_mended(
 
 def test_the_command_merges_in_processes_and_reports_files_and_sizes(
     run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.chdir(local(run.path))
     done = CliRunner().invoke(app, ["compact", ".", "--rows", str(GROUPS)])
     assert done.exit_code == 0
@@ -494,7 +490,7 @@ def test_the_command_merges_in_processes_and_reports_files_and_sizes(
 
 
 @pytest.mark.long
-def test_a_cluster_merges_what_is_not_damaged(run: RunDirectory) -> None:
+def test_a_cluster_merges_what_is_not_damaged(run: RunDirectory):
     file = damage_file(run, "cut")
     with joined_cluster(num_cpus=1):
         done = compact(run, PAIRS, merge_groups=partial(merged_by_tasks, "here"))
@@ -513,7 +509,7 @@ def _store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_store")
 def test_in_a_store_a_second_compaction_is_refused_until_the_first_is_dead(
     original: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     for name, seconds in (("RENEWAL", 0.1), ("STALE", 2.0), ("LOOK", 0.1)):
         monkeypatch.setattr(compaction_lease, f"{name}_SECONDS", seconds)
     run = RunDirectory(copied_to_store(original, "s3://bucket/runs"))
@@ -535,7 +531,7 @@ def test_in_a_store_a_second_compaction_is_refused_until_the_first_is_dead(
 
 def test_a_compaction_of_a_run_in_use_or_without_its_lease_changes_nothing(
     run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def lost(self: object) -> None:
         raise RunError("another one may have begun")
 

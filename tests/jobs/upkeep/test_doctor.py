@@ -29,7 +29,7 @@ headcount.command_line.main()
 """
 
 
-def test_a_machine_that_runs_these_tests_is_healthy() -> None:
+def test_a_machine_that_runs_these_tests_is_healthy():
     checks = list(examine())
     assert [check for check in checks if not check.ok] == []
     names = [check.name for check in checks]
@@ -40,7 +40,7 @@ def test_a_machine_that_runs_these_tests_is_healthy() -> None:
     assert checks[names.index("code")].result == f"from {PACKAGE}"
 
 
-def test_a_missing_library_is_said_with_what_to_do() -> None:
+def test_a_missing_library_is_said_with_what_to_do():
     check = check_library("a_library_that_nobody_wrote")
     assert (check.ok, check.result) == (False, "not installed")
     assert "pip install -e '.[scan]'" in check.advice
@@ -53,7 +53,7 @@ def test_a_missing_library_is_said_with_what_to_do() -> None:
     assert not [line for line in lines if "model " in line], "nothing else can be looked at"
 
 
-def test_engines_are_compared_on_every_standard_probability() -> None:
+def test_engines_are_compared_on_every_standard_probability():
     path = find_model("bundled:gpt2-mini")
     fused, dense = (toy.replica(path, n_ctx=32, engine=engine) for engine in ("fused", "dense"))
     tokens = np.random.default_rng(0).integers(fused.info.d_vocab, size=(2, 32)).astype(np.int32)

@@ -116,7 +116,7 @@ def watch(plan: Plan, seen: dict[str, Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_ray")
-def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan) -> None:
+def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan):
     prepare_run(plan, "")
     seen: dict[str, Any] = {"text": "", "samples": {}}
     watcher = threading.Thread(target=watch, args=[plan, seen])
@@ -144,13 +144,13 @@ def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan) -> None:
             assert tags.get("node", node_name()) == node_name()
 
 
-def test_without_ray_nothing_is_counted_and_nothing_fails() -> None:
+def test_without_ray_nothing_is_counted_and_nothing_fails():
     metrics.tokens_prepared(5)
     metrics.show(metrics.SHARDS, 1, {"run_id": "toy", "state": "done"})
     assert not ray.is_initialized()
 
 
-def test_names_have_units_and_the_page_has_their_table() -> None:
+def test_names_have_units_and_the_page_has_their_table():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:
         assert metric.name.startswith("headcount_")
@@ -158,7 +158,7 @@ def test_names_have_units_and_the_page_has_their_table() -> None:
     assert metrics.table() in (ROOT / "docs" / "internals" / "operations.md").read_text()
 
 
-def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+def test_the_dashboard_asks_for_metrics_that_exist():
     dashboard = json.loads(DASHBOARD.read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]

@@ -81,7 +81,7 @@ def note_of(run: RunDirectory, **fields: object) -> phases.Note:
 
 def test_a_driver_says_what_it_does_and_leaves_nothing_when_it_ends_well(
     run: RunDirectory, tmp_path: Path
-) -> None:
+):
     with phases.taken():
         phases.note("loading the model")
         # Which run it is, is known only now.
@@ -102,7 +102,7 @@ def test_a_driver_says_what_it_does_and_leaves_nothing_when_it_ends_well(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_waits_for_a_replica_until_its_first_outcome(run: RunDirectory) -> None:
+def test_a_run_waits_for_a_replica_until_its_first_outcome(run: RunDirectory):
     with phases.taken():
         phases.about(run)
         outcomes = phases.of_outcomes(iter([noted, noted]))
@@ -113,7 +113,7 @@ def test_a_run_waits_for_a_replica_until_its_first_outcome(run: RunDirectory) ->
         assert list(outcomes) == [noted]
 
 
-def test_a_killed_driver_is_seen_to_be_gone(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_killed_driver_is_seen_to_be_gone(run: RunDirectory, tmp_path: Path):
     program = f"""
 import time
 from pathlib import Path
@@ -151,7 +151,7 @@ def scan_that_fails(run: RunDirectory, phase: phases.PhaseName, error: BaseExcep
 
 def test_the_end_of_a_job_is_kept_with_its_reason_until_the_run_goes_on(
     run: RunDirectory, job: None, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+):
     with pytest.raises(CorpusError):
         scan_that_fails(run, "preparing tokens", CorpusError("input: no file matches\nor so"))
     assert capfd.readouterr().err == "phase: loading the model\nphase: preparing tokens\n"
@@ -189,7 +189,7 @@ def test_the_end_of_a_job_is_kept_with_its_reason_until_the_run_goes_on(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Stopped(signal.SIGTERM), SystemError()])
-def test_a_job_that_was_stopped_says_so(run: RunDirectory, job: None, error: BaseException) -> None:
+def test_a_job_that_was_stopped_says_so(run: RunDirectory, job: None, error: BaseException):
     # A library may make an error of its own of it.
     error.__cause__ = Stopped(signal.SIGTERM)
     with pytest.raises(type(error)):
@@ -220,12 +220,12 @@ SUBMITTED = {"phase": "submitted", "detail": "to http://x", "process": 0}
 )
 def test_what_is_told_of_a_driver_on_another_machine(
     run: RunDirectory, fields: dict[str, object], seconds: float, line: str
-) -> None:
+):
     note = note_of(run, **fields)
     assert note.line(SECONDS_NOW + seconds) == line
 
 
-def test_a_note_is_told_beside_a_run_that_has_begun(tmp_path: Path) -> None:
+def test_a_note_is_told_beside_a_run_that_has_begun(tmp_path: Path):
     run = make_run(tmp_path)
     note_of(run, phase="waiting for a replica", began=True)
     assert "phase     waiting for a replica, for 0.0 s" in as_lines(read_status(run, NOW))
@@ -243,7 +243,7 @@ def test_a_note_is_told_beside_a_run_that_has_begun(tmp_path: Path) -> None:
 
 def test_broken_notes_are_none_and_those_that_cannot_be_written_disturb_nobody(
     run: RunDirectory, tmp_path: Path
-) -> None:
+):
     note_of(run)
     file = tmp_path / phases.NOTES / f"{run.run_id}.json"
     for content in ("", "{", '{"phase": "dreaming"}', "[1]", '{"since": "x"}'):
@@ -261,7 +261,7 @@ def test_broken_notes_are_none_and_those_that_cannot_be_written_disturb_nobody(
 
 def test_notes_lie_in_a_store_too_and_one_that_is_silent_is_said_aloud(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     run = RunDirectory.of(place("s3://bucket/runs"), "toy-1")
     with object_store(monkeypatch) as store:
         phases.note_submission(run, "http://head:8265")

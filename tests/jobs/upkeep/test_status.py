@@ -102,7 +102,7 @@ def note_failure(run: RunDirectory, shard: int, error: str) -> None:
     file.write_text(json.dumps({"attempts": 3, "error": error}))
 
 
-def test_a_run_that_has_just_begun_and_one_that_is_complete(tmp_path: Path) -> None:
+def test_a_run_that_has_just_begun_and_one_that_is_complete(tmp_path: Path):
     run = make_run(tmp_path)
     status = read_status(run, NOW)
     assert (status.done, status.missing, status.failed, status.complete) == (0, SHARDS, 0, False)
@@ -117,7 +117,7 @@ def test_a_run_that_has_just_begun_and_one_that_is_complete(tmp_path: Path) -> N
     assert "complete  every shard is committed" in as_lines(status)
 
 
-def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path) -> None:
+def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path):
     run = make_run(tmp_path)
     gather_shards(run, np.arange(3))
     # What a replica measured long before its last commit does not count.
@@ -148,7 +148,7 @@ def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path) -> None:
 )
 def test_without_recent_commits_or_measured_time_there_is_no_speed(
     tmp_path: Path, columns: dict[str, Any]
-) -> None:
+):
     run = make_run(tmp_path)
     gather_shards(run, np.arange(3), **columns)
     status = read_status(run, NOW)
@@ -162,7 +162,7 @@ def test_without_recent_commits_or_measured_time_there_is_no_speed(
 @pytest.mark.parametrize(
     "clock_error", [timedelta(days=400), timedelta(seconds=90), timedelta(0), -timedelta(days=9000)]
 )
-def test_wrong_clocks_make_no_absurd_numbers(tmp_path: Path, clock_error: timedelta) -> None:
+def test_wrong_clocks_make_no_absurd_numbers(tmp_path: Path, clock_error: timedelta):
     run = make_run(tmp_path)
     gather_shards(run, np.arange(3))
     gather_shards(run, np.arange(3, 6), host="two", replica="two-9", finished=NOW + clock_error)
@@ -176,7 +176,7 @@ def test_wrong_clocks_make_no_absurd_numbers(tmp_path: Path, clock_error: timede
     assert "-" not in next(line for line in as_lines(status) if line.startswith("speed"))
 
 
-def test_failures_exclude_shards_committed_since_and_ten_errors_are_read(tmp_path: Path) -> None:
+def test_failures_exclude_shards_committed_since_and_ten_errors_are_read(tmp_path: Path):
     run = make_run(tmp_path, 40)
     gather_shards(run, np.arange(5))
     # Shards 3 and 4 were committed in spite of a failed attempt.
@@ -194,7 +194,7 @@ def test_failures_exclude_shards_committed_since_and_ten_errors_are_read(tmp_pat
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux tells who holds a lock")
-def test_a_stopped_run_has_no_speed_and_names_the_command_that_resumes_it(tmp_path: Path) -> None:
+def test_a_stopped_run_has_no_speed_and_names_the_command_that_resumes_it(tmp_path: Path):
     run = make_run(tmp_path)
     assert read_status(run, NOW).at_work is None
     gather_shards(run, np.arange(3), host=socket.gethostname())
@@ -216,7 +216,7 @@ def test_a_stopped_run_has_no_speed_and_names_the_command_that_resumes_it(tmp_pa
 
 def test_the_commands_print_lines_a_table_or_json_and_what_is_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     run = make_run(tmp_path)
     gather_shards(run, np.arange(3))
     note_failure(run, 2, "then it succeeded")
@@ -247,9 +247,7 @@ def test_the_commands_print_lines_a_table_or_json_and_what_is_no_run(
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="only Linux tells the peak memory of one program"
 )
-def test_a_hundred_thousand_gathered_shards_are_read_without_a_loop_over_them(
-    tmp_path: Path,
-) -> None:
+def test_a_hundred_thousand_gathered_shards_are_read_without_a_loop_over_them(tmp_path: Path):
     shards = 100_000
     run = make_run(tmp_path, shards + 1)
     for first_shard in range(0, shards, COMMITS_PER_SEGMENT):

@@ -71,7 +71,7 @@ def expected(runs: Path) -> Rows:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_runs_and_keeps_run_and_intervention(
     example: str, runs: Path, expected: Rows, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     # Examples name `runs`, the directory that a user stands beside.
     monkeypatch.chdir(runs)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
@@ -82,7 +82,7 @@ def test_every_example_runs_and_keeps_run_and_intervention(
     assert row_counts(origins(variables["heads"])) == expected
 
 
-def test_every_reader_of_the_table_has_an_example() -> None:
+def test_every_reader_of_the_table_has_an_example():
     table = PAGE[PAGE.index("| reader |") : PAGE.index("`runs/**/*.parquet`")]
     # The first row of the table is its heading.
     readers = re.findall(r"^\| (\w+) \|", table, re.MULTILINE)[1:]
@@ -91,7 +91,7 @@ def test_every_reader_of_the_table_has_an_example() -> None:
 
 def test_what_the_page_warns_of_is_an_error_and_never_a_silent_loss(
     runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.chdir(runs)
     with pytest.raises(duckdb.Error, match="union_by_name"):
         duckdb.execute("FROM 'runs/*/heads/**/*.parquet'").fetchall()
@@ -104,7 +104,7 @@ def test_what_the_page_warns_of_is_an_error_and_never_a_silent_loss(
         ds.dataset(run / "heads", partitioning="hive").to_table()
 
 
-def test_a_single_file_says_what_it_is_of(runs: Path) -> None:
+def test_a_single_file_says_what_it_is_of(runs: Path):
     (file,) = (runs / "runs").glob(f"run_id=a-*/heads/intervention={MASKED}/shard-000001-*.parquet")
     assert set(pandas.read_parquet(file)["intervention"]) == {MASKED}
     assert set(polars.read_parquet(file)["run_id"]) == {file.parts[-4].removeprefix("run_id=")}

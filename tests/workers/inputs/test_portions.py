@@ -138,9 +138,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> SetRanges:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.zst", "a.jsonl.gz"])
-def test_ranges_of_any_size_hold_every_line_once(
-    tmp_path: Path, ranges: SetRanges, name: str
-) -> None:
+def test_ranges_of_any_size_hold_every_line_once(tmp_path: Path, ranges: SetRanges, name: str):
     expected = documents_by_hand(LINES)
     for content in (LINES, LINES + b"\n", LINES + b"\n \n\n"):
         source = write(tmp_path / name, content, name.split(".")[1])
@@ -162,9 +160,7 @@ def rows_of(portion: Portion) -> int:
     return reader.position.row
 
 
-def test_a_compressed_file_that_holds_less_or_more_than_estimated_is_read_once(
-    tmp_path: Path,
-) -> None:
+def test_a_compressed_file_that_holds_less_or_more_than_estimated_is_read_once(tmp_path: Path):
     source = write(tmp_path / "a.jsonl.zst", LINES)
     for cuts in ([0, 10, 20], [0, len(LINES), 2 * len(LINES), 5 * len(LINES)]):
         places = zip(cuts, [*cuts[1:], None], strict=True)
@@ -181,9 +177,7 @@ def skippable(content: bytes) -> bytes:
     return b"\x52\x2a\x4d\x18" + len(content).to_bytes(4, "little") + content
 
 
-def test_frames_of_every_kind_are_entered_where_a_range_begins(
-    tmp_path: Path, ranges: SetRanges
-) -> None:
+def test_frames_of_every_kind_are_entered_where_a_range_begins(tmp_path: Path, ranges: SetRanges):
     first, second, third, fourth = LINES[:20], LINES[20:61], LINES[61:62], LINES[62:]
     path = tmp_path / "a.jsonl.zst"
     said = [
@@ -200,7 +194,7 @@ def test_frames_of_every_kind_are_entered_where_a_range_begins(
             assert rows_and_texts(portions_of([source_of(path)])) == documents_by_hand(LINES)
 
 
-def test_frames_before_a_range_are_not_decompressed(tmp_path: Path) -> None:
+def test_frames_before_a_range_are_not_decompressed(tmp_path: Path):
     # Blocks that are not compressed are longer than 128 KiB together, so there are several.
     lines = b"".join(b'{"text": "%s"}\n' % os.urandom(75_000).hex().encode() for _ in range(4))
     half = len(lines) // 2
@@ -216,7 +210,7 @@ def test_frames_before_a_range_are_not_decompressed(tmp_path: Path) -> None:
 
 def test_the_size_of_the_content_is_estimated_from_the_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(file_content, "SAMPLE_BYTES", (100_000, 100_000))
     # A block of 128 KiB that a sample cuts in two is lost, so the sample has several.
     same = "what is the same in every line " * 5
@@ -247,7 +241,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, *leng
 """
 
 
-def test_one_frame_of_any_size_and_a_line_of_any_length_take_little_memory(tmp_path: Path) -> None:
+def test_one_frame_of_any_size_and_a_line_of_any_length_take_little_memory(tmp_path: Path):
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=22)
     one_frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     line = b'{"text": "%s"}\n' % (b"what is said again " * 50_000)
@@ -301,7 +295,7 @@ def texts_in_csv(path: Path, texts: list[str]) -> Source:
 
 @pytest.mark.usefixtures("small_records")
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.zst", "jsonl.gz", "json", "csv", "parquet"])
-def test_a_record_that_is_too_large_is_a_bad_row(tmp_path: Path, ending: str) -> None:
+def test_a_record_that_is_too_large_is_a_bad_row(tmp_path: Path, ending: str):
     # A letter of two bytes counts as two; CSV counts letters first, so `é` passes there.
     parts = portions_of([texts_in(tmp_path / f"a.{ending}")])
     for step in (None, 1):
@@ -311,9 +305,7 @@ def test_a_record_that_is_too_large_is_a_bad_row(tmp_path: Path, ending: str) ->
         assert {row for row in rows if rows[row].problem == documents.TOO_LARGE} == {1, 3, 5}
 
 
-def test_an_array_that_is_too_large_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_array_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = texts_in(tmp_path / "a.json")
     monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes)
     assert len(read(portions_of([source]))) == len(TEXTS)
@@ -324,7 +316,7 @@ def test_an_array_that_is_too_large_is_refused(
 
 
 @pytest.mark.usefixtures("small_records")
-def test_a_text_file_that_is_too_large_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_text_file_that_is_too_large_is_a_bad_row(tmp_path: Path):
     for kind in ("text", "flowing text"):
         sources = [write(tmp_path / str(size), b"t" * size, kind) for size in (1000, 1001, 10)]
         found = read(portions_of(sources))
@@ -332,7 +324,7 @@ def test_a_text_file_that_is_too_large_is_a_bad_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_records")
-def test_the_end_of_a_csv_row_that_is_too_large_is_found(tmp_path: Path) -> None:
+def test_the_end_of_a_csv_row_that_is_too_large_is_found(tmp_path: Path):
     # Quotes, line ends within quotes and blank lines around the rows.
     long_texts = [
         "word\n" * 500,
@@ -377,9 +369,7 @@ def every_kind(tmp_path: Path) -> list[Source]:
     ]
 
 
-def test_reading_goes_on_at_any_position_of_any_source(
-    every_kind: list[Source], ranges: SetRanges
-) -> None:
+def test_reading_goes_on_at_any_position_of_any_source(every_kind: list[Source], ranges: SetRanges):
     expected = [
         (number, document.row, document)
         for number, source in enumerate(every_kind)
@@ -402,7 +392,7 @@ def test_reading_goes_on_at_any_position_of_any_source(
 
 def test_small_files_are_joined_in_order(
     tmp_path: Path, ranges: SetRanges, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     lengths = [30, 30, 0, 30, 200, 10, 10, 10, 10, 10, 10, 0, 90, 15]
     line = b'{"text": ""}\n'
     sources: list[Source] = []
@@ -425,7 +415,7 @@ def test_small_files_are_joined_in_order(
     assert portions_of([]) == []
 
 
-def test_a_parquet_file_is_cut_between_row_groups(tmp_path: Path, ranges: SetRanges) -> None:
+def test_a_parquet_file_is_cut_between_row_groups(tmp_path: Path, ranges: SetRanges):
     path = tmp_path / "a.parquet"
     schema = pa.schema({"text": pa.string()})
     ends = [0, 30, 33, 37, 37, 38, 40, 43]
@@ -445,7 +435,7 @@ def test_a_parquet_file_is_cut_between_row_groups(tmp_path: Path, ranges: SetRan
         assert found == [(row - start, f"text {row}") for row in range(start, stop or 43)]
 
 
-def test_a_file_that_cannot_be_cut_is_one_portion(tmp_path: Path, ranges: SetRanges) -> None:
+def test_a_file_that_cannot_be_cut_is_one_portion(tmp_path: Path, ranges: SetRanges):
     (tmp_path / "broken.parquet").write_bytes(b"x" * 500)
     (tmp_path / "broken.jsonl.zst").write_bytes(b"x" * 500)
     sources = [
@@ -462,7 +452,7 @@ def test_a_file_that_cannot_be_cut_is_one_portion(tmp_path: Path, ranges: SetRan
 
 def test_the_key_of_a_portion_says_what_is_in_its_files(
     tmp_path: Path, ranges: SetRanges, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     ranges(60)
     monkeypatch.chdir(tmp_path)
 
@@ -486,7 +476,7 @@ def test_the_key_of_a_portion_says_what_is_in_its_files(
 # Data sets
 
 
-def test_every_part_of_a_data_set_is_a_portion_and_knows_its_files(tmp_path: Path) -> None:
+def test_every_part_of_a_data_set_is_a_portion_and_knows_its_files(tmp_path: Path):
     sources = hub_of(tmp_path / "set", files=3)
     parts = portions_of(sources)
     assert [part.first_source for part in parts] == [0, 1, 2]
@@ -504,7 +494,7 @@ def test_every_part_of_a_data_set_is_a_portion_and_knows_its_files(tmp_path: Pat
     assert hub_version(str(tmp_path / "set"), "train") == FileState.of(sources[0]).version
 
 
-def test_a_data_set_that_stops_half_way_keeps_what_was_read(tmp_path: Path) -> None:
+def test_a_data_set_that_stops_half_way_keeps_what_was_read(tmp_path: Path):
     hub_of(tmp_path / "set", files=2)
     path = tmp_path / "set" / "train-1.parquet"
     first_column = pq.ParquetFile(path).metadata.row_group(0).column(1)
@@ -530,7 +520,7 @@ def test_a_data_set_that_stops_half_way_keeps_what_was_read(tmp_path: Path) -> N
 # Files that change
 
 
-def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path, ranges: SetRanges) -> None:
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path, ranges: SetRanges):
     path = tmp_path / "a.jsonl"
     changed = f"{path}: {CHANGED}"
     ranges(60)
@@ -559,7 +549,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path, ranges: S
     assert problem(read, [parts[0]]) == changed.replace("a.jsonl", "a.parquet")
 
 
-def test_a_zst_file_of_a_window_too_large_says_so(tmp_path: Path) -> None:
+def test_a_zst_file_of_a_window_too_large_says_so(tmp_path: Path):
     path = tmp_path / "a.jsonl.zst"
     sizes = {"window_log": 28, "write_content_size": False}
     parameters = zstandard.ZstdCompressionParameters.from_level(3, **sizes)
@@ -572,7 +562,7 @@ def test_a_zst_file_of_a_window_too_large_says_so(tmp_path: Path) -> None:
 # Fields
 
 
-def test_fields_are_kept_as_json(tmp_path: Path) -> None:
+def test_fields_are_kept_as_json(tmp_path: Path):
     lines = [
         {"text": "a", "year": 2020, "meta": {"lang": "de", "pile_set_name": "ArXiv"}, "no": None},
         {"text": "b", "year": 2020.5, "meta": '{"lang": ["ä", "\\ud800"]}', "no": False},
@@ -592,7 +582,7 @@ def test_fields_are_kept_as_json(tmp_path: Path) -> None:
     assert len({document.content_hash for document in found}) == 3
 
 
-def test_a_field_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_field_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path):
     # Whether it can be parsed and written again depends on how deep the program already is.
     lines = [b'{"text": "a", "f": %s}\n' % (b"[" * n + b"]" * n) for n in range(900, 1000)]
     parts = portions_of([write(tmp_path / "a.jsonl", b"".join(lines))])
@@ -601,7 +591,7 @@ def test_a_field_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path) -> None:
     assert set(found) <= {None, "invalid JSON", "has a field that is nested too deeply"}
 
 
-def test_the_part_of_a_parquet_row_is_a_column_or_in_meta(tmp_path: Path) -> None:
+def test_the_part_of_a_parquet_row_is_a_column_or_in_meta(tmp_path: Path):
     columns = {"text": ["a", "b"], "pile_set_name": ["ArXiv", None], "more": [1, 2]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     found = read(portions_of([source_of(tmp_path / "a.parquet", "parquet")]))
@@ -617,9 +607,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         yield server
 
 
-def test_files_in_a_store_are_listed_once_and_read_by_ranges(
-    store: S3Server, ranges: SetRanges
-) -> None:
+def test_files_in_a_store_are_listed_once_and_read_by_ranges(store: S3Server, ranges: SetRanges):
     contents = {
         **{f"small/{number:02}.jsonl": LINES[:20] for number in range(20)},
         "large/a.jsonl": LINES,

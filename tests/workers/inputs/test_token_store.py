@@ -133,7 +133,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget_open_files()
 
 
-def test_one_core_is_kept_and_all_cores_are_given_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_core_is_kept_and_all_cores_are_given_more(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
     assert preparation._cores() == len(psutil.Process().cpu_affinity() or [0])
     preparation.use_one_core()
@@ -146,7 +146,7 @@ def test_one_core_is_kept_and_all_cores_are_given_more(monkeypatch: pytest.Monke
 )
 def test_pieces_of_any_size_hold_the_same_documents(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tokens: int, documents: int, characters: int
-) -> None:
+):
     monkeypatch.setattr(preparation, "PIECE_TOKENS", tokens)
     monkeypatch.setattr(preparation, "PIECE_DOCUMENTS", documents)
     monkeypatch.setattr(preparation, "PIECE_CHARACTERS", characters)
@@ -159,7 +159,7 @@ def test_pieces_of_any_size_hold_the_same_documents(
     assert corpus.tokenizer.texts == TEXTS
 
 
-def test_files_of_all_kinds_and_bad_rows_are_counted(corpus: Corpus, tmp_path: Path) -> None:
+def test_files_of_all_kinds_and_bad_rows_are_counted(corpus: Corpus, tmp_path: Path):
     lines = ['{"text": "abc"}', "", "{", '{"text": null}', '{"text": ""}', " "]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.jsonl").write_text("")
@@ -188,7 +188,7 @@ def prepare_and_be_killed(corpus: Corpus) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_killed_preparation_goes_on_behind_its_last_piece(corpus: Corpus) -> None:
+def test_a_killed_preparation_goes_on_behind_its_last_piece(corpus: Corpus):
     context = multiprocessing.get_context("fork")
     killed = context.Process(target=prepare_and_be_killed, args=(corpus,))
     killed.start()
@@ -204,7 +204,7 @@ def test_a_killed_preparation_goes_on_behind_its_last_piece(corpus: Corpus) -> N
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_several_at_once_write_one_chain(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, has_locks: bool
-) -> None:
+):
     if not has_locks:
         # As in a store, or on a disk without locks.
         monkeypatch.setattr(preparation, "_alone", lambda _: nullcontext())
@@ -220,7 +220,7 @@ def test_several_at_once_write_one_chain(
     assert tokenised >= 100 if not has_locks else tokenised == 100
 
 
-def test_a_file_that_changes_while_it_is_read_commits_nothing(corpus: Corpus) -> None:
+def test_a_file_that_changes_while_it_is_read_commits_nothing(corpus: Corpus):
     def change(progress: PreparationProgress) -> None:
         if progress.pieces == 1:
             os.utime(corpus.file, ns=(0, 0))
@@ -232,7 +232,7 @@ def test_a_file_that_changes_while_it_is_read_commits_nothing(corpus: Corpus) ->
     corpus.check_whole()
 
 
-def test_what_lies_before_a_broken_place_is_kept(corpus: Corpus, tmp_path: Path) -> None:
+def test_what_lies_before_a_broken_place_is_kept(corpus: Corpus, tmp_path: Path):
     broken = tmp_path / "texts.csv"
     broken.write_text("text\n" + "".join(f'"{text}"\n' for text in TEXTS) + '"no end')
     corpus.portion = portion_of(broken, kind="csv")
@@ -243,7 +243,7 @@ def test_what_lies_before_a_broken_place_is_kept(corpus: Corpus, tmp_path: Path)
     assert sum(piece.documents for piece in corpus.pieces()) >= 90
 
 
-def test_without_room_one_line_and_nothing_half_written(corpus: Corpus) -> None:
+def test_without_room_one_line_and_nothing_half_written(corpus: Corpus):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal_before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -262,7 +262,7 @@ def test_without_room_one_line_and_nothing_half_written(corpus: Corpus) -> None:
         corpus.prepare()
 
 
-def test_verification_finds_texts_and_files_that_differ(corpus: Corpus) -> None:
+def test_verification_finds_texts_and_files_that_differ(corpus: Corpus):
     pieces = corpus.check_whole()
     assert verify_portion(corpus.store, corpus.portion) == []
     # Another text of the same size at the same time, in the second piece.
@@ -284,7 +284,7 @@ def test_verification_finds_texts_and_files_that_differ(corpus: Corpus) -> None:
     assert verify_portion(corpus.store, corpus.portion) == []
 
 
-def test_verification_finds_documents_that_came_or_went(corpus: Corpus) -> None:
+def test_verification_finds_documents_that_came_or_went(corpus: Corpus):
     corpus.prepare()
     lines = corpus.file.read_text().splitlines(keepends=True)
     for changed, what in [
@@ -298,7 +298,7 @@ def test_verification_finds_documents_that_came_or_went(corpus: Corpus) -> None:
 # What is stored
 
 
-def test_documents_keep_what_was_read_of_them(corpus: Corpus) -> None:
+def test_documents_keep_what_was_read_of_them(corpus: Corpus):
     pieces = corpus.check_whole()
     rows = [row for piece in pieces for row in read_documents(corpus.store, piece).to_pylist()]
     documents = [d for source in corpus.portion.sources for d in source.documents(READING)]
@@ -316,7 +316,7 @@ def test_documents_keep_what_was_read_of_them(corpus: Corpus) -> None:
     ]
 
 
-def test_any_range_of_tokens_is_read_and_the_callers_own(corpus: Corpus) -> None:
+def test_any_range_of_tokens_is_read_and_the_callers_own(corpus: Corpus):
     first, piece, *_ = corpus.prepare()
     expected = BYTES[first.tokens :][: piece.tokens]
     for start in (0, 1, 63, 64, 65, 500, piece.tokens - 1, piece.tokens):
@@ -331,7 +331,7 @@ def test_any_range_of_tokens_is_read_and_the_callers_own(corpus: Corpus) -> None
         read_tokens(corpus.store, piece, 0, piece.tokens + 1)
 
 
-def test_the_type_of_the_ids_is_the_narrowest(corpus: Corpus, tmp_path: Path) -> None:
+def test_the_type_of_the_ids_is_the_narrowest(corpus: Corpus, tmp_path: Path):
     large = replace(corpus.store, d_vocab=(1 << 16) + 1)
     assert replace(large, d_vocab=1 << 16).token_type == corpus.store.token_type
     tokens = [np.array([5, 1 << 16], np.uint32)]
@@ -341,9 +341,7 @@ def test_the_type_of_the_ids_is_the_narrowest(corpus: Corpus, tmp_path: Path) ->
     assert (content.dtype, content.tolist()) == (np.uint32, [5, 1 << 16])
 
 
-def test_what_is_read_and_who_reads_it_make_the_key(
-    tmp_path: Path, bytes_tokenizer: TextTokenizer
-) -> None:
+def test_what_is_read_and_who_reads_it_make_the_key(tmp_path: Path, bytes_tokenizer: TextTokenizer):
     readings = [READING, Reading(), Reading("body"), Reading(before=" ")]
     stores = [TokenStore.of(tmp_path, bytes_tokenizer, reading) for reading in readings]
     other = tokenizer_of_bytes(tmp_path / "other")
@@ -354,7 +352,7 @@ def test_what_is_read_and_who_reads_it_make_the_key(
     assert len({store.key for store in stores}) == 5
 
 
-def test_another_store_is_refused(corpus: Corpus) -> None:
+def test_another_store_is_refused(corpus: Corpus):
     file = corpus.corpora / corpus.store.key / "store.json"
     description = json.loads(file.read_text())
     changes: list[tuple[dict[str, object], str]] = [
@@ -372,7 +370,7 @@ def test_another_store_is_refused(corpus: Corpus) -> None:
 # Damage
 
 
-def test_a_piece_of_which_a_file_is_cut_or_gone_is_prepared_again(corpus: Corpus) -> None:
+def test_a_piece_of_which_a_file_is_cut_or_gone_is_prepared_again(corpus: Corpus):
     pieces = corpus.check_whole()
     for ending in (DOCUMENTS, TOKENS):
         for damage in ("cut", "blank", "gone"):
@@ -393,7 +391,7 @@ def test_a_piece_of_which_a_file_is_cut_or_gone_is_prepared_again(corpus: Corpus
             assert file.read_bytes() == before
 
 
-def test_files_of_another_piece_are_not_taken_for_its_own(corpus: Corpus) -> None:
+def test_files_of_another_piece_are_not_taken_for_its_own(corpus: Corpus):
     first, second, *_ = corpus.prepare()
     for ending in (DOCUMENTS, TOKENS):
         shutil.copy(corpus.folder / (second.name + ending), corpus.folder / (first.name + ending))
@@ -410,7 +408,7 @@ def test_files_of_another_piece_are_not_taken_for_its_own(corpus: Corpus) -> Non
     assert other.pieces(corpus.portion) == []
 
 
-def test_a_flipped_bit_is_found_or_changes_nothing(corpus: Corpus) -> None:
+def test_a_flipped_bit_is_found_or_changes_nothing(corpus: Corpus):
     store, piece = corpus.store, corpus.prepare()[-1]
     documents = read_documents(store, piece)
     tokens = read_tokens(store, piece, 0, piece.tokens).tolist()
@@ -436,7 +434,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(corpus: Corpus) -> None:
 # Lists, and stores of objects
 
 
-def test_lists_what_is_stored_and_removes_it(corpus: Corpus, tmp_path: Path) -> None:
+def test_lists_what_is_stored_and_removes_it(corpus: Corpus, tmp_path: Path):
     store, corpora = corpus.store, corpus.corpora
     pieces = corpus.prepare()
     bad = tmp_path / "bad.jsonl"
@@ -475,7 +473,7 @@ def test_lists_what_is_stored_and_removes_it(corpus: Corpus, tmp_path: Path) -> 
 
 def test_a_store_of_objects_holds_the_same_and_is_asked_little(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     pieces = corpus.check_whole()
     with object_store(monkeypatch) as server:
         corpora = place("s3://bucket/corpora")
