@@ -74,18 +74,11 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PROVENANCE: dict[str, Any] = {
-    "made_by": "headcount",
-    "model": "toy",
-    "run_id": "a-1",
-    "model_fingerprint": "c21233b7d5ba",
-    "weight_processing": "raw",
-    "precision": "float32",
-    "code": "c0de",
-    "input": {"family": "repeated_random", "period": 2},
-    "n_ctx": 5,
-    "sequences_done": 4,
+    "made_by": "headcount", "model": "toy", "run_id": "a-1", "model_fingerprint": "c21233b7d5ba",
+    "weight_processing": "raw", "precision": "float32", "code": "c0de",
+    "input": {"family": "repeated_random", "period": 2}, "n_ctx": 5, "sequences_done": 4,
     "tokens": 20,
-}
+}  # fmt: skip
 
 
 # KV heads
@@ -149,20 +142,14 @@ def test_an_option_without_a_line_about_it_is_refused():
 
 
 BORDERS = {
-    "duo --sink": ("0", "-1"),
-    "duo --recent": ("1", "0"),
-    "duo --sparsity": ("0.01 0.99", "0 1"),
-    "duo --threshold": ("0.01 0.99", "0 1"),
-    "fp8-kv-scales --quantile": ("0.01 0.99", "0 1"),
+    "duo --sink": ("0", "-1"), "duo --recent": ("1", "0"), "duo --sparsity": ("0.01 0.99", "0 1"),
+    "duo --threshold": ("0.01 0.99", "0 1"), "fp8-kv-scales --quantile": ("0.01 0.99", "0 1"),
     "important-heads --deviations": ("0", "-0.1 inf nan"),
-    "important-heads --heads": ("1", "0 2.5"),
-    "qrhead --heads": ("1", "0 -5"),
-    "razor --compression": ("2", "1"),
-    "razor --echo": ("0.01 0.99", "0 1"),
-    "razor --induction": ("0.01 0.99", "0 1"),
-    "razor --recent": ("1", "0 1e3"),
+    "important-heads --heads": ("1", "0 2.5"), "qrhead --heads": ("1", "0 -5"),
+    "razor --compression": ("2", "1"), "razor --echo": ("0.01 0.99", "0 1"),
+    "razor --induction": ("0.01 0.99", "0 1"), "razor --recent": ("1", "0 1e3"),
     "razor --sink": ("0", "-1 4294967296"),
-}
+}  # fmt: skip
 """Values within and beyond the range of every option that is a number."""
 
 
@@ -270,18 +257,15 @@ def paired(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TO_DUO = ("--sink", 1, "--recent", 1)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        # Of 5 tokens, 3 queries see distant keys, and 2 of them a copy. So the change counts 1.5.
-        ("", "0.5\t0.375\n0.75\t0\n"),
-        ("--group mean", "0.375\t0.375\n0.4375\t0\n"),
-        ("--score distant", "0.75\t0.5\n0.5\t0.5\n"),
-        ("--sparsity 0.75", "0\t0\n1\t0\n"),
-        ("--sparsity 0.5", "1\t0\n1\t0\n"),
-        ("--threshold 0.375", "1\t1\n1\t0\n"),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    # Of 5 tokens, 3 queries see distant keys, and 2 of them a copy. So the change counts 1.5.
+    ("", "0.5\t0.375\n0.75\t0\n"),
+    ("--group mean", "0.375\t0.375\n0.4375\t0\n"),
+    ("--score distant", "0.75\t0.5\n0.5\t0.5\n"),
+    ("--sparsity 0.75", "0\t0\n1\t0\n"),
+    ("--sparsity 0.5", "1\t0\n1\t0\n"),
+    ("--threshold 0.375", "1\t1\n1\t0\n"),
+])  # fmt: skip
 def test_duo_scores_a_kv_head_by_the_attention_that_a_repeat_moves(
     words: str, expected: str, paired: Path, tmp_path: Path
 ):
@@ -513,13 +497,11 @@ def test_a_card_names_the_files_of_every_table_and_intervention(changed: RunDire
 
     front_matter, text = card(folder / "README.md", "--license", "cc-by-4.0")
     configs = [
-        {
-            "config_name": f"{table}{suffix}",
-            "data_files": [f"{table}/intervention={intervention}/*.parquet"],
-        }
+        {"config_name": f"{table}{suffix}",
+         "data_files": [f"{table}/intervention={intervention}/*.parquet"]}
         for table in ("heads", "sequences")
         for intervention, suffix in (("none", ""), ("zero_head(0,1)", "-zero_head_0_1_"))
-    ]
+    ]  # fmt: skip
     configs[0]["default"] = True  # pyright: ignore[reportArgumentType]
     assert front_matter == {
         "license": "cc-by-4.0",

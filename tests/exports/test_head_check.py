@@ -87,14 +87,11 @@ def test_the_table_counts_heads_and_what_is_kept_of_the_cache(llama: Path):
     assert len(set(random)) > 1
 
 
-@pytest.mark.parametrize(
-    ("heads", "recent", "message"),
-    [
-        ([(2, 0)], 5, "KV head 0 of layer 2: llama has 2 layers of 2 KV heads"),
-        ([(0, 2)], 5, "KV head 2 of layer 0: llama has 2 layers of 2 KV heads"),
-        ([(0, 0)], 20, "expected recent below 20, half of 40 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("heads", "recent", "message"), [
+    ([(2, 0)], 5, "KV head 0 of layer 2: llama has 2 layers of 2 KV heads"),
+    ([(0, 2)], 5, "KV head 2 of layer 0: llama has 2 layers of 2 KV heads"),
+    ([(0, 0)], 20, "expected recent below 20, half of 40 tokens"),
+])  # fmt: skip
 def test_a_check_that_would_say_nothing_is_refused(
     llama: Path, heads: list[tuple[int, int]], recent: int, message: str
 ):
@@ -102,15 +99,12 @@ def test_a_check_that_would_say_nothing_is_refused(
         HeadTrial(str(llama), SINK, recent, sequences=2).table(heads)
 
 
-@pytest.mark.parametrize(
-    ("name", "fewest", "most", "cache_percent"),
-    [
-        # Two of its heads attend to no copy, and are found by what a repeat changes in them.
-        pytest.param("gpt2-mini", 7, 10, 52, marks=pytest.mark.long),
-        pytest.param("attn-only-2l-mini", 9, 9, 100, marks=pytest.mark.long),
-        ("needle-mini", 2, 2, 30),
-    ],
-)
+@pytest.mark.parametrize(("name", "fewest", "most", "cache_percent"), [
+    # Two of its heads attend to no copy, and are found by what a repeat changes in them.
+    pytest.param("gpt2-mini", 7, 10, 52, marks=pytest.mark.long),
+    pytest.param("attn-only-2l-mini", 9, 9, 100, marks=pytest.mark.long),
+    ("needle-mini", 2, 2, 30),
+])  # fmt: skip
 def test_the_heads_with_the_highest_scores_lose_nothing(
     name: str, fewest: int, most: int, cache_percent: int, tmp_path: Path
 ):

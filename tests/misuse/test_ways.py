@@ -114,15 +114,12 @@ def change_code(home: Path) -> None:
     change_json(manifest, lambda it: it["kinds"]["statistics"]["entropy"].update(other_record))
 
 
-@pytest.mark.parametrize(
-    ("change", "phrase"),
-    [
-        (exchange_two_ids, 'the tokenizer ("X", now "X")'),
-        (change_weights, "the model's weights (model.safetensors: X, now X)"),
-        (change_configuration, "the model's configuration (config.json: X, now X)"),
-        (change_code, 'the code of statistic entropy ("X", now "X")'),
-    ],
-)
+@pytest.mark.parametrize(("change", "phrase"), [
+    (exchange_two_ids, 'the tokenizer ("X", now "X")'),
+    (change_weights, "the model's weights (model.safetensors: X, now X)"),
+    (change_configuration, "the model's configuration (config.json: X, now X)"),
+    (change_code, 'the code of statistic entropy ("X", now "X")'),
+])  # fmt: skip
 def test_a_change_is_named_and_the_command_that_starts_another_run(
     home: Path, command: Command, change: Callable[[Path], None], phrase: str
 ):
@@ -173,20 +170,17 @@ def test_the_layout_of_its_file_does_not_change_a_tokenizer(home: Path):
     assert TextTokenizer(home / "bytes", 257).fingerprint == before
 
 
-@pytest.mark.parametrize(
-    ("size", "d_vocab", "phrase"),
-    [
-        (50_254, 50_432, None),  # GPT-NeoX
-        (151_669, 151_936, None),  # Qwen
-        (100_015, 102_400, None),  # DeepSeekMoE 16B
-        (257, 257, None),
-        (257, 512, None),
-        (257, 513, "257 tokens and the model 513; expected 258 to 513"),
-        (45_231, 50_257, "45,231 tokens and the model 50,257; expected 45,232 to 50,257"),
-        (50_258, 50_257, "50,258 tokens and the model 50,257; expected 45,232 to 50,257"),
-        (1, 2, "1 tokens and the model 2; expected 2 to 2"),
-    ],
-)
+@pytest.mark.parametrize(("size", "d_vocab", "phrase"), [
+    (50_254, 50_432, None),  # GPT-NeoX
+    (151_669, 151_936, None),  # Qwen
+    (100_015, 102_400, None),  # DeepSeekMoE 16B
+    (257, 257, None),
+    (257, 512, None),
+    (257, 513, "257 tokens and the model 513; expected 258 to 513"),
+    (45_231, 50_257, "45,231 tokens and the model 50,257; expected 45,232 to 50,257"),
+    (50_258, 50_257, "50,258 tokens and the model 50,257; expected 45,232 to 50,257"),
+    (1, 2, "1 tokens and the model 2; expected 2 to 2"),
+])  # fmt: skip
 def test_a_tokenizer_fits_its_model(size: int, d_vocab: int, phrase: str | None):
     vocabulary = {str(token): token for token in range(size)}
     if phrase is None:

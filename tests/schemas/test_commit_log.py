@@ -212,14 +212,11 @@ def test_spans_give_each_shard_once_and_an_owner_goes_forward_except_when_it_ste
             assert jumps.sum() <= 12
 
 
-@pytest.mark.parametrize(
-    ("location", "message"),
-    [
-        ("http://localhost/runs", "expected a path, file://, s3:// or gs://"),
-        ("s3://", "expected s3://BUCKET/PATH"),
-        ("s3://AKIA:secret@bucket/runs", "must hold no credentials"),
-    ],
-)
+@pytest.mark.parametrize(("location", "message"), [
+    ("http://localhost/runs", "expected a path, file://, s3:// or gs://"),
+    ("s3://", "expected s3://BUCKET/PATH"),
+    ("s3://AKIA:secret@bucket/runs", "must hold no credentials"),
+])  # fmt: skip
 def test_a_place_that_cannot_be_is_refused_without_its_secrets(location: str, message: str):
     told = refused(ScanError, place, location)
     assert (message in told, "secret" in told) == (True, False)

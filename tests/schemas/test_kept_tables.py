@@ -181,14 +181,11 @@ def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("field", "names", "word"),
-    [
-        ("profiles", ["attention_by_lag"], "profile"),
-        ("curves", ["attention_by_lag"], "profile"),
-        ("weight_statistics", ["query_bias_norm"], "weight statistic"),
-    ],
-)
+@pytest.mark.parametrize(("field", "names", "word"), [
+    ("profiles", ["attention_by_lag"], "profile"),
+    ("curves", ["attention_by_lag"], "profile"),
+    ("weight_statistics", ["query_bias_norm"], "weight statistic"),
+])  # fmt: skip
 def test_a_run_that_kept_something_else_is_not_gone_on_with(
     field: str, names: list[str], word: str, tmp_path: Path, gpt2: Path
 ):

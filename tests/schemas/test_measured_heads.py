@@ -37,12 +37,9 @@ T = 12
 TOKENS = toy.repeating_tokens(T, batch=3)
 ALL_INTERVENTIONS = ["none", "mask_keys(0,1)", "zero_random_heads(entropy,1.2)"]
 SUBSETS: dict[str, dict[str, Any]] = {
-    "first layer": {"layers": [0]},
-    "two layers": {"layers": [2, 0]},
-    "last layer": {"layers": [2]},
-    "one head": {"heads": ["L1H3"]},
-    "heads": {"heads": ["L2H0", "L0H1", "L2H3"]},
-}
+    "first layer": {"layers": [0]}, "two layers": {"layers": [2, 0]}, "last layer": {"layers": [2]},
+    "one head": {"heads": ["L1H3"]}, "heads": {"heads": ["L2H0", "L0H1", "L2H3"]},
+}  # fmt: skip
 EVERYTHING: dict[str, Any] = {
     "statistics": "all",
     "profiles": list(PROFILES),
@@ -93,17 +90,14 @@ def assert_same(actual: pa.Table, expected: pa.Table, exact: bool) -> None:
             np.testing.assert_allclose(*numbers, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "engine", "subsets"),
-    [
-        ("gpt2", "fused", ["two layers", "heads"]),
-        ("llama", "dense", ["last layer", "one head"]),
-        *(
-            pytest.param(name, engine, list(SUBSETS), marks=pytest.mark.long)
-            for name, engine in product(("gpt2", "llama"), ("fused", "dense"))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "engine", "subsets"), [
+    ("gpt2", "fused", ["two layers", "heads"]),
+    ("llama", "dense", ["last layer", "one head"]),
+    *(
+        pytest.param(name, engine, list(SUBSETS), marks=pytest.mark.long)
+        for name, engine in product(("gpt2", "llama"), ("fused", "dense"))
+    ),
+])  # fmt: skip
 def test_every_number_of_some_heads_is_that_of_the_whole_scan(
     name: str, engine: str, subsets: list[str], request: pytest.FixtureRequest
 ):

@@ -44,32 +44,13 @@ def scan_file(tmp_path: Path) -> Path:
 
 def test_a_minimal_scan_has_these_defaults():
     assert parse_scan(MINIMAL).model_dump() == {
-        "model": "toy",
-        "revision": None,
-        "weight_processing": "raw",
-        "unused_weights": "refuse",
-        "precision": "auto",
-        "engine": "fused",
-        "n_ctx": 8,
-        "bos": True,
-        "input": {"family": "pile"},
-        "interventions": ("none",),
-        "layers": "all",
-        "heads": "all",
-        "statistics": "standard",
-        "profiles": (),
-        "curves": (),
-        "weight_statistics": (),
-        "predictions": (),
-        "sequences": 3,
-        "sequences_per_shard": 256,
-        "batch_size": "auto",
-        "seed": 0,
-        "bad_rows": 0.01,
-        "bad_rows_in_a_row": 100,
-        "out": "runs",
-        "corpora": None,
-    }
+        "model": "toy", "revision": None, "weight_processing": "raw", "unused_weights": "refuse",
+        "precision": "auto", "engine": "fused", "n_ctx": 8, "bos": True,
+        "input": {"family": "pile"}, "interventions": ("none",), "layers": "all", "heads": "all",
+        "statistics": "standard", "profiles": (), "curves": (), "weight_statistics": (),
+        "predictions": (), "sequences": 3, "sequences_per_shard": 256, "batch_size": "auto",
+        "seed": 0, "bad_rows": 0.01, "bad_rows_in_a_row": 100, "out": "runs", "corpora": None,
+    }  # fmt: skip
 
 
 def test_a_scan_without_profiles_has_no_profiles_in_its_record():
@@ -83,20 +64,17 @@ def test_options_of_the_input_are_kept_as_written(scan_file: Path):
     assert load_scan(scan_file).input.options == {"files": ["a.jsonl", "b.jsonl"]}
 
 
-@pytest.mark.parametrize(
-    ("override", "key", "value"),
-    [
-        ("n_ctx=16", "n_ctx", 16),
-        ("sequences=all", "sequences", "all"),
-        ('sequences="all"', "sequences", "all"),
-        ("bos=false", "bos", False),
-        ("out=some/where", "out", "some/where"),
-        ("out=a=b", "out", "a=b"),
-        (" seed = 7", "seed", 7),
-        ("model=bundled:gpt2-mini", "model", "bundled:gpt2-mini"),
-        ('statistics=["entropy", "sink_mass"]', "statistics", ("entropy", "sink_mass")),
-    ],
-)
+@pytest.mark.parametrize(("override", "key", "value"), [
+    ("n_ctx=16", "n_ctx", 16),
+    ("sequences=all", "sequences", "all"),
+    ('sequences="all"', "sequences", "all"),
+    ("bos=false", "bos", False),
+    ("out=some/where", "out", "some/where"),
+    ("out=a=b", "out", "a=b"),
+    (" seed = 7", "seed", 7),
+    ("model=bundled:gpt2-mini", "model", "bundled:gpt2-mini"),
+    ('statistics=["entropy", "sink_mass"]', "statistics", ("entropy", "sink_mass")),
+])  # fmt: skip
 def test_an_override_is_a_toml_value_or_a_bare_string(
     scan_file: Path, override: str, key: str, value: object
 ):
@@ -112,26 +90,13 @@ def test_overrides_reach_into_tables_and_the_last_one_counts(scan_file: Path):
 
 
 CHANGES: dict[str, Any] = {
-    "model": "other",
-    "revision": "main",
-    "precision": "float64",
-    "weight_processing": "folded",
-    "unused_weights": "ignore",
-    "engine": "dense",
-    "n_ctx": 9,
-    "bos": False,
-    "input": {"family": "pile", "packing": "concat"},
-    "interventions": ["none", "zero_first_value"],
-    "layers": [0],
-    "heads": ["L0H1"],
-    "statistics": ["entropy"],
-    "profiles": ["attention_by_lag"],
-    "curves": ["score_shift_by_key"],
-    "weight_statistics": ["query_bias_norm"],
-    "predictions": ["loss"],
-    "sequences_per_shard": 8,
-    "seed": 1,
-}
+    "model": "other", "revision": "main", "precision": "float64", "weight_processing": "folded",
+    "unused_weights": "ignore", "engine": "dense", "n_ctx": 9, "bos": False,
+    "input": {"family": "pile", "packing": "concat"}, "interventions": ["none", "zero_first_value"],
+    "layers": [0], "heads": ["L0H1"], "statistics": ["entropy"], "profiles": ["attention_by_lag"],
+    "curves": ["score_shift_by_key"], "weight_statistics": ["query_bias_norm"],
+    "predictions": ["loss"], "sequences_per_shard": 8, "seed": 1,
+}  # fmt: skip
 
 
 def fingerprint(**fields: Any) -> str:
@@ -174,21 +139,18 @@ def scan_of(*statistics: str) -> Scan:
     return toy.toy_scan(statistics=list(statistics))
 
 
-@pytest.mark.parametrize(
-    ("written", "canonical"),
-    [
-        (["distant_mass"], ("distant_mass(4,64)",)),
-        (["distant_mass( 4, 64 )"], ("distant_mass(4,64)",)),
-        (["distant_mass_4_64"], ("distant_mass(4,64)",)),
-        (["distant_mass(8)"], ("distant_mass(8,64)",)),
-        (["labelled_key_mass(other)"], ("labelled_key_mass(other,query)",)),
-        (["standard", "distant_mass(8,32)"], ("standard", "distant_mass(8,32)")),
-        (["standard", "entropy"], "standard"),
-        (["all", "distant_mass", "distant_mass(1,2)"], ("all", "distant_mass(1,2)")),
-        (["entropy", "sink_mass"], ("entropy", "sink_mass")),
-        ("standard", "standard"),
-    ],
-)
+@pytest.mark.parametrize(("written", "canonical"), [
+    (["distant_mass"], ("distant_mass(4,64)",)),
+    (["distant_mass( 4, 64 )"], ("distant_mass(4,64)",)),
+    (["distant_mass_4_64"], ("distant_mass(4,64)",)),
+    (["distant_mass(8)"], ("distant_mass(8,64)",)),
+    (["labelled_key_mass(other)"], ("labelled_key_mass(other,query)",)),
+    (["standard", "distant_mass(8,32)"], ("standard", "distant_mass(8,32)")),
+    (["standard", "entropy"], "standard"),
+    (["all", "distant_mass", "distant_mass(1,2)"], ("all", "distant_mass(1,2)")),
+    (["entropy", "sink_mass"], ("entropy", "sink_mass")),
+    ("standard", "standard"),
+])  # fmt: skip
 def test_one_choice_is_one_text_and_so_one_run(written: Any, canonical: Any):
     scan = toy.toy_scan(statistics=written)
     assert scan.names(KIND) == canonical
@@ -211,27 +173,22 @@ def test_a_choice_of_options_is_a_column_of_its_own():
     assert other.fingerprint == STATISTICS["distant_mass_4_64"].fingerprint
 
 
-@pytest.mark.parametrize(
-    ("names", "problem"),
-    [
-        (["distant_mass(4,64,1)"], "distant_mass takes at most sink, recent, got [4, 64, 1]"),
-        (["distant_mass(-1)"], "sink of distant_mass: expected 0 or more, got -1"),
-        (["distant_mass(4,0)"], "recent of distant_mass: expected 1 or more, got 0"),
-        (["distant_mass(4,0.5)"], "recent of distant_mass: expected an integer, got 0.5"),
-        (["distant_mass(a)"], "sink of distant_mass: expected an integer, got 'a'"),
-        (["distant_mass(4,64"], "expected distant_mass(4,64), with your options, got"),
-        (["distant_mass(4)+entropy"], "expected distant_mass(4,64), with your options, got"),
-        (["labelled_key_mass(3)"], "keys of labelled_key_mass: expected a string"),
-        (["entropy(1)"], "entropy takes no options, got [1]"),
-        (["distant_mas(4)"], "unknown statistic 'distant_mas': did you mean 'distant_mass'?"),
-        (["distant_mass", "distant_mass(4,64)"], "expected at least one name, each once"),
-        (["standard", "standard"], "expected at least one name, each once"),
-        (
-            ["labelled_key_mass(a_b,c)", "labelled_key_mass(a,b_c)"],
-            "would have one column, labelled_key_mass_a_b_c; leave one of them out",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("names", "problem"), [
+    (["distant_mass(4,64,1)"], "distant_mass takes at most sink, recent, got [4, 64, 1]"),
+    (["distant_mass(-1)"], "sink of distant_mass: expected 0 or more, got -1"),
+    (["distant_mass(4,0)"], "recent of distant_mass: expected 1 or more, got 0"),
+    (["distant_mass(4,0.5)"], "recent of distant_mass: expected an integer, got 0.5"),
+    (["distant_mass(a)"], "sink of distant_mass: expected an integer, got 'a'"),
+    (["distant_mass(4,64"], "expected distant_mass(4,64), with your options, got"),
+    (["distant_mass(4)+entropy"], "expected distant_mass(4,64), with your options, got"),
+    (["labelled_key_mass(3)"], "keys of labelled_key_mass: expected a string"),
+    (["entropy(1)"], "entropy takes no options, got [1]"),
+    (["distant_mas(4)"], "unknown statistic 'distant_mas': did you mean 'distant_mass'?"),
+    (["distant_mass", "distant_mass(4,64)"], "expected at least one name, each once"),
+    (["standard", "standard"], "expected at least one name, each once"),
+    (["labelled_key_mass(a_b,c)", "labelled_key_mass(a,b_c)"],
+     "would have one column, labelled_key_mass_a_b_c; leave one of them out"),
+])  # fmt: skip
 def test_wrong_options_are_one_line(names: list[str], problem: str):
     told = refused(ScanError, scan_of, *names)
     assert told.startswith("statistics: ")

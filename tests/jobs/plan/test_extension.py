@@ -44,13 +44,10 @@ RowsOfSize = Callable[[int], pa.Table]
 Change = Callable[[RunDirectory], object]
 SHARD_SIZE = 3
 FIELDS: dict[str, Any] = {
-    "model": "bundled:attn-only-2l-mini",
-    "n_ctx": 9,
-    "input": {"family": "uniform_random"},
-    "interventions": ["none", "zero_head(0,0)"],
-    "statistics": ["entropy", "sink_mass"],
+    "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "input": {"family": "uniform_random"},
+    "interventions": ["none", "zero_head(0,0)"], "statistics": ["entropy", "sink_mass"],
     "sequences_per_shard": SHARD_SIZE,
-}
+}  # fmt: skip
 
 
 def plan_of(directory: Path, sequences: int | str, **changes: Any) -> Plan:
@@ -110,21 +107,18 @@ def compact_in_pairs(run: RunDirectory) -> None:
     compact(run, 2 * SHARD_SIZE * layers * heads)
 
 
-@pytest.mark.parametrize(
-    ("first_size", "change_commit_log"),
-    [
-        # A short shard alone, behind a whole one, and none. A merged file may hold the short one
-        # beside whole ones, or hold whole ones alone.
-        (2, leave_commit_log),
-        (5, compact),
-        (5, gather_and_commit_again),
-        # The only size at which a merged file of whole shards has a short one behind it.
-        (7, compact_in_pairs),
-        *(pytest.param(size, leave_commit_log, marks=pytest.mark.long) for size in (5, 6)),
-        *(pytest.param(size, compact, marks=pytest.mark.long) for size in (2, 6)),
-        pytest.param(6, gather_and_commit_again, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("first_size", "change_commit_log"), [
+    # A short shard alone, behind a whole one, and none. A merged file may hold the short one
+    # beside whole ones, or hold whole ones alone.
+    (2, leave_commit_log),
+    (5, compact),
+    (5, gather_and_commit_again),
+    # The only size at which a merged file of whole shards has a short one behind it.
+    (7, compact_in_pairs),
+    *(pytest.param(size, leave_commit_log, marks=pytest.mark.long) for size in (5, 6)),
+    *(pytest.param(size, compact, marks=pytest.mark.long) for size in (2, 6)),
+    pytest.param(6, gather_and_commit_again, marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_run_is_extended(
     tmp_path: Path, rows_of_whole_run: RowsOfSize, change_commit_log: Change, first_size: int
 ):
@@ -221,21 +215,18 @@ def test_damage_in_merged_files_does_not_stop_an_extension(
     assert_rows(run, rows_of_whole_run(11))
 
 
-@pytest.mark.parametrize(
-    ("change_commit_log", "interventions", "step"),
-    [
-        (leave_commit_log, ["none"], 3),
-        # Every moment, every form of the commit log.
-        *(
-            pytest.param(change_commit_log, interventions, 1, marks=pytest.mark.long)
-            for change_commit_log, interventions in (
-                (leave_commit_log, FIELDS["interventions"]),
-                (gather_and_commit_again, ["none"]),
-                (compact, ["none"]),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change_commit_log", "interventions", "step"), [
+    (leave_commit_log, ["none"], 3),
+    # Every moment, every form of the commit log.
+    *(
+        pytest.param(change_commit_log, interventions, 1, marks=pytest.mark.long)
+        for change_commit_log, interventions in (
+            (leave_commit_log, FIELDS["interventions"]),
+            (gather_and_commit_again, ["none"]),
+            (compact, ["none"]),
+        )
+    ),
+])  # fmt: skip
 def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_rows(
     tmp_path: Path,
     rows_of_whole_run: RowsOfSize,
@@ -352,18 +343,15 @@ def rows_of_sequence(reader: SequenceReader, sequence: int) -> list[int]:
     return [int(block.row[document]) for block, document in reader.documents_of(sequence)]
 
 
-@pytest.mark.parametrize(
-    ("packing", "options"),
-    [
-        ("document", {"shuffle": 3}),
-        ("concat", {"skip": 1}),
-        # In these orders, sequences are found by the same rules.
-        pytest.param("concat", {"shuffle": 3}, marks=pytest.mark.long),
-        pytest.param("document", {}, marks=pytest.mark.long),
-        pytest.param("concat", {}, marks=pytest.mark.long),
-        pytest.param("document", {"skip": 1}, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("packing", "options"), [
+    ("document", {"shuffle": 3}),
+    ("concat", {"skip": 1}),
+    # In these orders, sequences are found by the same rules.
+    pytest.param("concat", {"shuffle": 3}, marks=pytest.mark.long),
+    pytest.param("document", {}, marks=pytest.mark.long),
+    pytest.param("concat", {}, marks=pytest.mark.long),
+    pytest.param("document", {"skip": 1}, marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_run_continues_after_an_unmeasured_document_was_mended(
     tmp_path: Path, packing: str, options: dict[str, Any]
 ):
@@ -406,41 +394,33 @@ def record_of(run: RunDirectory) -> Path:
 CHANGED = "the corpus has changed since the run was begun: "
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda file, run: reverse_text(file, 3),
-            f"{CHANGED}{{file}}, line 4 is another text, which sequence 3 was made of; ",
-        ),
-        (
-            lambda file, run: reverse_text(file, 0),
-            f"{CHANGED}{{file}}, line 1 is another text, which sequence 0 was made of; ",
-        ),
-        (
-            lambda file, run: file.write_text(file.read_text().rpartition("\n{")[0]),
-            f"{CHANGED}it held 16 sequences and holds 15",
-        ),
-        (
-            put_a_file_before,
-            f"{CHANGED}sequence 0 came from {{file}}, line 1 and would come from "
-            "{file.parent}/a.jsonl, line 1",
-        ),
-        (
-            write_again_without_tokens,
-            f"{CHANGED}b.jsonl is not as it was, and the tokens that the run was begun with are "
-            "gone from {run.path.parent}/corpora/",
-        ),
-        (
-            lambda file, run: record_of(run).rename(local(run.index) / "documents.parquet"),
-            "gone, so nothing says which corpus the run was begun with",
-        ),
-        (
-            lambda file, run: record_of(run).write_text("[]"),
-            "damaged, so nothing says which corpus",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (
+        lambda file, run: reverse_text(file, 3),
+        f"{CHANGED}{{file}}, line 4 is another text, which sequence 3 was made of; ",
+    ),
+    (
+        lambda file, run: reverse_text(file, 0),
+        f"{CHANGED}{{file}}, line 1 is another text, which sequence 0 was made of; ",
+    ),
+    (
+        lambda file, run: file.write_text(file.read_text().rpartition("\n{")[0]),
+        f"{CHANGED}it held 16 sequences and holds 15",
+    ),
+    (put_a_file_before, f"{CHANGED}sequence 0 came from {{file}}, line 1 and would come from "
+     "{file.parent}/a.jsonl, line 1"),
+    (write_again_without_tokens,
+     f"{CHANGED}b.jsonl is not as it was, and the tokens that the run was begun with are "
+     "gone from {run.path.parent}/corpora/"),
+    (
+        lambda file, run: record_of(run).rename(local(run.index) / "documents.parquet"),
+        "gone, so nothing says which corpus the run was begun with",
+    ),
+    (
+        lambda file, run: record_of(run).write_text("[]"),
+        "damaged, so nothing says which corpus",
+    ),
+])  # fmt: skip
 def test_another_corpus_is_refused_in_one_line(
     tmp_path: Path, change: Callable[[Path, RunDirectory], object], message: str
 ):

@@ -73,24 +73,21 @@ def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
     return fingerprint(module.intervention)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "shows"),
-    [
-        ("helper(x) * ", "helper(x) + ", True),  # the function
-        ("x + SIZE", "x - SIZE", True),  # a helper behind a cache
-        ("SIZE = 3", "SIZE = 4", True),  # a constant of a helper
-        ("self.half() * 2", "self.half() * 3", True),  # a method that it names
-        ("return 21", "return 22", True),  # a method that this method names
-        ("x < 0", "x < 1", True),  # what is refused
-        ("Say something.", "Say something else.", False),
-        ("x + SIZE", "(x + SIZE)  # why", False),
-        ("return 1\n", "return 2\n", False),  # a function that nobody calls
-        ("return 5", "return 6", False),  # a method likewise
-        ("is too small", "is too low", False),  # how it is said
-        ("str(x)", "repr(x)", False),  # likewise
-        ("size: int |", "size: Size |", False),  # which options are refused
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "shows"), [
+    ("helper(x) * ", "helper(x) + ", True),  # the function
+    ("x + SIZE", "x - SIZE", True),  # a helper behind a cache
+    ("SIZE = 3", "SIZE = 4", True),  # a constant of a helper
+    ("self.half() * 2", "self.half() * 3", True),  # a method that it names
+    ("return 21", "return 22", True),  # a method that this method names
+    ("x < 0", "x < 1", True),  # what is refused
+    ("Say something.", "Say something else.", False),
+    ("x + SIZE", "(x + SIZE)  # why", False),
+    ("return 1\n", "return 2\n", False),  # a function that nobody calls
+    ("return 5", "return 6", False),  # a method likewise
+    ("is too small", "is too low", False),  # how it is said
+    ("str(x)", "repr(x)", False),  # likewise
+    ("size: int |", "size: Size |", False),  # which options are refused
+])  # fmt: skip
 def test_a_change_of_meaning_shows_and_nothing_else(
     tmp_path: Path, old: str, new: str, shows: bool
 ):

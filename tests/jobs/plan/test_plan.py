@@ -33,18 +33,12 @@ from tests.toys.runs_here import run_here
 
 def test_the_cost_is_that_of_the_scan(tmp_path: Path):
     fields = {
-        "model": "bundled:attn-only-2l-mini",
-        "n_ctx": 12,
-        "sequences": 96,
-        "sequences_per_shard": 32,
-        "batch_size": 16,
-        "out": str(tmp_path),
-        "input": {"family": "ngram_corrupt", "n": 4},
-        "interventions": ["none", "patch_head(0,7)"],
-        "curves": ["attention_by_lag"],
-        "profiles": ["attention_by_lag"],
+        "model": "bundled:attn-only-2l-mini", "n_ctx": 12, "sequences": 96,
+        "sequences_per_shard": 32, "batch_size": 16, "out": str(tmp_path),
+        "input": {"family": "ngram_corrupt", "n": 4}, "interventions": ["none", "patch_head(0,7)"],
+        "curves": ["attention_by_lag"], "profiles": ["attention_by_lag"],
         "weight_statistics": ["query_bias_norm"],
-    }
+    }  # fmt: skip
     plan = make_plan(parse_scan(fields), "toy")
     cost = Rehearsal(plan.scan, plan.info, "cpu").measure(plan)
     assert (cost.device, cost.measured_on, cost.batch_size) == ("cpu", "cpu", 16)
@@ -127,17 +121,10 @@ def test_a_scan_that_cannot_run_is_refused_before_anything_is_tokenised(tmp_path
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("gpus", "device", "address", "replicas"),
-    [
-        (0, "auto", None, 0),
-        (1, "auto", None, 1),
-        (3, "auto", None, 3),
-        (3, "cuda", None, 3),
-        (3, "cpu", None, 0),
-        (0, "auto", "192.0.2.10:6379", 1),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "device", "address", "replicas"), [
+    (0, "auto", None, 0), (1, "auto", None, 1), (3, "auto", None, 3), (3, "cuda", None, 3),
+    (3, "cpu", None, 0), (0, "auto", "192.0.2.10:6379", 1),
+])  # fmt: skip
 def test_replicas_that_nobody_counted_are_one_a_gpu_or_this_process(
     monkeypatch: pytest.MonkeyPatch, gpus: int, device: Device, address: str | None, replicas: int
 ):

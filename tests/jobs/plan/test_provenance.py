@@ -45,13 +45,10 @@ from tests.toys.runs_here import run_here
 CODE_HERE = code_fingerprint()
 OTHER_CODE = "0123456789ab"
 FIELDS: dict[str, Any] = {
-    "model": "bundled:attn-only-2l-mini",
-    "n_ctx": 9,
-    "input": {"family": "uniform_random"},
-    "interventions": ["none", "head_to_first(1,3)"],
-    "statistics": ["entropy", "resid_pre_norm"],
+    "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "input": {"family": "uniform_random"},
+    "interventions": ["none", "head_to_first(1,3)"], "statistics": ["entropy", "resid_pre_norm"],
     "sequences_per_shard": 2,
-}
+}  # fmt: skip
 FORMULAS: list[Formula] = [
     formula
     for registry in (STATISTICS, PROFILES, PREDICTIONS, WEIGHT_STATISTICS)

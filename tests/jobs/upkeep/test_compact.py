@@ -298,13 +298,10 @@ def damage_file(run: RunDirectory, how: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("how", "problem"),
-    [
-        ("cut", "has [0-9,]+ bytes where [0-9,]+ were committed"),
-        ("zeros", "has other content than was committed"),
-    ],
-)
+@pytest.mark.parametrize(("how", "problem"), [
+    ("cut", "has [0-9,]+ bytes where [0-9,]+ were committed"),
+    ("zeros", "has other content than was committed"),
+])  # fmt: skip
 def test_a_damaged_file_is_left_and_the_command_fails(
     how: str, problem: str, run: RunDirectory, original: RunDirectory, expected: Rows
 ):

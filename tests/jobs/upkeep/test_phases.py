@@ -202,22 +202,16 @@ def test_a_job_that_was_stopped_says_so(run: RunDirectory, job: None, error: Bas
 SUBMITTED = {"phase": "submitted", "detail": "to http://x", "process": 0}
 
 
-@pytest.mark.parametrize(
-    ("fields", "seconds", "line"),
-    [
-        ({}, 5, "loading the model, for 5.0 s"),
-        # The driver's clock is ahead.
-        ({}, -3600, "loading the model, for 0.0 s"),
-        (
-            {"detail": "1 of 2"},
-            3600,
-            "loading the model: 1 of 2, but its driver on far was not heard of for 1 h 0 min and "
-            "has probably ended",
-        ),
-        (SUBMITTED, 30, "submitted: to http://x, for 30 s"),
-        (SUBMITTED, 600, "submitted: to http://x 10 min 0 s ago; its driver was not heard of"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "seconds", "line"), [
+    ({}, 5, "loading the model, for 5.0 s"),
+    # The driver's clock is ahead.
+    ({}, -3600, "loading the model, for 0.0 s"),
+    ({"detail": "1 of 2"}, 3600,
+     "loading the model: 1 of 2, but its driver on far was not heard of for 1 h 0 min and "
+     "has probably ended"),
+    (SUBMITTED, 30, "submitted: to http://x, for 30 s"),
+    (SUBMITTED, 600, "submitted: to http://x 10 min 0 s ago; its driver was not heard of"),
+])  # fmt: skip
 def test_what_is_told_of_a_driver_on_another_machine(
     run: RunDirectory, fields: dict[str, object], seconds: float, line: str
 ):

@@ -41,17 +41,10 @@ def make_run(out: Path, shards: int = SHARDS) -> RunDirectory:
     scan = {"model": "toy", "input": {"family": "pile"}, "n_ctx": 8, "sequences_per_shard": 4}
     scan |= {"interventions": ["none", "zero_query_bias"]}
     manifest = Manifest(
-        layout=LAYOUT,
-        run_id=run.run_id,
-        created="2026-05-01T10:00:00+00:00",
-        identity={"scan": scan},
-        shards=shards,
-        sequences=4 * shards,
-        kinds={},
-        model={},
-        code="",
+        layout=LAYOUT, run_id=run.run_id, created="2026-05-01T10:00:00+00:00",
+        identity={"scan": scan}, shards=shards, sequences=4 * shards, kinds={}, model={}, code="",
         versions={},
-    )
+    )  # fmt: skip
     local(run.path).mkdir(parents=True)
     local(run.manifest_file).write_text(manifest.model_dump_json())
     return run
@@ -61,25 +54,11 @@ def gather_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None
     """Commit shards in one segment; a column is one value for all of them, or an array."""
     count = len(shards)
     values: dict[str, Any] = {
-        "run_id": run.run_id,
-        "shard": shards,
-        "start": shards * 4,
-        "stop": shards * 4 + 4,
-        "rows": 12,
-        "tokens": TOKENS,
-        "seconds": 2.5,
-        "compute_seconds": 1.5,
-        "idle_seconds": 0.5,
-        "finished": NOW - timedelta(seconds=5),
-        "host": "one",
-        "replica": "one-7",
-        "attempt": 1,
-        "code": "c0de",
-        "device": "cpu toy",
-        "versions": [],
-        "methods": [],
-        "bad_rows": [],
-    } | columns
+        "run_id": run.run_id, "shard": shards, "start": shards * 4, "stop": shards * 4 + 4,
+        "rows": 12, "tokens": TOKENS, "seconds": 2.5, "compute_seconds": 1.5, "idle_seconds": 0.5,
+        "finished": NOW - timedelta(seconds=5), "host": "one", "replica": "one-7", "attempt": 1,
+        "code": "c0de", "device": "cpu toy", "versions": [], "methods": [], "bad_rows": [],
+    } | columns  # fmt: skip
     # A hundred thousand empty lists, without a loop over them.
     no_files = pa.ListArray.from_arrays(
         np.zeros(count + 1, np.int32), pa.array([], COMMITS.field("files").type.value_type)
@@ -137,15 +116,12 @@ def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path):
     assert "speed     96 tokens/s, 2.0 s left" in as_lines(status)
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"finished": NOW - timedelta(hours=3)},
-        {"compute_seconds": 0.0, "idle_seconds": 0.0},
-        {"compute_seconds": -1.0, "idle_seconds": -1.0},
-        {"compute_seconds": float("nan"), "idle_seconds": 0.0},
-    ],
-)
+@pytest.mark.parametrize("columns", [
+    {"finished": NOW - timedelta(hours=3)},
+    {"compute_seconds": 0.0, "idle_seconds": 0.0},
+    {"compute_seconds": -1.0, "idle_seconds": -1.0},
+    {"compute_seconds": float("nan"), "idle_seconds": 0.0},
+])  # fmt: skip
 def test_without_recent_commits_or_measured_time_there_is_no_speed(
     tmp_path: Path, columns: dict[str, Any]
 ):

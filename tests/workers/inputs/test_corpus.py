@@ -177,24 +177,21 @@ def test_each_file_is_read_once_however_often_it_is_named(
 # Names of fields
 
 
-@pytest.mark.parametrize(
-    ("line", "text_field", "part"),
-    [
-        ('{"content": "abcdefgh"}', "content", None),
-        ('{"body": {"plain": "abcdefgh"}}', "body.plain", None),
-        ('{"body": "{\\"plain\\": \\"abcdefgh\\"}"}', "body.plain", None),
-        ('{"body.plain": "abcdefgh", "body": {"plain": 3}}', "body.plain", None),
-        ('{"meta": null, "text": "abcdefgh"}', None, None),
-        ('{"meta": ["ArXiv"], "text": "abcdefgh"}', None, None),
-        ('{"meta": "ArXiv", "text": "abcdefgh"}', None, None),
-        ('{"meta": "{\\"pile_set_name\\": \\"ArXiv\\"}", "text": "abcdefgh"}', None, "ArXiv"),
-        ('{"meta": "{broken", "text": "abcdefgh"}', None, None),
-        ('{"meta": {"pile_set_name": 3}, "text": "abcdefgh"}', None, None),
-        ('{"meta": {"pile_set_name": "\\ud800"}, "text": "abcdefgh"}', None, None),
-        ('{"meta": {"pile_set_name": "ArXiv", "more": [1]}, "text": "abcdefgh"}', None, "ArXiv"),
-        ('{"pile_set_name": "ArXiv", "meta": 3, "text": "abcdefgh"}', None, "ArXiv"),
-    ],
-)
+@pytest.mark.parametrize(("line", "text_field", "part"), [
+    ('{"content": "abcdefgh"}', "content", None),
+    ('{"body": {"plain": "abcdefgh"}}', "body.plain", None),
+    ('{"body": "{\\"plain\\": \\"abcdefgh\\"}"}', "body.plain", None),
+    ('{"body.plain": "abcdefgh", "body": {"plain": 3}}', "body.plain", None),
+    ('{"meta": null, "text": "abcdefgh"}', None, None),
+    ('{"meta": ["ArXiv"], "text": "abcdefgh"}', None, None),
+    ('{"meta": "ArXiv", "text": "abcdefgh"}', None, None),
+    ('{"meta": "{\\"pile_set_name\\": \\"ArXiv\\"}", "text": "abcdefgh"}', None, "ArXiv"),
+    ('{"meta": "{broken", "text": "abcdefgh"}', None, None),
+    ('{"meta": {"pile_set_name": 3}, "text": "abcdefgh"}', None, None),
+    ('{"meta": {"pile_set_name": "\\ud800"}, "text": "abcdefgh"}', None, None),
+    ('{"meta": {"pile_set_name": "ArXiv", "more": [1]}, "text": "abcdefgh"}', None, "ArXiv"),
+    ('{"pile_set_name": "ArXiv", "meta": 3, "text": "abcdefgh"}', None, "ArXiv"),
+])  # fmt: skip
 def test_the_text_may_have_another_name_and_a_meta_any_type(
     tmp_path: Path, line: str, text_field: str | None, part: str | None
 ):
@@ -222,16 +219,14 @@ BAD_LINES = [
     (b"[1, 2]", "expected a JSON object, got list"),
     (b"null", "expected a JSON object, got NoneType"),
     (b"{}", "has no field text; found nothing; set input.text_field"),
-    (
-        b'{"a": 1, "b": 1, "c": 1, "d": 1, "e": 1, "f": 1, "g": 1, "meta": {"text": ""}, "i": 1}',
-        "has no field text; found a, b, c, d, e, f, g, meta …; set input.text_field",
-    ),
+    (b'{"a": 1, "b": 1, "c": 1, "d": 1, "e": 1, "f": 1, "g": 1, "meta": {"text": ""}, "i": 1}',
+     "has no field text; found a, b, c, d, e, f, g, meta …; set input.text_field"),
     (b'{"text": null}', "text is null, expected a string"),
     (b'{"text": 3}', "text is int, expected a string"),
     (b'{"text": ["abcdefgh"]}', "text is list, expected a string"),
     (b'{"text": "abc\xff\xfedefgh"}', "not UTF-8"),
     (b'{"text": "abc\\ud800defgh"}', "text has lone surrogates, which are not UTF-8"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -264,15 +259,12 @@ def bad_parquet() -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("a.csv", bad_csv(), {51: "not UTF-8", 53: "more fields than the header names"}),
-        ("a.parquet", bad_parquet(), {51: "not UTF-8", 53: "text is null, expected a string"}),
-        ("a.json", b"[%s 3]" % (b'{"text": "abcdefgh"},' * 51),
-         {52: "expected a JSON object, got int"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "expected"), [
+    ("a.csv", bad_csv(), {51: "not UTF-8", 53: "more fields than the header names"}),
+    ("a.parquet", bad_parquet(), {51: "not UTF-8", 53: "text is null, expected a string"}),
+    ("a.json", b"[%s 3]" % (b'{"text": "abcdefgh"},' * 51),
+     {52: "expected a JSON object, got int"}),
+])  # fmt: skip
 def test_a_bad_row_of_a_table_is_named_and_its_neighbours_are_read(
     tmp_path: Path, name: str, content: bytes, expected: dict[int, str]
 ):

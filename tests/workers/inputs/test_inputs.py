@@ -39,42 +39,21 @@ def drawn(*values: Any, **changes: Any) -> np.ndarray:
 
 
 DRAWN: list[tuple[str, Options, list[list[int]]]] = [
-    (
-        "uniform_random",
-        {},
-        [[0, 10, 26, 34, 41, 34, 19, 43, 24], [0, 11, 6, 4, 35, 51, 29, 10, 58]],
-    ),
-    (
-        "uniform_random",
-        {"distinct": True, "low": 50},
-        [[0, 50, 54, 57, 58, 59, 52, 60, 53], [0, 58, 51, 53, 56, 60, 54, 55, 50]],
-    ),
-    (
-        "repeated_random",
-        {"period": 3},
-        [[0, 52, 44, 32, 52, 44, 32, 52, 44], [0, 13, 44, 16, 13, 44, 16, 13, 44]],
-    ),
-    (
-        "repeated_random",
-        {"distinct": True},
-        [[0, 16, 42, 31, 50, 16, 42, 31, 50], [0, 16, 11, 13, 42, 16, 11, 13, 42]],
-    ),
-    (
-        "corrupted_repeat",
-        {"period": 3, "rate": 0.5, "replacement": 60},
-        [[0, 52, 44, 32, 52, 44, 32, 60, 44], [0, 13, 44, 16, 13, 60, 60, 13, 60]],
-    ),
-    (
-        "single_token_repeat",
-        {},
-        [[0, 10, 10, 10, 10, 10, 10, 10, 10], [0, 37, 37, 37, 37, 37, 37, 37, 37]],
-    ),
-    (
-        "unigram_random",
-        {"exponent": 2.0},
-        [[0, 3, 2, 2, 5, 2, 2, 2, 2], [0, 2, 2, 2, 2, 2, 17, 6, 2]],
-    ),
-]
+    ("uniform_random", {},
+     [[0, 10, 26, 34, 41, 34, 19, 43, 24], [0, 11, 6, 4, 35, 51, 29, 10, 58]]),
+    ("uniform_random", {"distinct": True, "low": 50},
+     [[0, 50, 54, 57, 58, 59, 52, 60, 53], [0, 58, 51, 53, 56, 60, 54, 55, 50]]),
+    ("repeated_random", {"period": 3},
+     [[0, 52, 44, 32, 52, 44, 32, 52, 44], [0, 13, 44, 16, 13, 44, 16, 13, 44]]),
+    ("repeated_random", {"distinct": True},
+     [[0, 16, 42, 31, 50, 16, 42, 31, 50], [0, 16, 11, 13, 42, 16, 11, 13, 42]]),
+    ("corrupted_repeat", {"period": 3, "rate": 0.5, "replacement": 60},
+     [[0, 52, 44, 32, 52, 44, 32, 60, 44], [0, 13, 44, 16, 13, 60, 60, 13, 60]]),
+    ("single_token_repeat", {},
+     [[0, 10, 10, 10, 10, 10, 10, 10, 10], [0, 37, 37, 37, 37, 37, 37, 37, 37]]),
+    ("unigram_random", {"exponent": 2.0},
+     [[0, 3, 2, 2, 5, 2, 2, 2, 2], [0, 2, 2, 2, 2, 2, 17, 6, 2]]),
+]  # fmt: skip
 """Families, options, and the first two sequences of seed 1."""
 
 
@@ -119,16 +98,11 @@ def test_repeated_random_repeats_with_its_period_or_twice(n_ctx: int, bos: bool)
 ORDINARY = range(2, D_VOCAB)
 
 
-@pytest.mark.parametrize(
-    ("options", "special", "expected"),
-    [
-        ({}, (BOS, EOS), ORDINARY),
-        ({}, (30, 31), [*range(30), *range(32, D_VOCAB)]),
-        ({"low": 50}, (BOS, EOS), range(50, 61)),
-        ({"high": 7}, (BOS, EOS), range(2, 7)),
-        ({"low": 20, "high": 23}, (BOS, EOS), range(20, 23)),
-    ],
-)
+@pytest.mark.parametrize(("options", "special", "expected"), [
+    ({}, (BOS, EOS), ORDINARY), ({}, (30, 31), [*range(30), *range(32, D_VOCAB)]),
+    ({"low": 50}, (BOS, EOS), range(50, 61)), ({"high": 7}, (BOS, EOS), range(2, 7)),
+    ({"low": 20, "high": 23}, (BOS, EOS), range(20, 23)),
+])  # fmt: skip
 def test_every_ordinary_token_within_the_bounds_is_drawn_and_no_special_one(
     options: dict[str, int], special: tuple[int, int], expected: range
 ):
@@ -221,16 +195,13 @@ def test_an_order_of_names_changes_no_name(tmp_path: Path):
     assert swapped.tolist() == baba.tokens.tolist()
 
 
-@pytest.mark.parametrize(
-    ("n_ctx", "names", "message"),
-    [
-        (13, list("PQRSTUV"), "n_ctx: the sentence has 11 tokens besides the beginning-of-sequence "
-         "token, the sequence has room for 12; change n_ctx by -1"),
-        (12, ["Pat", "Quinn", "Ray", "S", "T", "U", "V"], "input.names: expected 5 or more names "
-         "that the model's tokenizer takes for one token each in '{1} and {2}: {3}>', got too few "
-         "in Pat, Quinn, Ray, S, T, U, V"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("n_ctx", "names", "message"), [
+    (13, list("PQRSTUV"), "n_ctx: the sentence has 11 tokens besides the beginning-of-sequence "
+     "token, the sequence has room for 12; change n_ctx by -1"),
+    (12, ["Pat", "Quinn", "Ray", "S", "T", "U", "V"], "input.names: expected 5 or more names "
+     "that the model's tokenizer takes for one token each in '{1} and {2}: {3}>', got too few "
+     "in Pat, Quinn, Ray, S, T, U, V"),
+])  # fmt: skip
 def test_sentences_that_do_not_fit_are_refused(
     tmp_path: Path, n_ctx: int, names: list[str], message: str
 ):
@@ -275,85 +246,76 @@ def test_labels_count_bos():
     assert labels_of("toy", Labelled(np.array([9, 8, 9, 7]), {})) == [[""] * 5]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "labels", "message"),
-    [
-        (4, {"A": 0, "B": [1, 0]}, "position 0 has two labels, 'A' and 'B'; expected one"),
-        (4, {"A": [1, 1]}, "position 1 has two labels, 'A' and 'A'; expected one"),
-        (4, {"A": 4}, "label 'A' at position 4, expected 0 to 3"),
-        (4, {"A": [0, -1]}, "label 'A' at position -1, expected 0 to 3"),
-        (4, {"A": "0"}, "label 'A' needs whole positions, got '0'"),
-        (4, {"A": [1.0]}, "label 'A' needs whole positions, got 1.0"),
-        (4, {"A": True}, "label 'A' needs whole positions, got True"),
-        (4, {"A": [[0, 1]]}, "label 'A' needs whole positions, got [0, 1]"),
-        (4, {"": 1}, "a label is a string with something in it, got ''"),
-        (4, {3: 1}, "a label is a string with something in it, got 3"),
-        (2, {"A": 0}, "returned shape (2,), expected (4,)"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "labels", "message"), [
+    (4, {"A": 0, "B": [1, 0]}, "position 0 has two labels, 'A' and 'B'; expected one"),
+    (4, {"A": [1, 1]}, "position 1 has two labels, 'A' and 'A'; expected one"),
+    (4, {"A": 4}, "label 'A' at position 4, expected 0 to 3"),
+    (4, {"A": [0, -1]}, "label 'A' at position -1, expected 0 to 3"),
+    (4, {"A": "0"}, "label 'A' needs whole positions, got '0'"),
+    (4, {"A": [1.0]}, "label 'A' needs whole positions, got 1.0"),
+    (4, {"A": True}, "label 'A' needs whole positions, got True"),
+    (4, {"A": [[0, 1]]}, "label 'A' needs whole positions, got [0, 1]"),
+    (4, {"": 1}, "a label is a string with something in it, got ''"),
+    (4, {3: 1}, "a label is a string with something in it, got 3"),
+    (2, {"A": 0}, "returned shape (2,), expected (4,)"),
+])  # fmt: skip
 def test_what_a_family_returns_wrong_is_one_line(tokens: int, labels: dict[Any, Any], message: str):
     told = refused(ScanError, labels_of, "toy", Labelled(np.arange(7, 7 + tokens), labels))
     assert told.startswith(f"input family toy: {message}")
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("uniform_random", {"low": "3"}, "input.low: expected an integer, got '3'"),
-        ("uniform_random", {"high": 2.5}, "input.high: expected an integer, got 2.5"),
-        ("uniform_random", {"low": True}, "input.low: expected an integer, got true"),
-        ("uniform_random", {"distinct": 1}, "input.distinct: expected true or false, got 1"),
-        ("uniform_random", {"hihg": 4}, "input.hihg: unknown option of uniform_random 'hihg': did "
-         "you mean 'high'? Known: distinct, high, low"),
-        ("repeated_random", {"period": "4"}, "input.period: expected an integer, got '4'"),
-        ("text", {}, "input.files: missing; the family text needs it"),
-        ("text", {"files": 3}, "input.files: expected a string or an array, got 3"),
-        ("text", {"files": ["a", 3]}, "input.files.1: expected a string, got 3"),
-        ("pile", {"files": "a", "packing": "x"},
-         "input.packing: expected 'document' or 'concat', got 'x'"),
-        ("pile", {"files": "a", "split": None}, "input.split: expected a string, got None"),
-        ("ioi", {"template": "{2} and {1}: {3}"}, "input.template: expected the places {1}, {2}, "
-         "{3} in this order, got {2} and {1}: {3}"),
-        ("ioi", {"order": "ABAB"}, "input.order: expected 'ABBA', 'BABA' or 'both', got 'ABAB'"),
-        ("corrupted_repeat", {"rate": "1"}, "input.rate: expected a number, got '1'"),
-        ("uniform_randon", {}, "input.family: unknown input family 'uniform_randon': did you mean "
-         f"'uniform_random'? Known: {', '.join(sorted(INPUTS))}"),
-        # What the first draw refuses.
-        ("repeated_random", {"period": 9},
-         "input.period: expected 1 to 8, the tokens in a sequence, got 9"),
-        ("repeated_random", {"period": 0},
-         "input.period: expected 1 to 8, the tokens in a sequence, got 0"),
-        ("corrupted_repeat", {"rate": 1.5}, "input.rate: expected a probability, 0 to 1, got 1.5"),
-        ("corrupted_repeat", {"rate": 0.5, "replacement": 1},
-         "input.replacement: expected an ordinary token id of the model (2 to 60), got 1"),
-        ("single_token_repeat", {"token": 61},
-         "input.token: expected an ordinary token id of the model (2 to 60), got 61"),
-        ("unigram_random", {"low": 61},
-         "input.low: expected 0 to 60, the token ids of toy, got 61"),
-        ("unigram_random", {"high": 62}, "input.high: expected 1 to 61, the tokens of toy, got 62"),
-        ("unigram_random", {"low": 5, "high": 5}, "input.low: expected less than high = 5, got 5"),
-        ("unigram_random", {"high": 2},
-         "input: no token to draw from low = 0 on and below high = 2; widen low and high"),
-        ("uniform_random", {"high": 9, "distinct": True}, "input: ordinary token ids from low = 0 "
-         "on and below high = 9: expected 8 or more, got 7; widen low and high"),
-        ("repeated_random", {"high": 5, "distinct": True}, "input: ordinary token ids from low = 0 "
-         "on and below high = 5: expected 4 or more, got 3; widen low and high"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "options", "message"), [
+    ("uniform_random", {"low": "3"}, "input.low: expected an integer, got '3'"),
+    ("uniform_random", {"high": 2.5}, "input.high: expected an integer, got 2.5"),
+    ("uniform_random", {"low": True}, "input.low: expected an integer, got true"),
+    ("uniform_random", {"distinct": 1}, "input.distinct: expected true or false, got 1"),
+    ("uniform_random", {"hihg": 4}, "input.hihg: unknown option of uniform_random 'hihg': did "
+     "you mean 'high'? Known: distinct, high, low"),
+    ("repeated_random", {"period": "4"}, "input.period: expected an integer, got '4'"),
+    ("text", {}, "input.files: missing; the family text needs it"),
+    ("text", {"files": 3}, "input.files: expected a string or an array, got 3"),
+    ("text", {"files": ["a", 3]}, "input.files.1: expected a string, got 3"),
+    ("pile", {"files": "a", "packing": "x"},
+     "input.packing: expected 'document' or 'concat', got 'x'"),
+    ("pile", {"files": "a", "split": None}, "input.split: expected a string, got None"),
+    ("ioi", {"template": "{2} and {1}: {3}"}, "input.template: expected the places {1}, {2}, "
+     "{3} in this order, got {2} and {1}: {3}"),
+    ("ioi", {"order": "ABAB"}, "input.order: expected 'ABBA', 'BABA' or 'both', got 'ABAB'"),
+    ("corrupted_repeat", {"rate": "1"}, "input.rate: expected a number, got '1'"),
+    ("uniform_randon", {}, "input.family: unknown input family 'uniform_randon': did you mean "
+     f"'uniform_random'? Known: {', '.join(sorted(INPUTS))}"),
+    # What the first draw refuses.
+    ("repeated_random", {"period": 9},
+     "input.period: expected 1 to 8, the tokens in a sequence, got 9"),
+    ("repeated_random", {"period": 0},
+     "input.period: expected 1 to 8, the tokens in a sequence, got 0"),
+    ("corrupted_repeat", {"rate": 1.5}, "input.rate: expected a probability, 0 to 1, got 1.5"),
+    ("corrupted_repeat", {"rate": 0.5, "replacement": 1},
+     "input.replacement: expected an ordinary token id of the model (2 to 60), got 1"),
+    ("single_token_repeat", {"token": 61},
+     "input.token: expected an ordinary token id of the model (2 to 60), got 61"),
+    ("unigram_random", {"low": 61},
+     "input.low: expected 0 to 60, the token ids of toy, got 61"),
+    ("unigram_random", {"high": 62}, "input.high: expected 1 to 61, the tokens of toy, got 62"),
+    ("unigram_random", {"low": 5, "high": 5}, "input.low: expected less than high = 5, got 5"),
+    ("unigram_random", {"high": 2},
+     "input: no token to draw from low = 0 on and below high = 2; widen low and high"),
+    ("uniform_random", {"high": 9, "distinct": True}, "input: ordinary token ids from low = 0 "
+     "on and below high = 9: expected 8 or more, got 7; widen low and high"),
+    ("repeated_random", {"high": 5, "distinct": True}, "input: ordinary token ids from low = 0 "
+     "on and below high = 5: expected 4 or more, got 3; widen low and high"),
+])  # fmt: skip
 def test_an_option_that_cannot_be_is_one_line(family: str, options: dict[str, Any], message: str):
     assert refused(HeadcountError, drawn, family, options=options) == message
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"n_ctx": 65}, "n_ctx: 65 is beyond the 64 positions of toy"),
-        ({"n_ctx": 1},
-         "n_ctx: 1 leaves no room for a token beside the beginning-of-sequence token"),
-        ({"sequences": "all"},
-         "sequences: expected a number, got 'all'; the family uniform_random has no end"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"n_ctx": 65}, "n_ctx: 65 is beyond the 64 positions of toy"),
+    ({"n_ctx": 1},
+     "n_ctx: 1 leaves no room for a token beside the beginning-of-sequence token"),
+    ({"sequences": "all"},
+     "sequences: expected a number, got 'all'; the family uniform_random has no end"),
+])  # fmt: skip
 def test_a_scan_that_does_not_fit_is_refused(changes: dict[str, Any], message: str):
     assert refused(ScanError, Sequences, toy_scan(**changes), toy_info()) == message
     # The longest context of the model is allowed.

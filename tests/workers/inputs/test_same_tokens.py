@@ -57,44 +57,23 @@ GOLDEN_FILES: dict[str, list[Row]] = {
 }
 
 GOLDEN: list[tuple[dict[str, Any], str, str, list[int]]] = [
-    (
-        {"packing": "document"},
-        "defghi lmnopq The_qu tuvwxy 234567 890123",
-        "0:2+0 0:4+0 1:0+0 2:0+0 2:2+0 2:3+0",
-        [2, 4, 5, 6, 8, 9],
-    ),
-    (
-        {"packing": "concat"},
-        "abc|de fghij| k|lmno The_qu ick_br own_fo tuvwxy z|01|2 34567| 890123",
-        "0:0+0 0:2+2 0:3+0 1:0+0 1:0+6 1:0+12 2:0+0 2:0+6 2:2+1 2:3+0",
-        [0, 2, 4, 5, 5, 5, 6, 7, 8, 9],
-    ),
-    (
-        {"packing": "concat", "where": {"pile_set_name": "A"}},
-        "lmnopq tuvwxy z|2345",
-        "0:4+0 2:0+0 2:0+6",
-        [4, 6, 8],
-    ),
-    (
-        {"packing": "document", "where": {"pile_set_name": ["A", "B"]}, "skip": 3},
-        "The_qu tuvwxy 234567",
-        "1:0+0 2:0+0 2:2+0",
-        [5, 6, 8],
-    ),
+    ({"packing": "document"}, "defghi lmnopq The_qu tuvwxy 234567 890123",
+     "0:2+0 0:4+0 1:0+0 2:0+0 2:2+0 2:3+0", [2, 4, 5, 6, 8, 9]),
+    ({"packing": "concat"}, "abc|de fghij| k|lmno The_qu ick_br own_fo tuvwxy z|01|2 34567| 890123",
+     "0:0+0 0:2+2 0:3+0 1:0+0 1:0+6 1:0+12 2:0+0 2:0+6 2:2+1 2:3+0",
+     [0, 2, 4, 5, 5, 5, 6, 7, 8, 9]),
+    ({"packing": "concat", "where": {"pile_set_name": "A"}}, "lmnopq tuvwxy z|2345",
+     "0:4+0 2:0+0 2:0+6", [4, 6, 8]),
+    ({"packing": "document", "where": {"pile_set_name": ["A", "B"]}, "skip": 3},
+     "The_qu tuvwxy 234567", "1:0+0 2:0+0 2:2+0", [5, 6, 8]),
     ({"packing": "concat", "skip": 8}, "234567 |89012", "2:2+0 2:2+6", [8, 9]),
-    (
-        {"packing": "document", "shuffle": 1},
-        "234567 lmnopq 890123 defghi The_qu tuvwxy",
-        "2:2+0 0:4+0 2:3+0 0:2+0 1:0+0 2:0+0",
-        [8, 4, 9, 2, 5, 6],
-    ),
-    (
-        {"packing": "concat", "shuffle": True, "skip": 2, "seed": 1},
-        "abc|lm nopqrs |89012 3456|d efghij |The_q uick_b rown_f ox|tuv wxyz|k",
-        "0:0+0 0:4+2 0:4+8 2:3+5 0:2+1 0:2+7 1:0+5 1:0+11 1:0+17 2:0+3",
-        [0, 4, 9, 9, 2, 5, 5, 5, 6, 6],
-    ),
-]
+    ({"packing": "document", "shuffle": 1}, "234567 lmnopq 890123 defghi The_qu tuvwxy",
+     "2:2+0 0:4+0 2:3+0 0:2+0 1:0+0 2:0+0", [8, 4, 9, 2, 5, 6]),
+    ({"packing": "concat", "shuffle": True, "skip": 2, "seed": 1},
+     "abc|lm nopqrs |89012 3456|d efghij |The_q uick_b rown_f ox|tuv wxyz|k",
+     "0:0+0 0:4+2 0:4+8 2:3+5 0:2+1 0:2+7 1:0+5 1:0+11 1:0+17 2:0+3",
+     [0, 4, 9, 9, 2, 5, 5, 5, 6, 6]),
+]  # fmt: skip
 """Options; sequences, with a bar for the end of text; file, row and offset at which each begins;
 and the document with most of its tokens, the first of equal ones.
 """

@@ -171,12 +171,9 @@ def test_files_of_all_kinds_and_bad_rows_are_counted(corpus: Corpus, tmp_path: P
     assert seen[-1] == PreparationProgress(documents=5, tokens=5, bad=2, pieces=0)
     table = read_documents(corpus.store, piece, ["source", "row", "n_tokens", "problem"])
     assert [tuple(row.values()) for row in table.to_pylist()] == [
-        (0, 0, 3, None),
-        (0, 2, -1, "invalid JSON"),
-        (0, 3, -1, "text is null, expected a string"),
-        (0, 4, 0, None),
-        (2, 0, 2, None),
-    ]
+        (0, 0, 3, None), (0, 2, -1, "invalid JSON"), (0, 3, -1, "text is null, expected a string"),
+        (0, 4, 0, None), (2, 0, 2, None),
+    ]  # fmt: skip
 
 
 def prepare_and_be_killed(corpus: Corpus) -> None:
@@ -303,17 +300,11 @@ def test_documents_keep_what_was_read_of_them(corpus: Corpus):
     rows = [row for piece in pieces for row in read_documents(corpus.store, piece).to_pylist()]
     documents = [d for source in corpus.portion.sources for d in source.documents(READING)]
     assert rows == [
-        {
-            "source": 0,
-            "row": i,
-            "n_tokens": len(TEXTS[i].encode()),
-            "content": documents[i].content_hash,
-            "pile_set_name": "Greek",
-            "problem": None,
-            "field:meta.year": str(1900 + i),
-        }
+        {"source": 0, "row": i, "n_tokens": len(TEXTS[i].encode()),
+         "content": documents[i].content_hash, "pile_set_name": "Greek", "problem": None,
+         "field:meta.year": str(1900 + i)}
         for i in range(100)
-    ]
+    ]  # fmt: skip
 
 
 def test_any_range_of_tokens_is_read_and_the_callers_own(corpus: Corpus):
