@@ -142,14 +142,20 @@ def test_an_option_without_a_line_about_it_is_refused():
 
 
 BORDERS = {
-    "duo --sink": ("0", "-1"), "duo --recent": ("1", "0"), "duo --sparsity": ("0.01 0.99", "0 1"),
-    "duo --threshold": ("0.01 0.99", "0 1"), "fp8-kv-scales --quantile": ("0.01 0.99", "0 1"),
+    "duo --sink": ("0", "-1"),
+    "duo --recent": ("1", "0"),
+    "duo --sparsity": ("0.01 0.99", "0 1"),
+    "duo --threshold": ("0.01 0.99", "0 1"),
+    "fp8-kv-scales --quantile": ("0.01 0.99", "0 1"),
     "important-heads --deviations": ("0", "-0.1 inf nan"),
-    "important-heads --heads": ("1", "0 2.5"), "qrhead --heads": ("1", "0 -5"),
-    "razor --compression": ("2", "1"), "razor --echo": ("0.01 0.99", "0 1"),
-    "razor --induction": ("0.01 0.99", "0 1"), "razor --recent": ("1", "0 1e3"),
+    "important-heads --heads": ("1", "0 2.5"),
+    "qrhead --heads": ("1", "0 -5"),
+    "razor --compression": ("2", "1"),
+    "razor --echo": ("0.01 0.99", "0 1"),
+    "razor --induction": ("0.01 0.99", "0 1"),
+    "razor --recent": ("1", "0 1e3"),
     "razor --sink": ("0", "-1 4294967296"),
-}  # fmt: skip
+}
 """Values within and beyond the range of every option that is a number."""
 
 

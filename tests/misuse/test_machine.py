@@ -330,9 +330,7 @@ def printed(*words: str | Path) -> str:
     return result.stdout
 
 
-def test_help_is_found_by_its_letter_and_a_run_by_its_name(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_help_is_found_by_letter_and_a_run_by_name(runs: Path, monkeypatch: pytest.MonkeyPatch):
     assert printed("scan", "-h") == printed("scan", "--help")
     assert "headcount scan" in printed("scan", "-h") or "scan [OPTIONS]" in printed("scan", "-h")
     monkeypatch.chdir(runs.parent)

@@ -229,9 +229,7 @@ def test_the_remains_of_a_run_are_not_continued(home: Path, command: Command):
 # Runs are continued from any directory
 
 
-def test_a_run_continues_from_any_directory(
-    home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_goes_on_from_anywhere(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch):
     expected = rows(scan_here(command))
     run = scan_here(command, "--new")
     elsewhere = home.parent / "elsewhere"
@@ -254,9 +252,7 @@ def test_a_run_continues_from_any_directory(
     continues("/", "resume", run)
 
 
-def test_a_moved_model_and_moved_files_are_set(
-    home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_was_moved_is_set(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch):
     run = without_last_commit(scan_here(command))
     expected = rows(scan_here(command, "--new"))
     for folder in ("new place", "texts"):
@@ -337,9 +333,7 @@ def test_a_run_is_deleted_and_a_link_is_not(home: Path, command: Command):
     assert (home / "bytes" / "config.json").exists()
 
 
-def test_a_deletion_that_is_cut_short_leaves_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_deletion_cut_short_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = write_run(tmp_path, "toy", {"entropy": lambda _: 1.0})
 
     def die(path: Path) -> None:

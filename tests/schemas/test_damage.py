@@ -190,9 +190,7 @@ def replace_file(path: Path, content: bytes | None, hide: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_damage_is_returned_as_data(
-    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_damage_is_read_as_data(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path / "memory"])
     state = prepare(tmp_path / "now", tmp_path / "before", LAYOUTS[layout])
     generator = random.Random(layout)
@@ -250,9 +248,7 @@ def heads_file(run: RunDirectory, shard: int) -> Path:
     return local(data_file(run, "heads", "none", shard))
 
 
-def test_a_checked_file_is_remembered_until_it_changes(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_checked_file_is_known_until_changed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     read: list[str] = []
 
     def problem(*arguments: Any) -> str | None:

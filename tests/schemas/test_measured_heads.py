@@ -37,9 +37,12 @@ T = 12
 TOKENS = toy.repeating_tokens(T, batch=3)
 ALL_INTERVENTIONS = ["none", "mask_keys(0,1)", "zero_random_heads(entropy,1.2)"]
 SUBSETS: dict[str, dict[str, Any]] = {
-    "first layer": {"layers": [0]}, "two layers": {"layers": [2, 0]}, "last layer": {"layers": [2]},
-    "one head": {"heads": ["L1H3"]}, "heads": {"heads": ["L2H0", "L0H1", "L2H3"]},
-}  # fmt: skip
+    "first layer": {"layers": [0]},
+    "two layers": {"layers": [2, 0]},
+    "last layer": {"layers": [2]},
+    "one head": {"heads": ["L1H3"]},
+    "heads": {"heads": ["L2H0", "L0H1", "L2H3"]},
+}
 EVERYTHING: dict[str, Any] = {
     "statistics": "all",
     "profiles": list(PROFILES),
@@ -185,9 +188,7 @@ def test_only_measured_layers_are_shown(gpt2: Path, engine: str):
     assert set(layers_shown) == {1}
 
 
-def test_the_pattern_of_a_layer_between_is_not_questioned(
-    gpt2: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_pattern_of_a_layer_between_is_not_asked(gpt2: Path, monkeypatch: pytest.MonkeyPatch):
     replica = toy.replica(gpt2, n_ctx=T, layers=[0, 2], statistics="standard")
     replica.measure(TOKENS)
     questions_of_sweeps: list[set[str]] = []

@@ -75,9 +75,7 @@ def test_options_of_the_input_are_kept_as_written(scan_file: Path):
     ("model=bundled:gpt2-mini", "model", "bundled:gpt2-mini"),
     ('statistics=["entropy", "sink_mass"]', "statistics", ("entropy", "sink_mass")),
 ])  # fmt: skip
-def test_an_override_is_a_toml_value_or_a_bare_string(
-    scan_file: Path, override: str, key: str, value: object
-):
+def test_an_override_is_toml_or_bare_text(scan_file: Path, override: str, key: str, value: object):
     assert getattr(load_scan(scan_file, [override]), key) == value
 
 

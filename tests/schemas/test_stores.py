@@ -218,9 +218,7 @@ def test_a_store_is_asked_once_for_what_cannot_change(store: S3Server, tmp_path:
     assert not data_requests(store)
 
 
-def test_an_object_that_changed_since_its_commit_was_read_is_one_clear_line(
-    store: S3Server, tmp_path: Path
-):
+def test_an_object_changed_since_its_commit_was_read_is_one_line(store: S3Server, tmp_path: Path):
     run = write_to_store(tmp_path, "changed", sequences=4, per_shard=2)
     database = open_runs(run)
     # The first shard was read when its view was made.
@@ -410,9 +408,7 @@ def take_notes(run: RunDirectory) -> None:
         phases.about(run)
 
 
-def test_a_second_driver_of_a_run_in_a_store_is_refused_while_the_first_is_heard_of(
-    store: S3Server,
-):
+def test_a_second_driver_of_a_run_in_a_store_is_refused_while_one_is_heard_of(store: S3Server):
     run = small_plan("taken").run
     heard = datetime.now(UTC)
     write_note(run, since=heard - timedelta(minutes=5))

@@ -195,9 +195,7 @@ def test_a_replica_that_outlived_its_driver_leaves_an_extended_shard_alone(
     assert rows(run).equals(rows_of_whole_run(11))
 
 
-def test_damage_in_merged_files_does_not_stop_an_extension(
-    tmp_path: Path, rows_of_whole_run: RowsOfSize
-):
+def test_damage_in_merged_files_stops_no_extension(tmp_path: Path, rows_of_whole_run: RowsOfSize):
     plan = plan_of(tmp_path, 5)
     run_here(plan)
     run, before = plan.run, list(plan.run.commits())
@@ -395,31 +393,20 @@ CHANGED = "the corpus has changed since the run was begun: "
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (
-        lambda file, run: reverse_text(file, 3),
-        f"{CHANGED}{{file}}, line 4 is another text, which sequence 3 was made of; ",
-    ),
-    (
-        lambda file, run: reverse_text(file, 0),
-        f"{CHANGED}{{file}}, line 1 is another text, which sequence 0 was made of; ",
-    ),
-    (
-        lambda file, run: file.write_text(file.read_text().rpartition("\n{")[0]),
-        f"{CHANGED}it held 16 sequences and holds 15",
-    ),
+    (lambda file, run: reverse_text(file, 3),
+     f"{CHANGED}{{file}}, line 4 is another text, which sequence 3 was made of; "),
+    (lambda file, run: reverse_text(file, 0),
+     f"{CHANGED}{{file}}, line 1 is another text, which sequence 0 was made of; "),
+    (lambda file, run: file.write_text(file.read_text().rpartition("\n{")[0]),
+     f"{CHANGED}it held 16 sequences and holds 15"),
     (put_a_file_before, f"{CHANGED}sequence 0 came from {{file}}, line 1 and would come from "
      "{file.parent}/a.jsonl, line 1"),
     (write_again_without_tokens,
      f"{CHANGED}b.jsonl is not as it was, and the tokens that the run was begun with are "
      "gone from {run.path.parent}/corpora/"),
-    (
-        lambda file, run: record_of(run).rename(local(run.index) / "documents.parquet"),
-        "gone, so nothing says which corpus the run was begun with",
-    ),
-    (
-        lambda file, run: record_of(run).write_text("[]"),
-        "damaged, so nothing says which corpus",
-    ),
+    (lambda file, run: record_of(run).rename(local(run.index) / "documents.parquet"),
+     "gone, so nothing says which corpus the run was begun with"),
+    (lambda file, run: record_of(run).write_text("[]"), "damaged, so nothing says which corpus"),
 ])  # fmt: skip
 def test_another_corpus_is_refused_in_one_line(
     tmp_path: Path, change: Callable[[Path, RunDirectory], object], message: str

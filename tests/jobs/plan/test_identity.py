@@ -88,9 +88,7 @@ def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
     ("str(x)", "repr(x)", False),  # likewise
     ("size: int |", "size: Size |", False),  # which options are refused
 ])  # fmt: skip
-def test_a_change_of_meaning_shows_and_nothing_else(
-    tmp_path: Path, old: str, new: str, shows: bool
-):
+def test_a_change_of_meaning_shows_and_no_other(tmp_path: Path, old: str, new: str, shows: bool):
     assert (fingerprint_of(tmp_path, old, new) != fingerprint_of(tmp_path)) == shows
 
 

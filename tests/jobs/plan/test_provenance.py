@@ -165,9 +165,7 @@ def test_readers_refuse_to_mix_two_meanings_of_a_column(
     assert answer.stderr == f"note: run {run_id} is not complete: 1 of 3 shards are in\n"
 
 
-def test_other_code_that_means_the_same_is_read_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_other_code_of_one_meaning_is_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not any("begun on" in line for line in run_here(plan_of(tmp_path)))
     for module in (headcount.jobs.plan.resolved_scan, headcount.workers.shard):
         monkeypatch.setattr(module, "code_fingerprint", lambda: OTHER_CODE)

@@ -218,9 +218,7 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(run: RunDirectory
     assert {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")} == times
 
 
-def test_a_query_on_one_head_skips_the_other_row_groups(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_query_on_one_head_skips_other_groups(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(merged_files, "ROW_GROUP", SHARDS * PER_SHARD)
     compact(run)
     (path,) = local(run.path).glob("heads/intervention=none/*.parquet")
@@ -228,9 +226,7 @@ def test_a_query_on_one_head_skips_the_other_row_groups(
     assert "Row Groups Scanned: 1 / 6" in duckdb.connect().execute(sql).fetchall()[0][1]
 
 
-def test_a_compacted_run_can_be_continued(
-    run: RunDirectory, original: RunDirectory, expected: Rows
-):
+def test_a_compacted_run_continues(run: RunDirectory, original: RunDirectory, expected: Rows):
     for shard in (1, 2, 6):
         local(run.commit_file(shard)).unlink()
     compact(run, GROUPS)
@@ -345,9 +341,7 @@ def damage_rollup(run: RunDirectory, how: str, shards: str = "000000-000002") ->
 
 
 @pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
-def test_damaged_roll_ups_are_written_again_to_the_last_bit(
-    merged: RunDirectory, expected: Rows, how: str
-):
+def test_damaged_roll_ups_come_back_to_the_last_bit(merged: RunDirectory, expected: Rows, how: str):
     digests = rollup_digests(merged)
     rows_before = [path for path in data_files(merged) if not path.startswith("rollups/")]
     damage_rollup(merged, how)
@@ -374,9 +368,7 @@ def test_damaged_roll_ups_are_written_again_to_the_last_bit(
     assert rollup_digests(merged) == digests
 
 
-def test_the_roll_up_of_a_single_shard_is_written_again(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_roll_up_of_one_shard_comes_back(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     # Every shard is large enough for roll-ups of its own.
     monkeypatch.setattr(compaction, "ROWS", SHARD)
     compact(run, SHARD)
@@ -439,9 +431,7 @@ def test_killed_after_any_change_all_rows_count_once_and_the_next_compaction_end
 
 
 @pytest.mark.long
-def test_killed_while_processes_merge_it_goes_on_and_leaves_no_process(
-    run: RunDirectory, expected: Rows
-):
+def test_killed_while_processes_merge_it_goes_on_and_leaves_none(run: RunDirectory, expected: Rows):
     command = [sys.executable, "-m", "headcount", "compact", str(run.path)]
     command += ["--rows", str(PAIRS), "--processes", "2"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:

@@ -79,9 +79,7 @@ def note_of(run: RunDirectory, **fields: object) -> phases.Note:
     return note
 
 
-def test_a_driver_says_what_it_does_and_leaves_nothing_when_it_ends_well(
-    run: RunDirectory, tmp_path: Path
-):
+def test_a_driver_says_what_it_does_and_leaves_nothing_behind(run: RunDirectory, tmp_path: Path):
     with phases.taken():
         phases.note("loading the model")
         # Which run it is, is known only now.

@@ -122,9 +122,7 @@ def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path):
     {"compute_seconds": -1.0, "idle_seconds": -1.0},
     {"compute_seconds": float("nan"), "idle_seconds": 0.0},
 ])  # fmt: skip
-def test_without_recent_commits_or_measured_time_there_is_no_speed(
-    tmp_path: Path, columns: dict[str, Any]
-):
+def test_without_recent_commits_or_measured_time_no_speed(tmp_path: Path, columns: dict[str, Any]):
     run = make_run(tmp_path)
     gather_shards(run, np.arange(3), **columns)
     status = read_status(run, NOW)

@@ -65,8 +65,12 @@ def test_the_table_counts_the_text(tiny: str):
     assert table.symbols == (" ", "a", "b", "c", "d")
     assert table.unigram.tolist() == [0.1, 0.4, 0.3, 0.1, 0.1]
     assert table.rows.tolist() == [
-        [0, 0, 1, 0, 0], [0, 0, 0.5, 0.25, 0.25], [0, 1, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 0, 0, 0],
-    ]  # fmt: skip
+        [0, 0, 1, 0, 0],
+        [0, 0, 0.5, 0.25, 0.25],
+        [0, 1, 0, 0, 0],
+        [0, 1, 0, 0, 0],
+        [1, 0, 0, 0, 0],
+    ]
     assert table.triggers == {1}
     assert table.start.tolist() == pytest.approx([1 / 6, 0, 1 / 2, 1 / 6, 1 / 6])
     assert bigrams_of(tiny, 2).triggers == {1, 2}

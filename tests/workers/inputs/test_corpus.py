@@ -159,7 +159,7 @@ def test_files_come_in_the_order_of_their_names_whatever_the_order_asked(tmp_pat
         assert found == ["b/0.jsonl", "a/1.jsonl", "b/10.jsonl", "a/2.jsonl"]
 
 
-def test_each_file_is_read_once_however_often_it_is_named(
+def test_each_file_is_read_once_however_often_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # A name with brackets is a name where such a file is.
@@ -297,9 +297,7 @@ def test_a_corpus_with_too_large_a_share_of_bad_rows_is_refused(
     )
 
 
-def test_too_many_bad_rows_in_a_row_end_the_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_too_many_bad_rows_in_a_row_end_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(preparation, "PIECE_DOCUMENTS", 40)
     good = plain_bytes(documents(*[8] * 200)).splitlines()
     path = write_lines(tmp_path / "a.jsonl", [*good[:10], *[b"{"] * 6, *good[10:]])

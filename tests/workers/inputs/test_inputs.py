@@ -305,7 +305,7 @@ def test_what_a_family_returns_wrong_is_one_line(tokens: int, labels: dict[Any, 
     ("repeated_random", {"high": 5, "distinct": True}, "input: ordinary token ids from low = 0 "
      "on and below high = 5: expected 4 or more, got 3; widen low and high"),
 ])  # fmt: skip
-def test_an_option_that_cannot_be_is_one_line(family: str, options: dict[str, Any], message: str):
+def test_an_option_that_cannot_be_is_one_line(family: str, options: Options, message: str):
     assert refused(HeadcountError, drawn, family, options=options) == message
 
 

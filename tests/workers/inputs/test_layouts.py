@@ -18,6 +18,8 @@ from tests.toys.runs_here import begun, measured
 from tests.toys.toy_models import BOS, toy_info, toy_scan
 from tests.toys.toy_runs import data_file
 
+Options = dict[str, Any]
+
 LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
     ("abac", {"second": 4}, ". . A B A C . . . . . . A"),
     ("abac", {"second": 7}, ". . A B . . . A C . . . A"),
@@ -36,9 +38,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
 """Family, options and the labels with BOS; a dot has none."""
 
 
-def shard_of(
-    family: str, n_ctx: int, options: dict[str, Any] | None = None, **changes: Any
-) -> ShardInput:
+def shard_of(family: str, n_ctx: int, options: Options | None = None, **changes: Any) -> ShardInput:
     scan = toy_scan(n_ctx=n_ctx, input={"family": family} | (options or {}), **changes)
     return Sequences(scan, toy_info()).shard(0)
 
@@ -48,7 +48,7 @@ def positions(labels: list[str], label: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "options", "expected"), LAYOUTS)
-def test_a_layout_is_as_its_source_says(family: str, options: dict[str, Any], expected: str):
+def test_a_layout_is_as_its_source_says(family: str, options: Options, expected: str):
     for bos in (True, False):
         symbols = expected.split()[1 - bos :]
         labels = [symbol.replace(".", "") for symbol in symbols]
@@ -128,13 +128,13 @@ def test_with_replacement_tokens_may_meet():
      "token, the sequence has room for 12; change n_ctx by +7"),
 ])  # fmt: skip
 def test_a_layout_that_does_not_fit_is_refused(
-    family: str, n_ctx: int, options: dict[str, Any], message: str
+    family: str, n_ctx: int, options: Options, message: str
 ):
     assert refused(ScanError, shard_of, family, n_ctx, options) == message
 
 
 def sequences_tables(
-    tmp_path: Path, family: str, options: dict[str, Any], bos: bool
+    tmp_path: Path, family: str, options: Options, bos: bool
 ) -> list[dict[str, Any]]:
     """The rows of the sequences table of two shards, measured and committed."""
     fields = {"model": "bundled:attn-only-2l-mini", "statistics": ["sink_mass"], "bos": bos}

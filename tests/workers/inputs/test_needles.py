@@ -15,15 +15,15 @@ from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE
 from headcount.workers.inputs.sequences import Sequences
 from tests.toys.refusals import refused
 from tests.toys.toy_corpora import byte_info
-from tests.toys.toy_models import BOS, D_VOCAB, EOS, toy_info, toy_scan
+from tests.toys.toy_models import BOS, EOS, toy_info, toy_scan
+
+Options = dict[str, Any]
 
 
-def sequences_of(
-    family: str = "needle", n_ctx: int = 40, d_vocab: int = D_VOCAB, **options: Any
-) -> Sequences:
+def sequences_of(family: str = "needle", n_ctx: int = 40, **options: Any) -> Sequences:
     """Twelve sequences of a family for a model without a tokenizer."""
     scan = toy_scan(n_ctx=n_ctx, input={"family": family} | options, sequences=12)
-    return Sequences(scan, toy_info(d_vocab=d_vocab))
+    return Sequences(scan, toy_info())
 
 
 def labelled(sequences: Sequences) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -247,9 +247,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "options", "message"), REFUSED)
-def test_what_cannot_fit_is_one_line(
-    tmp_path: Path, family: str, options: dict[str, Any], message: str
-):
+def test_what_cannot_fit_is_one_line(tmp_path: Path, family: str, options: Options, message: str):
     is_written = options.get("text") == SHORT
     make = partial(text_sequences, tmp_path, n_ctx=40) if is_written else sequences_of
     told = refused(ScanError, lambda: make(family=family, **options).shard(0))

@@ -125,9 +125,7 @@ def write_files(path: Path, files: list[list[Row]]) -> Path:
 
 @pytest.mark.parametrize(("packing", "used"), [("document", 5), ("concat", 3)])
 @pytest.mark.usefixtures("cuts")
-def test_what_a_run_says_of_its_corpus_ends_with_its_last_sequence(
-    tmp_path: Path, packing: str, used: int
-):
+def test_a_run_tells_of_its_corpus_up_to_its_last_sequence(tmp_path: Path, packing: str, used: int):
     lines = plain_bytes(document(i, 9) for i in range(16)).splitlines()
     lines[2], lines[13] = b"{", b"{}"
     path = write_lines(tmp_path / "a.jsonl", lines)

@@ -199,9 +199,7 @@ def test_a_killed_preparation_goes_on_behind_its_last_piece(corpus: Corpus):
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_several_at_once_write_one_chain(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, has_locks: bool
-):
+def test_several_write_one_chain(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, has_locks: bool):
     if not has_locks:
         # As in a store, or on a disk without locks.
         monkeypatch.setattr(preparation, "_alone", lambda _: nullcontext())
