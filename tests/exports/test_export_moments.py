@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 import headcount
 from headcount.exports.formats.expected_attention import expected_attention
@@ -27,6 +26,7 @@ from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.errors import QueryError
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
 from tests import ROOT
+from tests.toys.commands import printed
 from tests.toys.toy_models import family, save_model
 from tests.toys.toy_queries import queries_of
 
@@ -47,9 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     headcount.scan(fields, name="toy", quiet=True).close()
     for name in FORMATS:
         words = ["export", name, str(directory / "runs"), "-o", str(directory / name)]
-        result = CliRunner().invoke(headcount.app, words, catch_exceptions=False)
-        assert result.exit_code == 0, result.output
-        assert "note: " in result.output
+        assert "note: " in printed(*words)
     return directory
 
 
@@ -188,10 +186,7 @@ print(json.dumps(hidden.tolist()))
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    KVPRESS is None,
-    reason="kvpress needs an environment of its own: set HEADCOUNT_KVPRESS to its Python",
-)
+@pytest.mark.skipif(KVPRESS is None, reason="set HEADCOUNT_KVPRESS to a Python with kvpress")
 def test_kvpress_reads_the_files_as_the_page_says(home: Path, tmp_path: Path):
     page = (ROOT / "docs" / "guide" / "caches.md").read_text("utf-8")
     (example,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
@@ -201,7 +196,7 @@ def test_kvpress_reads_the_files_as_the_page_says(home: Path, tmp_path: Path):
     words = ["export", "duo", str(tmp_path / "runs"), "--model", str(home / "llama")]
     words += ["-o", str(tmp_path / "patterns/my-model"), "--sink", "2", "--recent", "4"]
     words += ["--sparsity", "0.75", "--set", f"n_ctx={N_CTX}", "--set", "sequences=4"]
-    CliRunner().invoke(headcount.app, words, catch_exceptions=False)
+    printed(*words)
     command = [str(KVPRESS), "-c", READ_BY_KVPRESS]
     streams: dict[str, Any] = {"input": example, "capture_output": True, "text": True}
     finished = subprocess.run(command, **streams, cwd=tmp_path, check=False)

@@ -9,6 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ import numpy as np
 import pytest
 import yaml
 from safetensors import safe_open
-from typer.testing import CliRunner
 
-import headcount
 from headcount.exports import registry
 from headcount.exports.page import exports_page
 from headcount.exports.registry import Exported, export_formats
@@ -30,6 +29,7 @@ from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.schemas.scans.values import range_of
 from tests import ROOT
+from tests.toys.commands import printed
 from tests.toys.toy_models import family, save_model
 from tests.toys.toy_runs import Cell, Row, local, read_manifest, write_run
 
@@ -58,11 +58,7 @@ def write_toy(home: Path, name: str, columns: dict[str, Cell], **facts: Any) -> 
     return run
 
 
-def run(*words: object) -> str:
-    """What a command prints. A mistake is raised as it is."""
-    result = CliRunner().invoke(headcount.app, ["export", *map(str, words)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
+run = partial(printed, "export")
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """What the pages load our exports with: every example reads a file that its command wrote.
 
-The examples of other pages: those of docs/files.md run in `test_open_files`; the Python of
-guide runs in `test_guide`. One block stays,
-that for kvpress, which no environment of ours can have: `test_export_moments` runs it where there
-is one, and here it reads its folder through a press that stands in for kvpress's.
+The examples of other pages: those of docs/files.md run in `test_open_files`; the Python of guide
+runs in `test_guide`. One block stays, that for kvpress, which no environment of ours can have:
+`test_export_moments` runs it where there is one, and here it reads its folder through a press that
+stands in for kvpress's.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-import headcount
 from headcount.exports.registry import export_formats
 from tests import ROOT
+from tests.toys.commands import printed
 
 DOCS = ROOT / "docs" / "reference"
 MODEL = "bundled:gpt2-mini"
@@ -53,9 +53,7 @@ def python_blocks(page_name: str, fence: str = "python") -> list[str]:
     return re.findall(rf"^```{fence}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
-def export(*words: str) -> None:
-    result = CliRunner().invoke(headcount.app, ["export", *words], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+export = partial(printed, "export")
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +72,9 @@ def test_the_example_of_a_format_loads_what_its_command_wrote(
 ):
     page = (DOCS / "exports.md").read_text(encoding="utf-8")
     section = page[page.index(f"\n## {name}\n") :]
-    match = re.search(
-        r"```bash\nheadcount ([^\n]+)\n```\n\n```python\n(.*?)```", section, re.DOTALL
-    )
-    assert match is not None
+    blocks = r"```bash\nheadcount ([^\n]+)\n```\n\n```python\n(.*?)```"
+    match = re.search(blocks, section, re.DOTALL)
+    assert match
     command, example = match.groups()
     (run,) = (home / "runs").glob("run_id=*")
     assert export_formats()[name].load == example

@@ -23,15 +23,14 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.jobs import endings
 from headcount.jobs.cluster.ray_cluster import _given_up_after
 from tests import ROOT
 from tests.misuse.conftest import Command
 from tests.tools.processes import DIES_WITH_ITS_PARENT
 from tests.toys import toy_runs
+from tests.toys.commands import printed
 
 SCAN = """
 model = "bundled:gpt2-mini"
@@ -321,13 +320,6 @@ def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(directo
     assert done.stderr == "error: wrong.toml: n_ctx: expected 1 or more, got 0\n"
     assert done.stdout == "2 set()\n"
     assert not (directory / "runs").exists()
-
-
-def printed(*words: str | Path) -> str:
-    """What a command prints that ends well."""
-    result = CliRunner().invoke(app, [*map(str, words)])
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def test_help_is_found_by_letter_and_a_run_by_name(runs: Path, monkeypatch: pytest.MonkeyPatch):

@@ -107,7 +107,7 @@ def test_an_entry_without_a_value_is_no_part_of_the_aggregate():
     count, mean, m2 = profile_means.count_mean_m2(profile, first)
     assert count.tolist() == [[2, 1, 0]]
     found = [part.tolist() for part in (mean, m2)]
-    assert found == pytest.approx(np.array([[[2, 5, math.nan]], [[2, 0, math.nan]]]), nan_ok=True)
+    np.testing.assert_array_equal(found, [[[2, 5, math.nan]], [[2, 0, math.nan]]])
     second = torch.tensor([[[2.0, math.nan, math.nan]], [[2.0, math.nan, 7.0]]])
     batches = [
         aggregates({"value_norm_by_key": profile_means.count_mean_m2(profile, rows)[:, None]})
