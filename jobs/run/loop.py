@@ -78,8 +78,8 @@ def run_to_end(
 
     `verify` reads every data file and measures damaged ones again. `stop_at_failure` raises at the
     first failure instead of measuring the other shards. `allow_other_code` continues a run that
-    other measuring code began. `models` shares loaded models between runs in this process. `whole`
-    is told what is measured of several runs.
+    other measuring code began. `models` shares loaded models between runs in this process.
+    `all_runs` is told what is measured of several runs.
     """
     resources.check_here()
     is_new = plan.previous_manifest is None
@@ -203,7 +203,7 @@ def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
     Files are compared by name and size, or by content to `verify` them. The commits of damaged
     shards are taken out of the commit log: a replica does not write a shard that is committed.
     """
-    survey = _Commit_logSurvey(plan.manifest)
+    survey = _CommitLogSurvey(plan.manifest)
     columns = BY_CONTENT if verify else BY_SIZE
     parts = survey.watch(plan.run.commit_log_parts(["stop", *columns]))
     damaged: set[int] = set(survey.short)
@@ -232,7 +232,7 @@ def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
     return np.flatnonzero(is_missing)
 
 
-class _Commit_logSurvey:
+class _CommitLogSurvey:
     """What the commit log says of each shard of a run.
 
     The commit log of a large run is read once, in parts. The search for damaged files needs the

@@ -31,8 +31,8 @@ def show_progress(
 ) -> list[Failure]:
     """Show progress until the outcomes end; returns the failures.
 
-    `done` of all `tokens` were measured before. `whole` is the progress of several runs, of which
-    this is one.
+    `done` of all `tokens` were measured before. `all_runs` is the progress of several runs, of
+    which this is one.
     """
     progress = _Progress(tokens, done, all_runs)
     # A short scan prints no line but its summary.

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 import headcount
 from headcount.exports.formats.expected_attention import expected_attention
@@ -27,6 +26,7 @@ from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.errors import QueryError
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
 from tests import ROOT
+from tests.toys.commands import printed
 from tests.toys.toy_models import family, save_model
 from tests.toys.toy_queries import queries_of
 
@@ -40,22 +40,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("exports")
     save_model(directory / "llama", family("LlamaConfig", num_key_value_heads=KV_HEADS))
     formats = [export_formats()[name] for name in FORMATS]
-    fields = {
-        "model": str(directory / "llama"),
-        "n_ctx": N_CTX,
-        "sequences": SEQUENCES,
-        "sequences_per_shard": 4,
-        "input": {"family": "uniform_random"},
-        "statistics": ["entropy"],
-        "profiles": [profile for export in formats for profile in export.needs({}).profiles],
-        "out": str(directory / "runs"),
-    }
+    fields = {"model": str(directory / "llama"), "out": str(directory / "runs")}
+    fields |= {"n_ctx": N_CTX, "sequences": SEQUENCES, "sequences_per_shard": 4}
+    fields |= {"input": {"family": "uniform_random"}, "statistics": ["entropy"]}
+    fields["profiles"] = [name for export in formats for name in export.needs({}).profiles]
     headcount.scan(fields, name="toy", quiet=True).close()
     for name in FORMATS:
         words = ["export", name, str(directory / "runs"), "-o", str(directory / name)]
-        result = CliRunner().invoke(headcount.app, words, catch_exceptions=False)
-        assert result.exit_code == 0, result.output
-        assert "note: " in result.output
+        assert "note: " in printed(*words)
     return directory
 
 
@@ -89,7 +81,7 @@ def opened(database: RunDatabase, name: str, **changes: Any) -> ExportSource:
 
 def test_expected_attention_has_mean_and_covariance_of_the_queries_of_all_sequences(
     home: Path, queries: dict[str, np.ndarray]
-) -> None:
+):
     folder = home / "expected-attention"
     tensors = load_file(folder / "model.safetensors")
     assert tensors["query_mean"].shape == (LAYERS, HEADS, D_HEAD)
@@ -110,7 +102,7 @@ def test_expected_attention_has_mean_and_covariance_of_the_queries_of_all_sequen
 
 def test_qfilters_are_the_first_singular_vectors_of_rotated_queries(
     home: Path, queries: dict[str, np.ndarray]
-) -> None:
+):
     filters = load_file(home / "qfilters/model.safetensors")["q_filters"]
     assert filters.shape == (LAYERS, KV_HEADS, D_HEAD)
     for layer, kv_head in np.ndindex(LAYERS, KV_HEADS):
@@ -125,9 +117,7 @@ def test_qfilters_are_the_first_singular_vectors_of_rotated_queries(
     assert config.items() >= {"num_kv_heads": KV_HEADS, "kv_head_dim": D_HEAD}.items()
 
 
-def test_minference_takes_the_candidate_with_the_largest_share(
-    home: Path, database: RunDatabase
-) -> None:
+def test_minference_takes_the_candidate_with_the_largest_share(home: Path, database: RunDatabase):
     # MInference reads the list layer by layer, and the keys of an object as heads.
     layers = [
         {int(head): pattern for head, pattern in layer.items()}
@@ -150,7 +140,7 @@ def test_minference_takes_the_candidate_with_the_largest_share(
         assert shares[layer, head, best] == shares[layer, head].max()
 
 
-def test_what_cannot_be_exported_is_said_in_a_line(database: RunDatabase) -> None:
+def test_what_cannot_be_exported_is_said_in_a_line(database: RunDatabase):
     with pytest.raises(QueryError, match="measured layer 0 only, and qfilters describes every"):
         qfilters(opened(database, "qfilters", measured_heads="layer 0"))
     with pytest.raises(QueryError, match="n_ctx is 4; expected more than the 4 first tokens"):
@@ -196,11 +186,8 @@ print(json.dumps(hidden.tolist()))
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    KVPRESS is None,
-    reason="kvpress needs an environment of its own: set HEADCOUNT_KVPRESS to its Python",
-)
-def test_kvpress_reads_the_files_as_the_page_says(home: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(KVPRESS is None, reason="set HEADCOUNT_KVPRESS to a Python with kvpress")
+def test_kvpress_reads_the_files_as_the_page_says(home: Path, tmp_path: Path):
     page = (ROOT / "docs" / "guide" / "caches.md").read_text("utf-8")
     (example,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
     shutil.copytree(home / "llama", tmp_path / "llama")
@@ -209,7 +196,7 @@ def test_kvpress_reads_the_files_as_the_page_says(home: Path, tmp_path: Path) ->
     words = ["export", "duo", str(tmp_path / "runs"), "--model", str(home / "llama")]
     words += ["-o", str(tmp_path / "patterns/my-model"), "--sink", "2", "--recent", "4"]
     words += ["--sparsity", "0.75", "--set", f"n_ctx={N_CTX}", "--set", "sequences=4"]
-    CliRunner().invoke(headcount.app, words, catch_exceptions=False)
+    printed(*words)
     command = [str(KVPRESS), "-c", READ_BY_KVPRESS]
     streams: dict[str, Any] = {"input": example, "capture_output": True, "text": True}
     finished = subprocess.run(command, **streams, cwd=tmp_path, check=False)

@@ -9,6 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,10 @@ import numpy as np
 import pytest
 import yaml
 from safetensors import safe_open
-from typer.testing import CliRunner
 
-import headcount
+from headcount.exports import registry
 from headcount.exports.page import exports_page
-from headcount.exports.registry import (
-    FORMATS,
-    Exported,
-    Needs,
-    export_format,
-    export_format_named,
-    export_formats,
-)
+from headcount.exports.registry import Exported, export_formats
 from headcount.exports.source import ExportSource, toml_lines
 from headcount.queries.ask.asking import open_runs
 from headcount.schemas.errors import ModelError, QueryError, ScanError
@@ -36,6 +29,7 @@ from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.schemas.scans.values import range_of
 from tests import ROOT
+from tests.toys.commands import printed
 from tests.toys.toy_models import family, save_model
 from tests.toys.toy_runs import Cell, Row, local, read_manifest, write_run
 
@@ -47,6 +41,9 @@ INDUCTION = [[0.75, 0.125, 0.125, 0.125], [0.25, 0.375, 0.125, 0.125]]
 def of_heads(values: Sequence[Sequence[float]]) -> Cell:
     """Values by layer and head, the same in every sequence."""
     return lambda row: values[row.layer][row.head]
+
+
+SCORES = {"duplicate_score": of_heads(ECHO), "induction_score": of_heads(INDUCTION)}
 
 
 def write_toy(home: Path, name: str, columns: dict[str, Cell], **facts: Any) -> RunDirectory:
@@ -61,41 +58,29 @@ def write_toy(home: Path, name: str, columns: dict[str, Cell], **facts: Any) -> 
     return run
 
 
-def run(*words: object) -> str:
-    """What a command prints. A mistake is raised as it is."""
-    result = CliRunner().invoke(headcount.app, ["export", *map(str, words)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
+run = partial(printed, "export")
 
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with one run over repeated tokens."""
     home = tmp_path_factory.mktemp("copies")
-    columns = {"duplicate_score": of_heads(ECHO), "induction_score": of_heads(INDUCTION)}
-    write_toy(home, "a-1", columns)
+    write_toy(home, "a-1", SCORES)
     return home
 
 
 PROVENANCE: dict[str, Any] = {
-    "made_by": "headcount",
-    "model": "toy",
-    "run_id": "a-1",
-    "model_fingerprint": "c21233b7d5ba",
-    "weight_processing": "raw",
-    "precision": "float32",
-    "code": "c0de",
-    "input": {"family": "repeated_random", "period": 2},
-    "n_ctx": 5,
-    "sequences_done": 4,
+    "made_by": "headcount", "model": "toy", "run_id": "a-1", "model_fingerprint": "c21233b7d5ba",
+    "weight_processing": "raw", "precision": "float32", "code": "c0de",
+    "input": {"family": "repeated_random", "period": 2}, "n_ctx": 5, "sequences_done": 4,
     "tokens": 20,
-}
+}  # fmt: skip
 
 
 # KV heads
 
 
-def test_kv_heads_sum_up_the_query_heads_that_share_keys(copies: Path) -> None:
+def test_kv_heads_sum_up_the_query_heads_that_share_keys(copies: Path):
     database = open_runs(copies)
     assert database.rows("SELECT n_heads, n_kv_heads FROM runs") == [(HEADS, KV_HEADS)]
     columns = "label, mean, highest, lowest, minimum, maximum, count, heads, group_size"
@@ -108,11 +93,11 @@ def test_kv_heads_sum_up_the_query_heads_that_share_keys(copies: Path) -> None:
     ]
 
 
-def test_runs_may_not_say_how_many_kv_heads_there_are(tmp_path: Path) -> None:
+def test_runs_may_not_say_how_many_kv_heads_there_are(tmp_path: Path):
     write_run(tmp_path, "old-1", {"sink_mass": lambda row: 0.5})
     opened = open_runs(tmp_path)
     assert opened.rows("FROM kv_heads") == []
-    export = export_format_named("duo")
+    export = registry.export_format_named("duo")
     with pytest.raises(QueryError, match="has no record of its KV heads"):
         _ = ExportSource(opened, opened.records("runs")[0], export, {}, tmp_path).kv_shape
 
@@ -121,7 +106,7 @@ def test_runs_may_not_say_how_many_kv_heads_there_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", export_formats())
-def test_every_format_is_listed_and_explains_itself(name: str) -> None:
+def test_every_format_is_listed_and_explains_itself(name: str):
     export = export_formats()[name]
     assert name in run("--list")
     output = run(name, "--help")
@@ -134,22 +119,22 @@ def test_every_format_is_listed_and_explains_itself(name: str) -> None:
     assert export.source.startswith("https://")
 
 
-def test_the_page_is_what_the_registry_says() -> None:
+def test_the_page_is_what_the_registry_says():
     page = ROOT / "docs" / "reference" / "exports.md"
     assert page.read_text(encoding="utf-8") == exports_page(), "run: make docs"
 
 
-def test_an_option_without_a_line_about_it_is_refused() -> None:
+def test_an_option_without_a_line_about_it_is_refused():
     def no_line(source: ExportSource, *, sink: int = 4) -> Exported:
         """It says nothing of its option."""
         raise NotImplementedError
 
-    register = export_format(
-        "", read_by="", source="", writes="file", example="", load="", needs=Needs()
+    register = registry.export_format(
+        "", read_by="", source="", writes="file", example="", load="", needs=registry.Needs()
     )
     with pytest.raises(ValueError, match="option 'sink' needs a default"):
         register(no_line)
-    assert "no-line" not in FORMATS
+    assert "no-line" not in registry.FORMATS
 
 
 BORDERS = {
@@ -170,7 +155,7 @@ BORDERS = {
 """Values within and beyond the range of every option that is a number."""
 
 
-def test_every_number_of_every_format_has_a_range() -> None:
+def test_every_number_of_every_format_has_a_range():
     options = {
         f"{export.name} {option.flag}": option
         for export in export_formats().values()
@@ -181,9 +166,7 @@ def test_every_number_of_every_format_has_a_range() -> None:
     for name, (within, beyond) in BORDERS.items():
         option = options[name]
         assert range_of(option.annotation) in option.values
-        assert [option.parsed(value) for value in within.split()] == list(
-            map(float, within.split())
-        )
+        assert [option.parsed(text) for text in within.split()] == [*map(float, within.split())]
         for value in beyond.split():
             with pytest.raises(QueryError, match=f"{option.flag}: expected "):
                 option.parsed(value)
@@ -200,7 +183,7 @@ def suggested(error: pytest.ExceptionInfo[QueryError]) -> tuple[str, Scan]:
     return line, parse_scan(tomllib.loads("\n".join(scan)))
 
 
-def test_what_no_run_measured_is_named_with_the_scan_that_would(tmp_path: Path) -> None:
+def test_what_no_run_measured_is_named_with_the_scan_that_would(tmp_path: Path):
     write_run(tmp_path / "runs", "a-1", {"sink_mass": lambda row: 0.5})
     with pytest.raises(QueryError) as caught:
         run("razor", tmp_path / "runs", "-o", tmp_path / "razor.json")
@@ -209,21 +192,19 @@ def test_what_no_run_measured_is_named_with_the_scan_that_would(tmp_path: Path) 
         "export razor: run a-1 did not measure duplicate_score, induction_score; this scan would "
         "do, and --model MODEL runs it:"
     )
-    assert scan.input.family == "repeated_random"
-    assert scan.statistics == ("duplicate_score", "induction_score")  # pyright: ignore
     # No longer than the model's own sequences may be.
-    assert scan.n_ctx == 64
+    assert (scan.input.family, scan.n_ctx) == ("repeated_random", 64)
+    assert scan.statistics == ("duplicate_score", "induction_score")  # pyright: ignore
 
 
-def test_of_several_runs_one_is_named(tmp_path: Path) -> None:
-    columns = {"duplicate_score": of_heads(ECHO), "induction_score": of_heads(INDUCTION)}
+def test_of_several_runs_one_is_named(tmp_path: Path):
     for name in ("a-1", "b-2"):
-        write_toy(tmp_path / "runs", name, columns)
+        write_toy(tmp_path / "runs", name, SCORES)
     words = ("razor", tmp_path / "runs", "-o", tmp_path / "razor.json")
     with pytest.raises(QueryError, match="2 runs could be exported; expected one, named with --ru"):
         run(*words)
     assert "from run b-2" in run(*words, "--run", "b-2")
-    write_toy(tmp_path / "runs", "c-3", columns, model="other")
+    write_toy(tmp_path / "runs", "c-3", SCORES, model="other")
     with pytest.raises(QueryError, match=r"of 2 models; expected one, .*: a-1 \(toy\), c-3 \(oth"):
         run(*words, "--replace")
 
@@ -231,7 +212,7 @@ def test_of_several_runs_one_is_named(tmp_path: Path) -> None:
 # razor
 
 
-def test_razor_has_the_heads_with_the_highest_scores(copies: Path, tmp_path: Path) -> None:
+def test_razor_has_the_heads_with_the_highest_scores(copies: Path, tmp_path: Path):
     file = tmp_path / "new folder" / "razor.json"
     file.parent.mkdir()
     file.write_text("older")
@@ -278,21 +259,18 @@ def paired(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TO_DUO = ("--sink", 1, "--recent", 1)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        # Of 5 tokens, 3 queries see distant keys, and 2 of them a copy. So the change counts 1.5.
-        ("", "0.5\t0.375\n0.75\t0\n"),
-        ("--group mean", "0.375\t0.375\n0.4375\t0\n"),
-        ("--score distant", "0.75\t0.5\n0.5\t0.5\n"),
-        ("--sparsity 0.75", "0\t0\n1\t0\n"),
-        ("--sparsity 0.5", "1\t0\n1\t0\n"),
-        ("--threshold 0.375", "1\t1\n1\t0\n"),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    # Of 5 tokens, 3 queries see distant keys, and 2 of them a copy. So the change counts 1.5.
+    ("", "0.5\t0.375\n0.75\t0\n"),
+    ("--group mean", "0.375\t0.375\n0.4375\t0\n"),
+    ("--score distant", "0.75\t0.5\n0.5\t0.5\n"),
+    ("--sparsity 0.75", "0\t0\n1\t0\n"),
+    ("--sparsity 0.5", "1\t0\n1\t0\n"),
+    ("--threshold 0.375", "1\t1\n1\t0\n"),
+])  # fmt: skip
 def test_duo_scores_a_kv_head_by_the_attention_that_a_repeat_moves(
     words: str, expected: str, paired: Path, tmp_path: Path
-) -> None:
+):
     folder = tmp_path / "duo"
     runs = ("--run", "a-1", *([] if "distant" in words else ["--run", "b-1"]))
     output = run("duo", paired, "-o", folder, *runs, *TO_DUO, *words.split())
@@ -302,15 +280,14 @@ def test_duo_scores_a_kv_head_by_the_attention_that_a_repeat_moves(
     assert (config["sink_size"], config["recent_size"]) == (1, 1)
     assert config["headcount"].items() >= PROVENANCE.items()
     if len(runs) == 4:
-        baseline = {
-            name: PROVENANCE[name] for name in ("code", "n_ctx", "sequences_done", "tokens")
-        }
+        same = ("code", "n_ctx", "sequences_done", "tokens")
+        baseline = {name: PROVENANCE[name] for name in same}
         baseline |= {"run_id": "b-1", "input": {"family": "uniform_random", "period": 2}}
         assert config["headcount"]["baseline"] == baseline
     assert [path.name for path in tmp_path.iterdir()] == ["duo"]
 
 
-def test_duo_says_what_it_cannot_compare_or_replace(paired: Path, tmp_path: Path) -> None:
+def test_duo_says_what_it_cannot_compare_or_replace(paired: Path, tmp_path: Path):
     words = ("duo", paired, "-o", tmp_path / "duo", *TO_DUO)
     with pytest.raises(QueryError, match="compared with 2 runs; expected one, named with a second"):
         run(*words)
@@ -338,7 +315,7 @@ def test_duo_says_what_it_cannot_compare_or_replace(paired: Path, tmp_path: Path
 
 def test_one_command_goes_from_a_model_to_the_file_and_tries_it_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """`test_head_check.py` holds the trial itself against an independent model."""
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "llama", family("LlamaConfig", num_key_value_heads=KV_HEADS))
@@ -350,8 +327,7 @@ def test_one_command_goes_from_a_model_to_the_file_and_tries_it_out(
     assert rows["chosen heads"][3:5] == ["1", "1"]
     assert float(rows["chosen heads"][-1]) == pytest.approx(100 * (24 + 3 * 6) / 96, abs=0.01)
     assert float(rows["every head  "][-1]) == 100
-    assert "\nchosen heads: " in output
-    assert "\nrandom heads: " in output
+    assert all(f"\n{kept} heads: " in output for kept in ("chosen", "random"))
     whole = np.loadtxt("duo/full_attention_heads.tsv")
     assert (whole.shape, whole.sum()) == ((LAYERS, KV_HEADS), 1)
 
@@ -372,7 +348,7 @@ def test_one_command_goes_from_a_model_to_the_file_and_tries_it_out(
     assert sorted(Path("runs").iterdir()) == directories
 
 
-def test_a_check_that_cannot_be_made_leaves_nothing_behind(copies: Path, tmp_path: Path) -> None:
+def test_a_check_that_cannot_be_made_leaves_nothing_behind(copies: Path, tmp_path: Path):
     with pytest.raises(ModelError, match="model 'toy': neither a directory, nor "):
         run("razor", copies, "-o", tmp_path / "razor.json", "--check")
     assert list(tmp_path.iterdir()) == []
@@ -381,15 +357,12 @@ def test_a_check_that_cannot_be_made_leaves_nothing_behind(copies: Path, tmp_pat
 # fp8-kv-scales
 
 
-def test_scales_are_the_largest_components_by_kv_head(tmp_path: Path) -> None:
+def test_scales_are_the_largest_components_by_kv_head(tmp_path: Path):
     def largest(size: float, shared: int) -> Cell:
         return lambda row: size * (row.sequence + 1) * (1 + row.layer * HEADS + row.head // shared)
 
-    columns = {
-        "query_absmax": largest(7, 1),
-        "key_absmax": largest(14, 2),
-        "value_absmax": largest(28, 2),
-    }
+    columns = {"query_absmax": largest(7, 1), "key_absmax": largest(14, 2)}
+    columns["value_absmax"] = largest(28, 2)
     write_toy(tmp_path / "runs", "a-1", columns)
     file = tmp_path / "scales.safetensors"
 
@@ -428,7 +401,7 @@ def test_scales_are_the_largest_components_by_kv_head(tmp_path: Path) -> None:
 # Needles and passages
 
 
-def test_scores_by_sequence_are_those_of_retrieval_heads_and_headkv(tmp_path: Path) -> None:
+def test_scores_by_sequence_are_those_of_retrieval_heads_and_headkv(tmp_path: Path):
     # Of four needles, the heads of layer 0 see the last one alone.
     def mass(row: Row) -> float | None:
         return None if row.layer == 0 and row.sequence < 3 else row.head / 4
@@ -464,7 +437,7 @@ def test_scores_by_sequence_are_those_of_retrieval_heads_and_headkv(tmp_path: Pa
         run(*words)
 
 
-def test_heads_that_find_the_passage_lead_by_more_than_chance(tmp_path: Path) -> None:
+def test_heads_that_find_the_passage_lead_by_more_than_chance(tmp_path: Path):
     lead = {(0, 1): 0.5, (1, 2): 0.375, (0, 0): 0.25, (1, 0): 0.125}
 
     def gold(row: Row) -> float:
@@ -487,11 +460,8 @@ def test_heads_that_find_the_passage_lead_by_more_than_chance(tmp_path: Path) ->
     # The spread of all but L0H1 is 0.258: two standard errors are 0.129.
     text = made("qrhead")
     assert json.loads(text.splitlines()[0].removeprefix("# "))["format"] == "qrhead"
-    assert yaml.safe_load(text) == {
-        "attn_head_set": "0-1,1-2,0-0",
-        "model_base_class": "toy",
-        "model_name_or_path": "toy",
-    }
+    model = {"model_base_class": "toy", "model_name_or_path": "toy"}
+    assert yaml.safe_load(text) == {"attn_head_set": "0-1,1-2,0-0", **model}
     assert yaml.safe_load(made("qrhead", "--heads", 2))["attn_head_set"] == "0-1,1-2"
     content = json.loads(made("important-heads"))
     assert content.pop("headcount")["run_id"] == "a-1"
@@ -501,9 +471,10 @@ def test_heads_that_find_the_passage_lead_by_more_than_chance(tmp_path: Path) ->
         "params": {"temperature": 0.1, "max_output_tokens": 32, "important_heads": heads},
         "hookq": {"hookq_mode": "all_tokens"},
     }
-    three = made("important-heads", "--deviations", 0, "--heads", 3, "--mode", "last_token")
-    assert json.loads(three)["params"]["important_heads"] == [*heads, [0, 0]]
-    assert json.loads(three)["hookq"]["hookq_mode"] == "last_token"
+    words = ("--deviations", 0, "--heads", 3, "--mode", "last_token")
+    three = json.loads(made("important-heads", *words))
+    assert three["params"]["important_heads"] == [*heads, [0, 0]]
+    assert three["hookq"]["hookq_mode"] == "last_token"
     with pytest.raises(QueryError, match="leads by 50 standard deviations; lower --deviations"):
         made("important-heads", "--deviations", 50)
 
@@ -518,7 +489,7 @@ def changed(tmp_path: Path) -> RunDirectory:
     return write_toy(tmp_path / "runs", "a-1", columns, interventions=interventions, layers=3)
 
 
-def test_a_card_names_the_files_of_every_table_and_intervention(changed: RunDirectory) -> None:
+def test_a_card_names_the_files_of_every_table_and_intervention(changed: RunDirectory):
     folder = local(changed.path)
 
     def card(file: Path, *words: object) -> tuple[dict[str, Any], str]:
@@ -528,13 +499,11 @@ def test_a_card_names_the_files_of_every_table_and_intervention(changed: RunDire
 
     front_matter, text = card(folder / "README.md", "--license", "cc-by-4.0")
     configs = [
-        {
-            "config_name": f"{table}{suffix}",
-            "data_files": [f"{table}/intervention={intervention}/*.parquet"],
-        }
+        {"config_name": f"{table}{suffix}",
+         "data_files": [f"{table}/intervention={intervention}/*.parquet"]}
         for table in ("heads", "sequences")
         for intervention, suffix in (("none", ""), ("zero_head(0,1)", "-zero_head_0_1_"))
-    ]
+    ]  # fmt: skip
     configs[0]["default"] = True  # pyright: ignore[reportArgumentType]
     assert front_matter == {
         "license": "cc-by-4.0",
@@ -557,7 +526,7 @@ def test_a_card_names_the_files_of_every_table_and_intervention(changed: RunDire
 
 
 @pytest.mark.long
-def test_iceberg_tables_have_the_rows_of_the_views(changed: RunDirectory, tmp_path: Path) -> None:
+def test_iceberg_tables_have_the_rows_of_the_views(changed: RunDirectory, tmp_path: Path):
     pyiceberg_table = pytest.importorskip("pyiceberg.table")
     run("iceberg", changed.path, "-o", tmp_path / "tables")
     assert not list((tmp_path / "tables").rglob("*.parquet"))

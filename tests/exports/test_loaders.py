@@ -1,9 +1,9 @@
 """What the pages load our exports with: every example reads a file that its command wrote.
 
-The examples of other pages: those of files.md run in `test_open_files`; the Python of
-guide runs in `test_guide`. One block stays,
-that for kvpress, which no environment of ours can have: `test_export_moments` runs it where there
-is one, and here it reads its folder through a press that stands in for kvpress's.
+The examples of other pages: those of files.md run in `test_open_files`; the Python of guide
+runs in `test_guide`. One block stays, that for kvpress, which no environment of ours can have:
+`test_export_moments` runs it where there is one, and here it reads its folder through a press that
+stands in for kvpress's.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-import headcount
 from headcount.exports.registry import export_formats
 from tests import ROOT
+from tests.toys.commands import printed
 
 DOCS = ROOT / "docs" / "reference"
 MODEL = "bundled:gpt2-mini"
@@ -53,9 +53,7 @@ def python_blocks(page_name: str, fence: str = "python") -> list[str]:
     return re.findall(rf"^```{fence}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
-def export(*words: str) -> None:
-    result = CliRunner().invoke(headcount.app, ["export", *words], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+export = partial(printed, "export")
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +69,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("name", export_formats())
 def test_the_example_of_a_format_loads_what_its_command_wrote(
     name: str, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     page = (DOCS / "exports.md").read_text(encoding="utf-8")
     section = page[page.index(f"\n## {name}\n") :]
-    match = re.search(
-        r"```bash\nheadcount ([^\n]+)\n```\n\n```python\n(.*?)```", section, re.DOTALL
-    )
-    assert match is not None
+    blocks = r"```bash\nheadcount ([^\n]+)\n```\n\n```python\n(.*?)```"
+    match = re.search(blocks, section, re.DOTALL)
+    assert match
     command, example = match.groups()
     (run,) = (home / "runs").glob("run_id=*")
     assert export_formats()[name].load == example
@@ -112,9 +109,7 @@ class Press:
 
 
 @pytest.mark.long
-def test_the_example_for_kvpress_reads_the_folder(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example_for_kvpress_reads_the_folder(home: Path, monkeypatch: pytest.MonkeyPatch):
     (example,) = python_blocks("../guide/caches.md", "py")
     (folder,) = re.findall(r'folder="([^"]+)"', example)
     cut = ("--recent", "16", "--sparsity", "0.75", "--replace")
@@ -131,6 +126,6 @@ def test_the_example_for_kvpress_reads_the_folder(
     assert scores.sum() == LAYERS * HEADS / 4
 
 
-def test_no_example_of_these_pages_is_left_out() -> None:
+def test_no_example_of_these_pages_is_left_out():
     assert len(python_blocks("exports.md")) == len(export_formats()) == len(PRINTED) + 1
     assert len(python_blocks("../guide/caches.md", "py")) == 1

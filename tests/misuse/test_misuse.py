@@ -134,9 +134,8 @@ def folder(
         (tmp_path / path.name).symlink_to(path)
     with ExitStack() as locks:
         folder = Folder(tmp_path, command, locks)
-        folder.intervention(
-            {name: text.removeprefix("\n") for name, text in TABLE["folder"].items()}
-        )
+        texts = TABLE["folder"].items()
+        folder.intervention({name: text.removeprefix("\n") for name, text in texts})
         yield folder
 
 
@@ -183,20 +182,20 @@ def written(value: Any) -> str:
 
 
 @rows("scans")
-def test_a_scan_that_is_wrong_is_refused(folder: Folder, row: list[Any]) -> None:
+def test_a_scan_that_is_wrong_is_refused(folder: Folder, row: list[Any]):
     files = row[1] if isinstance(row[1], dict) else {}
     plan(folder, row[0], files, [line for line in row[1:] if isinstance(line, str)])
 
 
 @rows("corpora")
-def test_a_corpus_that_cannot_be_read_as_it_is_is_refused(folder: Folder, row: list[Any]) -> None:
+def test_a_corpus_that_cannot_be_read_as_it_is_is_refused(folder: Folder, row: list[Any]):
     options, files, line = row
     source = {"family": "pile", "files": next(iter(files))}
     plan(folder, {"input": source | options}, files, [line])
 
 
 @rows("commands")
-def test_a_command_is_refused(folder: Folder, row: list[Any]) -> None:
+def test_a_command_is_refused(folder: Folder, row: list[Any]):
     words, *rest = row
     if isinstance(rest[0], dict):
         folder.intervention(rest.pop(0))
@@ -204,7 +203,7 @@ def test_a_command_is_refused(folder: Folder, row: list[Any]) -> None:
     check_refused(folder, words, rest, code)
 
 
-def test_a_good_scan_is_planned(folder: Folder) -> None:
+def test_a_good_scan_is_planned(folder: Folder):
     assert folder.run("plan toy.toml") == (0, [])
 
 
@@ -215,7 +214,7 @@ ENTRY = re.compile(r"^### (.+?)\n+```text\n(.*?)```\n", re.MULTILINE | re.DOTALL
 MESSAGES = dict(ENTRY.findall(PAGE))
 
 
-def test_every_message_of_the_page_is_provoked() -> None:
+def test_every_message_of_the_page_is_provoked():
     assert sorted(MESSAGES) == sorted(row[0] for row in TABLE["rows"]["page"])
     assert PAGE.count("\n### ") == len(MESSAGES)
 
@@ -223,7 +222,7 @@ def test_every_message_of_the_page_is_provoked() -> None:
 @rows("page")
 def test_the_program_says_what_the_page_says(
     folder: Folder, row: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     title, *steps = row
     if title == "GPU wanted" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -246,7 +245,7 @@ def test_the_program_says_what_the_page_says(
 
 
 @rows("python")
-def test_a_call_is_refused(folder: Folder, row: list[str]) -> None:
+def test_a_call_is_refused(folder: Folder, row: list[str]):
     expression, line = row
     with headcount.open("RUNS") as runs, pytest.raises(headcount.Error) as refused:
         eval(expression, {"headcount": headcount, "runs": runs})
@@ -269,12 +268,12 @@ def refusal(text: str, n_ctx: int = 16) -> str:
 
 
 @rows("interventions")
-def test_an_intervention_that_means_nothing_is_refused(row: list[str]) -> None:
+def test_an_intervention_that_means_nothing_is_refused(row: list[str]):
     assert refusal(row[0]) == row[1]
 
 
 @rows("one_token")
-def test_one_token_has_nothing_to_exchange_or_hide(row: list[str]) -> None:
+def test_one_token_has_nothing_to_exchange_or_hide(row: list[str]):
     assert refusal(row[0], n_ctx=1) == row[1]
 
 
@@ -285,7 +284,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", [name for name in INTERVENTIONS if INTERVENTIONS[name].options])
-def test_every_option_refuses_what_is_no_number_of_its_range(name: str) -> None:
+def test_every_option_refuses_what_is_no_number_of_its_range(name: str):
     options = INTERVENTIONS[name].options
     allowed = INTERVENTIONS[name].allowed_names
     good = [str(allowed[key][0]) if allowed.get(key) else "1" for key in options]
@@ -303,7 +302,7 @@ def test_every_option_refuses_what_is_no_number_of_its_range(name: str) -> None:
 
 
 @rows("names")
-def test_a_run_has_a_name_that_every_system_takes(row: list[str]) -> None:
+def test_a_run_has_a_name_that_every_system_takes(row: list[str]):
     name, safe = row
     fields = {"model": "m", "n_ctx": 8, "sequences": 2, "input": {"family": "uniform_random"}}
     run_id = parse_scan(fields).run_id(name)

@@ -29,14 +29,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scan_of(model: Path, out: Path) -> dict[str, object]:
-    return {
-        "model": str(model),
-        "n_ctx": 4,
-        "sequences": 1,
-        "statistics": ["entropy"],
-        "input": {"family": "uniform_random"},
-        "out": str(out),
-    }
+    fields = {"model": str(model), "n_ctx": 4, "sequences": 1, "statistics": ["entropy"]}
+    return fields | {"input": {"family": "uniform_random"}, "out": str(out)}
 
 
 def odd_values() -> Iterator[Any]:
@@ -81,23 +75,20 @@ def calls(toy: Path) -> Iterator[tuple[str, Callable[[Any], object]]]:
         *("tokens", "statistics", "interventions", "layers", "heads", "batch_size", "engine"),
         *("precision", "run_id", "attention_mask"),
     ):
-        fields = {"tokens": TOKENS, "statistics": ["entropy"]}
-        yield (
-            f"measure: {name}",
-            lambda value, name=name, fields=fields: headcount.measure(
-                model, **(fields | {name: value})
-            ),
-        )
-    yield "MeasureCallback", headcount.MeasureCallback
+        fields: dict[str, Any] = {"tokens": TOKENS, "statistics": ["entropy"]}
+
+        def measure(value: Any, name: str = name, fields: dict[str, Any] = fields) -> object:
+            return headcount.measure(model, **(fields | {name: value}))
+
+        yield f"measure: {name}", measure
+    callback: Any = headcount.MeasureCallback
+    yield "MeasureCallback", callback
     for name in ("every", "statistics", "out"):
-        yield (
-            f"MeasureCallback: {name}",
-            lambda value, name=name: headcount.MeasureCallback(TOKENS, **{name: value}),
-        )
+        yield f"MeasureCallback: {name}", lambda value, name=name: callback(TOKENS, **{name: value})
 
 
 @pytest.mark.long
-def test_no_value_of_any_argument_raises_another_error_than_ours(toy: Path) -> None:
+def test_no_value_of_any_argument_raises_another_error_than_ours(toy: Path):
     raw: list[str] = []
     for name, call in calls(toy):
         for value in odd_values():
@@ -106,17 +97,14 @@ def test_no_value_of_any_argument_raises_another_error_than_ours(toy: Path) -> N
                     call(value)
             except headcount.Error as error:
                 # A scan has a line for each of its mistakes.
-                raw += [
-                    f"{name}({value!r}): {line}"
-                    for line in str(error).split("\n")
-                    if len(line) > 900
-                ]
+                long = [line for line in str(error).split("\n") if len(line) > 900]
+                raw += [f"{name}({value!r}): {line}" for line in long]
             except Exception as error:
                 raw.append(f"{name}({value!r:.50}): {error!r:.100}")
     assert raw == []
 
 
-def test_closed_runs_say_so(toy: Path) -> None:
+def test_closed_runs_say_so(toy: Path):
     runs = headcount.open(toy / "runs")
     answer = runs.sql("heads")
     runs.close()
@@ -125,7 +113,7 @@ def test_closed_runs_say_so(toy: Path) -> None:
     assert repr(runs) == f"{toy / 'runs'} (closed)"
 
 
-def test_a_copy_of_opened_runs_opens_them_for_itself(toy: Path) -> None:
+def test_a_copy_of_opened_runs_opens_them_for_itself(toy: Path):
     runs = headcount.open(toy / "runs", memory="1GB")
     answer = runs.sql("SELECT entropy FROM heads")
     for again in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer)):

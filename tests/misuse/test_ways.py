@@ -24,10 +24,11 @@ from headcount.schemas.errors import ModelError, RunError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import Scan, load_scan, safe_name
 from headcount.workers.model.files.text_tokenizer import TextTokenizer, _check_size
+from tests.misuse.conftest import Command
 from tests.toys import toy_models as toy
+from tests.toys.refusals import refused
 from tests.toys.toy_runs import connect_to_tables, local, write_run
 
-Command = Callable[..., tuple[int, list[str]]]
 IN_PROCESS = ("--replicas", "0", "--device", "cpu")
 
 
@@ -45,15 +46,8 @@ def home(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_scan(file: Path, **changes: Any) -> Path:
     """Write a scan of two shards."""
-    fields = {
-        "model": "bytes",
-        "n_ctx": 8,
-        "sequences": 4,
-        "sequences_per_shard": 2,
-        "statistics": ["entropy"],
-        "input.family": "pile",
-        "input.files": "*.jsonl",
-    }
+    fields = {"model": "bytes", "n_ctx": 8, "sequences": 4, "sequences_per_shard": 2}
+    fields |= {"statistics": ["entropy"], "input.family": "pile", "input.files": "*.jsonl"}
     content = (f"{key} = {json.dumps(value)}\n" for key, value in (fields | changes).items())
     file.write_text("".join(content))
     return file
@@ -87,7 +81,7 @@ def rows(run: Path) -> list[Any]:
     return connect_to_tables(run).execute(sql).fetchall()
 
 
-def intervention_json(file: Path, change: Callable[[Any], object]) -> None:
+def change_json(file: Path, change: Callable[[Any], object]) -> None:
     """Change a JSON file."""
     content = json.loads(file.read_text())
     change(content)
@@ -102,7 +96,7 @@ def exchange_two_ids(home: Path) -> None:
         vocabulary = tokenizer["model"]["vocab"]
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
-    intervention_json(home / "bytes" / "tokenizer.json", exchange)
+    change_json(home / "bytes" / "tokenizer.json", exchange)
 
 
 def change_weights(home: Path) -> None:
@@ -117,23 +111,18 @@ def change_configuration(home: Path) -> None:
 def change_code(home: Path) -> None:
     (manifest,) = home.glob("runs/*/manifest.json")
     other_record = {"fingerprint": "0123456789ab"}
-    intervention_json(
-        manifest, lambda fields: fields["kinds"]["statistics"]["entropy"].update(other_record)
-    )
+    change_json(manifest, lambda it: it["kinds"]["statistics"]["entropy"].update(other_record))
 
 
-@pytest.mark.parametrize(
-    ("change", "phrase"),
-    [
-        (exchange_two_ids, 'the tokenizer ("X", now "X")'),
-        (change_weights, "the model's weights (model.safetensors: X, now X)"),
-        (change_configuration, "the model's configuration (config.json: X, now X)"),
-        (change_code, 'the code of statistic entropy ("X", now "X")'),
-    ],
-)
+@pytest.mark.parametrize(("change", "phrase"), [
+    (exchange_two_ids, 'the tokenizer ("X", now "X")'),
+    (change_weights, "the model's weights (model.safetensors: X, now X)"),
+    (change_configuration, "the model's configuration (config.json: X, now X)"),
+    (change_code, 'the code of statistic entropy ("X", now "X")'),
+])  # fmt: skip
 def test_a_change_is_named_and_the_command_that_starts_another_run(
     home: Path, command: Command, change: Callable[[Path], None], phrase: str
-) -> None:
+):
     run = without_last_commit(scan_here(command, "--set", "seed=3"))
     change(home)
     expected = (
@@ -145,7 +134,7 @@ def test_a_change_is_named_and_the_command_that_starts_another_run(
         assert re.sub(r"\b[0-9a-f]{12,16}\b", "X", line).endswith(expected)
 
 
-def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command: Command) -> None:
+def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command: Command):
     uniform = (home / "toy.toml").read_text().replace('"pile"', '"uniform_random"')
     uniform = uniform.replace('input.files = "*.jsonl"\n', "")
     needle = "input.text = 'bundled:LICENSE'\ninput.key = 1\ninput.value = 1\n"
@@ -163,49 +152,41 @@ def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command
     assert "something else: the tokenizer (" in refusal(command, "scan", "toy.toml")
 
 
-def test_other_libraries_are_named_before_anything_is_measured(
-    home: Path, command: Command
-) -> None:
+def test_other_libraries_are_named_before_anything_is_measured(home: Path, command: Command):
     run = without_last_commit(scan_here(command))
     old_versions = {"tokenizers": "0.1", "gone": "2.0"}
-    intervention_json(run / "manifest.json", lambda fields: fields["versions"].update(old_versions))
+    change_json(run / "manifest.json", lambda fields: fields["versions"].update(old_versions))
     code, lines = command("resume", run, *IN_PROCESS)
     assert code == 0
-    assert lines[0].startswith(
-        f'{run.name[7:]}: begun with other libraries: tokenizers ("0.1", now'
-    )
+    told = f'{run.name[7:]}: begun with other libraries: tokenizers ("0.1", now'
+    assert lines[0].startswith(told)
 
 
-def test_the_layout_of_its_file_does_not_change_a_tokenizer(home: Path) -> None:
+def test_the_layout_of_its_file_does_not_change_a_tokenizer(home: Path):
     path = home / "bytes" / "tokenizer.json"
     before = TextTokenizer(home / "bytes", 257).fingerprint
-    intervention_json(path, lambda tokenizer: tokenizer.update(truncation=None))
+    change_json(path, lambda tokenizer: tokenizer.update(truncation=None))
     path.write_text(json.dumps(json.loads(path.read_text()), indent=3, sort_keys=True))
     assert TextTokenizer(home / "bytes", 257).fingerprint == before
 
 
-@pytest.mark.parametrize(
-    ("size", "d_vocab", "phrase"),
-    [
-        (50_254, 50_432, None),  # GPT-NeoX
-        (151_669, 151_936, None),  # Qwen
-        (100_015, 102_400, None),  # DeepSeekMoE 16B
-        (257, 257, None),
-        (257, 512, None),
-        (257, 513, "257 tokens and the model 513; expected 258 to 513"),
-        (45_231, 50_257, "45,231 tokens and the model 50,257; expected 45,232 to 50,257"),
-        (50_258, 50_257, "50,258 tokens and the model 50,257; expected 45,232 to 50,257"),
-        (1, 2, "1 tokens and the model 2; expected 2 to 2"),
-    ],
-)
-def test_a_tokenizer_fits_its_model(size: int, d_vocab: int, phrase: str | None) -> None:
+@pytest.mark.parametrize(("size", "d_vocab", "phrase"), [
+    (50_254, 50_432, None),  # GPT-NeoX
+    (151_669, 151_936, None),  # Qwen
+    (100_015, 102_400, None),  # DeepSeekMoE 16B
+    (257, 257, None),
+    (257, 512, None),
+    (257, 513, "257 tokens and the model 513; expected 258 to 513"),
+    (45_231, 50_257, "45,231 tokens and the model 50,257; expected 45,232 to 50,257"),
+    (50_258, 50_257, "50,258 tokens and the model 50,257; expected 45,232 to 50,257"),
+    (1, 2, "1 tokens and the model 2; expected 2 to 2"),
+])  # fmt: skip
+def test_a_tokenizer_fits_its_model(size: int, d_vocab: int, phrase: str | None):
     vocabulary = {str(token): token for token in range(size)}
     if phrase is None:
         _check_size(Path("model"), vocabulary, d_vocab)
         return
-    with pytest.raises(ModelError) as refused:
-        _check_size(Path("model"), vocabulary, d_vocab)
-    assert str(refused.value) == (
+    assert refused(ModelError, _check_size, Path("model"), vocabulary, d_vocab) == (
         f"model: its tokenizer has {phrase}, because models are padded by 255 tokens or 10% at "
         "most; tokenizer files are missing or another model's"
     )
@@ -214,20 +195,18 @@ def test_a_tokenizer_fits_its_model(size: int, d_vocab: int, phrase: str | None)
 # Numbered runs
 
 
-def test_new_runs_have_numbers_and_the_newest_that_fits_is_continued(
-    home: Path, command: Command
-) -> None:
+def test_new_runs_have_numbers_and_the_newest_that_fits_is_continued(home: Path, command: Command):
     first = scan_here(command)
     names = [first.name, f"{first.name}-2", f"{first.name}-3"]
     assert [scan_here(command, "--new").name for _ in range(2)] == names[1:]
     (home / "runs" / f"{first.name}-x").mkdir()
     (home / "runs" / f"{first.name}-9").mkdir()  # A half deleted run.
-    directory = RunDirectory(first)
-    assert [run.path.name for run in runs_of(directory)] == names[::-1]
-    assert next_run(directory).path.name == f"{first.name}-10"
-    assert next_run(directory, [f"{first.name[7:]}-12"]).path.name == f"{first.name}-13"
-    assert last_run(directory, []).path.name == names[2]
-    assert last_run(directory, [f"{first.name[7:]}-10"]).path.name == f"{first.name}-10"
+    directory, run_id = RunDirectory(first), first.name[7:]
+    assert [run.run_id for run in runs_of(directory)] == [name[7:] for name in names[::-1]]
+    next_ids = [next_run(directory, ids).run_id for ids in ([], [f"{run_id}-12"])]
+    assert next_ids == [f"{run_id}-10", f"{run_id}-13"]
+    last_ids = [last_run(directory, ids).run_id for ids in ([], [f"{run_id}-10"])]
+    assert last_ids == [f"{run_id}-3", f"{run_id}-10"]
     # A broken manifest does not block the other runs. The scan continues the run that fits.
     (home / "runs" / names[2] / "manifest.json").write_text("{")
     without_last_commit(home / "runs" / names[1])
@@ -238,7 +217,7 @@ def test_new_runs_have_numbers_and_the_newest_that_fits_is_continued(
     assert phrase in refusal(command, "scan", "toy.toml")
 
 
-def test_the_remains_of_a_run_are_not_continued(home: Path, command: Command) -> None:
+def test_the_remains_of_a_run_are_not_continued(home: Path, command: Command):
     run = scan_here(command)
     (run / "manifest.json").unlink()
     assert refusal(command, "scan", "toy.toml").endswith(
@@ -250,9 +229,7 @@ def test_the_remains_of_a_run_are_not_continued(home: Path, command: Command) ->
 # Runs are continued from any directory
 
 
-def test_a_run_continues_from_any_directory(
-    home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_from_anywhere(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch):
     expected = rows(scan_here(command))
     run = scan_here(command, "--new")
     elsewhere = home.parent / "elsewhere"
@@ -275,9 +252,7 @@ def test_a_run_continues_from_any_directory(
     continues("/", "resume", run)
 
 
-def test_a_moved_model_and_moved_files_are_set(
-    home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_moved_is_set(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch):
     run = without_last_commit(scan_here(command))
     expected = rows(scan_here(command, "--new"))
     for folder in ("new place", "texts"):
@@ -310,7 +285,7 @@ def test_a_moved_model_and_moved_files_are_set(
 
 def test_a_run_whose_directory_is_gone_says_so_and_continues_beside_its_files(
     home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     scan_here(command)
     monkeypatch.chdir(home.parent)
     shutil.move(home, home.parent / "moved")
@@ -327,7 +302,7 @@ def test_a_run_whose_directory_is_gone_says_so_and_continues_beside_its_files(
         without_last_commit(run)
 
 
-def test_fields_that_change_rows_cannot_be_set(home: Path, command: Command) -> None:
+def test_fields_that_change_rows_cannot_be_set(home: Path, command: Command):
     run = scan_here(command, "--set", "seed=1")
     for setting in ("n_ctx=16", "input.packing=concat", "out=elsewhere"):
         assert refusal(command, "resume", run, "--set", setting) == (
@@ -341,7 +316,7 @@ def test_fields_that_change_rows_cannot_be_set(home: Path, command: Command) -> 
 # Runs are deleted
 
 
-def test_a_run_is_deleted_and_a_link_is_not(home: Path, command: Command) -> None:
+def test_a_run_is_deleted_and_a_link_is_not(home: Path, command: Command):
     runs = [scan_here(command), scan_here(command, "--new")]
     (runs[0] / "manifest.json").write_text("{")
     with FileLock(runs[0] / ".lock"):
@@ -358,9 +333,7 @@ def test_a_run_is_deleted_and_a_link_is_not(home: Path, command: Command) -> Non
     assert (home / "bytes" / "config.json").exists()
 
 
-def test_a_deletion_that_is_cut_short_leaves_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deletion_cut_short_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = write_run(tmp_path, "toy", {"entropy": lambda _: 1.0})
 
     def die(path: Path) -> None:
@@ -385,9 +358,7 @@ def odd_run(out: Path, name: str, seed: int = 0) -> Path:
     """A run of two interventions, one of which has punctuation in its name."""
     interventions = ("none", "scale_query_bias(0.5)+zero_mlps")
     run = local(write_run(out, name, {"entropy": lambda _: 0.5}, interventions=interventions).path)
-    intervention_json(
-        run / "manifest.json", lambda fields: fields["identity"]["scan"].update(seed=seed)
-    )
+    change_json(run / "manifest.json", lambda it: it["identity"]["scan"].update(seed=seed))
     return run
 
 
@@ -397,7 +368,7 @@ def run_ids(path: Path) -> list[str]:
     return [name for (name,) in connect_to_tables(path).execute(sql).fetchall()]
 
 
-def test_a_file_of_any_name_is_one_run_here_and_on_a_cluster(home: Path) -> None:
+def test_a_file_of_any_name_is_one_run_here_and_on_a_cluster(home: Path):
     everywhere = {"model": "bundled:gpt2-mini", "input.files": f"{home}/a.jsonl"}
     for name in ("a*", "a b", "日本"):
         file = write_scan(home / f"{name}.toml", out="runs of odd names")
@@ -411,7 +382,7 @@ def test_a_file_of_any_name_is_one_run_here_and_on_a_cluster(home: Path) -> None
         assert len(list((home / "runs of odd names").glob(f"run_id={run_id}*"))) == 1
 
 
-def test_a_directory_of_any_name_holds_only_its_own_runs(tmp_path: Path) -> None:
+def test_a_directory_of_any_name_holds_only_its_own_runs(tmp_path: Path):
     for name in ("a_b", "axb", "b"):
         odd_run(tmp_path / name, "two-1")
     for out in ("x=1/y=2", "a?b", "a*", "[ab]", "a%20b"):
@@ -422,7 +393,7 @@ def test_a_directory_of_any_name_holds_only_its_own_runs(tmp_path: Path) -> None
 # A plan
 
 
-def test_a_plan_says_what_is_left_out(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_what_is_left_out(home: Path, capsys: pytest.CaptureFixture[str]):
     lines = [json.dumps({"text": "To be, or not", "meta": {"pile_set_name": "a\x1b[31m"}})] * 4
     (home / "a.jsonl").write_text("\n".join([*lines, "{", '{"text": ""}', '{"text": "To"}']))
     plan = make_plan(load_scan(home / "toy.toml", ["sequences=all", "bad_rows=0.2"]), "toy")
@@ -441,7 +412,7 @@ def test_a_plan_says_what_is_left_out(home: Path, capsys: pytest.CaptureFixture[
 
 def test_a_plan_shows_the_fields_that_the_scan_sets_and_with_all_the_others(
     home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("COLUMNS", "120")
     outputs: list[str] = []
     for words in ([], ["--all"]):

@@ -20,20 +20,17 @@ from headcount.jobs.run.loop import gather_commits
 from headcount.jobs.run.spans import Spans
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files.commits import COMMITS, Commit, Failure, drop, gather
-from headcount.schemas.files.damage import Damage
+from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import StorePath, names, place
 from headcount.schemas.files.run_directory import RunDirectory
-from tests.toys.toy_runs import Row, data_file, local, write_run
-
-
-def constant_statistic(_: Row) -> float:
-    return 1.0
+from tests.toys.refusals import refused
+from tests.toys.toy_runs import data_file, local, write_run
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     """Ten shards of one sequence each, done."""
-    return write_run(tmp_path, "a-1", {"sink_mass": constant_statistic}, sequences=10, per_shard=1)
+    return write_run(tmp_path, "a-1", {"sink_mass": lambda _: 1.0}, sequences=10, per_shard=1)
 
 
 def commit_log_files(run: RunDirectory, prefix: str) -> list[str]:
@@ -46,14 +43,13 @@ def committed_shards(run: RunDirectory) -> list[int]:
     return run.commit_log([])["shard"].to_pylist()
 
 
-def test_gathering_changes_where_commits_are_and_nothing_else(run: RunDirectory) -> None:
+def test_gathering_changes_where_commits_are_and_nothing_else(run: RunDirectory):
     commits_before = list(run.commits())
     gather(run.commits_directory, commits_before[2:7])
     assert list(run.commits()) == commits_before
     assert len(commit_log_files(run, "segment-")) == 1
-    assert commit_log_files(run, "shard-") == [
-        f"shard-{shard:06d}.json" for shard in (0, 1, 7, 8, 9)
-    ]
+    loose = [f"shard-{shard:06d}.json" for shard in (0, 1, 7, 8, 9)]
+    assert commit_log_files(run, "shard-") == loose
     assert run.commit_log([])["gathered"].to_pylist() == [2 <= shard < 7 for shard in range(10)]
     assert run.commit_log(["rows", "host"]).column_names == ["shard", "rows", "host", "gathered"]
 
@@ -61,7 +57,7 @@ def test_gathering_changes_where_commits_are_and_nothing_else(run: RunDirectory)
 @pytest.mark.parametrize("deletions", range(4))
 def test_a_segment_may_be_killed_before_all_commit_files_are_deleted(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, deletions: int
-) -> None:
+):
     commits_before = list(run.commits())
 
     def die(paths: Any) -> None:
@@ -75,9 +71,7 @@ def test_a_segment_may_be_killed_before_all_commit_files_are_deleted(
     assert list(run.commits()) == commits_before
 
 
-def test_a_segment_may_fail_before_it_is_there(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_may_fail_before_it_is_there(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     commits_before = list(run.commits())
 
     def fill_disk(*_: object) -> None:
@@ -89,7 +83,7 @@ def test_a_segment_may_fail_before_it_is_there(
     assert list(run.commits()) == commits_before
 
 
-def test_two_may_gather_at_once_and_each_commit_counts_once(run: RunDirectory) -> None:
+def test_two_may_gather_at_once_and_each_commit_counts_once(run: RunDirectory):
     commits_before = list(run.commits())
     # The segments overlap, and the third says what the first says.
     gather(run.commits_directory, commits_before[:6])
@@ -98,20 +92,17 @@ def test_two_may_gather_at_once_and_each_commit_counts_once(run: RunDirectory) -
     assert list(run.commits()) == commits_before
 
 
-def test_a_late_attempt_at_a_gathered_shard_does_not_count(run: RunDirectory) -> None:
+def test_a_late_attempt_at_a_gathered_shard_does_not_count(run: RunDirectory):
     first = next(run.commits())
     gather(run.commits_directory, [first])
     # Its clock is ahead by far: clocks do not decide.
-    late_commit = first.model_copy(
-        update={"attempt": 2, "finished": first.finished + timedelta(days=300)}
-    )
+    late = {"attempt": 2, "finished": first.finished + timedelta(days=300)}
+    late_commit = first.model_copy(update=late)
     local(run.commit_file(0)).write_text(late_commit.model_dump_json())
     assert next(run.commits()) == first
 
 
-def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(
-    run: RunDirectory,
-) -> None:
+def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(run: RunDirectory):
     commits_before = list(run.commits())
     gather(run.commits_directory, commits_before)
     drop(run.commits_directory, run.run_id, [3, 5])
@@ -126,7 +117,7 @@ def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(
 
 def test_a_reader_that_is_overtaken_by_a_segment_reads_again(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     commits_before = list(run.commits())
     real_names = commit_log.names
     names_listed_first: list[str] = []
@@ -144,7 +135,7 @@ def test_a_reader_that_is_overtaken_by_a_segment_reads_again(
     assert len(names_listed_first) == 10
 
 
-def test_a_file_that_is_no_commit_of_this_run_is_skipped(run: RunDirectory) -> None:
+def test_a_file_that_is_no_commit_of_this_run_is_skipped(run: RunDirectory):
     file = local(run.commit_file(3))
     commit = json.loads(file.read_bytes())
     without_rows = {key: value for key, value in commit.items() if key != "rows"}
@@ -153,70 +144,59 @@ def test_a_file_that_is_no_commit_of_this_run_is_skipped(run: RunDirectory) -> N
         assert committed_shards(run) == [0, 1, 2, 4, 5, 6, 7, 8, 9], spoilt
 
 
-def test_a_segment_holds_every_field_of_a_commit(run: RunDirectory) -> None:
+def test_a_segment_holds_every_field_of_a_commit(run: RunDirectory):
     assert set(Commit.model_fields) == set(COMMITS.names)
-    commit = next(run.commits()).model_copy(
-        update={"bad_rows": ["a.jsonl:7 (text is null)"], "seconds": 0.1234}
-    )
+    fields = {"bad_rows": ["a.jsonl:7 (text is null)"], "seconds": 0.1234}
+    commit = next(run.commits()).model_copy(update=fields)
     gather(run.commits_directory, [commit])
     assert next(run.commits()) == commit
 
 
-def test_a_driver_gathers_while_outcomes_pass(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_gathers_while_outcomes_pass(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headcount.jobs.run.loop.COMMITS_PER_SEGMENT", 4)
     commits_before = list(run.commits())
-    outcomes: list[Commit | Failure] = [
-        *commits_before[:5],
-        Failure(99, "why"),
-        *commits_before[5:],
-    ]
+    outcomes: list[Commit | Failure] = [*commits_before]
+    outcomes.insert(5, Failure(99, "why"))
     assert list(gather_commits(run, outcomes)) == outcomes
     assert len(commit_log_files(run, "segment-")) == 2
     assert commit_log_files(run, "shard-") == ["shard-000008.json", "shard-000009.json"]
     assert list(run.commits()) == commits_before
 
 
-def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory) -> None:
+def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory):
     gather(run.commits_directory, list(run.commits())[:5])
     local(data_file(run, "heads", "none", 2)).unlink()
     local(data_file(run, "heads", "none", 3)).write_bytes(b"")
     local(data_file(run, "heads", "none", 7)).write_bytes(b"")
     table = run.commit_log()
     heads = "heads/intervention=none/shard-{:06d}.parquet".format
-    gone_damage = Damage(heads(2), [2], "is gone")
     sizes = {file.path: file.bytes for commit in run.commits() for file in commit.files}
-    short_damage = [
-        Damage(heads(shard), [shard], f"has 0 bytes where {sizes[heads(shard)]:,} were committed")
-        for shard in (3, 7)
-    ]
-    assert run.damaged_files([table]) == [gone_damage, *short_damage]
+
+    def damages(*manifest: Manifest) -> list[tuple[int, str]]:
+        """Shards, and what is wrong with their file of heads."""
+        found = run.damaged_files([table], *manifest)
+        assert [damage.path for damage in found] == [heads(*damage.shards) for damage in found]
+        return [(*damage.shards, damage.why) for damage in found]
+
+    short = [(n, f"has 0 bytes where {sizes[heads(n)]:,} were committed") for n in (3, 7)]
+    by_size = [(2, "is gone"), *short]
+    assert damages() == by_size
     for shard in (4, 8):
         local(data_file(run, "heads", "none", shard)).write_bytes(bytes(sizes[heads(shard)]))
-    endless_damage = Damage(heads(8), [8], "does not end as a Parquet file does")
-    assert run.damaged_files([table]) == [gone_damage, *short_damage, endless_damage]
-    content_damage = [
-        Damage(heads(shard), [shard], "has other content than was committed") for shard in (4, 8)
-    ]
-    damages = run.damaged_files([table], run.manifest())
-    assert sorted(damages, key=lambda damage: damage.path) == sorted(
-        [gone_damage, *short_damage, *content_damage], key=lambda damage: damage.path
-    )
+    assert damages() == [*by_size, (8, "does not end as a Parquet file does")]
+    spoilt = [(n, "has other content than was committed") for n in (4, 8)]
+    assert sorted(damages(run.manifest())) == sorted([*by_size, *spoilt])
 
 
-def test_one_driver_at_a_time(run: RunDirectory) -> None:
-    with (
-        locked(run),
-        pytest.raises(RunError, match="another process is at work on this run"),
-        locked(run),
-    ):
+def test_one_driver_at_a_time(run: RunDirectory):
+    at_work = "another process is at work on this run"
+    with locked(run), pytest.raises(RunError, match=at_work), locked(run):
         pass
     with locked(run):
         pass
 
 
-def test_spans_give_each_shard_once_and_an_owner_goes_forward_except_when_it_steals() -> None:
+def test_spans_give_each_shard_once_and_an_owner_goes_forward_except_when_it_steals():
     rng = np.random.default_rng(0)
     for size in (1, 2, 7, 1000):
         open_shards = np.sort(rng.choice(2000, size, replace=False))
@@ -232,21 +212,17 @@ def test_spans_give_each_shard_once_and_an_owner_goes_forward_except_when_it_ste
             assert jumps.sum() <= 12
 
 
-@pytest.mark.parametrize(
-    ("location", "message"),
-    [
-        ("http://localhost/runs", "expected a path, file://, s3:// or gs://"),
-        ("s3://", "expected s3://BUCKET/PATH"),
-        ("s3://AKIA:secret@bucket/runs", "must hold no credentials"),
-    ],
-)
-def test_a_place_that_cannot_be_is_refused_without_its_secrets(location: str, message: str) -> None:
-    with pytest.raises(ScanError, match=message) as refusal:
-        place(location)
-    assert "secret" not in str(refusal.value)
+@pytest.mark.parametrize(("location", "message"), [
+    ("http://localhost/runs", "expected a path, file://, s3:// or gs://"),
+    ("s3://", "expected s3://BUCKET/PATH"),
+    ("s3://AKIA:secret@bucket/runs", "must hold no credentials"),
+])  # fmt: skip
+def test_a_place_that_cannot_be_is_refused_without_its_secrets(location: str, message: str):
+    told = refused(ScanError, place, location)
+    assert (message in told, "secret" in told) == (True, False)
 
 
-def test_places() -> None:
+def test_places():
     assert place("file:///data/runs") == Path("/data/runs")
     assert place("~/runs") == Path.home() / "runs"
     assert place("runs") == Path("runs")
@@ -259,23 +235,20 @@ def test_places() -> None:
 @pytest.mark.parametrize("name", ["shard-000003.json", f"segment-000000-{'0' * 32}.parquet"])
 def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+):
     monkeypatch.setattr(commit_log, "LISTING_PAUSE", 0.001)
     link = Path(str(run.commits_directory / name))
     link.unlink(missing_ok=True)
     link.symlink_to("nowhere")
-    expected = (
-        f"{link}: is listed and cannot be opened (No such file or directory); delete it, and "
-        "headcount resume measures anew the shards that it committed"
-    )
     for read in (
         run.commit_log,
         run.damaged_by_size,
         lambda: run.oldest_commit(["methods"]),
         lambda: list(run.commit_log_parts(["stop"])),
     ):
-        with pytest.raises(RunError) as caught:
-            read()
-        assert str(caught.value) == expected
+        assert refused(RunError, read) == (
+            f"{link}: is listed and cannot be opened (No such file or directory); delete it, and "
+            "headcount resume measures anew the shards that it committed"
+        )
     link.unlink()
     assert len(committed_shards(run)) == (9 if "shard" in name else 10)

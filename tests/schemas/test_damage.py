@@ -30,7 +30,8 @@ from headcount.schemas.files.commits import gather
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, read_parquet
 from headcount.schemas.files.run_directory import RunDirectory
-from tests.toys.toy_runs import Entry, Row, data_file, local, write_run
+from tests.toys.refusals import refused
+from tests.toys.toy_runs import Entry, Row, copy_of, data_file, flip_middle_bit, local, write_run
 
 DAMAGES = int(os.environ.get("HEADCOUNT_DAMAGES", "30"))
 """How many damages are drawn; `make chaos` draws a thousand."""
@@ -48,9 +49,7 @@ def write_toy_run(out: Path, name: str, weights: int) -> RunDirectory:
     values = generator.random((2, SHARDS * PER_SHARD, LAYERS, HEADS), np.float32)
 
     def value(row: Row) -> float:
-        return float(
-            values[INTERVENTIONS.index(row.intervention), row.sequence, row.layer, row.head]
-        )
+        return float(values[INTERVENTIONS.index(row.intervention), *row[1:]])
 
     def profiles(shard: int) -> list[Entry]:
         entry = {"layer": 1, "head": 1, "profile": "attention_by_lag", "count": PER_SHARD}
@@ -78,6 +77,10 @@ def compact_in_groups(run: RunDirectory) -> None:
     compact(run, 3 * PER_SHARD * LAYERS * HEADS)
 
 
+Rows = dict[str, dict[tuple[str, int], list[str]]]
+"""Rows by table, and by run and shard."""
+
+
 @dataclass
 class Prepared:
     """Two runs as they were committed, and the same files with other numbers."""
@@ -88,11 +91,10 @@ class Prepared:
     """Content with other numbers, by path of the file that it could be taken for."""
     shards: dict[Path, tuple[str, frozenset[int]]]
     """Run, and shards with rows in the file."""
-    rows: dict[str, dict[tuple[str, int], list[str]]]
-    """Rows by table, and by run and shard."""
+    rows: Rows
 
 
-def query_everything(home: Path) -> tuple[dict[str, dict[tuple[str, int], list[str]]], list[str]]:
+def query_everything(home: Path) -> tuple[Rows, list[str]]:
     """Every row that queries return, and their warnings."""
     warnings: list[str] = []
     # Without the shipped views, which take most of the time.
@@ -101,7 +103,7 @@ def query_everything(home: Path) -> tuple[dict[str, dict[tuple[str, int], list[s
     # The rows of roll-ups are of no shard alone, so they are only read.
     counts = ", ".join(f"(SELECT count(*) FROM {table})" for table in (*TABLES, "rollups"))
     database.rows(f"SELECT {counts}")
-    rows: dict[str, dict[tuple[str, int], list[str]]] = {}
+    rows: Rows = {}
     for table in TABLES:
         # The rows of `weights` lie with shard 0.
         shard = "0" if table == "weights" else "shard"
@@ -188,9 +190,7 @@ def replace_file(path: Path, content: bytes | None, hide: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_damage_is_returned_as_data(
-    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_damage_is_read_as_data(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path / "memory"])
     state = prepare(tmp_path / "now", tmp_path / "before", LAYOUTS[layout])
     generator = random.Random(layout)
@@ -229,24 +229,11 @@ def test_no_damage_is_returned_as_data(
     assert query_everything(state.home) == (state.rows, [])
 
 
-def flip_middle_bit(file: Path) -> None:
-    """Change one bit in the middle; size and times stay."""
-    before = file.stat()
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDirectory]:
     """The runs of which tests damage copies, by name."""
     out = tmp_path_factory.mktemp("written")
     return {name: write_toy_run(out, name, number) for number, name in enumerate(RUNS)}
-
-
-def copy_of(run: RunDirectory, home: Path) -> RunDirectory:
-    return RunDirectory(Path(shutil.copytree(local(run.path), home / run.path.name)))
 
 
 @pytest.fixture
@@ -261,9 +248,7 @@ def heads_file(run: RunDirectory, shard: int) -> Path:
     return local(data_file(run, "heads", "none", shard))
 
 
-def test_a_checked_file_is_remembered_until_it_changes(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checked_file_is_known_until_changed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     read: list[str] = []
 
     def problem(*arguments: Any) -> str | None:
@@ -277,16 +262,19 @@ def test_a_checked_file_is_remembered_until_it_changes(
         open_runs(run.path).rows(sql)
         return len(read)
 
+    def twice(sql: str) -> list[int]:
+        return [files_read(sql) for _ in range(2)]
+
     heads_files = 2 * SHARDS
     # Files that have just been written could change again and look the same.
     monkeypatch.setattr(verified_files, "CLOCK_TICK_SECONDS", 3600.0)
-    assert [files_read("FROM heads") for _ in range(2)] == [heads_files, heads_files]
+    assert twice("FROM heads") == [heads_files, heads_files]
     monkeypatch.setattr(verified_files, "CLOCK_TICK_SECONDS", -1.0)
     assert files_read("FROM runs") == 0
-    assert [files_read("FROM heads") for _ in range(2)] == [heads_files, 0]
-    assert [files_read("FROM sequences") for _ in range(2)] == [2 * SHARDS, 0]
+    assert twice("FROM heads") == [heads_files, 0]
+    assert twice("FROM sequences") == [2 * SHARDS, 0]
     flip_middle_bit(heads_file(run, 3))
-    assert [files_read("FROM heads") for _ in range(2)] == [1, 1]
+    assert twice("FROM heads") == [1, 1]
     # If the memory is lost, whole or in parts, only time is lost.
     (memory,) = (local(run.path).parents[1] / "memory").iterdir()
     memory.write_bytes(memory.read_bytes()[:-21])
@@ -294,10 +282,10 @@ def test_a_checked_file_is_remembered_until_it_changes(
     memory.write_bytes(b"")
     assert files_read("FROM heads") == heads_files
     monkeypatch.setattr(verified_files, "_key_folders", lambda: [Path("/proc/nowhere")])
-    assert [files_read("FROM heads") for _ in range(2)] == [heads_files, heads_files]
+    assert twice("FROM heads") == [heads_files, heads_files]
 
 
-def test_a_question_checks_only_the_tables_that_it_reads(run: RunDirectory) -> None:
+def test_a_question_checks_only_the_tables_that_it_reads(run: RunDirectory):
     flip_middle_bit(heads_file(run, 3))
     database = open_runs(run.path)
     assert len(database.rows("FROM sequences")) == 2 * SHARDS
@@ -312,7 +300,7 @@ def test_a_question_checks_only_the_tables_that_it_reads(run: RunDirectory) -> N
     assert database.rows(sql) == [("damaged", why)]
 
 
-def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory) -> None:
+def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory):
     flip_middle_bit(heads_file(run, 3))
     for question in (
         "FROM by_head",
@@ -328,7 +316,7 @@ def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory) -> None
         assert [line[:26] for line in warnings] == ["warning: run a-1: shard 3:"], question
 
 
-def test_a_connection_continues_after_a_compaction(run: RunDirectory) -> None:
+def test_a_connection_continues_after_a_compaction(run: RunDirectory):
     database = open_runs(run.path)
     before = database.rows("FROM heads ORDER BY ALL")
     commits = list(run.commits())
@@ -338,30 +326,31 @@ def test_a_connection_continues_after_a_compaction(run: RunDirectory) -> None:
     assert commits != list(run.commits())
 
 
-def test_a_long_check_is_announced(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_check_is_announced(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verified_files, "SECONDS_BEFORE_NOTICE", 0.0)
     warnings: list[str] = []
     open_runs(run.path, tell=warnings.append).rows("FROM heads")
     assert warnings == ["checking 0.0 GB against the commits, once"]
 
 
-def run_command(arguments: list[str]) -> tuple[int, list[str]]:
+def run_command(*arguments: str) -> tuple[int, list[str]]:
     done = CliRunner().invoke(app, arguments)
     return done.exit_code, done.stdout.splitlines()
 
 
 def test_check_names_the_damage_and_the_command_that_mends_it(
     run: RunDirectory, written: dict[str, RunDirectory], tmp_path: Path
-) -> None:
+):
     home = str(tmp_path / "runs")
     size = r"37 files, 0\.2 MB"
-    code, (line,) = run_command(["check", home])
-    assert (code, re.fullmatch(f"a-1: 6 shards, {size}, as committed", line) is None) == (0, False)
+    code, (line,) = run_command("check", home)
+    assert code == 0
+    assert re.fullmatch(f"a-1: 6 shards, {size}, as committed", line)
     flip_middle_bit(heads_file(run, 3))
     heads_file(run, 5).unlink()
     heads_file(run, 4).with_name(".shard-000004.parquet.1a2b.tmp").write_bytes(b"half")
     copy_of(written["b-1"], tmp_path / "runs")
-    code, lines = run_command(["check", home])
+    code, lines = run_command("check", home)
     assert code == 1
     folder = "heads/intervention=none"
     assert lines[:3] == [
@@ -402,7 +391,7 @@ def values_in(name: str, *values: float | None) -> Change:
     return change
 
 
-def test_a_value_outside_its_range_is_damage_even_if_the_digest_fits(run: RunDirectory) -> None:
+def test_a_value_outside_its_range_is_damage_even_if_the_digest_fits(run: RunDirectory):
     rewrite_file(run, 3, values_in("sink_mass", 0.5, None, 0.25, 1124.2))
     commit = json.loads(local(run.commit_file(3)).read_bytes())
     for file in commit["files"]:
@@ -413,58 +402,54 @@ def test_a_value_outside_its_range_is_damage_even_if_the_digest_fits(run: RunDir
     assert len(open_runs(run.path).rows("FROM heads")) == 8 * (SHARDS - 1)
 
 
-def test_a_damaged_segment_is_refused_with_advice(run: RunDirectory) -> None:
+def test_a_damaged_segment_is_refused_with_advice(run: RunDirectory):
     gather_all(run)
     (file,) = local(run.commits_directory).iterdir()
     whole = file.read_bytes()
     for i in random.Random(0).sample(range(len(whole)), 20):
         file.write_bytes(whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :])
-        with pytest.raises(
-            RunError, match=r"segment-000000-\w+\.parquet: damaged .* headcount resume"
-        ):
-            run.commit_log()
+        told = refused(RunError, run.commit_log)
+        assert re.search(r"segment-000000-\w+\.parquet: damaged .* headcount resume", told)
     file.write_bytes(whole)
     assert len(run.commit_log()) == SHARDS
 
 
-def change_manifest(run: RunDirectory, old: str, new: str) -> None:
-    file = local(run.manifest_file)
-    file.write_text(re.sub(old, new, file.read_text()))
-
-
-def spoil_commit_log(run: RunDirectory) -> None:
-    (local(run.commits_directory) / "segment-000000-1a2b3c4d.parquet").write_bytes(b"PAR1")
-
-
-BREAKAGES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
-    "no JSON": (lambda run: local(run.manifest_file).write_text("{"), "not a manifest"),
-    "a list": (lambda run: local(run.manifest_file).write_text("[]"), "not a manifest"),
-    "no scan": (lambda run: change_manifest(run, '"scan":', '"scam":'), "not a manifest"),
-    "gone": (lambda run: local(run.manifest_file).unlink(), "no manifest.json"),
-    "a segment": (spoil_commit_log, "damaged"),
+SEGMENT = "commits/segment-000000-1a2b3c4d.parquet"
+BREAKAGES = {
+    "no JSON": ("manifest.json", r"\A.*", "{", "not a manifest"),
+    "a list": ("manifest.json", r"\A.*", "[]", "not a manifest"),
+    "no scan": ("manifest.json", '"scan":', '"scam":', "not a manifest"),
+    "gone": ("manifest.json", None, "", "no manifest.json"),
+    "a segment": (SEGMENT, r"\A.*", "PAR1", "damaged"),
     "another column": (
-        lambda run: change_manifest(run, r'"statistics":\{"', '"statistics":{"no_column":{},"'),
+        "manifest.json",
+        r'"statistics":\{"',
+        r'"statistics":{"no_column":{},"',
         "do not fit the manifest",
     ),
 }
+"""A file of the run, what is replaced in it by what, and what is said. None: it is deleted."""
 
 
 @pytest.mark.parametrize("what", BREAKAGES)
 def test_a_broken_run_does_not_hide_other_runs(
     run: RunDirectory, what: str, written: dict[str, RunDirectory], tmp_path: Path
-) -> None:
+):
     home = tmp_path / "runs"
     other = copy_of(written["b-1"], home)
-    breaks, why = BREAKAGES[what]
-    breaks(run)
+    name, old, new, why = BREAKAGES[what]
+    file = local(run.path) / name
+    if old is None:
+        file.unlink()
+    else:
+        content = file.read_text() if file.exists() else ""
+        file.write_text(re.sub(old, new, content, flags=re.DOTALL))
     warnings: list[str] = []
     database = open_runs(home, tell=warnings.append)
     assert database.rows("SELECT run_id, count(*) FROM heads GROUP BY 1") == [("b-1", 8 * SHARDS)]
     assert database.rows("SELECT run_id FROM runs") == [("b-1",)]
     (line,) = database.damage()
-    assert str(run.path) in line
-    assert why in line
-    assert "headcount rm" in line
+    assert all(part in line for part in (str(run.path), why, "headcount rm")), line
     for command in ("query", "list", "compact"):
         done = CliRunner().invoke(app, [command, str(home)], env={"COLUMNS": "1000"})
         # Reading leaves the broken run out; compaction fails because it could not do its work.

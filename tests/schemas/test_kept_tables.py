@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.run.loop import missing_shards
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
@@ -29,10 +28,9 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.weight_statistics import KIND as WEIGHT_KIND
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.measurements.finite_checks import check_lists
-from headcount.workers.replica import Replica
-from headcount.workers.shard import run_shard
 from tests.toys import toy_models as toy
-from tests.toys.toy_runs import data_file, local, read_manifest, write_run
+from tests.toys.runs_here import begun, measured
+from tests.toys.toy_runs import copy_of, data_file, local, read_manifest, write_run
 
 # All questions here go through `run_query`, which makes the views that they name.
 connect = partial(connect_eagerly, lazily=True)
@@ -48,31 +46,10 @@ KEPT = ("profiles", "curves", "weights")
 OF_THE_RUN = ["run_id", "intervention"]
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.save_model(tmp_path_factory.mktemp("models") / "gpt2", toy.gpt2())
-
-
 def begin(out: Path, model: Path, **changes: Any) -> Plan:
-    fields = {
-        "model": str(model),
-        "out": str(out),
-        "n_ctx": T,
-        "sequences": SEQUENCES,
-        "sequences_per_shard": PER_SHARD,
-        "input": {"family": "uniform_random"},
-        "statistics": ["sink_alpha"],
-    }
-    plan = make_plan(parse_scan(fields | changes), "toy")
-    prepare_run(plan, "")
-    return plan
-
-
-def measure_shards(plan: Plan) -> Plan:
-    replica = Replica(plan.info, plan.scan, "cpu")
-    for shard in missing_shards(plan).tolist()[::-1]:
-        run_shard(replica, plan.run, plan.sequences.shard(shard))
-    return plan
+    sizes = {"n_ctx": T, "sequences": SEQUENCES, "sequences_per_shard": PER_SHARD}
+    fields = {"model": str(model), "out": str(out), "input": {"family": "uniform_random"}}
+    return begun(fields | sizes | {"statistics": ["sink_alpha"]} | changes)
 
 
 def ask(path: object, question: str) -> list[tuple[Any, ...]]:
@@ -86,18 +63,13 @@ def rows_of_file(run: RunDirectory, table: str, shard: int) -> pa.Table:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory, gpt2: Path) -> Plan:
     """A finished run of everything that can be kept."""
-    fields = {
-        "profiles": list(PROFILES),
-        "curves": CURVES,
-        "weight_statistics": [*WEIGHT_STATISTICS],
-    }
-    interventions = ["none", "zero_query_bias"]
-    return measure_shards(
-        begin(tmp_path_factory.mktemp("runs"), gpt2, interventions=interventions, **fields)
-    )
+    fields: dict[str, Any] = {"profiles": list(PROFILES), "curves": CURVES}
+    fields |= {"weight_statistics": [*WEIGHT_STATISTICS]}
+    fields |= {"interventions": ["none", "zero_query_bias"]}
+    return measured(begin(tmp_path_factory.mktemp("runs"), gpt2, **fields))
 
 
-def test_files_have_their_schemas_and_weights_lie_with_the_first_shard(plan: Plan) -> None:
+def test_files_have_their_schemas_and_weights_lie_with_the_first_shard(plan: Plan):
     profiles = rows_of_file(plan.run, "profiles", 1)
     assert profiles.schema.equals(schema_of_rows(PROFILE_KIND, PROFILES.values()))
     assert profiles["profile"].unique().to_pylist() == list(PROFILES)
@@ -108,8 +80,8 @@ def test_files_have_their_schemas_and_weights_lie_with_the_first_shard(plan: Pla
     keys = ["input_family", "shard", "sequence", "layer", "head"]
     assert curves.select(keys).equals(rows_of_file(plan.run, "heads", 1).select(keys))
     metadata = curves.schema.field("sink_attention_by_query").metadata
-    assert metadata[b"description"].startswith(b"By query, from 0: ")
-    assert metadata[b"unit"] == b"probability"
+    described = (metadata[b"description"][:18], metadata[b"unit"])
+    assert described == (b"By query, from 0: ", b"probability")
     weights = rows_of_file(plan.run, "weights", 0)
     assert weights.schema.equals(schema_of_rows(WEIGHT_KIND, WEIGHT_STATISTICS.values()))
     assert weights["weight"].unique().to_pylist() == list(WEIGHT_STATISTICS)
@@ -131,7 +103,7 @@ def test_files_have_their_schemas_and_weights_lie_with_the_first_shard(plan: Pla
     ]  # fmt: skip
 
 
-def test_an_entry_lies_where_its_axes_say(plan: Plan) -> None:
+def test_an_entry_lies_where_its_axes_say(plan: Plan):
     table = rows_of_file(plan.run, "profiles", 0)
 
     def rows_of(name: str) -> pa.Table:
@@ -152,7 +124,7 @@ def test_an_entry_lies_where_its_axes_say(plan: Plan) -> None:
         assert list(zip(found[row].to_pylist(), found[column].to_pylist(), strict=True)) == places
 
 
-def test_every_column_of_every_view_is_described(plan: Plan) -> None:
+def test_every_column_of_every_view_is_described(plan: Plan):
     shared = "NULL if all heads of a layer share the values."
     ends = {"profiles": shared, "profile_means": shared, "curves": "."}
     ends |= {"weights": "NULL for values that a model has only once."}
@@ -167,7 +139,7 @@ def test_every_column_of_every_view_is_described(plan: Plan) -> None:
         assert described[view, "layer" if view == "weights" else "head"].endswith(end), view
 
 
-def test_sql_finds_the_heads_of_a_list(plan: Plan) -> None:
+def test_sql_finds_the_heads_of_a_list(plan: Plan):
     question = """
         SELECT max(abs(list_avg(sink_attention_by_query) - sink_alpha)), count(*),
             min(len(score_shift_by_key))
@@ -177,10 +149,8 @@ def test_sql_finds_the_heads_of_a_list(plan: Plan) -> None:
     assert (rows, entries) == (2 * SEQUENCES * LAYERS * HEADS, T)
 
 
-def test_compacting_keeps_every_row_and_leaves_the_weights(plan: Plan, tmp_path: Path) -> None:
-    run = RunDirectory(
-        Path(shutil.copytree(local(plan.run.path), tmp_path / local(plan.run.path).name))
-    )
+def test_compacting_keeps_every_row_and_leaves_the_weights(plan: Plan, tmp_path: Path):
+    run = copy_of(plan.run, tmp_path)
 
     def rows(view: str) -> list[tuple[Any, ...]]:
         return sorted(ask(run.path, view), key=str)
@@ -195,10 +165,10 @@ def test_compacting_keeps_every_row_and_leaves_the_weights(plan: Plan, tmp_path:
     assert [row[15] for row in rows("profile_means")] == means
 
 
-def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt2: Path) -> None:
+def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt2: Path):
     """The scan has an intervention alone; weights are of the untouched model."""
     fields = {"interventions": ["zero_query_bias"], "weight_statistics": ["query_bias_norm"]}
-    plan = measure_shards(begin(tmp_path, gpt2, **fields))
+    plan = measured(begin(tmp_path, gpt2, **fields))
     file = local(data_file(plan.run, "weights", "none", 0))
     assert "earlier_head" not in pq.ParquetFile(file).schema_arrow.names
     question = "SELECT count(*), min(value) > 0 FROM weights"
@@ -207,21 +177,18 @@ def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt
     file.unlink()
     assert missing_shards(plan).tolist() == [0]
     assert ask(plan.run.path, "weights") == []
-    measure_shards(plan)
+    measured(plan)
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("field", "names", "word"),
-    [
-        ("profiles", ["attention_by_lag"], "profile"),
-        ("curves", ["attention_by_lag"], "profile"),
-        ("weight_statistics", ["query_bias_norm"], "weight statistic"),
-    ],
-)
+@pytest.mark.parametrize(("field", "names", "word"), [
+    ("profiles", ["attention_by_lag"], "profile"),
+    ("curves", ["attention_by_lag"], "profile"),
+    ("weight_statistics", ["query_bias_norm"], "weight statistic"),
+])  # fmt: skip
 def test_a_run_that_kept_something_else_is_not_gone_on_with(
     field: str, names: list[str], word: str, tmp_path: Path, gpt2: Path
-) -> None:
+):
     first = begin(tmp_path, gpt2, **{field: names})
     assert begin(tmp_path, gpt2, **{field: names}).run.run_id == first.run.run_id
     other = parse_scan(first.scan.model_dump(mode="json") | {field: []})
@@ -232,12 +199,12 @@ def test_a_run_that_kept_something_else_is_not_gone_on_with(
         make_plan(other, "toy", first.run.run_id)
 
 
-def test_runs_that_kept_different_things_are_read_together(tmp_path: Path) -> None:
+def test_runs_that_kept_different_things_are_read_together(tmp_path: Path):
     neox = toy.save_model(tmp_path / "neox", toy.family("GPTNeoXConfig"))
     names = ["attention_by_lag", "sink_resid_post_by_dimension"]
     changes: list[dict[str, Any]] = [{}, {"profiles": names[:1]}, {"profiles": names}]
     changes[0]["curves"] = ["score_shift_by_key"]
-    runs = [measure_shards(begin(tmp_path / "runs", neox, **kept)).run for kept in changes]
+    runs = [measured(begin(tmp_path / "runs", neox, **kept)).run for kept in changes]
     columns = [rows_of_file(run, "profiles", 0).column_names for run in runs[1:]]
     assert ["dimension" in names_of_run for names_of_run in columns] == [False, True]
     question = "SELECT profile, count(*), count(lag), count(dimension) FROM profile_means"
@@ -254,7 +221,7 @@ ENTRY = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2}
 ENTRY |= {"count": 2, "mean": 2.0, "m2": 2.0}
 
 
-def test_sql_merges_exactly(tmp_path: Path) -> None:
+def test_sql_merges_exactly(tmp_path: Path):
     # Shard 0: 1, 3 (mean 2, M2 2). Shard 1: 5, 5, 8 (mean 6, M2 6). Together: mean 4.4, M2 = 124 -
     # 5·4.4² = 27.2.
     shards = [ENTRY, ENTRY | {"count": 3, "mean": 6.0, "m2": 6.0}]
@@ -274,7 +241,7 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
     assert ask(run.path, "profile_means") == [(*keys, *by_lag), (*keys, *by_key)]
 
 
-def test_two_formulas_of_one_profile_are_refused(tmp_path: Path) -> None:
+def test_two_formulas_of_one_profile_are_refused(tmp_path: Path):
     runs = [
         write_run(tmp_path, n, {"sink_mass": lambda row: 0.5}, profiles=lambda _: [ENTRY])
         for n in ("a", "b")
@@ -287,7 +254,7 @@ def test_two_formulas_of_one_profile_are_refused(tmp_path: Path) -> None:
         connect(tmp_path)
 
 
-def test_a_number_of_a_list_that_is_none_is_an_error_that_says_where() -> None:
+def test_a_number_of_a_list_that_is_none_is_an_error_that_says_where():
     values = np.zeros((2, LAYERS, HEADS, T), np.float32)
     values[1, 2, 3, 5] = np.inf
     heads = MeasuredHeads.every(LAYERS, HEADS)
@@ -296,7 +263,7 @@ def test_a_number_of_a_list_that_is_none_is_an_error_that_says_where() -> None:
         check_lists({"value_norm_by_key": values}, PROFILES, heads, first=10)
 
 
-def test_what_cannot_be_kept_is_refused() -> None:
+def test_what_cannot_be_kept_is_refused():
     with pytest.raises(ScanError, match="curves: score_by_pair has a number for every pair of a"):
         toy.toy_scan(curves=["score_by_pair"])
     message = r"weight_statistics: .* they expect weight_processing = 'raw', got 'folded'"

@@ -15,7 +15,7 @@ from headcount.schemas.scans.scan import Scan
 from tests.toys import toy_models as toy
 
 
-def test_every_field_is_of_one_kind_and_every_table_is_filled() -> None:
+def test_every_field_is_of_one_kind_and_every_table_is_filled():
     fields = [kind.field for kind in KINDS]
     assert len(set(fields)) == len(fields)
     assert [field for field in Scan.model_fields if field in fields] == fields
@@ -23,14 +23,14 @@ def test_every_field_is_of_one_kind_and_every_table_is_filled() -> None:
         assert set(table.order) <= set(table.own), table.name
 
 
-def test_no_two_columns_of_a_table_have_one_name() -> None:
+def test_no_two_columns_of_a_table_have_one_name():
     formulas_by_field = {kind.field: list(kind.registry.values()) for kind in KINDS}
     for table in TABLES.values():
         names = table_schema(table, formulas_by_field).names
         assert len(set(names)) == len(names), table.name
 
 
-def test_a_table_says_what_one_row_is() -> None:
+def test_a_table_says_what_one_row_is():
     assert HEADS.description == (
         "One row per run, intervention, sequence, layer and head: every statistic as it was "
         "measured."
@@ -40,7 +40,7 @@ def test_a_table_says_what_one_row_is() -> None:
     assert not PROFILES.has("head")  # NULL if all heads of a layer share the values.
 
 
-def test_a_scan_is_the_same_after_ray_has_pickled_it() -> None:
+def test_a_scan_is_the_same_after_ray_has_pickled_it():
     scan = toy.toy_scan(curves=["value_norm_by_key"])
     assert pickle.loads(pickle.dumps(scan)) == scan
     assert [kind.field for kind in scan.kinds()] == ["statistics", "curves"]
@@ -48,16 +48,15 @@ def test_a_scan_is_the_same_after_ray_has_pickled_it() -> None:
     assert [f.name for f in scan.formulas(statistics.KIND)] == list(statistics.STATISTICS)
 
 
-def test_a_kind_with_contradictory_facts_is_refused() -> None:
+def test_a_kind_with_contradictory_facts_is_refused():
     registry: dict[str, Along] = {}
 
     def kind(**facts: object) -> Kind[Along]:
         fields = {"field": "x", "word": "x", "meaning": "", "registry": registry, "table": CURVES}
         return Kind(**(fields | {"page": "x.md", "introduction": ""} | facts))  # pyright: ignore[reportArgumentType]
 
-    with pytest.raises(
-        ValueError, match=r"kind 'x': expected `named_by` where .* got named_by = None"
-    ):
+    message = r"kind 'x': expected `named_by` where .* got named_by = None"
+    with pytest.raises(ValueError, match=message):
         kind(computed="in every layer", averaged=True)
     with pytest.raises(ValueError, match=r"kind 'x': only what is computed in every layer"):
         kind(computed="after the pass", averaged=True, named_by="name")

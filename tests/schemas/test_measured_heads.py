@@ -4,6 +4,7 @@ computed, kept or written.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
+from headcount.jobs.plan.plan import Plan, make_plan, replan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
@@ -28,8 +29,9 @@ from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.interventions import INTERVENTIONS, intervention, intervention_registry
-from headcount.workers.shard import intervention_tables, run_shard
+from headcount.workers.shard import intervention_tables
 from tests.toys import toy_models as toy
+from tests.toys.runs_here import begun, measured
 
 T = 12
 TOKENS = toy.repeating_tokens(T, batch=3)
@@ -50,11 +52,6 @@ EVERYTHING: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.save_model(tmp_path_factory.mktemp("gpt2") / "toy", toy.gpt2())
-
-
-@pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = toy.family("LlamaConfig", num_key_value_heads=2, num_hidden_layers=3)
     return toy.save_model(tmp_path_factory.mktemp("llama") / "toy", config)
@@ -63,8 +60,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tables(replica: toy.TextReplica, intervention: str) -> dict[str, pa.Table]:
     """Every table that a shard of the tokens would be written to."""
     shard = ShardInput(0, 0, TOKENS, {}, [])
-    measured = replica.measure(TOKENS, intervention)
-    return intervention_tables(replica.scan, shard, measured) | replica.weights()
+    measurements = replica.measure(TOKENS, intervention)
+    return intervention_tables(replica.scan, shard, measurements) | replica.weights()
 
 
 def chosen(table: pa.Table, subset: dict[str, Any]) -> pa.Table:
@@ -96,20 +93,17 @@ def assert_same(actual: pa.Table, expected: pa.Table, exact: bool) -> None:
             np.testing.assert_allclose(*numbers, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "engine", "subsets"),
-    [
-        ("gpt2", "fused", ["two layers", "heads"]),
-        ("llama", "dense", ["last layer", "one head"]),
-        *(
-            pytest.param(name, engine, list(SUBSETS), marks=pytest.mark.long)
-            for name, engine in product(("gpt2", "llama"), ("fused", "dense"))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "engine", "subsets"), [
+    ("gpt2", "fused", ["two layers", "heads"]),
+    ("llama", "dense", ["last layer", "one head"]),
+    *(
+        pytest.param(name, engine, list(SUBSETS), marks=pytest.mark.long)
+        for name, engine in product(("gpt2", "llama"), ("fused", "dense"))
+    ),
+])  # fmt: skip
 def test_every_number_of_some_heads_is_that_of_the_whole_scan(
     name: str, engine: str, subsets: list[str], request: pytest.FixtureRequest
-) -> None:
+):
     path = request.getfixturevalue(name)
     fields = {"n_ctx": T, "engine": engine, **EVERYTHING}
     whole = toy.replica(path, **fields)
@@ -124,8 +118,11 @@ def test_every_number_of_some_heads_is_that_of_the_whole_scan(
                 assert_same(rows, chosen(expected[name][table], subset), "layers" in subset)
 
 
-@pytest.mark.parametrize("engine", ["fused", "dense"])
-def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, engine: str) -> None:
+both_engines = pytest.mark.parametrize("engine", ["fused", "dense"])
+
+
+@both_engines
+def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, engine: str):
     fields = {"n_ctx": T, "engine": engine, "predictions": ["loss", "final_logits"]}
     whole = toy.replica(gpt2, **fields).measure(TOKENS, "zero_head(2,1)")
     part = toy.replica(gpt2, **fields, layers=[0]).measure(TOKENS, "zero_head(2,1)")
@@ -135,8 +132,8 @@ def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, e
         assert np.array_equal(values, whole.heads[name][:, :1], equal_nan=True), name
 
 
-@pytest.mark.parametrize("engine", ["fused", "dense"])
-def test_a_patched_head_of_a_measured_layer_shows_in_the_next(gpt2: Path, engine: str) -> None:
+@both_engines
+def test_a_patched_head_of_a_measured_layer_shows_in_the_next(gpt2: Path, engine: str):
     partner = (TOKENS * 7 + 1) % toy.D_VOCAB
     name, fields = "patch_head(0,1)", {"n_ctx": T, "engine": engine}
     whole = toy.replica(gpt2, **fields).measure(TOKENS, name, partner=partner)
@@ -152,19 +149,14 @@ def blocks_run(replica: toy.TextReplica, *arguments: Any, **options: Any) -> lis
     def noting(layer: int) -> Any:
         return lambda _module, _args: layers_run.append(layer)
 
-    hooks = [
-        block.register_forward_pre_hook(noting(layer))
-        for layer, block in enumerate(replica.model.blocks)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer, block in enumerate(replica.model.blocks):
+            hooks.callback(block.register_forward_pre_hook(noting(layer)).remove)
         replica.measure(*arguments, **options)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return layers_run
 
 
-def test_a_pass_ends_after_the_last_layer_that_something_needs(gpt2: Path) -> None:
+def test_a_pass_ends_after_the_last_layer_that_something_needs(gpt2: Path):
     assert blocks_run(toy.replica(gpt2, n_ctx=T), TOKENS) == [0, 1, 2]
     assert blocks_run(toy.replica(gpt2, n_ctx=T, layers=[1]), TOKENS) == [0, 1]
     assert blocks_run(toy.replica(gpt2, n_ctx=T, heads=["L0H3"]), TOKENS) == [0]
@@ -174,7 +166,7 @@ def test_a_pass_ends_after_the_last_layer_that_something_needs(gpt2: Path) -> No
     assert changed.method.built_layers == [0, 1]
 
 
-def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(intervention_registry, "INTERVENTIONS", dict(INTERVENTIONS))
 
     @intervention
@@ -186,24 +178,17 @@ def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.Mon
     assert blocks_run(replica, TOKENS, "patch_layers", partner=TOKENS) == [0, 1] * 2
 
 
-@pytest.mark.parametrize("engine", ["fused", "dense"])
-def test_only_measured_layers_are_shown(gpt2: Path, engine: str) -> None:
+@both_engines
+def test_only_measured_layers_are_shown(gpt2: Path, engine: str):
     replica = toy.replica(gpt2, n_ctx=T, engine=engine)
     layers_shown: list[int] = []
+    tokens = torch.from_numpy(TOKENS).long()
     with torch.inference_mode():
-        replica.engine.run(
-            torch.from_numpy(TOKENS).long(),
-            {},
-            lambda layer, _: layers_shown.append(layer),
-            (),
-            layers=[1],
-        )
+        replica.engine.run(tokens, {}, lambda layer, _: layers_shown.append(layer), (), layers=[1])
     assert set(layers_shown) == {1}
 
 
-def test_the_pattern_of_a_layer_between_is_not_questioned(
-    gpt2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pattern_of_a_layer_between_is_not_asked(gpt2: Path, monkeypatch: pytest.MonkeyPatch):
     replica = toy.replica(gpt2, n_ctx=T, layers=[0, 2], statistics="standard")
     replica.measure(TOKENS)
     questions_of_sweeps: list[set[str]] = []
@@ -221,18 +206,13 @@ def test_the_pattern_of_a_layer_between_is_not_questioned(
     assert by_layer == [everything, set(), everything]
 
 
-def test_a_number_that_is_none_is_in_the_layer_and_the_head_of_the_model(tmp_path: Path) -> None:
+def test_a_number_that_is_none_is_in_the_layer_and_the_head_of_the_model(tmp_path: Path):
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        (name,) = [
-            tensor_name for tensor_name in tensors if tensor_name.endswith("h.2.attn.c_attn.weight")
-        ]
+        (name,) = [name for name in tensors if name.endswith("h.2.attn.c_attn.weight")]
         tensors[name][:, 8:16] = torch.nan
 
-    path = toy.copy_of(
-        toy.save_model(tmp_path / "toy", toy.gpt2()),
-        tmp_path / "broken",
-        lambda copy: toy.change_weights(copy, spoil),
-    )
+    path = toy.save_model(tmp_path / "toy", toy.gpt2())
+    toy.change_weights(path, spoil)
     toy.replica(path, n_ctx=T, layers=[0, 1]).measure(TOKENS)
     with pytest.raises(MeasureError, match="layer 2, head 1: "):
         toy.replica(path, n_ctx=T, heads=["L0H0", "L2H0", "L2H1"]).measure(TOKENS)
@@ -250,50 +230,44 @@ def fields_of(out: Path, model: Path, **changes: Any) -> dict[str, Any]:
 
 
 def begin(out: Path, model: Path, **changes: Any) -> Plan:
-    plan = make_plan(parse_scan(fields_of(out, model, **changes)), "toy")
-    prepare_run(plan, "")
-    return plan
+    return begun(fields_of(out, model, **changes))
 
 
-def finish(plan: Plan) -> Plan:
-    replica = toy.TextReplica(plan.info, plan.scan, "cpu")
-    for shard in range(plan.manifest.shards):
-        run_shard(replica, plan.run, plan.sequences.shard(shard))
-    return plan
+def finished(out: Path, model: Path, **changes: Any) -> Plan:
+    return measured(begin(out, model, **changes))
 
 
 def ask(path: Any, question: str) -> list[tuple[Any, ...]]:
     return list(run_query(connect(path, lazily=True), question).rows())
 
 
-def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path) -> None:
+def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path):
     def run_id(**changes: Any) -> str:
         return make_plan(parse_scan(fields_of(tmp_path, gpt2, **changes)), "toy").run.run_id
 
     every_head = [f"L{layer}H{head}" for layer in range(3) for head in range(4)]
     assert run_id() == run_id(layers="all") == run_id(layers=[0, 2, 1]) == run_id(heads=every_head)
     assert run_id(layers=[2]) == run_id(heads=every_head[8:]) != run_id()
-    assert (
-        run_id(heads=["L2H1", "L0H3"]) == run_id(heads=["L0H3", "L2H1"]) != run_id(heads=["L0H3"])
-    )
+    two = ["L2H1", "L0H3"]
+    assert run_id(heads=two) == run_id(heads=two[::-1]) != run_id(heads=["L0H3"])
     assert run_id(layers=[0]) != run_id(layers=[1])
 
     whole = resolve(parse_scan(fields_of(tmp_path, gpt2, layers=[0, 1, 2])))
     assert not {"layers", "heads"} & whole.identity["scan"].keys()
-    part = resolve(parse_scan(fields_of(tmp_path, gpt2, heads=["L2H1", "L0H3"])))
+    part = resolve(parse_scan(fields_of(tmp_path, gpt2, heads=two)))
     assert part.identity["scan"]["heads"] == ["L0H3", "L2H1"]
 
 
-def test_a_run_of_other_heads_is_not_gone_on_with(tmp_path: Path, gpt2: Path) -> None:
+def test_a_run_of_other_heads_is_not_gone_on_with(tmp_path: Path, gpt2: Path):
     plan = begin(tmp_path, gpt2, layers=[1])
     assert replan(plan.run).scan.layers == (1,)
     with pytest.raises(RunError, match="measured something else: layers"):
         make_plan(parse_scan(fields_of(tmp_path, gpt2)), "toy", plan.run.run_id)
 
 
-def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path) -> None:
+def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path):
     fields = {"heads": ["L2H0", "L0H1", "L2H3"], "profiles": ["key_norm_by_key"]}
-    plan = finish(begin(tmp_path, gpt2, **fields))
+    plan = finished(tmp_path, gpt2, **fields)
     assert plan.rows == 4 * 3 == len(ask(plan.run.path, "heads"))
     heads = [(0, 1), (2, 0), (2, 3)]
     for _ in range(2):
@@ -308,21 +282,20 @@ def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path) -> 
         assert compact(plan.run).problems == []
 
 
-def test_a_run_says_which_heads_it_measured(tmp_path: Path, gpt2: Path) -> None:
+def test_a_run_says_which_heads_it_measured(tmp_path: Path, gpt2: Path):
     for changes in ({}, {"layers": [2, 0]}, {"heads": ["L2H0", "L0H1"]}):
         begin(tmp_path, gpt2, **changes)
     runs = ask(tmp_path, "SELECT measured_heads FROM runs ORDER BY ALL")
     assert runs == [("L0H1, L2H0",), ("all",), ("layers 0, 2",)]
 
 
-def test_a_mean_over_a_layer_needs_all_of_its_heads(tmp_path: Path, gpt2: Path) -> None:
-    question = (
-        "SELECT DISTINCT score, layer FROM inactive_scores WHERE score LIKE 'AVVN%' ORDER BY ALL"
-    )
-    whole = finish(begin(tmp_path / "a", gpt2, layers=[1]))
+def test_a_mean_over_a_layer_needs_all_of_its_heads(tmp_path: Path, gpt2: Path):
+    scores = "FROM inactive_scores WHERE score LIKE 'AVVN%'"
+    question = f"SELECT DISTINCT score, layer {scores} ORDER BY ALL"
+    whole = finished(tmp_path / "a", gpt2, layers=[1])
     assert ask(whole.run.path, question) == [("AVVN", 1), ("AVVN (LN)", 1)]
     incomplete_heads = ["L1H0", "L2H0", "L2H1", "L2H2", "L2H3"]
-    part = finish(begin(tmp_path / "b", gpt2, heads=incomplete_heads))
+    part = finished(tmp_path / "b", gpt2, heads=incomplete_heads)
     assert ask(part.run.path, question) == [("AVVN", 1), ("AVVN", 2), ("AVVN (LN)", 2)]
 
 
@@ -335,8 +308,8 @@ def reported(out: Path, plan: Plan) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2: Path) -> None:
-    plan = finish(begin(tmp_path, gpt2, heads=["L2H0", "L0H1", "L2H3"]))
+def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2: Path):
+    plan = finished(tmp_path, gpt2, heads=["L2H0", "L0H1", "L2H3"])
     section = reported(tmp_path, plan)
     maps = [values["mean"] for values in section["values"].values() if values["kind"] == "heads"]
     assert len(maps) > 10
@@ -351,7 +324,7 @@ def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2
 
 
 @pytest.mark.long
-def test_a_report_of_one_head_of_each_layer_draws_cells(tmp_path: Path, gpt2: Path) -> None:
-    section = reported(tmp_path, finish(begin(tmp_path, gpt2, heads=["L0H1", "L1H2"])))
+def test_a_report_of_one_head_of_each_layer_draws_cells(tmp_path: Path, gpt2: Path):
+    section = reported(tmp_path, finished(tmp_path, gpt2, heads=["L0H1", "L1H2"]))
     kinds = [values["kind"] for values in section["values"].values()]
     assert kinds.count("heads") > 10

@@ -16,17 +16,11 @@ from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS, weight
 from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.measurements import profile_means
 from headcount.workers.measurements.finite_checks import check_means
-from headcount.workers.measurements.profile_means import (
-    Aggregate,
-    aggregates,
-    count_mean_m2,
-    means_table,
-    merge,
-)
+from headcount.workers.measurements.profile_means import Aggregate, aggregates, merge
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.rotations import Rotation
-from headcount.workers.replica import InterventionMeasurements
 from tests.toys import toy_models as toy
 
 T = 7
@@ -34,20 +28,12 @@ ALL = list(PROFILES)
 EVERY = MeasuredHeads.every(3, 4)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.save_model(tmp_path_factory.mktemp("models") / "gpt2", toy.gpt2())
+TOKENS = toy.repeating_tokens(T, batch=11)
 
 
-@pytest.fixture(scope="module")
-def tokens() -> np.ndarray:
-    return toy.repeating_tokens(T, batch=11)
-
-
-def measure(model: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasurements:
-    return toy.measure(
-        model, tokens, **{"profiles": ALL, "statistics": ["sink_alpha", "value_norm"]} | changes
-    )
+def profiles_of(model: Path, tokens: np.ndarray = TOKENS, **changes: Any) -> dict[str, Aggregate]:
+    fields = {"profiles": ALL, "statistics": ["sink_alpha", "value_norm"]} | changes
+    return toy.measure(model, tokens, **fields).means["profiles"]
 
 
 def aggregate_by_hand(values: np.ndarray) -> Aggregate:
@@ -59,7 +45,7 @@ def aggregate_by_hand(values: np.ndarray) -> Aggregate:
 # Aggregates
 
 
-def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows() -> None:
+def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows():
     rows = np.random.default_rng(0).normal(1e4, 1e-2, (101, 2, 3))
     batches = np.split(rows, [1, 3, 40, 100])
     actual = merge([{"p": aggregate_by_hand(batch)} for batch in batches])["p"]
@@ -69,44 +55,44 @@ def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows() -> None:
     np.testing.assert_allclose(actual.m2, expected.m2, rtol=1e-6, atol=1e-15)
 
 
-def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
-    mean = torch.ones(3, 3, 4, 10, dtype=torch.float64)
-    mean[1, 1, 2, 4] = math.inf
-    message = (
-        r"layer 1, head 2: profile score_by_pair is not finite at query 2, key 1 for one of the "
-        "sequences 8 to 10 of the shard; expected finite numbers"
-    )
-    with pytest.raises(MeasureError, match=message):
-        check_means(aggregates({"score_by_pair": mean}), PROFILES, EVERY, first=8, sequences=3)
-    shared = torch.ones(3, 3, 10, dtype=torch.float64)
-    shared[1, 2, 9] = math.inf
-    with pytest.raises(
-        MeasureError, match=r"layer 2: profile resid_pre_norm_by_key is not finite at key 9 "
+def test_a_number_that_is_not_finite_is_an_error_that_says_where():
+    for name, size, place, message in (
+        (
+            "score_by_pair",
+            (3, 3, 4, 10),
+            (1, 1, 2, 4),
+            "layer 1, head 2: profile score_by_pair is not finite at query 2, key 1 for one of the "
+            "sequences 8 to 10 of the shard; expected finite numbers",
+        ),
+        (
+            "resid_pre_norm_by_key",
+            (3, 3, 10),
+            (1, 2, 9),
+            "layer 2: profile resid_pre_norm_by_key is not finite at key 9 ",
+        ),
     ):
-        check_means(
-            aggregates({"resid_pre_norm_by_key": shared}), PROFILES, EVERY, first=0, sequences=1
-        )
+        mean = torch.ones(size, dtype=torch.float64)
+        mean[place] = math.inf
+        with pytest.raises(MeasureError, match=message):
+            check_means(aggregates({name: mean}), PROFILES, EVERY, first=8, sequences=3)
 
 
-def test_weights_that_are_not_numbers_are_an_error(
-    model: Path, tmp_path: Path, tokens: np.ndarray
-) -> None:
+def test_weights_that_are_not_numbers_are_an_error(gpt2: Path, tmp_path: Path):
     def spoil(weights: dict[str, torch.Tensor]) -> None:
         weights["transformer.h.2.mlp.c_proj.bias"][:] = math.inf
 
-    spoilt = toy.copy_of(model, tmp_path / "spoilt", lambda path: toy.change_weights(path, spoil))
+    spoilt = toy.copy_of(gpt2, tmp_path / "spoilt", lambda path: toy.change_weights(path, spoil))
     fields = {"profiles": ["resid_post_norm_by_key"], "statistics": ["sink_alpha"]}
-    with pytest.raises(
-        MeasureError, match="layer 2: profile resid_post_norm_by_key is not finite at key 0"
-    ):
-        toy.measure(spoilt, tokens, **fields)
+    message = "layer 2: profile resid_post_norm_by_key is not finite at key 0"
+    with pytest.raises(MeasureError, match=message):
+        toy.measure(spoilt, TOKENS, **fields)
 
 
 # InterventionMeasurements on a model
 
 
-def test_the_batch_size_changes_nothing(model: Path, tokens: np.ndarray) -> None:
-    whole, by_four = (measure(model, tokens, batch_size=size).means["profiles"] for size in (11, 4))
+def test_the_batch_size_changes_nothing(gpt2: Path):
+    whole, by_four = (profiles_of(gpt2, batch_size=size) for size in (11, 4))
     for name, expected in whole.items():
         close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6, "err_msg": name}
         assert np.array_equal(by_four[name].count, expected.count)
@@ -115,27 +101,25 @@ def test_the_batch_size_changes_nothing(model: Path, tokens: np.ndarray) -> None
         np.testing.assert_allclose(by_four[name].m2, expected.m2, **close)
 
 
-def test_an_entry_without_a_value_is_no_part_of_the_aggregate() -> None:
+def test_an_entry_without_a_value_is_no_part_of_the_aggregate():
     profile = PROFILES["value_norm_by_key"]
     first = torch.tensor([[[1.0, math.nan, math.nan]], [[3.0, 5.0, math.nan]]])
-    count, mean, m2 = count_mean_m2(profile, first)
+    count, mean, m2 = profile_means.count_mean_m2(profile, first)
     assert count.tolist() == [[2, 1, 0]]
-    assert mean[0, :2].tolist() == [2, 5]
-    assert m2[0, :2].tolist() == [2, 0]
-    assert mean[0, 2].isnan()
-    assert m2[0, 2].isnan()
+    found = [part.tolist() for part in (mean, m2)]
+    np.testing.assert_array_equal(found, [[[2, 5, math.nan]], [[2, 0, math.nan]]])
     second = torch.tensor([[[2.0, math.nan, math.nan]], [[2.0, math.nan, 7.0]]])
     batches = [
-        aggregates({"value_norm_by_key": count_mean_m2(profile, rows)[:, None]})
+        aggregates({"value_norm_by_key": profile_means.count_mean_m2(profile, rows)[:, None]})
         for rows in (first, second)
     ]
     merged = merge(batches)["value_norm_by_key"]
-    assert merged.count.tolist() == [[[4, 1, 1]]]
-    assert merged.mean.tolist() == [[[2, 5, 7]]]
-    assert merged.m2.tolist() == [[[2, 0, 0]]]
-    table = means_table(KIND, 0, {"value_norm_by_key": batches[0]["value_norm_by_key"]}, EVERY)
-    assert table["mean"].to_pylist() == [2, 5, None]
-    assert table["m2"].to_pylist() == [2, 0, None]
+    found = [part.tolist() for part in (merged.count, merged.mean, merged.m2)]
+    assert found == [[[[4, 1, 1]]], [[[2, 5, 7]]], [[[2, 0, 0]]]]
+    table = profile_means.means_table(
+        KIND, 0, {"value_norm_by_key": batches[0]["value_norm_by_key"]}, EVERY
+    )
+    assert [table[name].to_pylist() for name in ("mean", "m2")] == [[2, 5, None], [2, 0, None]]
 
 
 # Columns and diagonals
@@ -161,7 +145,7 @@ def chosen(masses: np.ndarray, count: int, always: int, n_ctx: int) -> set[int]:
     return {*range(first), *rest[: max(scaled_count - first, 0)]}
 
 
-def test_columns_and_diagonals_are_those_of_the_definition() -> None:
+def test_columns_and_diagonals_are_those_of_the_definition():
     n_ctx = 700
     pattern = random_pattern(n_ctx)
     by_lag = PROFILES["tail_attention_by_lag"].compute(pattern)
@@ -190,17 +174,16 @@ def test_columns_and_diagonals_are_those_of_the_definition() -> None:
 MOMENTS = [name for name in ALL if "query_mean" in name or "second_moment" in name]
 
 
-def test_queries_that_a_module_rotates_in_its_own_way_are_an_error(tmp_path: Path) -> None:
+def test_queries_that_a_module_rotates_in_its_own_way_are_an_error(tmp_path: Path):
     path = toy.save_model(tmp_path / "nanochat", toy.family("NanoChatConfig"))
-    tokens = toy.repeating_tokens(T, batch=2)
-    rotated = measure(path, tokens, profiles=["rotated_query_mean"]).means["profiles"]
+    rotated = profiles_of(path, profiles=["rotated_query_mean"])
     assert np.isfinite(rotated["rotated_query_mean"].mean).all()
     message = "nanochat: the queries of layer 0 before their rotation are not known, because "
     with pytest.raises(ModelError, match=message):
-        measure(path, tokens, profiles=["query_mean"])
+        profiles_of(path, profiles=["query_mean"])
 
 
-def test_a_rotation_that_is_not_all_that_a_layer_does_is_not_undone() -> None:
+def test_a_rotation_that_is_not_all_that_a_layer_does_is_not_undone():
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     given = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -212,23 +195,18 @@ def test_a_rotation_that_is_not_all_that_a_layer_does_is_not_undone() -> None:
     assert rotation.checked(rotated * 2).rotate is None
 
 
-def test_nothing_is_rotated_back_if_nobody_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_rotated_back_if_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", num_key_value_heads=2))
-    tokens = toy.repeating_tokens(T, batch=2)
-
     # A model is made once, and its check rotates.
-    measure(path, tokens, profiles=["rotated_query_mean"])
+    profiles_of(path, profiles=["rotated_query_mean"])
 
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("queries were rotated back")
 
     monkeypatch.setattr(Rotation, "undo", refuse)
-    others = [name for name in ALL if name not in MOMENTS]
-    measure(path, tokens, profiles=others)
+    profiles_of(path, profiles=[name for name in ALL if name not in MOMENTS])
     with pytest.raises(AssertionError, match="rotated back"):
-        measure(path, tokens, profiles=["query_mean"])
+        profiles_of(path, profiles=["query_mean"])
 
 
 # Weights
@@ -250,19 +228,19 @@ def weights_of(path: Path) -> list[dict[str, Any]]:
     return toy.replica(path, **fields).weights()["weights"].to_pylist()
 
 
-def test_the_cosine_with_a_bias_of_zero_is_null(tmp_path: Path) -> None:
+def test_the_cosine_with_a_bias_of_zero_is_null(tmp_path: Path):
     rows = weights_of(changed_bias(tmp_path, slice(8, 16), 0))
     assert {(row["layer"], row["head"]) for row in rows if row["value"] is None} == {(1, 1)}
     assert sum(row["value"] is None for row in rows) == toy.N_CTX
 
 
-def test_a_bias_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+def test_a_bias_that_is_no_number_is_an_error(tmp_path: Path):
     spoilt = changed_bias(tmp_path, slice(3, 4), math.nan)
     with pytest.raises(MeasureError, match=r"layer 1: b_Q is not finite; expected finite numbers"):
         weights_of(spoilt)
 
 
-def test_a_weight_statistic_names_weights() -> None:
+def test_a_weight_statistic_names_weights():
     def broken(b_Qs: Any) -> Any:
         """Meaning.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.loop import measure_in_process, run_to_end
+from headcount.jobs.run.loop import missing_shards, run_to_end
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.replica import Replica
+from headcount.workers.shard import run_shard
 from tests.toys.toy_replica import ToyReplica
 
 
@@ -33,11 +33,21 @@ def run_here(
     return text.getvalue().splitlines()
 
 
-def measure_here(fields: dict[str, Any], name: str = "toy") -> Plan:
-    """Measure all of a scan in this process, without a driver."""
+def begun(fields: dict[str, Any], name: str = "toy") -> Plan:
+    """A run that is planned and written down, and of which nothing is measured."""
     plan = make_plan(parse_scan(fields), name)
     prepare_run(plan, "")
-    shards = np.arange(plan.manifest.shards)
-    commits = [*measure_in_process(plan, shards, "cpu")]
-    assert [type(commit).__name__ for commit in commits] == ["Commit"] * len(shards)
     return plan
+
+
+def measured(plan: Plan, replica_class: type[Replica] = Replica) -> Plan:
+    """Measure the shards of a run that are missing, the last one first."""
+    replica = replica_class(plan.info, plan.scan, "cpu")
+    for shard in missing_shards(plan).tolist()[::-1]:
+        run_shard(replica, plan.run, plan.sequences.shard(shard))
+    return plan
+
+
+def measure_here(fields: dict[str, Any], name: str = "toy") -> Plan:
+    """Measure all of a scan in this process, without a driver."""
+    return measured(begun(fields, name))

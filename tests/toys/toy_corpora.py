@@ -7,6 +7,7 @@ import io
 import json
 import tempfile
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import zstandard
 
 from headcount.schemas.errors import CorpusError, HeadcountError, ScanError
+from headcount.schemas.files.document_fates import Fates
 from headcount.workers.inputs.input_registry import CHOICE
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.portions import portions_of
@@ -70,10 +72,14 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> Path:
 
 
 def open_corpus(
-    info: ModelInfo, files: Any, packing: str = "document", family: str = "pile", **changes: Any
+    files: Any,
+    packing: str = "document",
+    family: str = "pile",
+    info: ModelInfo | None = None,
+    **changes: Any,
 ) -> Sequences:
     """The sequences of LENGTH tokens of some files, indexed; changes of the scan, or options of the
-    family.
+    family. The model reads bytes if none is named.
     """
     files = [str(file) for file in files] if isinstance(files, list | tuple) else str(files)
     choice = {
@@ -83,7 +89,7 @@ def open_corpus(
     }
     options = {"family": family, "files": files, "packing": packing, **choice}
     fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "input": options} | changes
-    sequences = Sequences(toy_scan(**fields), info)
+    sequences = Sequences(toy_scan(**fields), info or byte_model())
     make_index(sequences)
     sequences.check_index()
     return sequences
@@ -140,10 +146,16 @@ def cut(files: Iterable[Iterable[Row]], packing: str, length: int = LENGTH) -> l
     return sequences
 
 
-def problem_of(info: ModelInfo, files: Any, **changes: Any) -> str:
+def fates_of(sequences: Sequences) -> Fates:
+    """What became of the documents of a corpus."""
+    assert sequences.fates is not None
+    return sequences.fates
+
+
+def problem_of(files: Any, **changes: Any) -> str:
     """The one line that a corpus is refused with, by its index or by one of its shards."""
     with pytest.raises(HeadcountError) as caught:
-        all_tokens(open_corpus(info, files, **changes))
+        all_tokens(open_corpus(files, **changes))
     assert isinstance(caught.value, CorpusError | ScanError)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -160,6 +172,14 @@ def byte_info(path: Path) -> ModelInfo:
         bos_token_id=BYTE_BOS,
         eos_token_id=BYTE_BOS,
     )
+
+
+@cache
+def byte_model() -> ModelInfo:
+    """The model of bytes that corpora are read for."""
+    folder = Path(CORPORA.name) / "model"
+    folder.mkdir()
+    return byte_info(folder)
 
 
 def packed(name: str, content: bytes) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -209,12 +211,7 @@ class ToyRun:
         return tables
 
 
-def write_run(
-    out: Path,
-    name: str,
-    columns: Mapping[str, Cell],
-    **facts: Any,
-) -> RunDirectory:
+def write_run(out: Path, name: str, columns: Mapping[str, Cell], **facts: Any) -> RunDirectory:
     """Write a toy run. `facts` are the fields of `ToyRun` that differ from the default."""
     toy = ToyRun(name=name, columns=columns, **facts)
     run = RunDirectory.of(out, name)
@@ -393,3 +390,17 @@ def data_file(run: RunDirectory, table: str, intervention: str, shard: int) -> P
 def read_manifest(directory: RunDirectory) -> dict[str, Any]:
     """The manifest as JSON, for tests that intervention it."""
     return json.loads(directory.manifest_file.read_bytes())
+
+
+def copy_of(run: RunDirectory, out: Path) -> RunDirectory:
+    """A copy of a run in another directory."""
+    return RunDirectory(Path(shutil.copytree(local(run.path), out / run.path.name)))
+
+
+def flip_middle_bit(file: Path) -> None:
+    """Change one bit in the middle of a file; size and times stay."""
+    before = file.stat()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))

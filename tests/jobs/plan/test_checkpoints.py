@@ -8,6 +8,7 @@ import pytest
 
 from headcount.jobs.plan.checkpoints import scans_of
 from headcount.schemas.errors import ScanError
+from tests.toys.refusals import refused
 
 REST = 'n_ctx = 8\nsequences = 4\n[input]\nfamily = "uniform_random"\n'
 
@@ -18,27 +19,22 @@ def scan_file(folder: Path, beginning: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("beginning", "models"),
-    [
-        ('model = "bundled:gpt2-mini"', [("bundled:gpt2-mini", None)]),
-        ('model = ["a/b", \'c "d"\']', [("a/b", None), ('c "d"', None)]),
-        (
-            'model = "EleutherAI/pythia-70m"\nrevision = ["step1", "step143000"]',
-            [("EleutherAI/pythia-70m", "step1"), ("EleutherAI/pythia-70m", "step143000")],
-        ),
-        (
-            'model = "bundled:backcopy-dynamics-mini/step-*"',
-            [
-                (f"bundled:backcopy-dynamics-mini/step-{step:06}", None)
-                for step in (0, 200, 400, 600, 1000, 2000)
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("beginning", "models"), [
+    ('model = "bundled:gpt2-mini"', [("bundled:gpt2-mini", None)]),
+    ('model = ["a/b", \'c "d"\']', [("a/b", None), ('c "d"', None)]),
+    ('model = "EleutherAI/pythia-70m"\nrevision = ["step1", "step143000"]',
+     [("EleutherAI/pythia-70m", "step1"), ("EleutherAI/pythia-70m", "step143000")]),
+    (
+        'model = "bundled:backcopy-dynamics-mini/step-*"',
+        [
+            (f"bundled:backcopy-dynamics-mini/step-{step:06}", None)
+            for step in (0, 200, 400, 600, 1000, 2000)
+        ],
+    ),
+])  # fmt: skip
 def test_every_model_and_every_revision_of_a_list_is_a_scan(
     tmp_path: Path, beginning: str, models: list[tuple[str, str | None]]
-) -> None:
+):
     scans = scans_of(scan_file(tmp_path, beginning), ["n_ctx=9"])
     assert [(each.scan.model, each.scan.revision) for each in scans] == models
     # What was set makes the same scan again, so each run can be continued by itself.
@@ -62,27 +58,18 @@ def test_a_pattern_means_directories_with_a_model_in_the_order_of_their_numbers(
     assert one.scan.model == f"{tmp_path}/step-[9]"
 
 
-@pytest.mark.parametrize(
-    ("beginning", "message"),
-    [
-        ("model = []", "model: expected a text, or a list of texts, got []"),
-        ("model = [1]", "model: expected a text, or a list of texts, got [1]"),
-        ('model = ["a", "a"]', "model: expected each checkpoint once, got a twice"),
-        (
-            'model = ["a", "b"]\nrevision = ["x", "y"]',
-            "model and revision are both lists; expected one list, of models or of the revisions "
-            "of one model",
-        ),
-        (
-            'model = "/nowhere/step-*"',
-            "model: no directory with a config.json matches '/nowhere/step-*' (in {here})",
-        ),
-        ('model = ["a", "b"]\nn_ctx2 = 1', "unknown key 'n_ctx2': did you mean 'n_ctx'?"),
-    ],
-)
+@pytest.mark.parametrize(("beginning", "message"), [
+    ("model = []", "model: expected a text, or a list of texts, got []"),
+    ("model = [1]", "model: expected a text, or a list of texts, got [1]"),
+    ('model = ["a", "a"]', "model: expected each checkpoint once, got a twice"),
+    ('model = ["a", "b"]\nrevision = ["x", "y"]',
+     "model and revision are both lists; expected one list, of models or of the revisions "
+     "of one model"),
+    ('model = "/nowhere/step-*"',
+     "model: no directory with a config.json matches '/nowhere/step-*' (in {here})"),
+    ('model = ["a", "b"]\nn_ctx2 = 1', "unknown key 'n_ctx2': did you mean 'n_ctx'?"),
+])  # fmt: skip
 def test_wrong_lists_are_one_line(beginning: str, message: str, tmp_path: Path):
     file = scan_file(tmp_path, beginning)
-    with pytest.raises(ScanError) as caught:
-        scans_of(file)
-    (line,) = str(caught.value).splitlines()
+    line = refused(ScanError, scans_of, file)
     assert line.startswith(f"{file}: {message.format(here=Path.cwd())}")

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,20 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.corpus.sequence_reader import SequenceReader
 from headcount.workers.shard import commit_shard, measure_shard
 from tests.tools.deaths import killed_after
+from tests.toys.refusals import refused
 from tests.toys.runs_here import run_here
+from tests.toys.toy_corpora import write_jsonl
 from tests.toys.toy_replica import ToyReplica
-from tests.toys.toy_runs import connect_to_tables, local
+from tests.toys.toy_runs import connect_to_tables, flip_middle_bit, local
 
+RowsOfSize = Callable[[int], pa.Table]
+Change = Callable[[RunDirectory], object]
 SHARD_SIZE = 3
 FIELDS: dict[str, Any] = {
-    "model": "bundled:attn-only-2l-mini",
-    "n_ctx": 9,
-    "input": {"family": "uniform_random"},
-    "interventions": ["none", "zero_head(0,0)"],
-    "statistics": ["entropy", "sink_mass"],
+    "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "input": {"family": "uniform_random"},
+    "interventions": ["none", "zero_head(0,0)"], "statistics": ["entropy", "sink_mass"],
     "sequences_per_shard": SHARD_SIZE,
-}
+}  # fmt: skip
 
 
 def plan_of(directory: Path, sequences: int | str, **changes: Any) -> Plan:
@@ -77,16 +79,9 @@ def rows_of_first_shard(table: pa.Table) -> pa.Table:
 
 
 @pytest.fixture(scope="module")
-def rows_of_whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], pa.Table]:
+def rows_of_whole_run(tmp_path_factory: pytest.TempPathFactory) -> RowsOfSize:
     """The rows of a run of so many sequences that never grew."""
-    cached_rows: dict[int, pa.Table] = {}
-
-    def rows_of_size(sequences: int) -> pa.Table:
-        if sequences not in cached_rows:
-            cached_rows[sequences] = rows(measured_run(tmp_path_factory.mktemp("whole"), sequences))
-        return cached_rows[sequences]
-
-    return rows_of_size
+    return cache(lambda sequences: rows(measured_run(tmp_path_factory.mktemp("whole"), sequences)))
 
 
 def assert_rows(run: RunDirectory, expected: pa.Table) -> None:
@@ -107,36 +102,26 @@ def gather_and_commit_again(run: RunDirectory) -> None:
     write_whole(run.commit_file(commits[-1].shard), commits[-1].model_dump_json().encode())
 
 
-def compact_all(run: RunDirectory) -> None:
-    compact(run)
-
-
 def compact_in_pairs(run: RunDirectory) -> None:
     layers, heads = 2, 8
     compact(run, 2 * SHARD_SIZE * layers * heads)
 
 
-@pytest.mark.parametrize(
-    ("first_size", "change_commit_log"),
-    [
-        # A short shard alone, behind a whole one, and none. A merged file may hold the short one
-        # beside whole ones, or hold whole ones alone.
-        (2, leave_commit_log),
-        (5, compact_all),
-        (5, gather_and_commit_again),
-        # The only size at which a merged file of whole shards has a short one behind it.
-        (7, compact_in_pairs),
-        *(pytest.param(size, leave_commit_log, marks=pytest.mark.long) for size in (5, 6)),
-        *(pytest.param(size, compact_all, marks=pytest.mark.long) for size in (2, 6)),
-        pytest.param(6, gather_and_commit_again, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("first_size", "change_commit_log"), [
+    # A short shard alone, behind a whole one, and none. A merged file may hold the short one
+    # beside whole ones, or hold whole ones alone.
+    (2, leave_commit_log),
+    (5, compact),
+    (5, gather_and_commit_again),
+    # The only size at which a merged file of whole shards has a short one behind it.
+    (7, compact_in_pairs),
+    *(pytest.param(size, leave_commit_log, marks=pytest.mark.long) for size in (5, 6)),
+    *(pytest.param(size, compact, marks=pytest.mark.long) for size in (2, 6)),
+    pytest.param(6, gather_and_commit_again, marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_run_is_extended(
-    tmp_path: Path,
-    rows_of_whole_run: Callable[[int], pa.Table],
-    change_commit_log: Callable[[RunDirectory], None],
-    first_size: int,
-) -> None:
+    tmp_path: Path, rows_of_whole_run: RowsOfSize, change_commit_log: Change, first_size: int
+):
     run = measured_run(tmp_path, first_size)
     change_commit_log(run)
     finished_before = {c.shard: c.finished for c in run.commits()}
@@ -164,8 +149,8 @@ def test_a_run_is_extended(
 
 
 def test_a_scan_of_fewer_sequences_measures_only_these_and_keeps_all(
-    tmp_path: Path, rows_of_whole_run: Callable[[int], pa.Table]
-) -> None:
+    tmp_path: Path, rows_of_whole_run: RowsOfSize
+):
     run = measured_run(tmp_path, 11)
     plan = plan_of(tmp_path, 4)
     assert (plan.manifest.sequences, plan.requested_sequences, plan.shards_done) == (11, 4, 4)
@@ -189,8 +174,8 @@ def test_a_scan_of_fewer_sequences_measures_only_these_and_keeps_all(
 
 
 def test_a_replica_that_outlived_its_driver_leaves_an_extended_shard_alone(
-    tmp_path: Path, rows_of_whole_run: Callable[[int], pa.Table]
-) -> None:
+    tmp_path: Path, rows_of_whole_run: RowsOfSize
+):
     plan = plan_of(tmp_path, 5)
     run_here(plan)
     run = plan.run
@@ -210,9 +195,7 @@ def test_a_replica_that_outlived_its_driver_leaves_an_extended_shard_alone(
     assert rows(run).equals(rows_of_whole_run(11))
 
 
-def test_damage_in_merged_files_does_not_stop_an_extension(
-    tmp_path: Path, rows_of_whole_run: Callable[[int], pa.Table]
-) -> None:
+def test_damage_in_merged_files_stops_no_extension(tmp_path: Path, rows_of_whole_run: RowsOfSize):
     plan = plan_of(tmp_path, 5)
     run_here(plan)
     run, before = plan.run, list(plan.run.commits())
@@ -225,39 +208,32 @@ def test_damage_in_merged_files_does_not_stop_an_extension(
     assert (read_status(run).done, read_status(run).damaged) == (2, 0)
     assert {damage.path[:8] for damage in check_run(run).damaged} == {"rollups/"}
     (merged_file,) = (local(run.path) / "heads" / "intervention=none").iterdir()
-    content = bytearray(merged_file.read_bytes())
-    content[len(content) // 2] ^= 1  # One flipped bit.
-    merged_file.write_bytes(content)
+    flip_middle_bit(merged_file)
     measured_run(tmp_path, 11)
     assert_rows(run, rows_of_whole_run(11))
 
 
-@pytest.mark.parametrize(
-    ("change_commit_log", "interventions", "step"),
-    [
-        (leave_commit_log, ["none"], 3),
-        # Every moment, every form of the commit log.
-        *(
-            pytest.param(change_commit_log, interventions, 1, marks=pytest.mark.long)
-            for change_commit_log, interventions in (
-                (leave_commit_log, FIELDS["interventions"]),
-                (gather_and_commit_again, ["none"]),
-                (compact_all, ["none"]),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change_commit_log", "interventions", "step"), [
+    (leave_commit_log, ["none"], 3),
+    # Every moment, every form of the commit log.
+    *(
+        pytest.param(change_commit_log, interventions, 1, marks=pytest.mark.long)
+        for change_commit_log, interventions in (
+            (leave_commit_log, FIELDS["interventions"]),
+            (gather_and_commit_again, ["none"]),
+            (compact, ["none"]),
+        )
+    ),
+])  # fmt: skip
 def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_rows(
     tmp_path: Path,
-    rows_of_whole_run: Callable[[int], pa.Table],
-    change_commit_log: Callable[[RunDirectory], None],
+    rows_of_whole_run: RowsOfSize,
+    change_commit_log: Change,
     interventions: list[str],
     step: int,
-) -> None:
-    expected_rows = rows_of_whole_run(8)
-    expected_rows = expected_rows.filter(
-        pc.is_in(expected_rows["intervention"], pa.array(interventions))
-    )
+):
+    whole = rows_of_whole_run(8)
+    expected_rows = whole.filter(pc.is_in(whole["intervention"], pa.array(interventions)))
     kept_rows = rows_of_first_shard(expected_rows)
     begun = measured_run(tmp_path / "begun", 5, interventions=interventions)
     change_commit_log(begun)
@@ -281,7 +257,7 @@ def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_ro
     assert changes >= 9
 
 
-def test_a_run_continues_with_another_batch_size(tmp_path: Path) -> None:
+def test_a_run_continues_with_another_batch_size(tmp_path: Path):
     run = measured_run(tmp_path, 5)
     local(run.commit_file(1)).unlink()
     assert measured_run(tmp_path, 5, batch_size=2) == run
@@ -305,23 +281,15 @@ def test_a_run_continues_with_another_batch_size(tmp_path: Path) -> None:
 
 def fields_of_corpus(text_file: Path, **options: Any) -> dict[str, Any]:
     """The model and the input of a scan of all files in the directory of one."""
-    files = str(text_file.parent / "*.jsonl")
-    return {
-        "model": "bundled:gpt2-mini",
-        "n_ctx": 5,
-        "input": {"family": "pile", "files": files, **options},
-    }
+    input_ = {"family": "pile", "files": str(text_file.parent / "*.jsonl"), **options}
+    return {"model": "bundled:gpt2-mini", "n_ctx": 5, "input": input_}
 
 
 def write_texts(file: Path, *documents: int) -> Path:
     """Write a file with documents of so many letters, no two of them alike."""
-    lines: list[str] = []
-    for length in documents:
-        letters = [chr(ord("a") + (i * 7 + length) % 26) for i in range(length)]
-        lines.append(json.dumps({"text": "".join(letters)}) + "\n")
+    texts = ["".join(chr(97 + (i * 7 + n) % 26) for i in range(n)) for n in documents]
     file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(lines))
-    return file
+    return write_jsonl(file, [(text, None) for text in texts])
 
 
 def tokens_read(run: RunDirectory) -> list[Any]:
@@ -330,7 +298,7 @@ def tokens_read(run: RunDirectory) -> list[Any]:
 
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
-def test_a_corpus_run_is_extended(tmp_path: Path, packing: str) -> None:
+def test_a_corpus_run_is_extended(tmp_path: Path, packing: str):
     corpus_file = write_texts(tmp_path / "texts" / "a.jsonl", *range(8, 18))
     fields = fields_of_corpus(corpus_file, packing=packing)
     for sequences in (4, 8, "all"):
@@ -373,21 +341,18 @@ def rows_of_sequence(reader: SequenceReader, sequence: int) -> list[int]:
     return [int(block.row[document]) for block, document in reader.documents_of(sequence)]
 
 
-@pytest.mark.parametrize(
-    ("packing", "options"),
-    [
-        ("document", {"shuffle": 3}),
-        ("concat", {"skip": 1}),
-        # In these orders, sequences are found by the same rules.
-        pytest.param("concat", {"shuffle": 3}, marks=pytest.mark.long),
-        pytest.param("document", {}, marks=pytest.mark.long),
-        pytest.param("concat", {}, marks=pytest.mark.long),
-        pytest.param("document", {"skip": 1}, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("packing", "options"), [
+    ("document", {"shuffle": 3}),
+    ("concat", {"skip": 1}),
+    # In these orders, sequences are found by the same rules.
+    pytest.param("concat", {"shuffle": 3}, marks=pytest.mark.long),
+    pytest.param("document", {}, marks=pytest.mark.long),
+    pytest.param("concat", {}, marks=pytest.mark.long),
+    pytest.param("document", {"skip": 1}, marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_run_continues_after_an_unmeasured_document_was_mended(
     tmp_path: Path, packing: str, options: dict[str, Any]
-) -> None:
+):
     fields, file, run = half_measured_run(tmp_path, packing=packing, **options)
     plan_before = plan_of(tmp_path / "out", "all", **fields)
     assert not plan_before.has_new_index
@@ -407,9 +372,8 @@ def test_a_run_continues_after_an_unmeasured_document_was_mended(
     run_here(plan)
     assert not plan_of(tmp_path / "out", "all", **fields).has_new_index
     assert tokens_read(run) == tokens_read(measured_run(tmp_path / "alone", "all", **fields))
-    assert tokens_before == [
-        row for row in tokens_read(run) if row[0] // SHARD_SIZE not in affected_shards
-    ]
+    kept = [row for row in tokens_read(run) if row[0] // SHARD_SIZE not in affected_shards]
+    assert tokens_before == kept
 
 
 def put_a_file_before(file: Path, run: RunDirectory) -> None:
@@ -428,56 +392,33 @@ def record_of(run: RunDirectory) -> Path:
 CHANGED = "the corpus has changed since the run was begun: "
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda file, run: reverse_text(file, 3),
-            f"{CHANGED}{{file}}, line 4 is another text, which sequence 3 was made of; ",
-        ),
-        (
-            lambda file, run: reverse_text(file, 0),
-            f"{CHANGED}{{file}}, line 1 is another text, which sequence 0 was made of; ",
-        ),
-        (
-            lambda file, run: file.write_text(file.read_text().rpartition("\n{")[0]),
-            f"{CHANGED}it held 16 sequences and holds 15",
-        ),
-        (
-            put_a_file_before,
-            f"{CHANGED}sequence 0 came from {{file}}, line 1 and would come from "
-            "{file.parent}/a.jsonl, line 1",
-        ),
-        (
-            write_again_without_tokens,
-            f"{CHANGED}b.jsonl is not as it was, and the tokens that the run was begun with are "
-            "gone from {run.path.parent}/corpora/",
-        ),
-        (
-            lambda file, run: record_of(run).rename(local(run.index) / "documents.parquet"),
-            "gone, so nothing says which corpus the run was begun with",
-        ),
-        (
-            lambda file, run: record_of(run).write_text("[]"),
-            "damaged, so nothing says which corpus",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda file, run: reverse_text(file, 3),
+     f"{CHANGED}{{file}}, line 4 is another text, which sequence 3 was made of; "),
+    (lambda file, run: reverse_text(file, 0),
+     f"{CHANGED}{{file}}, line 1 is another text, which sequence 0 was made of; "),
+    (lambda file, run: file.write_text(file.read_text().rpartition("\n{")[0]),
+     f"{CHANGED}it held 16 sequences and holds 15"),
+    (put_a_file_before, f"{CHANGED}sequence 0 came from {{file}}, line 1 and would come from "
+     "{file.parent}/a.jsonl, line 1"),
+    (write_again_without_tokens,
+     f"{CHANGED}b.jsonl is not as it was, and the tokens that the run was begun with are "
+     "gone from {run.path.parent}/corpora/"),
+    (lambda file, run: record_of(run).rename(local(run.index) / "documents.parquet"),
+     "gone, so nothing says which corpus the run was begun with"),
+    (lambda file, run: record_of(run).write_text("[]"), "damaged, so nothing says which corpus"),
+])  # fmt: skip
 def test_another_corpus_is_refused_in_one_line(
     tmp_path: Path, change: Callable[[Path, RunDirectory], object], message: str
-) -> None:
+):
     fields, file, run = half_measured_run(tmp_path)
     change(file, run)
-    with pytest.raises(RunError) as refusal:
-        plan_of(tmp_path / "out", "all", **fields)
-    (line,) = str(refusal.value).splitlines()
+    line = refused(RunError, plan_of, tmp_path / "out", "all", **fields)
     assert line.startswith(str(run.path))
     assert message.format(file=file, run=run) in line
 
 
-def test_a_change_that_keeps_size_and_time_is_found_if_the_corpus_is_verified(
-    tmp_path: Path,
-) -> None:
+def test_a_change_that_keeps_size_and_time_is_found_if_the_corpus_is_verified(tmp_path: Path):
     fields, file, run = half_measured_run(tmp_path)
     times = os.stat(file)
     reverse_text(file, 7)
@@ -493,7 +434,7 @@ def test_a_change_that_keeps_size_and_time_is_found_if_the_corpus_is_verified(
     assert lines[-1] == "1 portion of 1 differed; their texts are prepared again"
 
 
-def test_a_bad_row_may_be_mended(tmp_path: Path) -> None:
+def test_a_bad_row_may_be_mended(tmp_path: Path):
     file = write_texts(tmp_path / "texts" / "b.jsonl", *range(8, 24))
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*lines[:12], "{\n", *lines[12:]]))
@@ -512,7 +453,7 @@ def test_a_bad_row_may_be_mended(tmp_path: Path) -> None:
     assert run.manifest().bad_rows == 0.1
 
 
-def test_a_run_goes_on_when_its_tokens_or_its_corpus_lie_elsewhere(tmp_path: Path) -> None:
+def test_a_run_goes_on_when_its_tokens_or_its_corpus_lie_elsewhere(tmp_path: Path):
     fields, file, run = half_measured_run(tmp_path)
     # A file that was only written again changes nothing.
     os.utime(file, (1, 1))
@@ -537,7 +478,7 @@ def test_a_run_goes_on_when_its_tokens_or_its_corpus_lie_elsewhere(tmp_path: Pat
     assert replan(run, [f"input.files={moved_file}"]).has_new_index
 
 
-def test_a_run_of_counted_tokens_goes_on_while_the_counts_are_the_same(tmp_path: Path) -> None:
+def test_a_run_of_counted_tokens_goes_on_while_the_counts_are_the_same(tmp_path: Path):
     file = write_texts(tmp_path / "texts" / "b.jsonl", 8, 30)
     fields = fields_of_corpus(file) | {"input": {"family": "unigram_text", "files": str(file)}}
     run = measured_run(tmp_path / "out", 4, **fields)
@@ -552,11 +493,10 @@ def test_a_run_of_counted_tokens_goes_on_while_the_counts_are_the_same(tmp_path:
         plan_of(tmp_path / "out", 8, **fields)
 
 
-def test_runs_that_carry_different_columns_are_asked_together(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
+def test_runs_that_carry_different_columns_are_asked_together(tmp_path: Path):
+    file, out = tmp_path / "a.jsonl", tmp_path / "out"
     lines = [{"text": "abcdefgh" * 3, "id": i, "meta": {"year": 2000 + i}} for i in range(4)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    out = tmp_path / "out"
     for columns in ([], ["id"], ["id", "meta.year"]):
         run = measured_run(out, "all", **fields_of_corpus(file, columns=columns))
     sql = (

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.plan.plan import Plan
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs import INPUTS
 from headcount.workers.interventions import INTERVENTIONS
+from tests.toys.runs_here import begun
 from tests.toys.toy_runs import local
 
 CODE = '''
@@ -66,52 +66,40 @@ def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
     file = path / f"made_{next(COUNT)}.py"
     file.write_text(CODE.replace(old, new))
     spec = importlib.util.spec_from_file_location(f"headcount.workers.{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return fingerprint(module.intervention)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "shows"),
-    [
-        ("helper(x) * ", "helper(x) + ", True),  # the function
-        ("x + SIZE", "x - SIZE", True),  # a helper behind a cache
-        ("SIZE = 3", "SIZE = 4", True),  # a constant of a helper
-        ("self.half() * 2", "self.half() * 3", True),  # a method that it names
-        ("return 21", "return 22", True),  # a method that this method names
-        ("x < 0", "x < 1", True),  # what is refused
-        ("Say something.", "Say something else.", False),
-        ("x + SIZE", "(x + SIZE)  # why", False),
-        ("return 1\n", "return 2\n", False),  # a function that nobody calls
-        ("return 5", "return 6", False),  # a method likewise
-        ("is too small", "is too low", False),  # how it is said
-        ("str(x)", "repr(x)", False),  # likewise
-        ("size: int |", "size: Size |", False),  # which options are refused
-    ],
-)
-def test_a_change_of_meaning_shows_and_nothing_else(
-    tmp_path: Path, old: str, new: str, shows: bool
-) -> None:
+@pytest.mark.parametrize(("old", "new", "shows"), [
+    ("helper(x) * ", "helper(x) + ", True),  # the function
+    ("x + SIZE", "x - SIZE", True),  # a helper behind a cache
+    ("SIZE = 3", "SIZE = 4", True),  # a constant of a helper
+    ("self.half() * 2", "self.half() * 3", True),  # a method that it names
+    ("return 21", "return 22", True),  # a method that this method names
+    ("x < 0", "x < 1", True),  # what is refused
+    ("Say something.", "Say something else.", False),
+    ("x + SIZE", "(x + SIZE)  # why", False),
+    ("return 1\n", "return 2\n", False),  # a function that nobody calls
+    ("return 5", "return 6", False),  # a method likewise
+    ("is too small", "is too low", False),  # how it is said
+    ("str(x)", "repr(x)", False),  # likewise
+    ("size: int |", "size: Size |", False),  # which options are refused
+])  # fmt: skip
+def test_a_change_of_meaning_shows_and_no_other(tmp_path: Path, old: str, new: str, shows: bool):
     assert (fingerprint_of(tmp_path, old, new) != fingerprint_of(tmp_path)) == shows
 
 
 def planned(path: Path, name: str) -> Plan:
-    fields = {
-        "model": "bundled:attn-only-2l-mini",
-        "n_ctx": 9,
-        "input": {"family": "ngram_overlap"},
-        "sequences": 2,
-        "out": str(path),
-        "interventions": ["none", "zero_head(0,0)+mean_head(1,1)", "zero_head(0,1)"],
-    }
-    plan = make_plan(parse_scan(fields), name)
-    prepare_run(plan, "")
-    return plan
+    fields = {"model": "bundled:attn-only-2l-mini", "n_ctx": 9, "sequences": 2, "out": str(path)}
+    fields |= {"input": {"family": "ngram_overlap"}}
+    fields |= {"interventions": ["none", "zero_head(0,0)+mean_head(1,1)", "zero_head(0,1)"]}
+    return begun(fields, name)
 
 
-def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path) -> None:
+def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path):
     manifest = planned(tmp_path, "a").run.manifest()
     assert list(manifest.inputs) == ["ngram_overlap"]
     assert list(manifest.interventions) == ["none", "zero_head", "mean_head"]
@@ -127,7 +115,7 @@ def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path)
 )
 def test_two_meanings_under_one_name_are_neither_continued_nor_mixed(
     tmp_path: Path, kind: str, name: str, word: str
-) -> None:
+):
     first, second = planned(tmp_path, "a"), planned(tmp_path, "b")
     connect(tmp_path, lazily=True)
     file = local(second.run.manifest_file)

@@ -31,20 +31,14 @@ from tests.toys import toy_models as toy
 from tests.toys.runs_here import run_here
 
 
-def test_the_cost_is_that_of_the_scan(tmp_path: Path) -> None:
+def test_the_cost_is_that_of_the_scan(tmp_path: Path):
     fields = {
-        "model": "bundled:attn-only-2l-mini",
-        "n_ctx": 12,
-        "sequences": 96,
-        "sequences_per_shard": 32,
-        "batch_size": 16,
-        "out": str(tmp_path),
-        "input": {"family": "ngram_corrupt", "n": 4},
-        "interventions": ["none", "patch_head(0,7)"],
-        "curves": ["attention_by_lag"],
-        "profiles": ["attention_by_lag"],
+        "model": "bundled:attn-only-2l-mini", "n_ctx": 12, "sequences": 96,
+        "sequences_per_shard": 32, "batch_size": 16, "out": str(tmp_path),
+        "input": {"family": "ngram_corrupt", "n": 4}, "interventions": ["none", "patch_head(0,7)"],
+        "curves": ["attention_by_lag"], "profiles": ["attention_by_lag"],
         "weight_statistics": ["query_bias_norm"],
-    }
+    }  # fmt: skip
     plan = make_plan(parse_scan(fields), "toy")
     cost = Rehearsal(plan.scan, plan.info, "cpu").measure(plan)
     assert (cost.device, cost.measured_on, cost.batch_size) == ("cpu", "cpu", 16)
@@ -57,10 +51,9 @@ def test_the_cost_is_that_of_the_scan(tmp_path: Path) -> None:
     run_here(plan, Replica)
     rows_written: Counter[str] = Counter()
     bytes_written: Counter[str] = Counter()
-    for files_of_shard in plan.run.commit_log(["files"])["files"].to_pylist():
-        for file in files_of_shard:
-            rows_written[file["table"]] += file["rows"]
-            bytes_written[file["table"]] += file["bytes"]
+    for file in (file for commit in plan.run.commits() for file in commit.files):
+        rows_written[file.table] += file.rows
+        bytes_written[file.table] += file.bytes
     assert {table.table: table.rows for table in cost.tables} == rows_written
     for table in cost.tables:
         assert table.bytes == pytest.approx(bytes_written[table.table], rel=0.25), table.table
@@ -73,7 +66,7 @@ def plan(scan: str, *options: str) -> Result:
 
 def test_the_command_says_what_will_run_and_leaves_no_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     # A machine without GPUs.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("headcount.jobs.resources.available_gpus", lambda: 0)
@@ -98,7 +91,7 @@ def test_the_command_says_what_will_run_and_leaves_no_run(
 
 def test_a_large_corpus_is_estimated_and_nothing_of_it_is_kept(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(corpus_estimate, "SAMPLE_TOKENS", 2000)
     write_texts(tmp_path / "a.jsonl", *["a text of some length "] * 1000)
     result = plan(scan_file(tmp_path, fields_of(model, tmp_path)))
@@ -113,7 +106,7 @@ def test_a_large_corpus_is_estimated_and_nothing_of_it_is_kept(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_scan_that_cannot_run_is_refused_before_anything_is_tokenised(tmp_path: Path) -> None:
+def test_a_scan_that_cannot_run_is_refused_before_anything_is_tokenised(tmp_path: Path):
     """Engine and precision are settled for the device that the user names, not for this one."""
     model = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", vocab_size=257))
     toy.byte_tokenizer(model)
@@ -128,24 +121,13 @@ def test_a_scan_that_cannot_run_is_refused_before_anything_is_tokenised(tmp_path
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("gpus", "device", "address", "replicas"),
-    [
-        (0, "auto", None, 0),
-        (1, "auto", None, 1),
-        (3, "auto", None, 3),
-        (3, "cuda", None, 3),
-        (3, "cpu", None, 0),
-        (0, "auto", "192.0.2.10:6379", 1),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "device", "address", "replicas"), [
+    (0, "auto", None, 0), (1, "auto", None, 1), (3, "auto", None, 3), (3, "cuda", None, 3),
+    (3, "cpu", None, 0), (0, "auto", "192.0.2.10:6379", 1),
+])  # fmt: skip
 def test_replicas_that_nobody_counted_are_one_a_gpu_or_this_process(
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    device: Device,
-    address: str | None,
-    replicas: int,
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, gpus: int, device: Device, address: str | None, replicas: int
+):
     monkeypatch.delenv(JOB_ADDRESS, raising=False)
     monkeypatch.setattr("headcount.jobs.resources.available_gpus", lambda: gpus)
     assert Resources.asked_for(None, 0, device, address).replicas == replicas
@@ -155,7 +137,7 @@ def test_replicas_that_nobody_counted_are_one_a_gpu_or_this_process(
     assert Resources.asked_for(None, 0, device, None).replicas == 1
 
 
-def test_the_peak_is_that_of_the_block_in_bytes() -> None:
+def test_the_peak_is_that_of_the_block_in_bytes():
     # A higher peak before the block must not count.
     earlier_array = np.ones(20_000_000, np.uint8)
     del earlier_array

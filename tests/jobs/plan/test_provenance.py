@@ -39,18 +39,16 @@ from headcount.workers.provenance.code_fingerprint import (
 )
 from headcount.workers.provenance.providers import PROVIDERS, column_fingerprint, provider_modules
 from headcount.workers.replica import Replica
+from tests.toys.refusals import refused
 from tests.toys.runs_here import run_here
 
 CODE_HERE = code_fingerprint()
 OTHER_CODE = "0123456789ab"
 FIELDS: dict[str, Any] = {
-    "model": "bundled:attn-only-2l-mini",
-    "n_ctx": 9,
-    "input": {"family": "uniform_random"},
-    "interventions": ["none", "head_to_first(1,3)"],
-    "statistics": ["entropy", "resid_pre_norm"],
+    "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "input": {"family": "uniform_random"},
+    "interventions": ["none", "head_to_first(1,3)"], "statistics": ["entropy", "resid_pre_norm"],
     "sequences_per_shard": 2,
-}
+}  # fmt: skip
 FORMULAS: list[Formula] = [
     formula
     for registry in (STATISTICS, PROFILES, PREDICTIONS, WEIGHT_STATISTICS)
@@ -71,9 +69,8 @@ def become_other_code(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def become(code: str) -> None:
         def record(formula: Formula) -> dict[str, Any]:
             is_changed = formula.name == "entropy" and code != CODE_HERE
-            return formula.record | {
-                "fingerprint": code if is_changed else column_fingerprint(formula)
-            }
+            own = code if is_changed else column_fingerprint(formula)
+            return formula.record | {"fingerprint": own}
 
         for module in (headcount.jobs.plan.resolved_scan, headcount.workers.shard):
             monkeypatch.setattr(module, "code_fingerprint", lambda: code)
@@ -82,22 +79,17 @@ def become_other_code(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return become
 
 
-def test_every_commit_says_how_its_shard_was_measured(tmp_path: Path) -> None:
+def test_every_commit_says_how_its_shard_was_measured(tmp_path: Path):
     plan = plan_of(tmp_path)
     run_here(plan, Replica)
     commits = list(plan.run.commits())
+    method = {"engine": "fused", "precision": "float32", "attention": "tiles"}
     for commit in commits:
         assert commit.code == CODE_HERE
         assert commit.device.startswith("cpu ")
         assert {"torch", "transformer_lens", "numpy"} <= {v.library for v in commit.versions}
         assert [m.model_dump() for m in commit.methods] == [
-            {
-                "intervention": name,
-                "engine": "fused",
-                "precision": "float32",
-                "attention": "tiles",
-                "built_layers": built,
-            }
+            method | {"intervention": name, "built_layers": built}
             for name, built in (("none", []), ("head_to_first(1,3)", [1]))
         ]
     gather(plan.run.commits_directory, commits)
@@ -117,7 +109,7 @@ def test_every_commit_says_how_its_shard_was_measured(tmp_path: Path) -> None:
 
 def test_a_run_continues_with_other_code_only_if_that_is_allowed(
     tmp_path: Path, become_other_code: Callable[[str], None]
-) -> None:
+):
     begun_plan = plan_of(tmp_path)
     run_here(begun_plan)
     run = begun_plan.run
@@ -128,9 +120,7 @@ def test_a_run_continues_with_other_code_only_if_that_is_allowed(
         (lambda: plan_of(tmp_path, 6), f"headcount rm {run.path} deletes it"),
         (lambda: replan(run, ["sequences=6"]), "headcount scan SCAN --new starts another"),
     ):
-        with pytest.raises(RunError) as refusal:
-            run_here(extended())
-        (line,) = str(refusal.value).splitlines()
+        line = refused(RunError, run_here, extended())
         for part in (CODE_HERE, OTHER_CODE, "--allow-other-code", way):
             assert part in line
     assert run.manifest() == begun_plan.manifest
@@ -149,7 +139,7 @@ def test_a_run_continues_with_other_code_only_if_that_is_allowed(
 
 def test_readers_refuse_to_mix_two_meanings_of_a_column(
     tmp_path: Path, become_other_code: Callable[[str], None]
-) -> None:
+):
     plan = plan_of(tmp_path)
     run_here(plan)
     become_other_code(OTHER_CODE)
@@ -158,9 +148,7 @@ def test_readers_refuse_to_mix_two_meanings_of_a_column(
     entropy = column_fingerprint(STATISTICS["entropy"])
     for change in (lambda: None, lambda: compact(plan.run)):
         change()
-        with pytest.raises(QueryError) as refusal:
-            connect(path, lazily=True)
-        assert str(refusal.value) == (
+        assert refused(QueryError, connect, path, lazily=True) == (
             f"statistic 'entropy' has one formula in 2 shards from 0 to 1 of run {run_id}, by code "
             f"{CODE_HERE} ({entropy}) and another in shard 2 of run {run_id}, by code {OTHER_CODE} "
             f"({OTHER_CODE}); --code {OTHER_CODE} reads the latter alone"
@@ -177,9 +165,7 @@ def test_readers_refuse_to_mix_two_meanings_of_a_column(
     assert answer.stderr == f"note: run {run_id} is not complete: 1 of 3 shards are in\n"
 
 
-def test_other_code_that_means_the_same_is_read_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_code_of_one_meaning_is_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not any("begun on" in line for line in run_here(plan_of(tmp_path)))
     for module in (headcount.jobs.plan.resolved_scan, headcount.workers.shard):
         monkeypatch.setattr(module, "code_fingerprint", lambda: OTHER_CODE)
@@ -201,7 +187,7 @@ MEASURING = sorted(
 
 def copy_code(
     out: Path,
-    intervention: Callable[[str], str],
+    change: Callable[[str], str],
     changed: Iterable[str],
     files: Iterable[str] = MEASURING,
 ) -> Path:
@@ -209,11 +195,11 @@ def copy_code(
     for file in files:
         (out / file).parent.mkdir(parents=True, exist_ok=True)
         text = (PACKAGE / file).read_text()
-        (out / file).write_text(intervention(text) if file in changed else text)
+        (out / file).write_text(change(text) if file in changed else text)
     return out
 
 
-def test_the_code_is_known_by_what_python_runs(tmp_path: Path) -> None:
+def test_the_code_is_known_by_what_python_runs(tmp_path: Path):
     file = "workers/replica.py"
     before = read_code(copy_code(tmp_path / "before", lambda text: text + "\n", [file], [file]))
 
@@ -238,7 +224,7 @@ def test_the_code_is_known_by_what_python_runs(tmp_path: Path) -> None:
     assert code_fingerprint(changed("\n\n\n", "\n# how\n\n")) == before.fingerprint
 
 
-def test_everything_that_a_formula_can_read_has_its_providers() -> None:
+def test_everything_that_a_formula_can_read_has_its_providers():
     readable = {*LAYER_VALUES, *PREDICTION_INPUTS, *LAYER_WEIGHTS, *MODEL_WEIGHTS}
     conditions = {name for formula in FORMULAS for name in formula.conditions}
     assert set(PROVIDERS) == readable | conditions
@@ -254,9 +240,7 @@ def test_everything_that_a_formula_can_read_has_its_providers() -> None:
 
 
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.long)])
-def test_a_change_in_a_provider_shows_in_the_columns_that_read_it_alone(
-    tmp_path: Path, step: int
-) -> None:
+def test_a_change_in_a_provider_shows_in_the_columns_that_read_it_alone(tmp_path: Path, step: int):
     before = {formula.name: column_fingerprint(formula) for formula in FORMULAS}
     commented = copy_code(tmp_path / "commented", lambda text: text + "# why\n", MEASURING)
     assert {f.name: column_fingerprint(f, commented) for f in FORMULAS} == before
@@ -269,7 +253,7 @@ def test_a_change_in_a_provider_shows_in_the_columns_that_read_it_alone(
         assert changed == readers
 
 
-def test_a_run_of_another_layout_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_run_of_another_layout_is_refused_in_one_line(tmp_path: Path):
     plan = plan_of(tmp_path)
     run_here(plan)
     fields = json.loads(plan.run.manifest_file.read_bytes())

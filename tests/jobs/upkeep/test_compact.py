@@ -31,14 +31,14 @@ from headcount.jobs.upkeep.merge_tasks import merged_by_tasks
 from headcount.schemas.errors import RunError
 from headcount.schemas.files import places
 from headcount.schemas.files.commits import drop, gather
-from headcount.schemas.files.places import StorePath, place, write_whole
+from headcount.schemas.files.places import write_whole
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
 from headcount.schemas.scans.kinds import TABLES
 from tests import ROOT
 from tests.tools.deaths import killed_after
-from tests.tools.s3_server import S3Server
 from tests.tools.workers import joined_cluster
-from tests.toys.toy_runs import Entry, Row, data_file, local, write_run
+from tests.toys.object_stores import copied_to_store, object_store
+from tests.toys.toy_runs import Entry, Row, copy_of, data_file, flip_middle_bit, local, write_run
 
 INTERVENTIONS = ("none", "zero_query_bias")
 SHARDS, PER_SHARD, LAYERS, HEADS = 7, 3, 2, 3
@@ -65,9 +65,8 @@ Rows = dict[tuple[str, str], tuple[bytes, str]]
 
 def entropy(row: Row) -> float | None:
     """Every third value is NULL; the others need all bits of a float32."""
-    number = ((row.sequence * LAYERS + row.layer) * HEADS + row.head) * 2 + INTERVENTIONS.index(
-        row.intervention
-    )
+    place = (row.sequence * LAYERS + row.layer) * HEADS + row.head
+    number = place * 2 + INTERVENTIONS.index(row.intervention)
     return None if number % 3 == 0 else float(np.float32(abs(np.sin(number)) / 3))
 
 
@@ -81,9 +80,8 @@ def profiles(shard: int) -> list[Entry]:
     moments = {"count": PER_SHARD, "mean": np.sin(shard) / 3, "m2": np.cos(shard) ** 2}
     entry = {"layer": 1, "head": 2, **moments}
     lags = [entry | {"profile": "attention_by_lag", "lag": lag} for lag in range(2)]
-    pairs = [
-        entry | {"profile": "score_by_pair", "query": q, "key": k} for q, k in ((0, 0), (1, 0))
-    ]
+    pair = entry | {"profile": "score_by_pair", "key": 0}
+    pairs = [pair | {"query": query} for query in range(2)]
     return [*lags, *pairs, entry | {"profile": "resid_pre_norm_by_key", "head": None, "key": 0}]
 
 
@@ -132,10 +130,6 @@ def compacted(original: RunDirectory, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def merged(compacted: RunDirectory, tmp_path: Path) -> RunDirectory:
     return copy_of(compacted, tmp_path / "a")
-
-
-def copy_of(run: RunDirectory, out: Path) -> RunDirectory:
-    return RunDirectory(Path(shutil.copytree(local(run.path), out / run.path.name)))
 
 
 def copy_shards(original: RunDirectory, run: RunDirectory, shards: tuple[int, ...]) -> None:
@@ -193,18 +187,16 @@ def assert_same_and_tidy(run: RunDirectory, expected: Rows | None = None) -> Non
 # What is merged
 
 
-def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
-    run: RunDirectory, expected: Rows
-) -> None:
+def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(run: RunDirectory, expected: Rows):
     commits = list(run.commits())
     done = compact(run, GROUPS)
     files = (done.before.files, done.after.files)
     assert (*files, done.problems) == (SHARDS * 7 + 1, FILES_OF_GROUPS, [])
     assert_same_and_tidy(run, expected)
-    hidden = {"files": []}
-    assert [c.model_copy(update=hidden) for c in run.commits()] == [
-        c.model_copy(update=hidden) for c in commits
-    ]
+    before, after = (
+        [c.model_copy(update={"files": []}) for c in of_run] for of_run in (commits, run.commits())
+    )
+    assert before == after
     committed = [file for commit in run.commits() for file in commit.files]
     shapes = {(f.table, f.intervention, f.path[-28:-14], f.shards) for f in committed}
     assert len(shapes) == len(data_files(run))
@@ -221,14 +213,12 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
         (intervention, SHARDS * SHARD, SHARDS * SHARD) for intervention in INTERVENTIONS
     ]
     # The same again changes nothing.
-    before = {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")}
+    times = {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")}
     compact(run, GROUPS)
-    assert {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")} == before
+    assert {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")} == times
 
 
-def test_a_query_on_one_head_skips_the_other_row_groups(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_query_on_one_head_skips_other_groups(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(merged_files, "ROW_GROUP", SHARDS * PER_SHARD)
     compact(run)
     (path,) = local(run.path).glob("heads/intervention=none/*.parquet")
@@ -236,9 +226,7 @@ def test_a_query_on_one_head_skips_the_other_row_groups(
     assert "Row Groups Scanned: 1 / 6" in duckdb.connect().execute(sql).fetchall()[0][1]
 
 
-def test_a_compacted_run_can_be_continued(
-    run: RunDirectory, original: RunDirectory, expected: Rows
-) -> None:
+def test_a_compacted_run_continues(run: RunDirectory, original: RunDirectory, expected: Rows):
     for shard in (1, 2, 6):
         local(run.commit_file(shard)).unlink()
     compact(run, GROUPS)
@@ -260,7 +248,7 @@ def test_a_compacted_run_can_be_continued(
 
 def test_what_a_late_replica_left_is_deleted_and_what_was_taken_back_is_merged_anew(
     merged: RunDirectory, original: RunDirectory, expected: Rows
-) -> None:
+):
     copy_shards(original, merged, tuple(range(SHARDS)))
     half = local(merged.path) / "heads/intervention=none/.shard-000001.parquet.1a2b.tmp"
     half.write_bytes(b"PAR1 half")
@@ -282,15 +270,14 @@ def test_what_a_late_replica_left_is_deleted_and_what_was_taken_back_is_merged_a
 
 def test_tiny_shards_are_merged_in_rounds(
     run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(compaction, "MOST_UNITS", 2)
     lines: list[str] = []
     assert compact(run, tell=lines.append).problems == []
     # Seven shards become three pairs and one, then two files, then one.
+    merged = [(number + 1, groups) for groups in (3, 2, 1) for number in range(groups)]
     assert [line.partition(": ")[2] for line in lines] == [
-        f"group {number} of {groups} merged"
-        for groups in (3, 2, 1)
-        for number in range(1, groups + 1)
+        f"group {number} of {groups} merged" for number, groups in merged
     ]
     assert len(data_files(run)) == 9
     assert_same_and_tidy(run, expected)
@@ -307,16 +294,13 @@ def damage_file(run: RunDirectory, how: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("how", "problem"),
-    [
-        ("cut", "has [0-9,]+ bytes where [0-9,]+ were committed"),
-        ("zeros", "has other content than was committed"),
-    ],
-)
+@pytest.mark.parametrize(("how", "problem"), [
+    ("cut", "has [0-9,]+ bytes where [0-9,]+ were committed"),
+    ("zeros", "has other content than was committed"),
+])  # fmt: skip
 def test_a_damaged_file_is_left_and_the_command_fails(
     how: str, problem: str, run: RunDirectory, original: RunDirectory, expected: Rows
-) -> None:
+):
     file = damage_file(run, how)
     left, commit = file.read_bytes(), local(run.commit_file(4)).read_bytes()
     words = ["compact", str(run.path), "--rows", str(4 * SHARD), "--processes", "1"]
@@ -345,13 +329,6 @@ def rollup_digests(run: RunDirectory) -> dict[tuple[str, int], str]:
     }
 
 
-def damage_middle(file: Path) -> None:
-    """Flip a bit."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 def damage_rollup(run: RunDirectory, how: str, shards: str = "000000-000002") -> None:
     """Damage the roll-up of a merged group under the first intervention."""
     (file,) = local(run.path).glob(f"rollups/intervention=none/merged-{shards}-*.parquet")
@@ -360,13 +337,11 @@ def damage_rollup(run: RunDirectory, how: str, shards: str = "000000-000002") ->
     elif how == "cut":
         file.write_bytes(file.read_bytes()[:-9])
     else:
-        damage_middle(file)
+        flip_middle_bit(file)
 
 
 @pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
-def test_damaged_roll_ups_are_written_again_to_the_last_bit(
-    merged: RunDirectory, expected: Rows, how: str
-) -> None:
+def test_damaged_roll_ups_come_back_to_the_last_bit(merged: RunDirectory, expected: Rows, how: str):
     digests = rollup_digests(merged)
     rows_before = [path for path in data_files(merged) if not path.startswith("rollups/")]
     damage_rollup(merged, how)
@@ -387,15 +362,13 @@ def test_damaged_roll_ups_are_written_again_to_the_last_bit(
     # Without whole rows it is left, and the rows are reported.
     damage_rollup(merged, "flipped")
     (heads,) = local(merged.path).glob("heads/intervention=none/merged-000000-*.parquet")
-    damage_middle(heads)
+    flip_middle_bit(heads)
     (problem,) = compact(merged, GROUPS).problems
     assert problem.startswith("shards 0 to 2: heads/intervention=none/merged-000000-")
     assert rollup_digests(merged) == digests
 
 
-def test_the_roll_up_of_a_single_shard_is_written_again(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_roll_up_of_one_shard_comes_back(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     # Every shard is large enough for roll-ups of its own.
     monkeypatch.setattr(compaction, "ROWS", SHARD)
     compact(run, SHARD)
@@ -409,9 +382,7 @@ def test_the_roll_up_of_a_single_shard_is_written_again(
 # Killed
 
 
-def test_a_compaction_that_is_killed_repeatedly_still_ends(
-    run: RunDirectory, expected: Rows
-) -> None:
+def test_a_compaction_that_is_killed_repeatedly_still_ends(run: RunDirectory, expected: Rows):
     # Fifteen changes: to delete what another death left, and to merge a group.
     deaths = 0
     while killed_after(15, lambda: compact(run, GROUPS)):
@@ -442,7 +413,7 @@ def test_killed_after_any_change_all_rows_count_once_and_the_next_compaction_end
     expected: Rows,
     tmp_path: Path,
     begin: Callable[[RunDirectory, RunDirectory], None],
-) -> None:
+):
     begun = copy_of(original, tmp_path / "begun")
     begin(begun, original)
     digests = rollup_digests(begun)
@@ -460,9 +431,7 @@ def test_killed_after_any_change_all_rows_count_once_and_the_next_compaction_end
 
 
 @pytest.mark.long
-def test_killed_while_processes_merge_it_goes_on_and_leaves_no_process(
-    run: RunDirectory, expected: Rows
-) -> None:
+def test_killed_while_processes_merge_it_goes_on_and_leaves_none(run: RunDirectory, expected: Rows):
     command = [sys.executable, "-m", "headcount", "compact", str(run.path)]
     command += ["--rows", str(PAIRS), "--processes", "2"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
@@ -484,7 +453,7 @@ def test_killed_while_processes_merge_it_goes_on_and_leaves_no_process(
 
 def test_two_compactions_that_overlapped_are_noticed_and_mended(
     run: RunDirectory, compacted: RunDirectory, expected: Rows
-) -> None:
+):
     compact(run)
     for table in (*WRITTEN, "rollups", "weights"):
         shutil.copytree(local(compacted.path) / table, local(run.path) / table, dirs_exist_ok=True)
@@ -498,7 +467,7 @@ def test_two_compactions_that_overlapped_are_noticed_and_mended(
 
 def test_the_command_merges_in_processes_and_reports_files_and_sizes(
     run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.chdir(local(run.path))
     done = CliRunner().invoke(app, ["compact", ".", "--rows", str(GROUPS)])
     assert done.exit_code == 0
@@ -508,7 +477,7 @@ def test_the_command_merges_in_processes_and_reports_files_and_sizes(
 
 
 @pytest.mark.long
-def test_a_cluster_merges_what_is_not_damaged(run: RunDirectory) -> None:
+def test_a_cluster_merges_what_is_not_damaged(run: RunDirectory):
     file = damage_file(run, "cut")
     with joined_cluster(num_cpus=1):
         done = compact(run, PAIRS, merge_groups=partial(merged_by_tasks, "here"))
@@ -519,29 +488,18 @@ def test_a_cluster_merges_what_is_not_damaged(run: RunDirectory) -> None:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[StorePath]:
-    """A directory in an object store."""
-    with S3Server() as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        places._filesystem.cache_clear()
-        where = place("s3://bucket/runs")
-        assert isinstance(where, StorePath)
-        yield where
-    places._filesystem.cache_clear()
+def _store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with object_store(monkeypatch):
+        yield
 
 
+@pytest.mark.usefixtures("_store")
 def test_in_a_store_a_second_compaction_is_refused_until_the_first_is_dead(
-    original: RunDirectory, expected: Rows, store: StorePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compaction_lease, "RENEWAL_SECONDS", 0.1)
-    monkeypatch.setattr(compaction_lease, "STALE_SECONDS", 2.0)
-    monkeypatch.setattr(compaction_lease, "LOOK_SECONDS", 0.1)
-    run = RunDirectory.of(store, original.run_id)
-    for file in local(original.path).rglob("*.*"):
-        if file.is_file():
-            path = file.relative_to(local(original.path)).as_posix()
-            write_whole(run.path / path, file.read_bytes())
+    original: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
+):
+    for name, seconds in (("RENEWAL", 0.1), ("STALE", 2.0), ("LOOK", 0.1)):
+        monkeypatch.setattr(compaction_lease, f"{name}_SECONDS", seconds)
+    run = RunDirectory(copied_to_store(original, "s3://bucket/runs"))
     before = sorted(places.names(run.commits_directory))
     with leased(run), pytest.raises(RunError, match=r"another compaction is at work .*process \d"):
         compact(run, GROUPS)
@@ -560,7 +518,7 @@ def test_in_a_store_a_second_compaction_is_refused_until_the_first_is_dead(
 
 def test_a_compaction_of_a_run_in_use_or_without_its_lease_changes_nothing(
     run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def lost(self: object) -> None:
         raise RunError("another one may have begun")
 

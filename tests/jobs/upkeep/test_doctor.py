@@ -11,11 +11,10 @@ import numpy as np
 from headcount.jobs.commands import doctor
 from headcount.jobs.commands.doctor import DRIFT, MEASURING, READING, check_library, examine
 from headcount.schemas.packages import PACKAGE
-from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.model.files.bundled_models import BUNDLED
-from headcount.workers.model.files.model_info import describe, find_model
-from headcount.workers.replica import Replica
+from headcount.workers.model.files.model_info import find_model
 from tests import ROOT
+from tests.toys import toy_models as toy
 
 WITHOUT_TORCH = """
 import sys
@@ -30,7 +29,7 @@ headcount.command_line.main()
 """
 
 
-def test_a_machine_that_runs_these_tests_is_healthy() -> None:
+def test_a_machine_that_runs_these_tests_is_healthy():
     checks = list(examine())
     assert [check for check in checks if not check.ok] == []
     names = [check.name for check in checks]
@@ -41,7 +40,7 @@ def test_a_machine_that_runs_these_tests_is_healthy() -> None:
     assert checks[names.index("code")].result == f"from {PACKAGE}"
 
 
-def test_a_missing_library_is_said_with_what_to_do() -> None:
+def test_a_missing_library_is_said_with_what_to_do():
     check = check_library("a_library_that_nobody_wrote")
     assert (check.ok, check.result) == (False, "not installed")
     assert "pip install -e '.[scan]'" in check.advice
@@ -54,19 +53,11 @@ def test_a_missing_library_is_said_with_what_to_do() -> None:
     assert not [line for line in lines if "model " in line], "nothing else can be looked at"
 
 
-def test_engines_are_compared_on_every_standard_probability() -> None:
-    info = describe(find_model("bundled:gpt2-mini"))
-    fields = {
-        "model": "bundled:gpt2-mini",
-        "n_ctx": 32,
-        "sequences": 2,
-        "input": {"family": "repeated_random"},
-    }
-    fused, dense = (
-        Replica(info, parse_scan(fields | {"engine": engine}), "cpu")
-        for engine in ("fused", "dense")
-    )
-    tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, 32)).astype(np.int32)
+def test_engines_are_compared_on_every_standard_probability():
+    path = find_model("bundled:gpt2-mini")
+    fields = {"n_ctx": 32, "statistics": "standard"}
+    fused, dense = (toy.replica(path, **fields, engine=engine) for engine in ("fused", "dense"))
+    tokens = np.random.default_rng(0).integers(fused.info.d_vocab, size=(2, 32)).astype(np.int32)
     assert doctor._largest_drift(fused, dense, tokens)[1] < DRIFT
     # A weight that differs in one engine only must show.
     bare: Any = dense.model.bare

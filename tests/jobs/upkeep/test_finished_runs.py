@@ -39,22 +39,20 @@ def rows_in_roll_ups(run: RunDirectory) -> int | None:
     return connect(run.path, lazily=True).execute(sql).fetchall()[0][0]
 
 
-def test_a_complete_run_is_merged_once(tmp_path: Path) -> None:
+def test_a_complete_run_is_merged_once(tmp_path: Path):
     run = toy_run(tmp_path)
     assert merge(run) == ["a-1: group 1 of 1 merged"]
     assert rows_in_roll_ups(run) == SEQUENCES * HEADS
     assert merge(run) == []
 
 
-def test_an_incomplete_or_small_run_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_or_small_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert merge(toy_run(tmp_path / "incomplete", commit=[0, 1])) == []
     monkeypatch.setattr(finished_runs, "LARGE_ROWS", SEQUENCES * HEADS + 1)
     assert merge(toy_run(tmp_path / "small")) == []
 
 
-def test_a_run_that_somebody_holds_and_a_damaged_shard_are_left_and_said(tmp_path: Path) -> None:
+def test_a_run_that_somebody_holds_and_a_damaged_shard_are_left_and_said(tmp_path: Path):
     run = toy_run(tmp_path)
     with locked(run):
         (line,) = merge(run)

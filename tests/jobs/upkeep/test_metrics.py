@@ -64,16 +64,9 @@ def plan(tmp_path: Path) -> Plan:
     rows = ['{"text": "abcdefghijklmnop"}', "no row"]
     rows += ['{"text": "abcdefghijklmnop"}'] * (SHARDS - 1)
     (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
-    fields = {
-        "model": str(model),
-        "n_ctx": N_CTX,
-        "sequences": SHARDS,
-        "sequences_per_shard": 1,
-        "bad_rows": 0.5,
-        "statistics": ["entropy"],
-        "input": {"family": "pile", "files": str(tmp_path / "a.jsonl")},
-        "out": str(tmp_path / "runs"),
-    }
+    fields = {"model": str(model), "out": str(tmp_path / "runs"), "statistics": ["entropy"]}
+    fields |= {"n_ctx": N_CTX, "sequences": SHARDS, "sequences_per_shard": 1, "bad_rows": 0.5}
+    fields |= {"input": {"family": "pile", "files": str(tmp_path / "a.jsonl")}}
     return make_plan(parse_scan(fields), "watched")
 
 
@@ -123,7 +116,7 @@ def watch(plan: Plan, seen: dict[str, Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_ray")
-def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan) -> None:
+def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan):
     prepare_run(plan, "")
     seen: dict[str, Any] = {"text": "", "samples": {}}
     watcher = threading.Thread(target=watch, args=[plan, seen])
@@ -133,8 +126,7 @@ def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan) -> None:
     watcher.join()
     samples: Samples = seen["samples"]
     assert EXPECTED.items() <= samples.items(), samples
-    assert samples["ray_headcount_shards", "waiting"] == 0
-    assert samples["ray_headcount_shards", "failed"] == 0
+    assert [samples["ray_headcount_shards", state] for state in ("waiting", "failed")] == [0, 0]
     assert samples["ray_headcount_bad_rows_total", ""] == 1
     assert 0 <= samples["ray_headcount_replica_idle_share", ""] <= 1
     for phase in ("reading", "measuring", "writing"):
@@ -152,13 +144,13 @@ def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan) -> None:
             assert tags.get("node", node_name()) == node_name()
 
 
-def test_without_ray_nothing_is_counted_and_nothing_fails() -> None:
+def test_without_ray_nothing_is_counted_and_nothing_fails():
     metrics.tokens_prepared(5)
     metrics.show(metrics.SHARDS, 1, {"run_id": "toy", "state": "done"})
     assert not ray.is_initialized()
 
 
-def test_names_have_units_and_the_page_has_their_table() -> None:
+def test_names_have_units_and_the_page_has_their_table():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:
         assert metric.name.startswith("headcount_")
@@ -166,7 +158,7 @@ def test_names_have_units_and_the_page_has_their_table() -> None:
     assert metrics.table() in (ROOT / "docs" / "internals" / "operations.md").read_text()
 
 
-def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+def test_the_dashboard_asks_for_metrics_that_exist():
     dashboard = json.loads(DASHBOARD.read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]

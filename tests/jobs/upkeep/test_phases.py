@@ -27,7 +27,8 @@ from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from tests import ROOT
 from tests.jobs.upkeep.test_status import NOW, gather_shards, make_run
-from tests.tools.s3_server import Rule, S3Server
+from tests.tools.s3_server import Rule
+from tests.toys.object_stores import object_store
 
 PATIENCE_SECONDS = 60
 SECONDS_NOW = NOW.timestamp()
@@ -45,11 +46,15 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.of(tmp_path, "toy-1a2b3c4d")
 
 
+def become_job(run: RunDirectory, patch: pytest.MonkeyPatch) -> None:
+    """Make this process the driver of a job that was submitted for a run."""
+    config = {"runtime_env": {}, "metadata": {"headcount": run.run_id, "run": str(run.path)}}
+    patch.setenv(phases.JOB_VARIABLE, json.dumps(config))
+
+
 @pytest.fixture
 def job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is the driver of a job that was submitted for the run."""
-    config = {"runtime_env": {}, "metadata": {"headcount": run.run_id, "run": str(run.path)}}
-    monkeypatch.setenv(phases.JOB_VARIABLE, json.dumps(config))
+    become_job(run, monkeypatch)
 
 
 def noted(run: RunDirectory, text: str) -> phases.Note:
@@ -65,16 +70,8 @@ def noted(run: RunDirectory, text: str) -> phases.Note:
 
 def note_of(run: RunDirectory, **fields: object) -> phases.Note:
     """A note that a driver of another machine wrote at `NOW`."""
-    values = {
-        "run_id": run.run_id,
-        "phase": "loading the model",
-        "since": NOW,
-        "heard": NOW,
-        "host": "far",
-        "machine": "another machine",
-        "process": 7,
-        "process_started": "1",
-    }
+    values = {"run_id": run.run_id, "phase": "loading the model", "since": NOW, "heard": NOW}
+    values |= {"host": "far", "machine": "another machine", "process": 7, "process_started": "1"}
     note = phases.Note.model_validate(values | fields)
     file = Path(str(run.path)).parent / phases.NOTES / f"{run.run_id}.json"
     file.parent.mkdir(exist_ok=True)
@@ -82,9 +79,7 @@ def note_of(run: RunDirectory, **fields: object) -> phases.Note:
     return note
 
 
-def test_a_driver_says_what_it_does_and_leaves_nothing_when_it_ends_well(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_a_driver_says_what_it_does_and_leaves_nothing_behind(run: RunDirectory, tmp_path: Path):
     with phases.taken():
         phases.note("loading the model")
         # Which run it is, is known only now.
@@ -105,7 +100,7 @@ def test_a_driver_says_what_it_does_and_leaves_nothing_when_it_ends_well(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_waits_for_a_replica_until_its_first_outcome(run: RunDirectory) -> None:
+def test_a_run_waits_for_a_replica_until_its_first_outcome(run: RunDirectory):
     with phases.taken():
         phases.about(run)
         outcomes = phases.of_outcomes(iter([noted, noted]))
@@ -116,7 +111,7 @@ def test_a_run_waits_for_a_replica_until_its_first_outcome(run: RunDirectory) ->
         assert list(outcomes) == [noted]
 
 
-def test_a_killed_driver_is_seen_to_be_gone(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_killed_driver_is_seen_to_be_gone(run: RunDirectory, tmp_path: Path):
     program = f"""
 import time
 from pathlib import Path
@@ -154,12 +149,12 @@ def scan_that_fails(run: RunDirectory, phase: phases.PhaseName, error: BaseExcep
 
 def test_the_end_of_a_job_is_kept_with_its_reason_until_the_run_goes_on(
     run: RunDirectory, job: None, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+):
     with pytest.raises(CorpusError):
         scan_that_fails(run, "preparing tokens", CorpusError("input: no file matches\nor so"))
     assert capfd.readouterr().err == "phase: loading the model\nphase: preparing tokens\n"
     status = read_status_before(run)
-    assert status is not None
+    assert status
     assert as_lines(status) == [
         f"run       {run.path}",
         "phase     ended while preparing tokens: input: no file matches or so",
@@ -192,7 +187,7 @@ def test_the_end_of_a_job_is_kept_with_its_reason_until_the_run_goes_on(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Stopped(signal.SIGTERM), SystemError()])
-def test_a_job_that_was_stopped_says_so(run: RunDirectory, job: None, error: BaseException) -> None:
+def test_a_job_that_was_stopped_says_so(run: RunDirectory, job: None, error: BaseException):
     # A library may make an error of its own of it.
     error.__cause__ = Stopped(signal.SIGTERM)
     with pytest.raises(type(error)):
@@ -205,30 +200,24 @@ def test_a_job_that_was_stopped_says_so(run: RunDirectory, job: None, error: Bas
 SUBMITTED = {"phase": "submitted", "detail": "to http://x", "process": 0}
 
 
-@pytest.mark.parametrize(
-    ("fields", "seconds", "line"),
-    [
-        ({}, 5, "loading the model, for 5.0 s"),
-        # The driver's clock is ahead.
-        ({}, -3600, "loading the model, for 0.0 s"),
-        (
-            {"detail": "1 of 2"},
-            3600,
-            "loading the model: 1 of 2, but its driver on far was not heard of for 1 h 0 min and "
-            "has probably ended",
-        ),
-        (SUBMITTED, 30, "submitted: to http://x, for 30 s"),
-        (SUBMITTED, 600, "submitted: to http://x 10 min 0 s ago; its driver was not heard of"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "seconds", "line"), [
+    ({}, 5, "loading the model, for 5.0 s"),
+    # The driver's clock is ahead.
+    ({}, -3600, "loading the model, for 0.0 s"),
+    ({"detail": "1 of 2"}, 3600,
+     "loading the model: 1 of 2, but its driver on far was not heard of for 1 h 0 min and "
+     "has probably ended"),
+    (SUBMITTED, 30, "submitted: to http://x, for 30 s"),
+    (SUBMITTED, 600, "submitted: to http://x 10 min 0 s ago; its driver was not heard of"),
+])  # fmt: skip
 def test_what_is_told_of_a_driver_on_another_machine(
     run: RunDirectory, fields: dict[str, object], seconds: float, line: str
-) -> None:
+):
     note = note_of(run, **fields)
     assert note.line(SECONDS_NOW + seconds) == line
 
 
-def test_a_note_is_told_beside_a_run_that_has_begun(tmp_path: Path) -> None:
+def test_a_note_is_told_beside_a_run_that_has_begun(tmp_path: Path):
     run = make_run(tmp_path)
     note_of(run, phase="waiting for a replica", began=True)
     assert "phase     waiting for a replica, for 0.0 s" in as_lines(read_status(run, NOW))
@@ -246,7 +235,7 @@ def test_a_note_is_told_beside_a_run_that_has_begun(tmp_path: Path) -> None:
 
 def test_broken_notes_are_none_and_those_that_cannot_be_written_disturb_nobody(
     run: RunDirectory, tmp_path: Path
-) -> None:
+):
     note_of(run)
     file = tmp_path / phases.NOTES / f"{run.run_id}.json"
     for content in ("", "{", '{"phase": "dreaming"}', "[1]", '{"since": "x"}'):
@@ -264,23 +253,18 @@ def test_broken_notes_are_none_and_those_that_cannot_be_written_disturb_nobody(
 
 def test_notes_lie_in_a_store_too_and_one_that_is_silent_is_said_aloud(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     run = RunDirectory.of(place("s3://bucket/runs"), "toy-1")
-    with S3Server() as store:
-        for name, value in store.env().items():
-            monkeypatch.setenv(name, value)
+    with object_store(monkeypatch) as store:
         phases.note_submission(run, "http://head:8265")
         list_runs("s3://bucket/runs")
         assert "submitted: to http://head:8265, for " in capfd.readouterr().out
-        config = {"metadata": {"headcount": run.run_id, "run": str(run.path)}}
-        monkeypatch.setenv(phases.JOB_VARIABLE, json.dumps(config))
+        become_job(run, monkeypatch)
         with phases.taken():
             phases.note("loading the model")
             noted(run, "loading the model")
             phases.note_end(run, "its job was stopped")
-            stopped = phases.read_note(run)
-            assert stopped is not None
-            assert stopped.ended == "its job was stopped"
+            assert getattr(phases.read_note(run), "ended", None) == "its job was stopped"
         assert phases.read_note(run) is None
         monkeypatch.setattr(cluster_commands, "SILENCE_SECONDS", 0.1)
         store.set_rules(Rule({"delay": 0.5}))

@@ -14,6 +14,7 @@ from headcount.workers.inputs.families.bigram_backcopy import BUNDLED_TEXT, bigr
 from headcount.workers.inputs.sequences import Sequences, ShardInput
 from headcount.workers.model.files.model_info import describe, find_model
 from tests import ROOT
+from tests.toys.refusals import refused
 from tests.toys.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
 
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
@@ -43,13 +44,9 @@ def sequences_of(
     """Sequences of a model of 67 tokens whose BOS is 65, as in the source."""
     fields = {"d_vocab": 67, "n_ctx": 4096, "bos_token_id": 65, "eos_token_id": 66} | (info or {})
     sequences, seed = options.pop("sequences", 50), options.pop("seed", 0)
-    input_ = {"family": family, "text": text} | options
-    return Sequences(
-        toy_scan(
-            n_ctx=n_ctx, sequences=sequences, sequences_per_shard=1000, seed=seed, input=input_
-        ),
-        toy_info(**fields),
-    )
+    sizes = {"n_ctx": n_ctx, "sequences": sequences, "sequences_per_shard": 1000, "seed": seed}
+    scan = toy_scan(**sizes, input={"family": family, "text": text} | options)
+    return Sequences(scan, toy_info(**fields))
 
 
 def shard_of(text: str, n_ctx: int = 33, **options: Any) -> ShardInput:
@@ -119,11 +116,7 @@ def test_every_variant_follows_its_oracle(variant: str):
     triggered = np.array(shard.labels)[:, 1:] == "trigger"
     table = bigrams_of(str(SHAKESPEARE), 3)
     assert (triggered == np.isin(tokens, [1, 43, 58])).all()
-    common = [
-        token_id
-        for token_id in np.argsort(-table.unigram)[:12].tolist()
-        if token_id not in table.triggers
-    ]
+    common = [i for i in np.argsort(-table.unigram)[:12].tolist() if i not in table.triggers]
     frequencies = followers(tokens, ~triggered, 65)
     assert frequencies[common] == pytest.approx(table.rows[common], abs=0.03)
     assert not frequencies[table.rows == 0].any()
@@ -194,15 +187,14 @@ def test_the_token_test_ends_with_every_token(tiny: str, bos: bool):
     assert shard.labels == [[*[""] * (3 + bos), mark] for mark in marks]
 
 
-def byte_tokens(folder: Path) -> dict[str, Any]:
-    """What a model of bytes says of itself."""
-    special = {"bos_token_id": BYTE_BOS, "eos_token_id": BYTE_BOS}
-    return {"path": str(byte_tokenizer(folder)), "d_vocab": 257, **special}
+BYTES = {"d_vocab": 257, "bos_token_id": BYTE_BOS, "eos_token_id": BYTE_BOS}
 
 
 def test_characters_are_the_tokens_of_the_tokenizer(tiny: str, tmp_path: Path):
     by_rank = shard_of(tiny)
-    by_tokenizer = shard_of(tiny, alphabet="tokenizer", info=byte_tokens(tmp_path))
+    by_tokenizer = shard_of(
+        tiny, alphabet="tokenizer", info=BYTES | {"path": str(byte_tokenizer(tmp_path))}
+    )
     letters = np.array([ord(character) for character in " abcd"])
     assert (by_tokenizer.tokens[:, 1:] == letters[by_rank.tokens[:, 1:]]).all()
     assert by_tokenizer.labels == by_rank.labels
@@ -222,14 +214,12 @@ def test_the_bundled_model_takes_its_table():
     info = describe(find_model("bundled:backcopy-3l-mini"))
     scan = toy_scan(n_ctx=128, sequences=20, input={"family": "backcopy", "text": BUNDLED_TEXT})
     sequences = Sequences(scan, info)
-    tokens = sequences.shard(0).tokens
+    tokens, triggered = sequences.shard(0).tokens, np.array(sequences.shard(0).labels) == "trigger"
     assert sequences.record == {}
     assert (tokens[:, 0] == 0).all()
     assert (tokens[:, 1:].min(), tokens.max()) == (1, 64)
     assert tokens[:, 1].min() >= 4
-    assert (np.array(sequences.shard(0).labels) == "trigger").mean() == pytest.approx(
-        0.13, abs=0.02
-    )
+    assert triggered.mean() == pytest.approx(0.13, abs=0.02)
 
 
 BAD_IDS = (
@@ -273,8 +263,6 @@ def test_a_task_that_does_not_fit_is_refused(tiny: str, tmp_path: Path):
             options["text"] = str(tmp_path / f"{number}.txt")
             Path(options["text"]).write_bytes(options.pop("content"))
         if options.get("alphabet") == "tokenizer":
-            options["info"] = byte_tokens(tmp_path)
-        with pytest.raises(HeadcountError) as caught:
-            shard_of(**options)
+            options["info"] = BYTES | {"path": str(byte_tokenizer(tmp_path))}
         told = message.replace("TEXT", options["text"]).replace("BUNDLED", BUNDLED_TEXT)
-        assert str(caught.value) == told
+        assert refused(HeadcountError, shard_of, **options) == told

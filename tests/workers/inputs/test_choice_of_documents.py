@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 from headcount.schemas.errors import ScanError
 from headcount.workers.inputs import find_input
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.model.files.model_info import ModelInfo
+from tests.toys.refusals import refused
 from tests.toys.toy_corpora import (
     all_origins,
     all_tokens,
-    byte_info,
+    fates_of,
     open_corpus,
     packed,
     problem_of,
@@ -25,12 +26,6 @@ from tests.toys.toy_corpora import (
     write_lines,
 )
 from tests.toys.toy_models import BYTE_BOS
-
-
-@pytest.fixture(scope="session")
-def info(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
-    return byte_info(tmp_path_factory.mktemp("bytes"))
-
 
 FIELDS = [
     {"text": f"document {i:02} of thirty", "id": i, "lang": "en" if i % 3 else "de",
@@ -56,14 +51,11 @@ def taken(sequences: Sequences) -> list[int]:
     return [int(bytes(ids[9:11])) for ids in all_tokens(sequences)]
 
 
-def choose(info: ModelInfo, file: Path, **options: Any) -> Sequences:
-    return open_corpus(info, file, n_ctx=20, **options)
+choose = partial(open_corpus, n_ctx=20)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "jsonl.zst", "json", "parquet"])
-def test_documents_are_taken_and_carried_by_their_fields(
-    tmp_path: Path, info: ModelInfo, form: str
-):
+def test_documents_are_taken_and_carried_by_their_fields(tmp_path: Path, form: str):
     file = write_fields(tmp_path, form)
     for where, expected in [
         ({"pile_set_name": "Github"}, [i for i in range(30) if i % 3 == 0]),
@@ -71,61 +63,58 @@ def test_documents_are_taken_and_carried_by_their_fields(
         ({"meta": {"year": 2003}}, [i for i in range(30) if i % 5 == 3]),
         ({"year": ["2003", 2004.0], "lang": "de"}, [3, 9, 18, 24]),
     ]:
-        sequences = choose(info, file, where=where)
+        sequences = choose(file, where=where)
         assert taken(sequences) == all_origins(sequences)["row"] == expected
-        assert sequences.fates is not None
-        others = {"not asked for": 30 - len(expected)}
-        assert sequences.fates.all == {"used": len(expected)} | others
+        n_used = len(expected)
+        assert fates_of(sequences).all == {"used": n_used, "not asked for": 30 - n_used}
     columns = ["id", "meta.year", "lang"]
-    sequences = choose(info, file, columns=columns, sequences_per_shard=7, shuffle=1)
-    origins = all_origins(sequences)
-    order = taken(sequences)
-    assert origins["doc_id"] == [str(i) for i in order]
-    assert origins["doc_meta_year"] == [str(2000 + i % 5) for i in order]
-    assert origins["doc_lang"] == ["en" if i % 3 else "de" for i in order]
+    sequences = choose(file, columns=columns, sequences_per_shard=7, shuffle=1)
+    names = ("doc_id", "doc_meta_year", "doc_lang")
+    assert list(zip(*(all_origins(sequences)[name] for name in names), strict=True)) == [
+        (str(i), str(2000 + i % 5), "en" if i % 3 else "de") for i in taken(sequences)
+    ]
 
 
-def test_a_number_fits_its_text_in_a_table_of_texts(tmp_path: Path, info: ModelInfo):
+def test_a_number_fits_its_text_in_a_table_of_texts(tmp_path: Path):
     lines = [b"n,text", *(b"%d,document %02d of a table" % (i % 4, i) for i in range(12))]
     file = write_lines(tmp_path / "a.csv", lines)
-    sequences = choose(info, file, family="csv_texts", where={"n": 3})
+    sequences = choose(file, family="csv_texts", where={"n": 3})
     assert taken(sequences) == [3, 7, 11]
 
 
-def test_shuffled_documents_have_one_order(tmp_path: Path, info: ModelInfo):
+def test_shuffled_documents_have_one_order(tmp_path: Path):
     orders = [
-        taken(choose(info, write_fields(tmp_path, form), shuffle=5, sequences_per_shard=size))
+        taken(choose(write_fields(tmp_path, form), shuffle=5, sequences_per_shard=size))
         for form, size in [("jsonl", 100), ("jsonl.gz", 1), ("parquet", 4), ("json", 7)]
     ]
     assert sorted(orders[0]) == list(range(30))
     assert orders == [orders[0]] * 4
     file = write_fields(tmp_path)
-    assert taken(choose(info, file, shuffle=5, sequences=7)) == orders[0][:7]
-    assert taken(choose(info, file, shuffle=True, seed=5)) == orders[0]
-    assert taken(choose(info, file, shuffle=6)) != orders[0]
+    assert taken(choose(file, shuffle=5, sequences=7)) == orders[0][:7]
+    assert taken(choose(file, shuffle=True, seed=5)) == orders[0]
+    assert taken(choose(file, shuffle=6)) != orders[0]
     # The seed 0 shuffles, too.
-    assert taken(choose(info, file, shuffle=0)) != list(range(30))
-    assert taken(choose(info, file, shuffle=False)) == list(range(30))
+    assert taken(choose(file, shuffle=0)) != list(range(30))
+    assert taken(choose(file, shuffle=False)) == list(range(30))
 
 
-def test_skipped_documents_are_the_first_of_those_taken(tmp_path: Path, info: ModelInfo):
+def test_skipped_documents_are_the_first_of_those_taken(tmp_path: Path):
     file = write_fields(tmp_path)
     github = {"pile_set_name": "Github"}
-    assert taken(choose(info, file, skip=4, where=github)) == list(range(12, 30, 3))
-    sequences = choose(info, file, skip=4, shuffle=2, where=github)
-    assert taken(sequences) == taken(choose(info, file, shuffle=2, where=github))[4:]
-    assert sequences.fates is not None
-    assert sequences.fates.parts["Github"] == {"used": 6, "skipped": 4}
+    assert taken(choose(file, skip=4, where=github)) == list(range(12, 30, 3))
+    sequences = choose(file, skip=4, shuffle=2, where=github)
+    assert taken(sequences) == taken(choose(file, shuffle=2, where=github))[4:]
+    assert fates_of(sequences).parts["Github"] == {"used": 6, "skipped": 4}
 
 
-def test_bad_rows_keep_their_problem_in_another_order(tmp_path: Path, info: ModelInfo):
+def test_bad_rows_keep_their_problem_in_another_order(tmp_path: Path):
     lines = [json.dumps(fields).encode() for fields in FIELDS]
     lines[4] = b"{"
     lines[17] = b'{"text": 3}'
     file = write_lines(tmp_path / "a.jsonl", lines)
     # A row that cannot be read has no fields, and is never skipped or left out.
     options: dict[str, Any] = {"shuffle": 3, "skip": 1, "where": {"lang": ["en", "de"]}}
-    sequences = choose(info, file, bad_rows=0.1, **options)
+    sequences = choose(file, bad_rows=0.1, **options)
     expected = [
         f"{file}, line 5 (invalid JSON)",
         f"{file}, line 18 (text is int, expected a string)",
@@ -135,70 +124,53 @@ def test_bad_rows_keep_their_problem_in_another_order(tmp_path: Path, info: Mode
     assert sorted(bad) == sorted(expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"skip": -1}, "input.skip: expected 0 or more documents, got -1"),
-        ({"shuffle": -1}, "input.shuffle: expected true or a seed, 0 or more, got -1"),
-        ({"where": {"lang": []}}, "input.where.lang: expected a value or some values, got []"),
-        (
-            {"columns": ["a b", "A_b"]},
-            "input.columns: 'a b' and 'A_b' are both the column doc_a_b; leave out one",
-        ),
-        (
-            {"columns": ["id", "id"]},
-            "input.columns: 'id' and 'id' are both the column doc_id; leave out one",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "line"), [
+    ({"skip": -1}, "input.skip: expected 0 or more documents, got -1"),
+    ({"shuffle": -1}, "input.shuffle: expected true or a seed, 0 or more, got -1"),
+    ({"where": {"lang": []}}, "input.where.lang: expected a value or some values, got []"),
+    ({"columns": ["a b", "A_b"]},
+     "input.columns: 'a b' and 'A_b' are both the column doc_a_b; leave out one"),
+    ({"columns": ["id", "id"]},
+     "input.columns: 'id' and 'id' are both the column doc_id; leave out one"),
+])  # fmt: skip
 def test_a_choice_that_means_nothing_is_refused(options: dict[str, Any], line: str):
-    with pytest.raises(ScanError) as caught:
-        find_input("pile").check({"files": "a.jsonl", **options})
-    assert str(caught.value) == line
+    told = refused(ScanError, find_input("pile").check, {"files": "a.jsonl", **options})
+    assert told == line
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (
-            {"where": {"pile_set_name": ["github", "x"]}},
-            "input.where: none of 30 documents has pile_set_name = 'github' or 'x'; pile_set_name "
-            "is ArXiv (10), Github (10), Pile-CC (10); change input.where",
-        ),
-        (
-            {"columns": ["id", "meta.yaer"]},
-            "input.columns: none of 30 documents has a field meta.yaer, nor its meta; leave it "
-            "out, or write its name as it is there",
-        ),
-    ],
-)
-def test_what_no_document_has_is_refused(
-    tmp_path: Path, info: ModelInfo, options: dict[str, Any], line: str
-):
-    assert problem_of(info, write_fields(tmp_path), **options) == line
+@pytest.mark.parametrize(("options", "line"), [
+    ({"where": {"pile_set_name": ["github", "x"]}},
+     "input.where: none of 30 documents has pile_set_name = 'github' or 'x'; pile_set_name "
+     "is ArXiv (10), Github (10), Pile-CC (10); change input.where"),
+    ({"columns": ["id", "meta.yaer"]},
+     "input.columns: none of 30 documents has a field meta.yaer, nor its meta; leave it "
+     "out, or write its name as it is there"),
+])  # fmt: skip
+def test_what_no_document_has_is_refused(tmp_path: Path, options: dict[str, Any], line: str):
+    assert problem_of(write_fields(tmp_path), **options) == line
 
 
-def test_a_field_of_any_type_is_carried_as_text(tmp_path: Path, info: ModelInfo):
+def test_a_field_of_any_type_is_carried_as_text(tmp_path: Path):
     values = {
         '"a"': "a", "3": "3", "2.5": "2.5", "true": "true", "null": None,
         '["a", "ä"]': '["a", "ä"]', '{"b": 1}': '{"b": 1}', '"\\ud800"': "\\ud800",
     }  # fmt: skip
     lines = [f'{{"text": "abcdefgh", "x": {value}}}'.encode() for value in values]
     path = write_lines(tmp_path / "a.jsonl", lines)
-    origins = all_origins(open_corpus(info, path, columns=["x"]))
+    origins = all_origins(open_corpus(path, columns=["x"]))
     assert origins["doc_x"] == list(values.values())
     # A number is asked for by its value, and true is no number.
     for asked, expected in [(3.0, [1]), (1, []), (True, [3]), ("a", [0])]:
         options: dict[str, Any] = {"where": {"x": [asked, "none"]}, "skip": 0}
         if expected:
-            assert all_origins(open_corpus(info, path, **options))["row"] == expected
+            assert all_origins(open_corpus(path, **options))["row"] == expected
         else:
-            assert "none of 8 documents has x" in problem_of(info, path, **options)
+            assert "none of 8 documents has x" in problem_of(path, **options)
 
 
-def test_a_joined_sequence_carries_what_its_first_token_belongs_to(tmp_path: Path, info: ModelInfo):
+def test_a_joined_sequence_carries_what_its_first_token_belongs_to(tmp_path: Path):
     rows = [{"text": "abc", "n": 0}, {"text": "defg", "n": 1}, {"text": "hijklmn"}]
     path = write_lines(tmp_path / "a.jsonl", [json.dumps(row).encode() for row in rows])
-    sequences = open_corpus(info, path, "concat", columns=["n"])
+    sequences = open_corpus(path, "concat", columns=["n"])
     assert all_origins(sequences)["doc_n"] == ["0", "1"]
     assert all_tokens(sequences)[0] == [*b"abc", BYTE_BOS, *b"de"]

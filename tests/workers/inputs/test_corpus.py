@@ -19,16 +19,17 @@ import zstandard
 from headcount.schemas.errors import ModelError
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store import preparation
-from headcount.workers.model.files.model_info import ModelInfo
+from tests.toys.refusals import refused
 from tests.toys.toy_corpora import (
     LENGTH,
     Row,
     all_origins,
     all_tokens,
-    as_json,
     byte_info,
+    byte_model,
     cut,
     documents,
+    fates_of,
     make_index,
     open_corpus,
     packed,
@@ -39,15 +40,9 @@ from tests.toys.toy_corpora import (
     texts_of,
     write_jsonl,
     write_lines,
+    write_parquet,
 )  # fmt: skip
-from tests.toys.toy_models import byte_tokenizer, toy_info, toy_scan
-
-
-@pytest.fixture(scope="session")
-def info(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
-    """A model that reads bytes; its weights are never asked for."""
-    return byte_info(tmp_path_factory.mktemp("bytes"))
-
+from tests.toys.toy_models import toy_info, toy_scan
 
 PACKINGS = ("document", "concat")
 CSV = {"family": "csv_texts"}
@@ -58,8 +53,14 @@ ROWS = documents(3, 6, 20, 1, 5, 8, 9, 30)
 
 MARK = b"\xef\xbb\xbf"
 PLAIN = plain_bytes(ROWS)
-LINES = [line.encode() for line in as_json(ROWS)]
+LINES = PLAIN.splitlines()
 ARRAY = b"[%s]" % b",\n".join(LINES)
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return path
 
 
 def in_frames(content: bytes) -> bytes:
@@ -94,13 +95,10 @@ FORMS: list[tuple[str, bytes]] = [
 
 
 @pytest.mark.parametrize(("name", "content"), FORMS, ids=[name for name, _ in FORMS])
-def test_a_file_reads_the_same_whatever_its_form(
-    tmp_path: Path, info: ModelInfo, name: str, content: bytes
-):
-    path = tmp_path / name
-    path.write_bytes(content if name.startswith("frames") else packed(name, content))
+def test_a_file_reads_the_same_whatever_its_form(tmp_path: Path, name: str, content: bytes):
+    path = write(tmp_path / name, content if name.startswith("frames") else packed(name, content))
     family = "csv_texts" if ".csv" in name else "pile"
-    sequences = open_corpus(info, path, family=family)
+    sequences = open_corpus(path, family=family)
     assert all_tokens(sequences) == cut([ROWS], "document")
     origins = all_origins(sequences)
     long = [i for i, (text, _) in enumerate(ROWS) if len(text.encode()) >= LENGTH]
@@ -108,40 +106,36 @@ def test_a_file_reads_the_same_whatever_its_form(
     assert origins["pile_set_name"] == [ROWS[i][1] for i in long]
     # Families of any text take every form.
     options = {"family": "repeated_text", "files": str(path), "chunk": LENGTH, "packing": "concat"}
-    sequences = open_corpus(info, path, input=options)
+    sequences = open_corpus(path, input=options)
     assert all_tokens(sequences) == cut([ROWS], "concat")
-    assert sequences.fates is not None
-    assert sequences.fates.all == {"used": len(ROWS)}
+    assert fates_of(sequences).all == {"used": len(ROWS)}
 
 
-def test_a_parquet_file_needs_no_meta_and_counts_rows_across_batches(
-    tmp_path: Path, info: ModelInfo
-):
-    path = tmp_path / "a.parquet"
-    path.write_bytes(parquet_bytes(documents(*[7] * 600), "absent"))
-    origins = all_origins(open_corpus(info, path))
+def test_a_parquet_file_needs_no_meta_and_counts_rows_across_batches(tmp_path: Path):
+    path = write_parquet(tmp_path / "a.parquet", documents(*[7] * 600), "absent")
+    origins = all_origins(open_corpus(path))
     assert origins["row"] == list(range(600))
     assert set(origins["pile_set_name"]) == {None}
 
 
-def test_a_text_file_is_one_document(tmp_path: Path, info: ModelInfo):
+def test_a_text_file_is_one_document(tmp_path: Path):
     texts = {"a": "To be, or not to be\r\n\r\nthat is", "b.txt.gz": "the question", "c": "short"}
     for name, text in texts.items():
         (tmp_path / name).write_bytes(packed(name, MARK * (name != "a") + text.encode()))
     for packing in PACKINGS:
-        sequences = open_corpus(info, tmp_path / "*", packing, family="text", text_field="body")
+        sequences = open_corpus(tmp_path / "*", packing, family="text", text_field="body")
         expected = [[(text, None)] for text in texts.values()]
         assert all_tokens(sequences) == cut(expected, packing)
         assert set(all_origins(sequences)["row"]) == {0}
 
 
-def test_a_local_data_set_reads_like_its_files(tmp_path: Path, info: ModelInfo):
+def test_a_local_data_set_reads_like_its_files(tmp_path: Path):
     files = [documents(3, 6, 20, 1, 5), documents(40), documents(7, 4, 6, 13, 2, 30)]
     for i, rows in enumerate(files):
-        lines = [json.dumps({"text": text, "meta": {"pile_set_name": name}}) for text, name in rows]
-        (tmp_path / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
+        meta = [json.dumps({"text": text, "meta": {"pile_set_name": name}}) for text, name in rows]
+        write_lines(tmp_path / f"{i}.jsonl", map(str.encode, meta))
     options = {"family": "pile", "dataset": str(tmp_path), "packing": "concat"}
-    sequences = open_corpus(info, [], input=options, sequences_per_shard=3)
+    sequences = open_corpus([], input=options, sequences_per_shard=3)
     assert all_tokens(sequences) == cut(files, "concat")
     assert sequences.shard(1).tokens.tolist() == cut(files, "concat")[3:6]
     origins = all_origins(sequences)
@@ -155,67 +149,62 @@ def test_a_local_data_set_reads_like_its_files(tmp_path: Path, info: ModelInfo):
 # Which files
 
 
-def test_files_come_in_the_order_of_their_names_whatever_the_order_asked(
-    tmp_path: Path, info: ModelInfo
-):
+def test_files_come_in_the_order_of_their_names_whatever_the_order_asked(tmp_path: Path):
     for folder, name in [("b", "0"), ("a", "2"), ("a", "1"), ("b", "10")]:
         (tmp_path / folder).mkdir(exist_ok=True)
         write_jsonl(tmp_path / folder / f"{name}.jsonl", [(f"{name} and more", folder)])
     for files in (["b/*", "a/*"], ["a/1*", "b/10*", "a/2*", "b/0*"], ["**/*.jsonl"]):
-        origins = all_origins(open_corpus(info, [tmp_path / file for file in files]))
+        origins = all_origins(open_corpus([tmp_path / file for file in files]))
         found = [Path(file).relative_to(tmp_path).as_posix() for file in origins["file"]]
         assert found == ["b/0.jsonl", "a/1.jsonl", "b/10.jsonl", "a/2.jsonl"]
 
 
-def test_each_file_is_read_once_however_often_it_is_named(
-    tmp_path: Path, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+def test_each_file_is_read_once_however_often_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # A name with brackets is a name where such a file is.
     path = write_jsonl(tmp_path / "a[1].jsonl", ROWS)
     (tmp_path / "b.jsonl").symlink_to(path)
     monkeypatch.chdir(tmp_path)
     files = [str(path), "a[1].jsonl", "./b.jsonl", "*.jsonl", f"../{tmp_path.name}/b.jsonl"]
-    sequences = open_corpus(info, files)
+    sequences = open_corpus(files)
     assert all_tokens(sequences) == cut([ROWS], "document")
     # What a manifest keeps does not depend on the directory.
-    assert sequences.corpus is not None
+    assert sequences.corpus
     assert sequences.corpus.record["sources"][0]["path"] == "a[1].jsonl"
 
 
 # Names of fields
 
 
-@pytest.mark.parametrize(
-    ("line", "text_field", "part"),
-    [
-        ('{"content": "abcdefgh"}', "content", None),
-        ('{"body": {"plain": "abcdefgh"}}', "body.plain", None),
-        ('{"body": "{\\"plain\\": \\"abcdefgh\\"}"}', "body.plain", None),
-        ('{"body.plain": "abcdefgh", "body": {"plain": 3}}', "body.plain", None),
-        ('{"meta": null, "text": "abcdefgh"}', None, None),
-        ('{"meta": ["ArXiv"], "text": "abcdefgh"}', None, None),
-        ('{"meta": "ArXiv", "text": "abcdefgh"}', None, None),
-        ('{"meta": "{\\"pile_set_name\\": \\"ArXiv\\"}", "text": "abcdefgh"}', None, "ArXiv"),
-        ('{"meta": "{broken", "text": "abcdefgh"}', None, None),
-        ('{"meta": {"pile_set_name": 3}, "text": "abcdefgh"}', None, None),
-        ('{"meta": {"pile_set_name": "\\ud800"}, "text": "abcdefgh"}', None, None),
-        ('{"meta": {"pile_set_name": "ArXiv", "more": [1]}, "text": "abcdefgh"}', None, "ArXiv"),
-        ('{"pile_set_name": "ArXiv", "meta": 3, "text": "abcdefgh"}', None, "ArXiv"),
-    ],
-)
+@pytest.mark.parametrize(("line", "text_field", "part"), [
+    ('{"content": "abcdefgh"}', "content", None),
+    ('{"body": {"plain": "abcdefgh"}}', "body.plain", None),
+    ('{"body": "{\\"plain\\": \\"abcdefgh\\"}"}', "body.plain", None),
+    ('{"body.plain": "abcdefgh", "body": {"plain": 3}}', "body.plain", None),
+    ('{"meta": null, "text": "abcdefgh"}', None, None),
+    ('{"meta": ["ArXiv"], "text": "abcdefgh"}', None, None),
+    ('{"meta": "ArXiv", "text": "abcdefgh"}', None, None),
+    ('{"meta": "{\\"pile_set_name\\": \\"ArXiv\\"}", "text": "abcdefgh"}', None, "ArXiv"),
+    ('{"meta": "{broken", "text": "abcdefgh"}', None, None),
+    ('{"meta": {"pile_set_name": 3}, "text": "abcdefgh"}', None, None),
+    ('{"meta": {"pile_set_name": "\\ud800"}, "text": "abcdefgh"}', None, None),
+    ('{"meta": {"pile_set_name": "ArXiv", "more": [1]}, "text": "abcdefgh"}', None, "ArXiv"),
+    ('{"pile_set_name": "ArXiv", "meta": 3, "text": "abcdefgh"}', None, "ArXiv"),
+])  # fmt: skip
 def test_the_text_may_have_another_name_and_a_meta_any_type(
-    tmp_path: Path, info: ModelInfo, line: str, text_field: str | None, part: str | None
+    tmp_path: Path, line: str, text_field: str | None, part: str | None
 ):
     path = write_lines(tmp_path / "a.jsonl", [line.encode()])
-    sequences = open_corpus(info, path, text_field=text_field)
+    sequences = open_corpus(path, text_field=text_field)
     assert all_tokens(sequences) == [list(b"abcdef")]
     assert all_origins(sequences)["pile_set_name"] == [part]
 
 
-def test_the_text_of_a_parquet_file_may_have_another_name(tmp_path: Path, info: ModelInfo):
+def test_the_text_of_a_parquet_file_may_have_another_name(tmp_path: Path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": [1], "body": [{"plain": "abcdefgh"}], "meta": ["{}"]}), path)
-    assert all_tokens(open_corpus(info, path, text_field="body.plain")) == [list(b"abcdef")]
+    assert all_tokens(open_corpus(path, text_field="body.plain")) == [list(b"abcdef")]
 
 
 # Bad rows
@@ -230,26 +219,24 @@ BAD_LINES = [
     (b"[1, 2]", "expected a JSON object, got list"),
     (b"null", "expected a JSON object, got NoneType"),
     (b"{}", "has no field text; found nothing; set input.text_field"),
-    (
-        b'{"a": 1, "b": 1, "c": 1, "d": 1, "e": 1, "f": 1, "g": 1, "meta": {"text": ""}, "i": 1}',
-        "has no field text; found a, b, c, d, e, f, g, meta …; set input.text_field",
-    ),
+    (b'{"a": 1, "b": 1, "c": 1, "d": 1, "e": 1, "f": 1, "g": 1, "meta": {"text": ""}, "i": 1}',
+     "has no field text; found a, b, c, d, e, f, g, meta …; set input.text_field"),
     (b'{"text": null}', "text is null, expected a string"),
     (b'{"text": 3}', "text is int, expected a string"),
     (b'{"text": ["abcdefgh"]}', "text is list, expected a string"),
     (b'{"text": "abc\xff\xfedefgh"}', "not UTF-8"),
     (b'{"text": "abc\\ud800defgh"}', "text has lone surrogates, which are not UTF-8"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_bad_row_is_named_and_left_out(tmp_path: Path, info: ModelInfo, packing: str):
-    lines = [line.encode() for line in as_json(GOOD)]
+def test_a_bad_row_is_named_and_left_out(tmp_path: Path, packing: str):
+    lines = plain_bytes(GOOD).splitlines()
     for number, (line, _) in enumerate(BAD_LINES):
         # Every ninth line is bad.
         lines.insert(9 * number, line)
     path = write_lines(tmp_path / "a.jsonl", lines)
-    sequences = open_corpus(info, path, packing, bad_rows=0.2, sequences_per_shard=7)
+    sequences = open_corpus(path, packing, bad_rows=0.2, sequences_per_shard=7)
     expected = [f"{path}, line {9 * i + 1} ({why})" for i, (_, why) in enumerate(BAD_LINES)]
     assert problems(sequences) == expected
     assert all_tokens(sequences) == cut([GOOD], packing)
@@ -272,22 +259,18 @@ def bad_parquet() -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("a.csv", bad_csv(), {51: "not UTF-8", 53: "more fields than the header names"}),
-        ("a.parquet", bad_parquet(), {51: "not UTF-8", 53: "text is null, expected a string"}),
-        ("a.json", b"[%s 3]" % (b'{"text": "abcdefgh"},' * 51),
-         {52: "expected a JSON object, got int"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "expected"), [
+    ("a.csv", bad_csv(), {51: "not UTF-8", 53: "more fields than the header names"}),
+    ("a.parquet", bad_parquet(), {51: "not UTF-8", 53: "text is null, expected a string"}),
+    ("a.json", b"[%s 3]" % (b'{"text": "abcdefgh"},' * 51),
+     {52: "expected a JSON object, got int"}),
+])  # fmt: skip
 def test_a_bad_row_of_a_table_is_named_and_its_neighbours_are_read(
-    tmp_path: Path, info: ModelInfo, name: str, content: bytes, expected: dict[int, str]
+    tmp_path: Path, name: str, content: bytes, expected: dict[int, str]
 ):
-    path = tmp_path / name
-    path.write_bytes(content)
+    path = write(tmp_path / name, content)
     family = "csv_texts" if name == "a.csv" else "pile"
-    sequences = open_corpus(info, path, family=family, bad_rows=0.1)
+    sequences = open_corpus(path, family=family, bad_rows=0.1)
     assert problems(sequences) == [f"{path}, row {row} ({why})" for row, why in expected.items()]
     assert all_tokens(sequences) == [list(b"abcdef")] * 51
 
@@ -298,104 +281,90 @@ def test_a_bad_row_of_a_table_is_named_and_its_neighbours_are_read(
      (1, 4, 0.0, "0.8")],
 )  # fmt: skip
 def test_a_corpus_with_too_large_a_share_of_bad_rows_is_refused(
-    tmp_path: Path, info: ModelInfo, good: int, bad: int, share: float, advice: str | None
+    tmp_path: Path, good: int, bad: int, share: float, advice: str | None
 ):
     rows = documents(*[8] * good)
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"{\n" * bad + plain_bytes(rows))
+    path = write(tmp_path / "a.jsonl", b"{\n" * bad + plain_bytes(rows))
     # However few sequences a shard has: the share is that of the corpus.
     changes: dict[str, Any] = {"bad_rows": share, "sequences_per_shard": 50}
     if advice is None:
-        assert all_tokens(open_corpus(info, path, **changes)) == cut([rows], "document")
+        assert all_tokens(open_corpus(path, **changes)) == cut([rows], "document")
         return
     named = ", ".join(f"{path}, line {i + 1} (invalid JSON)" for i in range(min(3, bad)))
-    assert problem_of(info, path, **changes) == (
+    assert problem_of(path, **changes) == (
         f"input: {bad} of {good + bad} documents are bad, more than bad_rows = {share:g}: {named}"
         f"{' …' * (bad > 3)}; mend or remove them, or leave them out: --set bad_rows={advice}"
     )
 
 
-def test_too_many_bad_rows_in_a_row_end_the_reading(
-    tmp_path: Path, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
-):
+def test_too_many_bad_rows_in_a_row_end_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(preparation, "PIECE_DOCUMENTS", 40)
-    good = [line.encode() for line in as_json(documents(*[8] * 200))]
+    good = plain_bytes(documents(*[8] * 200)).splitlines()
     path = write_lines(tmp_path / "a.jsonl", [*good[:10], *[b"{"] * 6, *good[10:]])
     bad_places = ", ".join(f"{path}, line {i} (invalid JSON)" for i in (11, 12, 13))
     options: dict[str, Any] = {"family": "pile", "files": str(path)}
     fields: dict[str, Any] = {"bad_rows": 0.2, "bad_rows_in_a_row": 5, "input": options}
-    stopped = Sequences(toy_scan(bos=False, n_ctx=LENGTH, sequences="all", **fields), info)
+    stopped = Sequences(toy_scan(bos=False, n_ctx=LENGTH, sequences="all", **fields), byte_model())
     make_index(stopped)
     assert stopped.index is not None
     assert stopped.index.documents == 40
-    assert problem_of(info, path, **fields) == (
+    assert problem_of(path, **fields) == (
         f"input: more than 5 documents in a row are bad: {bad_places} …; mend or remove them, or "
         "leave them out: --set bad_rows_in_a_row=50"
     )
-    assert len(open_corpus(info, path, **{**fields, "bad_rows_in_a_row": 6})) == 200
+    assert len(open_corpus(path, **{**fields, "bad_rows_in_a_row": 6})) == 200
 
 
 # What became of the documents
 
 
 def test_text_that_the_tokenizer_drops_is_empty(tmp_path: Path):
-    path = byte_tokenizer(tmp_path)
-    content = json.loads((path / "tokenizer.json").read_text())
+    info = byte_info(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
-    (path / "tokenizer.json").write_text(json.dumps(content))
-    info = toy_info(path=str(path), n_ctx=64, d_vocab=257, bos_token_id=256, eos_token_id=256)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     rows: list[Row] = [("abcdefgh", None), ("  \n ", None), ("ijklmnop", None)]
-    sequences = open_corpus(info, write_jsonl(tmp_path / "a.jsonl", rows), "concat")
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    sequences = open_corpus(path, "concat", info=info)
     assert all_tokens(sequences) == cut([[rows[0], rows[2]]], "concat")
-    assert sequences.fates is not None
-    assert sequences.fates.all == {"used": 2, "empty": 1}
+    assert fates_of(sequences).all == {"used": 2, "empty": 1}
 
 
-def test_every_document_has_one_fate_and_the_parts_add_up(tmp_path: Path, info: ModelInfo):
+def test_every_document_has_one_fate_and_the_parts_add_up(tmp_path: Path):
     # Parts by document: none, ArXiv, Pile-CC, none, …
     rows = documents(8, 3, 8, 2, 9, 8, 8, 4, 5)
-    lines = [line.encode() for line in as_json(rows)]
+    lines = plain_bytes(rows).splitlines()
     lines[4:4] = [b"{", b'{"text": "", "meta": {"pile_set_name": "ArXiv"}}']
     path = write_lines(tmp_path / "a.jsonl", lines)
-    sequences = open_corpus(info, path, sequences=3, bad_rows=0.2)
-    assert sequences.fates is not None
+    sequences = open_corpus(path, sequences=3, bad_rows=0.2)
     # Documents behind the last sequence do not count.
-    assert sequences.fates.parts == {
+    assert fates_of(sequences).parts == {
         "": {"used": 1, "too short": 1, "bad": 1},
         "ArXiv": {"used": 1, "too short": 1, "empty": 1},
         "Pile-CC": {"used": 1},
     }
-    everything = open_corpus(info, path, bad_rows=0.2).fates
-    assert everything is not None
-    assert everything.all == {"used": 5, "too short": 4, "bad": 1, "empty": 1}
+    everything = {"used": 5, "too short": 4, "bad": 1, "empty": 1}
+    assert fates_of(open_corpus(path, bad_rows=0.2)).all == everything
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
+def test_joined_documents_are_used_or_not_needed(tmp_path: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(3, 1, 4, 8, 8))
+    for fields, expected in (
         # 3 + 1, 1 + 1 are the first six tokens, 4 + 1 and one of the fourth document the next.
         ({"sequences": 2}, {"used": 4}),
         # One sequence of 14 of 29 tokens ends in the fourth document, two in the last.
         ({"n_ctx": 14}, {"used": 5}),
         ({"n_ctx": 20}, {"used": 4, "not needed": 1}),
-    ],
-)
-def test_joined_documents_are_used_or_not_needed(
-    tmp_path: Path, info: ModelInfo, fields: dict[str, Any], expected: dict[str, int]
-):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(3, 1, 4, 8, 8))
-    fates = open_corpus(info, path, "concat", **fields).fates
-    assert fates is not None
-    assert fates.all == expected
+    ):
+        assert fates_of(open_corpus(path, "concat", **fields)).all == expected, fields
 
 
-def test_small_parts_are_counted_together(tmp_path: Path, info: ModelInfo):
+def test_small_parts_are_counted_together(tmp_path: Path):
     rows: list[Row] = [("abcdefgh", f"part {i % 60:02}") for i in range(100)]
-    sequences = open_corpus(info, write_jsonl(tmp_path / "a.jsonl", rows))
-    assert sequences.fates is not None
-    assert len(sequences.fates.parts) == 51
-    assert sequences.fates.parts["10 other parts"] == {"used": 10}
-    assert sequences.fates.parts["part 00"] == {"used": 2}
+    sequences = open_corpus(write_jsonl(tmp_path / "a.jsonl", rows))
+    parts = fates_of(sequences).parts
+    others, first = parts["10 other parts"], parts["part 00"]
+    assert (len(parts), others, first) == (51, {"used": 10}, {"used": 2})
 
 
 # What cannot be used
@@ -487,7 +456,6 @@ REFUSED: list[tuple[str, bytes, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "content", "changes", "line"), REFUSED)
 def test_what_cannot_be_read_is_one_line(
     tmp_path: Path,
-    info: ModelInfo,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     content: bytes,
@@ -495,24 +463,21 @@ def test_what_cannot_be_read_is_one_line(
     line: str,
 ):
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    told = problem_of(info, **{"files": path} | changes)
+    path = write(tmp_path / name, content)
+    told = problem_of(**{"files": path} | changes)
     assert told.startswith(line.replace("FILE", str(path)).replace("HERE", str(tmp_path)))
 
 
-def test_packing_by_concat_needs_a_token_to_join_with(tmp_path: Path, info: ModelInfo):
+def test_packing_by_concat_needs_a_token_to_join_with(tmp_path: Path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    special: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-    nameless = toy_info(path=info.path, d_vocab=257, **special)
-    assert len(open_corpus(nameless, path, "document")) == 5
-    with pytest.raises(ModelError) as caught:
-        open_corpus(nameless, path, "concat")
-    told = "toy names no end-of-text token to join documents with; pack by document"
-    assert str(caught.value) == told
-    only_bos = toy_info(path=info.path, d_vocab=257, bos_token_id=7, eos_token_id=None)
-    assert all_tokens(open_corpus(only_bos, path, "concat"))[0][3] == 7
+    bytes_alone = {"path": byte_model().path, "d_vocab": 257, "eos_token_id": None}
+    nameless = toy_info(**bytes_alone, bos_token_id=None)
+    assert len(open_corpus(path, "document", info=nameless)) == 5
+    assert refused(ModelError, open_corpus, path, "concat", info=nameless) == (
+        "toy names no end-of-text token to join documents with; pack by document"
+    )
+    only_bos = toy_info(**bytes_alone, bos_token_id=7)
+    assert all_tokens(open_corpus(path, "concat", info=only_bos))[0][3] == 7
 
 
 # What families make of text
@@ -533,33 +498,28 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("family", "options", "expected"), FAMILIES)
 def test_a_family_makes_of_a_text_what_is_written_here(
-    tmp_path: Path, info: ModelInfo, family: str, options: dict[str, Any], expected: str
+    tmp_path: Path, family: str, options: dict[str, Any], expected: str
 ):
     (tmp_path / "a.txt").write_text("abcdefghijklmnopqr")
-    fields: dict[str, Any] = {
-        "n_ctx": 9,
-        "bos": True,
-        "seed": options.get("seed", 0),
-        "sequences": 2,
-    }
-    choice = {key: value for key, value in options.items() if key != "seed"}
-    family_of = {"family": family, "files": str(tmp_path / "a.txt"), "packing": "concat"} | choice
+    fields = {"n_ctx": 9, "bos": True, "sequences": 2, "seed": options.get("seed", 0)}
+    fields["input"] = {"family": family, "files": str(tmp_path / "a.txt"), "packing": "concat"}
+    fields["input"] |= {key: value for key, value in options.items() if key != "seed"}
     for per_shard in (2, 1):
-        sequences = open_corpus(info, [], input=family_of, sequences_per_shard=per_shard, **fields)
+        sequences = open_corpus([], sequences_per_shard=per_shard, **fields)
         assert [text.replace(" ", "_") for text in texts_of(sequences)] == expected.split()
 
 
-def test_the_licence_is_running_text_and_a_stream_of_windows(info: ModelInfo):
+def test_the_licence_is_running_text_and_a_stream_of_windows():
     """No token is left out between two windows, and white space is single spaces."""
     licence = " ".join(Path("LICENSE").read_text().split()).encode()
     bundled = {"family": "text", "files": "bundled:LICENSE", "packing": "concat"}
-    sequences = open_corpus(info, [], n_ctx=65, bos=True, input=bundled)
+    sequences = open_corpus([], n_ctx=65, bos=True, input=bundled)
     windows = all_tokens(sequences)
     assert len(windows) == len(licence) // 64
     in_windows = bytes(token for window in windows for token in window[1:])
     assert in_windows == licence[: len(windows) * 64]
     # The file itself is as it is.
     as_file = bundled | {"files": str(Path("LICENSE").resolve())}
-    file_sequences = open_corpus(info, [], n_ctx=64, sequences=1, input=as_file)
+    file_sequences = open_corpus([], n_ctx=64, sequences=1, input=as_file)
     assert bytes(all_tokens(file_sequences)[0]).startswith(b"\n    ")
     assert sequences.record != file_sequences.record

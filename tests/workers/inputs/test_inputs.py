@@ -15,61 +15,45 @@ from headcount.workers.inputs.corpus.text_files import read_text
 from headcount.workers.inputs.families import sentences
 from headcount.workers.inputs.sequences import Sequences
 from tests import ROOT
-from tests.toys.toy_models import BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
+from tests.toys.refusals import refused
+from tests.toys.toy_corpora import byte_info
+from tests.toys.toy_models import BOS, D_VOCAB, EOS, toy_info, toy_scan
+
+Options = dict[str, Any]
 
 
 def sequences_of(
-    family: str = "uniform_random",
-    n_ctx: int = 9,
-    options: dict[str, Any] | None = None,
-    **changes: Any,
+    family: str = "uniform_random", n_ctx: int = 9, options: Options | None = None, **changes: Any
 ):
-    return Sequences(
-        toy_scan(n_ctx=n_ctx, input={"family": family} | (options or {}), **changes), toy_info()
-    )
+    scan = toy_scan(n_ctx=n_ctx, input={"family": family} | (options or {}), **changes)
+    return Sequences(scan, toy_info())
 
 
 def all_tokens(sequences: Sequences) -> np.ndarray:
     return np.concatenate([sequences.shard(i).tokens for i in range(sequences.shards)])
 
 
-DRAWN: list[tuple[str, dict[str, Any], list[list[int]]]] = [
-    (
-        "uniform_random",
-        {},
-        [[0, 10, 26, 34, 41, 34, 19, 43, 24], [0, 11, 6, 4, 35, 51, 29, 10, 58]],
-    ),
-    (
-        "uniform_random",
-        {"distinct": True, "low": 50},
-        [[0, 50, 54, 57, 58, 59, 52, 60, 53], [0, 58, 51, 53, 56, 60, 54, 55, 50]],
-    ),
-    (
-        "repeated_random",
-        {"period": 3},
-        [[0, 52, 44, 32, 52, 44, 32, 52, 44], [0, 13, 44, 16, 13, 44, 16, 13, 44]],
-    ),
-    (
-        "repeated_random",
-        {"distinct": True},
-        [[0, 16, 42, 31, 50, 16, 42, 31, 50], [0, 16, 11, 13, 42, 16, 11, 13, 42]],
-    ),
-    (
-        "corrupted_repeat",
-        {"period": 3, "rate": 0.5, "replacement": 60},
-        [[0, 52, 44, 32, 52, 44, 32, 60, 44], [0, 13, 44, 16, 13, 60, 60, 13, 60]],
-    ),
-    (
-        "single_token_repeat",
-        {},
-        [[0, 10, 10, 10, 10, 10, 10, 10, 10], [0, 37, 37, 37, 37, 37, 37, 37, 37]],
-    ),
-    (
-        "unigram_random",
-        {"exponent": 2.0},
-        [[0, 3, 2, 2, 5, 2, 2, 2, 2], [0, 2, 2, 2, 2, 2, 17, 6, 2]],
-    ),
-]
+def drawn(*values: Any, **changes: Any) -> np.ndarray:
+    """The tokens of a family."""
+    return all_tokens(sequences_of(*values, **changes))
+
+
+DRAWN: list[tuple[str, Options, list[list[int]]]] = [
+    ("uniform_random", {},
+     [[0, 10, 26, 34, 41, 34, 19, 43, 24], [0, 11, 6, 4, 35, 51, 29, 10, 58]]),
+    ("uniform_random", {"distinct": True, "low": 50},
+     [[0, 50, 54, 57, 58, 59, 52, 60, 53], [0, 58, 51, 53, 56, 60, 54, 55, 50]]),
+    ("repeated_random", {"period": 3},
+     [[0, 52, 44, 32, 52, 44, 32, 52, 44], [0, 13, 44, 16, 13, 44, 16, 13, 44]]),
+    ("repeated_random", {"distinct": True},
+     [[0, 16, 42, 31, 50, 16, 42, 31, 50], [0, 16, 11, 13, 42, 16, 11, 13, 42]]),
+    ("corrupted_repeat", {"period": 3, "rate": 0.5, "replacement": 60},
+     [[0, 52, 44, 32, 52, 44, 32, 60, 44], [0, 13, 44, 16, 13, 60, 60, 13, 60]]),
+    ("single_token_repeat", {},
+     [[0, 10, 10, 10, 10, 10, 10, 10, 10], [0, 37, 37, 37, 37, 37, 37, 37, 37]]),
+    ("unigram_random", {"exponent": 2.0},
+     [[0, 3, 2, 2, 5, 2, 2, 2, 2], [0, 2, 2, 2, 2, 2, 17, 6, 2]]),
+]  # fmt: skip
 """Families, options, and the first two sequences of seed 1."""
 
 
@@ -82,17 +66,15 @@ def test_the_draws_never_change_whatever_the_shards_and_their_order(
     assert tokens[:2] == first
     assert (whole.tokens.dtype, whole.tokens.shape) == (np.int32, (7, 9))
     for per_shard in (1, 3):
-        parts = sequences_of(
-            family, options=options, seed=1, sequences=20, sequences_per_shard=per_shard
-        )
+        sizes = {"seed": 1, "sequences": 20, "sequences_per_shard": per_shard}
+        parts = sequences_of(family, options=options, **sizes)
         assert parts.shards == -(-20 // per_shard)
         for number in (1, 0):
             shard = parts.shard(number)
             stop = per_shard * (number + 1)
             assert (shard.shard, shard.start) == (number, per_shard * number)
             assert shard.tokens.tolist() == tokens[per_shard * number : stop]
-    other_seed = sequences_of(family, options=options, sequences=7)
-    assert all_tokens(other_seed).tolist() != tokens
+    assert drawn(family, options=options, sequences=7).tolist() != tokens
     assert len({tuple(row) for row in tokens}) > 5
 
 
@@ -103,11 +85,11 @@ def test_repeated_random_repeats_with_its_period_or_twice(n_ctx: int, bos: bool)
     length = n_ctx - bos
     for period in {1, length // 2, length} - {0}:
         options = {"period": period, "distinct": True}
-        text = all_tokens(sequences_of("repeated_random", n_ctx, options, bos=bos))[:, bos:]
+        text = drawn("repeated_random", n_ctx, options, bos=bos)[:, bos:]
         assert (text[:, period:] == text[:, :-period]).all()
         assert all(len(set(row[:period])) == period for row in text.tolist())
     twice, half = (
-        all_tokens(sequences_of("repeated_random", n_ctx, options, bos=bos)).tolist()
+        drawn("repeated_random", n_ctx, options, bos=bos).tolist()
         for options in ({}, {"period": -(-length // 2)})
     )
     assert twice == half
@@ -116,16 +98,11 @@ def test_repeated_random_repeats_with_its_period_or_twice(n_ctx: int, bos: bool)
 ORDINARY = range(2, D_VOCAB)
 
 
-@pytest.mark.parametrize(
-    ("options", "special", "expected"),
-    [
-        ({}, (BOS, EOS), ORDINARY),
-        ({}, (30, 31), [*range(30), *range(32, D_VOCAB)]),
-        ({"low": 50}, (BOS, EOS), range(50, 61)),
-        ({"high": 7}, (BOS, EOS), range(2, 7)),
-        ({"low": 20, "high": 23}, (BOS, EOS), range(20, 23)),
-    ],
-)
+@pytest.mark.parametrize(("options", "special", "expected"), [
+    ({}, (BOS, EOS), ORDINARY), ({}, (30, 31), [*range(30), *range(32, D_VOCAB)]),
+    ({"low": 50}, (BOS, EOS), range(50, 61)), ({"high": 7}, (BOS, EOS), range(2, 7)),
+    ({"low": 20, "high": 23}, (BOS, EOS), range(20, 23)),
+])  # fmt: skip
 def test_every_ordinary_token_within_the_bounds_is_drawn_and_no_special_one(
     options: dict[str, int], special: tuple[int, int], expected: range
 ):
@@ -135,24 +112,24 @@ def test_every_ordinary_token_within_the_bounds_is_drawn_and_no_special_one(
         tokens = all_tokens(Sequences(scan, info))
         assert (tokens[:, 0] == special[0]).all()
         assert sorted(set(tokens[:, 1:].ravel().tolist())) == list(expected)
-    assert not (all_tokens(sequences_of(bos=False))[:, 0] == BOS).any()
+    assert not (drawn(bos=False)[:, 0] == BOS).any()
 
 
 def test_distinct_tokens_occur_once():
-    tokens = all_tokens(sequences_of(n_ctx=60, options={"distinct": True}, sequences=3))
+    tokens = drawn(n_ctx=60, options={"distinct": True}, sequences=3)
     # 59 ordinary tokens in 59 places: every sequence is a permutation.
     assert [sorted(row) for row in tokens[:, 1:].tolist()] == [list(range(2, 61))] * 3
 
 
 def test_one_token_over_and_over():
-    tokens = all_tokens(sequences_of("single_token_repeat"))[:, 1:]
+    tokens = drawn("single_token_repeat")[:, 1:]
     assert (tokens == tokens[:, :1]).all()
-    chosen = all_tokens(sequences_of("single_token_repeat", options={"token": 7}, bos=False))
+    chosen = drawn("single_token_repeat", options={"token": 7}, bos=False)
     assert (chosen == 7).all()
 
 
 def test_a_corrupted_repeat_replaces_tokens_of_the_copies_at_the_given_rate():
-    whole = all_tokens(sequences_of("repeated_random", 61, {"period": 20}, sequences=50))
+    whole = drawn("repeated_random", 61, {"period": 20}, sequences=50)
     options = {"period": 20, "rate": 0.25, "replacement": 60}
     sequences = sequences_of("corrupted_repeat", 61, options, sequences=50)
     tokens, labels = sequences.shard(0).tokens, sequences.shard(0).labels
@@ -169,17 +146,13 @@ def test_a_corrupted_repeat_replaces_tokens_of_the_copies_at_the_given_rate():
 
 
 def test_zipf_draws_ids_by_their_rank():
-    tokens = all_tokens(
-        sequences_of("unigram_random", 64, {"low": 10, "high": 14}, bos=False, sequences=400)
-    )
+    fields = {"bos": False, "sequences": 400}
+    tokens = drawn("unigram_random", 64, {"low": 10, "high": 14}, **fields)
     shares = np.bincount(tokens.ravel(), minlength=14)[10:] / tokens.size
     assert shares == pytest.approx(np.array([12, 6, 4, 3]) / 25, abs=0.012)
-    uniform_tokens = all_tokens(
-        sequences_of("unigram_random", 64, {"exponent": 0.0, "high": 4}, bos=False, sequences=100)
-    )
-    assert np.bincount(uniform_tokens.ravel()) / uniform_tokens.size == pytest.approx(
-        [0, 0, 0.5, 0.5], abs=0.02
-    )
+    tokens = drawn("unigram_random", 64, {"exponent": 0.0, "high": 4}, **fields)
+    shares = np.bincount(tokens.ravel()) / tokens.size
+    assert shares == pytest.approx([0, 0, 0.5, 0.5], abs=0.02)
 
 
 TEMPLATE = "{1} and {2}: {3}>"
@@ -188,9 +161,7 @@ TEMPLATE = "{1} and {2}: {3}>"
 
 def ioi_of(tmp_path: Path, n_ctx: int = 12, **options: Any) -> Sequences:
     """Sentences of bytes."""
-    info = toy_info(
-        path=str(byte_tokenizer(tmp_path)), d_vocab=257, bos_token_id=256, eos_token_id=256
-    )
+    info = byte_info(tmp_path)
     options = {"family": "ioi", "template": TEMPLATE, "names": list("PQRSTUV")} | options
     return Sequences(toy_scan(n_ctx=n_ctx, sequences=40, input=options), info, partners=True)
 
@@ -198,15 +169,12 @@ def ioi_of(tmp_path: Path, n_ctx: int = 12, **options: Any) -> Sequences:
 def test_sentences_name_the_subject_twice_and_its_partner_nobody(tmp_path: Path):
     shard = ioi_of(tmp_path).shard(0)
     other_shard = ioi_of(tmp_path, family="ioi_other_names").shard(0)
-    assert shard.partner is not None
     assert shard.labels is not None
-    assert other_shard.partner is not None
-    assert shard.partner.tolist() == other_shard.tokens.tolist()
-    assert other_shard.partner.tolist() == shard.tokens.tolist()
+    rows, partners = shard.tokens.tolist(), np.array(shard.partner).tolist()
+    assert partners == other_shard.tokens.tolist()
+    assert np.array(other_shard.partner).tolist() == rows
     orders: set[str] = set()
-    for tokens, labels, others in zip(
-        shard.tokens.tolist(), shard.labels, shard.partner.tolist(), strict=True
-    ):
+    for tokens, labels, others in zip(rows, shard.labels, partners, strict=True):
         io, s1, s2 = (bytes([tokens[labels.index(label)]]).decode() for label in ("IO", "S1", "S2"))
         first, second = (io, s1) if labels.index("IO") < labels.index("S1") else (s1, io)
         assert bytes(tokens[1:]).decode() == f"{first} and {second}: {s2}>"
@@ -227,22 +195,17 @@ def test_an_order_of_names_changes_no_name(tmp_path: Path):
     assert swapped.tolist() == baba.tokens.tolist()
 
 
-@pytest.mark.parametrize(
-    ("n_ctx", "names", "message"),
-    [
-        (13, list("PQRSTUV"), "n_ctx: the sentence has 11 tokens besides the beginning-of-sequence "
-         "token, the sequence has room for 12; change n_ctx by -1"),
-        (12, ["Pat", "Quinn", "Ray", "S", "T", "U", "V"], "input.names: expected 5 or more names "
-         "that the model's tokenizer takes for one token each in '{1} and {2}: {3}>', got too few "
-         "in Pat, Quinn, Ray, S, T, U, V"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("n_ctx", "names", "message"), [
+    (13, list("PQRSTUV"), "n_ctx: the sentence has 11 tokens besides the beginning-of-sequence "
+     "token, the sequence has room for 12; change n_ctx by -1"),
+    (12, ["Pat", "Quinn", "Ray", "S", "T", "U", "V"], "input.names: expected 5 or more names "
+     "that the model's tokenizer takes for one token each in '{1} and {2}: {3}>', got too few "
+     "in Pat, Quinn, Ray, S, T, U, V"),
+])  # fmt: skip
 def test_sentences_that_do_not_fit_are_refused(
     tmp_path: Path, n_ctx: int, names: list[str], message: str
 ):
-    with pytest.raises(ScanError) as caught:
-        ioi_of(tmp_path, n_ctx, names=names).shard(0)
-    assert str(caught.value) == message
+    assert refused(ScanError, ioi_of(tmp_path, n_ctx, names=names).shard, 0) == message
 
 
 GPT2_TOKENIZER = ROOT.parent / "shared" / "data" / "gpt2-tokenizer"
@@ -283,99 +246,84 @@ def test_labels_count_bos():
     assert labels_of("toy", Labelled(np.array([9, 8, 9, 7]), {})) == [[""] * 5]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "labels", "message"),
-    [
-        (4, {"A": 0, "B": [1, 0]}, "position 0 has two labels, 'A' and 'B'; expected one"),
-        (4, {"A": [1, 1]}, "position 1 has two labels, 'A' and 'A'; expected one"),
-        (4, {"A": 4}, "label 'A' at position 4, expected 0 to 3"),
-        (4, {"A": [0, -1]}, "label 'A' at position -1, expected 0 to 3"),
-        (4, {"A": "0"}, "label 'A' needs whole positions, got '0'"),
-        (4, {"A": [1.0]}, "label 'A' needs whole positions, got 1.0"),
-        (4, {"A": True}, "label 'A' needs whole positions, got True"),
-        (4, {"A": [[0, 1]]}, "label 'A' needs whole positions, got [0, 1]"),
-        (4, {"": 1}, "a label is a string with something in it, got ''"),
-        (4, {3: 1}, "a label is a string with something in it, got 3"),
-        (2, {"A": 0}, "returned shape (2,), expected (4,)"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "labels", "message"), [
+    (4, {"A": 0, "B": [1, 0]}, "position 0 has two labels, 'A' and 'B'; expected one"),
+    (4, {"A": [1, 1]}, "position 1 has two labels, 'A' and 'A'; expected one"),
+    (4, {"A": 4}, "label 'A' at position 4, expected 0 to 3"),
+    (4, {"A": [0, -1]}, "label 'A' at position -1, expected 0 to 3"),
+    (4, {"A": "0"}, "label 'A' needs whole positions, got '0'"),
+    (4, {"A": [1.0]}, "label 'A' needs whole positions, got 1.0"),
+    (4, {"A": True}, "label 'A' needs whole positions, got True"),
+    (4, {"A": [[0, 1]]}, "label 'A' needs whole positions, got [0, 1]"),
+    (4, {"": 1}, "a label is a string with something in it, got ''"),
+    (4, {3: 1}, "a label is a string with something in it, got 3"),
+    (2, {"A": 0}, "returned shape (2,), expected (4,)"),
+])  # fmt: skip
 def test_what_a_family_returns_wrong_is_one_line(tokens: int, labels: dict[Any, Any], message: str):
-    with pytest.raises(ScanError) as caught:
-        labels_of("toy", Labelled(np.arange(7, 7 + tokens), labels))
-    assert str(caught.value).startswith(f"input family toy: {message}")
+    told = refused(ScanError, labels_of, "toy", Labelled(np.arange(7, 7 + tokens), labels))
+    assert told.startswith(f"input family toy: {message}")
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("uniform_random", {"low": "3"}, "input.low: expected an integer, got '3'"),
-        ("uniform_random", {"high": 2.5}, "input.high: expected an integer, got 2.5"),
-        ("uniform_random", {"low": True}, "input.low: expected an integer, got true"),
-        ("uniform_random", {"distinct": 1}, "input.distinct: expected true or false, got 1"),
-        ("uniform_random", {"hihg": 4}, "input.hihg: unknown option of uniform_random 'hihg': did "
-         "you mean 'high'? Known: distinct, high, low"),
-        ("repeated_random", {"period": "4"}, "input.period: expected an integer, got '4'"),
-        ("text", {}, "input.files: missing; the family text needs it"),
-        ("text", {"files": 3}, "input.files: expected a string or an array, got 3"),
-        ("text", {"files": ["a", 3]}, "input.files.1: expected a string, got 3"),
-        ("pile", {"files": "a", "packing": "x"},
-         "input.packing: expected 'document' or 'concat', got 'x'"),
-        ("pile", {"files": "a", "split": None}, "input.split: expected a string, got None"),
-        ("ioi", {"template": "{2} and {1}: {3}"}, "input.template: expected the places {1}, {2}, "
-         "{3} in this order, got {2} and {1}: {3}"),
-        ("ioi", {"order": "ABAB"}, "input.order: expected 'ABBA', 'BABA' or 'both', got 'ABAB'"),
-        ("corrupted_repeat", {"rate": "1"}, "input.rate: expected a number, got '1'"),
-        ("uniform_randon", {}, "input.family: unknown input family 'uniform_randon': did you mean "
-         f"'uniform_random'? Known: {', '.join(sorted(INPUTS))}"),
-        # What the first draw refuses.
-        ("repeated_random", {"period": 9},
-         "input.period: expected 1 to 8, the tokens in a sequence, got 9"),
-        ("repeated_random", {"period": 0},
-         "input.period: expected 1 to 8, the tokens in a sequence, got 0"),
-        ("corrupted_repeat", {"rate": 1.5}, "input.rate: expected a probability, 0 to 1, got 1.5"),
-        ("corrupted_repeat", {"rate": 0.5, "replacement": 1},
-         "input.replacement: expected an ordinary token id of the model (2 to 60), got 1"),
-        ("single_token_repeat", {"token": 61},
-         "input.token: expected an ordinary token id of the model (2 to 60), got 61"),
-        ("unigram_random", {"low": 61},
-         "input.low: expected 0 to 60, the token ids of toy, got 61"),
-        ("unigram_random", {"high": 62}, "input.high: expected 1 to 61, the tokens of toy, got 62"),
-        ("unigram_random", {"low": 5, "high": 5}, "input.low: expected less than high = 5, got 5"),
-        ("unigram_random", {"high": 2},
-         "input: no token to draw from low = 0 on and below high = 2; widen low and high"),
-        ("uniform_random", {"high": 9, "distinct": True}, "input: ordinary token ids from low = 0 "
-         "on and below high = 9: expected 8 or more, got 7; widen low and high"),
-        ("repeated_random", {"high": 5, "distinct": True}, "input: ordinary token ids from low = 0 "
-         "on and below high = 5: expected 4 or more, got 3; widen low and high"),
-    ],
-)  # fmt: skip
-def test_an_option_that_cannot_be_is_one_line(family: str, options: dict[str, Any], message: str):
-    with pytest.raises(HeadcountError) as caught:
-        sequences_of(family, options=options).shard(0)
-    assert str(caught.value) == message
+@pytest.mark.parametrize(("family", "options", "message"), [
+    ("uniform_random", {"low": "3"}, "input.low: expected an integer, got '3'"),
+    ("uniform_random", {"high": 2.5}, "input.high: expected an integer, got 2.5"),
+    ("uniform_random", {"low": True}, "input.low: expected an integer, got true"),
+    ("uniform_random", {"distinct": 1}, "input.distinct: expected true or false, got 1"),
+    ("uniform_random", {"hihg": 4}, "input.hihg: unknown option of uniform_random 'hihg': did "
+     "you mean 'high'? Known: distinct, high, low"),
+    ("repeated_random", {"period": "4"}, "input.period: expected an integer, got '4'"),
+    ("text", {}, "input.files: missing; the family text needs it"),
+    ("text", {"files": 3}, "input.files: expected a string or an array, got 3"),
+    ("text", {"files": ["a", 3]}, "input.files.1: expected a string, got 3"),
+    ("pile", {"files": "a", "packing": "x"},
+     "input.packing: expected 'document' or 'concat', got 'x'"),
+    ("pile", {"files": "a", "split": None}, "input.split: expected a string, got None"),
+    ("ioi", {"template": "{2} and {1}: {3}"}, "input.template: expected the places {1}, {2}, "
+     "{3} in this order, got {2} and {1}: {3}"),
+    ("ioi", {"order": "ABAB"}, "input.order: expected 'ABBA', 'BABA' or 'both', got 'ABAB'"),
+    ("corrupted_repeat", {"rate": "1"}, "input.rate: expected a number, got '1'"),
+    ("uniform_randon", {}, "input.family: unknown input family 'uniform_randon': did you mean "
+     f"'uniform_random'? Known: {', '.join(sorted(INPUTS))}"),
+    # What the first draw refuses.
+    ("repeated_random", {"period": 9},
+     "input.period: expected 1 to 8, the tokens in a sequence, got 9"),
+    ("repeated_random", {"period": 0},
+     "input.period: expected 1 to 8, the tokens in a sequence, got 0"),
+    ("corrupted_repeat", {"rate": 1.5}, "input.rate: expected a probability, 0 to 1, got 1.5"),
+    ("corrupted_repeat", {"rate": 0.5, "replacement": 1},
+     "input.replacement: expected an ordinary token id of the model (2 to 60), got 1"),
+    ("single_token_repeat", {"token": 61},
+     "input.token: expected an ordinary token id of the model (2 to 60), got 61"),
+    ("unigram_random", {"low": 61},
+     "input.low: expected 0 to 60, the token ids of toy, got 61"),
+    ("unigram_random", {"high": 62}, "input.high: expected 1 to 61, the tokens of toy, got 62"),
+    ("unigram_random", {"low": 5, "high": 5}, "input.low: expected less than high = 5, got 5"),
+    ("unigram_random", {"high": 2},
+     "input: no token to draw from low = 0 on and below high = 2; widen low and high"),
+    ("uniform_random", {"high": 9, "distinct": True}, "input: ordinary token ids from low = 0 "
+     "on and below high = 9: expected 8 or more, got 7; widen low and high"),
+    ("repeated_random", {"high": 5, "distinct": True}, "input: ordinary token ids from low = 0 "
+     "on and below high = 5: expected 4 or more, got 3; widen low and high"),
+])  # fmt: skip
+def test_an_option_that_cannot_be_is_one_line(family: str, options: Options, message: str):
+    assert refused(HeadcountError, drawn, family, options=options) == message
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"n_ctx": 65}, "n_ctx: 65 is beyond the 64 positions of toy"),
-        ({"n_ctx": 1},
-         "n_ctx: 1 leaves no room for a token beside the beginning-of-sequence token"),
-        ({"sequences": "all"},
-         "sequences: expected a number, got 'all'; the family uniform_random has no end"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"n_ctx": 65}, "n_ctx: 65 is beyond the 64 positions of toy"),
+    ({"n_ctx": 1},
+     "n_ctx: 1 leaves no room for a token beside the beginning-of-sequence token"),
+    ({"sequences": "all"},
+     "sequences: expected a number, got 'all'; the family uniform_random has no end"),
+])  # fmt: skip
 def test_a_scan_that_does_not_fit_is_refused(changes: dict[str, Any], message: str):
-    with pytest.raises(ScanError) as caught:
-        Sequences(toy_scan(**changes), toy_info())
-    assert str(caught.value) == message
+    assert refused(ScanError, Sequences, toy_scan(**changes), toy_info()) == message
     # The longest context of the model is allowed.
     assert Sequences(toy_scan(n_ctx=64), toy_info()).shard(0).tokens.shape == (4, 64)
 
 
 def test_a_model_without_a_bos_token_cannot_begin_sequences_with_one():
     info = toy_info(bos_token_id=None)
-    with pytest.raises(ModelError) as caught:
-        Sequences(toy_scan(), info)
-    assert str(caught.value) == "toy names no beginning-of-sequence token; set bos = false"
+    told = "toy names no beginning-of-sequence token; set bos = false"
+    assert refused(ModelError, Sequences, toy_scan(), info) == told
     assert Sequences(toy_scan(bos=False), info).shard(0).tokens.shape == (4, 8)

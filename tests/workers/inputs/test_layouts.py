@@ -11,14 +11,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from headcount.jobs.plan.plan import make_plan, prepare_run
 from headcount.schemas.errors import ScanError
-from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.sequences import Sequences, ShardInput
-from headcount.workers.replica import Replica
-from headcount.workers.shard import run_shard
+from tests.toys.refusals import refused
+from tests.toys.runs_here import begun, measured
 from tests.toys.toy_models import BOS, toy_info, toy_scan
 from tests.toys.toy_runs import data_file
+
+Options = dict[str, Any]
 
 LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
     ("abac", {"second": 4}, ". . A B A C . . . . . . A"),
@@ -38,9 +38,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
 """Family, options and the labels with BOS; a dot has none."""
 
 
-def shard_of(
-    family: str, n_ctx: int, options: dict[str, Any] | None = None, **changes: Any
-) -> ShardInput:
+def shard_of(family: str, n_ctx: int, options: Options | None = None, **changes: Any) -> ShardInput:
     scan = toy_scan(n_ctx=n_ctx, input={"family": family} | (options or {}), **changes)
     return Sequences(scan, toy_info()).shard(0)
 
@@ -50,7 +48,7 @@ def positions(labels: list[str], label: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "options", "expected"), LAYOUTS)
-def test_a_layout_is_as_its_source_says(family: str, options: dict[str, Any], expected: str):
+def test_a_layout_is_as_its_source_says(family: str, options: Options, expected: str):
     for bos in (True, False):
         symbols = expected.split()[1 - bos :]
         labels = [symbol.replace(".", "") for symbol in symbols]
@@ -108,62 +106,43 @@ def test_with_replacement_tokens_may_meet():
     shard = shard_of("abac", 13, options | {"distinct": False})
     assert set(shard.tokens[:, 1:].ravel().tolist()) <= {2, 3, 4}
     assert (shard.tokens[:, [2, 6]] == shard.tokens[:, [12]]).all()
-    with pytest.raises(
-        ScanError, match=r"below high = 5: expected 10 or more, got 3; widen low and high"
-    ):
-        shard_of("abac", 13, options)
+    told = "below high = 5: expected 10 or more, got 3; widen low and high"
+    assert told in refused(ScanError, shard_of, "abac", 13, options)
 
 
-@pytest.mark.parametrize(
-    ("family", "n_ctx", "options", "message"),
-    [
-        ("abac", 13, {}, "input.second: missing; the family abac needs it"),
-        ("abac", 13, {"second": 3}, "input.second: expected 4 to 10, so that the second A and its "
-         "C stand between the first and the last; got 3"),
-        ("abac", 13, {"second": 11}, "input.second: expected 4 to 10, so that the second A and its "
-         "C stand between the first and the last; got 11"),
-        ("abac", 6, {"second": 4}, "n_ctx: abac needs 6 tokens besides the beginning-of-sequence "
-         "token, got 5; raise n_ctx"),
-        ("induction_pos0", 3, {}, "n_ctx: induction_pos0 needs 3 tokens besides the "
-         "beginning-of-sequence token, got 2; raise n_ctx"),
-        ("ngram_overlap", 9, {"n": 1},
-         "input.n: expected 2 or more, the tokens of a sub-sequence, got 1"),
-        ("ngram_overlap", 10, {"n": 3}, "n_ctx: the layout has 8 tokens besides the "
-         "beginning-of-sequence token, the sequence has room for 9; change n_ctx by -1"),
-        ("ngram_order", 13, {}, "n_ctx: the layout has 19 tokens besides the beginning-of-sequence "
-         "token, the sequence has room for 12; change n_ctx by +7"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "n_ctx", "options", "message"), [
+    ("abac", 13, {}, "input.second: missing; the family abac needs it"),
+    ("abac", 13, {"second": 3}, "input.second: expected 4 to 10, so that the second A and its "
+     "C stand between the first and the last; got 3"),
+    ("abac", 13, {"second": 11}, "input.second: expected 4 to 10, so that the second A and its "
+     "C stand between the first and the last; got 11"),
+    ("abac", 6, {"second": 4}, "n_ctx: abac needs 6 tokens besides the beginning-of-sequence "
+     "token, got 5; raise n_ctx"),
+    ("induction_pos0", 3, {}, "n_ctx: induction_pos0 needs 3 tokens besides the "
+     "beginning-of-sequence token, got 2; raise n_ctx"),
+    ("ngram_overlap", 9, {"n": 1},
+     "input.n: expected 2 or more, the tokens of a sub-sequence, got 1"),
+    ("ngram_overlap", 10, {"n": 3}, "n_ctx: the layout has 8 tokens besides the "
+     "beginning-of-sequence token, the sequence has room for 9; change n_ctx by -1"),
+    ("ngram_order", 13, {}, "n_ctx: the layout has 19 tokens besides the beginning-of-sequence "
+     "token, the sequence has room for 12; change n_ctx by +7"),
+])  # fmt: skip
 def test_a_layout_that_does_not_fit_is_refused(
-    family: str, n_ctx: int, options: dict[str, Any], message: str
+    family: str, n_ctx: int, options: Options, message: str
 ):
-    with pytest.raises(ScanError) as caught:
-        shard_of(family, n_ctx, options)
-    assert str(caught.value) == message
+    assert refused(ScanError, shard_of, family, n_ctx, options) == message
 
 
 def sequences_tables(
-    tmp_path: Path, family: str, options: dict[str, Any], bos: bool
+    tmp_path: Path, family: str, options: Options, bos: bool
 ) -> list[dict[str, Any]]:
     """The rows of the sequences table of two shards, measured and committed."""
-    fields = {
-        "model": "bundled:attn-only-2l-mini",
-        "n_ctx": 12 + bos,
-        "bos": bos,
-        "sequences": 3,
-        "sequences_per_shard": 2,
-        "statistics": ["sink_mass"],
-        "input": {"family": family} | options,
-        "out": str(tmp_path / "runs"),
-    }
-    plan = make_plan(parse_scan(fields), "layout")
-    prepare_run(plan, "")
-    replica = Replica(plan.info, plan.scan, "cpu")
-    rows: list[dict[str, Any]] = []
-    for number in range(plan.sequences.shards):
-        run_shard(replica, plan.run, plan.sequences.shard(number))
-        rows += pq.ParquetFile(data_file(plan.run, "sequences", "none", number)).read().to_pylist()
-    return rows
+    fields = {"model": "bundled:attn-only-2l-mini", "statistics": ["sink_mass"], "bos": bos}
+    fields |= {"n_ctx": 12 + bos, "sequences": 3, "sequences_per_shard": 2}
+    fields |= {"input": {"family": family} | options, "out": str(tmp_path / "runs")}
+    run = measured(begun(fields)).run
+    files = [data_file(run, "sequences", "none", number) for number in range(2)]
+    return [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
 
 
 def test_labels_stand_beside_the_tokens_in_the_sequences_table(tmp_path: Path):

@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 
 import headcount
-from headcount.queries.ask.asking import open_runs
 from headcount.schemas.errors import ScanError
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE
 from headcount.workers.inputs.sequences import Sequences
-from tests.toys.toy_models import BOS, BYTE_BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
+from tests.toys.refusals import refused
+from tests.toys.toy_corpora import byte_info
+from tests.toys.toy_models import BOS, EOS, toy_info, toy_scan
+
+Options = dict[str, Any]
 
 
-def sequences_of(
-    family: str = "needle", n_ctx: int = 40, d_vocab: int = D_VOCAB, **options: Any
-) -> Sequences:
+def sequences_of(family: str = "needle", n_ctx: int = 40, **options: Any) -> Sequences:
     """Twelve sequences of a family for a model without a tokenizer."""
     scan = toy_scan(n_ctx=n_ctx, input={"family": family} | options, sequences=12)
-    return Sequences(scan, toy_info(d_vocab=d_vocab))
+    return Sequences(scan, toy_info())
 
 
 def labelled(sequences: Sequences) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -37,13 +38,11 @@ def labelled(sequences: Sequences) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def text_sequences(tmp_path: Path, text: str, family: str, n_ctx: int, **options: Any) -> Sequences:
     """Sequences in a text, which may be that of a bundled file. Each byte of it is a token."""
-    path = byte_tokenizer(tmp_path) / "text.txt"
+    path = tmp_path / "text.txt"
     path.write_text(text)
     source = text if text == BUNDLED_LICENSE else str(path)
-    special = {"bos_token_id": BYTE_BOS, "eos_token_id": BYTE_BOS}
-    info = toy_info(path=str(tmp_path), n_ctx=400, d_vocab=257, **special)
     options = {"family": family, "text": source} | options
-    return Sequences(toy_scan(n_ctx=n_ctx, input=options, sequences=12), info)
+    return Sequences(toy_scan(n_ctx=n_ctx, input=options, sequences=12), byte_info(tmp_path))
 
 
 def runs_of(labels: np.ndarray, label: str) -> list[list[int]]:
@@ -79,11 +78,8 @@ def test_the_depth_is_where_the_first_needle_stands(depth: float, first_gold: in
 
 def test_depths_are_spread_evenly_however_many_sequences_there_are():
     for count in (5, 12):
-        starts = [
-            runs_of(labels, "gold")[0][0]
-            for _, labels in labelled(sequences_of(key=1, value=1))[:count]
-        ]
-        in_order = np.sort(starts)
+        sequences = labelled(sequences_of(key=1, value=1))[:count]
+        in_order = np.sort([runs_of(labels, "gold")[0][0] for _, labels in sequences])
         # Haystack of 35 tokens: no gap is longer than twice the mean.
         assert np.diff(in_order, prepend=2, append=37).max() <= 2 * 35 / count + 1
 
@@ -117,14 +113,12 @@ def test_a_haystack_of_text_is_a_piece_of_it_without_the_tokens_of_needles(tmp_p
 @pytest.mark.parametrize("family", ["needle", "passages"])
 def test_a_piece_of_text_is_of_one_document(tmp_path: Path, family: str):
     documents = ["abc" * 20, "short", "ABC" * 20, "DEF" * 30]
-    file = byte_tokenizer(tmp_path) / "texts.jsonl"
+    file = tmp_path / "texts.jsonl"
     file.write_text("".join(f'{{"text": "{document}"}}\n' for document in documents) + "bad\n")
-    info = toy_info(path=str(tmp_path), d_vocab=257, bos_token_id=BYTE_BOS, eos_token_id=BYTE_BOS)
-    options: dict[str, Any] = {"family": family, "text": str(file)}
-    if family == "needle":
-        # No letter is a token of a needle.
-        options["low"] = 128
-    sequences = Sequences(toy_scan(n_ctx=61, input=options, sequences=12), info)
+    # No letter is a token of a needle.
+    options = {"family": family, "text": str(file)} | ({"low": 128} if family == "needle" else {})
+    scan = toy_scan(n_ctx=61, input=options, sequences=12)
+    sequences = Sequences(scan, byte_info(tmp_path))
     seen: set[str] = set()
     for tokens, labels in labelled(sequences):
         if family == "needle":
@@ -178,9 +172,8 @@ PASSAGES = (range(1, 10), range(10, 19), range(19, 28), range(28, 36))
 @pytest.mark.parametrize("gold", [None, 2])
 def test_the_query_is_a_part_of_the_gold_passage(gold: int | None):
     options = {} if gold is None else {"gold": gold}
-    for number, (tokens, labels) in enumerate(
-        labelled(sequences_of("passages", query=4, **options))
-    ):
+    sequences = sequences_of("passages", query=4, **options)
+    for number, (tokens, labels) in enumerate(labelled(sequences)):
         gold_passage = PASSAGES[number % 4 if gold is None else gold]
         assert runs_of(labels, "gold") == [list(gold_passage)]
         assert (labels[1:36] == "other").sum() == 35 - len(gold_passage)
@@ -254,14 +247,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "options", "message"), REFUSED)
-def test_what_cannot_fit_is_one_line(
-    tmp_path: Path, family: str, options: dict[str, Any], message: str
-):
+def test_what_cannot_fit_is_one_line(tmp_path: Path, family: str, options: Options, message: str):
     is_written = options.get("text") == SHORT
     make = partial(text_sequences, tmp_path, n_ctx=40) if is_written else sequences_of
-    with pytest.raises(ScanError) as caught:
-        make(family=family, **options).shard(0)
-    assert str(caught.value).replace(str(tmp_path / "text.txt"), "TEXT") == message
+    told = refused(ScanError, lambda: make(family=family, **options).shard(0))
+    assert told.replace(str(tmp_path / "text.txt"), "TEXT") == message
 
 
 @pytest.mark.parametrize("family", ["needle", "passages"])
@@ -281,24 +271,18 @@ def test_a_sequence_depends_on_the_seed_and_its_number_alone(family: str):
 def test_heads_that_repeat_what_they_saw_find_needles(tmp_path: Path):
     fields = {"n_ctx": 64, "sequences": 16, "out": str(tmp_path)}
     for model in ("attn-only-2l-mini", "gpt2-mini"):
-        for family, statistic in (
-            ("repeated_random", "induction_score"),
-            ("needle", "retrieval_score"),
-        ):
-            scan = fields | {"input": {"family": family}, "statistics": [statistic]}
+        for family, column in (("repeated_random", "induction"), ("needle", "retrieval")):
+            scan = fields | {"input": {"family": family}, "statistics": [f"{column}_score"]}
             scan["model"] = f"bundled:{model}"
             headcount.scan(scan, name=f"{model}-{family}", quiet=True).close()
-    database = open_runs(tmp_path)
-    rows = database.rows(
-        "SELECT model, avg(induction_score), avg(retrieval_score) "
-        "FROM heads JOIN runs USING (run_id) GROUP BY model, layer, head"
-    )
-    database.connection.close()
+    with headcount.open(tmp_path) as runs:
+        rows = runs.sql(
+            "SELECT model, avg(induction_score), avg(retrieval_score) "
+            "FROM heads JOIN runs USING (run_id) GROUP BY model, layer, head"
+        ).rows()
     models, induction, retrieval = (np.array(column) for column in zip(*rows, strict=True))
-    for model, induction_heads, least in (
-        ("bundled:attn-only-2l-mini", 6, 0.65),
-        ("bundled:gpt2-mini", 5, 0.85),
-    ):
+    of_models = (("bundled:attn-only-2l-mini", 6, 0.65), ("bundled:gpt2-mini", 5, 0.85))
+    for model, induction_heads, least in of_models:
         is_induction_head = (models == model) & (induction > 0.5)
         assert is_induction_head.sum() == induction_heads
         assert retrieval[is_induction_head].min() > least

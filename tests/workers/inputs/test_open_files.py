@@ -17,17 +17,16 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from headcount.jobs.plan.plan import make_plan, prepare_run
-from headcount.schemas.scans.scan import parse_scan
-from headcount.workers.replica import Replica
-from headcount.workers.shard import run_shard
 from tests import ROOT
+from tests.toys.runs_here import begun, measured
 
 PAGE = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
 HEADINGS = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 SEQUENCES = 4
+Rows = dict[tuple[str, str], int]
+"""How many rows there are, by run and intervention."""
 MASKED = "mask_keys(0,1)"
 
 
@@ -42,16 +41,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, fields in fields_by_name.items():
         fields |= {"model": "bundled:attn-only-2l-mini", "input": {"family": "uniform_random"}}
         sizes = {"n_ctx": 8, "sequences": SEQUENCES, "sequences_per_shard": 2}
-        scan = parse_scan(fields | sizes | {"out": str(folder / "runs")})
-        plan = make_plan(scan, name)
-        prepare_run(plan, "")
-        replica = Replica(plan.info, scan)
-        for shard in range(plan.manifest.shards):
-            run_shard(replica, plan.run, plan.sequences.shard(shard))
+        measured(begun(fields | sizes | {"out": str(folder / "runs")}, name))
     return folder
 
 
-def row_counts(origins: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+def row_counts(origins: Iterable[tuple[str, str]]) -> Rows:
     """How many rows there are, by the name of their run and by intervention."""
     return Counter((run_id.partition("-")[0], intervention) for run_id, intervention in origins)
 
@@ -67,7 +61,7 @@ def origins(heads: Any) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def expected(runs: Path) -> dict[tuple[str, str], int]:
+def expected(runs: Path) -> Rows:
     """How many rows each run has under each intervention."""
     model = json.loads(next((runs / "runs").glob("run_id=a-*/manifest.json")).read_bytes())["model"]
     rows = SEQUENCES * model["n_layers"] * model["n_heads"]
@@ -76,12 +70,8 @@ def expected(runs: Path) -> dict[tuple[str, str], int]:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_runs_and_keeps_run_and_intervention(
-    example: str,
-    runs: Path,
-    expected: dict[tuple[str, str], int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    example: str, runs: Path, expected: Rows, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     # Examples name `runs`, the directory that a user stands beside.
     monkeypatch.chdir(runs)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
@@ -92,7 +82,7 @@ def test_every_example_runs_and_keeps_run_and_intervention(
     assert row_counts(origins(variables["heads"])) == expected
 
 
-def test_every_reader_of_the_table_has_an_example() -> None:
+def test_every_reader_of_the_table_has_an_example():
     table = PAGE[PAGE.index("| reader |") : PAGE.index("`runs/**/*.parquet`")]
     # The first row of the table is its heading.
     readers = re.findall(r"^\| (\w+) \|", table, re.MULTILINE)[1:]
@@ -101,7 +91,7 @@ def test_every_reader_of_the_table_has_an_example() -> None:
 
 def test_what_the_page_warns_of_is_an_error_and_never_a_silent_loss(
     runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.chdir(runs)
     with pytest.raises(duckdb.Error, match="union_by_name"):
         duckdb.execute("FROM 'runs/*/heads/**/*.parquet'").fetchall()
@@ -114,7 +104,7 @@ def test_what_the_page_warns_of_is_an_error_and_never_a_silent_loss(
         ds.dataset(run / "heads", partitioning="hive").to_table()
 
 
-def test_a_single_file_says_what_it_is_of(runs: Path) -> None:
+def test_a_single_file_says_what_it_is_of(runs: Path):
     (file,) = (runs / "runs").glob(f"run_id=a-*/heads/intervention={MASKED}/shard-000001-*.parquet")
     assert set(pandas.read_parquet(file)["intervention"]) == {MASKED}
     assert set(polars.read_parquet(file)["run_id"]) == {file.parts[-4].removeprefix("run_id=")}

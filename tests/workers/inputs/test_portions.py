@@ -11,8 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +21,6 @@ import pytest
 import zstandard
 
 from headcount.schemas.errors import CorpusError
-from headcount.schemas.files import places
 from headcount.workers.inputs.corpus import documents, file_content
 from headcount.workers.inputs.corpus.documents import Document, Reading, Source, hub_version
 from headcount.workers.inputs.corpus.file_content import content_bytes_of
@@ -34,9 +34,12 @@ from headcount.workers.inputs.store.portions import (
     portions_of,
 )
 from tests.tools.s3_server import ROOT, S3Server
+from tests.toys.object_stores import object_store
+from tests.toys.refusals import refused
 from tests.toys.toy_corpora import Row, packed, write_parquet
 
 READING = Reading()
+SetRanges = Callable[[int], None]
 
 LINES = (
     b'\xef\xbb\xbf{"text": "first"}\r\n'
@@ -57,6 +60,11 @@ def source_of(path: Path, kind: str = "jsonl") -> Source:
     return Source(kind, str(path), path.stat().st_size)
 
 
+def portion_from(source: Source, start: int = 0, stop: int | None = None) -> Portion:
+    """A part of one file."""
+    return Portion(0, (source,), (FileState.of(source),), start, stop)
+
+
 def write(path: Path, content: bytes, kind: str = "jsonl") -> Source:
     """A file of lines, compressed as its name says."""
     path.write_bytes(packed(path.name, content))
@@ -65,11 +73,11 @@ def write(path: Path, content: bytes, kind: str = "jsonl") -> Source:
 
 def documents_by_hand(content: bytes) -> list[tuple[int, str | None]]:
     """Row and text of every line that is not blank; None for a line that is not JSON."""
-    expected: list[tuple[int, str | None]] = []
-    for row, line in enumerate(content.decode("utf-8-sig").split("\n")):
-        if line.strip():
-            expected.append((row, json.loads(line)["text"] if line.startswith("{") else None))
-    return expected
+    return [
+        (row, json.loads(line)["text"] if line.startswith("{") else None)
+        for row, line in enumerate(content.decode("utf-8-sig").split("\n"))
+        if line.strip()
+    ]
 
 
 def read(
@@ -108,19 +116,14 @@ def rows_and_texts(
     return [(row, None if document.problem else document.text) for _, row, document in found]
 
 
-def problem(action: Callable[[], object]) -> str:
-    """The one line that something is refused with."""
-    with pytest.raises(CorpusError) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
+problem = partial(refused, CorpusError)
+"""The one line that something is refused with."""
 
 CHANGED = "changed while it was read; run the same command again"
 
 
 @pytest.fixture
-def ranges(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def ranges(monkeypatch: pytest.MonkeyPatch) -> SetRanges:
     """Sets how many bytes a range has, whether the file is compressed or not."""
 
     def set_bytes(size: int) -> None:
@@ -135,9 +138,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.zst", "a.jsonl.gz"])
-def test_ranges_of_any_size_hold_every_line_once(
-    tmp_path: Path, ranges: Callable[[int], None], name: str
-) -> None:
+def test_ranges_of_any_size_hold_every_line_once(tmp_path: Path, ranges: SetRanges, name: str):
     expected = documents_by_hand(LINES)
     for content in (LINES, LINES + b"\n", LINES + b"\n \n\n"):
         source = write(tmp_path / name, content, name.split(".")[1])
@@ -159,14 +160,11 @@ def rows_of(portion: Portion) -> int:
     return reader.position.row
 
 
-def test_a_compressed_file_that_holds_less_or_more_than_estimated_is_read_once(
-    tmp_path: Path,
-) -> None:
+def test_a_compressed_file_that_holds_less_or_more_than_estimated_is_read_once(tmp_path: Path):
     source = write(tmp_path / "a.jsonl.zst", LINES)
-    files = (FileState.of(source),)
     for cuts in ([0, 10, 20], [0, len(LINES), 2 * len(LINES), 5 * len(LINES)]):
         places = zip(cuts, [*cuts[1:], None], strict=True)
-        parts = [Portion(0, (source,), files, start, stop) for start, stop in places]
+        parts = [portion_from(source, start, stop) for start, stop in places]
         assert rows_and_texts(parts) == documents_by_hand(LINES)
 
 
@@ -179,9 +177,7 @@ def skippable(content: bytes) -> bytes:
     return b"\x52\x2a\x4d\x18" + len(content).to_bytes(4, "little") + content
 
 
-def test_frames_of_every_kind_are_entered_where_a_range_begins(
-    tmp_path: Path, ranges: Callable[[int], None]
-) -> None:
+def test_frames_of_every_kind_are_entered_where_a_range_begins(tmp_path: Path, ranges: SetRanges):
     first, second, third, fourth = LINES[:20], LINES[20:61], LINES[61:62], LINES[62:]
     path = tmp_path / "a.jsonl.zst"
     said = [
@@ -198,7 +194,7 @@ def test_frames_of_every_kind_are_entered_where_a_range_begins(
             assert rows_and_texts(portions_of([source_of(path)])) == documents_by_hand(LINES)
 
 
-def test_frames_before_a_range_are_not_decompressed(tmp_path: Path) -> None:
+def test_frames_before_a_range_are_not_decompressed(tmp_path: Path):
     # Blocks that are not compressed are longer than 128 KiB together, so there are several.
     lines = b"".join(b'{"text": "%s"}\n' % os.urandom(75_000).hex().encode() for _ in range(4))
     half = len(lines) // 2
@@ -207,16 +203,14 @@ def test_frames_before_a_range_are_not_decompressed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.zst").write_bytes(stored)
     source = source_of(tmp_path / "a.jsonl.zst")
     # One begins a little behind the second frame, inside its first line, the other before it.
-    behind, before = (
-        Portion(0, (source,), (FileState.of(source),), start) for start in (half + 10, half - 10)
-    )
+    behind, before = (portion_from(source, start) for start in (half + 10, half - 10))
     assert [row for row, _ in rows_and_texts([behind])] == [0]
-    assert "cannot be read" in problem(lambda: read([before]))
+    assert "cannot be read" in problem(read, [before])
 
 
 def test_the_size_of_the_content_is_estimated_from_the_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(file_content, "SAMPLE_BYTES", (100_000, 100_000))
     # A block of 128 KiB that a sample cuts in two is lost, so the sample has several.
     same = "what is the same in every line " * 5
@@ -247,7 +241,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, *leng
 """
 
 
-def test_one_frame_of_any_size_and_a_line_of_any_length_take_little_memory(tmp_path: Path) -> None:
+def test_one_frame_of_any_size_and_a_line_of_any_length_take_little_memory(tmp_path: Path):
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=22)
     one_frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     line = b'{"text": "%s"}\n' % (b"what is said again " * 50_000)
@@ -287,9 +281,8 @@ def texts_in(path: Path) -> Source:
     if kind == "csv":
         return texts_in_csv(path, TEXTS)
     if kind == "parquet":
-        return source_of(
-            write_parquet(path, [(text, None) for text in TEXTS], row_group_size=4), kind
-        )
+        rows: list[Row] = [(text, None) for text in TEXTS]
+        return source_of(write_parquet(path, rows, row_group_size=4), kind)
     path.write_text(json.dumps([{"text": text} for text in TEXTS]))
     return source_of(path, kind)
 
@@ -302,7 +295,7 @@ def texts_in_csv(path: Path, texts: list[str]) -> Source:
 
 @pytest.mark.usefixtures("small_records")
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.zst", "jsonl.gz", "json", "csv", "parquet"])
-def test_a_record_that_is_too_large_is_a_bad_row(tmp_path: Path, ending: str) -> None:
+def test_a_record_that_is_too_large_is_a_bad_row(tmp_path: Path, ending: str):
     # A letter of two bytes counts as two; CSV counts letters first, so `é` passes there.
     parts = portions_of([texts_in(tmp_path / f"a.{ending}")])
     for step in (None, 1):
@@ -312,20 +305,18 @@ def test_a_record_that_is_too_large_is_a_bad_row(tmp_path: Path, ending: str) ->
         assert {row for row in rows if rows[row].problem == documents.TOO_LARGE} == {1, 3, 5}
 
 
-def test_an_array_that_is_too_large_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_array_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = texts_in(tmp_path / "a.json")
     monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes)
     assert len(read(portions_of([source]))) == len(TEXTS)
     monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes - 1)
-    told = problem(lambda: read(portions_of([source])))
+    told = problem(read, portions_of([source]))
     assert told.startswith(f"{source.path}: an array of more than ")
     assert told.endswith("; write an object in each line (.jsonl)")
 
 
 @pytest.mark.usefixtures("small_records")
-def test_a_text_file_that_is_too_large_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_text_file_that_is_too_large_is_a_bad_row(tmp_path: Path):
     for kind in ("text", "flowing text"):
         sources = [write(tmp_path / str(size), b"t" * size, kind) for size in (1000, 1001, 10)]
         found = read(portions_of(sources))
@@ -333,7 +324,7 @@ def test_a_text_file_that_is_too_large_is_a_bad_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_records")
-def test_the_end_of_a_csv_row_that_is_too_large_is_found(tmp_path: Path) -> None:
+def test_the_end_of_a_csv_row_that_is_too_large_is_found(tmp_path: Path):
     # Quotes, line ends within quotes and blank lines around the rows.
     long_texts = [
         "word\n" * 500,
@@ -378,9 +369,7 @@ def every_kind(tmp_path: Path) -> list[Source]:
     ]
 
 
-def test_reading_goes_on_at_any_position_of_any_source(
-    every_kind: list[Source], ranges: Callable[[int], None]
-) -> None:
+def test_reading_goes_on_at_any_position_of_any_source(every_kind: list[Source], ranges: SetRanges):
     expected = [
         (number, document.row, document)
         for number, source in enumerate(every_kind)
@@ -402,8 +391,8 @@ def test_reading_goes_on_at_any_position_of_any_source(
 
 
 def test_small_files_are_joined_in_order(
-    tmp_path: Path, ranges: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path: Path, ranges: SetRanges, monkeypatch: pytest.MonkeyPatch
+):
     lengths = [30, 30, 0, 30, 200, 10, 10, 10, 10, 10, 10, 0, 90, 15]
     line = b'{"text": ""}\n'
     sources: list[Source] = []
@@ -426,17 +415,14 @@ def test_small_files_are_joined_in_order(
     assert portions_of([]) == []
 
 
-def test_a_parquet_file_is_cut_between_row_groups(
-    tmp_path: Path, ranges: Callable[[int], None]
-) -> None:
+def test_a_parquet_file_is_cut_between_row_groups(tmp_path: Path, ranges: SetRanges):
     path = tmp_path / "a.parquet"
     schema = pa.schema({"text": pa.string()})
+    ends = [0, 30, 33, 37, 37, 38, 40, 43]
     with pq.ParquetWriter(path, schema) as writer:
-        row = 0
-        for rows in (30, 3, 4, 0, 1, 2, 3):
-            texts = [f"text {number}" for number in range(row, row + rows)]
+        for start, stop in pairwise(ends):
+            texts = [f"text {row}" for row in range(start, stop)]
             writer.write_table(pa.table({"text": texts}, schema), row_group_size=100)
-            row += rows
     source = source_of(path, "parquet")
     ranges(-(-source.bytes // 4))
     parts = portions_of([source])
@@ -444,19 +430,12 @@ def test_a_parquet_file_is_cut_between_row_groups(
     for step in (None, 1, 4):
         assert rows_and_texts(parts, step) == [(row, f"text {row}") for row in range(43)]
     # A range of rows may end inside a row group.
-    state = FileState.of(source)
     for start, stop in [(0, 5), (28, 35), (33, 34), (42, 43), (7, None)]:
-        portion = Portion(0, (source,), (state,), start, stop)
-        found = [
-            (record.row, cast("dict[str, str]", record.content)["text"])
-            for _, record in PortionReader(portion, READING)
-        ]
+        found = rows_and_texts([portion_from(source, start, stop)])
         assert found == [(row - start, f"text {row}") for row in range(start, stop or 43)]
 
 
-def test_a_file_that_cannot_be_cut_is_one_portion(
-    tmp_path: Path, ranges: Callable[[int], None]
-) -> None:
+def test_a_file_that_cannot_be_cut_is_one_portion(tmp_path: Path, ranges: SetRanges):
     (tmp_path / "broken.parquet").write_bytes(b"x" * 500)
     (tmp_path / "broken.jsonl.zst").write_bytes(b"x" * 500)
     sources = [
@@ -468,12 +447,12 @@ def test_a_file_that_cannot_be_cut_is_one_portion(
     parts = portions_of(sources)
     assert [part.first_source for part in parts] == [0, 1, 2, 3]
     for part in parts[:2]:
-        assert problem(lambda part=part: read([part])).startswith(part.sources[0].path)
+        assert problem(read, [part]).startswith(part.sources[0].path)
 
 
 def test_the_key_of_a_portion_says_what_is_in_its_files(
-    tmp_path: Path, ranges: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path: Path, ranges: SetRanges, monkeypatch: pytest.MonkeyPatch
+):
     ranges(60)
     monkeypatch.chdir(tmp_path)
 
@@ -497,7 +476,7 @@ def test_the_key_of_a_portion_says_what_is_in_its_files(
 # Data sets
 
 
-def test_every_part_of_a_data_set_is_a_portion_and_knows_its_files(tmp_path: Path) -> None:
+def test_every_part_of_a_data_set_is_a_portion_and_knows_its_files(tmp_path: Path):
     sources = hub_of(tmp_path / "set", files=3)
     parts = portions_of(sources)
     assert [part.first_source for part in parts] == [0, 1, 2]
@@ -515,7 +494,7 @@ def test_every_part_of_a_data_set_is_a_portion_and_knows_its_files(tmp_path: Pat
     assert hub_version(str(tmp_path / "set"), "train") == FileState.of(sources[0]).version
 
 
-def test_a_data_set_that_stops_half_way_keeps_what_was_read(tmp_path: Path) -> None:
+def test_a_data_set_that_stops_half_way_keeps_what_was_read(tmp_path: Path):
     hub_of(tmp_path / "set", files=2)
     path = tmp_path / "set" / "train-1.parquet"
     first_column = pq.ParquetFile(path).metadata.row_group(0).column(1)
@@ -527,12 +506,7 @@ def test_a_data_set_that_stops_half_way_keeps_what_was_read(tmp_path: Path) -> N
     (portion,) = portions_of([Source("hub", str(tmp_path / "set"), 0)])
     reader = PortionReader(portion, READING)
     rows: list[int] = []
-
-    def read_on() -> None:
-        for _, record in reader:
-            rows.append(record.row)
-
-    told = problem(read_on)
+    told = problem(lambda: rows.extend(record.row for _, record in reader))
     # The library reads ahead, so the last rows before the broken ones may be lost, too.
     assert rows == list(range(len(rows)))
     assert 3 <= len(rows) <= 7
@@ -546,9 +520,7 @@ def test_a_data_set_that_stops_half_way_keeps_what_was_read(tmp_path: Path) -> N
 # Files that change
 
 
-def test_a_file_that_changes_while_it_is_read_is_named(
-    tmp_path: Path, ranges: Callable[[int], None]
-) -> None:
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path, ranges: SetRanges):
     path = tmp_path / "a.jsonl"
     changed = f"{path}: {CHANGED}"
     ranges(60)
@@ -561,12 +533,12 @@ def test_a_file_that_changes_while_it_is_read_is_named(
     parts = portions_of([source_of(path)])
     write(path, LINES[:70])
     # Its beginning can still be read. What ends early, or is broken, is no other reason.
-    assert problem(lambda: read([parts[1]])) == changed
+    assert problem(read, [parts[1]]) == changed
     path.unlink()
-    assert problem(lambda: read([parts[0]])) == changed
+    assert problem(read, [parts[0]]) == changed
     (portion,) = portions_of([Source("jsonl", str(path), 0)])
     portion.check_unchanged()
-    assert problem(lambda: read([portion])).startswith(f"{path}: cannot be read (No such file")
+    assert problem(read, [portion]).startswith(f"{path}: cannot be read (No such file")
     # A Parquet file that lost rows.
     texts: list[Row] = [(f"text {row}", None) for row in range(20)]
     path = write_parquet(tmp_path / "a.parquet", texts, row_group_size=5)
@@ -574,14 +546,13 @@ def test_a_file_that_changes_while_it_is_read_is_named(
     ranges(-(-source.bytes // 2))
     parts = portions_of([source])
     write_parquet(path, texts[:5])
-    assert problem(lambda: read([parts[0]])) == changed.replace("a.jsonl", "a.parquet")
+    assert problem(read, [parts[0]]) == changed.replace("a.jsonl", "a.parquet")
 
 
-def test_a_zst_file_of_a_window_too_large_says_so(tmp_path: Path) -> None:
+def test_a_zst_file_of_a_window_too_large_says_so(tmp_path: Path):
     path = tmp_path / "a.jsonl.zst"
-    parameters = zstandard.ZstdCompressionParameters.from_level(
-        3, window_log=28, write_content_size=False
-    )
+    sizes = {"window_log": 28, "write_content_size": False}
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, **sizes)
     frame_in_parts = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     path.write_bytes(frame_in_parts.compress(LINES) + frame_in_parts.flush())
     told = problem(lambda: read(portions_of([source_of(path)])))
@@ -591,7 +562,7 @@ def test_a_zst_file_of_a_window_too_large_says_so(tmp_path: Path) -> None:
 # Fields
 
 
-def test_fields_are_kept_as_json(tmp_path: Path) -> None:
+def test_fields_are_kept_as_json(tmp_path: Path):
     lines = [
         {"text": "a", "year": 2020, "meta": {"lang": "de", "pile_set_name": "ArXiv"}, "no": None},
         {"text": "b", "year": 2020.5, "meta": '{"lang": ["ä", "\\ud800"]}', "no": False},
@@ -611,7 +582,7 @@ def test_fields_are_kept_as_json(tmp_path: Path) -> None:
     assert len({document.content_hash for document in found}) == 3
 
 
-def test_a_field_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_field_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path):
     # Whether it can be parsed and written again depends on how deep the program already is.
     lines = [b'{"text": "a", "f": %s}\n' % (b"[" * n + b"]" * n) for n in range(900, 1000)]
     parts = portions_of([write(tmp_path / "a.jsonl", b"".join(lines))])
@@ -620,7 +591,7 @@ def test_a_field_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path) -> None:
     assert set(found) <= {None, "invalid JSON", "has a field that is nested too deeply"}
 
 
-def test_the_part_of_a_parquet_row_is_a_column_or_in_meta(tmp_path: Path) -> None:
+def test_the_part_of_a_parquet_row_is_a_column_or_in_meta(tmp_path: Path):
     columns = {"text": ["a", "b"], "pile_set_name": ["ArXiv", None], "more": [1, 2]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     found = read(portions_of([source_of(tmp_path / "a.parquet", "parquet")]))
@@ -632,17 +603,11 @@ def test_the_part_of_a_parquet_row_is_a_column_or_in_meta(tmp_path: Path) -> Non
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with S3Server() as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        places._filesystem.cache_clear()
+    with object_store(monkeypatch) as server:
         yield server
-    places._filesystem.cache_clear()
 
 
-def test_files_in_a_store_are_listed_once_and_read_by_ranges(
-    store: S3Server, ranges: Callable[[int], None]
-) -> None:
+def test_files_in_a_store_are_listed_once_and_read_by_ranges(store: S3Server, ranges: SetRanges):
     contents = {
         **{f"small/{number:02}.jsonl": LINES[:20] for number in range(20)},
         "large/a.jsonl": LINES,

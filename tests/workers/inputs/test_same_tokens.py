@@ -13,16 +13,15 @@ from headcount.workers.inputs.corpus import document_block
 from headcount.workers.inputs.corpus.sequence_reader import moved_sequence
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store import portions, preparation
-from headcount.workers.model.files.model_info import ModelInfo
 from tests.toys.toy_corpora import (
     LENGTH,
     Row,
     all_origins,
     all_tokens,
-    as_json,
-    byte_info,
+    byte_model,
     cut,
     document,
+    fates_of,
     open_corpus,
     packed,
     plain_bytes,
@@ -36,11 +35,6 @@ from tests.toys.toy_corpora import (
 WHOLE = (1 << 20, 1 << 20, 1 << 20)
 SMALL = (100, 7, 3)
 """Bytes of a portion, tokens of a piece, documents of a piece."""
-
-
-@pytest.fixture(scope="session")
-def info(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
-    return byte_info(tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture(params=[WHOLE, SMALL], ids=["whole", "small"])
@@ -63,44 +57,23 @@ GOLDEN_FILES: dict[str, list[Row]] = {
 }
 
 GOLDEN: list[tuple[dict[str, Any], str, str, list[int]]] = [
-    (
-        {"packing": "document"},
-        "defghi lmnopq The_qu tuvwxy 234567 890123",
-        "0:2+0 0:4+0 1:0+0 2:0+0 2:2+0 2:3+0",
-        [2, 4, 5, 6, 8, 9],
-    ),
-    (
-        {"packing": "concat"},
-        "abc|de fghij| k|lmno The_qu ick_br own_fo tuvwxy z|01|2 34567| 890123",
-        "0:0+0 0:2+2 0:3+0 1:0+0 1:0+6 1:0+12 2:0+0 2:0+6 2:2+1 2:3+0",
-        [0, 2, 4, 5, 5, 5, 6, 7, 8, 9],
-    ),
-    (
-        {"packing": "concat", "where": {"pile_set_name": "A"}},
-        "lmnopq tuvwxy z|2345",
-        "0:4+0 2:0+0 2:0+6",
-        [4, 6, 8],
-    ),
-    (
-        {"packing": "document", "where": {"pile_set_name": ["A", "B"]}, "skip": 3},
-        "The_qu tuvwxy 234567",
-        "1:0+0 2:0+0 2:2+0",
-        [5, 6, 8],
-    ),
+    ({"packing": "document"}, "defghi lmnopq The_qu tuvwxy 234567 890123",
+     "0:2+0 0:4+0 1:0+0 2:0+0 2:2+0 2:3+0", [2, 4, 5, 6, 8, 9]),
+    ({"packing": "concat"}, "abc|de fghij| k|lmno The_qu ick_br own_fo tuvwxy z|01|2 34567| 890123",
+     "0:0+0 0:2+2 0:3+0 1:0+0 1:0+6 1:0+12 2:0+0 2:0+6 2:2+1 2:3+0",
+     [0, 2, 4, 5, 5, 5, 6, 7, 8, 9]),
+    ({"packing": "concat", "where": {"pile_set_name": "A"}}, "lmnopq tuvwxy z|2345",
+     "0:4+0 2:0+0 2:0+6", [4, 6, 8]),
+    ({"packing": "document", "where": {"pile_set_name": ["A", "B"]}, "skip": 3},
+     "The_qu tuvwxy 234567", "1:0+0 2:0+0 2:2+0", [5, 6, 8]),
     ({"packing": "concat", "skip": 8}, "234567 |89012", "2:2+0 2:2+6", [8, 9]),
-    (
-        {"packing": "document", "shuffle": 1},
-        "234567 lmnopq 890123 defghi The_qu tuvwxy",
-        "2:2+0 0:4+0 2:3+0 0:2+0 1:0+0 2:0+0",
-        [8, 4, 9, 2, 5, 6],
-    ),
-    (
-        {"packing": "concat", "shuffle": True, "skip": 2, "seed": 1},
-        "abc|lm nopqrs |89012 3456|d efghij |The_q uick_b rown_f ox|tuv wxyz|k",
-        "0:0+0 0:4+2 0:4+8 2:3+5 0:2+1 0:2+7 1:0+5 1:0+11 1:0+17 2:0+3",
-        [0, 4, 9, 9, 2, 5, 5, 5, 6, 6],
-    ),
-]
+    ({"packing": "document", "shuffle": 1}, "234567 lmnopq 890123 defghi The_qu tuvwxy",
+     "2:2+0 0:4+0 2:3+0 0:2+0 1:0+0 2:0+0", [8, 4, 9, 2, 5, 6]),
+    ({"packing": "concat", "shuffle": True, "skip": 2, "seed": 1},
+     "abc|lm nopqrs |89012 3456|d efghij |The_q uick_b rown_f ox|tuv wxyz|k",
+     "0:0+0 0:4+2 0:4+8 2:3+5 0:2+1 0:2+7 1:0+5 1:0+11 1:0+17 2:0+3",
+     [0, 4, 9, 9, 2, 5, 5, 5, 6, 6]),
+]  # fmt: skip
 """Options; sequences, with a bar for the end of text; file, row and offset at which each begins;
 and the document with most of its tokens, the first of equal ones.
 """
@@ -109,12 +82,7 @@ and the document with most of its tokens, the first of equal ones.
 @pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize(("options", "texts", "begins", "main"), GOLDEN)
 def test_tokens_and_origins_are_those_written_here_in_shards_of_any_size_and_order(
-    tmp_path: Path,
-    info: ModelInfo,
-    options: dict[str, Any],
-    texts: str,
-    begins: str,
-    main: list[int],
+    tmp_path: Path, options: dict[str, Any], texts: str, begins: str, main: list[int]
 ):
     paths = [tmp_path / name for name in GOLDEN_FILES]
     for path, rows in zip(paths, GOLDEN_FILES.values(), strict=True):
@@ -125,30 +93,24 @@ def test_tokens_and_origins_are_those_written_here_in_shards_of_any_size_and_ord
     expected = texts.split()
     for bos in (False, True):
         fields = {"n_ctx": LENGTH + bos, "bos": bos, "sequences_per_shard": 4}
-        sequences = open_corpus(info, paths, **fields, **options)
+        sequences = open_corpus(paths, **fields, **options)
         assert texts_of(sequences) == ["|" * bos + text for text in expected]
     tokens = all_tokens(sequences)
     origins = all_origins(sequences)
-    places = zip(origins["file"], origins["row"], origins["offset"], strict=True)
-    assert [f"{Path(file).name[0]}:{row}+{offset}" for file, row, offset in places] == (
-        begins.split()
-    )
-    parts = [
-        GOLDEN_FILES[Path(file).name][row][1]
-        for file, row in zip(origins["file"], origins["row"], strict=True)
-    ]
-    assert origins["pile_set_name"] == parts
+    files = [Path(file).name for file in origins["file"]]
+    places = list(zip(files, origins["row"], origins["offset"], strict=True))
+    assert [f"{file[0]}:{row}+{offset}" for file, row, offset in places] == begins.split()
+    assert origins["pile_set_name"] == [GOLDEN_FILES[file][row][1] for file, row, _ in places]
     assert origins["document"] == main
-    assert sequences.fates is not None
-    assert sum(sequences.fates.all.values()) == 10
-    assert sequences.fates.all.get("skipped", 0) == options.get("skip", 0)
+    assert sum(fates_of(sequences).all.values()) == 10
+    assert fates_of(sequences).all.get("skipped", 0) == options.get("skip", 0)
     # Read alone and backwards, each shard is the same, whatever its size.
     for per_shard in (1, 3):
         scan = sequences.scan.model_copy(update={"sequences_per_shard": per_shard})
         for number in reversed(range(-(-len(expected) // per_shard))):
-            alone = Sequences(scan, info, sequences.index).shard(number).tokens.tolist()
+            alone = Sequences(scan, byte_model(), sequences.index).shard(number).tokens.tolist()
             assert alone == tokens[number * per_shard : (number + 1) * per_shard]
-    few = open_corpus(info, paths, sequences=2, **options)
+    few = open_corpus(paths, sequences=2, **options)
     assert texts_of(few) == expected[:2]
 
 
@@ -163,22 +125,19 @@ def write_files(path: Path, files: list[list[Row]]) -> Path:
 
 @pytest.mark.parametrize(("packing", "used"), [("document", 5), ("concat", 3)])
 @pytest.mark.usefixtures("cuts")
-def test_what_a_run_says_of_its_corpus_ends_with_its_last_sequence(
-    tmp_path: Path, info: ModelInfo, packing: str, used: int
-):
-    lines = [line.encode() for line in as_json(document(i, 9) for i in range(16))]
+def test_a_run_tells_of_its_corpus_up_to_its_last_sequence(tmp_path: Path, packing: str, used: int):
+    lines = plain_bytes(document(i, 9) for i in range(16)).splitlines()
     lines[2], lines[13] = b"{", b"{}"
     path = write_lines(tmp_path / "a.jsonl", lines)
     fields = {"sequences_per_shard": 3, "bad_rows": 0.5}
-    few = open_corpus(info, path, packing, sequences=5, **fields)
+    few = open_corpus(path, packing, sequences=5, **fields)
     # Another scan needs more of the corpus, and prepares it.
-    everything = open_corpus(info, path, packing, **fields)
-    again = open_corpus(info, path, packing, sequences=5, **fields)
+    everything = open_corpus(path, packing, **fields)
+    again = open_corpus(path, packing, sequences=5, **fields)
     assert len(problems(everything)) == 2
     for sequences in (few, again):
-        assert sequences.fates is not None
         # Five documents, or those of 5 times 6 tokens, of which each document has 9 + 1.
-        assert sequences.fates.all == {"used": used, "bad": 1}
+        assert fates_of(sequences).all == {"used": used, "bad": 1}
         assert problems(sequences) == [f"{path}, line 3 (invalid JSON)"]
         assert all_tokens(sequences) == all_tokens(everything)[:5]
         assert [row for i in range(2) for row in sequences.shard(i).bad_rows] == problems(sequences)
@@ -186,16 +145,16 @@ def test_what_a_run_says_of_its_corpus_ends_with_its_last_sequence(
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
 def test_a_changed_corpus_is_compared_sequence_by_sequence(
-    tmp_path: Path, info: ModelInfo, packing: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch
 ):
     cut_all(monkeypatch, *SMALL)
     files = [[document(i, 7) for i in range(4)], [document(4 + i, 13) for i in range(3)]]
     pattern = write_files(tmp_path, files)
-    before = open_corpus(info, pattern, packing)
+    before = open_corpus(pattern, packing)
     total = len(before)
     # Documents behind the others change nothing of what was there.
     write_jsonl(tmp_path / "1.jsonl", [*files[1], document(9, 13)])
-    longer = open_corpus(info, pattern, packing)
+    longer = open_corpus(pattern, packing)
     assert len(longer) > total
     assert moved_sequence(before.reader, longer.reader, range(total)) is None
     assert moved_sequence(longer.reader, before.reader, range(len(longer))) == (
@@ -203,7 +162,7 @@ def test_a_changed_corpus_is_compared_sequence_by_sequence(
     )
     # Until a text that is another one, nothing differs.
     write_jsonl(tmp_path / "1.jsonl", [files[1][0], ("z" * 13, None), files[1][2]])
-    moved = open_corpus(info, pattern, packing)
+    moved = open_corpus(pattern, packing)
     same = len(cut([files[0], files[1][:1]], packing))
     assert moved_sequence(before.reader, moved.reader, range(same)) is None
     assert moved_sequence(before.reader, moved.reader, range(total)) == (
@@ -211,19 +170,20 @@ def test_a_changed_corpus_is_compared_sequence_by_sequence(
     )
     # A document that is gone moves those behind it.
     write_jsonl(tmp_path / "0.jsonl", files[0][1:])
-    moved = open_corpus(info, pattern, packing)
-    reason = moved_sequence(before.reader, moved.reader, range(total))
-    assert reason == f"{tmp_path}/0.jsonl, line 1 is another text, which sequence 0 was made of"
+    moved = open_corpus(pattern, packing)
+    assert moved_sequence(before.reader, moved.reader, range(total)) == (
+        f"{tmp_path}/0.jsonl, line 1 is another text, which sequence 0 was made of"
+    )
 
 
 @pytest.mark.parametrize(("packing", "pieces"), [("document", 6), ("concat", 4)])
 def test_a_corpus_is_indexed_as_far_as_needed_with_a_few_numbers_a_piece(
-    tmp_path: Path, info: ModelInfo, packing: str, pieces: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, packing: str, pieces: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(preparation, "PIECE_DOCUMENTS", 100)
     rows = [document(i, 9) for i in range(800)]
     path = write_jsonl(tmp_path / "0.jsonl", rows)
-    sequences = open_corpus(info, path, packing, sequences=600)
+    sequences = open_corpus(path, packing, sequences=600)
     assert sequences.index is not None
     # Tokens are needed up to document 600, or up to token 3,600 of 10 a document.
     assert len(sequences.index.pieces) == pieces
@@ -235,12 +195,12 @@ def test_a_corpus_is_indexed_as_far_as_needed_with_a_few_numbers_a_piece(
 
 
 def test_a_document_far_longer_than_a_sequence_is_not_read_whole(
-    tmp_path: Path, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     text = "0123456789" * 20_000
     (tmp_path / "a.txt").write_text(text)
     fields = {"family": "text", "n_ctx": 100, "sequences_per_shard": 10}
-    sequences = open_corpus(info, tmp_path / "a.txt", "concat", **fields)
+    sequences = open_corpus(tmp_path / "a.txt", "concat", **fields)
     read: list[int] = []
     read_tokens = document_block.read_tokens
 

@@ -1,0 +1,14 @@
+"""Commands in this process."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner
+
+from headcount import app
+
+
+def printed(*words: object) -> str:
+    """What a command prints that ends well; a mistake is raised as it is."""
+    result = CliRunner().invoke(app, [*map(str, words)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output

@@ -1,0 +1,35 @@
+"""Object stores on this machine, and runs in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from headcount.schemas.files import places
+from headcount.schemas.files.places import StorePath, place, write_whole
+from headcount.schemas.files.run_directory import RunDirectory
+from tests.tools.s3_server import S3Server
+from tests.toys.toy_runs import local
+
+
+@contextmanager
+def object_store(patch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A store that `s3://` means in this process."""
+    with S3Server() as server:
+        for name, value in server.env().items():
+            patch.setenv(name, value)
+        places._filesystem.cache_clear()
+        yield server
+    places._filesystem.cache_clear()
+
+
+def copied_to_store(run: RunDirectory, out: str) -> StorePath:
+    """The copy of a run in a directory of the store."""
+    copy = place(out) / local(run.path).name
+    assert isinstance(copy, StorePath)
+    for file in local(run.path).rglob("*.*"):
+        if file.is_file():
+            write_whole(copy / file.relative_to(local(run.path)).as_posix(), file.read_bytes())
+    return copy
