@@ -124,8 +124,8 @@ def test_figures_of_models_are_numpys(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_path: Path) -> None:
     interventions = ["none", "zero_query_bias", "random_query_bias"]
-    interventions = f"interventions={interventions}".replace("'", '"')
-    ask = measured("sink_circuit", tmp_path, "sequences=9", interventions).rows
+    override = f"interventions={interventions}".replace("'", '"')
+    ask = measured("sink_circuit", tmp_path, "sequences=9", override).rows
     lists = "list(sink_mass_late ORDER BY sequence, layer, head)"
     rows = ask(f"SELECT intervention, {lists} FROM replication_heads GROUP BY ALL")
     cells = {intervention: np.reshape(values, (9, 24)) for intervention, values in rows}
