@@ -123,12 +123,12 @@ def test_the_wheel_has_every_file_of_the_packages_but_training_scripts(wheel: Pa
 
 
 @pytest.mark.long
-def test_an_changeable_install_is_found_from_the_folder_above_a_clone(tmp_path: Path) -> None:
+def test_an_editable_install_is_found_from_the_folder_above_a_clone(tmp_path: Path) -> None:
     """The clone is a folder `headcount`, which Python would take for a package without code."""
     source = copy_of_project(tmp_path / "headcount")
     python = libraries_alone(tmp_path / "venv") / "bin" / "python"
     options = ("--ignore-installed", "--no-deps", "--no-build-isolation")
-    pip("--python", python, "install", *options, "--changeable", source)
+    pip("--python", python, "install", *options, "--editable", source)
     found = run_in(tmp_path, python, "-c", "import headcount; print(headcount.__file__)")
     assert found == f"{source / 'headcount' / '__init__.py'}\n"
 
