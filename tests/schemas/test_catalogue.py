@@ -37,10 +37,11 @@ def test_raw_and_folded_weights_write_the_same_and_split_scores_differently(gpt2
         toy.measure(gpt2, tokens, weight_processing=weights, engine="dense").heads
         for weights in ("raw", "folded")
     )
-    for name, close in (
-        ("second_key_mass_late", {"atol": 1e-5}),
-        ("sink_score_advantage", {"rtol": 1e-4, "atol": 1e-4}),
-    ):
+    tolerances: dict[str, dict[str, Any]] = {
+        "second_key_mass_late": {"atol": 1e-5},
+        "sink_score_advantage": {"rtol": 1e-4, "atol": 1e-4},
+    }
+    for name, close in tolerances.items():
         np.testing.assert_allclose(folded[name], raw[name], **close)
     assert np.abs(folded["sink_shift_advantage"] - raw["sink_shift_advantage"]).max() > 0.1
 

@@ -172,9 +172,9 @@ def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory
     heads = "heads/intervention=none/shard-{:06d}.parquet".format
     sizes = {file.path: file.bytes for commit in run.commits() for file in commit.files}
 
-    def damages(*manifest: Manifest) -> list[tuple[int, str]]:
+    def damages(manifest: Manifest | None = None) -> list[tuple[Any, ...]]:
         """Shards, and what is wrong with their file of heads."""
-        found = run.damaged_files([table], *manifest)
+        found = run.damaged_files([table], manifest)
         assert [damage.path for damage in found] == [heads(*damage.shards) for damage in found]
         return [(*damage.shards, damage.why) for damage in found]
 

@@ -12,7 +12,7 @@ from headcount.jobs.commands import doctor
 from headcount.jobs.commands.doctor import DRIFT, MEASURING, READING, check_library, examine
 from headcount.schemas.packages import PACKAGE
 from headcount.workers.model.files.bundled_models import BUNDLED
-from headcount.workers.model.files.model_info import find_model
+from headcount.workers.model.files.model_info import describe, find_model
 from tests import ROOT
 from tests.toys import toy_models as toy
 
@@ -57,7 +57,9 @@ def test_engines_are_compared_on_every_standard_probability():
     path = find_model("bundled:gpt2-mini")
     fields = {"n_ctx": 32, "statistics": "standard"}
     fused, dense = (toy.replica(path, **fields, engine=engine) for engine in ("fused", "dense"))
-    tokens = np.random.default_rng(0).integers(fused.info.d_vocab, size=(2, 32)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(0).integers(describe(path).d_vocab, size=(2, 32)).astype(np.int32)
+    )
     assert doctor._largest_drift(fused, dense, tokens)[1] < DRIFT
     # A weight that differs in one engine only must show.
     bare: Any = dense.model.bare

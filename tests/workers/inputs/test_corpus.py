@@ -501,7 +501,12 @@ def test_a_family_makes_of_a_text_what_is_written_here(
     tmp_path: Path, family: str, options: dict[str, Any], expected: str
 ):
     (tmp_path / "a.txt").write_text("abcdefghijklmnopqr")
-    fields = {"n_ctx": 9, "bos": True, "sequences": 2, "seed": options.get("seed", 0)}
+    fields: dict[str, Any] = {
+        "n_ctx": 9,
+        "bos": True,
+        "sequences": 2,
+        "seed": options.get("seed", 0),
+    }
     fields["input"] = {"family": family, "files": str(tmp_path / "a.txt"), "packing": "concat"}
     fields["input"] |= {key: value for key, value in options.items() if key != "seed"}
     for per_shard in (2, 1):

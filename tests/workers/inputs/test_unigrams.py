@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
 
 def counted(files: Path, options: dict[str, Any] | None = None, **changes: Any) -> Sequences:
     """The sequences of a scan that counts some files."""
-    fields = {"seed": SEED, "n_ctx": LENGTH, "sequences": SEQUENCES} | changes
+    fields: dict[str, Any] = {"seed": SEED, "n_ctx": LENGTH, "sequences": SEQUENCES} | changes
     fields["input"] = {"family": "unigram_text", "files": str(files)} | (options or {})
     return open_corpus(files, **fields)
 
