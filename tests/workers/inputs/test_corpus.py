@@ -349,13 +349,14 @@ def test_every_document_has_one_fate_and_the_parts_add_up(tmp_path: Path):
 
 def test_joined_documents_are_used_or_not_needed(tmp_path: Path):
     path = write_jsonl(tmp_path / "a.jsonl", documents(3, 1, 4, 8, 8))
-    for fields, expected in (
+    cases: tuple[tuple[dict[str, Any], dict[str, int]], ...] = (
         # 3 + 1, 1 + 1 are the first six tokens, 4 + 1 and one of the fourth document the next.
         ({"sequences": 2}, {"used": 4}),
         # One sequence of 14 of 29 tokens ends in the fourth document, two in the last.
         ({"n_ctx": 14}, {"used": 5}),
         ({"n_ctx": 20}, {"used": 4, "not needed": 1}),
-    ):
+    )
+    for fields, expected in cases:
         assert fates_of(open_corpus(path, "concat", **fields)).all == expected, fields
 
 
