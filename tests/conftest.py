@@ -72,7 +72,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     before, modules = cpu_seconds(), len(sys.modules)
     yield
     seconds = cpu_seconds() - before - MODULE_SECONDS * (len(sys.modules) - modules)
-    if seconds > CPU_LIMIT and item.get_closest_marker("long") is None:
+    is_of_make_test = item.config.option.markexpr == "not long"
+    if seconds > CPU_LIMIT and is_of_make_test:
         factor = slowness()
         if seconds > CPU_LIMIT * factor:
             took = f"{seconds / factor:.1f} s of a processor"

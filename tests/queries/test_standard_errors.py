@@ -159,8 +159,12 @@ def check_explorer(plan: Plan, measured: Measured) -> None:
     ask.engine.close()
 
 
-def test_rows_and_roll_ups_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> None:
+def test_rows_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> None:
     check_views(plan, measured)
+
+
+@pytest.mark.long
+def test_roll_ups_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> None:
     # Some shards are merged in pairs, whose documents go on in other roll-ups and in rows.
     compact(plan.run, 2 * PER_SHARD * HEADS * N_CTX + 1)
     rolled_up = open_runs(plan.run.path).rows("SELECT count(DISTINCT document) > 2 FROM rollups")

@@ -226,6 +226,7 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     assert {c.attempt for c in plan.run.commits() if c.shard == deadly_shard} == {ATTEMPTS + 1}
 
 
+@pytest.mark.long
 def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "LEAST_PATIENCE", 0.5)
     began = time.monotonic()
@@ -362,7 +363,7 @@ with pytest.raises(RunError, match="3 shards in a row could not be .*No space le
     run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica)
 assert len(done_shards(plan)) < 60
 assert not list(local(plan.run.path).rglob("*.tmp"))
-assert plan.run.damaged_files([plan.run.commit log()]) == []
+assert plan.run.damaged_files([plan.run.commit_log()]) == []
 # No shard was committed half, so more room is all that is missing.
 resize("size=16m,remount")
 assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []

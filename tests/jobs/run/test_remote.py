@@ -378,6 +378,7 @@ def test_a_wrong_or_missing_token_is_one_line(cluster: str, token: str | None) -
     assert "RAY_AUTH_TOKEN" in line
 
 
+@pytest.mark.long
 def test_a_dead_address_is_one_line() -> None:
     port = free_port()
     line = refused("list", "--address", f"127.0.0.1:{port}")

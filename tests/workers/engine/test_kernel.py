@@ -422,7 +422,8 @@ def interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.long
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="they have run in this process")
 def test_all_of_the_above_in_the_interpreter() -> None:
-    ended = interpreted("-m", "pytest", "-p", "no:cacheprovider", "-k", "TestSweep", __file__)
+    words = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "", "-k", "TestSweep", __file__)
+    ended = interpreted(*words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
