@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import duckdb
@@ -20,6 +21,7 @@ import yaml
 from safetensors import safe_open
 
 from headcount.exports import registry
+from headcount.exports.formats.duo import block_length, queries_after_first_copy
 from headcount.exports.page import exports_page
 from headcount.exports.registry import Exported, export_formats
 from headcount.exports.source import ExportSource, toml_lines
@@ -257,6 +259,20 @@ def paired(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TO_DUO = ("--sink", 1, "--recent", 1)
+
+
+@pytest.mark.parametrize(
+    ("n_ctx", "bos", "period", "block"),
+    [(64, True, None, 32), (65, True, None, 32), (65, False, None, 33), (64, True, 10, 10)],
+)
+def test_a_block_is_half_of_what_follows_bos_unless_there_is_a_period(
+    n_ctx: int, bos: bool, period: int | None, block: int
+) -> None:
+    source: Any = SimpleNamespace(
+        run={"n_ctx": n_ctx, "bos": bos}, input_options={} if period is None else {"period": period}
+    )
+    assert block_length(source) == block
+    assert queries_after_first_copy(source) == n_ctx - bos - block
 
 
 @pytest.mark.parametrize(("words", "expected"), [
