@@ -39,7 +39,7 @@ from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.random_model import UNTRAINED, write_random_model
 from headcount.workers.replica import InterventionMeasurements
 from headcount.workers.shard import MeasuredShard, commit_shard, measure_shard
-from tests.tools.s3_server import S3Server
+from tests.s3.s3_server import S3Server
 
 RESULTS = Path(__file__).parent.parent / "results" / "fast_replica.json"
 

@@ -43,7 +43,7 @@ from headcount.workers.inputs.store.token_store import (
     read_tokens,
 )
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
-from tests.tools.s3_server import S3Server
+from tests.s3.s3_server import S3Server
 
 SHARED = Path(__file__).parent.parent.parent.parent / "shared" / "data"
 

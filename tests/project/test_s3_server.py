@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.s3_server import Action, Rule, S3Server
+from tests.s3.s3_server import Action, Rule, S3Server
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from headcount.schemas.files import places
 from headcount.schemas.files.commits import read_commit
 from headcount.schemas.files.places import Place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory
-from tests.tools.s3_server import S3Server
+from tests.s3.s3_server import S3Server
 from tests.toys.toy_runs import data_file, local, write_run
 
 TICK = 0.1

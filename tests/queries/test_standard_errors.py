@@ -15,7 +15,7 @@ from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import head_card
 from headcount.queries.report.report import _prediction_sql
 from headcount.queries.report.section import read_section, runs_by_id
-from tests.queries.test_explore_queries import Asker
+from tests.queries.page.test_explore_queries import Asker
 from tests.toys.runs_here import measure_here
 from tests.toys.toy_corpora import documents, write_jsonl
 from tests.toys.toy_runs import Row, write_run

@@ -37,7 +37,7 @@ from headcount.schemas.files.commits import gather
 from headcount.schemas.files.places import StorePath, matching, names, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, find_runs, shard_file_name
 from headcount.workers.shard import run_shard
-from tests.tools.s3_server import Rule, S3Server
+from tests.s3.s3_server import Rule, S3Server
 from tests.tools.workers import joined_cluster
 from tests.toys.object_stores import copied_to_store
 from tests.toys.refusals import refused

@@ -38,9 +38,9 @@ from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
 from tests import ROOT
+from tests.s3.s3_server import Action, Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of
 from tests.tools.processes import MARK, Command, kill, marked, start_fork_server
-from tests.tools.s3_server import Action, Rule, S3Server
 from tests.tools.workers import FORKED, NODE_OPTIONS, forked_workers
 
 FAULTS = ROOT / "tests" / "faults"

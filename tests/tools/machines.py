@@ -25,8 +25,8 @@ from headcount.queries.open.connection import connect
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import load_scan
 from tests import ROOT
+from tests.s3.s3_server import Rule, S3Server
 from tests.tools.committed_rows import rows_of
-from tests.tools.s3_server import Rule, S3Server
 
 NETWORK = "10.77.41"
 HEAD = f"{NETWORK}.1:6391"

@@ -10,7 +10,7 @@ import pytest
 from headcount.schemas.files import places
 from headcount.schemas.files.places import StorePath, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory
-from tests.tools.s3_server import S3Server
+from tests.s3.s3_server import S3Server
 from tests.toys.toy_runs import local
 
 

@@ -27,7 +27,7 @@ from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from tests import ROOT
 from tests.jobs.upkeep.test_status import NOW, gather_shards, make_run
-from tests.tools.s3_server import Rule
+from tests.s3.s3_server import Rule
 from tests.toys.object_stores import object_store
 
 PATIENCE_SECONDS = 60

@@ -33,7 +33,7 @@ from headcount.workers.inputs.store.portions import (
     file_states,
     portions_of,
 )
-from tests.tools.s3_server import ROOT, S3Server
+from tests.s3.s3_server import ROOT, S3Server
 from tests.toys.object_stores import object_store
 from tests.toys.refusals import refused
 from tests.toys.toy_corpora import Row, packed, write_parquet

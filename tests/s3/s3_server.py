@@ -1,7 +1,7 @@
 """A real server that speaks S3 on this machine, and faults that it can be told to have.
 
 The server is moto's: it keeps objects in memory and checks no signatures. It runs in a process of
-its own (`tests/tools/s3_faults.py`), which ends when the process that started it ends.
+its own (`tests/s3/s3_faults.py`), which ends when the process that started it ends.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class S3Server:
             self.port = listener.getsockname()[1]
             descriptor = listener.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.tools.s3_faults", str(descriptor)],
+                [sys.executable, "-m", "tests.s3.s3_faults", str(descriptor)],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
 """The S3 server's process: moto's application inside one that has the faults of its rules.
 
-`python -m tests.tools.s3_faults DESCRIPTOR` serves on a socket that listens already. werkzeug
+`python -m tests.s3.s3_faults DESCRIPTOR` serves on a socket that listens already. werkzeug
 parses HTTP. A fault decides what becomes of a request, and may close the connection below werkzeug.
 """
 
@@ -27,8 +27,8 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.wrappers import Request, Response
 
-from tests.tools.s3_server import CONTROL, PAST_FAULTS, Action, Rule
-from tests.tools.s3_server import Request as LoggedRequest
+from tests.s3.s3_server import CONTROL, PAST_FAULTS, Action, Rule
+from tests.s3.s3_server import Request as LoggedRequest
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

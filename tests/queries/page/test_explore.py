@@ -36,7 +36,7 @@ from headcount.queries.explore.server import HEADERS, MOST_BYTES, Guard, make_ap
 from headcount.schemas.files.run_directory import RunDirectory
 from tests import ROOT
 from tests.pages.browser import chromium, cut_tables, requested_urls
-from tests.queries.test_explore_queries import CURVES, HEAD, SEQUENCES, unpacked, write
+from tests.queries.page.test_explore_queries import CURVES, HEAD, SEQUENCES, unpacked, write
 from tests.tools.processes import DIES_WITH_ITS_PARENT
 
 HOSTILE_RUN = "a-b_0.1"
