@@ -41,7 +41,7 @@ DATA_FILE = r"^(shard|merged)-[\w-]+\.parquet$"
 BY_SIZE = ["files.path", "files.bytes"]
 """Columns of a commit log that `files_damaged_by_size` reads."""
 
-BY_CONTENT = ["start", "stop", "files"]
+BY_CONTENT = ["stop", "files"]
 """Columns of a commit log that `examined_files` reads."""
 
 ROUNDING = 0.01
@@ -359,7 +359,8 @@ def _footer_problem(footer: pq.FileMetaData, bounds: Bounds) -> str | None:
             finite_bounds = [abs(bound) for bound in allowed if math.isfinite(bound)]
             slack = ROUNDING * max([1.0, *finite_bounds])
             low, high = statistics.min, statistics.max
-            if low < allowed.low - slack or high > allowed.high + slack:
+            # Not the other way round: a NaN is in no range.
+            if not (allowed.low - slack <= low and high <= allowed.high + slack):
                 return (
                     f"has {name} from {low:.6g} to {high:.6g}, outside of its range from "
                     f"{allowed.low:g} to {allowed.high:g}"

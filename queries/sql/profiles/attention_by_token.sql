@@ -1,8 +1,8 @@
 -- Attention that each token receives as a key, with the uniform baseline: which tokens are sinks.
 -- One row per head, token and role of the token in the input's layout; first: whether the token
 -- stands at position 0.
--- attention: mean over the pairs of such a key and a query that sees it. uniform_baseline: the uniform
--- baseline. attention_ratio: attention / uniform_baseline.
+-- attention: mean over the pairs of such a key and a query that sees it. uniform_baseline: what
+-- uniform attention would give. attention_ratio: attention / uniform_baseline.
 -- share: of all attention of the head. sink_keys: share of the keys that receive more than 0.3.
 -- received and expected are sums over keys, so that tokens can be put together.
 -- Needs: curves = ["attention_received_by_key"] in the scan.

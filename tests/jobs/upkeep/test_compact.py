@@ -465,6 +465,7 @@ def test_two_compactions_that_overlapped_are_noticed_and_mended(
     assert_same_and_tidy(run, expected)
 
 
+@pytest.mark.long
 def test_the_command_merges_in_processes_and_reports_files_and_sizes(
     run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
 ):
