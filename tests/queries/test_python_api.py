@@ -473,6 +473,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("elsewhere")
 def test_the_code_of_the_page_runs() -> None:
     guide = ROOT / "docs" / "guide"

@@ -11,7 +11,7 @@ import pytest
 
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.upkeep.compaction import compact
-from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.ask.asking import open_runs
 from headcount.queries.report.head_card import head_card
 from headcount.queries.report.report import _prediction_sql
 from headcount.queries.report.section import read_section, runs_by_id
@@ -96,7 +96,7 @@ def check(record: dict[str, Any], values: Any, of_documents: Any) -> None:
 
 
 def check_views(plan: Plan, measured: Measured) -> None:
-    """All views of statistics, the report and the explorer say what numpy says."""
+    """All views of statistics say what numpy says."""
     database = open_runs(plan.run.path)
     documents, parts, _, values = measured
 
@@ -123,12 +123,12 @@ def check_views(plan: Plan, measured: Measured) -> None:
     for record in records:
         untouched = values[place(record | {"intervention": "none"})]
         check(record, values[place(record)] - untouched, documents)
-    check_report(database, measured)
+
+
+def check_pages(plan: Plan, measured: Measured) -> None:
+    """The report, the cards and the explorer say what numpy says."""
     check_explorer(plan, measured)
-
-
-def check_report(database: RunDatabase, measured: Measured) -> None:
-    """The report and the cards say what numpy says."""
+    database = open_runs(plan.run.path)
     documents, _, _, values = measured
     (run,) = runs_by_id(database).values()
     for intervention in INTERVENTIONS:
@@ -163,6 +163,10 @@ def test_rows_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> None:
     check_views(plan, measured)
 
 
+def test_pages_of_rows_have_the_errors_of_numpy(plan: Plan, measured: Measured) -> None:
+    check_pages(plan, measured)
+
+
 @pytest.mark.long
 def test_roll_ups_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> None:
     # Some shards are merged in pairs, whose documents go on in other roll-ups and in rows.
@@ -170,9 +174,11 @@ def test_roll_ups_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> No
     rolled_up = open_runs(plan.run.path).rows("SELECT count(DISTINCT document) > 2 FROM rollups")
     assert rolled_up == [(True,)]
     check_views(plan, measured)
+    check_pages(plan, measured)
     compact(plan.run)
     assert not open_runs(plan.run.path).rows("FROM internal.unrolled_heads")
     check_views(plan, measured)
+    check_pages(plan, measured)
 
 
 def test_predictions_and_kept_curves_have_numpys_errors(plan: Plan, measured: Measured) -> None:
