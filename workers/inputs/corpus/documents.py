@@ -56,13 +56,6 @@ LISTED_NAMES = 8
 CHANGED = "changed while it was read; run the same command again"
 """What is said of a file that is no longer as it was when it was listed."""
 
-BROKEN_STREAMS = {
-    "Truncated compressed stream": "the compressed stream ends in the middle; fetch the file again",
-    "too much memory": "is compressed with a window of more than 128 MiB; compress it again with "
-    "zstd and without --long or --ultra",
-}
-"""Words of Arrow's errors of decompression, and what is said of the file."""
-
 Value = str | int | float | bool
 """A value that `where` may ask for."""
 
@@ -221,11 +214,13 @@ def refusing_unreadable(source: Source) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        why = f"cannot be read ({printable(reason(error))}); is the file complete?"
-        for words, explanation in BROKEN_STREAMS.items():
-            if words in str(error):
-                why = explanation
-        raise CorpusError(f"{printable(source.path)}: {why}") from None
+        why = reason(error)
+        advice = "is the file complete?"
+        if "requires too much memory" in why:
+            advice = "its window has more than 128 MiB; compress it without --long and --ultra"
+        raise CorpusError(
+            f"{printable(source.path)}: cannot be read ({printable(why)}); {advice}"
+        ) from None
 
 
 # Readers: of lines, and of rows
@@ -318,36 +313,18 @@ def _read_parquet(source: Source, reading: Reading, stretch: Stretch) -> Iterato
                 row_groups=[number],
                 columns=[name for name in names if name in reading.column_names],
             ):
-                wanted = batch.slice(min(to_drop, len(batch)))
-                yield from _rows_of(wanted, reading.text_field)
+                yield from _rows_of(batch.slice(min(to_drop, len(batch))))
                 to_drop = max(0, to_drop - len(batch))
 
 
-def _rows_of(batch: pa.RecordBatch, text_field: str) -> list[dict[str, Any] | Problem]:
-    """The rows of a batch, with a problem in the place of each row that cannot be converted."""
-    texts = batch.column(text_field) if text_field in batch.schema.names else None
-    if texts is None or texts.nbytes <= LARGEST_RECORD:
-        try:
-            return batch.to_pylist()
-        except UnicodeDecodeError:
-            # Parquet does not check that its strings are UTF-8. The error does not name the row.
-            pass
-    rows: list[dict[str, Any] | Problem] = []
-    for i in range(len(batch)):
-        text = None if texts is None else texts[i]
-        # By its bytes: a text that is too large is not made a Python string.
-        if isinstance(text, pa.StringScalar) and len(text.as_buffer() or b"") > LARGEST_RECORD:
-            rows.append(Problem(TOO_LARGE))
-            continue
-        try:
-            rows += batch.slice(i, 1).to_pylist()
-        except UnicodeDecodeError:
-            rows.append(Problem("not UTF-8"))
-    return rows
-
-
-class _TooLargeRowError(csv.Error):
-    """A row of a CSV file that is too large. Its lines have been read."""
+def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any] | Problem]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        # Parquet does not check that its strings are UTF-8, and the error does not name the row.
+        if len(batch) == 1:
+            return [Problem("not UTF-8")]
+        return [row for i in range(len(batch)) for row in _rows_of(batch.slice(i, 1))]
 
 
 def _read_csv(source: Source, reading: Reading) -> Iterator[object]:
@@ -356,36 +333,13 @@ def _read_csv(source: Source, reading: Reading) -> Iterator[object]:
     pyarrow.csv is not used: a row that is larger than a block ends the file, and a row that is
     broken is left out and not counted.
     """
-    row_letters = 0
-
-    def next_line() -> str:
-        nonlocal row_letters
-        # The csv module asks for a row's second line only within quotes.
-        is_quoted = row_letters > 0
-        line = text.readline(LARGEST_RECORD + 1 - row_letters)
-        # It takes no notice of blank lines between rows.
-        if is_quoted or line.strip("\r\n"):
-            row_letters += len(line)
-        if row_letters <= LARGEST_RECORD:
-            return line
-        _drop_csv_row(text, line, is_quoted)
-        raise _TooLargeRowError(TOO_LARGE)
-
     with open_content(source.path) as content:
         # With "surrogateescape" a row that is not UTF-8 is a bad row, not a bad file.
         text = io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.DictReader(iter(next_line, ""), strict=True)
+        rows = csv.DictReader(text, strict=True)
         try:
             _check_text_column(source.path, reading, rows.fieldnames or ())
-            while True:
-                row_letters = 0
-                try:
-                    fields: dict[str, Any] | None = next(rows, None)
-                except _TooLargeRowError:
-                    yield Problem(TOO_LARGE)
-                    continue
-                if fields is None:
-                    return
+            for fields in rows:
                 # csv.DictReader puts the fields beyond the header under the key None.
                 if None in fields:
                     yield Problem("more fields than the header names")
@@ -397,15 +351,6 @@ def _read_csv(source: Source, reading: Reading) -> Iterator[object]:
             raise CorpusError(
                 f"{printable(source.path)}, line {rows.reader.line_num}: not CSV ({error})"
             ) from None
-
-
-def _drop_csv_row(file: io.TextIOWrapper, piece: str, is_quoted: bool) -> None:
-    """Read on to the end of a row, which is a line end outside quotes."""
-    while piece:
-        is_quoted ^= piece.count('"') % 2 == 1
-        if piece.endswith(("\n", "\r")) and not is_quoted:
-            return
-        piece = file.readline(PIECE_BYTES)
 
 
 def _read_text(source: Source, reading: Reading) -> Iterator[object]:

@@ -52,6 +52,12 @@ def pile(
             "input: the family pile needs either files (paths or globs) or dataset (a Hub name)"
         )
     if dataset is not None:
+        # The library datasets names a data set by the last part of its path, which "." has not.
+        if not Path(dataset).name:
+            raise ScanError(
+                "input.dataset: expected a data set of the Hub or a directory by its name, got "
+                f"{dataset!r}; write for instance '../{Path(dataset).resolve().name}'"
+            )
         parts = open_hub(dataset, split).num_shards
         return Corpus(
             tuple(Source("hub", dataset, 0, split, part, parts) for part in range(parts)), packing
