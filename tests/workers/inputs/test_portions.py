@@ -130,32 +130,6 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> SetRanges:
     return set_bytes
 
 
-# Lines
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.zst", "a.jsonl.gz"])
-def test_ranges_of_any_size_hold_every_line_once(tmp_path: Path, ranges: SetRanges, name: str):
-    expected = documents_by_hand(LINES)
-    for content in (LINES, LINES + b"\n", LINES + b"\n \n\n"):
-        source = write(tmp_path / name, content, name.split(".")[1])
-        for size in (1, 2, 7, 16, 30, 60, len(content) - 1, len(content), 1000):
-            ranges(size)
-            parts = portions_of([source])
-            assert len(parts) == -(-len(content) // size)
-            assert rows_and_texts(parts) == expected, size
-            assert sum(part.bytes for part in parts) <= source.bytes
-            # The rows of all ranges are the lines of the file.
-            lines = content.count(b"\n") + (not content.endswith(b"\n"))
-            assert sum(rows_of(part) for part in parts) == lines
-
-
-def rows_of(portion: Portion) -> int:
-    reader = PortionReader(portion, READING)
-    list(reader)
-    assert reader.ended
-    return reader.position.row
-
-
 TEXTS = ["before it", "x" * 3000, "behind it", "é" * 990, "", "y" * 1001, "z" * 900]
 
 
