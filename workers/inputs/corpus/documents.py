@@ -172,7 +172,7 @@ class Source:
 
     @property
     def can_be_entered(self) -> bool:
-        """Whether a stretch is read without what lies before it. The end of a stretch is exact."""
+        """Whether a stretch is read without what lies before it. It must then end in the source."""
         return self.kind == "parquet" or (not self.path.endswith(COMPRESSED) and self.has_lines)
 
     def documents(self, reading: Reading = EVERY_DOCUMENT) -> Iterator[Document]:
@@ -186,7 +186,8 @@ class Source:
     ) -> Iterator[Record]:
         """The records of a stretch in order, and a record for each blank line.
 
-        A source that cannot be entered is read from its beginning, and may end before the stretch.
+        A source that cannot be entered is read from its beginning, and may end before the stretch;
+        what lies before the stretch is not made into documents.
         """
         start, stop = stretch
         with refusing_unreadable(self):
