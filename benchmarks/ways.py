@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
+from headcount.schemas.formulas import evaluate
 from headcount.schemas.scans.precision import PRECISIONS
-from headcount.schemas.statistics import KIND, evaluate
+from headcount.schemas.statistics import KIND
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_engine import FusedEngine
 from headcount.workers.engine.number_formats import HALVES, linears_in
@@ -102,7 +103,7 @@ def run_with_cache(path: Path, device: str, precision: str) -> Run:
         for layer in layers:
             cached = {name: cache[hook_name] for name, hook_name in hook_names[layer].items()}
             activations = {**_layer_activations(model, layer, cached), **matches}
-            measured += [evaluate(statistic.compute, activations) for statistic in STATISTICS]
+            measured += [evaluate(statistic.function, activations) for statistic in STATISTICS]
         return measured
 
     return run

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headcount.schemas import profiles
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.tables import CURVES
-from headcount.schemas.profiles import PROFILES, Profile
+from headcount.schemas.formula_registries import PROFILES
+from headcount.schemas.formulas import Formula
 from headcount.schemas.scans.kind import Kind, ScanFacts
 
 
-def _refuse_pairs(curves: Iterable[Profile], _scan: ScanFacts) -> None:
+def _refuse_pairs(curves: Iterable[Formula], _scan: ScanFacts) -> None:
     """Pair profiles have too many numbers to store for every sequence."""
     for curve in curves:
         if curve.axis == "pair":
@@ -23,13 +23,11 @@ def _refuse_pairs(curves: Iterable[Profile], _scan: ScanFacts) -> None:
 
 KIND = Kind(
     field="curves",
-    word="profile",
     meaning="Profiles stored for each sequence instead of averaged, list columns of the curves "
     "table: a list of names. Default: none. Pair profiles are not allowed.",
     registry=PROFILES,
     table=CURVES,
     computed="in every layer",
     check=_refuse_pairs,
-    page=profiles.KIND.page,
-    introduction=profiles.KIND.introduction,
+    page="profiles.md",
 )

@@ -6,101 +6,20 @@ What predictions read is computed only if a scan names a prediction that reads i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ParamSpec
 
 from headcount.schemas.files.tables import SEQUENCES
-from headcount.schemas.formulas import Ranged, read_definition
+from headcount.schemas.formula_registries import PREDICTIONS, prediction
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.scans.kind import Kind
 
-PREDICTION_INPUTS: dict[str, str] = {
-    "tokens": "token ids [batch pos]",
-    "positions_known": "whether the model adds positions and its first MLP is a module of its own",
-    "token_loss": "-ln p(t[i] | t[<i]) of every token, NaN for the first [batch pos]",
-    "final_logit": "logit after the last token of every token of the sequence [batch pos]",
-    "final_logprob": "ln p after the last token of every token of the sequence [batch pos]",
-    "effective": "effective positions EPE[i] = W_pos[i] + MLP_0(W_pos[i]), without a norm [pos "
-    "d_model]",
-    "position_after_mlp": "what positions change in e + MLP_0(e), without a norm, of token "
-    "embeddings e [batch pos d_model]",
-    "position_after_layer": "what positions change in the stream after the first layer [batch pos "
-    "d_model]",
-    "first_mlp_out": "what the first MLP adds to the stream at position 0 [batch d_model]",
-}
-"""Every name that a prediction may take as a parameter.
-
-The last four use the untouched weights, without any intervention. They are NaN unless
-`positions_known`.
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction(Ranged):
-    """A registered prediction: a column of `sequences`."""
-
-    per_token: bool
-    """Whether it is a list with a value for each of `tokens`."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What columns, comments and manifests say about it."""
-        return super().facts | {"per_token": self.per_token}
-
-
-PREDICTIONS: dict[str, Prediction] = {}
-
-P = ParamSpec("P")
-
-
-def prediction(
-    *,
-    unit: str,
-    range: tuple[float, float],  # noqa: A002
-    source: str,
-    per_token: bool = False,
-    defined: Callable[..., Tensor | bool] | None = None,
-    of_directions: bool = False,
-) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
-    """Register a function as a prediction.
-
-    It returns `[batch]`, or `[batch pos]` if it is `per_token`. `defined` is a rule that takes
-    prediction inputs too and says, per sequence or per token, where the prediction has a value.
-    Elsewhere the column is NULL. It is NULL too if it is `of_directions` and one of its vectors is
-    zero.
-    """
-
-    def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
-        fields = read_definition(
-            function, "prediction", PREDICTIONS, "prediction", PREDICTION_INPUTS
-        )
-        fields |= {"unit": unit, "range": range, "source": source}
-        fields |= {"defined": defined, "of_directions": of_directions}
-        PREDICTIONS[function.__name__] = Prediction(**fields, per_token=per_token)
-        return function
-
-    return register
-
-
 KIND = Kind(
     field="predictions",
-    word="prediction",
     meaning="What the model predicts, columns of the sequences table: a list of names. Default: "
     "none.",
     registry=PREDICTIONS,
     table=SEQUENCES,
     computed="after the pass",
     page="predictions.md",
-    introduction="""\
-# Predictions
-
-What the model predicts, named in a scan's `predictions`: float32 columns of the table `sequences`.
-Those with one value for each token are lists parallel to `tokens`. `t[i]` is a token, T = `n_ctx`.
-This page is generated from `schemas/predictions.py` by `make docs`.
-
-Effective positions are known if the model adds positions and its first MLP is a module of its own.
-""",
 )
 
 

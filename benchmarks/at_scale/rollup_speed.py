@@ -39,9 +39,10 @@ from headcount.schemas.files.tables import (
     uniform_column,
     with_partitions,
 )
+from headcount.schemas.formulas import Formula
 from headcount.schemas.histogram_bins import Axis
 from headcount.schemas.scans.kinds import table_schema
-from headcount.schemas.statistics import KIND, STATISTICS, Statistic
+from headcount.schemas.statistics import KIND, STATISTICS
 from headcount.workers.measurements.rollups import rolled_up
 
 LAYERS, HEADS_OF_LAYER, N_CTX = 12, 12, 1000
@@ -83,7 +84,7 @@ class Timed:
     cpu_seconds: float
 
 
-def statistics() -> list[Statistic]:
+def statistics() -> list[Formula]:
     """The statistics that a scan measures by default."""
     return [statistic for statistic in STATISTICS.values() if statistic.standard]
 

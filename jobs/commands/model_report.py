@@ -11,7 +11,7 @@ import torch
 from headcount.schemas.errors import HeadcountError, counted
 from headcount.schemas.formulas import Formula
 from headcount.schemas.scans.scan import Scan, parse_scan
-from headcount.schemas.statistics import KIND, Statistic
+from headcount.schemas.statistics import KIND
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.measurements.layer_formulas import where_defined
 from headcount.workers.measurements.undefined import defined_or_nan
@@ -195,7 +195,7 @@ def undefined_behind(window: int) -> list[str]:
     ]
 
 
-def _has_value(statistic: Statistic, activations: dict[str, Any]) -> bool:
+def _has_value(statistic: Formula, activations: dict[str, Any]) -> bool:
     value = defined_or_nan(statistic, activations)
     is_defined = where_defined(statistic, activations, value)
     return bool((value.isfinite() & is_defined).all())

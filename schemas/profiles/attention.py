@@ -1,7 +1,7 @@
 """Where attention goes, by lag, by key, by query and by pair."""
 
+from headcount.schemas.formula_registries import profile
 from headcount.schemas.pattern import Pattern, Tensor
-from headcount.schemas.profiles.profile_registry import profile
 
 
 @profile(

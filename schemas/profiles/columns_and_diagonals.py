@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Protocol, Self, cast
 
+from headcount.schemas.formula_registries import profile
 from headcount.schemas.pattern import TIE, Index, Pattern, Tensor
-from headcount.schemas.profiles.profile_registry import profile
 
 MINFERENCE = "Jiang et al. 2024, MInference, arXiv 2407.02490"
 

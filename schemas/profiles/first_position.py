@@ -1,7 +1,7 @@
 """The residual stream at position 0, coordinate by coordinate."""
 
+from headcount.schemas.formula_registries import profile
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.profiles.profile_registry import profile
 
 
 @profile(axis="dimension", unit="coordinate", source="Ran-Milo et al. 2026, arXiv 2604.14722")

@@ -1,7 +1,7 @@
 """Norms of vectors, position by position."""
 
+from headcount.schemas.formula_registries import profile
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.profiles.profile_registry import profile
 from headcount.schemas.statistics.head_results import result_norms
 
 

@@ -3,8 +3,8 @@
 Expected Attention is made of those before rotation, Q-Filters of those after it.
 """
 
+from headcount.schemas.formula_registries import profile
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.profiles.profile_registry import profile
 
 FIRST_TOKENS = 4
 """How many of the first tokens Expected Attention leaves out: their queries are unlike others."""

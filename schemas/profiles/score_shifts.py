@@ -1,7 +1,7 @@
 """What the query bias adds to the score of each key, before the division by √d_head."""
 
+from headcount.schemas.formula_registries import profile
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.profiles.profile_registry import profile
 from headcount.schemas.statistics.decomposition import has_fixed_positions, shifts
 
 RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"

@@ -3,8 +3,8 @@
 The mean pattern is not the softmax of the mean scores, so both can be stored.
 """
 
+from headcount.schemas.formula_registries import profile
 from headcount.schemas.pattern import Pattern, Tensor
-from headcount.schemas.profiles.profile_registry import profile
 
 
 @profile(axis="key", unit="logits", source="Farrell 2023, recency bias")

@@ -1,7 +1,7 @@
 """Where the last queries look, as one distribution over the keys."""
 
+from headcount.schemas.formula_registries import profile
 from headcount.schemas.pattern import Pattern, Tensor
-from headcount.schemas.profiles.profile_registry import profile
 
 
 @profile(axis="key", unit="probability", source="Scheuer, attention-sink-profiler")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.tables import (
@@ -16,7 +16,7 @@ from headcount.schemas.files.tables import (
     measured_column,
     measured_uniform,
 )
-from headcount.schemas.formulas import Formula, find_formula
+from headcount.schemas.formulas import Formula, Formulas
 
 Computed = Literal["in every layer", "after the pass", "from the weights"]
 """When a formula is computed.
@@ -41,20 +41,15 @@ class ScanFacts(Protocol):
         ...
 
 
-F = TypeVar("F", bound=Formula)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Kind(Generic[F]):
+class Kind:
     """A kind of measurement; `schemas.scans.kinds.KINDS` lists all of them."""
 
     field: str
     """Field of a scan, and of a manifest, that names formulas of this kind."""
-    word: str
-    """Noun for one of its formulas, for example "weight statistic"."""
     meaning: str
     """Meaning of the field, as `headcount plan` prints it."""
-    registry: Mapping[str, F]
+    registry: Formulas
     table: Table
     """The table that the formulas fill."""
     computed: Computed
@@ -62,51 +57,40 @@ class Kind(Generic[F]):
     """Whether the mean and spread over a shard's sequences are stored instead of the values."""
     named_by: str | None = None
     """Column that holds the names of formulas; if there is none, every formula is a column."""
-    sets: Mapping[str, Callable[[F], bool]] = dataclasses.field(
-        default_factory=dict[str, Callable[[F], bool]]
+    sets: Mapping[str, Callable[[Formula], bool]] = dataclasses.field(
+        default_factory=dict[str, Callable[[Formula], bool]]
     )
     """Words that a scan may write in place of a list of names, or in the list, and which formulas
     each means.
     """
     default: str | tuple[str, ...] = ()
     """What a scan without the field measures. If it is empty, the scan's list may be empty too."""
-    check: Callable[[Iterable[F], ScanFacts], None] | None = None
+    check: Callable[[Iterable[Formula], ScanFacts], None] | None = None
     """Raises `ScanError` for formulas that the scan cannot measure."""
     page: str
     """File in `docs/` about the formulas; kinds with the same registry share a page."""
-    introduction: str
-    """Beginning of that page."""
 
     def __repr__(self) -> str:
         return f"Kind({self.field!r})"
 
-    def __post_init__(self) -> None:
-        # Averages and weight statistics are rows with the formula's name, all others are columns.
-        values_are_rows = self.averaged or self.computed == "from the weights"
-        if values_are_rows != (self.named_by is not None):
-            raise ValueError(
-                f"kind {self.field!r}: expected `named_by` where values are averaged or come from "
-                f"the weights, and nowhere else; got named_by = {self.named_by!r}"
-            )
-        if self.averaged and self.computed != "in every layer":
-            raise ValueError(
-                f"kind {self.field!r}: only what is computed in every layer can be averaged, got "
-                f"computed = {self.computed!r}"
-            )
+    @property
+    def word(self) -> str:
+        """Noun for one of its formulas, for example "weight statistic"."""
+        return self.registry.word
 
-    def find(self, text: str) -> F:
+    def find(self, text: str) -> Formula:
         """The formula that a text of a scan names, for example `distant_mass(4,64)`.
 
         Raises `ScanError` if there is no such formula, or if its options are wrong.
         """
-        return find_formula(text, self.registry, self.field, self.word)
+        return self.registry.find(text, self.field)
 
-    def select(self, names: str | Iterable[str]) -> tuple[F, ...]:
+    def select(self, names: str | Iterable[str]) -> tuple[Formula, ...]:
         """The formulas that a scan names, in registry order.
 
         `names` is a word of `sets`, or a list of names in which such words may stand too.
         """
-        selected: dict[str, F] = {}
+        selected: dict[str, Formula] = {}
         for name in [names] if isinstance(names, str) else names:
             if name in self.sets:
                 selected |= {formula.name: formula for formula in self._in_set(name)}
@@ -114,19 +98,22 @@ class Kind(Generic[F]):
             formula = self.find(name)
             # An option may hold an underscore, so two choices of options can make one name.
             other = selected.setdefault(formula.name, formula)
-            if other.options != formula.options:
+            if other.arguments != formula.arguments:
                 raise ScanError(
                     f"{self.field}: {other.text} and {formula.text} would have one column, "
                     f"{formula.name}; leave one of them out"
                 )
-        order_of = {formula.function: order for order, formula in enumerate(self.registry.values())}
+        order_of = {
+            formula.function_name: order for order, formula in enumerate(self.registry.values())
+        }
         return tuple(
             sorted(
-                selected.values(), key=lambda formula: (order_of[formula.function], formula.name)
+                selected.values(),
+                key=lambda formula: (order_of[formula.function_name], formula.name),
             )
         )
 
-    def _in_set(self, word: str) -> list[F]:
+    def _in_set(self, word: str) -> list[Formula]:
         is_in_set = self.sets[word]
         return [formula for formula in self.registry.values() if is_in_set(formula)]
 
@@ -153,7 +140,7 @@ class Kind(Generic[F]):
         # ["standard"] is "standard".
         return words[0] if texts == words[:1] and words else tuple(texts)
 
-    def selected(self, names: str | tuple[str, ...], scan: ScanFacts) -> tuple[F, ...]:
+    def selected(self, names: str | tuple[str, ...], scan: ScanFacts) -> tuple[Formula, ...]:
         """The same as `select`, but raises `ScanError` if the scan cannot measure them."""
         formulas = self.select(names)
         # A word such as "all" cannot be empty or name a formula twice.

@@ -19,7 +19,7 @@ from headcount.schemas.files.tables import ROLLUPS, SEQUENCES, Column, Table, ca
 from headcount.schemas.formulas import Formula
 from headcount.schemas.scans.kind import Kind
 
-KINDS: tuple[Kind[Any], ...] = (
+KINDS: tuple[Kind, ...] = (
     statistics.KIND,
     predictions.KIND,
     curves.KIND,
@@ -37,7 +37,7 @@ TABLES: dict[str, Table] = {table.name: table for table in (*(k.table for k in K
 """Every table by name: those that the kinds fill, and the roll-ups of `heads`."""
 
 
-def kinds_of(table: Table) -> list[Kind[Any]]:
+def kinds_of(table: Table) -> list[Kind]:
     """The kinds that fill a table."""
     return [kind for kind in KINDS if kind.table is table]
 
@@ -70,7 +70,7 @@ def table_schema(
     return table.schema(columns.values())
 
 
-def schema_of_rows(kind: Kind[Any], formulas: Iterable[Formula]) -> pa.Schema:
+def schema_of_rows(kind: Kind, formulas: Iterable[Formula]) -> pa.Schema:
     """The schema of a table whose rows name the formula that they are values of."""
     return table_schema(kind.table, {kind.field: formulas})
 

@@ -175,7 +175,7 @@ class Scan(Measured):
     """Directory that holds the tokens of corpora: a path, s3://… or gs://… Default: corpora in out.
     """
 
-    def names(self, kind: Kind[Any]) -> str | tuple[str, ...]:
+    def names(self, kind: Kind) -> str | tuple[str, ...]:
         """The value of the field of a kind: names of formulas, or a word for some of them."""
         return getattr(self, kind.field)
 
@@ -183,7 +183,7 @@ class Scan(Measured):
         """The formulas of a kind that the scan measures, in registry order."""
         return kind.select(self.names(kind))
 
-    def kinds(self, computed: Computed | None = None) -> list[Kind[Any]]:
+    def kinds(self, computed: Computed | None = None) -> list[Kind]:
         """The kinds with a formula that the scan measures.
 
         With `computed`, only those that are computed at that time.

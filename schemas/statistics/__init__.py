@@ -2,46 +2,21 @@
 all.
 """
 
-from headcount.schemas.formulas import evaluate
-from headcount.schemas.statistics import (
-    decomposition,
-    diagonals,
-    head_results,
-    labels,
-    matching,
-    mixing,
-    norms,
-    reach,
-    residual,
-    scores,
-    shape,
-    sink,
-)
-from headcount.schemas.statistics.statistic_registry import (
-    KIND,
-    LAYER_VALUES,
-    STATISTICS,
-    Statistic,
-    statistic,
-)
+from headcount.schemas.files.tables import HEADS
+from headcount.schemas.formula_registries import STATISTICS
+from headcount.schemas.registry import import_files
+from headcount.schemas.scans.kind import Kind
 
-__all__ = [
-    "KIND",
-    "LAYER_VALUES",
-    "STATISTICS",
-    "Statistic",
-    "decomposition",
-    "diagonals",
-    "evaluate",
-    "labels",
-    "matching",
-    "mixing",
-    "norms",
-    "reach",
-    "head_results",
-    "residual",
-    "scores",
-    "shape",
-    "sink",
-    "statistic",
-]
+import_files(__name__, __path__)
+
+KIND = Kind(
+    field="statistics",
+    meaning="Columns of the heads table: standard, all, or a list of names, in which these words "
+    "and options may stand, as in distant_mass(4,64).",
+    registry=STATISTICS,
+    table=HEADS,
+    computed="in every layer",
+    sets={"standard": lambda statistic: statistic.standard, "all": lambda _: True},
+    default="standard",
+    page="statistics.md",
+)

@@ -9,9 +9,9 @@ first MLP is a module of its own; MLP_0 takes W_pos[j] without the norm before i
 
 import math
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions
-from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def has_fixed_positions(rotary: bool) -> bool:

@@ -3,8 +3,8 @@
 A single token may stand before the block.
 """
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Pattern, Tensor
-from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def has_repeated_half(tokens: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Norms of what a head writes to the residual stream: vectors after W_O."""
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def result_norms(x: Tensor, W_O: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Labels, Pattern, Tensor
-from headcount.schemas.statistics.statistic_registry import statistic
 
 Label = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 """A label, in letters that a column's name may have."""

@@ -1,8 +1,8 @@
 """Attention to keys at a fixed distance, and to keys chosen by equal tokens."""
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Pairs, Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions
-from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def has_three_positions(pattern: Pattern) -> bool:

@@ -6,9 +6,9 @@ Over-mixing is the loss of these differences (Barbero et al. 2025). Their measur
 
 import math
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.matching import has_three_positions
-from headcount.schemas.statistics.statistic_registry import statistic
 
 BARBERO = "Barbero et al. 2025, arXiv 2504.02732"
 

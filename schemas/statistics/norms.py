@@ -1,7 +1,7 @@
 """Norms of queries, keys, values, head outputs and the residual stream."""
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.statistics.statistic_registry import statistic
 
 CACHED = "after KIVI, Liu et al. 2024, arXiv 2402.02750"
 

@@ -3,9 +3,9 @@
 Such a cache keeps the first `sink` keys and the last `recent` ones, a query's own key among them.
 """
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.scans.values import Count, Index
-from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def has_distant_keys(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> bool:

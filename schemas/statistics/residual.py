@@ -1,7 +1,7 @@
 """How much of the residual stream at position 0 lies in a few dimensions."""
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.statistics.statistic_registry import statistic
 
 
 @statistic(unit="dimensions", source="Sun et al. 2024, arXiv 2402.17762", standard=False)

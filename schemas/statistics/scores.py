@@ -2,11 +2,11 @@
 
 import math
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.decomposition import directions, has_fixed_positions
 from headcount.schemas.statistics.matching import has_three_positions
 from headcount.schemas.statistics.sink import has_two_positions
-from headcount.schemas.statistics.statistic_registry import statistic
 
 
 @statistic(

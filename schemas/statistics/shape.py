@@ -2,9 +2,9 @@
 
 import math
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions
-from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def largest_entropy(pattern: Pattern) -> Tensor:

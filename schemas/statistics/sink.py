@@ -1,7 +1,7 @@
 """How much attention rests on the first keys, or on a learned sink."""
 
+from headcount.schemas.formula_registries import statistic
 from headcount.schemas.pattern import Pattern, Tensor, first_of_largest
-from headcount.schemas.statistics.statistic_registry import statistic
 
 
 def has_two_positions(pattern: Pattern) -> bool:

@@ -1,8 +1,8 @@
 """The query bias: the coordinates and the positions that it makes every query look for."""
 
+from headcount.schemas.formula_registries import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.decomposition import has_fixed_positions
-from headcount.schemas.weight_statistics.weight_registry import weight
 
 
 @weight(axis="none", unit="euclidean norm", source="after Ran-Milo et al. 2026, arXiv 2604.14722")

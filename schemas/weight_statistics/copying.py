@@ -1,8 +1,8 @@
 """Whether a head makes the tokens that it attends to more probable."""
 
+from headcount.schemas.formula_registries import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.weight_statistics.composition import ELHAGE
-from headcount.schemas.weight_statistics.weight_registry import weight
 
 
 @weight(axis="none", unit="share", source=ELHAGE, of_directions=True)

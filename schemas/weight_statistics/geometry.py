@@ -4,8 +4,8 @@ w[j] is `W_pos[j]` less the mean of its coordinates: what a LayerNorm sees, and 
 TransformerLens's default loading leaves.
 """
 
+from headcount.schemas.formula_registries import weight
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.weight_statistics.weight_registry import weight
 
 SOURCE = "Farrell 2023"
 

@@ -1,7 +1,7 @@
 """Embeddings of positions, and what the first MLP makes of them."""
 
+from headcount.schemas.formula_registries import weight
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.weight_statistics.weight_registry import weight
 
 
 @weight(axis="position", unit="euclidean norm", source="Farrell 2023")

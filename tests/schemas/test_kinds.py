@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
-
 from headcount.schemas import statistics
-from headcount.schemas.files.tables import CURVES, HEADS, PROFILES, SEQUENCES
-from headcount.schemas.formulas import Along
-from headcount.schemas.scans.kind import Kind
+from headcount.schemas.files.tables import HEADS, PROFILES, SEQUENCES
 from headcount.schemas.scans.kinds import KINDS, TABLES, table_schema
 from headcount.schemas.scans.scan import Scan
 from tests.toys import toy_models as toy
@@ -46,17 +42,3 @@ def test_a_scan_is_the_same_after_ray_has_pickled_it():
     assert [kind.field for kind in scan.kinds()] == ["statistics", "curves"]
     assert [kind.field for kind in scan.kinds("from the weights")] == []
     assert [f.name for f in scan.formulas(statistics.KIND)] == list(statistics.STATISTICS)
-
-
-def test_a_kind_with_contradictory_facts_is_refused():
-    registry: dict[str, Along] = {}
-
-    def kind(**facts: object) -> Kind[Along]:
-        fields = {"field": "x", "word": "x", "meaning": "", "registry": registry, "table": CURVES}
-        return Kind(**(fields | {"page": "x.md", "introduction": ""} | facts))  # pyright: ignore[reportArgumentType]
-
-    message = r"kind 'x': expected `named_by` where .* got named_by = None"
-    with pytest.raises(ValueError, match=message):
-        kind(computed="in every layer", averaged=True)
-    with pytest.raises(ValueError, match=r"kind 'x': only what is computed in every layer"):
-        kind(computed="after the pass", averaged=True, named_by="name")

@@ -28,9 +28,10 @@ from headcount.schemas.files.places import Place, names
 from headcount.schemas.files.run_directory import RunDirectory, data_path
 from headcount.schemas.files.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, uniform_column
 from headcount.schemas.files.tables import PROFILES as PROFILES_TABLE
+from headcount.schemas.formulas import Formula
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.kinds import table_schema
-from headcount.schemas.statistics import KIND, Statistic
+from headcount.schemas.statistics import KIND
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 
 
@@ -110,7 +111,7 @@ class ToyRun:
         return -(-self.sequences // self.per_shard)
 
     @property
-    def statistics(self) -> tuple[Statistic, ...]:
+    def statistics(self) -> tuple[Formula, ...]:
         return KIND.select(list(self.columns))
 
     @property
@@ -286,7 +287,7 @@ def without_runs(connection: duckdb.DuckDBPyConnection) -> RunDatabase:
 def _heads(
     rows: list[Row],
     columns: Mapping[str, Cell],
-    statistics: tuple[Statistic, ...],
+    statistics: tuple[Formula, ...],
     family: str,
     shard: int,
 ) -> pa.Table:
@@ -317,7 +318,7 @@ def _keys(rows: list[Row], family: str, shard: int) -> dict[str, list[Any]]:
 
 def _sequences(
     span: range,
-    statistics: tuple[Statistic, ...],
+    statistics: tuple[Formula, ...],
     family: str,
     shard: int,
     n_ctx: int,
@@ -365,7 +366,7 @@ def _write(
     )
 
 
-def _range(statistic: Statistic, values: Iterable[float | None]) -> dict[str, list[float | None]]:
+def _range(statistic: Formula, values: Iterable[float | None]) -> dict[str, list[float | None]]:
     """A statistic's range, widened to hold the toy numbers."""
     low, high = statistic.facts["range"]
     defined = [value for value in values if value is not None]
