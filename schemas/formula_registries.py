@@ -99,15 +99,12 @@ earlier layers, or nothing.
 STATISTICS = Formulas(
     "statistic",
     reads=LAYER_VALUES,
-    input_word="activation",
     facts=("range", "uniform_baseline"),
     may_have_options=True,
 )
 """They return `[batch head]`, or `[batch]` if all heads of a layer share the value."""
 
-PROFILES = Formulas(
-    "profile", reads=LAYER_VALUES, input_word="activation", facts=("axis",), axes=PROFILE_AXES
-)
+PROFILES = Formulas("profile", reads=LAYER_VALUES, facts=("axis",), axes=PROFILE_AXES)
 """They return `[batch head index]`, or `[batch index]` if all heads of a layer share the values.
 
 Along axis "pair" they return `[batch head query key]`, of which the pairs k ≤ q are stored, along
@@ -119,7 +116,6 @@ array.
 PREDICTIONS = Formulas(
     "prediction",
     reads=PREDICTION_INPUTS,
-    input_word="prediction",
     facts=("range", "per_token"),
 )
 """They return `[batch]`, or `[batch pos]` if they are `per_token`."""
@@ -127,7 +123,6 @@ PREDICTIONS = Formulas(
 WEIGHT_STATISTICS = Formulas(
     "weight statistic",
     reads=LAYER_WEIGHTS | MODEL_WEIGHTS,
-    input_word="weight",
     facts=("axis",),
     axes=WEIGHT_AXES,
 )

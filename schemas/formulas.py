@@ -31,6 +31,7 @@ from headcount.schemas.registry import (
     prose_of,
 )
 from headcount.schemas.scans.values import problem_of
+from headcount.schemas.units import Values, values_of
 
 Arguments: TypeAlias = tuple[tuple[str, Argument], ...]
 """The options of a formula with their values, in order: whole numbers and names."""
@@ -43,12 +44,10 @@ class Formula(Entry):
     """A registered function and everything that is derived from it."""
 
     registry: Formulas = field(repr=False, compare=False)
-    unit: str
     source: str
-    range: tuple[float, float] | None = None
-    """The bounds of its values, if these do not run over an axis."""
+    """Where its definition comes from."""
     axis: str | None = None
-    """What its values run over; "none" if it is one number, kept in the same table."""
+    """What its values run over, if these are no column; "none" if it is one number."""
     uniform_baseline: bool = False
     """Whether the table `sequences` also stores what uniform attention would score."""
     standard: bool = True
@@ -83,6 +82,23 @@ class Formula(Entry):
     def formula(self) -> str:
         """The second paragraph of the docstring."""
         return prose_of(self.function).split("\n\n")[1]
+
+    @cached_property
+    def values(self) -> Values:
+        """The unit and the bounds of its values."""
+        values = values_of(self.function)
+        assert values is not None, f"{self.function_name} returns no type of schemas.units"
+        return values
+
+    @property
+    def unit(self) -> str:
+        """The unit of its values."""
+        return self.values.unit
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The bounds of its values."""
+        return self.values.low, self.values.high
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -119,7 +135,7 @@ class Formula(Entry):
         """
         names = ("unit", "source", "meaning", "formula", "description", *self.registry.facts)
         facts = {name: getattr(self, name) for name in names}
-        if self.range is not None:
+        if "range" in facts:
             facts["range"] = [bound if math.isfinite(bound) else None for bound in self.range]
         return facts
 
@@ -152,91 +168,62 @@ class Formulas(Registry[Formula]):
         word: str,
         *,
         reads: Mapping[str, str],
-        input_word: str,
         facts: Sequence[str],
         axes: Sequence[str] = (),
         may_have_options: bool = False,
     ) -> None:
         """Formulas that may read what `reads` names and run over `axes`.
 
-        `input_word` is the noun for what is read, and `facts` name what manifests keep besides the
-        facts that every formula has.
+        `facts` name what manifests keep besides the facts that every formula has.
         """
         super().__init__(word)
         self.reads = reads
-        self.input_word = input_word
         self.facts = facts
         self.axes = axes
         self.may_have_options = may_have_options
 
     def formula(
         self,
-        *,
-        unit: str,
         source: str,
-        range: tuple[float, float] | None = None,  # noqa: A002
-        axis: str | None = None,
-        uniform_baseline: bool = False,
-        standard: bool = True,
-        per_token: bool = False,
-        defined: Callable[..., Any] | None = None,
-        of_directions: bool = False,
-        missing: str = "",
+        **facts: Any,  # noqa: ANN401 - fields of `Formula`, which refuses others
     ) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
-        """Register a function; one that breaks the rules of its kind raises `ValueError`.
+        """Register a function with a source and other fields of `Formula`.
 
-        Without a range or an axis its values are 0 or more. `defined` is a rule that takes what
-        formulas read and says, per sequence or per token, where the formula has a value; along an
-        axis it takes `rotary` and says whether a model has the formula at all. The rule's docstring
-        is the end of "NULL unless …", and `missing` that of "NULL if …". The other facts are those
-        of `Formula`.
+        A function that breaks the rules of its kind raises `ValueError`.
         """
 
         def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
-            self._check(function, axis)
+            options = tuple((o.name, o.default) for o in options_of(function).values())
             formula = Formula(
-                function=function,
-                registry=self,
-                unit=unit,
-                source=source,
-                range=range or (None if axis else (0.0, math.inf)),
-                axis=axis,
-                uniform_baseline=uniform_baseline,
-                standard=standard,
-                per_token=per_token,
-                defined=defined,
-                of_directions=of_directions,
-                missing=missing,
-                arguments=tuple((o.name, o.default) for o in options_of(function).values()),
+                function=function, registry=self, source=source, arguments=options, **facts
             )
+            if problem := self._problem(formula):
+                raise ValueError(f"{self.word} {function.__name__!r}: {problem}")
             self.add(formula)
             return function
 
         return register
 
-    def _check(self, function: Callable[..., Any], axis: str | None) -> None:
-        what = f"{self.word} {function.__name__!r}"
-        for option in options_of(function).values():
+    def _problem(self, formula: Formula) -> str | None:
+        """Which rule of its kind a function breaks."""
+        for option in formula.options.values():
             if problem_of(option.annotation, option.default) is not None:
-                raise ValueError(
-                    f"{what}: option {option.name!r} needs a default of its type, got "
-                    f"{option.default!r}"
-                )
-        if options_of(function) and not self.may_have_options:
-            names = ", ".join(options_of(function))
-            raise ValueError(f"{what}: a {self.word} has no options, got {names}")
+                return f"option {option.name!r} needs a default of its type, got {option.default!r}"
+        if formula.options and not self.may_have_options:
+            return f"a {self.word} has no options, got {', '.join(formula.options)}"
         # With options, the column has another name than the function, and neither may be taken.
-        if function.__name__ in self or function.__name__ in self._by_function():
-            raise ValueError(f"{what} is defined twice")
-        for parameter in parameters_of(function):
+        if formula.function_name in {*self, *self._by_function()}:
+            return "defined twice"
+        for parameter in formula.parameters:
             if parameter not in self.reads:
-                raise ValueError(f"{what}: {unknown(self.input_word, parameter, self.reads)}")
-        if axis not in (self.axes or (None,)):
-            raise ValueError(f"{what}: {unknown('axis', str(axis), self.axes)}")
-        if "\n\n" not in prose_of(function):
-            raise ValueError(
-                f"{what}: its docstring needs a first line (meaning) and a formula paragraph"
-            )
+                return unknown("parameter", parameter, self.reads)
+        if formula.axis not in (self.axes or (None,)):
+            return unknown("axis", str(formula.axis), self.axes)
+        if values_of(formula.function) is None:
+            return "expected a type of schemas.units, which says the unit, as what it returns"
+        if "\n\n" not in prose_of(formula.function):
+            return "its docstring needs a first line (meaning) and a formula paragraph"
+        return None
 
     def _by_function(self) -> dict[str, Formula]:
         return {formula.function_name: formula for formula in self.values()}

@@ -5,12 +5,11 @@ What predictions read is computed only if a scan names a prediction that reads i
 
 from __future__ import annotations
 
-import math
-
 from headcount.schemas.files.tables import SEQUENCES
 from headcount.schemas.formula_registries import PREDICTIONS, prediction
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.scans.kind import Kind
+from headcount.schemas.units import Cosine, Length, Logit, Nats, Norm, Probability
 
 KIND = Kind(
     field="predictions",
@@ -44,8 +43,8 @@ def has_known_positions(positions_known: Tensor) -> Tensor:
     return positions_known
 
 
-@prediction(unit="nats", range=(0, math.inf), source="standard", defined=has_second_token)
-def loss(token_loss: Tensor) -> Tensor:
+@prediction("standard", defined=has_second_token)
+def loss(token_loss: Tensor) -> Nats:
     """Mean cross-entropy of the next token.
 
     1/(T-1) Σ_{i≥1} -ln p(t[i] | t[<i])
@@ -57,8 +56,8 @@ def loss(token_loss: Tensor) -> Tensor:
     return token_loss[:, 1:].mean(-1)
 
 
-@prediction(unit="nats", range=(0, math.inf), source="Olsson et al. 2022", defined=has_third_token)
-def loss_early(token_loss: Tensor) -> Tensor:
+@prediction("Olsson et al. 2022", defined=has_third_token)
+def loss_early(token_loss: Tensor) -> Nats:
     """Mean cross-entropy of the tokens in the first half; in repeated input, of the first copy.
 
     1/⌊(T-1)/2⌋ Σ_{1≤i≤⌊(T-1)/2⌋} -ln p(t[i] | t[<i])
@@ -69,8 +68,8 @@ def loss_early(token_loss: Tensor) -> Tensor:
     return token_loss[:, 1 : (token_loss.shape[1] + 1) // 2].mean(-1)
 
 
-@prediction(unit="nats", range=(0, math.inf), source="Olsson et al. 2022", defined=has_second_token)
-def loss_late(token_loss: Tensor) -> Tensor:
+@prediction("Olsson et al. 2022", defined=has_second_token)
+def loss_late(token_loss: Tensor) -> Nats:
     """Mean cross-entropy of the tokens in the second half; in repeated input, of the second copy.
 
     1/⌈(T-1)/2⌉ Σ_{i>⌊(T-1)/2⌋} -ln p(t[i] | t[<i])
@@ -81,14 +80,8 @@ def loss_late(token_loss: Tensor) -> Tensor:
     return token_loss[:, (token_loss.shape[1] + 1) // 2 :].mean(-1)
 
 
-@prediction(
-    unit="nats",
-    range=(0, math.inf),
-    source="standard",
-    per_token=True,
-    defined=has_earlier_token,
-)
-def losses(token_loss: Tensor) -> Tensor:
+@prediction("standard", per_token=True, defined=has_earlier_token)
+def losses(token_loss: Tensor) -> Nats:
     """Cross-entropy of each token.
 
     -ln p(t[i] | t[<i])
@@ -96,8 +89,8 @@ def losses(token_loss: Tensor) -> Tensor:
     return token_loss
 
 
-@prediction(unit="probability", range=(0, 1), source="Farrell 2023", per_token=True)
-def final_probabilities(final_logprob: Tensor) -> Tensor:
+@prediction("Farrell 2023", per_token=True)
+def final_probabilities(final_logprob: Tensor) -> Probability:
     """Probability of each token of the sequence as the next token after the whole sequence.
 
     p(t[i] | t[0], …, t[T-1])
@@ -105,8 +98,8 @@ def final_probabilities(final_logprob: Tensor) -> Tensor:
     return final_logprob.exp()
 
 
-@prediction(unit="logit", range=(-math.inf, math.inf), source="Farrell 2023", per_token=True)
-def final_logits(final_logit: Tensor) -> Tensor:
+@prediction("Farrell 2023", per_token=True)
+def final_logits(final_logit: Tensor) -> Logit:
     """Logit of each token of the sequence as the next token after the whole sequence, up to a
     constant of the sequence.
 
@@ -116,14 +109,12 @@ def final_logits(final_logit: Tensor) -> Tensor:
 
 
 @prediction(
-    unit="cosine",
-    range=(-1, 1),
-    source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
+    "Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
     defined=has_known_positions,
     of_directions=True,
 )
-def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor:
+def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Cosine:
     """Cosine of each effective position and the change that the position makes after the first MLP.
 
     cos(EPE[i], (x + MLP_0(x)) - (e + MLP_0(e))), EPE[i] = W_pos[i] + MLP_0(W_pos[i]), x = e +
@@ -136,14 +127,12 @@ def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor
 
 
 @prediction(
-    unit="cosine",
-    range=(-1, 1),
-    source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
+    "Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
     defined=has_known_positions,
     of_directions=True,
 )
-def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Tensor:
+def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Cosine:
     """Cosine of each effective position and the change that positions make after the first layer.
 
     cos(EPE[i], L_0(e + W_pos)[i] - L_0(e)[i]), EPE[i] = W_pos[i] + MLP_0(W_pos[i]), L_0 the first
@@ -155,13 +144,8 @@ def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Te
     return _cosine(effective, position_after_layer)
 
 
-@prediction(
-    unit="euclidean norm",
-    range=(0, math.inf),
-    source="Ran-Milo et al. 2026, arXiv 2604.14722",
-    defined=has_known_positions,
-)
-def first_mlp_norm(first_mlp_out: Tensor) -> Tensor:
+@prediction("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_known_positions)
+def first_mlp_norm(first_mlp_out: Tensor) -> Norm:
     """Norm of what the first MLP adds to the residual stream at position 0.
 
     ‖m‖₂, m = output of the MLP of layer 0 at position 0
@@ -173,13 +157,11 @@ def first_mlp_norm(first_mlp_out: Tensor) -> Tensor:
 
 
 @prediction(
-    unit="length along a direction",
-    range=(-math.inf, math.inf),
-    source="Ran-Milo et al. 2026, arXiv 2604.14722, intervention d",
+    "Ran-Milo et al. 2026, arXiv 2604.14722, intervention d",
     defined=has_known_positions,
     of_directions=True,
 )
-def first_mlp_position_part(first_mlp_out: Tensor, effective: Tensor) -> Tensor:
+def first_mlp_position_part(first_mlp_out: Tensor, effective: Tensor) -> Length:
     """Part of what the first MLP adds at position 0 that lies along the first effective position,
     which `swap_effective_positions` moves.
 

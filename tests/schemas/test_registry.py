@@ -14,6 +14,7 @@ from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.registry import Entry, Registry, parse_call
 from headcount.schemas.scans.values import Count, Share
 from headcount.schemas.statistics import KIND, STATISTICS
+from headcount.schemas.units import Norm
 from tests.toys import toy_models as toy
 from tests.toys.refusals import refused
 
@@ -145,7 +146,7 @@ def test_a_choice_of_options_is_a_column_of_its_own():
     assert other.fingerprint == STATISTICS["distant_mass_4_64"].fingerprint
 
 
-def entropy(pattern: Pattern) -> Tensor:
+def entropy(pattern: Pattern) -> Norm:
     """Meaning.
 
     formula
@@ -153,7 +154,7 @@ def entropy(pattern: Pattern) -> Tensor:
     return pattern.entropy()
 
 
-def misspelt(b_Qs: Tensor) -> Tensor:
+def misspelt(b_Qs: Tensor) -> Norm:
     """Meaning.
 
     formula
@@ -161,7 +162,7 @@ def misspelt(b_Qs: Tensor) -> Tensor:
     return b_Qs
 
 
-def without_default(pattern: Pattern, *, keys: Count) -> Tensor:
+def without_default(pattern: Pattern, *, keys: Count) -> Norm:
     """Meaning.
 
     formula
@@ -169,12 +170,20 @@ def without_default(pattern: Pattern, *, keys: Count) -> Tensor:
     return pattern.distance()
 
 
-def without_formula(pattern: Pattern) -> Tensor:
+def without_unit(pattern: Pattern) -> Tensor:
+    """Meaning.
+
+    formula
+    """
+    return pattern.distance()
+
+
+def without_formula(pattern: Pattern) -> Norm:
     """Meaning."""
     return pattern.distance()
 
 
-def with_option(W_Q: Tensor, *, keys: Count = 1) -> Tensor:
+def with_option(W_Q: Tensor, *, keys: Count = 1) -> Norm:
     """Meaning.
 
     formula
@@ -182,17 +191,15 @@ def with_option(W_Q: Tensor, *, keys: Count = 1) -> Tensor:
     return W_Q
 
 
-FACTS = {"unit": "x", "source": "x"}
-
-
 @pytest.mark.parametrize(("register", "function", "problem"), [
-    (statistic(**FACTS), entropy, "statistic 'entropy' is defined twice"),
-    (statistic(**FACTS), without_default, "option 'keys' needs a default of its type"),
-    (statistic(**FACTS), without_formula, "needs a first line (meaning) and a formula paragraph"),
-    (statistic(**FACTS), misspelt, "unknown activation 'b_Qs': did you mean 'b_Q'"),
-    (prediction(**FACTS), entropy, "unknown prediction 'pattern'"),
-    (profile(**FACTS, axis="keys"), entropy, "unknown axis 'keys': did you mean 'key'"),
-    (weight(**FACTS, axis="none"), with_option, "a weight statistic has no options, got keys"),
+    (statistic("x"), entropy, "statistic 'entropy': defined twice"),
+    (statistic("x"), without_default, "option 'keys' needs a default of its type"),
+    (statistic("x"), without_formula, "needs a first line (meaning) and a formula paragraph"),
+    (statistic("x"), without_unit, "expected a type of schemas.units, which says the unit"),
+    (statistic("x"), misspelt, "unknown parameter 'b_Qs': did you mean 'b_Q'"),
+    (prediction("x"), entropy, "unknown parameter 'pattern'"),
+    (profile("x", axis="keys"), entropy, "unknown axis 'keys': did you mean 'key'"),
+    (weight("x", axis="none"), with_option, "a weight statistic has no options, got keys"),
 ])  # fmt: skip
 def test_a_function_that_breaks_the_rules_of_its_kind_is_refused(
     register: Any, function: Any, problem: str
