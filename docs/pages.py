@@ -161,7 +161,7 @@ def _formula_entry(formula: Formula) -> str:
     """A formula: its meaning, its definition, and its facts in one line."""
     # The unit stands beside what the values run over: their range, or an axis.
     unit = formula.unit
-    if formula.axis is None:
+    if not formula.axis:
         unit += ", {} to {}".format(*map(_bound, formula.range))
     elif formula.axis != "none":
         unit += f", along {formula.axis}"

@@ -46,8 +46,8 @@ class Formula(Entry):
     registry: Formulas = field(repr=False, compare=False)
     source: str
     """Where its definition comes from."""
-    axis: str | None = None
-    """What its values run over, if these are no column; "none" if it is one number."""
+    axis: str = ""
+    """What its values run over; "none" if it is one number in a table of such values."""
     uniform_baseline: bool = False
     """Whether the table `sequences` also stores what uniform attention would score."""
     standard: bool = True
@@ -111,7 +111,7 @@ class Formula(Entry):
         rules: list[str] = []
         if self.defined is not None:
             # The rule's docstring is the end of the sentence "NULL unless …".
-            stored = "NULL" if self.axis is None else "no rows"
+            stored = "NULL" if not self.axis else "no rows"
             rules.append(f"{stored} unless {first_paragraph(self.defined).rstrip('.')}")
         if self.of_directions:
             rules.append("NULL if a vector is zero")
@@ -148,11 +148,11 @@ class Formula(Entry):
     @property
     def listed(self) -> bool:
         """Whether its value is a list."""
-        return is_list({"per_token": self.per_token, "axis": self.axis or "none"})
+        return self.per_token or self.axis not in ("", "none")
 
     def exists(self, rotary: bool) -> bool:
         """Whether a model has the formula at all; `rotary`: whether positions rotate q and k."""
-        return self.axis is None or self.defined is None or bool(self.defined(rotary))
+        return not self.axis or self.defined is None or bool(self.defined(rotary))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -217,8 +217,8 @@ class Formulas(Registry[Formula]):
         for parameter in formula.parameters:
             if parameter not in self.reads:
                 return unknown("parameter", parameter, self.reads)
-        if formula.axis not in (self.axes or (None,)):
-            return unknown("axis", str(formula.axis), self.axes)
+        if formula.axis not in (self.axes or ("",)):
+            return unknown("axis", formula.axis, self.axes)
         if values_of(formula.function) is None:
             return "expected a type of schemas.units, which says the unit, as what it returns"
         if "\n\n" not in prose_of(formula.function):

@@ -182,7 +182,7 @@ class Entry:
         return fingerprint(self.function)
 
     @cached_property
-    def _checked(self) -> type[BaseModel]:
+    def options_model(self) -> type[BaseModel]:
         """The options as a model of pydantic, which checks their types and ranges."""
         fields: Any = {
             option.name: (option.annotation, ... if option.default is REQUIRED else option.default)
@@ -240,7 +240,7 @@ class Registry(dict[str, E]):
         for name in (named or {}).keys() & given.keys():
             raise self.error(f"{subject.replace('OPTION', name)}: expected once, got two values")
         try:
-            checked = entry._checked(**given, **(named or {}))
+            checked = entry.options_model(**given, **(named or {}))
         except ValidationError as error:
             problems = by_key(error).items()
             lines = [

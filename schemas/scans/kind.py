@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.tables import (
@@ -25,20 +25,6 @@ in every layer: in every forward pass, from the activations of the layer.
 after the pass: in every forward pass, from what the model predicts.
 from the weights: once in a run, from the untouched weights.
 """
-
-
-class ScanFacts(Protocol):
-    """The fields of a scan that decide whether its formulas can be measured."""
-
-    @property
-    def n_ctx(self) -> int:
-        """Tokens in every sequence."""
-        ...
-
-    @property
-    def weight_processing(self) -> str:
-        """raw or folded: what happens to the weights when the model is loaded."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -65,8 +51,6 @@ class Kind:
     """
     default: str | tuple[str, ...] = ()
     """What a scan without the field measures. If it is empty, the scan's list may be empty too."""
-    check: Callable[[Iterable[Formula], ScanFacts], None] | None = None
-    """Raises `ScanError` for formulas that the scan cannot measure."""
     page: str
     """File in `docs/` about the formulas; kinds with the same registry share a page."""
 
@@ -140,15 +124,12 @@ class Kind:
         # ["standard"] is "standard".
         return words[0] if texts == words[:1] and words else tuple(texts)
 
-    def selected(self, names: str | tuple[str, ...], scan: ScanFacts) -> tuple[Formula, ...]:
-        """The same as `select`, but raises `ScanError` if the scan cannot measure them."""
-        formulas = self.select(names)
+    def check(self, names: str | tuple[str, ...]) -> None:
+        """Refuse names that do not exist, or of which one stands twice."""
+        self.select(names)
         # A word such as "all" cannot be empty or name a formula twice.
         if isinstance(names, tuple):
             check_names(self.field, names, required=bool(self.default))
-        if formulas and self.check is not None:
-            self.check(formulas, scan)
-        return formulas
 
     def columns(self, name: str, facts: Mapping[str, Any]) -> Iterator[tuple[Table, Column]]:
         """The columns that a formula adds to tables, from its facts or its record in a manifest."""

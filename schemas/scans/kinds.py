@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from headcount.schemas import curves, predictions, profiles, statistics, weight_statistics
+from headcount.schemas import predictions, profiles, statistics, weight_statistics
 from headcount.schemas.files.tables import ROLLUPS, SEQUENCES, Column, Table, carried_column
 from headcount.schemas.formulas import Formula
 from headcount.schemas.scans.kind import Kind
@@ -22,7 +22,7 @@ from headcount.schemas.scans.kind import Kind
 KINDS: tuple[Kind, ...] = (
     statistics.KIND,
     predictions.KIND,
-    curves.KIND,
+    profiles.CURVES_KIND,
     profiles.KIND,
     weight_statistics.KIND,
 )

@@ -10,10 +10,11 @@ import tomllib
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from headcount.schemas import profiles, weight_statistics
 from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.places import place
 from headcount.schemas.formulas import Formula
@@ -43,8 +44,10 @@ from headcount.schemas.scans.values import (
 LayerNumber = Annotated[int, Field(ge=0)]
 Layers = Annotated[tuple[LayerNumber, ...], AfterValidator(lambda layers: tuple(sorted(layers)))]
 Heads = Annotated[tuple[Head, ...], AfterValidator(lambda heads: tuple(sorted(heads)))]
-F = TypeVar("F", bound=Formula)
 Text = Annotated[str, Field(min_length=1)]
+
+MOST_PAIRED = 256
+"""Longest sequences whose pairs are stored: 256 · 257 / 2 = 32,896 pairs in every head."""
 
 MOST_SHARDS = 10_000_000
 """Shards of a run. Each has a commit, and a reader of the run holds all commits in memory."""
@@ -179,7 +182,7 @@ class Scan(Measured):
         """The value of the field of a kind: names of formulas, or a word for some of them."""
         return getattr(self, kind.field)
 
-    def formulas(self, kind: Kind[F]) -> tuple[F, ...]:
+    def formulas(self, kind: Kind) -> tuple[Formula, ...]:
         """The formulas of a kind that the scan measures, in registry order."""
         return kind.select(self.names(kind))
 
@@ -316,7 +319,8 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         raise ScanError("\n".join(lines)) from None
     # Fields are right by themselves. What follows is about several of them, or about names.
     for kind in KINDS:
-        kind.selected(scan.names(kind), scan)
+        kind.check(scan.names(kind))
+    _check_formulas(scan)
     check_named(scan.layers, scan.heads)
     _check_interventions(scan)
     _check_shards(scan)
@@ -334,6 +338,28 @@ def _refuse_control_characters(fields: dict[str, Any]) -> None:
     ]
     if lines:
         raise ScanError("\n".join(lines))
+
+
+def _check_formulas(scan: Scan) -> None:
+    """Refuse what would be too much to store, and weight statistics of weights as not trained."""
+    for profile in scan.formulas(profiles.KIND):
+        if profile.axis == "pair" and scan.n_ctx > MOST_PAIRED:
+            raise ScanError(
+                f"profiles: {profile.name} keeps every pair of a query and a key, so it expects "
+                f"n_ctx <= {MOST_PAIRED}, got {scan.n_ctx}; lower n_ctx or leave it out"
+            )
+    for curve in scan.formulas(profiles.CURVES_KIND):
+        if curve.axis == "pair":
+            raise ScanError(
+                f"curves: {curve.name} has a number for every pair of a query and a key, too many "
+                "to keep of every sequence; ask for it in profiles, which keep the mean"
+            )
+    if scan.formulas(weight_statistics.KIND) and scan.weight_processing != "raw":
+        raise ScanError(
+            "weight_statistics: these are of the weights as trained, so they expect "
+            f"weight_processing = 'raw', got {scan.weight_processing!r}; leave them out or set "
+            "weight_processing = 'raw'"
+        )
 
 
 def _check_interventions(scan: Scan) -> None:

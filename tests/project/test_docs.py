@@ -194,18 +194,6 @@ def test_generated_pages_are_what_the_registries_say(name: str) -> None:
     assert page_text == pages.PAGES[name](page_text), "run: make docs"
 
 
-def test_the_pages_of_options_say_values_and_defaults_in_words() -> None:
-    inputs = (DOCS / "reference" / "inputs.md").read_text(encoding="utf-8")
-    assert '* `packing`: "document" or "concat" ("document"). `document` makes' in inputs
-    assert "* `high`: integer, 1 or more, optional. The id after" in inputs
-    # One that has another default than most is explained again, the others are only named.
-    assert "* `distinct`: true or false (false)\n* `low`, `high`\n" in inputs
-    assert "* `low`, `high`, `distinct`\n" in inputs
-    interventions = (DOCS / "reference" / "interventions.md").read_text(encoding="utf-8")
-    assert "`scale`: `raw` or `layer_mean` (`raw`)" in interventions
-    assert re.findall(r"Packing|Literal|\| None|unless told", inputs + interventions) == []
-
-
 @cache
 def options_by_command() -> dict[str, set[str]]:
     """The options that a page may give to each command, with their long names."""

@@ -17,7 +17,7 @@ from headcount.workers.model.model import Model
 
 
 class Activations(TypedDict):
-    """What is known of a layer at its end, by the names of `schemas.statistics.LAYER_VALUES`.
+    """What is known of a layer at its end, by the names of `LAYER_VALUES`.
 
     Numbers are float32 at least. Before the end of the layer, what comes later is missing.
     """

@@ -270,7 +270,7 @@ def _checked_columns(
 
 def _along(formulas: Iterable[Formula]) -> dict[str, Formula]:
     """The formulas with an axis, by name."""
-    return {formula.name: formula for formula in formulas if formula.axis is not None}
+    return {formula.name: formula for formula in formulas if formula.axis}
 
 
 def _as_columns(tensors: Mapping[str, Tensor]) -> Columns:

@@ -29,7 +29,7 @@ HEAD_AXIS = {
     **dict.fromkeys(("q", "unrotated_q", "k", "v", "z"), 2),
     **dict.fromkeys(("b_Q", "b_K", "W_K", "W_O"), 0),
 }
-"""The axis of heads of each of `schemas.statistics.LAYER_VALUES` that has one."""
+"""The axis of heads of each of `schemas.formula_registries.LAYER_VALUES` that has one."""
 
 LayerValue = Any
 """What a formula reads: a tensor, a pattern, pairs of tokens, labels, or a fact of the model."""
@@ -206,7 +206,7 @@ class _KindValues:
             has_head_axis = value.dim() >= 3
             padded = _padded(value, self.heads.width) if has_head_axis else value
             self.layers_of[formula.name].append(count_mean_m2(formula, padded))
-        elif formula.axis is not None:
+        elif formula.axis:
             value = entries_of(formula, value)
             self.layers_of[formula.name].append(self._for_each_head(value, 3, layer))
         else:
