@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -194,13 +194,20 @@ class Entry:
 E = TypeVar("E", bound=Entry)
 
 
+@dataclass(eq=False, repr=False)
 class Registry(dict[str, E]):
-    """Entries by name. `word` is the noun for one of them in errors, which are of type `error`."""
+    """Entries by name."""
 
-    def __init__(self, word: str, error: type[HeadcountError] = ScanError) -> None:
-        super().__init__()
-        self.word = word
-        self.error = error
+    word: str
+    """Noun for one of them."""
+    error: type[HeadcountError] = field(default=ScanError, kw_only=True)
+    """What a wrong name or option raises."""
+
+    def __eq__(self, other: object) -> bool:
+        """A registry equals no other, even if the other has the same entries."""
+        return self is other
+
+    __hash__ = object.__hash__
 
     def add(self, entry: E) -> E:
         """Register an entry; a name that is taken raises `ValueError`."""
