@@ -207,8 +207,6 @@ class Registry(dict[str, E]):
         """A registry equals no other, even if the other has the same entries."""
         return self is other
 
-    __hash__ = object.__hash__
-
     def add(self, entry: E) -> E:
         """Register an entry; a name that is taken raises `ValueError`."""
         if entry.name in self:

@@ -22,9 +22,16 @@ from headcount.schemas.profiles import PROFILES
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 
+# A curve is a profile that is stored for every sequence.
 CURVES.update(PROFILES)
 
-KINDS: tuple[Kind, ...] = (STATISTICS, PREDICTIONS, CURVES, PROFILES, WEIGHT_STATISTICS)
+KINDS: tuple[Kind, ...] = (
+    STATISTICS,
+    PREDICTIONS,
+    CURVES,
+    PROFILES,
+    WEIGHT_STATISTICS,
+)
 
 WORDS = {kind.field: kind.word for kind in KINDS} | {
     "inputs": "input family",
