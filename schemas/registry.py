@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from headcount.schemas.errors import HeadcountError, ScanError, unknown
 from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.scans.values import OPTIONS, Problem, by_key, in_toml, wrong_value
+from headcount.schemas.scans.values import OPTIONS, by_key, in_toml, wrong_value
 
 Argument: TypeAlias = int | float | str
 """A number, or a name."""
@@ -235,36 +235,30 @@ class Registry(dict[str, E]):
         stands for OPTION in it: `input.OPTION`. Every mistake is a line of the error.
         """
         options = entry.options
-        subject = subject or f"{field}: OPTION of {entry.function.__name__}"
+        name = entry.function.__name__
         if len(arguments) > len(options):
             takes = f"at most {', '.join(options)}" if options else "no options"
-            raise self.error(
-                f"{field}: {entry.function.__name__} takes {takes}, got {in_toml([*arguments])}"
-            )
-        given = dict(zip(options, arguments, strict=False))
-        for name in (named or {}).keys() & given.keys():
-            raise self.error(f"{subject.replace('OPTION', name)}: expected once, got two values")
+            raise self.error(f"{field}: {name} takes {takes}, got {in_toml([*arguments])}")
+        given = dict(zip(options, arguments, strict=False)) | (named or {})
+        if len(given) < len(arguments) + len(named or {}):
+            raise self.error(f"{field}: expected each option of {name} once")
         try:
-            checked = entry.options_model(**given, **(named or {}))
+            checked = entry.options_model(**given)
         except ValidationError as error:
-            problems = by_key(error).items()
-            lines = [
-                self._line(entry, subject.replace("OPTION", key), key, each)
-                for key, each in problems
-            ]
+            lines: list[str] = []
+            for key, problems in by_key(error).items():
+                about = (subject or f"{field}: OPTION of {name}").replace("OPTION", key)
+                match problems[0]["type"]:
+                    case "extra_forbidden":
+                        about = about if subject else field
+                        lines.append(f"{about}: {unknown(f'option of {name}', key, options)}")
+                    case "missing":
+                        word = self.word.rpartition(" ")[2]
+                        lines.append(f"{about}: missing; the {word} {name} needs it")
+                    case _:
+                        lines.append(wrong_value(about, problems))
             raise self.error("\n".join(lines)) from None
-        return {name: getattr(checked, name) for name in options}
-
-    def _line(self, entry: Entry, subject: str, key: str, problems: list[Problem]) -> str:
-        """A line about an option that is wrong."""
-        name = entry.function.__name__
-        match problems[0]["type"]:
-            case "extra_forbidden":
-                return f"{subject}: {unknown(f'option of {name}', key, entry.options)}"
-            case "missing":
-                return f"{subject}: missing; the {self.word.rpartition(' ')[2]} {name} needs it"
-            case _:
-                return wrong_value(subject, problems)
+        return {option: getattr(checked, option) for option in options}
 
 
 def import_files(package: str, path: Iterable[str]) -> None:
