@@ -96,11 +96,7 @@ controls: .venv/.tools
 	$(BIN)/python -m headcount.reproduce.controls $(REPLICATION)
 
 docs: .venv/.tools
-	$(BIN)/python -m headcount.schemas.formula_pages
-	$(BIN)/python -m headcount.workers.intervention_and_input_pages
-	$(BIN)/python -m headcount.reproduce.literature_page
-	$(BIN)/python -m headcount.exports.page
-	$(BIN)/python -m tests.pages.reference_pages
+	$(BIN)/python -m docs.pages
 	$(BIN)/python -m benchmarks.page
 
 clean:

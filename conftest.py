@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -118,4 +119,4 @@ def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
         successors,
     )
     doctest_namespace |= {maker.__name__: maker for maker in makers}
-    doctest_namespace["nan"] = float("nan")
+    doctest_namespace |= {"nan": math.nan, "math": math}

@@ -36,7 +36,7 @@ from pydantic import Field
 
 from headcount.exports import formats
 from headcount.schemas.errors import QueryError, unknown
-from headcount.schemas.formulas import first_paragraph
+from headcount.schemas.registry import first_paragraph
 from headcount.schemas.scans.values import problem_of, range_of
 
 Options = Mapping[str, Any]

@@ -4,98 +4,118 @@ The function's name is the name of a column or of a value. Its parameters name w
 docstring is the documentation everywhere: the first paragraph is the meaning, the second the
 formula.
 
-Keyword-only parameters with a default are options. A scan writes them in their order,
-`distant_mass(4,64)`, and a choice of options is a formula of its own, `distant_mass_4_64`.
+A scan writes options in their order, `distant_mass(4,64)`, or by name, `distant_mass(recent=64)`. A
+choice of options is a formula of its own, `distant_mass_4_64`.
 """
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import Any, ClassVar, Self, TypeAlias, TypeVar
+from functools import cached_property
+from typing import Any, Literal, ParamSpec, TypeAlias
 
 from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.fingerprints import fingerprint
+from headcount.schemas.files.tables import (
+    OPTIONAL_PLACES,
+    SEQUENCES,
+    Column,
+    Table,
+    measured_column,
+    measured_uniform,
+)
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.scans.intervention import Argument, parse_intervention
-from headcount.schemas.scans.values import in_toml, problem_of
+from headcount.schemas.registry import (
+    Argument,
+    Entry,
+    Registry,
+    call_text,
+    first_paragraph,
+    options_of,
+    parameters_of,
+    parse_call,
+    prose_of,
+)
+from headcount.schemas.scans.values import problem_of
+from headcount.schemas.units import Values, values_of
 
-Options: TypeAlias = tuple[tuple[str, Argument], ...]
-"""The options of a formula with their names, in order: whole numbers and names."""
+Arguments: TypeAlias = tuple[tuple[str, Argument], ...]
+"""The options of a formula with their values, in order: whole numbers and names."""
+
+Computed = Literal["in every layer", "after the pass", "from the weights"]
+"""When a formula is computed.
+
+in every layer: in every forward pass, from the activations of the layer.
+after the pass: in every forward pass, from what the model predicts.
+from the weights: once in a run, from the untouched weights.
+"""
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Formula:
+class Formula(Entry):
     """A registered function and everything that is derived from it."""
 
-    name: str
-    """The column or the value: the function's name, and its options behind it."""
-    options: Options = ()
-    """Every option of the function, with a value."""
-    compute: Callable[..., Any]
-    parameters: tuple[str, ...]
-    unit: str
+    kind: Kind = dataclasses.field(repr=False, compare=False)
     source: str
-    meaning: str
-    formula: str
+    """Where its definition comes from."""
+    axis: str = ""
+    """What its values run over; "none" if it is one number in a table of such values."""
+    uniform_baseline: bool = False
+    """Whether the table `sequences` also stores what uniform attention would score."""
+    standard: bool = True
+    """Whether a scan that does not name statistics measures it."""
+    per_token: bool = False
+    """Whether it is a list with a value for each of `tokens`."""
     defined: Callable[..., Any] | None = None
     """Rule that says where the formula has a value; without a rule it always has one."""
     of_directions: bool = False
     """Whether it reads only directions, as a cosine does. A vector of zeros has no direction."""
     missing: str = ""
     """What a layer may lack so that it has no value there: the end of the sentence "NULL if …"."""
-
-    undefined: ClassVar[str] = "NULL"
-    """What is stored if it has no value."""
-
-    @property
-    def undefined_when(self) -> str:
-        """When it has no value, in words; empty if it always has one."""
-        rules: list[str] = []
-        if self.defined is not None:
-            # The rule's docstring is the end of the sentence "NULL unless …".
-            rule = first_paragraph(self.defined)
-            rules.append(f"{self.undefined} unless {rule.rstrip('.')}")
-        if self.of_directions:
-            rules.append("NULL if a vector is zero")
-        if self.missing:
-            rules.append(f"NULL if {self.missing}")
-        return "; ".join(rules)
+    arguments: Arguments = ()
+    """Every option of the function, with a value."""
 
     @property
-    def function(self) -> str:
+    def function_name(self) -> str:
         """Name of the function, as a scan writes it: the name without the options behind it."""
-        # The column of a function without a name is what the options put behind it, `_4_64`.
-        return self.name.removesuffix(column_name("", self.options))
+        return self.function.__name__
+
+    @cached_property
+    def name(self) -> str:
+        """The column or the value: the function's name, and the values of all options behind it."""
+        return "_".join([self.function_name, *(str(value) for _, value in self.arguments)])
 
     @property
     def text(self) -> str:
         """How a scan names it, in canonical form: the same formula always has the same text."""
-        arguments = ",".join(str(value) for _, value in self.options)
-        return f"{self.function}({arguments})" if arguments else self.function
+        return call_text(self.function_name, (value for _, value in self.arguments))
 
-    def with_arguments(self, arguments: Sequence[Argument], what: str) -> Self:
-        """The formula of the same function with other options; those not given keep their value.
+    @property
+    def formula(self) -> str:
+        """The second paragraph of the docstring."""
+        return prose_of(self.function).split("\n\n")[1]
 
-        `what` begins the line of a `ScanError` about wrong arguments.
-        """
-        parameters = options_of(self.compute)
-        if len(arguments) > len(parameters):
-            takes = f"at most {', '.join(parameters)}" if parameters else "no options"
-            raise ScanError(f"{what}: {self.function} takes {takes}, got {in_toml(arguments)}")
-        chosen = dict(self.options)
-        for (name, parameter), argument in zip(parameters.items(), arguments, strict=False):
-            if expected := problem_of(parameter.annotation, argument):
-                raise ScanError(
-                    f"{what}: {name} of {self.function}: expected {expected}, got "
-                    f"{in_toml(argument)}"
-                )
-            chosen[name] = argument
-        options = tuple(chosen.items())
-        return replace(self, options=options, name=column_name(self.function, options))
+    @cached_property
+    def values(self) -> Values:
+        """The unit and the bounds of its values."""
+        values = values_of(self.function)
+        assert values is not None, f"{self.function_name} returns no type of schemas.units"
+        return values
+
+    @property
+    def unit(self) -> str:
+        """The unit of its values."""
+        return self.values.unit
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The bounds of its values."""
+        return self.values.low, self.values.high
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -103,46 +123,26 @@ class Formula:
         return () if self.defined is None else parameters_of(self.defined)
 
     @property
+    def undefined_when(self) -> str:
+        """When it has no value, in words; empty if it always has one."""
+        rules: list[str] = []
+        if self.defined is not None:
+            # The rule's docstring is the end of the sentence "NULL unless …".
+            stored = "NULL" if not self.axis else "no rows"
+            rules.append(f"{stored} unless {first_paragraph(self.defined).rstrip('.')}")
+        if self.of_directions:
+            rules.append("NULL if a vector is zero")
+        if self.missing:
+            rules.append(f"NULL if {self.missing}")
+        return "; ".join(rules)
+
+    @property
     def description(self) -> str:
         """Meaning, formula and when it has no value, on one line, for Parquet and SQL."""
         meaning_and_formula = f"{self.meaning} {' '.join(self.formula.split())}"
-        options = ", ".join(f"{name} = {value}" for name, value in self.options)
+        options = ", ".join(f"{name} = {value}" for name, value in self.arguments)
         texts = (meaning_and_formula, options, self.undefined_when)
         return "; ".join(text for text in texts if text)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What columns, comments and manifests say about it."""
-        names = ("unit", "source", "meaning", "formula", "description")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps: the facts, the options and a fingerprint of the code."""
-        options = {"function": self.function, "options": dict(self.options)} if self.options else {}
-        return self.facts | options | {"fingerprint": self.fingerprint}
-
-    @cached_property
-    def listed(self) -> bool:
-        """Whether its value is a list."""
-        return is_list(self.facts)
-
-    def exists(self, rotary: bool) -> bool:
-        """Whether a model has the formula at all; `rotary`: whether positions rotate q and k."""
-        return True
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of the formula's code; comments, layout and prose do not count."""
-        functions = [self.compute, self.defined] if self.defined else [self.compute]
-        return fingerprint(*functions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranged(Formula):
-    """A formula whose values lie between two bounds."""
-
-    range: tuple[float, float]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -150,154 +150,225 @@ class Ranged(Formula):
 
         JSON does not have infinity, so an open end of the range is null.
         """
-        bounds = [bound if math.isfinite(bound) else None for bound in self.range]
-        return super().facts | {"range": bounds}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Along(Formula):
-    """A formula with a value for every place on an axis, and no rows if it has no values."""
-
-    axis: str
-    undefined: ClassVar[str] = "no rows"
+        names = ("unit", "source", "meaning", "formula", "description", *self.kind.facts)
+        facts = {name: getattr(self, name) for name in names}
+        if "range" in facts:
+            facts["range"] = [bound if math.isfinite(bound) else None for bound in self.range]
+        return facts
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What columns, comments and manifests say about it."""
-        return super().facts | {"axis": self.axis}
+    def record(self) -> dict[str, Any]:
+        """What a run's manifest keeps: the facts, the options and a fingerprint of the code."""
+        choice = {"function": self.function_name, "options": dict(self.arguments)}
+        return self.facts | (choice if self.arguments else {}) | {"fingerprint": self.fingerprint}
+
+    @property
+    def listed(self) -> bool:
+        """Whether its value is a list."""
+        return self.per_token or self.axis not in ("", "none")
 
     def exists(self, rotary: bool) -> bool:
         """Whether a model has the formula at all; `rotary`: whether positions rotate q and k."""
-        return self.defined is None or bool(self.defined(rotary))
+        return not self.axis or self.defined is None or bool(self.defined(rotary))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the formula's code; comments, layout and prose do not count."""
+        return fingerprint(self.function, *([self.defined] if self.defined else []))
 
 
-F = TypeVar("F", bound=Formula)
-
-
-def read_definition(
-    function: Callable[..., Tensor],
-    kind: str,
-    registry: Mapping[str, Formula],
-    input_word: str,
-    inputs: Mapping[str, str],
-    may_have_options: bool = False,
-) -> dict[str, Any]:
-    """The fields of `Formula` that a function defines: name, code, parameters, meaning, formula.
-
-    `registry` is the one that it will belong to, and `kind` the word for its formulas. It may read
-    `inputs`, each of which is called an `input_word` in errors. A function that breaks these rules
-    raises `ValueError`. Its options have their defaults.
+@dataclass(kw_only=True, eq=False, repr=False)
+class Kind(Registry[Formula]):
+    """A kind of measurement: its formulas by column, and where their values go. A formula with
+    options stands here with its defaults. `schemas.scans.kinds.KINDS` lists all kinds.
     """
-    what = f"{kind} {function.__name__!r}"
-    for option, parameter in options_of(function).items():
-        if problem_of(parameter.annotation, parameter.default) is not None:
-            raise ValueError(
-                f"{what}: option {option!r} needs a default of its type, got {parameter.default!r}"
+
+    field: str
+    """Field of a scan, and of a manifest, that names formulas of this kind."""
+    meaning: str
+    """Meaning of the field, as `headcount plan` prints it."""
+    table: Table
+    """The table that the formulas fill."""
+    computed: Computed
+    reads: Mapping[str, str]
+    """What the formulas may read, with its meaning."""
+    facts: Sequence[str]
+    """What manifests keep besides the facts that every formula has."""
+    axes: Sequence[str] = ("",)
+    """What the formulas may run over."""
+    may_have_options: bool = False
+    averaged: bool = False
+    """Whether the mean and spread over a shard's sequences are stored instead of the values."""
+    named_by: str | None = None
+    """Column that holds the names of formulas; if there is none, every formula is a column."""
+    sets: Mapping[str, Callable[[Formula], bool]] = dataclasses.field(
+        default_factory=dict[str, Callable[[Formula], bool]]
+    )
+    """Words that a scan may write in place of a list of names, or in the list, and which formulas
+    each means.
+    """
+    default: str | tuple[str, ...] = ()
+    """What a scan without the field measures. If it is empty, the scan's list may be empty too."""
+    page: str
+    """File in docs/reference about the formulas."""
+
+    def __repr__(self) -> str:
+        return f"Kind({self.field!r})"
+
+    def formula(
+        self,
+        source: str,
+        **facts: Any,  # noqa: ANN401 - fields of `Formula`, which refuses others
+    ) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
+        """Register a function with a source and other fields of `Formula`.
+
+        A function that breaks the rules of its kind raises `ValueError`.
+        """
+
+        def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
+            options = tuple((o.name, o.default) for o in options_of(function).values())
+            formula = Formula(
+                function=function, kind=self, source=source, arguments=options, **facts
             )
-    options = tuple((option, each.default) for option, each in options_of(function).items())
-    if options and not may_have_options:
-        raise ValueError(f"{what}: a {kind} has no options, got {', '.join(dict(options))}")
-    name = column_name(function.__name__, options)
-    # With options, the column has another name than the function, and neither may be taken.
-    if name in registry or any(f.function == function.__name__ for f in registry.values()):
-        raise ValueError(f"{what} is defined twice")
-    parameters = parameters_of(function)
-    for parameter in parameters:
-        if parameter not in inputs:
-            raise ValueError(f"{what}: {unknown(input_word, parameter, inputs)}")
-    # Meaning, formula, and perhaps more paragraphs, which the pages have too.
-    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-    if len(paragraphs) < 2:
-        raise ValueError(
-            f"{what}: its docstring needs a first line (meaning) and a formula paragraph"
+            if problem := self._problem(formula):
+                raise ValueError(f"{self.word} {function.__name__!r}: {problem}")
+            self.add(formula)
+            return function
+
+        return register
+
+    def _problem(self, formula: Formula) -> str | None:
+        """Which rule of its kind a function breaks."""
+        for option in formula.options.values():
+            if problem_of(option.annotation, option.default) is not None:
+                return f"option {option.name!r} needs a default of its type, got {option.default!r}"
+        if formula.options and not self.may_have_options:
+            return f"a {self.word} has no options, got {', '.join(formula.options)}"
+        # With options, the column has another name than the function, and neither may be taken.
+        if formula.function_name in {*self, *self._by_function()}:
+            return "defined twice"
+        for parameter in formula.parameters:
+            if parameter not in self.reads:
+                return unknown("parameter", parameter, self.reads)
+        if formula.axis not in self.axes:
+            return unknown("axis", formula.axis, self.axes)
+        if values_of(formula.function) is None:
+            return "expected a type of schemas.units, which says the unit, as what it returns"
+        if "\n\n" not in prose_of(formula.function):
+            return "its docstring needs a first line (meaning) and a formula paragraph"
+        return None
+
+    def _by_function(self) -> dict[str, Formula]:
+        return {formula.function_name: formula for formula in self.values()}
+
+    def find(self, text: str) -> Formula:
+        """The formula that a text of a scan names: `entropy`, `distant_mass(4,64)`.
+
+        The bare name of a function with options means its defaults. A column's name is a text too,
+        if the kind has this column. A name that does not exist and wrong options raise `ScanError`.
+        """
+        by_function = self._by_function()
+        if text in self or text in by_function:
+            return self.get(text) or by_function[text]
+        name = text.partition("(")[0].strip()
+        if name not in by_function:
+            raise ScanError(f"{self.field}: {unknown(self.word, name or text, by_function)}")
+        formula = by_function[name]
+        try:
+            call = parse_call(text)
+        except ValueError:
+            raise ScanError(
+                f"{self.field}: expected {formula.text}, with your options, got {text!r}"
+            ) from None
+        options = self.bind(formula, call.arguments, call.named, field=self.field)
+        return replace(formula, arguments=tuple(options.items()))
+
+    def select(self, names: str | Iterable[str]) -> tuple[Formula, ...]:
+        """The formulas that a scan names, in registry order.
+
+        `names` is a word of `sets`, or a list of names in which such words may stand too.
+        """
+        selected: dict[str, Formula] = {}
+        for name in [names] if isinstance(names, str) else names:
+            if name in self.sets:
+                selected |= {formula.name: formula for formula in self._in_set(name)}
+                continue
+            formula = self.find(name)
+            # An option may hold an underscore, so two choices of options can make one name.
+            other = selected.setdefault(formula.name, formula)
+            if other.arguments != formula.arguments:
+                raise ScanError(
+                    f"{self.field}: {other.text} and {formula.text} would have one column, "
+                    f"{formula.name}; leave one of them out"
+                )
+        order_of = {formula.function_name: order for order, formula in enumerate(self.values())}
+        return tuple(
+            sorted(
+                selected.values(),
+                key=lambda formula: (order_of[formula.function_name], formula.name),
+            )
         )
-    return {
-        "name": name,
-        "options": options,
-        "compute": function,
-        "parameters": parameters,
-        "meaning": " ".join(paragraphs[0].split()),
-        "formula": paragraphs[1],
-    }
+
+    def _in_set(self, word: str) -> list[Formula]:
+        is_in_set = self.sets[word]
+        return [formula for formula in self.values() if is_in_set(formula)]
+
+    def canonical(self, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        """The same choice in one way of writing, because a scan's text decides which run it is.
+
+        Options are written out, and what a word in the list stands for is not named again. Names
+        that do not exist stay, to be refused where the whole scan is known.
+        """
+        if isinstance(names, str):
+            return names
+        words = [name for name in names if name in self.sets]
+        in_words = {formula.name for word in words for formula in self._in_set(word)}
+        texts: list[str] = []
+        for name in names:
+            try:
+                formula = None if name in words else self.find(name)
+            except ScanError:
+                formula = None
+            if formula is None:
+                texts.append(name)
+            elif formula.name not in in_words:
+                texts.append(formula.text)
+        # ["standard"] is "standard".
+        return words[0] if texts == words[:1] and words else tuple(texts)
+
+    def check(self, names: str | tuple[str, ...]) -> None:
+        """Refuse names that do not exist, or of which one stands twice."""
+        self.select(names)
+        # A word such as "all" cannot be empty or name a formula twice.
+        if isinstance(names, tuple):
+            check_names(self.field, names, required=bool(self.default))
+
+    def columns(self, name: str, facts: Mapping[str, Any]) -> Iterator[tuple[Table, Column]]:
+        """The columns that a formula adds to tables, from its facts or its record in a manifest."""
+        if self.named_by is not None:
+            # Its values are rows. Few axes need columns that not every file of the table has.
+            for column in OPTIONAL_PLACES.get(facts.get("axis", ""), ()):
+                if column.name not in self.table.own:
+                    yield self.table, column
+            return
+        yield self.table, measured_column(name, facts)
+        if facts.get("uniform_baseline"):
+            yield SEQUENCES, measured_uniform(name, facts)
 
 
-def is_list(facts: Mapping[str, Any]) -> bool:
-    """Whether a formula's value is a list: along an axis, or with a number for every token."""
-    return bool(facts.get("per_token")) or facts.get("axis", "none") != "none"
-
-
-def notes_of(function: Callable[..., Any]) -> list[str]:
-    """The paragraphs of a formula's docstring behind its formula, each on one line, no examples."""
-    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")[2:]
-    return [" ".join(text.split()) for text in paragraphs if not text.startswith(">>>")]
-
-
-def first_paragraph(function: Callable[..., Any]) -> str:
-    """The first paragraph of a function's docstring, on one line."""
-    return " ".join(inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].split())
-
-
-def checked_axis(axis: str, axes: Iterable[str], what: str) -> str:
-    """`axis` itself; raises `ValueError` if it is not one of `axes`."""
-    if axis not in axes:
-        raise ValueError(f"{what}: {unknown('axis', axis, axes)}")
-    return axis
-
-
-def find_formula(text: str, registry: Mapping[str, F], field: str, kind: str) -> F:
-    """The formula that a text in a field of a scan names: `entropy`, `distant_mass(4,64)`.
-
-    A column's name is a text too, if the registry has this column.
-    """
-    if text in registry:
-        return registry[text]
-    # The bare name of a function with options means its defaults, which the registry holds.
-    by_function = {formula.function: formula for formula in registry.values()}
-    if text in by_function:
-        return by_function[text]
-    function, parenthesis, _ = text.partition("(")
-    function = function.strip()
-    if function not in by_function:
-        raise ScanError(f"{field}: {unknown(kind, function or text, by_function)}")
-    formula = by_function[function]
-    # Options are written as those of an intervention, of which several may be joined by `+`.
-    try:
-        parts = [part.arguments for part in parse_intervention(text).parts]
-    except ScanError:
-        parts = []
-    if not parenthesis or len(parts) != 1:
-        raise ScanError(f"{field}: expected {formula.text}, with your options, got {text!r}")
-    return formula.with_arguments(parts[0], field)
-
-
-def column_name(function: str, options: Options) -> str:
-    """The name of a formula: of its function, and of the values of all options behind it.
-
-    >>> column_name("distant_mass", (("sink", 4), ("recent", 64)))
-    'distant_mass_4_64'
-    """
-    return "_".join([function, *(str(value) for _, value in options)])
-
-
-@cache
-def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The keyword-only parameters of a function by name: its options."""
-    parameters = inspect.signature(function, eval_str=True).parameters.values()
-    return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-@cache
-def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of what a function reads; cached, because every layer of every batch needs them."""
-    names = inspect.signature(function).parameters
-    return tuple(name for name in names if name not in options_of(function))
+def check_names(field: str, names: tuple[str, ...], required: bool) -> None:
+    """Refuse a list of names with a name twice, and an empty list if a name is required."""
+    if len(set(names)) == len(names) and (names or not required):
+        return
+    expected = "at least one name, each once" if required else "each name once"
+    raise ScanError(f"{field}: expected {expected}, got {list(names)!r}")
 
 
 # `schemas` does not know torch, but its callers pass torch tensors in and get one back.
 def evaluate(
     function: Callable[..., Tensor],
     activations: Mapping[str, Any],
-    options: Options = (),
+    arguments: Arguments = (),
 ) -> Any:  # noqa: ANN401
     """The value of a formula, or of its `defined` rule, on the activations that it names.
 
@@ -305,4 +376,4 @@ def evaluate(
     """
     values = (activations[name] for name in parameters_of(function))
     own_options = options_of(function)
-    return function(*values, **{name: value for name, value in options if name in own_options})
+    return function(*values, **{name: value for name, value in arguments if name in own_options})

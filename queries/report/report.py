@@ -162,7 +162,7 @@ def _formula_facts(database: RunDatabase) -> dict[str, Record]:
             "low": low,
             "high": high,
             # The file that defines it. What another version of headcount measured may be in none.
-            "family": statistic.compute.__module__.rpartition(".")[2] if statistic else "other",
+            "family": statistic.function.__module__.rpartition(".")[2] if statistic else "other",
         }
     return facts
 

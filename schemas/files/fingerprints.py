@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache
 from types import FunctionType
-from typing import Annotated, Any, NamedTuple, cast, get_args, get_origin
+from typing import Annotated, Any, ForwardRef, NamedTuple, cast, get_args, get_origin
 
 from headcount.schemas.packages import MEASURING
 
@@ -144,20 +144,22 @@ def _read_function(function: FunctionType) -> _Source:
 
 
 def _parse_function(function: FunctionType) -> ast.AST:
-    """The syntax tree of a function, without prose, decorators and the ranges of parameters."""
+    """The syntax tree of a function, without prose, decorators and what its types say of values."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     _strip_prose(tree, with_errors=False)
     for node in ast.walk(tree):
+        annotation = getattr(node, "annotation", None) if isinstance(node, ast.arg) else None
         if isinstance(node, ast.FunctionDef):
-            # Decorators hold facts such as a unit and a source, which change no number.
+            # Decorators hold facts such as a source, which change no number.
             node.decorator_list = []
-        if isinstance(node, ast.arg) and node.annotation is not None:
-            # An alias that adds a range to a type, such as `Count`, counts as the plain type: a
-            # range decides which options are refused, and changes no number.
-            for part in ast.walk(node.annotation):
-                alias = function.__globals__.get(part.id) if isinstance(part, ast.Name) else None
-                if isinstance(part, ast.Name) and get_origin(alias) is Annotated:
-                    part.id = get_args(alias)[0].__name__
+            annotation = node.returns
+        # An alias that adds a range or a unit to a type, such as `Count`, counts as the plain type:
+        # a range decides which options are refused, and changes no number.
+        for part in ast.walk(annotation) if annotation is not None else ():
+            alias = function.__globals__.get(part.id) if isinstance(part, ast.Name) else None
+            if isinstance(part, ast.Name) and get_origin(alias) is Annotated:
+                plain = get_args(alias)[0]
+                part.id = plain.__forward_arg__ if isinstance(plain, ForwardRef) else plain.__name__
     return tree
 
 

@@ -2,34 +2,7 @@
 all.
 """
 
-from headcount.schemas.profiles import (
-    attention,
-    columns_and_diagonals,
-    first_position,
-    norms_by_position,
-    query_moments,
-    score_shifts,
-    scores_by_key,
-    tail_attention,
-)
-from headcount.schemas.profiles.profile_registry import (
-    KIND,
-    PROFILES,
-    Profile,
-    profile,
-)
+from headcount.schemas.formula_kinds import PROFILES as PROFILES
+from headcount.schemas.registry import import_files
 
-__all__ = [
-    "KIND",
-    "PROFILES",
-    "Profile",
-    "attention",
-    "columns_and_diagonals",
-    "first_position",
-    "norms_by_position",
-    "profile",
-    "query_moments",
-    "score_shifts",
-    "scores_by_key",
-    "tail_attention",
-]
+import_files(__name__, __path__)

@@ -1,15 +1,12 @@
 """Where attention goes, by lag, by key, by query and by pair."""
 
-from headcount.schemas.pattern import Pattern, Tensor
-from headcount.schemas.profiles.profile_registry import profile
+from headcount.schemas.formula_kinds import profile
+from headcount.schemas.pattern import Pattern
+from headcount.schemas.units import Probability
 
 
-@profile(
-    axis="lag",
-    unit="probability",
-    source="Farrell 2023, look-back-two heads; TransformerLens head_detector",
-)
-def attention_by_lag(pattern: Pattern) -> Tensor:
+@profile("Farrell 2023, look-back-two heads; TransformerLens head_detector", axis="lag")
+def attention_by_lag(pattern: Pattern) -> Probability:
     """Attention to the key d positions back, mean over the queries that have one.
 
     lag[d] = 1/(T-d) Σ_{q≥d} A[q,q-d]
@@ -22,8 +19,8 @@ def attention_by_lag(pattern: Pattern) -> Tensor:
     return pattern.by_lag()
 
 
-@profile(axis="key", unit="probability", source="headcount")
-def attention_received_by_key(pattern: Pattern) -> Tensor:
+@profile("headcount", axis="key")
+def attention_received_by_key(pattern: Pattern) -> Probability:
     """Attention that a key receives, mean over the queries that see it.
 
     1/(T-k) Σ_{q≥k} A[q,k]; with a window, 1/min(T-k, window) Σ_{k≤q<k+window} A[q,k]
@@ -34,8 +31,8 @@ def attention_received_by_key(pattern: Pattern) -> Tensor:
     return pattern.received()
 
 
-@profile(axis="query", unit="probability", source="headcount")
-def sink_attention_by_query(pattern: Pattern) -> Tensor:
+@profile("headcount", axis="query")
+def sink_attention_by_query(pattern: Pattern) -> Probability:
     """Attention to key 0.
 
     A[q,0]
@@ -46,8 +43,8 @@ def sink_attention_by_query(pattern: Pattern) -> Tensor:
     return pattern.key(0)
 
 
-@profile(axis="key", unit="probability", source="Farrell 2023, recency bias")
-def last_attention_by_key(pattern: Pattern) -> Tensor:
+@profile("Farrell 2023, recency bias", axis="key")
+def last_attention_by_key(pattern: Pattern) -> Probability:
     """Attention of the last query.
 
     A[T-1,k]
@@ -58,10 +55,8 @@ def last_attention_by_key(pattern: Pattern) -> Tensor:
     return pattern.row(pattern.n_ctx - 1)
 
 
-@profile(
-    axis="pair", unit="probability", source="Farrell 2023, previous-token and look-back-two heads"
-)
-def attention_by_pair(pattern: Pattern) -> Tensor:
+@profile("Farrell 2023, previous-token and look-back-two heads", axis="pair")
+def attention_by_pair(pattern: Pattern) -> Probability:
     """The attention pattern itself.
 
     A[q,k], k ≤ q

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from typing import Protocol, Self, cast
 
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import TIE, Index, Pattern, Tensor
-from headcount.schemas.profiles.profile_registry import profile
+from headcount.schemas.units import Probability
 
 MINFERENCE = "Jiang et al. 2024, MInference, arXiv 2407.02490"
 
@@ -45,8 +46,8 @@ class Matrix(Tensor, Protocol):
         ...
 
 
-@profile(axis="lag", unit="probability", source=MINFERENCE)
-def tail_attention_by_lag(pattern: Pattern) -> Tensor:
+@profile(MINFERENCE, axis="lag")
+def tail_attention_by_lag(pattern: Pattern) -> Probability:
     """Mean attention of the last 64 queries (of all, if there are fewer) to the key d positions
     back; 0 for a query without such a key.
 
@@ -59,8 +60,8 @@ def tail_attention_by_lag(pattern: Pattern) -> Tensor:
     return _sums_of_diagonals(rows) / rows.shape[-2]
 
 
-@profile(axis="candidate", unit="probability", source=MINFERENCE)
-def column_diagonal_attention_by_candidate(pattern: Pattern) -> Tensor:
+@profile(MINFERENCE, axis="candidate")
+def column_diagonal_attention_by_candidate(pattern: Pattern) -> Probability:
     """Attention of the last 64 queries to the heaviest columns and diagonals: 30 and 2,048, 100 and
     1,800, 500 and 1,500, 3,000 and 200, scaled to n_ctx.
 

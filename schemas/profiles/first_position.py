@@ -1,11 +1,12 @@
 """The residual stream at position 0, coordinate by coordinate."""
 
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.profiles.profile_registry import profile
+from headcount.schemas.units import Coordinate
 
 
-@profile(axis="dimension", unit="coordinate", source="Ran-Milo et al. 2026, arXiv 2604.14722")
-def sink_resid_post_by_dimension(resid_post: Tensor) -> Tensor:
+@profile("Ran-Milo et al. 2026, arXiv 2604.14722", axis="dimension")
+def sink_resid_post_by_dimension(resid_post: Tensor) -> Coordinate:
     """The residual stream after the layer at position 0; the same for all heads.
 
     resid_post[0,d]

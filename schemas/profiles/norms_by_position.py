@@ -1,12 +1,13 @@
 """Norms of vectors, position by position."""
 
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.profiles.profile_registry import profile
 from headcount.schemas.statistics.head_results import result_norms
+from headcount.schemas.units import Norm
 
 
-@profile(axis="key", unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
-def value_norm_by_key(v: Tensor) -> Tensor:
+@profile("Gu et al. 2024, arXiv 2410.10781", axis="key")
+def value_norm_by_key(v: Tensor) -> Norm:
     """Norm of the value vector.
 
     ‖v[k]‖₂
@@ -17,8 +18,8 @@ def value_norm_by_key(v: Tensor) -> Tensor:
     return _by_head(v.norm(dim=-1))
 
 
-@profile(axis="key", unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
-def value_result_norm_by_key(v: Tensor, W_O: Tensor) -> Tensor:
+@profile("Guo et al. 2024, arXiv 2410.13835", axis="key")
+def value_result_norm_by_key(v: Tensor, W_O: Tensor) -> Norm:
     """Norm of the value vector after W_O.
 
     ‖v[k] W_O‖₂
@@ -29,8 +30,8 @@ def value_result_norm_by_key(v: Tensor, W_O: Tensor) -> Tensor:
     return result_norms(v, W_O)
 
 
-@profile(axis="key", unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
-def key_norm_by_key(k: Tensor) -> Tensor:
+@profile("Gu et al. 2024, arXiv 2410.10781", axis="key")
+def key_norm_by_key(k: Tensor) -> Norm:
     """Norm of the key vector.
 
     ‖k[k]‖₂
@@ -41,8 +42,8 @@ def key_norm_by_key(k: Tensor) -> Tensor:
     return _by_head(k.norm(dim=-1))
 
 
-@profile(axis="query", unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
-def query_norm_by_query(q: Tensor) -> Tensor:
+@profile("Gu et al. 2024, arXiv 2410.10781", axis="query")
+def query_norm_by_query(q: Tensor) -> Norm:
     """Norm of the query vector.
 
     ‖q[q]‖₂
@@ -53,8 +54,8 @@ def query_norm_by_query(q: Tensor) -> Tensor:
     return _by_head(q.norm(dim=-1))
 
 
-@profile(axis="query", unit="euclidean norm", source="Farrell 2023, recency bias")
-def head_output_norm_by_query(z: Tensor) -> Tensor:
+@profile("Farrell 2023, recency bias", axis="query")
+def head_output_norm_by_query(z: Tensor) -> Norm:
     """Norm of the head's output before W_O; it falls as 1/√(q+1) under uniform attention.
 
     ‖z[q]‖₂, z[q] = Σ_k A[q,k] v[k]
@@ -65,8 +66,8 @@ def head_output_norm_by_query(z: Tensor) -> Tensor:
     return _by_head(z.norm(dim=-1))
 
 
-@profile(axis="key", unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
-def resid_pre_norm_by_key(resid_pre: Tensor) -> Tensor:
+@profile("Guo et al. 2024, arXiv 2410.13835", axis="key")
+def resid_pre_norm_by_key(resid_pre: Tensor) -> Norm:
     """Norm of the residual stream before the layer; the same for all heads.
 
     ‖resid_pre[k]‖₂
@@ -77,8 +78,8 @@ def resid_pre_norm_by_key(resid_pre: Tensor) -> Tensor:
     return resid_pre.norm(dim=-1)
 
 
-@profile(axis="key", unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
-def resid_post_norm_by_key(resid_post: Tensor) -> Tensor:
+@profile("Guo et al. 2024, arXiv 2410.13835", axis="key")
+def resid_post_norm_by_key(resid_post: Tensor) -> Norm:
     """Norm of the residual stream after the layer; the same for all heads.
 
     ‖resid_post[k]‖₂

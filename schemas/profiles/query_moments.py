@@ -3,8 +3,9 @@
 Expected Attention is made of those before rotation, Q-Filters of those after it.
 """
 
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.profiles.profile_registry import profile
+from headcount.schemas.units import Component, SquaredComponent
 
 FIRST_TOKENS = 4
 """How many of the first tokens Expected Attention leaves out: their queries are unlike others."""
@@ -13,8 +14,8 @@ EXPECTED_ATTENTION = "Devoto et al. 2025, arXiv 2510.00636; kvpress"
 Q_FILTERS = "Godey et al. 2025, arXiv 2503.02812; make_filters"
 
 
-@profile(axis="component", unit="component", source=EXPECTED_ATTENTION)
-def query_mean(unrotated_q: Tensor) -> Tensor:
+@profile(EXPECTED_ATTENTION, axis="component")
+def query_mean(unrotated_q: Tensor) -> Component:
     """Mean of the queries before any rotation and after any norm, without the first 4 if there are
     more.
 
@@ -26,8 +27,8 @@ def query_mean(unrotated_q: Tensor) -> Tensor:
     return _by_head(_later(unrotated_q)).mean(-2)
 
 
-@profile(axis="pair of components", unit="squared component", source=EXPECTED_ATTENTION)
-def query_second_moment(unrotated_q: Tensor) -> Tensor:
+@profile(EXPECTED_ATTENTION, axis="pair of components")
+def query_second_moment(unrotated_q: Tensor) -> SquaredComponent:
     """Mean product of two components of the queries, those that `query_mean` reads.
 
     1/(T-4) Σ_{q≥4} u[q,i] u[q,j], i ≤ j
@@ -40,8 +41,8 @@ def query_second_moment(unrotated_q: Tensor) -> Tensor:
     return _second_moment(_by_head(_later(unrotated_q)))
 
 
-@profile(axis="component", unit="component", source=Q_FILTERS)
-def rotated_query_mean(q: Tensor) -> Tensor:
+@profile(Q_FILTERS, axis="component")
+def rotated_query_mean(q: Tensor) -> Component:
     """Mean of the queries after any rotation.
 
     1/T Σ_q q[q]
@@ -52,8 +53,8 @@ def rotated_query_mean(q: Tensor) -> Tensor:
     return _by_head(q).mean(-2)
 
 
-@profile(axis="pair of components", unit="squared component", source=Q_FILTERS)
-def rotated_query_second_moment(q: Tensor) -> Tensor:
+@profile(Q_FILTERS, axis="pair of components")
+def rotated_query_second_moment(q: Tensor) -> SquaredComponent:
     """Mean product of two components of the queries after any rotation.
 
     1/T Σ_q q[q,i] q[q,j], i ≤ j

@@ -1,14 +1,15 @@
 """What the query bias adds to the score of each key, before the division by √d_head."""
 
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.profiles.profile_registry import profile
 from headcount.schemas.statistics.decomposition import has_fixed_positions, shifts
+from headcount.schemas.units import ScaledLogits
 
 RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
 
 
-@profile(axis="key", unit="logits times √d_head", source=RAN_MILO, defined=has_fixed_positions)
-def score_shift_by_key(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+@profile(RAN_MILO, axis="key", defined=has_fixed_positions)
+def score_shift_by_key(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     """What the query bias adds to the score of a key, for every query.
 
     Δ[k] = b_Q·(k[k] - b_K)
@@ -19,8 +20,8 @@ def score_shift_by_key(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     return shifts(b_Q, k, b_K).swapaxes(1, 2)
 
 
-@profile(axis="key", unit="logits times √d_head", source=RAN_MILO, defined=has_fixed_positions)
-def score_shift_lead_by_key(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+@profile(RAN_MILO, axis="key", defined=has_fixed_positions)
+def score_shift_lead_by_key(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     """How much more the query bias adds to the score of a key than to the lowest in the sequence.
 
     Δ[k] - min_j Δ[j], Δ[k] = b_Q·(k[k] - b_K)

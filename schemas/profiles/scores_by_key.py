@@ -3,12 +3,13 @@
 The mean pattern is not the softmax of the mean scores, so both can be stored.
 """
 
-from headcount.schemas.pattern import Pattern, Tensor
-from headcount.schemas.profiles.profile_registry import profile
+from headcount.schemas.formula_kinds import profile
+from headcount.schemas.pattern import Pattern
+from headcount.schemas.units import Logits
 
 
-@profile(axis="key", unit="logits", source="Farrell 2023, recency bias")
-def last_score_by_key(pattern: Pattern) -> Tensor:
+@profile("Farrell 2023, recency bias", axis="key")
+def last_score_by_key(pattern: Pattern) -> Logits:
     """Score of the last query.
 
     S[T-1,k]
@@ -19,8 +20,8 @@ def last_score_by_key(pattern: Pattern) -> Tensor:
     return pattern.row_scores(pattern.n_ctx - 1)
 
 
-@profile(axis="pair", unit="logits", source="Farrell 2023, previous-token and look-back-two heads")
-def score_by_pair(pattern: Pattern) -> Tensor:
+@profile("Farrell 2023, previous-token and look-back-two heads", axis="pair")
+def score_by_pair(pattern: Pattern) -> Logits:
     """The score of every key that a query can see.
 
     S[q,k], k ≤ q

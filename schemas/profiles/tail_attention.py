@@ -1,11 +1,12 @@
 """Where the last queries look, as one distribution over the keys."""
 
-from headcount.schemas.pattern import Pattern, Tensor
-from headcount.schemas.profiles.profile_registry import profile
+from headcount.schemas.formula_kinds import profile
+from headcount.schemas.pattern import Pattern
+from headcount.schemas.units import Probability
 
 
-@profile(axis="key", unit="probability", source="Scheuer, attention-sink-profiler")
-def tail_attention_by_key(pattern: Pattern) -> Tensor:
+@profile("Scheuer, attention-sink-profiler", axis="key")
+def tail_attention_by_key(pattern: Pattern) -> Probability:
     """Mean attention of the last 64 queries, or of all if there are fewer.
 
     1/n Σ_{q≥T-n} A[q,k], n = min(64, T)

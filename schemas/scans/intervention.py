@@ -13,17 +13,9 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from headcount.schemas.errors import ScanError
+from headcount.schemas.registry import Argument, call_text, parse_call
 
-Argument = int | float | str
-"""A number, or a name."""
-
-PART = re.compile(r"(\w+)(?:\(([^()]*)\))?")
-"""A change: its name, and its arguments if it has some."""
-
-WHOLE_NUMBER = re.compile(r"[+-]?\d+")
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-LARGEST_WHOLE = 2**53
-"""Up to here a float holds every whole number exactly."""
+EXPECTED = "expected NAME, NAME(1,0.5) or A+B"
 
 
 @dataclass(frozen=True)
@@ -39,8 +31,7 @@ class InterventionPart:
         >>> str(InterventionPart("zero_head", (1, 2))), str(InterventionPart("none"))
         ('zero_head(1,2)', 'none')
         """
-        arguments = ",".join(map(str, self.arguments))
-        return f"{self.name}({arguments})" if arguments else self.name
+        return call_text(self.name, self.arguments)
 
 
 @dataclass(frozen=True)
@@ -98,29 +89,14 @@ def _parsed(text: str) -> Intervention:
 
 
 def _part(text: str) -> InterventionPart:
-    match = PART.fullmatch(text)
-    if match is None:
-        raise ValueError("expected NAME, NAME(1,0.5) or A+B")
-    name, argument_list = match.groups()
-    argument_texts = [part.strip() for part in argument_list.split(",")] if argument_list else []
-    if "" in argument_texts:
-        raise ValueError("expected NAME, NAME(1,0.5) or A+B")
-    return InterventionPart(name, tuple(map(_argument, argument_texts)))
-
-
-def _argument(text: str) -> Argument:
-    """A number in its shortest form, or the text itself.
-
-    >>> [_argument(text) for text in ("1.0", "0.50", "1e-3", "-0.0", "entropy")]
-    [1, 0.5, 0.001, 0, 'entropy']
-    """
-    if WHOLE_NUMBER.fullmatch(text):
-        return int(text)
-    if not NUMBER.fullmatch(text):
-        return text
-    number = float(text)
-    # 1.0 and 1 are the same change, so they must have the same text and the same directory.
-    return int(number) if number.is_integer() and abs(number) <= LARGEST_WHOLE else number
+    try:
+        call = parse_call(text)
+    except ValueError:
+        raise ValueError(EXPECTED) from None
+    # Which options there are, and so their order, is not known here.
+    if call.named:
+        raise ValueError(EXPECTED)
+    return InterventionPart(call.name, call.arguments)
 
 
 NONE = parse_intervention("none")

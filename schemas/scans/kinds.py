@@ -14,17 +14,23 @@ from typing import Any
 
 import pyarrow as pa
 
-from headcount.schemas import curves, predictions, profiles, statistics, weight_statistics
 from headcount.schemas.files.tables import ROLLUPS, SEQUENCES, Column, Table, carried_column
-from headcount.schemas.formulas import Formula
-from headcount.schemas.scans.kind import Kind
+from headcount.schemas.formula_kinds import CURVES
+from headcount.schemas.formulas import Formula, Kind
+from headcount.schemas.predictions import PREDICTIONS
+from headcount.schemas.profiles import PROFILES
+from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 
-KINDS: tuple[Kind[Any], ...] = (
-    statistics.KIND,
-    predictions.KIND,
-    curves.KIND,
-    profiles.KIND,
-    weight_statistics.KIND,
+# A curve is a profile that is stored for every sequence.
+CURVES.update(PROFILES)
+
+KINDS: tuple[Kind, ...] = (
+    STATISTICS,
+    PREDICTIONS,
+    CURVES,
+    PROFILES,
+    WEIGHT_STATISTICS,
 )
 
 WORDS = {kind.field: kind.word for kind in KINDS} | {
@@ -37,7 +43,7 @@ TABLES: dict[str, Table] = {table.name: table for table in (*(k.table for k in K
 """Every table by name: those that the kinds fill, and the roll-ups of `heads`."""
 
 
-def kinds_of(table: Table) -> list[Kind[Any]]:
+def kinds_of(table: Table) -> list[Kind]:
     """The kinds that fill a table."""
     return [kind for kind in KINDS if kind.table is table]
 
@@ -70,7 +76,7 @@ def table_schema(
     return table.schema(columns.values())
 
 
-def schema_of_rows(kind: Kind[Any], formulas: Iterable[Formula]) -> pa.Schema:
+def schema_of_rows(kind: Kind, formulas: Iterable[Formula]) -> pa.Schema:
     """The schema of a table whose rows name the formula that they are values of."""
     return table_schema(kind.table, {kind.field: formulas})
 

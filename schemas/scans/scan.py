@@ -10,15 +10,15 @@ import tomllib
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.places import place
-from headcount.schemas.formulas import Formula
+from headcount.schemas.formula_kinds import CURVES, PROFILES, WEIGHT_STATISTICS
+from headcount.schemas.formulas import Computed, Formula, Kind, check_names
 from headcount.schemas.scans.intervention import NONE, Intervention
-from headcount.schemas.scans.kind import Computed, Kind, check_names
 from headcount.schemas.scans.kinds import KINDS
 from headcount.schemas.scans.measured_heads import (
     Head,
@@ -43,8 +43,10 @@ from headcount.schemas.scans.values import (
 LayerNumber = Annotated[int, Field(ge=0)]
 Layers = Annotated[tuple[LayerNumber, ...], AfterValidator(lambda layers: tuple(sorted(layers)))]
 Heads = Annotated[tuple[Head, ...], AfterValidator(lambda heads: tuple(sorted(heads)))]
-F = TypeVar("F", bound=Formula)
 Text = Annotated[str, Field(min_length=1)]
+
+MOST_PAIRED = 256
+"""Longest sequences whose pairs are stored: 256 · 257 / 2 = 32,896 pairs in every head."""
 
 MOST_SHARDS = 10_000_000
 """Shards of a run. Each has a commit, and a reader of the run holds all commits in memory."""
@@ -175,15 +177,15 @@ class Scan(Measured):
     """Directory that holds the tokens of corpora: a path, s3://… or gs://… Default: corpora in out.
     """
 
-    def names(self, kind: Kind[Any]) -> str | tuple[str, ...]:
+    def names(self, kind: Kind) -> str | tuple[str, ...]:
         """The value of the field of a kind: names of formulas, or a word for some of them."""
         return getattr(self, kind.field)
 
-    def formulas(self, kind: Kind[F]) -> tuple[F, ...]:
+    def formulas(self, kind: Kind) -> tuple[Formula, ...]:
         """The formulas of a kind that the scan measures, in registry order."""
         return kind.select(self.names(kind))
 
-    def kinds(self, computed: Computed | None = None) -> list[Kind[Any]]:
+    def kinds(self, computed: Computed | None = None) -> list[Kind]:
         """The kinds with a formula that the scan measures.
 
         With `computed`, only those that are computed at that time.
@@ -316,7 +318,8 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         raise ScanError("\n".join(lines)) from None
     # Fields are right by themselves. What follows is about several of them, or about names.
     for kind in KINDS:
-        kind.selected(scan.names(kind), scan)
+        kind.check(scan.names(kind))
+    _check_formulas(scan)
     check_named(scan.layers, scan.heads)
     _check_interventions(scan)
     _check_shards(scan)
@@ -334,6 +337,28 @@ def _refuse_control_characters(fields: dict[str, Any]) -> None:
     ]
     if lines:
         raise ScanError("\n".join(lines))
+
+
+def _check_formulas(scan: Scan) -> None:
+    """Refuse what would be too much to store, and weight statistics of weights as not trained."""
+    for profile in scan.formulas(PROFILES):
+        if profile.axis == "pair" and scan.n_ctx > MOST_PAIRED:
+            raise ScanError(
+                f"profiles: {profile.name} keeps every pair of a query and a key, so it expects "
+                f"n_ctx <= {MOST_PAIRED}, got {scan.n_ctx}; lower n_ctx or leave it out"
+            )
+    for curve in scan.formulas(CURVES):
+        if curve.axis == "pair":
+            raise ScanError(
+                f"curves: {curve.name} has a number for every pair of a query and a key, too many "
+                "to keep of every sequence; ask for it in profiles, which keep the mean"
+            )
+    if scan.formulas(WEIGHT_STATISTICS) and scan.weight_processing != "raw":
+        raise ScanError(
+            "weight_statistics: these are of the weights as trained, so they expect "
+            f"weight_processing = 'raw', got {scan.weight_processing!r}; leave them out or set "
+            "weight_processing = 'raw'"
+        )
 
 
 def _check_interventions(scan: Scan) -> None:

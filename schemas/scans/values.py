@@ -57,6 +57,7 @@ EXPECTED = {
     "literal_error": "{expected}",
     "model_type": "a table",
     "none_required": "None",
+    "string_pattern_mismatch": "text that matches {pattern}",
     "string_too_short": "a string that is not empty",
     "string_type": "a string",
     "too_long": "at most {max_length} items",

@@ -2,46 +2,8 @@
 all.
 """
 
-from headcount.schemas.formulas import evaluate
-from headcount.schemas.statistics import (
-    decomposition,
-    diagonals,
-    head_results,
-    labels,
-    matching,
-    mixing,
-    norms,
-    reach,
-    residual,
-    scores,
-    shape,
-    sink,
-)
-from headcount.schemas.statistics.statistic_registry import (
-    KIND,
-    LAYER_VALUES,
-    STATISTICS,
-    Statistic,
-    statistic,
-)
+from headcount.schemas.formula_kinds import LAYER_VALUES as LAYER_VALUES
+from headcount.schemas.formula_kinds import STATISTICS as STATISTICS
+from headcount.schemas.registry import import_files
 
-__all__ = [
-    "KIND",
-    "LAYER_VALUES",
-    "STATISTICS",
-    "Statistic",
-    "decomposition",
-    "diagonals",
-    "evaluate",
-    "labels",
-    "matching",
-    "mixing",
-    "norms",
-    "reach",
-    "head_results",
-    "residual",
-    "scores",
-    "shape",
-    "sink",
-    "statistic",
-]
+import_files(__name__, __path__)

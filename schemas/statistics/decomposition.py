@@ -7,11 +7,10 @@ and learned sinks are left out. Effective positions are known if the model adds 
 first MLP is a module of its own; MLP_0 takes W_pos[j] without the norm before it.
 """
 
-import math
-
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import Cosine, Probability, ScaledLogitLead, ScaledLogits
 
 
 def has_fixed_positions(rotary: bool) -> bool:
@@ -30,14 +29,8 @@ def shifts(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     return (k * b_Q).sum(-1) - (b_Q * b_K).sum(-1)
 
 
-@statistic(
-    unit="logits times √d_head",
-    range=(-math.inf, math.inf),
-    source="Ran-Milo et al. 2026, arXiv 2604.14722",
-    defined=has_fixed_positions,
-    standard=False,
-)
-def score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, standard=False)
+def score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     """Mean over the keys of what the query bias adds to the score of a key.
 
     1/T Σ_k Δ[k], Δ[k] = b_Q·(k[k] - b_K)
@@ -48,14 +41,8 @@ def score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     return shifts(b_Q, k.mean(1, keepdim=True), b_K)[:, 0]
 
 
-@statistic(
-    unit="logits times √d_head",
-    range=(-math.inf, math.inf),
-    source="Ran-Milo et al. 2026, arXiv 2604.14722",
-    defined=has_fixed_positions,
-    standard=False,
-)
-def sink_score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, standard=False)
+def sink_score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     """What the query bias adds to the score of key 0.
 
     Δ[0], Δ[k] = b_Q·(k[k] - b_K)
@@ -66,13 +53,8 @@ def sink_score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     return shifts(b_Q, k[:, :1], b_K)[:, 0]
 
 
-@statistic(
-    unit="logits times √d_head",
-    source="Ran-Milo et al. 2026, arXiv 2604.14722",
-    defined=has_fixed_positions,
-    standard=False,
-)
-def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, standard=False)
+def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogitLead:
     """How much more the query bias adds to the score of key 0 than to the lowest of all keys.
 
     Δ[0] - min_k Δ[k], Δ[k] = b_Q·(k[k] - b_K)
@@ -85,13 +67,9 @@ def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="logits times √d_head",
-    range=(-math.inf, math.inf),
-    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
-    defined=has_fixed_positions,
-    standard=False,
+    "after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, standard=False
 )
-def sink_shift_advantage(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+def sink_shift_advantage(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     """How much more the query bias adds to the score of key 0 than to the mean key, over the second
     half of the queries.
 
@@ -110,13 +88,9 @@ def sink_shift_advantage(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) 
 
 
 @statistic(
-    unit="logits times √d_head",
-    range=(-math.inf, math.inf),
-    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
-    defined=has_fixed_positions,
-    standard=False,
+    "after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, standard=False
 )
-def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
+def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> ScaledLogits:
     """How much q·k of key 0 exceeds that of the mean key, over the second half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} q[q]·(k[0] - 1/(q+1) Σ_{k≤q} k[k])
@@ -134,13 +108,11 @@ def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    "after Ran-Milo et al. 2026, arXiv 2604.14722",
     defined=has_fixed_positions_and_two,
     standard=False,
 )
-def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> Probability:
     """Mean attention to key 0 over the second half of the queries, if scores were only what the
     query bias adds.
 
@@ -158,13 +130,11 @@ def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) 
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    "after Ran-Milo et al. 2026, arXiv 2604.14722",
     defined=has_fixed_positions_and_two,
     standard=False,
 )
-def sink_mass_content_only(pattern: Pattern, b_Q: Tensor) -> Tensor:
+def sink_mass_content_only(pattern: Pattern, b_Q: Tensor) -> Probability:
     """Mean attention to key 0 over the second half of the queries, if queries had no bias.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} exp(c[q,0]) / Σ_{k≤q} exp(c[q,k]), c[q,k] = s (q[q] - b_Q)·k[k], s =
@@ -191,14 +161,12 @@ def has_two_effective_positions(effective: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="cosine",
-    range=(-1, 1),
-    source="Mahmood's reproduction of Ran-Milo et al. 2026",
+    "Mahmood's reproduction of Ran-Milo et al. 2026",
     defined=has_effective_positions,
     of_directions=True,
     standard=False,
 )
-def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
+def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Cosine:
     """Mean cosine of queries without their bias and the key of effective position 0, over the
     second half of the queries.
 
@@ -212,14 +180,12 @@ def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor)
 
 
 @statistic(
-    unit="cosine",
-    range=(-1, 1),
-    source="Mahmood's reproduction of Ran-Milo et al. 2026",
+    "Mahmood's reproduction of Ran-Milo et al. 2026",
     defined=has_two_effective_positions,
     of_directions=True,
     standard=False,
 )
-def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
+def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Cosine:
     """Mean cosine of queries without their bias and the keys of the other effective positions, over
     the second half of the queries.
 

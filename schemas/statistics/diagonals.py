@@ -3,8 +3,9 @@
 A single token may stand before the block.
 """
 
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import Probability
 
 
 def has_repeated_half(tokens: Tensor) -> Tensor:
@@ -23,14 +24,9 @@ def after_copy(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="TransformerLens demos",
-    uniform_baseline=True,
-    defined=has_repeated_half,
-    standard=False,
+    "TransformerLens demos", uniform_baseline=True, defined=has_repeated_half, standard=False
 )
-def induction_diagonal(pattern: Pattern) -> Tensor:
+def induction_diagonal(pattern: Pattern) -> Probability:
     """Mean attention along the whole induction diagonal of a repeated block.
 
     1/(T-N+1) Σ_{q≥N-1} A[q,q-N+1], N = ⌊T/2⌋
@@ -44,15 +40,8 @@ def induction_diagonal(pattern: Pattern) -> Tensor:
     return after_copy(pattern).mean(-1)
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Olsson et al. 2022",
-    uniform_baseline=True,
-    defined=has_repeated_half,
-    standard=False,
-)
-def induction_diagonal_strict(pattern: Pattern) -> Tensor:
+@statistic("Olsson et al. 2022", uniform_baseline=True, defined=has_repeated_half, standard=False)
+def induction_diagonal_strict(pattern: Pattern) -> Probability:
     """Mean attention of the second copy of a block to the token after the same place in the first
     copy.
 
@@ -66,14 +55,9 @@ def induction_diagonal_strict(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="TransformerLens demos",
-    uniform_baseline=True,
-    defined=has_repeated_half,
-    standard=False,
+    "TransformerLens demos", uniform_baseline=True, defined=has_repeated_half, standard=False
 )
-def duplicate_diagonal(pattern: Pattern) -> Tensor:
+def duplicate_diagonal(pattern: Pattern) -> Probability:
     """Mean attention of the second copy of a block to the same place in the first copy.
 
     1/N Σ_{q≥T-N} A[q,q-N], N = ⌊T/2⌋

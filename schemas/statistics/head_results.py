@@ -1,7 +1,8 @@
 """Norms of what a head writes to the residual stream: vectors after W_O."""
 
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import Norm
 
 
 def result_norms(x: Tensor, W_O: Tensor) -> Tensor:
@@ -12,10 +13,8 @@ def result_norms(x: Tensor, W_O: Tensor) -> Tensor:
     return ((x @ (W_O @ W_O.mT)) * x).sum(-1).clamp(min=0).sqrt()
 
 
-@statistic(
-    unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False
-)
-def head_output_norm_last(z: Tensor) -> Tensor:
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False)
+def head_output_norm_last(z: Tensor) -> Norm:
     """Norm of the head's output at the last query, before W_O.
 
     ‖z[T-1]‖₂, z[q] = Σ_k A[q,k] v[k]
@@ -26,10 +25,8 @@ def head_output_norm_last(z: Tensor) -> Tensor:
     return z[:, -1].norm(dim=-1)
 
 
-@statistic(
-    unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False
-)
-def head_result_norm(z: Tensor, W_O: Tensor) -> Tensor:
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False)
+def head_result_norm(z: Tensor, W_O: Tensor) -> Norm:
     """Mean norm of what the head writes to the residual stream.
 
     1/T Σ_q ‖z[q] W_O‖₂, z[q] = Σ_k A[q,k] v[k]
@@ -40,10 +37,8 @@ def head_result_norm(z: Tensor, W_O: Tensor) -> Tensor:
     return result_norms(z, W_O).mean(-1)
 
 
-@statistic(
-    unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False
-)
-def head_result_norm_last(z: Tensor, W_O: Tensor) -> Tensor:
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False)
+def head_result_norm_last(z: Tensor, W_O: Tensor) -> Norm:
     """Norm of what the head writes to the residual stream at the last query.
 
     ‖z[T-1] W_O‖₂, z[q] = Σ_k A[q,k] v[k]
@@ -54,8 +49,8 @@ def head_result_norm_last(z: Tensor, W_O: Tensor) -> Tensor:
     return result_norms(z[:, -1:], W_O)[..., 0]
 
 
-@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835", standard=False)
-def value_result_norm(v: Tensor, W_O: Tensor) -> Tensor:
+@statistic("Guo et al. 2024, arXiv 2410.13835", standard=False)
+def value_result_norm(v: Tensor, W_O: Tensor) -> Norm:
     """Mean norm of the value vectors after W_O, position 0 included.
 
     1/T Σ_k ‖v[k] W_O‖₂
@@ -66,8 +61,8 @@ def value_result_norm(v: Tensor, W_O: Tensor) -> Tensor:
     return result_norms(v, W_O).mean(-1)
 
 
-@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835", standard=False)
-def sink_value_result_norm(v: Tensor, W_O: Tensor) -> Tensor:
+@statistic("Guo et al. 2024, arXiv 2410.13835", standard=False)
+def sink_value_result_norm(v: Tensor, W_O: Tensor) -> Norm:
     """Norm of the value vector at position 0 after W_O.
 
     ‖v[0] W_O‖₂

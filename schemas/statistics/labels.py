@@ -9,8 +9,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Labels, Pattern, Tensor
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import Probability, ShareOfTokens
 
 Label = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 """A label, in letters that a column's name may have."""
@@ -39,14 +40,9 @@ def mean_at_triggers(mass: Tensor, labels: Labels, others: bool = False) -> Tens
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Guo et al. 2024, arXiv 2410.13835",
-    uniform_baseline=True,
-    defined=has_triggers,
-    standard=False,
+    "Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_triggers, standard=False
 )
-def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Tensor:
+def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Probability:
     """Mean attention to key 0 of the queries that are labelled "trigger".
 
     1/|Q| Σ_{q∈Q} A[q,0], Q = triggers from query 1 on
@@ -59,14 +55,9 @@ def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Tensor:
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Guo et al. 2024, arXiv 2410.13835",
-    uniform_baseline=True,
-    defined=has_triggers,
-    standard=False,
+    "Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_triggers, standard=False
 )
-def sink_mass_others(pattern: Pattern, labels: Labels) -> Tensor:
+def sink_mass_others(pattern: Pattern, labels: Labels) -> Probability:
     """Mean attention to key 0 of the queries that are not labelled "trigger".
 
     1/|Q| Σ_{q∈Q} A[q,0], Q = queries from 1 on that are not triggers
@@ -79,14 +70,9 @@ def sink_mass_others(pattern: Pattern, labels: Labels) -> Tensor:
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Guo et al. 2024, arXiv 2410.13835",
-    uniform_baseline=True,
-    defined=has_triggers,
-    standard=False,
+    "Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_triggers, standard=False
 )
-def previous_token_triggers(pattern: Pattern, labels: Labels) -> Tensor:
+def previous_token_triggers(pattern: Pattern, labels: Labels) -> Probability:
     """Mean attention of the queries that are labelled "trigger" to the token just before them.
 
     1/|Q| Σ_{q∈Q} A[q,q-1], Q = triggers from query 1 on
@@ -113,16 +99,14 @@ def sees_labelled_key(
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="after Zhang et al. 2025, arXiv 2506.09944",
+    "after Zhang et al. 2025, arXiv 2506.09944",
     uniform_baseline=True,
     defined=sees_labelled_key,
     standard=False,
 )
 def labelled_key_mass(
     pattern: Pattern, labels: Labels, *, keys: Label = "gold", queries: Label = "query"
-) -> Tensor:
+) -> Probability:
     """Mean attention to all keys with the label `keys`, over the queries with the label `queries`
     that see one of them.
 
@@ -149,14 +133,8 @@ def has_answers(labels: Labels) -> Tensor | bool:
     return labels["answer"][:, 1:].any(-1) & labels["gold"].any(-1)
 
 
-@statistic(
-    unit="share of tokens",
-    range=(0, 1),
-    source="Wu et al. 2024, arXiv 2404.15574, teacher forced",
-    defined=has_answers,
-    standard=False,
-)
-def retrieval_score(pattern: Pattern, labels: Labels, tokens: Tensor) -> Tensor:
+@statistic("Wu et al. 2024, arXiv 2404.15574, teacher forced", defined=has_answers, standard=False)
+def retrieval_score(pattern: Pattern, labels: Labels, tokens: Tensor) -> ShareOfTokens:
     """Share of the tokens labelled "answer" that the head copies: the key with the largest
     attention of the query before is labelled "gold" and holds the same token.
 

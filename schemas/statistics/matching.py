@@ -1,8 +1,9 @@
 """Attention to keys at a fixed distance, and to keys chosen by equal tokens."""
 
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pairs, Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import Keys, Probability, ShareOfQueries
 
 
 def has_three_positions(pattern: Pattern) -> bool:
@@ -22,14 +23,8 @@ def mean_over_matched(pattern: Pattern, pairs: Pairs) -> Tensor:
     return (pattern.mass(pairs) * matched[:, None]).sum(-1) / matched.sum(-1)[:, None]
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Elhage et al. 2021",
-    uniform_baseline=True,
-    defined=has_two_positions,
-)
-def previous_token_score(pattern: Pattern) -> Tensor:
+@statistic("Elhage et al. 2021", uniform_baseline=True, defined=has_two_positions)
+def previous_token_score(pattern: Pattern) -> Probability:
     """Mean attention to the token just before.
 
     1/(T-1) Σ_{q≥1} A[q,q-1]
@@ -40,14 +35,8 @@ def previous_token_score(pattern: Pattern) -> Tensor:
     return pattern.lag(1).mean(-1)
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Farrell 2023",
-    uniform_baseline=True,
-    defined=has_three_positions,
-)
-def lookback_two_score(pattern: Pattern) -> Tensor:
+@statistic("Farrell 2023", uniform_baseline=True, defined=has_three_positions)
+def lookback_two_score(pattern: Pattern) -> Probability:
     """Mean attention to the token two positions back.
 
     1/(T-2) Σ_{q≥2} A[q,q-2]
@@ -58,10 +47,8 @@ def lookback_two_score(pattern: Pattern) -> Tensor:
     return pattern.lag(2).mean(-1)
 
 
-@statistic(
-    unit="probability", range=(0, 1), source="TransformerLens head_detector", uniform_baseline=True
-)
-def self_attention(pattern: Pattern) -> Tensor:
+@statistic("TransformerLens head_detector", uniform_baseline=True)
+def self_attention(pattern: Pattern) -> Probability:
     """Mean attention of a token to itself.
 
     1/T Σ_q A[q,q]
@@ -72,14 +59,8 @@ def self_attention(pattern: Pattern) -> Tensor:
     return pattern.lag(0).mean(-1)
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Olsson et al. 2022",
-    uniform_baseline=True,
-    defined=has_copies,
-)
-def induction_score(pattern: Pattern, successors: Pairs) -> Tensor:
+@statistic("Olsson et al. 2022", uniform_baseline=True, defined=has_copies)
+def induction_score(pattern: Pattern, successors: Pairs) -> Probability:
     """Mean attention to the keys that follow an earlier copy of the query's token.
 
     1/|Q| Σ_{q∈Q} Σ_{j<q, t[j]=t[q]} A[q,j+1], Q = queries with an earlier copy
@@ -94,14 +75,8 @@ def induction_score(pattern: Pattern, successors: Pairs) -> Tensor:
     return mean_over_matched(pattern, successors)
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="TransformerLens head_detector",
-    uniform_baseline=True,
-    defined=has_copies,
-)
-def duplicate_score(pattern: Pattern, copies: Pairs) -> Tensor:
+@statistic("TransformerLens head_detector", uniform_baseline=True, defined=has_copies)
+def duplicate_score(pattern: Pattern, copies: Pairs) -> Probability:
     """Mean attention to earlier copies of the query's own token.
 
     1/|Q| Σ_{q∈Q} Σ_{j<q, t[j]=t[q]} A[q,j], Q = queries with an earlier copy
@@ -113,8 +88,8 @@ def duplicate_score(pattern: Pattern, copies: Pairs) -> Tensor:
     return mean_over_matched(pattern, copies)
 
 
-@statistic(unit="share of queries", range=(0, 1), source="headcount")
-def match_coverage(copies: Pairs) -> Tensor:
+@statistic("headcount")
+def match_coverage(copies: Pairs) -> ShareOfQueries:
     """Share of the queries whose token has an earlier copy.
 
     |Q|/T, Q = queries with an earlier copy
@@ -125,8 +100,8 @@ def match_coverage(copies: Pairs) -> Tensor:
     return (copies.count > 0).float().mean(-1)
 
 
-@statistic(unit="keys", source="headcount", standard=False)
-def match_count(copies: Pairs) -> Tensor:
+@statistic("headcount", standard=False)
+def match_count(copies: Pairs) -> Keys:
     """Mean number of earlier copies of the query's token.
 
     1/T Σ_q #{j<q : t[j]=t[q]}

@@ -4,11 +4,10 @@ Over-mixing is the loss of these differences (Barbero et al. 2025). Their measur
 μ(X) = ‖X - (1/T) 11ᵀX‖_F is √T times the spread here, which does not grow with the text.
 """
 
-import math
-
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.matching import has_three_positions
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import Norm, ShareOfSquaredNorm
 
 BARBERO = "Barbero et al. 2025, arXiv 2504.02732"
 
@@ -20,8 +19,8 @@ def squared_deviations(vectors: Tensor) -> Tensor:
     return (from_first - from_first.mean(1, keepdim=True)).square().sum(-1)
 
 
-@statistic(unit="euclidean norm", range=(0, math.inf), source=BARBERO, standard=False)
-def resid_post_spread(resid_post: Tensor) -> Tensor:
+@statistic(BARBERO, standard=False)
+def resid_post_spread(resid_post: Tensor) -> Norm:
     """Root mean square distance of positions from their mean in the residual stream after the
     layer; the same for all heads.
 
@@ -33,15 +32,8 @@ def resid_post_spread(resid_post: Tensor) -> Tensor:
     return squared_deviations(resid_post).mean(-1).sqrt()
 
 
-@statistic(
-    unit="share of the squared norm",
-    range=(0, 1),
-    source="after " + BARBERO,
-    defined=has_three_positions,
-    of_directions=True,
-    standard=False,
-)
-def resid_post_spread_share(resid_post: Tensor) -> Tensor:
+@statistic("after " + BARBERO, defined=has_three_positions, of_directions=True, standard=False)
+def resid_post_spread_share(resid_post: Tensor) -> ShareOfSquaredNorm:
     """Share of the residual stream after the layer that distinguishes positions, without position
     0: 0 if all are alike; the same for all heads.
 
@@ -56,8 +48,8 @@ def resid_post_spread_share(resid_post: Tensor) -> Tensor:
     return squared_deviations(others).sum(-1) / others.square().sum(-1).sum(-1)
 
 
-@statistic(unit="euclidean norm", range=(0, math.inf), source=BARBERO, standard=False)
-def value_spread(v: Tensor) -> Tensor:
+@statistic(BARBERO, standard=False)
+def value_spread(v: Tensor) -> Norm:
     """Root mean square distance of the values from their mean.
 
     √(1/T Σ_k ‖v[k] - m‖₂²), m = 1/T Σ_k v[k]

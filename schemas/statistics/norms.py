@@ -1,7 +1,8 @@
 """Norms of queries, keys, values, head outputs and the residual stream."""
 
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import AbsoluteValue, Norm
 
 CACHED = "after KIVI, Liu et al. 2024, arXiv 2402.02750"
 
@@ -13,8 +14,8 @@ def largest_size(vectors: Tensor) -> Tensor:
     return largest.maximum(-smallest)
 
 
-@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889")
-def value_norm(v: Tensor) -> Tensor:
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889")
+def value_norm(v: Tensor) -> Norm:
     """Mean norm of the value vectors.
 
     1/T Σ_k ‖v[k]‖₂
@@ -25,8 +26,8 @@ def value_norm(v: Tensor) -> Tensor:
     return v.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889")
-def sink_value_norm(v: Tensor) -> Tensor:
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889")
+def sink_value_norm(v: Tensor) -> Norm:
     """Norm of the value vector at position 0.
 
     ‖v[0]‖₂
@@ -37,8 +38,8 @@ def sink_value_norm(v: Tensor) -> Tensor:
     return v[:, 0].norm(dim=-1)
 
 
-@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
-def key_norm(k: Tensor) -> Tensor:
+@statistic("Gu et al. 2024, arXiv 2410.10781")
+def key_norm(k: Tensor) -> Norm:
     """Mean norm of the key vectors.
 
     1/T Σ_k ‖k[k]‖₂
@@ -49,8 +50,8 @@ def key_norm(k: Tensor) -> Tensor:
     return k.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
-def sink_key_norm(k: Tensor) -> Tensor:
+@statistic("Gu et al. 2024, arXiv 2410.10781")
+def sink_key_norm(k: Tensor) -> Norm:
     """Norm of the key vector at position 0.
 
     ‖k[0]‖₂
@@ -61,8 +62,8 @@ def sink_key_norm(k: Tensor) -> Tensor:
     return k[:, 0].norm(dim=-1)
 
 
-@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
-def query_norm(q: Tensor) -> Tensor:
+@statistic("Gu et al. 2024, arXiv 2410.10781")
+def query_norm(q: Tensor) -> Norm:
     """Mean norm of the query vectors.
 
     1/T Σ_q ‖q[q]‖₂
@@ -73,8 +74,8 @@ def query_norm(q: Tensor) -> Tensor:
     return q.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889")
-def head_output_norm(z: Tensor) -> Tensor:
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889")
+def head_output_norm(z: Tensor) -> Norm:
     """Mean norm of the head's output before W_O.
 
     1/T Σ_q ‖z[q]‖₂, z[q] = Σ_k A[q,k] v[k]
@@ -85,8 +86,8 @@ def head_output_norm(z: Tensor) -> Tensor:
     return z.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
-def resid_pre_norm(resid_pre: Tensor) -> Tensor:
+@statistic("Guo et al. 2024, arXiv 2410.13835")
+def resid_pre_norm(resid_pre: Tensor) -> Norm:
     """Mean norm of the residual stream before the layer, position 0 included; the same for all
     heads.
 
@@ -98,8 +99,8 @@ def resid_pre_norm(resid_pre: Tensor) -> Tensor:
     return resid_pre.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
-def sink_resid_pre_norm(resid_pre: Tensor) -> Tensor:
+@statistic("Guo et al. 2024, arXiv 2410.13835")
+def sink_resid_pre_norm(resid_pre: Tensor) -> Norm:
     """Norm of the residual stream before the layer at position 0; the same for all heads.
 
     ‖resid_pre[0]‖₂
@@ -110,8 +111,8 @@ def sink_resid_pre_norm(resid_pre: Tensor) -> Tensor:
     return resid_pre[:, 0].norm(dim=-1)
 
 
-@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
-def resid_post_norm(resid_post: Tensor) -> Tensor:
+@statistic("Guo et al. 2024, arXiv 2410.13835")
+def resid_post_norm(resid_post: Tensor) -> Norm:
     """Mean norm of the residual stream after the layer, position 0 included; the same for all
     heads.
 
@@ -123,8 +124,8 @@ def resid_post_norm(resid_post: Tensor) -> Tensor:
     return resid_post.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
-def sink_resid_post_norm(resid_post: Tensor) -> Tensor:
+@statistic("Guo et al. 2024, arXiv 2410.13835")
+def sink_resid_post_norm(resid_post: Tensor) -> Norm:
     """Norm of the residual stream after the layer at position 0; the same for all heads.
 
     ‖resid_post[0]‖₂
@@ -135,8 +136,8 @@ def sink_resid_post_norm(resid_post: Tensor) -> Tensor:
     return resid_post[:, 0].norm(dim=-1)
 
 
-@statistic(unit="absolute value", source=CACHED, standard=False)
-def query_absmax(q: Tensor) -> Tensor:
+@statistic(CACHED, standard=False)
+def query_absmax(q: Tensor) -> AbsoluteValue:
     """Largest absolute value of a component of the queries, after any rotation.
 
     max_q max_d |q[q,d]|
@@ -147,8 +148,8 @@ def query_absmax(q: Tensor) -> Tensor:
     return largest_size(q)
 
 
-@statistic(unit="absolute value", source=CACHED, standard=False)
-def key_absmax(k: Tensor) -> Tensor:
+@statistic(CACHED, standard=False)
+def key_absmax(k: Tensor) -> AbsoluteValue:
     """Largest absolute value of a component of the keys as a cache stores them, after any rotation.
 
     max_k max_d |k[k,d]|
@@ -159,8 +160,8 @@ def key_absmax(k: Tensor) -> Tensor:
     return largest_size(k)
 
 
-@statistic(unit="absolute value", source=CACHED, standard=False)
-def value_absmax(v: Tensor) -> Tensor:
+@statistic(CACHED, standard=False)
+def value_absmax(v: Tensor) -> AbsoluteValue:
     """Largest absolute value of a component of the values as a cache stores them.
 
     max_k max_d |v[k,d]|

@@ -3,9 +3,10 @@
 Such a cache keeps the first `sink` keys and the last `recent` ones, a query's own key among them.
 """
 
-from headcount.schemas.pattern import Pattern, Tensor
+from headcount.schemas.formula_kinds import statistic
+from headcount.schemas.pattern import Pattern
 from headcount.schemas.scans.values import Count, Index
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import Probability
 
 
 def has_distant_keys(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> bool:
@@ -14,14 +15,12 @@ def has_distant_keys(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="after Xiao et al. 2024, arXiv 2410.10819",
+    "after Xiao et al. 2024, arXiv 2410.10819",
     uniform_baseline=True,
     defined=has_distant_keys,
     standard=False,
 )
-def distant_mass(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> Tensor:
+def distant_mass(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> Probability:
     """Mean attention to the keys that are neither among the first `sink` nor among the last
     `recent`, over the queries that see such keys.
 
@@ -35,14 +34,12 @@ def distant_mass(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> Te
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="after Xiao et al. 2024, arXiv 2410.10819",
+    "after Xiao et al. 2024, arXiv 2410.10819",
     uniform_baseline=True,
     defined=has_distant_keys,
     standard=False,
 )
-def distant_mass_last(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> Tensor:
+def distant_mass_last(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> Probability:
     """Attention of the last query to the keys that are neither among the first `sink` nor among the
     last `recent`.
 

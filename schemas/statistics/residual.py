@@ -1,11 +1,12 @@
 """How much of the residual stream at position 0 lies in a few dimensions."""
 
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import Dimensions, ShareOfSquaredNorm
 
 
-@statistic(unit="dimensions", source="Sun et al. 2024, arXiv 2402.17762", standard=False)
-def sink_resid_post_massive(resid_post: Tensor) -> Tensor:
+@statistic("Sun et al. 2024, arXiv 2402.17762", standard=False)
+def sink_resid_post_massive(resid_post: Tensor) -> Dimensions:
     """Number of massive dimensions of the residual stream after the layer at position 0; the same
     for all heads.
 
@@ -24,14 +25,8 @@ def sink_resid_post_massive(resid_post: Tensor) -> Tensor:
     return ((first > 100) & (first > 1000 * median)).sum(-1).float()
 
 
-@statistic(
-    unit="share of the squared norm",
-    range=(0, 1),
-    source="Ran-Milo et al. 2026, arXiv 2604.14722",
-    of_directions=True,
-    standard=False,
-)
-def sink_resid_post_top3(resid_post: Tensor) -> Tensor:
+@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", of_directions=True, standard=False)
+def sink_resid_post_top3(resid_post: Tensor) -> ShareOfSquaredNorm:
     """Share of the three largest dimensions of the residual stream after the layer at position 0;
     the same for all heads.
 

@@ -1,21 +1,15 @@
 """Pre-softmax scores, and the angles behind them."""
 
-import math
-
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.decomposition import directions, has_fixed_positions
 from headcount.schemas.statistics.matching import has_three_positions
 from headcount.schemas.statistics.sink import has_two_positions
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import Cosine, Logits, LogitSpread
 
 
-@statistic(
-    unit="logits",
-    range=(-math.inf, math.inf),
-    source="Guo et al. 2024, arXiv 2410.13835",
-    defined=has_three_positions,
-)
-def sink_logit_margin(pattern: Pattern) -> Tensor:
+@statistic("Guo et al. 2024, arXiv 2410.13835", defined=has_three_positions)
+def sink_logit_margin(pattern: Pattern) -> Logits:
     """How much the score of key 0 exceeds the mean score of the other earlier keys, on average.
 
     1/(T-2) Σ_{q≥2} (S[q,0] - 1/(q-1) Σ_{1≤k<q} S[q,k])
@@ -27,13 +21,8 @@ def sink_logit_margin(pattern: Pattern) -> Tensor:
     return (pattern.score(0) - pattern.earlier_score())[..., 2 : pattern.window].mean(-1)
 
 
-@statistic(
-    unit="logits",
-    source="Guo et al. 2024, arXiv 2410.13835",
-    defined=has_two_positions,
-    standard=False,
-)
-def sink_logit_spread(pattern: Pattern) -> Tensor:
+@statistic("Guo et al. 2024, arXiv 2410.13835", defined=has_two_positions, standard=False)
+def sink_logit_spread(pattern: Pattern) -> LogitSpread:
     """Standard deviation over the queries of the score of key 0.
 
     √(1/(T-1) Σ_{q≥1} (S[q,0] - m)²), m = 1/(T-1) Σ_{q≥1} S[q,0]
@@ -45,13 +34,8 @@ def sink_logit_spread(pattern: Pattern) -> Tensor:
     return (scores - scores.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
-@statistic(
-    unit="logits",
-    range=(-math.inf, math.inf),
-    source="after Zhai et al. 2023, arXiv 2303.06296",
-    standard=False,
-)
-def score_max(pattern: Pattern) -> Tensor:
+@statistic("after Zhai et al. 2023, arXiv 2303.06296", standard=False)
+def score_max(pattern: Pattern) -> Logits:
     """Largest score of a query and a key that it sees.
 
     max_q max_{k≤q} S[q,k]
@@ -70,14 +54,12 @@ def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
 
 
 @statistic(
-    unit="cosine",
-    range=(-1, 1),
-    source="Gu et al. 2024, arXiv 2410.10781",
+    "Gu et al. 2024, arXiv 2410.10781",
     defined=has_fixed_positions,
     of_directions=True,
     standard=False,
 )
-def sink_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
+def sink_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Cosine:
     """Mean cosine of the angle between the queries and key 0.
 
     1/T Σ_q q[q]·k[0] / (‖q[q]‖₂ ‖k[0]‖₂)
@@ -90,14 +72,12 @@ def sink_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="cosine",
-    range=(-1, 1),
-    source="Gu et al. 2024, arXiv 2410.10781",
+    "Gu et al. 2024, arXiv 2410.10781",
     defined=has_fixed_positions_and_three,
     of_directions=True,
     standard=False,
 )
-def earlier_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
+def earlier_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Cosine:
     """Mean cosine of the angle between the queries and the earlier keys other than key 0.
 
     1/(T-2) Σ_{q≥2} 1/(q-1) Σ_{1≤k<q} q[q]·k[k] / (‖q[q]‖₂ ‖k[k]‖₂)

@@ -1,10 +1,9 @@
 """How spread out attention is, and how far it reaches."""
 
-import math
-
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import Nats, ShareOfMaximum, Tokens
 
 
 def largest_entropy(pattern: Pattern) -> Tensor:
@@ -12,13 +11,8 @@ def largest_entropy(pattern: Pattern) -> Tensor:
     return (pattern.positions() + 1).clamp(max=pattern.window).log()
 
 
-@statistic(
-    unit="nats",
-    range=(0, math.inf),
-    source="Sandoval-Segura et al. 2025, arXiv 2504.03889",
-    uniform_baseline=True,
-)
-def entropy(pattern: Pattern) -> Tensor:
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", uniform_baseline=True)
+def entropy(pattern: Pattern) -> Nats:
     """Mean entropy of the attention rows.
 
     1/T Σ_q H[q], H[q] = -Σ_k A[q,k] ln A[q,k]
@@ -31,14 +25,8 @@ def entropy(pattern: Pattern) -> Tensor:
     return pattern.entropy().mean(-1)
 
 
-@statistic(
-    unit="share of the maximum",
-    range=(0, 1),
-    source="Guo et al. 2024, arXiv 2410.13835",
-    uniform_baseline=True,
-    defined=has_two_positions,
-)
-def entropy_normalised(pattern: Pattern) -> Tensor:
+@statistic("Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_two_positions)
+def entropy_normalised(pattern: Pattern) -> ShareOfMaximum:
     """Mean entropy of the attention rows, each divided by the entropy of uniform attention.
 
     1/(T-1) Σ_{q≥1} H[q] / ln(q+1); with a window, / ln min(q+1, window)
@@ -51,14 +39,12 @@ def entropy_normalised(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="share of the maximum",
-    range=(0, 1),
-    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    "after Ran-Milo et al. 2026, arXiv 2604.14722",
     uniform_baseline=True,
     defined=has_two_positions,
     standard=False,
 )
-def entropy_normalised_late(pattern: Pattern) -> Tensor:
+def entropy_normalised_late(pattern: Pattern) -> ShareOfMaximum:
     """Mean entropy of the rows of the second half of the queries, each divided by the entropy of
     uniform attention.
 
@@ -72,8 +58,8 @@ def entropy_normalised_late(pattern: Pattern) -> Tensor:
     return (pattern.entropy() / largest_entropy(pattern))[..., late].mean(-1)
 
 
-@statistic(unit="tokens", range=(0, math.inf), source="common", uniform_baseline=True)
-def mean_distance(pattern: Pattern) -> Tensor:
+@statistic("common", uniform_baseline=True)
+def mean_distance(pattern: Pattern) -> Tokens:
     """Mean number of tokens that attention looks back.
 
     1/T Σ_q Σ_k A[q,k] (q-k)

@@ -1,7 +1,8 @@
 """How much attention rests on the first keys, or on a learned sink."""
 
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor, first_of_largest
-from headcount.schemas.statistics.statistic_registry import statistic
+from headcount.schemas.units import Position, Probability
 
 
 def has_two_positions(pattern: Pattern) -> bool:
@@ -9,14 +10,8 @@ def has_two_positions(pattern: Pattern) -> bool:
     return pattern.n_ctx >= 2
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="headcount",
-    uniform_baseline=True,
-    defined=has_two_positions,
-)
-def sink_mass(pattern: Pattern) -> Tensor:
+@statistic("headcount", uniform_baseline=True, defined=has_two_positions)
+def sink_mass(pattern: Pattern) -> Probability:
     """Mean attention to key 0 over the queries that see other keys.
 
     1/(T-1) Σ_{q≥1} A[q,0]
@@ -27,13 +22,8 @@ def sink_mass(pattern: Pattern) -> Tensor:
     return pattern.key(0)[..., 1 : pattern.window].mean(-1)
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Gu et al. 2024, arXiv 2410.10781",
-    uniform_baseline=True,
-)
-def sink_alpha(pattern: Pattern) -> Tensor:
+@statistic("Gu et al. 2024, arXiv 2410.10781", uniform_baseline=True)
+def sink_alpha(pattern: Pattern) -> Probability:
     """Mean attention to key 0 over all queries, the first included.
 
     1/T Σ_{q≥0} A[q,0]
@@ -44,13 +34,8 @@ def sink_alpha(pattern: Pattern) -> Tensor:
     return pattern.key(0)[..., : pattern.window].mean(-1)
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Ran-Milo et al. 2026, arXiv 2604.14722",
-    uniform_baseline=True,
-)
-def sink_mass_late(pattern: Pattern) -> Tensor:
+@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", uniform_baseline=True)
+def sink_mass_late(pattern: Pattern) -> Probability:
     """Mean attention to key 0 over the second half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} A[q,0]
@@ -61,13 +46,8 @@ def sink_mass_late(pattern: Pattern) -> Tensor:
     return pattern.key(0)[..., pattern.n_ctx // 2 : pattern.window].mean(-1)
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Xiao et al. 2023, arXiv 2309.17453",
-    uniform_baseline=True,
-)
-def sink_mass_first4(pattern: Pattern) -> Tensor:
+@statistic("Xiao et al. 2023, arXiv 2309.17453", uniform_baseline=True)
+def sink_mass_first4(pattern: Pattern) -> Probability:
     """Mean attention to the first four keys together, over the second half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} Σ_{k<4} A[q,k]
@@ -91,14 +71,8 @@ def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:
     return total.mean(-1)
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Xiao et al. 2023, arXiv 2309.17453",
-    uniform_baseline=True,
-    standard=False,
-)
-def sink_mass_first8(pattern: Pattern) -> Tensor:
+@statistic("Xiao et al. 2023, arXiv 2309.17453", uniform_baseline=True, standard=False)
+def sink_mass_first8(pattern: Pattern) -> Probability:
     """Mean attention to the first eight keys together, over the second half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} Σ_{k<8} A[q,k]
@@ -110,14 +84,12 @@ def sink_mass_first8(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    "after Ran-Milo et al. 2026, arXiv 2604.14722",
     uniform_baseline=True,
     defined=has_two_positions,
     standard=False,
 )
-def next4_mass_late(pattern: Pattern) -> Tensor:
+def next4_mass_late(pattern: Pattern) -> Probability:
     """Mean attention to the keys 1 to 4 together, over the second half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} Σ_{1≤k≤4} A[q,k]
@@ -129,14 +101,12 @@ def next4_mass_late(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="probability",
-    range=(0, 1),
-    source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    "Ran-Milo et al. 2026, arXiv 2604.14722",
     uniform_baseline=True,
     defined=has_two_positions,
     standard=False,
 )
-def second_key_mass_late(pattern: Pattern) -> Tensor:
+def second_key_mass_late(pattern: Pattern) -> Probability:
     """Mean attention to key 1 over the second half of the queries: the sink's place after positions
     0 and 1 are swapped.
 
@@ -148,15 +118,8 @@ def second_key_mass_late(pattern: Pattern) -> Tensor:
     return late_mass(pattern, 1, 1)
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="gpt-oss, arXiv 2508.10925",
-    missing="the layer has no learned sink",
-    # Most models have none: a standard scan of them would write a column of NULL.
-    standard=False,
-)
-def sink_gate(pattern: Pattern) -> Tensor:
+@statistic("gpt-oss, arXiv 2508.10925", missing="the layer has no learned sink", standard=False)
+def sink_gate(pattern: Pattern) -> Probability:
     """Mean share of attention that the learned sink of a head takes.
 
     1/T Σ_q (1 - Σ_k A[q,k])
@@ -179,8 +142,8 @@ def received_by_candidates(pattern: Pattern) -> Tensor:
     return pattern.received()[..., : pattern.n_ctx - enough + 1]
 
 
-@statistic(unit="position", source="after Gu et al. 2024, arXiv 2410.10781", standard=False)
-def sink_position(pattern: Pattern) -> Tensor:
+@statistic("after Gu et al. 2024, arXiv 2410.10781", standard=False)
+def sink_position(pattern: Pattern) -> Position:
     """Position of the key that receives the largest mean attention of the queries that see it.
 
     argmax_k 1/(T-k) Σ_{q≥k} A[q,k], over the keys that at least min(16, ⌈T/2⌉) queries see
@@ -195,13 +158,8 @@ def sink_position(pattern: Pattern) -> Tensor:
     return first_of_largest(received_by_candidates(pattern)).float()
 
 
-@statistic(
-    unit="probability",
-    range=(0, 1),
-    source="after Gu et al. 2024, arXiv 2410.10781",
-    standard=False,
-)
-def sink_position_mass(pattern: Pattern) -> Tensor:
+@statistic("after Gu et al. 2024, arXiv 2410.10781", standard=False)
+def sink_position_mass(pattern: Pattern) -> Probability:
     """Largest mean attention that a key receives of the queries that see it, at `sink_position`.
 
     max_k 1/(T-k) Σ_{q≥k} A[q,k], over the keys that at least min(16, ⌈T/2⌉) queries see

@@ -2,28 +2,7 @@
 all.
 """
 
-from headcount.schemas.weight_statistics import (
-    biases,
-    composition,
-    copying,
-    geometry,
-    position_vectors,
-)
-from headcount.schemas.weight_statistics.weight_registry import (
-    KIND,
-    WEIGHT_STATISTICS,
-    WeightStatistic,
-    weight,
-)
+from headcount.schemas.formula_kinds import WEIGHT_STATISTICS as WEIGHT_STATISTICS
+from headcount.schemas.registry import import_files
 
-__all__ = [
-    "KIND",
-    "WEIGHT_STATISTICS",
-    "WeightStatistic",
-    "biases",
-    "composition",
-    "copying",
-    "geometry",
-    "position_vectors",
-    "weight",
-]
+import_files(__name__, __path__)

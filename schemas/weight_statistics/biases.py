@@ -1,12 +1,13 @@
 """The query bias: the coordinates and the positions that it makes every query look for."""
 
+from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.decomposition import has_fixed_positions
-from headcount.schemas.weight_statistics.weight_registry import weight
+from headcount.schemas.units import Cosine, Norm, ScaledLogits
 
 
-@weight(axis="none", unit="euclidean norm", source="after Ran-Milo et al. 2026, arXiv 2604.14722")
-def query_bias_norm(b_Q: Tensor) -> Tensor:
+@weight("after Ran-Milo et al. 2026, arXiv 2604.14722", axis="none")
+def query_bias_norm(b_Q: Tensor) -> Norm:
     """Norm of the query bias.
 
     ‖b_Q‖₂
@@ -18,12 +19,11 @@ def query_bias_norm(b_Q: Tensor) -> Tensor:
 
 
 @weight(
+    "Ran-Milo et al. 2026, arXiv 2604.14722, figure 4",
     axis="dimension",
-    unit="logits times √d_head",
-    source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 4",
     defined=has_fixed_positions,
 )
-def bias_key_coupling(b_Q: Tensor, W_K: Tensor) -> Tensor:
+def bias_key_coupling(b_Q: Tensor, W_K: Tensor) -> ScaledLogits:
     """How much one unit of a coordinate of a key's input adds to that key's score, for every query.
 
     γ[d] = Σ_e b_Q[e] W_K[d,e]
@@ -37,13 +37,12 @@ def bias_key_coupling(b_Q: Tensor, W_K: Tensor) -> Tensor:
 
 
 @weight(
+    "Ran-Milo et al. 2026, arXiv 2604.14722, figure 2",
     axis="position",
-    unit="cosine",
-    source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 2",
     defined=has_fixed_positions,
     of_directions=True,
 )
-def bias_position_cosine(b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
+def bias_position_cosine(b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Cosine:
     """Cosine of the query bias and the key that an effective position makes.
 
     cos(b_Q, EPE[j] W_K), EPE[j] = W_pos[j] + MLP_0(W_pos[j])

@@ -5,15 +5,16 @@ W_OV = read_V W_O. *read* is a projection with the norm before it folded in. A c
 the head reads nothing of X, and about 1/√d_model for random matrices.
 """
 
+from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.decomposition import has_fixed_positions
-from headcount.schemas.weight_statistics.weight_registry import weight
+from headcount.schemas.units import FrobeniusNorm, ShareOfNorm
 
 ELHAGE = "Elhage et al. 2021"
 
 
-@weight(axis="none", unit="Frobenius norm", source=ELHAGE, defined=has_fixed_positions)
-def query_key_norm(read_Q: Tensor, read_K: Tensor) -> Tensor:
+@weight(ELHAGE, axis="none", defined=has_fixed_positions)
+def query_key_norm(read_Q: Tensor, read_K: Tensor) -> FrobeniusNorm:
     """Norm of the matrix that makes a head's scores.
 
     ‖read_Q read_Kᵀ‖_F
@@ -24,8 +25,8 @@ def query_key_norm(read_Q: Tensor, read_K: Tensor) -> Tensor:
     return product_norm(columns_squared(read_Q), columns_squared(read_K))
 
 
-@weight(axis="none", unit="Frobenius norm", source=ELHAGE)
-def value_output_norm(read_V: Tensor, W_O: Tensor) -> Tensor:
+@weight(ELHAGE, axis="none")
+def value_output_norm(read_V: Tensor, W_O: Tensor) -> FrobeniusNorm:
     """Norm of the matrix by which a head moves what it attends to.
 
     ‖read_V W_O‖_F
@@ -36,16 +37,10 @@ def value_output_norm(read_V: Tensor, W_O: Tensor) -> Tensor:
     return product_norm(columns_squared(read_V), columns_squared(W_O.mT))
 
 
-@weight(
-    axis="earlier head",
-    unit="share of the norm",
-    source=ELHAGE,
-    defined=has_fixed_positions,
-    of_directions=True,
-)
+@weight(ELHAGE, axis="earlier head", defined=has_fixed_positions, of_directions=True)
 def key_composition(
     read_Q: Tensor, read_K: Tensor, earlier_read_V: Tensor, earlier_W_O: Tensor
-) -> Tensor:
+) -> ShareOfNorm:
     """How much a head's keys read of what an earlier head writes.
 
     ‖W_QK Xᵀ‖_F / (‖W_QK‖_F ‖X‖_F), X = read_V W_O of the earlier head
@@ -58,16 +53,10 @@ def key_composition(
     return composition(earlier_read_V, earlier_W_O, read_by_keys, read_Q, read_K)
 
 
-@weight(
-    axis="earlier head",
-    unit="share of the norm",
-    source=ELHAGE,
-    defined=has_fixed_positions,
-    of_directions=True,
-)
+@weight(ELHAGE, axis="earlier head", defined=has_fixed_positions, of_directions=True)
 def query_composition(
     read_Q: Tensor, read_K: Tensor, earlier_read_V: Tensor, earlier_W_O: Tensor
-) -> Tensor:
+) -> ShareOfNorm:
     """How much a head's queries read of what an earlier head writes.
 
     ‖X W_QK‖_F / (‖X‖_F ‖W_QK‖_F), X = read_V W_O of the earlier head
@@ -80,10 +69,10 @@ def query_composition(
     return composition(earlier_read_V, earlier_W_O, read_by_queries, read_K, read_Q)
 
 
-@weight(axis="earlier head", unit="share of the norm", source=ELHAGE, of_directions=True)
+@weight(ELHAGE, axis="earlier head", of_directions=True)
 def value_composition(
     read_V: Tensor, W_O: Tensor, earlier_read_V: Tensor, earlier_W_O: Tensor
-) -> Tensor:
+) -> ShareOfNorm:
     """How much a head's values read of what an earlier head writes.
 
     ‖X W_OV‖_F / (‖X‖_F ‖W_OV‖_F), X = read_V W_O of the earlier head

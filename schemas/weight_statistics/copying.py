@@ -1,12 +1,13 @@
 """Whether a head makes the tokens that it attends to more probable."""
 
+from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
+from headcount.schemas.units import Share
 from headcount.schemas.weight_statistics.composition import ELHAGE
-from headcount.schemas.weight_statistics.weight_registry import weight
 
 
-@weight(axis="none", unit="share", source=ELHAGE, of_directions=True)
-def copying_score(copying_eigenvalues: Tensor) -> Tensor:
+@weight(ELHAGE, axis="none", of_directions=True)
+def copying_score(copying_eigenvalues: Tensor) -> Share:
     """How much attending to a token raises its own logit, from -1 (always lowers) to 1 (copies).
 
     Σ_i Re λ_i / Σ_i |λ_i|, λ the eigenvalues of W_E read_V W_O read_U

@@ -4,8 +4,9 @@ w[j] is `W_pos[j]` less the mean of its coordinates: what a LayerNorm sees, and 
 TransformerLens's default loading leaves.
 """
 
+from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.weight_statistics.weight_registry import weight
+from headcount.schemas.units import Coordinate, DotProduct, Norm
 
 SOURCE = "Farrell 2023"
 
@@ -15,8 +16,8 @@ def centred(W_pos: Tensor) -> Tensor:
     return W_pos - W_pos.mean(-1, keepdim=True)
 
 
-@weight(axis="position", unit="euclidean norm", source=SOURCE)
-def centred_position_norm(W_pos: Tensor) -> Tensor:
+@weight(SOURCE, axis="position")
+def centred_position_norm(W_pos: Tensor) -> Norm:
     """Norm of a position's embedding, centred.
 
     ‖w[j]‖₂, w[j,d] = W_pos[j,d] - 1/D Σ_e W_pos[j,e]
@@ -27,8 +28,8 @@ def centred_position_norm(W_pos: Tensor) -> Tensor:
     return centred(W_pos).norm(dim=-1)
 
 
-@weight(axis="position", unit="dot product", source=SOURCE)
-def position_product_first(W_pos: Tensor) -> Tensor:
+@weight(SOURCE, axis="position")
+def position_product_first(W_pos: Tensor) -> DotProduct:
     """Dot product of a position's embedding with that of position 0, both centred.
 
     w[j]·w[0], w[j,d] = W_pos[j,d] - 1/D Σ_e W_pos[j,e]
@@ -40,8 +41,8 @@ def position_product_first(W_pos: Tensor) -> Tensor:
     return positions @ positions[0]
 
 
-@weight(axis="position", unit="dot product", source=SOURCE)
-def position_product_second(W_pos: Tensor) -> Tensor:
+@weight(SOURCE, axis="position")
+def position_product_second(W_pos: Tensor) -> DotProduct:
     """Dot product of a position's embedding with that of position 1, both centred.
 
     w[j]·w[1], w[j,d] = W_pos[j,d] - 1/D Σ_e W_pos[j,e]
@@ -53,8 +54,8 @@ def position_product_second(W_pos: Tensor) -> Tensor:
     return positions @ positions[1]
 
 
-@weight(axis="position", unit="coordinate", source=SOURCE)
-def position_component_1(components: Tensor) -> Tensor:
+@weight(SOURCE, axis="position")
+def position_component_1(components: Tensor) -> Coordinate:
     """Coordinate of a position's embedding along the first principal component.
 
     (w[j] - 1/T Σ_i w[i])·u₁, the largest coordinate being positive, w[j,d] = W_pos[j,d] - 1/D Σ_e
@@ -66,8 +67,8 @@ def position_component_1(components: Tensor) -> Tensor:
     return components[:, 0]
 
 
-@weight(axis="position", unit="coordinate", source=SOURCE)
-def position_component_2(components: Tensor) -> Tensor:
+@weight(SOURCE, axis="position")
+def position_component_2(components: Tensor) -> Coordinate:
     """Coordinate of a position's embedding along the second principal component.
 
     (w[j] - 1/T Σ_i w[i])·u₂, the largest coordinate being positive, w[j,d] = W_pos[j,d] - 1/D Σ_e
@@ -79,8 +80,8 @@ def position_component_2(components: Tensor) -> Tensor:
     return components[:, 1]
 
 
-@weight(axis="position", unit="coordinate", source=SOURCE)
-def position_component_3(components: Tensor) -> Tensor:
+@weight(SOURCE, axis="position")
+def position_component_3(components: Tensor) -> Coordinate:
     """Coordinate of a position's embedding along the third principal component.
 
     (w[j] - 1/T Σ_i w[i])·u₃, the largest coordinate being positive, w[j,d] = W_pos[j,d] - 1/D Σ_e

@@ -1,11 +1,12 @@
 """Embeddings of positions, and what the first MLP makes of them."""
 
+from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.weight_statistics.weight_registry import weight
+from headcount.schemas.units import Coordinate, Norm
 
 
-@weight(axis="position", unit="euclidean norm", source="Farrell 2023")
-def position_norm(W_pos: Tensor) -> Tensor:
+@weight("Farrell 2023", axis="position")
+def position_norm(W_pos: Tensor) -> Norm:
     """Norm of a position's embedding.
 
     ‖W_pos[j]‖₂
@@ -16,8 +17,8 @@ def position_norm(W_pos: Tensor) -> Tensor:
     return W_pos.norm(dim=-1)
 
 
-@weight(axis="position", unit="euclidean norm", source="Ran-Milo et al. 2026, arXiv 2604.14722")
-def effective_position_norm(effective: Tensor) -> Tensor:
+@weight("Ran-Milo et al. 2026, arXiv 2604.14722", axis="position")
+def effective_position_norm(effective: Tensor) -> Norm:
     """Norm of an effective position.
 
     ‖EPE[j]‖₂, EPE[j] = W_pos[j] + MLP_0(W_pos[j])
@@ -28,10 +29,8 @@ def effective_position_norm(effective: Tensor) -> Tensor:
     return effective.norm(dim=-1)
 
 
-@weight(
-    axis="dimension", unit="coordinate", source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 7"
-)
-def first_effective_position(effective: Tensor) -> Tensor:
+@weight("Ran-Milo et al. 2026, arXiv 2604.14722, figure 7", axis="dimension")
+def first_effective_position(effective: Tensor) -> Coordinate:
     """Coordinates of the first effective position, of which a few are massive.
 
     EPE[0,d], EPE[j] = W_pos[j] + MLP_0(W_pos[j])

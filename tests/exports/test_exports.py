@@ -22,7 +22,6 @@ from safetensors import safe_open
 
 from headcount.exports import registry
 from headcount.exports.formats.duo import block_length, queries_after_first_copy
-from headcount.exports.page import exports_page
 from headcount.exports.registry import Exported, export_formats
 from headcount.exports.source import ExportSource, toml_lines
 from headcount.queries.ask.asking import open_runs
@@ -30,7 +29,6 @@ from headcount.schemas.errors import ModelError, QueryError, ScanError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.schemas.scans.values import range_of
-from tests import ROOT
 from tests.toys.commands import printed
 from tests.toys.toy_models import family, save_model
 from tests.toys.toy_runs import Cell, Row, local, read_manifest, write_run
@@ -119,11 +117,6 @@ def test_every_format_is_listed_and_explains_itself(name: str):
     fields = export.needs(export.defaults).scan_fields("bundled:gpt2-mini")
     assert toml_lines(fields)[0] == 'model = "bundled:gpt2-mini"'
     assert export.source.startswith("https://")
-
-
-def test_the_page_is_what_the_registry_says():
-    page = ROOT / "docs" / "reference" / "exports.md"
-    assert page.read_text(encoding="utf-8") == exports_page(), "run: make docs"
 
 
 def test_an_option_without_a_line_about_it_is_refused():

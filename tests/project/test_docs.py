@@ -10,20 +10,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from docs import pages
 from headcount.exports.registry import export_formats
 from headcount.queries.ask.named_queries import QUERIES, read_queries
-from headcount.reproduce import literature_page
-from headcount.schemas import formula_pages
 from headcount.schemas.packages import PACKAGES
 from headcount.schemas.scans.scan import Scan
-from headcount.workers import intervention_and_input_pages
 from tests import ROOT
-from tests.pages import reference_pages
 from tests.pages.page_commands import run_headcount
 from tests.tools.processes import Command
 
@@ -109,7 +106,7 @@ assert connection.execute(kinds).fetchall() == [("layer statistic", "euclidean n
 
 doctests = ["headcount/schemas/statistics/sink.py", "headcount/schemas/layer_statistics.py"]
 assert pytest.main(["-q", "--doctest-modules", *doctests]) == 0
-runpy.run_module("headcount.schemas.formula_pages", run_name="__main__")
+runpy.run_module("docs.pages", run_name="__main__")
 """
 
 
@@ -155,7 +152,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("followed")
     copy_project(folder)
     steps = STEP.findall((DOCS / "internals" / "adding.md").read_text(encoding="utf-8"))
-    assert len(steps) == 10
+    assert len(steps) == 11
     for path, language, addition in steps:
         if language == "diff":
             apply_diff(folder / path, addition)
@@ -191,30 +188,10 @@ def test_whoever_followed_adding_md_passes_the_tests_that_look_for_news(followed
     assert ended.returncode == 0, ended.stdout
 
 
-WRITERS = {
-    **{name: partial(formula_pages.page, name) for name in formula_pages.PAGES},
-    **intervention_and_input_pages.PAGES,
-    **literature_page.PAGES,
-    **{name: partial(reference_pages.renewed, name) for name in reference_pages.PAGES},
-}
-
-
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", pages.PAGES)
 def test_generated_pages_are_what_the_registries_say(name: str) -> None:
     page_text = (DOCS / "reference" / name).read_text(encoding="utf-8")
-    assert page_text == WRITERS[name](), "run: make docs"
-
-
-def test_the_pages_of_options_say_values_and_defaults_in_words() -> None:
-    inputs = intervention_and_input_pages.inputs_page()
-    assert '* `packing`: "document" or "concat" ("document"). `document` makes' in inputs
-    assert "* `high`: integer, 1 or more, optional. The id after" in inputs
-    # One that has another default than most is explained again, the others are only named.
-    assert "* `distinct`: true or false (false)\n* `low`, `high`\n" in inputs
-    assert "* `low`, `high`, `distinct`\n" in inputs
-    interventions = intervention_and_input_pages.interventions_page()
-    assert "`scale`: `raw` or `layer_mean` (`raw`)" in interventions
-    assert re.findall(r"Packing|Literal|\| None|unless told", inputs + interventions) == []
+    assert page_text == pages.PAGES[name](page_text), "run: make docs"
 
 
 @cache
@@ -223,7 +200,7 @@ def options_by_command() -> dict[str, set[str]]:
     # Every command has --help, which is none of its own parameters.
     options = {
         name: {"--help"}.union(*(parameter.opts for parameter in command.params))
-        for name, command in reference_pages.commands()
+        for name, command in pages.commands()
     }
     for query in read_queries(QUERIES).values():
         options["query"] |= {f"--{each.name.replace('_', '-')}" for each in query.parameters}

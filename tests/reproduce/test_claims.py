@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from headcount.reproduce import literature_page
+from docs import pages
+from headcount.reproduce import stated_claims
 from headcount.reproduce.replication import replications
 from headcount.schemas.errors import ScanError
 
 
 def test_every_claim_names_what_is_there() -> None:
-    assert literature_page.problems() == []
+    assert stated_claims.problems() == []
 
 
 def test_the_page_counts_every_claim_and_lists_every_replication() -> None:
-    page = literature_page.literature_page()
-    sources = literature_page.sources()
+    page = pages.literature_page((pages.DOCS / "literature.md").read_text(encoding="utf-8"))
+    sources = stated_claims.sources()
     counts = re.findall(
         r"^\| \[(\w+)\]\(.* \| (\d+) of (\d+) \| (\d+) \| (\d+) \|", page, re.MULTILINE
     )
@@ -43,7 +44,7 @@ def test_the_page_counts_every_claim_and_lists_every_replication() -> None:
 def test_a_claim_of_what_is_not_there_is_a_line(tmp_path: Path, answer: str, problem: str) -> None:
     file = tmp_path / "own.toml"
     file.write_text(f'source = "s"\n[[claim]]\ntext = "It is so."\n{answer}\n')
-    lines = literature_page.problems(tmp_path)
+    lines = stated_claims.problems(tmp_path)
     assert len(lines) == (1 if problem else 0)
     assert all(problem in line and line.startswith("own.toml: 'It is so.'") for line in lines)
 
@@ -59,4 +60,4 @@ def test_a_claim_of_what_is_not_there_is_a_line(tmp_path: Path, answer: str, pro
 def test_a_claim_without_an_answer_is_refused(tmp_path: Path, answer: str, error: str) -> None:
     (tmp_path / "own.toml").write_text(f'source = "s"\n[[claim]]\ntext = "It is so."\n{answer}\n')
     with pytest.raises(ScanError, match=error):
-        literature_page.sources(tmp_path)
+        stated_claims.sources(tmp_path)

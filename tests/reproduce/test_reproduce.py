@@ -158,7 +158,7 @@ def test_another_formula_is_another_run(tmp_path: Path, monkeypatch: pytest.Monk
 
     first_directory = directory()
     assert directory() == first_directory
-    changed = replace(STATISTICS["sink_alpha"], compute=STATISTICS["sink_mass"].compute)
+    changed = replace(STATISTICS["sink_alpha"], function=STATISTICS["sink_mass"].function)
     monkeypatch.setitem(STATISTICS, "sink_alpha", changed)
     assert directory() != first_directory
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from headcount.schemas.errors import MeasureError, ModelError
-from headcount.schemas.profiles import KIND, PROFILES
+from headcount.schemas.profiles import PROFILES
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
 from headcount.schemas.scans.measured_heads import MeasuredHeads
-from headcount.schemas.weight_statistics import WEIGHT_STATISTICS, weight
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.measurements import profile_means
 from headcount.workers.measurements.finite_checks import check_means
@@ -117,7 +116,7 @@ def test_an_entry_without_a_value_is_no_part_of_the_aggregate():
     found = [part.tolist() for part in (merged.count, merged.mean, merged.m2)]
     assert found == [[[[4, 1, 1]]], [[[2, 5, 7]]], [[[2, 0, 0]]]]
     table = profile_means.means_table(
-        KIND, 0, {"value_norm_by_key": batches[0]["value_norm_by_key"]}, EVERY
+        PROFILES, 0, {"value_norm_by_key": batches[0]["value_norm_by_key"]}, EVERY
     )
     assert [table[name].to_pylist() for name in ("mean", "m2")] == [[2, 5, None], [2, 0, None]]
 
@@ -148,9 +147,9 @@ def chosen(masses: np.ndarray, count: int, always: int, n_ctx: int) -> set[int]:
 def test_columns_and_diagonals_are_those_of_the_definition():
     n_ctx = 700
     pattern = random_pattern(n_ctx)
-    by_lag = PROFILES["tail_attention_by_lag"].compute(pattern)
-    by_key = PROFILES["tail_attention_by_key"].compute(pattern)
-    shares = PROFILES["column_diagonal_attention_by_candidate"].compute(pattern)
+    by_lag = PROFILES["tail_attention_by_lag"].function(pattern)
+    by_key = PROFILES["tail_attention_by_key"].function(pattern)
+    shares = PROFILES["column_diagonal_attention_by_candidate"].function(pattern)
     n = min(64, n_ctx)
     queries, keys = np.arange(n_ctx - n, n_ctx)[:, None], np.arange(n_ctx)
     for sequence, head in np.ndindex(2, 3):
@@ -238,16 +237,3 @@ def test_a_bias_that_is_no_number_is_an_error(tmp_path: Path):
     spoilt = changed_bias(tmp_path, slice(3, 4), math.nan)
     with pytest.raises(MeasureError, match=r"layer 1: b_Q is not finite; expected finite numbers"):
         weights_of(spoilt)
-
-
-def test_a_weight_statistic_names_weights():
-    def broken(b_Qs: Any) -> Any:
-        """Meaning.
-
-        Formula
-        """
-
-    message = "weight statistic 'broken': unknown weight 'b_Qs': did you mean 'b_Q'"
-    with pytest.raises(ValueError, match=message):
-        weight(axis="none", unit="", source="")(broken)
-    assert "broken" not in WEIGHT_STATISTICS

@@ -12,15 +12,9 @@ from transformers import GPT2LMHeadModel
 
 import headcount
 from headcount.queries.open.connection import connect
-from headcount.schemas.errors import ScanError
-from headcount.schemas.pattern import Pattern, Tensor
-from headcount.schemas.profiles import KIND as PROFILE_KIND
+from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, load_scan, parse_scan
-from headcount.schemas.scans.values import Count
-from headcount.schemas.statistics import KIND, STATISTICS, statistic
-from headcount.schemas.weight_statistics import weight
 from tests.toys import toy_models as toy
-from tests.toys.refusals import refused
 
 MINIMAL = {"model": "toy", "n_ctx": 8, "input": {"family": "pile"}, "sequences": 3}
 
@@ -57,7 +51,7 @@ def test_a_scan_without_profiles_has_no_profiles_in_its_record():
     assert "profiles" not in parse_scan(MINIMAL | {"profiles": []}).record
     pairs = parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 256})
     assert pairs.record["profiles"] == ["score_by_pair"]
-    assert pairs.names(PROFILE_KIND) == ("score_by_pair",)
+    assert pairs.names(PROFILES) == ("score_by_pair",)
 
 
 def test_options_of_the_input_are_kept_as_written(scan_file: Path):
@@ -135,84 +129,6 @@ def test_the_run_id_is_the_name_and_the_fingerprint():
 
 def scan_of(*statistics: str) -> Scan:
     return toy.toy_scan(statistics=list(statistics))
-
-
-@pytest.mark.parametrize(("written", "canonical"), [
-    (["distant_mass"], ("distant_mass(4,64)",)),
-    (["distant_mass( 4, 64 )"], ("distant_mass(4,64)",)),
-    (["distant_mass_4_64"], ("distant_mass(4,64)",)),
-    (["distant_mass(8)"], ("distant_mass(8,64)",)),
-    (["labelled_key_mass(other)"], ("labelled_key_mass(other,query)",)),
-    (["standard", "distant_mass(8,32)"], ("standard", "distant_mass(8,32)")),
-    (["standard", "entropy"], "standard"),
-    (["all", "distant_mass", "distant_mass(1,2)"], ("all", "distant_mass(1,2)")),
-    (["entropy", "sink_mass"], ("entropy", "sink_mass")),
-    ("standard", "standard"),
-])  # fmt: skip
-def test_one_choice_is_one_text_and_so_one_run(written: Any, canonical: Any):
-    scan = toy.toy_scan(statistics=written)
-    assert scan.names(KIND) == canonical
-    again = toy.toy_scan(statistics=canonical if isinstance(canonical, str) else list(canonical))
-    assert again.fingerprint == scan.fingerprint
-    assert again.formulas(KIND) == scan.formulas(KIND)
-
-
-def test_a_choice_of_options_is_a_column_of_its_own():
-    scan = scan_of("distant_mass(16,8)", "entropy", "distant_mass", "distant_mass(4,8)")
-    names = [formula.name for formula in scan.formulas(KIND)]
-    names.remove("entropy")
-    assert names == ["distant_mass_16_8", "distant_mass_4_64", "distant_mass_4_8"]
-    other = KIND.find("distant_mass(16,8)")
-    assert other.description.endswith("; sink = 16, recent = 8; " + other.undefined_when)
-    assert other.record["options"] == {"sink": 16, "recent": 8}
-    assert other.record["function"] == "distant_mass"
-    assert "options" not in STATISTICS["entropy"].record
-    # The options do not change the code.
-    assert other.fingerprint == STATISTICS["distant_mass_4_64"].fingerprint
-
-
-@pytest.mark.parametrize(("names", "problem"), [
-    (["distant_mass(4,64,1)"], "distant_mass takes at most sink, recent, got [4, 64, 1]"),
-    (["distant_mass(-1)"], "sink of distant_mass: expected 0 or more, got -1"),
-    (["distant_mass(4,0)"], "recent of distant_mass: expected 1 or more, got 0"),
-    (["distant_mass(4,0.5)"], "recent of distant_mass: expected an integer, got 0.5"),
-    (["distant_mass(a)"], "sink of distant_mass: expected an integer, got 'a'"),
-    (["distant_mass(4,64"], "expected distant_mass(4,64), with your options, got"),
-    (["distant_mass(4)+entropy"], "expected distant_mass(4,64), with your options, got"),
-    (["labelled_key_mass(3)"], "keys of labelled_key_mass: expected a string"),
-    (["entropy(1)"], "entropy takes no options, got [1]"),
-    (["distant_mas(4)"], "unknown statistic 'distant_mas': did you mean 'distant_mass'?"),
-    (["distant_mass", "distant_mass(4,64)"], "expected at least one name, each once"),
-    (["standard", "standard"], "expected at least one name, each once"),
-    (["labelled_key_mass(a_b,c)", "labelled_key_mass(a,b_c)"],
-     "would have one column, labelled_key_mass_a_b_c; leave one of them out"),
-])  # fmt: skip
-def test_wrong_options_are_one_line(names: list[str], problem: str):
-    told = refused(ScanError, scan_of, *names)
-    assert told.startswith("statistics: ")
-    assert problem in told
-
-
-def test_a_statistic_needs_a_default_and_only_statistics_have_options():
-    def without_default(pattern: Pattern, *, keys: Count) -> Tensor:
-        """Meaning.
-
-        formula
-        """
-        return pattern.distance()
-
-    with pytest.raises(ValueError, match="option 'keys' needs a default of its type"):
-        statistic(unit="x", source="x")(without_default)
-
-    def with_option(W_Q: Tensor, *, keys: Count = 1) -> Tensor:
-        """Meaning.
-
-        formula
-        """
-        return W_Q
-
-    with pytest.raises(ValueError, match="a weight statistic has no options, got keys"):
-        weight(unit="x", source="x", axis="none")(with_option)
 
 
 def test_a_scan_with_options_is_measured_extended_and_asked_in_sql(tmp_path: Path, gpt2: Path):

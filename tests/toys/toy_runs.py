@@ -28,9 +28,10 @@ from headcount.schemas.files.places import Place, names
 from headcount.schemas.files.run_directory import RunDirectory, data_path
 from headcount.schemas.files.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, uniform_column
 from headcount.schemas.files.tables import PROFILES as PROFILES_TABLE
+from headcount.schemas.formulas import Formula
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.kinds import table_schema
-from headcount.schemas.statistics import KIND, Statistic
+from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 
 
@@ -110,13 +111,13 @@ class ToyRun:
         return -(-self.sequences // self.per_shard)
 
     @property
-    def statistics(self) -> tuple[Statistic, ...]:
-        return KIND.select(list(self.columns))
+    def statistics(self) -> tuple[Formula, ...]:
+        return STATISTICS.select(list(self.columns))
 
     @property
     def cells(self) -> dict[str, Cell]:
         """The values by column: a statistic with options has these in its name."""
-        return {KIND.find(text).name: cell for text, cell in self.columns.items()}
+        return {STATISTICS.find(text).name: cell for text, cell in self.columns.items()}
 
     @property
     def kinds(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -286,13 +287,13 @@ def without_runs(connection: duckdb.DuckDBPyConnection) -> RunDatabase:
 def _heads(
     rows: list[Row],
     columns: Mapping[str, Cell],
-    statistics: tuple[Statistic, ...],
+    statistics: tuple[Formula, ...],
     family: str,
     shard: int,
 ) -> pa.Table:
     content = _keys(rows, family, shard)
     content |= {name: [cell(row) for row in rows] for name, cell in columns.items()}
-    return pa.table(content, schema=table_schema(HEADS, {KIND.field: statistics}))
+    return pa.table(content, schema=table_schema(HEADS, {STATISTICS.field: statistics}))
 
 
 def _curves(
@@ -317,7 +318,7 @@ def _keys(rows: list[Row], family: str, shard: int) -> dict[str, list[Any]]:
 
 def _sequences(
     span: range,
-    statistics: tuple[Statistic, ...],
+    statistics: tuple[Formula, ...],
     family: str,
     shard: int,
     n_ctx: int,
@@ -342,7 +343,7 @@ def _sequences(
     for statistic in statistics:
         if statistic.uniform_baseline:
             content[uniform_column(statistic.name)] = [uniform_baseline] * n
-    return pa.table(content, schema=table_schema(SEQUENCES, {KIND.field: statistics}))
+    return pa.table(content, schema=table_schema(SEQUENCES, {STATISTICS.field: statistics}))
 
 
 def _write(
@@ -365,7 +366,7 @@ def _write(
     )
 
 
-def _range(statistic: Statistic, values: Iterable[float | None]) -> dict[str, list[float | None]]:
+def _range(statistic: Formula, values: Iterable[float | None]) -> dict[str, list[float | None]]:
     """A statistic's range, widened to hold the toy numbers."""
     low, high = statistic.facts["range"]
     defined = [value for value in values if value is not None]

@@ -20,7 +20,7 @@ from pydantic import ValidationError, create_model
 
 from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.formulas import first_paragraph
+from headcount.schemas.registry import first_paragraph
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.scans.values import OPTIONS, by_key, wrong_value
 from headcount.workers.inputs.corpus.corpus import Corpus, Tokenizer, choice

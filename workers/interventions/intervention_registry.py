@@ -42,8 +42,8 @@ from torch import Tensor
 
 from headcount.schemas.errors import ModelError, ScanError, counted, unknown
 from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.formulas import first_paragraph
-from headcount.schemas.scans.intervention import NONE, Argument, Intervention, InterventionPart
+from headcount.schemas.registry import Argument, first_paragraph
+from headcount.schemas.scans.intervention import NONE, Intervention, InterventionPart
 from headcount.schemas.scans.measured_heads import Head, find_heads
 from headcount.schemas.scans.values import expected, problem_of
 from headcount.workers.engine.changes import (

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.files.tables import SEQUENCES, uniform_column
-from headcount.schemas.formulas import Along, Formula
+from headcount.schemas.formulas import Formula
 from headcount.schemas.pattern import Labels
 from headcount.schemas.scans.kinds import KINDS
 from headcount.schemas.scans.measured_heads import MeasuredHeads, find_heads
-from headcount.schemas.statistics import KIND as STATISTICS
-from headcount.schemas.statistics import Statistic
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.engine import Engine
 from headcount.workers.engine.fused_pattern import uniform_pattern
 from headcount.workers.engine.prediction_inputs import PredictionInputs
@@ -120,7 +119,7 @@ class PendingBatch:
     """When the results are on the host; None if they never left it."""
 
 
-def measure_batch(engine: Engine, statistics: Sequence[Statistic], tokens: Tensor) -> Measurements:
+def measure_batch(engine: Engine, statistics: Sequence[Formula], tokens: Tensor) -> Measurements:
     """One forward pass over tokens `[batch pos]`."""
     all_heads = find_heads("all", "all", engine.model.info)
     requested = Requested({STATISTICS.field: statistics}, all_heads)
@@ -269,9 +268,9 @@ def _checked_columns(
     return numbers | lists, uniform_baseline
 
 
-def _along(formulas: Iterable[Formula]) -> dict[str, Along]:
+def _along(formulas: Iterable[Formula]) -> dict[str, Formula]:
     """The formulas with an axis, by name."""
-    return {formula.name: formula for formula in formulas if isinstance(formula, Along)}
+    return {formula.name: formula for formula in formulas if formula.axis}
 
 
 def _as_columns(tensors: Mapping[str, Tensor]) -> Columns:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headcount.schemas.errors import MeasureError
-from headcount.schemas.formulas import Along
+from headcount.schemas.formulas import Formula
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.workers.measurements.profile_means import Aggregate, places_on_axes
 
@@ -47,7 +47,7 @@ def check_numbers(
 
 def check_lists(
     values: Mapping[str, np.ndarray],
-    formulas: Mapping[str, Along],
+    formulas: Mapping[str, Formula],
     heads: MeasuredHeads,
     first: int,
 ) -> None:
@@ -67,7 +67,7 @@ def check_lists(
 
 def check_means(
     means: Mapping[str, Aggregate],
-    formulas: Mapping[str, Along],
+    formulas: Mapping[str, Formula],
     heads: MeasuredHeads,
     first: int,
     sequences: int,

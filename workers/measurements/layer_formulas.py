@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.formulas import Along, Formula, evaluate
-from headcount.schemas.scans.kind import Kind
+from headcount.schemas.formulas import Formula, Kind, evaluate
 from headcount.schemas.scans.measured_heads import MeasuredHeads
-from headcount.schemas.statistics import Statistic
 from headcount.workers.engine.engine import Activations
 from headcount.workers.measurements.profile_means import count_mean_m2, entries_of
 from headcount.workers.measurements.requested import Requested
@@ -141,7 +139,7 @@ class LayerFormulas:
             defined = [where_defined(f, by_tokens, tokens[:, 0]) for f in values.single_valued]
             # Uniform attention is the same in all heads, so its pattern has one.
             uniform_baseline = [
-                evaluate(statistic.compute, by_tokens, statistic.options)[:, 0]
+                evaluate(statistic.function, by_tokens, statistic.arguments)[:, 0]
                 for statistic in with_baseline(values.formulas)
             ]
             if len(self.windows) > 1:
@@ -175,7 +173,7 @@ class _KindValues:
     """The values of one kind of measurement in the layers of a batch."""
 
     def __init__(
-        self, kind: Kind[Any], formulas: Sequence[Formula], tokens: Tensor, heads: MeasuredHeads
+        self, kind: Kind, formulas: Sequence[Formula], tokens: Tensor, heads: MeasuredHeads
     ) -> None:
         self.kind = kind
         self.formulas = formulas
@@ -202,13 +200,12 @@ class _KindValues:
     def store(self, layer: int, formula: Formula, value: Tensor) -> None:
         """Keep what a formula is in a layer, or the means of it."""
         if self.kind.averaged:
-            assert isinstance(formula, Along)
             # A formula along pairs is of each head. The others may be of what the heads share, and
             # then the value has no axis of heads.
             has_head_axis = value.dim() >= 3
             padded = _padded(value, self.heads.width) if has_head_axis else value
             self.layers_of[formula.name].append(count_mean_m2(formula, padded))
-        elif isinstance(formula, Along):
+        elif formula.axis:
             value = entries_of(formula, value)
             self.layers_of[formula.name].append(self._for_each_head(value, 3, layer))
         else:
@@ -226,7 +223,7 @@ class _KindValues:
         """All layers by formula: lists `[batch layer …]`, or count, mean and M2 `[3 layer …]`."""
         for name, layers in self.layers_of.items():
             if not layers:
-                formula = self.kind.registry[name]
+                formula = self.kind[name]
                 raise ModelError(
                     f"{self.kind.field}: {name} reads {', '.join(formula.parameters)}, and this "
                     "engine does not show all of them in this model; leave it out, or use the "
@@ -249,9 +246,9 @@ class _KindValues:
         return _padded(value_of_heads, self.heads.width)
 
 
-def with_baseline(formulas: Sequence[Formula]) -> list[Statistic]:
+def with_baseline(formulas: Sequence[Formula]) -> list[Formula]:
     """The statistics whose value under uniform attention is recorded."""
-    return [f for f in formulas if isinstance(f, Statistic) and f.uniform_baseline]
+    return [f for f in formulas if f.uniform_baseline]
 
 
 def where_defined(formula: Formula, values: Mapping[str, LayerValue], like: Tensor) -> Tensor:
@@ -259,7 +256,7 @@ def where_defined(formula: Formula, values: Mapping[str, LayerValue], like: Tens
     everywhere = torch.ones_like(like, dtype=torch.bool)
     if formula.defined is None:
         return everywhere
-    return everywhere & evaluate(formula.defined, values, formula.options)
+    return everywhere & evaluate(formula.defined, values, formula.arguments)
 
 
 def _of_heads(

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.files.parquet import table_of
-from headcount.schemas.formulas import Along
-from headcount.schemas.profiles.profile_registry import PAIRED_AXES
-from headcount.schemas.scans.kind import Kind
+from headcount.schemas.formula_kinds import PAIRED_AXES
+from headcount.schemas.formulas import Formula, Kind
 from headcount.schemas.scans.kinds import schema_of_rows
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.workers.measurements.head_numbers import numbered
@@ -60,7 +59,7 @@ Aggregates = dict[str, Aggregate]
 """By formula."""
 
 
-def count_mean_m2(profile: Along, values: Tensor) -> Tensor:
+def count_mean_m2(profile: Formula, values: Tensor) -> Tensor:
     """Count, mean and M2 over the sequences of a batch that have a value, in float64:
     `[3 head entry]`, or `[3 entry]`.
     """
@@ -76,7 +75,7 @@ def count_mean_m2(profile: Along, values: Tensor) -> Tensor:
     return torch.stack([count, mean, m2])
 
 
-def entries_of(profile: Along, values: Tensor) -> Tensor:
+def entries_of(profile: Formula, values: Tensor) -> Tensor:
     """The entries of a profile that are stored: one triangle of a matrix, all of another."""
     if profile.axis not in PAIRED_AXES:
         return values
@@ -102,15 +101,15 @@ def merge(batches: Sequence[Aggregates]) -> Aggregates:
     return merged
 
 
-def means_table(kind: Kind[Any], shard: int, means: Aggregates, heads: MeasuredHeads) -> pa.Table:
+def means_table(kind: Kind, shard: int, means: Aggregates, heads: MeasuredHeads) -> pa.Table:
     """One row per layer × head × formula × entry, in the order formula, layer, head, entry."""
-    schema = schema_of_rows(kind, [kind.registry[name] for name in means])
+    schema = schema_of_rows(kind, [kind[name] for name in means])
     rows = [_rows(kind, shard, name, means[name], heads, schema) for name in means]
     return pa.concat_tables(rows).combine_chunks()
 
 
 def _rows(
-    kind: Kind[Any],
+    kind: Kind,
     shard: int,
     name: str,
     aggregate: Aggregate,
@@ -123,7 +122,7 @@ def _rows(
     axes = ["layer", "head", "entry"] if len(shape) == 3 else ["layer", "entry"]
     indices, existing = numbered(axes, shape, heads)
     entry = indices.pop("entry")
-    places = places_on_axes(kind.registry[name], shape[-1])
+    places = places_on_axes(kind[name], shape[-1])
     columns: dict[str, Any] = {
         "shard": np.full(len(entry), shard),
         **indices,
@@ -136,7 +135,7 @@ def _rows(
     return table_of(columns, schema)
 
 
-def places_on_axes(profile: Along, entries: int) -> dict[str, np.ndarray]:
+def places_on_axes(profile: Formula, entries: int) -> dict[str, np.ndarray]:
     """For every entry, where it lies on the axes of its profile."""
     if profile.axis not in PAIRED_AXES:
         return {profile.axis: np.arange(entries)}
@@ -146,7 +145,7 @@ def places_on_axes(profile: Along, entries: int) -> dict[str, np.ndarray]:
     return {name: place.numpy() for name, place in zip(names, places, strict=True)}
 
 
-def places_in_matrix(profile: Along, size: int) -> tuple[Tensor, Tensor]:
+def places_in_matrix(profile: Formula, size: int) -> tuple[Tensor, Tensor]:
     """Rows and columns of the entries that are stored of a profile's matrix.
 
     No query sees a later key, so those are the lower triangle. Moments are symmetric: the upper

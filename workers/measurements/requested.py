@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from headcount.schemas.formulas import Formula
-from headcount.schemas.scans.kind import Computed, Kind
+from headcount.schemas.formulas import Computed, Formula, Kind
 from headcount.schemas.scans.kinds import KINDS
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import Scan
@@ -31,7 +29,7 @@ class Requested:
         }
         return cls(formulas, scan.measured_heads(model.info))
 
-    def computed(self, when: Computed) -> Iterator[tuple[Kind[Any], Sequence[Formula]]]:
+    def computed(self, when: Computed) -> Iterator[tuple[Kind, Sequence[Formula]]]:
         """The kinds that are computed at that time, and their formulas."""
         for kind in KINDS:
             formulas = self.formulas.get(kind.field, ())

@@ -29,7 +29,7 @@ def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
     pattern = activations.get("pattern")
     if isinstance(pattern, DensePattern) and pattern.hidden is not None:
         return _value_under_mask(formula, activations, pattern)
-    value = evaluate(formula.compute, activations, formula.options)
+    value = evaluate(formula.function, activations, formula.arguments)
     if _may_be_undefined(formula, pattern):
         return _marked(value, _is_undefined(value, formula, activations))
     # The usual case, once for each formula and layer: one pass over the value.
@@ -41,7 +41,7 @@ def _value_under_mask(
 ) -> Tensor:
     """The value where a change hides keys: undefined where only a hidden score makes it so."""
     pattern = pattern.not_yet_asked()
-    value = evaluate(formula.compute, _with_pattern(activations, pattern), formula.options)
+    value = evaluate(formula.function, _with_pattern(activations, pattern), formula.arguments)
     undefined = torch.zeros_like(value, dtype=torch.bool)
     if _may_be_undefined(formula, pattern):
         undefined = _is_undefined(value, formula, activations)
@@ -49,7 +49,7 @@ def _value_under_mask(
         # NaN of broken weights must stay an error. So the formula is computed once more with the
         # scores revealed: what is NaN only under the mask is undefined.
         as_revealed = _with_pattern(activations, pattern.revealed())
-        revealed = evaluate(formula.compute, as_revealed, formula.options)
+        revealed = evaluate(formula.function, as_revealed, formula.arguments)
         undefined = undefined | (value.isnan() & revealed.isfinite())
     return _marked(value, undefined)
 

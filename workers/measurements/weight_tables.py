@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from headcount.schemas.errors import MeasureError
 from headcount.schemas.files.parquet import table_of
-from headcount.schemas.formulas import evaluate
-from headcount.schemas.scans.kind import Kind
+from headcount.schemas.formula_kinds import LAYER_WEIGHTS, MODEL_WEIGHTS
+from headcount.schemas.formulas import Formula, Kind, evaluate
 from headcount.schemas.scans.kinds import schema_of_rows
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import Scan
-from headcount.schemas.weight_statistics import WeightStatistic
 from headcount.schemas.weight_statistics.geometry import centred
-from headcount.schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
 from headcount.workers.model.circuit import effective_positions
 from headcount.workers.model.model import Model
 
@@ -49,8 +47,8 @@ def tables_of_weights(model: Model, scan: Scan) -> dict[str, pa.Table]:
 
 def weights_table(
     model: Model,
-    kind: Kind[WeightStatistic],
-    statistics: Sequence[WeightStatistic],
+    kind: Kind,
+    statistics: Sequence[Formula],
     heads: MeasuredHeads,
 ) -> pa.Table:
     """One row per statistic × layer × head × index, in that order.
@@ -84,7 +82,7 @@ class _Block(NamedTuple):
 
 
 def _values(
-    model: Model, statistics: Sequence[WeightStatistic], heads: MeasuredHeads
+    model: Model, statistics: Sequence[Formula], heads: MeasuredHeads
 ) -> dict[str, list[_Block]]:
     """By statistic, its value in each measured layer, or one value for the whole model.
 
@@ -107,8 +105,8 @@ def _values(
             is_first_layer = layer == heads.layers[0]
             for statistic in statistics:
                 has_its_weights = all(name in weights for name in statistic.parameters)
-                if has_its_weights and (statistic.layered or is_first_layer):
-                    value = evaluate(statistic.compute, weights).cpu()
+                if has_its_weights and (_is_layered(statistic) or is_first_layer):
+                    value = evaluate(statistic.function, weights).cpu()
                     values[statistic.name].append(_Block(value, layer))
             _add_pairs(model, layer, weights, statistics, values)
     return values
@@ -118,7 +116,7 @@ def _add_pairs(
     model: Model,
     layer: int,
     weights: Weights,
-    statistics: Sequence[WeightStatistic],
+    statistics: Sequence[Formula],
     values: dict[str, list[_Block]],
 ) -> None:
     """Evaluate what runs over the heads of earlier layers, one earlier layer at a time."""
@@ -129,7 +127,7 @@ def _add_pairs(
         both = weights | {f"earlier_{name}": weight for name, weight in earlier.items()}
         for statistic in by_pair:
             if all(name in both for name in statistic.parameters):
-                value = evaluate(statistic.compute, both).cpu()
+                value = evaluate(statistic.function, both).cpu()
                 values[statistic.name].append(_Block(value, layer, earlier_layer))
 
 
@@ -241,8 +239,8 @@ def _check_finite(weights: Weights, where: str) -> None:
 
 
 def _rows(
-    kind: Kind[WeightStatistic],
-    statistic: WeightStatistic,
+    kind: Kind,
+    statistic: Formula,
     values: np.ndarray,
     heads: MeasuredHeads,
     schema: pa.Schema,
@@ -273,14 +271,14 @@ def _rows(
         kind.named_by: [statistic.name] * int(in_table.sum()),
         "value": values.ravel()[in_table],
     }
-    if not statistic.layered:
+    if not _is_layered(statistic):
         del columns["layer"]
     return table_of(columns, schema)
 
 
 def _rows_of_pairs(
-    kind: Kind[WeightStatistic],
-    statistic: WeightStatistic,
+    kind: Kind,
+    statistic: Formula,
     block: _Block,
     heads: MeasuredHeads,
     schema: pa.Schema,
@@ -299,3 +297,8 @@ def _rows_of_pairs(
         "value": values.ravel(),
     }
     return table_of(columns, schema)
+
+
+def _is_layered(statistic: Formula) -> bool:
+    """Whether every layer has its own values."""
+    return any(name in LAYER_WEIGHTS for name in statistic.parameters)

@@ -13,9 +13,6 @@ from typing import Any
 from headcount.schemas.files.fingerprints import digest, module_code
 from headcount.schemas.formulas import Formula
 from headcount.schemas.packages import PACKAGE
-from headcount.schemas.profiles import Profile
-from headcount.schemas.statistics import Statistic
-from headcount.schemas.weight_statistics import WeightStatistic
 
 MODEL_CODE = ("workers.model.model",)
 ENGINE_CODE = (
@@ -80,20 +77,20 @@ column another meaning. Tokens and labels come from the input family, which has 
 own.
 """
 
-REDUCED_BY: dict[type[Formula], tuple[str, ...]] = {
-    Statistic: ("workers.measurements.undefined",),
-    Profile: (
+REDUCED_BY: dict[str, tuple[str, ...]] = {
+    "statistic": ("workers.measurements.undefined",),
+    "profile": (
         "workers.measurements.undefined",
         "workers.measurements.profile_means",
     ),
-    WeightStatistic: ("workers.measurements.weight_tables",),
+    "weight statistic": ("workers.measurements.weight_tables",),
 }
-"""The modules that stand between the formulas of a class and their table."""
+"""The modules that stand between the formulas of a kind and their table."""
 
 
 def provider_modules(formula: Formula) -> list[str]:
     """The modules that compute what a formula reads, and what its rule of definedness reads."""
-    modules = set(REDUCED_BY.get(type(formula), ()))
+    modules = set(REDUCED_BY.get(formula.kind.word, ()))
     for name in (*formula.parameters, *formula.conditions):
         modules.update(PROVIDERS[name])
     return sorted(modules)

@@ -52,7 +52,7 @@ def unused():
 
 Size = Annotated[int, Field(ge=0)]
 
-def intervention(x, size: int | None = None):
+def intervention(x, size: int | None = None) -> int:
     """Say something."""
     table = Table()
     return helper(x) * table.total
@@ -87,6 +87,7 @@ def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
     ("is too small", "is too low", False),  # how it is said
     ("str(x)", "repr(x)", False),  # likewise
     ("size: int |", "size: Size |", False),  # which options are refused
+    ("-> int:", "-> Size:", False),  # what its values are between
 ])  # fmt: skip
 def test_a_change_of_meaning_shows_and_no_other(tmp_path: Path, old: str, new: str, shows: bool):
     assert (fingerprint_of(tmp_path, old, new) != fingerprint_of(tmp_path)) == shows

@@ -23,15 +23,19 @@ from headcount.queries.open.connection import connect
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.commits import gather
 from headcount.schemas.files.places import write_whole
+from headcount.schemas.formula_kinds import (
+    LAYER_VALUES,
+    LAYER_WEIGHTS,
+    MODEL_WEIGHTS,
+    PREDICTION_INPUTS,
+)
 from headcount.schemas.formulas import Formula
 from headcount.schemas.packages import PACKAGE
-from headcount.schemas.predictions import PREDICTION_INPUTS, PREDICTIONS
+from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import STATISTICS
-from headcount.schemas.statistics.statistic_registry import LAYER_VALUES
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
-from headcount.schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
 from headcount.workers.provenance.code_fingerprint import (
     code_fingerprint,
     learn_fingerprint,

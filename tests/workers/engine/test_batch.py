@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import resource
 import sys
@@ -16,7 +15,8 @@ import pytest
 import torch
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.statistics import STATISTICS, Statistic
+from headcount.schemas.formulas import Formula
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.number_formats import LinearProducts
 from headcount.workers.measurements.batch import launch, measure_batch
 from headcount.workers.replica import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
@@ -112,15 +112,9 @@ def test_rows_do_not_depend_on_the_batches_or_on_where_memory_ends(
         np.testing.assert_allclose(in_batches.sequences[name], values, rtol=1e-6, err_msg=name)
 
 
-def with_parameters(function: Callable[..., Any]) -> Statistic:
+def with_parameters(function: Callable[..., Any]) -> Formula:
     """A statistic that is in no registry."""
-    return replace(
-        STATISTICS["entropy"],
-        name=function.__name__,
-        compute=function,
-        parameters=tuple(inspect.signature(function).parameters),
-        uniform_baseline=False,
-    )
+    return replace(STATISTICS["entropy"], function=function, uniform_baseline=False)
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])

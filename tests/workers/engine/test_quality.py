@@ -30,4 +30,4 @@ def uniform_levels(tokens: Tensor, *names: str) -> list[float]:
     """Statistics of uniform attention."""
     matches = find_matches(tokens)
     activations = {"pattern": uniform_pattern(matches, tokens), "tokens": tokens, **matches}
-    return [evaluate(STATISTICS[name].compute, activations).item() for name in names]
+    return [evaluate(STATISTICS[name].function, activations).item() for name in names]

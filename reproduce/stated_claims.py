@@ -1,4 +1,4 @@
-"""Write docs/reference/literature.md: what sources claim and measure, and what here shows it.
+"""What sources claim and measure, and what here shows it; `docs/pages.py` makes a page of it.
 
 A file in reproduce/claims/ holds the claims of one source:
 
@@ -12,15 +12,12 @@ A file in reproduce/claims/ holds the claims of one source:
 Instead of `shown_by` a claim has `covered_by`, a text that names a column, an intervention, an
 input or a view, or `left_out`, which says why nothing shows it, and its `reason` in a few words. A
 claim may have `shown_by` and `left_out`, if a part is left out.
-
-Run it with `python -m headcount.reproduce.literature_page`, or by `make docs`.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
@@ -30,60 +27,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from headcount.reproduce.replication import Replication, replications
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.places import reason
-from headcount.schemas.packages import PACKAGE
 
 CLAIMS = Path(__file__).parent / "claims"
 
-DOCS = PACKAGE.parent / "docs" / "reference"
-
 CATALOGUE = "catalogue_statistics"
 """The file of the quantities that the literature measures, and where each is here."""
-
-KIND_WORDS = "columns?|profiles?|curves?|predictions?|weight statistics?|views?|interventions?"
-"""What may stand before the names in `covered_by`."""
-
-INTRODUCTION = """\
-# What the literature says, and where it is here
-
-`headcount reproduce NAME` measures a replication again ([how](../guide/replications.md)). This page
-is generated from `reproduce/claims/` and `reproduce/replications/` by `make docs`.
-"""
-
-SOURCES = """
-## Sources
-
-A file has the claims of a source in our words, and beside each what shows it, or why nothing does.
-The catalogues have definitions instead of claims.
-
-| source | shown | in part | left out | replications |
-|---|---|---|---|---|
-"""
-
-REPLICATIONS = """
-## Replications
-
-| replication | published values | claims | published for |
-|---|---|---|---|
-"""
-
-LEFT_OUT = """
-## Why claims are left out
-
-| reason | claims |
-|---|---|
-"""
-
-QUANTITIES = """
-## Quantities without a name of their own
-
-[Statistics](statistics.md), [profiles](profiles.md), [predictions](predictions.md) and
-[weight statistics](weights.md) have those with a name, each with its source. T is `n_ctx`. *Late*
-means the second half of the queries. A mean over the keys k ≥ 1 is `(T * mean - first) / (T - 1)`.
-A replication in parentheses has the SQL.
-
-| quantity | where |
-|---|---|
-"""
 
 
 class StatedClaim(BaseModel):
@@ -150,14 +98,14 @@ def read_source(file: Path) -> Source:
 def problems(directory: Path = CLAIMS) -> list[str]:
     """What claims name that is not there; one line each."""
     names_by_replication = {name: _names_of(one) for name, one in replications().items()}
-    known_words = _known_words()
+    words_of_names = known_words()
     lines: list[str] = []
     for file, source in sources(directory).items():
         for claim in source.claim:
             where = f"{file}.toml: {claim.text[:60]!r}"
             lines += [f"{where}: {line}" for line in _problems_of(claim, names_by_replication)]
             words = set(re.findall(r"\w+", claim.covered_by))
-            if claim.covered_by and not words & known_words:
+            if claim.covered_by and not words & words_of_names:
                 lines.append(f"{where}: covered_by names no column, intervention, input or view")
     return lines
 
@@ -184,7 +132,7 @@ def _names_of(replication: Replication) -> list[str]:
     return names + [figure.title for figure in replication.figure]
 
 
-def _known_words() -> set[str]:
+def known_words() -> set[str]:
     """Every name that a scan or SQL may use."""
     # These import torch, which takes seconds, and only this check needs them.
     from headcount.queries.open.shipped_views import QUERIES
@@ -192,86 +140,8 @@ def _known_words() -> set[str]:
     from headcount.workers.inputs import INPUTS
     from headcount.workers.interventions import INTERVENTIONS
 
-    words = {name for kind in KINDS for name in kind.registry}
+    words = {name for kind in KINDS for name in kind}
     words |= {*INPUTS, *INTERVENTIONS, *TABLES}
     words |= {file.stem for file in QUERIES.rglob("*.sql")}
     words |= {column for table in TABLES.values() for column in table.own}
     return words
-
-
-def literature_page() -> str:
-    """The page, as Markdown."""
-    all_sources = sources()
-    tables = {
-        INTRODUCTION: [],
-        SOURCES: [_source_cells(file, source) for file, source in all_sources.items()],
-        REPLICATIONS: [
-            [
-                f"[`{name}`](../../reproduce/replications/{name}.toml): {one.title}",
-                str(len(one.published_values)),
-                str(len(one.claim)),
-                one.published_model,
-            ]
-            for name, one in replications().items()
-        ],
-        LEFT_OUT: _reason_cells(all_sources),
-        QUANTITIES: _quantity_cells(all_sources[CATALOGUE], _known_words()),
-    }
-    return "".join(
-        heading + "".join(f"| {' | '.join(map(_cell, cells))} |\n" for cells in rows)
-        for heading, rows in tables.items()
-    )
-
-
-def _source_cells(file: str, source: Source) -> list[str]:
-    """A source, how many of its claims are shown, and by which replications."""
-    shown = sum(not claim.left_out for claim in source.claim)
-    in_part = sum(claim.answered and bool(claim.left_out) for claim in source.claim)
-    names = {place.partition(": ")[0] for claim in source.claim for place in claim.shown_by}
-    page = f" ({source.page})" if source.page else ""
-    return [
-        f"[{file}](../../reproduce/claims/{file}.toml): {source.source}{page}",
-        f"{shown} of {len(source.claim)}",
-        str(in_part),
-        str(len(source.claim) - shown - in_part),
-        ", ".join(f"`{name}`" for name in sorted(names)),
-    ]
-
-
-def _reason_cells(all_sources: Mapping[str, Source]) -> list[list[str]]:
-    """Every reason with the number of claims that it left out, the most frequent first."""
-    reasons = Counter(
-        claim.reason for source in all_sources.values() for claim in source.claim if claim.reason
-    )
-    rows = [[why, str(count)] for why, count in reasons.most_common() if count > 1]
-    alone = "; ".join(why for why, count in reasons.items() if count == 1)
-    return [*rows, [alone, "1 each"]]
-
-
-def _quantity_cells(catalogue: Source, known_names: set[str]) -> list[list[str]]:
-    """The quantities of the catalogue that are more than a column or a view with a name."""
-    cells: list[list[str]] = []
-    for claim in catalogue.claim:
-        names = re.findall(r"`(?:uniform_)?(\w+)`", claim.covered_by)
-        # What is left beside the names are commas, "and" and "or" if it is named.
-        rest = re.sub(rf"`\w+`|{KIND_WORDS}|,|;|and|or", "", claim.covered_by)
-        has_a_name = names and set(names) <= known_names and not rest.strip()
-        if claim.covered_by and not has_a_name:
-            cells.append([claim.text, claim.covered_by])
-    return cells
-
-
-def _cell(text: str) -> str:
-    """A text in a cell of a Markdown table."""
-    linked = re.sub(r"docs/(\w+)/(\w+\.md)", r"[\2](../\1/\2)", text)
-    return " ".join(linked.split()).replace("|", "\\|")
-
-
-PAGES = {"literature.md": literature_page}
-
-
-if __name__ == "__main__":
-    for problem in problems():
-        print(problem)
-    for name, page in PAGES.items():
-        (DOCS / name).write_text(page(), encoding="utf-8")

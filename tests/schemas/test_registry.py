@@ -1,0 +1,211 @@
+"""What a text names in each registry: an entry with its options, or a line on what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headcount.schemas.errors import ScanError
+from headcount.schemas.formula_kinds import prediction, profile, statistic, weight
+from headcount.schemas.formulas import Formula
+from headcount.schemas.pattern import Pattern, Tensor
+from headcount.schemas.registry import Entry, Registry, parse_call
+from headcount.schemas.scans import kinds
+from headcount.schemas.scans.values import Count, Share
+from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.units import Norm
+from tests.toys import toy_models as toy
+from tests.toys.refusals import refused
+
+KINDS = {kind.field: kind for kind in kinds.KINDS}
+
+
+@pytest.mark.parametrize(("field", "text", "canonical"), [
+    ("statistics", "entropy", "entropy"),
+    ("statistics", "distant_mass", "distant_mass(4,64)"),
+    ("statistics", "distant_mass_4_64", "distant_mass(4,64)"),
+    ("statistics", "distant_mass( 4, 64.0 )", "distant_mass(4,64)"),
+    ("statistics", "distant_mass(8)", "distant_mass(8,64)"),
+    ("statistics", "distant_mass(recent=8)", "distant_mass(4,8)"),
+    ("statistics", "distant_mass(2, recent = 8)", "distant_mass(2,8)"),
+    ("statistics", "labelled_key_mass(other)", "labelled_key_mass(other,query)"),
+    ("profiles", "attention_by_lag", "attention_by_lag"),
+    ("predictions", "loss", "loss"),
+    ("weight_statistics", "query_bias_norm", "query_bias_norm"),
+])  # fmt: skip
+def test_a_text_names_a_formula(field: str, text: str, canonical: str):
+    formula = KINDS[field].find(text)
+    assert formula.text == canonical
+    assert KINDS[field].find(canonical) == formula == KINDS[field].select([text])[0]
+
+
+@pytest.mark.parametrize(("field", "text", "line"), [
+    ("statistics", "distant_mass(4,64,1)",
+     "distant_mass takes at most sink, recent, got [4, 64, 1]"),
+    ("statistics", "distant_mass(-1)", "sink of distant_mass: expected 0 or more, got -1"),
+    ("statistics", "distant_mass(4,0)", "recent of distant_mass: expected 1 or more, got 0"),
+    ("statistics", "distant_mass(4,0.5)", "recent of distant_mass: expected an integer, got 0.5"),
+    ("statistics", "distant_mass(a)", "sink of distant_mass: expected an integer, got 'a'"),
+    ("statistics", "distant_mass(4,sink=4)", "expected each option of distant_mass once"),
+    ("statistics", "distant_mass(near=4)",
+     "unknown option of distant_mass 'near': Known: recent, sink"),
+    ("statistics", "distant_mass(4,64",
+     "expected distant_mass(4,64), with your options, got 'distant_mass(4,64'"),
+    ("statistics", "distant_mass(sink=4,64)",
+     "expected distant_mass(4,64), with your options, got 'distant_mass(sink=4,64)'"),
+    ("statistics", "distant_mass(4)+entropy",
+     "expected distant_mass(4,64), with your options, got 'distant_mass(4)+entropy'"),
+    ("statistics", "labelled_key_mass(3)", "keys of labelled_key_mass: expected a string, got 3"),
+    ("statistics", "labelled_key_mass(A)",
+     "keys of labelled_key_mass: expected text that matches ^[a-z][a-z0-9_]*$, got 'A'"),
+    ("statistics", "entropy(1)", "entropy takes no options, got [1]"),
+    ("statistics", "distant_mas(4)",
+     "unknown statistic 'distant_mas': did you mean 'distant_mass'? Known: …"),
+    ("profiles", "attention",
+     "unknown profile 'attention': did you mean 'attention_by_lag'? Known: …"),
+    ("profiles", "attention_by_lag(1)", "attention_by_lag takes no options, got [1]"),
+    ("predictions", "los", "unknown prediction 'los': did you mean 'loss'? Known: …"),
+    ("weight_statistics", "", "unknown weight statistic '': Known: …"),
+])  # fmt: skip
+def test_a_text_that_names_nothing_is_one_line(field: str, text: str, line: str):
+    expected, cut, _ = f"{field}: {line}".partition("…")
+    found = refused(ScanError, KINDS[field].find, text)
+    assert found == expected if not cut else found.startswith(expected)
+
+
+def test_every_wrong_option_of_an_entry_is_a_line():
+    def layout(*, n: Count, rate: Share = 0.5) -> None:
+        """A layout."""
+
+    registry: Registry[Entry] = Registry("input family")
+    entry = registry.add(Entry(function=layout))
+    bound = registry.bind(entry, named={"n": 3, "rate": 1}, field="input", subject="input.OPTION")
+    assert bound == {"n": 3, "rate": 1.0}
+    given: dict[str, Any] = {"rate": 2, "m": 1}
+    with pytest.raises(ScanError) as wrong:
+        registry.bind(entry, named=given, field="input", subject="input.OPTION")
+    assert str(wrong.value).splitlines() == [
+        "input.n: missing; the family layout needs it",
+        "input.rate: expected at most 1, got 2",
+        "input.m: unknown option of layout 'm': Known: n, rate",
+    ]
+    with pytest.raises(ValueError, match="input family 'layout' is defined twice"):
+        registry.add(entry)
+
+
+@pytest.mark.parametrize("text", ["", "a b", "a(", "a(1,)", "a(=1)", "a(b=)", "a(b=1,b=2)"])
+def test_other_texts_are_no_calls(text: str):
+    with pytest.raises(ValueError, match="not a name with options"):
+        parse_call(text)
+
+
+@pytest.mark.parametrize(("names", "canonical"), [
+    (["distant_mass(8)"], ("distant_mass(8,64)",)),
+    (["standard", "distant_mass(recent=32)"], ("standard", "distant_mass(4,32)")),
+    (["standard", "entropy"], "standard"),
+    (["all", "distant_mass", "distant_mass(1,2)"], ("all", "distant_mass(1,2)")),
+    (["entropy", "sink_mass"], ("entropy", "sink_mass")),
+    ("standard", "standard"),
+])  # fmt: skip
+def test_one_choice_is_one_text_and_so_one_run(names: Any, canonical: Any):
+    scan = toy.toy_scan(statistics=names)
+    assert scan.names(STATISTICS) == canonical
+    again = toy.toy_scan(statistics=canonical if isinstance(canonical, str) else list(canonical))
+    assert again.fingerprint == scan.fingerprint
+    assert again.formulas(STATISTICS) == scan.formulas(STATISTICS)
+
+
+@pytest.mark.parametrize(("names", "line"), [
+    (["standard", "standard"],
+     "expected at least one name, each once, got ['standard', 'standard']"),
+    (["distant_mass", "distant_mass(4,64)"],
+     "expected at least one name, each once, got ['distant_mass(4,64)', 'distant_mass(4,64)']"),
+    (["labelled_key_mass(a_b,c)", "labelled_key_mass(a,b_c)"],
+     "labelled_key_mass(a_b,c) and labelled_key_mass(a,b_c) would have one column, "
+     "labelled_key_mass_a_b_c; leave one of them out"),
+])  # fmt: skip
+def test_names_that_do_not_go_together_are_one_line(names: list[str], line: str):
+    told = refused(ScanError, lambda: toy.toy_scan(statistics=names))
+    assert told == f"statistics: {line}"
+
+
+def test_a_choice_of_options_is_a_column_of_its_own():
+    scan = toy.toy_scan(
+        statistics=["distant_mass(16,8)", "entropy", "distant_mass", "distant_mass(4,8)"]
+    )
+    names = [formula.name for formula in scan.formulas(STATISTICS)]
+    names.remove("entropy")
+    assert names == ["distant_mass_16_8", "distant_mass_4_64", "distant_mass_4_8"]
+    other = STATISTICS.find("distant_mass(16,8)")
+    assert other.description.endswith("; sink = 16, recent = 8; " + other.undefined_when)
+    assert other.record["options"] == {"sink": 16, "recent": 8}
+    assert other.record["function"] == "distant_mass"
+    assert "options" not in STATISTICS["entropy"].record
+    # The options do not change the code.
+    assert other.fingerprint == STATISTICS["distant_mass_4_64"].fingerprint
+
+
+def entropy(pattern: Pattern) -> Norm:
+    """Meaning.
+
+    formula
+    """
+    return pattern.entropy()
+
+
+def misspelt(b_Qs: Tensor) -> Norm:
+    """Meaning.
+
+    formula
+    """
+    return b_Qs
+
+
+def without_default(pattern: Pattern, *, keys: Count) -> Norm:
+    """Meaning.
+
+    formula
+    """
+    return pattern.distance()
+
+
+def without_unit(pattern: Pattern) -> Tensor:
+    """Meaning.
+
+    formula
+    """
+    return pattern.distance()
+
+
+def without_formula(pattern: Pattern) -> Norm:
+    """Meaning."""
+    return pattern.distance()
+
+
+def with_option(W_Q: Tensor, *, keys: Count = 1) -> Norm:
+    """Meaning.
+
+    formula
+    """
+    return W_Q
+
+
+@pytest.mark.parametrize(("register", "function", "problem"), [
+    (statistic("x"), entropy, "statistic 'entropy': defined twice"),
+    (statistic("x"), without_default, "option 'keys' needs a default of its type"),
+    (statistic("x"), without_formula, "needs a first line (meaning) and a formula paragraph"),
+    (statistic("x"), without_unit, "expected a type of schemas.units, which says the unit"),
+    (statistic("x"), misspelt, "unknown parameter 'b_Qs': did you mean 'b_Q'"),
+    (prediction("x"), entropy, "unknown parameter 'pattern'"),
+    (profile("x", axis="keys"), entropy, "unknown axis 'keys': did you mean 'key'"),
+    (weight("x", axis="none"), with_option, "a weight statistic has no options, got keys"),
+])  # fmt: skip
+def test_a_function_that_breaks_the_rules_of_its_kind_is_refused(
+    register: Any, function: Any, problem: str
+):
+    with pytest.raises(ValueError) as wrong:  # noqa: PT011
+        register(function)
+    assert problem in str(wrong.value)
+    formulas: list[Formula] = [f for kind in KINDS.values() for f in kind.values()]
+    assert function not in [formula.function for formula in formulas]
