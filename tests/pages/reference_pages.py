@@ -10,15 +10,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from headcount import app
-from headcount.queries.ask.named_queries import QUERIES, NamedQuery, read_queries
+from headcount.queries.ask.named_queries import QUERIES, read_queries
 from headcount.reproduce.reproduce_commands import DefaultedGroup
 from headcount.schemas.scans.kinds import KINDS
 from headcount.schemas.scans.scan import Scan
@@ -52,12 +51,23 @@ WORDS_OF_TYPES = {"str": "TEXT", "int": "NUMBER", "float": "NUMBER", "Path": "FI
 def commands_reference() -> str:
     """Every command with its arguments and options, from the command line itself."""
     items = {name: _items(command) for name, command in commands()}
-    shared = _shared(items.values())
-    listed = "".join(_wrapped(item) for item in shared.values())
-    sections = [
-        _command_section(name, command, items[name], shared) for name, command in commands()
-    ]
-    return "\n".join([f"### Arguments and options of several commands\n\n{listed}", *sections])
+    # Items that say the same in several commands stand at the top; of a name, the most common one.
+    counts = Counter(item for of_command in items.values() for item in of_command.items())
+    shared: dict[str, str] = {}
+    for (word, item), count in counts.most_common():
+        if count > 1:
+            shared.setdefault(word, item)
+    listed = "".join(map(_wrapped, shared.values()))
+    sections = [f"### Arguments and options of several commands\n\n{listed}"]
+    for name, command in commands():
+        usage = " ".join([name, *(word for word in items[name] if not word.startswith("-"))])
+        own = {word: item for word, item in items[name].items() if shared.get(word) != item}
+        also = [f"`{word}`" for word in items[name] if word.startswith("-") and word not in own]
+        section = [f"### `{usage}`\n\n", _wrapped(command.help or ""), "\n"]
+        section += map(_wrapped, own.values())
+        section += [_wrapped(f"* {', '.join(also)}")] if also else []
+        sections.append("".join(section))
+    return "\n".join(sections)
 
 
 def _items(command: TyperCommand) -> dict[str, str]:
@@ -67,23 +77,22 @@ def _items(command: TyperCommand) -> dict[str, str]:
     for parameter in command.params:
         assert isinstance(parameter, TyperArgument | TyperOption)
         if isinstance(parameter, TyperArgument):
-            name = spelling = _argument(parameter)
+            # As a usage line writes it: `SCAN...`, or `[QUERY]` if it may be left out.
+            word = (parameter.metavar or (parameter.name or "").upper()).removesuffix("...")
+            word += "..." if parameter.nargs == -1 else ""
+            name = spelling = word if parameter.required else f"[{word}]"
         else:
+            name, spelling = parameter.opts[0], ", ".join(parameter.opts)
+            if parameter.secondary_opts:
+                # A switch that is on by default has a second name, which turns it off.
+                spelling += f" / {', '.join(parameter.secondary_opts)}"
             # Typer keeps no type of an option that can be asked for, but the function has it.
-            name = parameter.opts[0]
-            spelling = _option(parameter, types[parameter.name or ""])
-        items[name] = f"* `{spelling}`{_default(parameter)}: {parameter.help}"
+            value_word = parameter.metavar or _word_of_type(types[parameter.name or ""])
+            spelling += f" {value_word}" if value_word else ""
+        default = parameter.opts[0] if parameter.default is True else parameter.default
+        shown = "" if default is None or default is False else f" ({default})"
+        items[name] = f"* `{spelling}`{shown}: {parameter.help}"
     return items
-
-
-def _shared(items_of_commands: Iterable[dict[str, str]]) -> dict[str, str]:
-    """The items that say the same in several commands, by name; of a name, the most common one."""
-    counts = Counter(item for items in items_of_commands for item in items.items())
-    shared: dict[str, str] = {}
-    for (name, item), count in counts.most_common():
-        if count > 1:
-            shared.setdefault(name, item)
-    return shared
 
 
 def commands() -> Iterator[tuple[str, TyperCommand]]:
@@ -102,44 +111,12 @@ def commands() -> Iterator[tuple[str, TyperCommand]]:
             yield full_name, member
 
 
-def _command_section(
-    name: str, command: TyperCommand, items: dict[str, str], shared: dict[str, str]
-) -> str:
-    """One command: how it is called, what it does, and what its own words mean."""
-    arguments = [word for word in items if not word.startswith("-")]
-    usage = " ".join([name, *arguments])
-    own = "".join(_wrapped(item) for word, item in items.items() if shared.get(word) != item)
-    also = [f"`{word}`" for word, item in items.items() if shared.get(word) == item]
-    options = [word for word in also if word.startswith("`-")]
-    also_line = _wrapped(f"* {', '.join(options)}") if options else ""
-    return f"### `{usage}`\n\n{_wrapped(command.help or '')}\n{own}{also_line}"
-
-
 def _wrapped(text: str) -> str:
     """A paragraph or an item of a list, in lines as long as those of the other pages."""
     indent = "  " if text.startswith("* ") else ""
     one_line = " ".join(text.split())
     lines = textwrap.wrap(one_line, LINE_LENGTH, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
-
-
-def _argument(parameter: TyperArgument) -> str:
-    """An argument as a usage line writes it: `SCAN...`, or `[QUERY]` if it may be left out."""
-    assert parameter.name is not None
-    word = (parameter.metavar or parameter.name.upper()).removesuffix("...")
-    if parameter.nargs == -1:
-        word += "..."
-    return word if parameter.required else f"[{word}]"
-
-
-def _option(parameter: TyperOption, value_type: object) -> str:
-    """An option with all its names and what stands for its value."""
-    value_word = parameter.metavar or _word_of_type(value_type)
-    spelling = ", ".join(parameter.opts)
-    if parameter.secondary_opts:
-        # A switch that is on by default has a second name, which turns it off.
-        spelling += f" / {', '.join(parameter.secondary_opts)}"
-    return spelling + (f" {value_word}" if value_word else "")
 
 
 def _word_of_type(value_type: object) -> str:
@@ -155,76 +132,47 @@ def _word_of_type(value_type: object) -> str:
     return WORDS_OF_TYPES[getattr(value_type, "__name__", "str")]
 
 
-def _default(parameter: TyperArgument | TyperOption) -> str:
-    """The default of an option, if it has one that says something."""
-    if parameter.default is None or parameter.default is False:
-        return ""
-    default = parameter.opts[0] if parameter.default is True else parameter.default
-    return f" ({default})"
-
-
 def fields_reference() -> str:
     """Every field of a scan with its default and its meaning."""
     items: list[str] = []
     for name, field in Scan.model_fields.items():
-        meaning = " ".join((field.description or "").split())
+        default = field.default
+        # Interventions are objects, which a scan writes as text.
+        if isinstance(default, tuple):
+            default = [str(item) for item in default]
+        shown = "" if default is None else f" (`{in_toml(default)}`)"
+        page = PAGES_OF_FIELDS.get(name)
+        linked = f"`{name}`" if page is None else f"[`{name}`]({page})"
         # The default has a place of its own.
-        meaning = meaning.replace(" Default: none.", "")
-        items.append(_wrapped(f"* {_linked(name)}{_default_of_field(field)}: {meaning}"))
+        meaning = " ".join((field.description or "").split()).replace(" Default: none.", "")
+        items.append(
+            _wrapped(f"* {linked}{' (required)' if field.is_required() else shown}: {meaning}")
+        )
     return "".join(items)
-
-
-def _default_of_field(field: FieldInfo) -> str:
-    if field.is_required():
-        return " (required)"
-    if field.default is None:
-        return ""
-    default = field.default
-    # Interventions are objects, which a scan writes as text.
-    if isinstance(default, tuple):
-        default = [str(item) for item in default]
-    return f" (`{in_toml(default)}`)"
-
-
-def _linked(name: str) -> str:
-    """A field, with a link to the page that says more about it."""
-    page = PAGES_OF_FIELDS.get(name)
-    return f"`{name}`" if page is None else f"[`{name}`]({page})"
 
 
 def queries_reference() -> str:
     """Every named query with its parameters, from its file, and its example of the page."""
-    answers = answers_by_query()
-    return "\n".join(
-        _query_section(query, answers.get(name)) for name, query in read_queries(QUERIES).items()
-    )
-
-
-def answers_by_query() -> dict[str, str]:
-    """The blocks of docs/reference/queries.md that show the answer of a query, by its name."""
     page = (DOCS / "queries.md").read_text(encoding="utf-8")
-    answers: dict[str, str] = {}
-    for section in page.split("\n### ")[1:]:
-        if match := ANSWER.search(section):
-            answers[section.split(maxsplit=1)[0]] = match[0]
-    return answers
-
-
-def _query_section(query: NamedQuery, answer: str | None) -> str:
-    """One query: what its rows are, what it takes, and an example where it says more."""
-    parameter_items: list[str] = []
-    for parameter in query.parameters:
-        default = "required" if parameter.default is None else parameter.default
-        item = f"* `--{parameter.name} {parameter.type}` ({default}): {parameter.meaning}"
-        parameter_items.append(_wrapped(item))
-    parts = [f"### {query.name}\n", _wrapped(query.description)]
-    if parameter_items:
-        parts.append("".join(parameter_items))
-    if answer:
-        parts.append(answer)
-    elif query.parameters:
-        parts.append(f"`headcount query runs {query.example or query.name}`\n")
-    return "\n".join(parts)
+    answers = {
+        section.split(maxsplit=1)[0]: match[0]
+        for section in page.split("\n### ")[1:]
+        if (match := ANSWER.search(section))
+    }
+    sections: list[str] = []
+    for query in read_queries(QUERIES).values():
+        items: list[str] = []
+        for each in query.parameters:
+            default = "required" if each.default is None else each.default
+            items.append(_wrapped(f"* `--{each.name} {each.type}` ({default}): {each.meaning}"))
+        parts = [f"### {query.name}\n", _wrapped(query.description)]
+        parts += ["".join(items)] if items else []
+        if query.name in answers:
+            parts.append(answers[query.name])
+        elif items:
+            parts.append(f"`headcount query runs {query.example or query.name}`\n")
+        sections.append("\n".join(parts))
+    return "\n".join(sections)
 
 
 PAGES: dict[str, Callable[[], str]] = {
