@@ -19,7 +19,6 @@ from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import replications
 from headcount.reproduce.replication_runs import plan_replication
 from headcount.reproduce.verdicts import has_sizes
-from tests import ROOT
 from tests.toys import published
 from tests.toys import toy_models as toy
 
@@ -126,14 +125,6 @@ def test_no_tolerance_reaches_nothing_at_all() -> None:
                 if name not in CIRCUIT:
                     why = why or check.why_random_passes(value.name) or value.value == 0
                 assert why or not value.is_near(0.0), value.full_name
-
-
-def test_the_replications_name_the_command_that_builds_their_texts() -> None:
-    for name in CIRCUIT:
-        content = (ROOT / "reproduce" / "replications" / f"{name}.toml").read_text()
-        if "_texts.csv" in content or "_sentence.csv" in content:
-            command = r"headcount reproduce texts sink_circuit|of sink_circuit"
-            assert re.search(command, content), name
 
 
 # The profiler: every head

@@ -48,16 +48,13 @@ def test_no_claim_compares_a_quotient_by_a_spread() -> None:
 # Sinks
 
 
-@pytest.mark.parametrize(
-    ("alpha", "cosine", "expected"),
-    [
-        # The cosine is NULL in models with rotary positions.
-        ("0.0", "NULL", [(0, False), ("rotary", 0, True), (0, False)]),
-        ("0.0", "0.5", [(0, False), ("learned absolute", 0, False), (0, False)]),
-        ("SINKS", "NULL", [(100, True), ("rotary", 100, False), (100, True)]),
-        ("SINKS", "0.5", [(100, True), ("learned absolute", 100, True), (100, True)]),
-    ],
-)
+@pytest.mark.parametrize(("alpha", "cosine", "expected"), [
+    # The cosine is NULL in models with rotary positions.
+    ("0.0", "NULL", [(0, False), ("rotary", 0, True), (0, False)]),
+    ("0.0", "0.5", [(0, False), ("learned absolute", 0, False), (0, False)]),
+    ("SINKS", "NULL", [(100, True), ("rotary", 100, False), (100, True)]),
+    ("SINKS", "0.5", [(100, True), ("learned absolute", 100, True), (100, True)]),
+])  # fmt: skip
 def test_sink_rates_of_one_token_depend_on_the_kind_of_positions_and_no_sinks_show_nothing(
     alpha: str, cosine: str, expected: list[tuple[Any, ...]]
 ) -> None:
