@@ -35,17 +35,14 @@ def database(path: Path) -> RunDatabase:
     return open_runs(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("rank", ["ranking"]),
-        ("ranking --as", ["--ascending"]),
-        ("SELECT mean_si", []),
-        ("SELECT sink_", ["sink_mass", "sink_heads", "sink_values"]),
-        ("FROM by_head WHERE mean_s", ["mean_sink_mass"]),
-        ("ex", ["exit"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("rank", ["ranking"]),
+    ("ranking --as", ["--ascending"]),
+    ("SELECT mean_si", []),
+    ("SELECT sink_", ["sink_mass", "sink_heads", "sink_values"]),
+    ("FROM by_head WHERE mean_s", ["mean_sink_mass"]),
+    ("ex", ["exit"]),
+])  # fmt: skip
 def test_names_are_completed(database: RunDatabase, text: str, expected: list[str]) -> None:
     assert [name for name, _ in completions(text, database, read_queries(QUERIES))] == expected
 
