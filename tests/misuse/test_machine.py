@@ -16,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ input.family = "uniform_random"
 
 
 HEADCOUNT = (sys.executable, "-m", "headcount")
+Variables = Mapping[str, str | None]
+NONE: Variables = MappingProxyType({})
 
 
 def environment() -> dict[str, str]:
@@ -47,11 +50,11 @@ def environment() -> dict[str, str]:
 
 
 def headcount(
-    directory: Path, *words: str | Path, through: Iterable[str] = (), **variables: str | None
+    directory: Path, *words: str | Path, through: Iterable[str] = (), variables: Variables = NONE
 ) -> subprocess.CompletedProcess[str]:
     """Run `headcount …` in a directory, with these variables set, or removed if they are None."""
     command = [*DIES_WITH_ITS_PARENT, *through, *HEADCOUNT, *map(str, words)]
-    every = environment() | variables
+    every = {**environment(), **variables}
     env = {name: value for name, value in every.items() if value is not None}
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     return subprocess.run(command, cwd=directory, env=env, timeout=120, **streams)
@@ -83,7 +86,8 @@ def test_files_of_the_user_hide_nothing_and_no_home_is_wanted(
     for name in ("torch", "numpy"):
         (directory / f"{name}.py").write_text("raise SystemExit('a file of the user')")
     limited = ("sh", "-c", f'ulimit -n {files} && exec "$@"', "sh")
-    done = headcount(directory, "scan", "own.toml", *options, through=limited, HOME="/nonexistent")
+    no_home = {"HOME": "/nonexistent"}
+    done = headcount(directory, "scan", "own.toml", *options, through=limited, variables=no_home)
     assert (done.returncode, "rror" in done.stderr) == (0, False), done.stderr
     assert "log level" not in done.stderr
     assert len(list(directory.glob("runs/run_id=*/commits/*.json"))) == 2
@@ -194,7 +198,7 @@ def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path):
         if not is_there or subprocess.run(can_start, capture_output=True).returncode:
             pytest.skip("no other user can start Python here")
         words = ("query", place, "SELECT count(*) FROM heads", "--format", "csv")
-        done = headcount(place, *words, through=as_nobody, HOME=None)
+        done = headcount(place, *words, through=as_nobody, variables={"HOME": None})
     assert (done.returncode, done.stderr) == (0, "")
     assert int(done.stdout.splitlines()[1]) > 0
 
@@ -207,7 +211,7 @@ def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path):
 def test_an_environment_without_the_usual_is_no_error(
     directory: Path, variables: dict[str, str | None], ellipsis: str
 ):
-    done = headcount(directory, "list", "absent", **variables)
+    done = headcount(directory, "list", "absent", variables=variables)
     assert done.stderr == (
         f"error: {directory / 'absent'}: no run here; expected a run directory, or a directory "
         f"that holds run_id={ellipsis} directories\n"

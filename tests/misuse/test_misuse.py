@@ -139,20 +139,6 @@ def folder(
         yield folder
 
 
-def check_refused(folder: Folder, words: str, expected: list[str], code: int = 2) -> None:
-    """Check how a command ends, and that it leaves no file behind."""
-    before = folder.files
-    found_code, lines = folder.run(words)
-    # A mistake in SQL is also shown where it stands.
-    if len(lines) == 3 and re.fullmatch(r" *\^+", lines[1]):
-        assert lines.pop(0) in shlex.split(words)
-        del lines[0]
-    found = "\n".join(line.removeprefix("error: ") for line in lines)
-    assert found_code == code, found
-    assert agree("\n".join(expected), found), found
-    assert folder.files == before
-
-
 def plan(folder: Folder, changes: dict[str, Any], files: dict[str, Any], lines: list[str]) -> None:
     """Check the lines of `headcount plan` for a scan that is good but for its changes."""
     fields = tomllib.loads(TABLE["folder"]["toy.toml"]) | changes
@@ -200,7 +186,16 @@ def test_a_command_is_refused(folder: Folder, row: list[Any]):
     if isinstance(rest[0], dict):
         folder.change(rest.pop(0))
     code = rest.pop(0) if isinstance(rest[0], int) else 2
-    check_refused(folder, words, rest, code)
+    before = folder.files
+    found_code, lines = folder.run(words)
+    # A mistake in SQL is also shown where it stands.
+    if len(lines) == 3 and re.fullmatch(r" *\^+", lines[1]):
+        assert lines.pop(0) in shlex.split(words)
+        del lines[0]
+    found = "\n".join(line.removeprefix("error: ") for line in lines)
+    assert found_code == code, found
+    assert agree("\n".join(rest), found), found
+    assert folder.files == before
 
 
 def test_a_good_scan_is_planned(folder: Folder):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -46,9 +47,10 @@ def draw_pictures(driver: webdriver.Chrome, runs: str, report: Path) -> None:
     light = {"features": [{"name": "prefers-color-scheme", "value": "light"}]}
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", light)
 
+    data: Any = unpacked(report.read_text(encoding="utf-8"))
     run_id = next(
         section["run_id"]
-        for section in unpacked(report.read_text(encoding="utf-8"))["sections"]
+        for section in data["sections"]
         if section["facts"]["model"] == SHOWN and section["facts"]["input_family"] == "text"
     )
     driver.get(f"{report.resolve().as_uri()}#run={run_id}")
