@@ -92,15 +92,6 @@ def test_kv_heads_sum_up_the_query_heads_that_share_keys(copies: Path):
     ]
 
 
-def test_runs_may_not_say_how_many_kv_heads_there_are(tmp_path: Path):
-    write_run(tmp_path, "old-1", {"sink_mass": lambda row: 0.5})
-    opened = open_runs(tmp_path)
-    assert opened.rows("FROM kv_heads") == []
-    export = registry.export_format_named("duo")
-    with pytest.raises(QueryError, match="has no record of its KV heads"):
-        _ = ExportSource(opened, opened.records("runs")[0], export, {}, tmp_path).kv_shape
-
-
 # The registry
 
 

@@ -20,8 +20,6 @@ from headcount.queries.ask.named_queries import QUERIES, read_queries
 from headcount.queries.ask.prompt import completions
 from tests.toys.toy_runs import write_run
 
-COMMAND = [sys.executable, "-m", "headcount", "query"]
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,9 +68,8 @@ def test_a_terminal_completes_and_remembers(path: Path, tmp_path: Path) -> None:
         # Nobody here tells where the cursor is. The prompt would wait two seconds for that.
         "PROMPT_TOOLKIT_NO_CPR": "1",
     }
-    process = subprocess.Popen(
-        [*COMMAND, str(path), "--interactive"], stdin=end, stdout=end, stderr=end, env=environment
-    )
+    command = [sys.executable, "-m", "headcount", "query", str(path), "--interactive"]
+    process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment)
     os.close(end)
     try:
         read_until(terminal, "headcount>")

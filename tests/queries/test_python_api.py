@@ -406,9 +406,6 @@ def test_a_card_is_a_file_and_a_frame(runs: Any, tmp_path: Path) -> None:
     assert "height: 300px" in inside[2]
 
 
-NOTEBOOK = ROOT / "docs" / "guide" / "notebook.ipynb"
-
-
 @pytest.mark.long
 def test_jupyter_runs_the_whole_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel of its own, where no other file of ours lies and nothing leads to a network."""
@@ -421,7 +418,8 @@ def test_jupyter_runs_the_whole_notebook(tmp_path: Path, monkeypatch: pytest.Mon
     from nbclient import NotebookClient
 
     (tmp_path / "elsewhere").mkdir()
-    notebook = nbformat.read(NOTEBOOK, as_version=nbformat.NO_CONVERT)
+    file = ROOT / "docs" / "guide" / "notebook.ipynb"
+    notebook = nbformat.read(file, as_version=nbformat.NO_CONVERT)
     # Outputs that are stored would be of another version one day.
     assert not any(cell.get("outputs") for cell in notebook["cells"])
     nbformat.validate(notebook)

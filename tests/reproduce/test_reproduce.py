@@ -48,8 +48,6 @@ REPLICATIONS = replications()
 QUICK = ("position_geometry", "sink_circuit_no_mlp")
 """They measure fewest sequences; what runs them is the same for all replications."""
 
-HEADING = Heading(replication="", title="", source="", model="", runs="", warning="")
-
 
 def reproduce(*words: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["reproduce", *words])
@@ -99,7 +97,8 @@ def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its
     assert len(results) - len(figures) >= len(replication.claim)
     measured = [result.measured for result in results]
     assert all(math.isfinite(value) for value in measured if value is not None)
-    write_page(tmp_path / "page.html", HEADING, results, replication.figure, database)
+    heading = Heading(*[""] * 6)
+    write_page(tmp_path / "page.html", heading, results, replication.figure, database)
     page = (tmp_path / "page.html").read_text()
     assert all(figure.title in html.unescape(page) for figure in replication.figure)
     # Last, because it changes what the database shows.

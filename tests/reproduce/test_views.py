@@ -191,9 +191,6 @@ def test_the_published_heads_have_the_roles_that_were_published() -> None:
     ]
 
 
-STRONGEST = "SELECT 1 AS layer, 6 AS head"
-
-
 def recency(slope: float, exponents: tuple[float, ...] = (-0.5,)) -> duckdb.DuckDBPyConnection:
     """The views of `recency_bias` on a last row that rises by `slope` from key to key, in every
     intervention, and on outputs of layer 0 that shrink with these exponents.
@@ -204,7 +201,7 @@ def recency(slope: float, exponents: tuple[float, ...] = (-0.5,)) -> duckdb.Duck
     return opened(
         "recency_bias",
         ("last_row", "recency", "tokens_alone", "shrinking"),
-        strongest=STRONGEST,
+        strongest="SELECT 1 AS layer, 6 AS head",
         interventions=f"SELECT unnest({interventions}) AS intervention",
         replication_profiles=f"""
             SELECT 'random-50' AS scan, intervention, 1 AS layer, 6 AS head,
