@@ -88,11 +88,11 @@ def imports() -> dict[Path, frozenset[str]]:
     """
     files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
     return {
-        file: frozenset(_imports(file)) for file in [*files, *(ROOT / "headcount").glob("*.py")]
+        file: frozenset(imports_of(file)) for file in [*files, *(ROOT / "headcount").glob("*.py")]
     }
 
 
-def _imports(file: Path) -> Iterator[str]:
+def imports_of(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

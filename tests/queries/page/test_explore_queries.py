@@ -134,7 +134,6 @@ Opener = Callable[[Path], Asker]
 
 @pytest.fixture
 def open_at() -> Iterator[Opener]:
-    """Opens runs until a test has ended."""
     with ExitStack() as opened:
         yield lambda path: opened.enter_context(closing(Asker(path)))
 
@@ -314,11 +313,7 @@ SCOPES: list[dict[str, Any]] = [
 
 
 async def hold_to_sql(
-    ask: Asker,
-    files: Files,
-    scope: dict[str, Any],
-    every: int = 1,
-    sampled: set[str] = SAMPLED,
+    ask: Asker, files: Files, scope: dict[str, Any], every: int = 1, sampled: set[str] = SAMPLED
 ) -> list[str]:
     """Ask every query and compare the answers. Returns the SQL that the page shows."""
     shown: list[str] = []
@@ -358,17 +353,14 @@ def test_roll_ups_give_what_sql_gives_from_rows(
     assert merged("heatmap", statistic="entropy", scope=scope)["source"] == "rollups"
 
 
-@pytest.mark.parametrize(
-    ("declared", "ends", "axis"),
-    [
-        ((0, 1), (0.02, 0.9), (0, 1)),
-        ((0, 1), (0.001, 0.0234), (0, 0.024)),
-        ((0, None), (13.14159, 27.1828), (13, 28)),
-        ((None, None), (-12.0, 40.0), (-12, 41)),
-        ((0, None), (0.0, 0.0), (0, 0.1)),
-        ((None, None), (None, None), (0, 1)),
-    ],
-)
+@pytest.mark.parametrize(("declared", "ends", "axis"), [
+    ((0, 1), (0.02, 0.9), (0, 1)),
+    ((0, 1), (0.001, 0.0234), (0, 0.024)),
+    ((0, None), (13.14159, 27.1828), (13, 28)),
+    ((None, None), (-12.0, 40.0), (-12, 41)),
+    ((0, None), (0.0, 0.0), (0, 0.1)),
+    ((None, None), (None, None), (0, 1)),
+])  # fmt: skip
 def test_an_axis_has_round_ends_around_what_it_shows(declared: Any, ends: Any, axis: Any) -> None:
     assert axis_of(declared, *ends) == Axis(*map(float, axis))
 
@@ -560,7 +552,6 @@ def copy_of(runs: Path, to: Path) -> Path:
 
 
 def cut(runs: Path, files: str) -> None:
-    """Leave only the beginning of a file."""
     file = next(runs.glob(f"run_id=toy/{files}"))
     file.write_bytes(file.read_bytes()[:100])
 
@@ -629,14 +620,16 @@ def test_rows_are_checked_when_read(compacted: Path, tmp_path: Path, open_at: Op
 # Samples of large runs
 
 
-@pytest.fixture
-def is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def let_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let these runs count as large: one of three sequences is a sample."""
     assert ROWS < AXIS_ROWS
     monkeypatch.setattr(opened, "LARGE_RUN_ROWS", ROWS - 1)
     # What a run without roll-ups takes, and what fits into memory.
     monkeypatch.setattr(opened, "SAMPLE_ROWS", ROWS // 3)
     monkeypatch.setattr(sample, "SAMPLE_ROWS", ROWS // 3)
+
+
+is_large = pytest.fixture(let_be_large)
 
 
 @pytest.fixture
