@@ -347,7 +347,7 @@ def _recall_and_loss(engine: Engine, question: Question, device: str) -> tuple[f
         inputs = PredictionInputs(engine.model, hidden, tokens)
         pieces = zip(inputs.chunks(streams), inputs.chunks(targets), strict=True)
         for stream, target in pieces:
-            logits = inputs.unembed(stream)
+            logits = engine.model.unembed(stream)
             losses.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
             is_first.append(logits.argmax(-1) == target)
     recall = torch.cat(is_first).double().mean().item()

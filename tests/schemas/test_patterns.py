@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_pattern import FusedPattern
-from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Swept
+from headcount.workers.engine.kernel.sweep_kernel import Swept
 from headcount.workers.engine.token_pairs import STORED_PER_QUERY, TokenPairs, find_matches
 from headcount.workers.model.attention_facts import AttentionFacts
 
@@ -275,11 +276,11 @@ def tiles_as_kernel(
     k: Tensor,
     v: Tensor,
     facts: AttentionFacts,
-    labels: Sequence[PairLabels],
+    labels: Sequence[TokenPairs],
     **_: object,
 ) -> Swept:
     """What a kernel answers, which is not everything that a pattern is asked."""
-    pairs = {f"pair {i}": TokenPairs(f"pair {i}", *label) for i, label in enumerate(labels)}
+    pairs = {f"pair {i}": replace(label, name=f"pair {i}") for i, label in enumerate(labels)}
     pattern = FusedPattern(q, k, v, facts, pairs, {"entropy", *pairs})
     masses = tuple(pattern.mass(pair) for pair in pairs.values())
     return Swept(pattern.z, pattern.lse, pattern.distance(), pattern.entropy(), masses)

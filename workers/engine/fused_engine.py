@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.files.commits import Method
 from headcount.schemas.scans.precision import PRECISIONS
-from headcount.schemas.statistics import LAYER_VALUES
-from headcount.workers.engine.attention_scores import (
-    MASKED,
-    all_scores,
-    softmax_of,
-    unseen_keys,
-    weighted_values,
-)
-from headcount.workers.engine.changes import Changes, hidden_keys
+from headcount.workers.engine.changes import hidden_keys
 from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
-from headcount.workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
+from headcount.workers.engine.engine import Activations, Engine, PassRequest, StopPass
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.kernel.sweep_kernel import Sweep
 from headcount.workers.engine.number_formats import WeightHalves, linears_in, outside_linears
 from headcount.workers.engine.streamed_attention import streamed_attention
-from headcount.workers.engine.token_pairs import TokenPairs
-from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.attention_facts import (
+    MASKED,
+    AttentionFacts,
+    all_scores,
+    pattern_of,
+    unseen_keys,
+    weighted_values,
+)
 from headcount.workers.model.mlp_pieces import mlps_in_pieces
 from headcount.workers.model.model import Model, at_least_float32
 from headcount.workers.model.rotations import Rotation
@@ -39,81 +35,45 @@ ModuleOutput = Tensor | tuple[Any, ...]
 """What a module returns: a tensor, or a tuple that begins with it."""
 
 
-class FusedEngine:
+class FusedEngine(Engine):
     """Runs the bare modules with attention replaced by `FusedPattern`.
 
     It measures at about the price of a forward pass.
     """
 
-    name: Literal["fused"] = "fused"
+    name = "fused"
 
     def __init__(
         self, model: Model, precision: str = "float32", sweep: Sweep | None = None
     ) -> None:
         """`sweep` is a GPU's kernel that has proved itself (`kernel_check`); None means tiles."""
-        self.model = model
-        self.precision = precision
-        self.changes = Changes()
+        super().__init__(model, precision)
         self.questions: set[str] = set()
-        """Questions that every sweep answers on its way; patterns add what they are asked."""
+        """Questions that every sweep answers on its way; patterns add what they are asked. An
+        engine with other changes shares them.
+        """
         # The facts of the layers were held against the model's own attention when it was loaded.
         problem = model.attention_problem
         if problem is not None:
             advice = "use engine = 'dense'" if model.has_bridge else model.bridge_problem
             raise ModelError(f"{model.info.name}: {problem}; {advice}")
         self.formats = PRECISIONS[precision]
-        self.sweep: Sweep | None = sweep
+        self.sweep = sweep
+        self.attention = "tiles" if sweep is None else "kernel"
         self._halves = WeightHalves(model.bare.parameters())
 
-    @property
-    def attention(self) -> Literal["tiles", "kernel"]:
-        """What computes the patterns, except in layers where a change needs them built."""
-        return "tiles" if self.sweep is None else "kernel"
-
-    def method(self, intervention: str, depth: int) -> Method:
-        """How it measures under its changes."""
-        return Method(
-            intervention=intervention,
-            engine=self.name,
-            precision=self.precision,
-            attention=self.attention,
-            built_layers=self.changes.dense_layers(depth),
-        )
-
-    def run(
-        self,
-        tokens: Tensor,
-        matches: Mapping[str, TokenPairs],
-        on_layer: OnLayer,
-        read_late: Container[str] = LAYER_VALUES,
-        on_final: OnFinal | None = None,
-        layers: Collection[int] | None = None,
-    ) -> None:
-        """One forward pass over tokens `[batch pos]` that shows some layers, by default all.
-
-        It ends with the last of these layers. If there is `on_final`, it goes through all layers
-        and ends before the unembedding.
-        """
-        shown_layers = self.model.info.attention_layers_or_all if layers is None else layers
-        fused_pass = _FusedPass(self, tokens, matches, on_layer, read_late, on_final, shown_layers)
-        device = tokens.device.type
+    def run_pass(self, request: PassRequest) -> None:
+        """The forward pass of `run`, through the bare modules."""
+        fused_pass = _FusedPass(self, request)
+        device = request.tokens.device.type
         # A GPU wants large products, and a narrow format would convert the weights for each piece.
         is_divided = device == "cpu" and self.formats.linears in ("float32", "float64")
-        try:
-            with (
-                fused_pass.hooked(),
-                mlps_in_pieces(self.model.mlps if is_divided else ()),
-                linears_in(self.formats.linears, device, self._halves),
-            ):
-                self.model.run_bare(tokens, fused_pass.attend)
-        except StopPass:
-            pass
-
-    def changed(self, changes: Changes) -> FusedEngine:
-        """The same engine with changes of activations."""
-        engine = copy.copy(self)  # It shares `questions`: what one learns, the other knows.
-        engine.changes = changes
-        return engine
+        with (
+            fused_pass.hooked(),
+            mlps_in_pieces(self.model.mlps if is_divided else ()),
+            linears_in(self.formats.linears, device, self._halves),
+        ):
+            self.model.run_bare(request.tokens, fused_pass.attend)
 
 
 class _OfEveryHead(Mapping[str, Any]):
@@ -155,27 +115,11 @@ class _OfEveryHead(Mapping[str, Any]):
 class _FusedPass:
     """One forward pass through the bare modules: where it is, and what it knows of the layer."""
 
-    def __init__(
-        self,
-        engine: FusedEngine,
-        tokens: Tensor,
-        matches: Mapping[str, TokenPairs],
-        on_layer: OnLayer,
-        read_late: Container[str],
-        on_final: OnFinal | None,
-        shown_layers: Collection[int],
-    ) -> None:
+    def __init__(self, engine: FusedEngine, request: PassRequest) -> None:
         self.engine = engine
         self.model = engine.model
         self.changes = engine.changes
-        self.tokens = tokens
-        self.matches = matches
-        self.on_layer = on_layer
-        self.read_late = read_late
-        self.on_final = on_final
-        self.shown_layers = shown_layers
-        # If no layer is shown, the pass is for its end alone.
-        self.last_layer = max(shown_layers, default=-1)
+        self.request = request
         self.dense_layers = self.changes.dense_layers(len(self.model.blocks))
         self.layer = 0
         self.n_heads = 0
@@ -200,9 +144,9 @@ class _FusedPass:
                 if self.changes.touch(name, layer):
                     change_output = partial(self._change_output, name)
                     hooks.append(module.register_forward_hook(change_output))
-        if self.on_final is not None:
+        if self.request.on_final is not None:
             hooks += [
-                module.register_forward_pre_hook(self._end_pass)
+                module.register_forward_pre_hook(lambda _module, args: self.request.end(args[0]))
                 for module in self.model.modules("unembed")
             ]
         try:
@@ -233,52 +177,42 @@ class _FusedPass:
         The model's attention calls this in the place of its own softmax. It remembers the layer's
         activations and shows them.
         """
-        with outside_linears():
-            return self._attend(q, k, v, facts)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
         self.n_heads = q.shape[1]
         self.rotation = facts.rotation
-        # All three before one is remembered: a change of one cannot read the others.
-        q = self._changed_projection("q", at_least_float32(q))
-        k = self._changed_projection("k", at_least_float32(k))
-        v = self._changed_projection("v", at_least_float32(v))
-        self.activations["q"] = q.transpose(1, 2)  # [batch pos head d_head], as statistics read it
-        self.activations["k"] = k.transpose(1, 2)
-        self.activations["v"] = v.transpose(1, 2)
-        z = self._attention(q, k, v, facts)
-        changed_z = self.change("z", z)
-        self.activations["z"] = changed_z
-        self.has_attended = True
-        self._show_layer()
-        # If nobody reads what comes after the attention of the last layer, the pass is done.
-        if (
-            self.layer == self.last_layer
-            and "resid_post" not in self.read_late
-            and self.on_final is None
-        ):
-            raise StopPass
-        self._forget_what_nobody_reads()
-        return changed_z.to(dtype)
+        with outside_linears():
+            # All three before one is remembered: a change of one cannot read the others.
+            q = self._changed_projection("q", at_least_float32(q))
+            k = self._changed_projection("k", at_least_float32(k))
+            v = self._changed_projection("v", at_least_float32(v))
+            for name, projection in (("q", q), ("k", k), ("v", v)):
+                # [batch pos head d_head], as statistics read it
+                self.activations[name] = projection.transpose(1, 2)
+            z = self.change("z", self._attention(q, k, v, facts))
+            self.activations["z"] = z
+            self.has_attended = True
+            self._show_layer()
+            # If nobody reads what comes after the attention of the last layer, the pass is done.
+            if self.request.ends_with(self.layer) and "resid_post" not in self.request.read_late:
+                raise StopPass
+            self._forget_what_nobody_reads()
+            return z.to(dtype)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         """z `[batch pos head d_head]` of a layer, whose pattern is remembered if there is one."""
-        is_questioned = self.layer in self.shown_layers or "pattern" in self.changes.reads
-        formats = self.engine.formats.scores
-        sweep = self.engine.sweep
+        is_questioned = self.layer in self.request.shown_layers or "pattern" in self.changes.reads
+        how = (self.engine.formats.scores, self.engine.sweep)
         streaming = self.changes.streaming(self.layer)
         if streaming is not None and not is_questioned:
-            return streamed_attention(
-                q, k, v, facts, streaming, self.layer, formats, sweep
-            ).transpose(1, 2)
+            z = streamed_attention(q, k, v, facts, streaming, self.layer, *how)
+            return z.transpose(1, 2)
         if self.layer in self.dense_layers:
             pattern = self._built_pattern(q, k, facts)
             z = weighted_values(pattern.pattern, v)  # [batch head pos d_v]
         else:
             # In a layer that nobody looks at, the sweep is asked for z alone.
             questions = self.engine.questions if is_questioned else set[str]()
-            pattern = FusedPattern(q, k, v, facts, self.matches, questions, formats, sweep)
+            pattern = FusedPattern(q, k, v, facts, self.request.matches, questions, *how)
             z = pattern.z
         self.activations["pattern"] = pattern
         return z.transpose(1, 2)
@@ -293,10 +227,10 @@ class _FusedPass:
             hidden = hidden_keys(changed_scores, unseen)
             # A change may have given scores to keys that a query does not see.
             scores = changed_scores.masked_fill(unseen, MASKED)
-        made = softmax_of(scores, facts)  # [batch head query key]
+        made = pattern_of(scores, facts)  # [batch head query key]
         pattern = self.change("pattern", made)
         if pattern is not made:
-            check_unseen(pattern, unseen, facts, self.layer)
+            check_unseen(pattern, facts, self.layer)
         return DensePattern(pattern, scores, q, k, facts, hidden)
 
     def _changed_projection(self, name: str, projection: Tensor) -> Tensor:
@@ -313,11 +247,8 @@ class _FusedPass:
         if not self.changes.touch(name, self.layer):
             return value
         activations = _OfEveryHead(self.activations, self.n_heads, self._rotated_back)
-        readable_values: dict[str, Any] = {
-            read: activations[read] for read in self.changes.reads if read in activations
-        }
-        readable_values["tokens"] = self.tokens
-        return self.changes.apply(name, self.layer, value, readable_values)
+        read = {name: activations[name] for name in self.changes.reads if name in activations}
+        return self.changes.apply(name, self.layer, value, read | {"tokens": self.request.tokens})
 
     def _change_output(
         self, name: str, _module: nn.Module, _args: tuple[Any, ...], output: ModuleOutput
@@ -328,11 +259,11 @@ class _FusedPass:
 
     def _show_layer(self) -> None:
         """Hand over what is known of the layer, if somebody wants to know."""
-        if self.layer in self.shown_layers:
-            activations = {**self.activations, **self.matches}
+        if self.layer in self.request.shown_layers:
+            activations = {**self.activations, **self.request.matches}
             shown = _OfEveryHead(activations, self.n_heads, self._rotated_back)
             with outside_linears():
-                self.on_layer(self.layer, cast(Activations, shown))
+                self.request.on_layer(self.layer, cast(Activations, shown))
 
     def _rotated_back(self, q: Tensor) -> Tensor:
         """The layer's queries as they were before their rotation."""
@@ -351,9 +282,9 @@ class _FusedPass:
         self.activations = {
             name: activation
             for name, activation in self.activations.items()
-            if name in self.read_late
+            if name in self.request.read_late
             # Queries before their rotation are made of these when they are asked for.
-            or (name == "q" and "unrotated_q" in self.read_late)
+            or (name == "q" and "unrotated_q" in self.request.read_late)
             or name in self.changes.reads
         }
 
@@ -372,14 +303,8 @@ class _FusedPass:
         self.activations["resid_post"] = at_least_float32(changed)
         self._show_layer()
         self.activations = {}
-        if layer == self.last_layer and self.on_final is None:
+        if self.request.ends_with(layer):
             raise StopPass
         if changed is resid_post:
             return None
         return (changed, *output[1:]) if has_more else changed
-
-    def _end_pass(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Hand over the stream before the unembedding."""
-        if self.on_final is not None:
-            self.on_final(at_least_float32(args[0]))
-            raise StopPass

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
-from headcount.workers.model.attention_check import CHECK_TOKENS, LARGEST_DIFFERENCE
+from headcount.workers.model.attention_check import (
+    CHECK_TOKENS,
+    LARGEST_DIFFERENCE,
+    drawn_tokens,
+)
 from headcount.workers.model.attention_layers import own_attention
 from headcount.workers.model.bare_modules import find_modules
 from headcount.workers.model.files.loading import (
@@ -149,9 +153,7 @@ def _of_transformers(modules: nn.Module, device: torch.device) -> Model:
     # The bridge shows the scores and the pattern only of this attention.
     own.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
     own.eval()
-    generator = torch.Generator().manual_seed(0)
-    shape_of_check = (1, min(info.n_ctx, CHECK_TOKENS))
-    tokens = torch.randint(info.d_vocab, shape_of_check, generator=generator).to(device)
+    tokens = drawn_tokens(info, 1, CHECK_TOKENS).to(device)
     _merge_adapters(own, tokens)
     loaded = bridgeable(info, own, str(device), dtype)
     return model_of(info, loaded._replace(boot=partial(_compared_bridge, loaded, tokens)), "raw")

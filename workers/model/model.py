@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -18,10 +17,15 @@ from headcount.schemas.files.places import reason
 from headcount.workers.model.attention_check import (
     SettledAttention,
     active_stream,
+    drawn_tokens,
     settle_attention,
 )
-from headcount.workers.model.attention_facts import Attend, AttentionFacts, AttentionSizes
-from headcount.workers.model.attention_layers import attending, facts_of_module, score_problem
+from headcount.workers.model.attention_facts import (
+    Attend,
+    AttentionFacts,
+    AttentionSizes,
+)
+from headcount.workers.model.attention_layers import attending
 from headcount.workers.model.bare_modules import (
     attention_or_block,
     find_mlps,
@@ -33,13 +37,13 @@ from headcount.workers.model.bare_modules import (
 from headcount.workers.model.circuit import Circuit, effective_positions
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.rotations import Rotation
-from headcount.workers.model.whole_attention import whole_scores
+from headcount.workers.model.shown_attention import ShownAttention, settle_shown_attention
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 CHECK_TOKENS = 8
-"""Tokens of the sequences on which the scale is checked: fewer than any model looks back."""
+"""Tokens of the sequences of the bridge's check: fewer than any model looks back."""
 
 LARGEST_WEIGHT = 1e6
 """No model that was trained has a weight as large as this."""
@@ -66,17 +70,6 @@ class Hook(Protocol):
 
 
 @dataclass(frozen=True)
-class ShownAttention:
-    """What the bridge shows of a layer's attention, as an unchanged run confirms it."""
-
-    facts: AttentionFacts
-    shows_scores: bool
-    """Whether the bridge shows the scores behind the layer's pattern."""
-    problem: str | None
-    """Why q, k and the facts do not make the layer's pattern; None if they do."""
-
-
-@dataclass(frozen=True)
 class ChangeableWeight:
     """A weight that can be changed in place."""
 
@@ -100,7 +93,7 @@ class BootedBridge(NamedTuple):
     all.
     """
     problem: str | None = None
-    """Why there is no bridge."""
+    """Why there is no bridge, or why it cannot run the model."""
 
 
 class Model:
@@ -134,8 +127,6 @@ class Model:
         self._known = known
         self._boot = boot
         self._booted: BootedBridge | None = None
-        self._run_problem: str | None = None
-        """Why the bridge cannot run."""
         self._shown: dict[int, ShownAttention] = {}
         self._attention = SettledAttention()
         self._rotations: dict[int, dict[int, Rotation]] = {}
@@ -153,7 +144,13 @@ class Model:
             with torch.random.fork_rng(devices), torch.inference_mode(False):
                 self._booted = self._boot()
             if self._booted.bridge is not None:
-                self._settle_shown_attention()
+                try:
+                    self._settle_shown_attention()
+                except Exception as error:
+                    # Not fatal: the model may still run on its bare modules.
+                    in_format = " in float64" if self.dtype == torch.float64 else ""
+                    problem = f"TransformerLens cannot run this model{in_format} ({reason(error)})"
+                    self._booted = self._booted._replace(problem=problem)
         return self._booted
 
     @property
@@ -168,20 +165,20 @@ class Model:
     @property
     def _bridge(self) -> TransformerBridge:
         """The bridge; what needs it is refused if there is none that runs."""
-        bridge = self._optional_bridge
-        if bridge is None or self.bridge_problem is not None:
-            raise ModelError(f"{self.info.name}: {self.bridge_problem}")
+        bridge, _, problem = self.boot_bridge()
+        if bridge is None or problem is not None:
+            raise ModelError(f"{self.info.name}: {problem}")
         return bridge
 
     @property
     def has_bridge(self) -> bool:
         """Whether TransformerLens can show the model's activations."""
-        return self._optional_bridge is not None and self.bridge_problem is None
+        return self.bridge_problem is None
 
     @property
     def bridge_problem(self) -> str | None:
         """Why TransformerLens cannot show the model's activations; None if it can."""
-        return self.boot_bridge().problem or self._run_problem
+        return self.boot_bridge().problem
 
     @property
     def device(self) -> torch.device:
@@ -273,22 +270,17 @@ class Model:
 
         A layer whose pattern they do not make is refused.
         """
-        shown = self._shown_attention(layer)
-        if shown.problem is not None:
-            raise ModelError(f"{self.info.name}: {shown.problem}")
-        return shown.facts
+        problem = self.bridge_problem or self._shown[layer].problem
+        if problem is not None:
+            raise ModelError(f"{self.info.name}: {problem}")
+        return self._shown[layer].facts
 
     def shows_scores(self, layer: int) -> bool:
         """Whether `attn_scores` are the scores behind a layer's pattern.
 
         Some architectures do not show them.
         """
-        return self._shown_attention(layer).shows_scores
-
-    def _shown_attention(self, layer: int) -> ShownAttention:
-        if not self.has_bridge:
-            raise ModelError(f"{self.info.name}: {self.bridge_problem}")
-        return self._shown[layer]
+        return self._shown[layer].shows_scores
 
     def changes_z(self, layer: int) -> bool:
         """Whether a layer changes z before its output projection, for example by a gate."""
@@ -360,75 +352,41 @@ class Model:
             raise ModelError(f"{self.info.name}: {self._attention.problem}; {self.bridge_problem}")
 
     def _settle_shown_attention(self) -> None:
-        """Hold what the bridge shows of every layer that attends against the layer's facts.
-
-        The check runs the unchanged model on two short sequences and compares.
+        """Hold what the bridge shows of every layer that attends against the layer's facts, by a
+        run of the unchanged model on two short sequences.
         """
-        shape = (2, min(self.info.n_ctx, CHECK_TOKENS))
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.info.d_vocab, shape, generator=generator).to(self.device)
-        activations: dict[int, dict[str, Tensor]] = {}
+        tokens = drawn_tokens(self.info, 2, CHECK_TOKENS).to(self.device)
+        shown: dict[int, dict[str, Tensor]] = {}
         hooks: list[tuple[str, Hook]] = []
-        for layer in self.info.attention_layers_or_all:
-            activations[layer] = {}
-            for name in ("q", "k", "rot_q", "rot_k", "attn_scores", "pattern"):
-                hook = self.hook_name(name, layer)
-                if self.has_hook(hook):
-                    hooks.append((hook, _recording(activations[layer], name)))
+
+        def recording(layer: int, name: str) -> Hook:
+            def record(value: Tensor, hook: object) -> None:
+                shown[layer][name] = value.detach().clone()
+
+            return record
 
         def end_pass(value: Tensor, hook: object) -> None:
             raise _SeenEnough
 
+        for layer in self.info.attention_layers_or_all:
+            shown[layer] = {}
+            for name in ("q", "k", "rot_q", "rot_k", "attn_scores", "pattern"):
+                at = self.hook_name(name, layer)
+                if self.has_hook(at):
+                    hooks.append((at, recording(layer, name)))
         # The unembedding is not run: its weights may be a large part of a mapped file.
         hooks.append((self.hook_name("resid_post", len(self.blocks) - 1), end_pass))
-        try:
-            with torch.inference_mode(), suppress(_SeenEnough):
-                self.run_with_hooks(tokens, hooks)
-        except Exception as error:
-            # Not fatal: the model may still run on its bare modules.
-            in_format = " in float64" if self.dtype == torch.float64 else ""
-            self._run_problem = (
-                f"TransformerLens cannot run this model{in_format} ({reason(error)})"
+        with torch.inference_mode(), suppress(_SeenEnough):
+            self.run_with_hooks(tokens, hooks)
+        for layer, activations in shown.items():
+            attention = getattr(self._bridge.blocks[layer], "attn", None)
+            self._shown[layer] = settle_shown_attention(
+                layer,
+                None if attention is None else attention.original_component,
+                self.facts(layer) if self.attention_problem is None else None,
+                partial(self.rotated, layer),
+                activations,
             )
-            return
-        self._shown = {
-            layer: self._settle_layer(layer, activations_of_layer)
-            for layer, activations_of_layer in activations.items()
-        }
-
-    def _settle_layer(self, layer: int, activations: dict[str, Tensor]) -> ShownAttention:
-        """What the bridge shows of a layer, held against the activations of an unchanged run."""
-        attention = getattr(self._bridge.blocks[layer], "attn", None)
-        # What a rotary layer multiplies is the rotated q and k, if the bridge shows them.
-        q = activations.get("rot_q", activations.get("q"))
-        k = activations.get("rot_k", activations.get("k"))
-        pattern = activations.get("pattern")
-        if attention is None or q is None or k is None or pattern is None:
-            problem = f"TransformerLens does not show q, k and pattern of layer {layer}"
-            return ShownAttention(AttentionFacts(math.nan), False, problem)
-        facts = self.facts(layer)
-        if facts is None or self.attention_problem is not None:
-            # Nothing has confirmed the facts of the bare modules.
-            facts = facts_of_module(attention.original_component, self.info.d_head)
-        if "rot_q" not in activations:
-            q, k = (self.rotated(layer, vectors) for vectors in (q, k))
-        if q.dim() != 4 or k.dim() != 4 or q.shape[2] % k.shape[2]:
-            problem = f"TransformerLens does not show q and k of layer {layer} by head"
-            return ShownAttention(facts, False, problem)
-        shows_scores, difference = score_problem(
-            whole_scores(q.transpose(1, 2), k.transpose(1, 2), facts),
-            activations.get("attn_scores", pattern),
-            pattern,
-            facts,
-        )
-        if difference is None:
-            return ShownAttention(facts, shows_scores, None)
-        cause = "computes other scores" if shows_scores else "hides the q and k that are multiplied"
-        problem = (
-            f"the scores of layer {layer} could not be made as {facts.scale:.4g} · q·k: "
-            f"{difference}; TransformerLens {cause}"
-        )
-        return ShownAttention(facts, shows_scores, problem)
 
     # Weights
 
@@ -656,12 +614,3 @@ OUTSIDE_ATTENTION = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 def bridge_of(model: Model) -> TransformerBridge:
     """The `TransformerBridge`, for tests and benchmarks that compare with TransformerLens."""
     return model._bridge
-
-
-def _recording(activations: dict[str, Tensor], name: str) -> Hook:
-    """A hook that keeps a copy of an activation and changes nothing."""
-
-    def record(value: Tensor, hook: object) -> None:
-        activations[name] = value.detach().clone()
-
-    return record

@@ -25,7 +25,8 @@ from headcount.schemas.errors import ModelError
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.kernel import sweep_kernel as kernel
 from headcount.workers.engine.kernel.kernel_check import ALLOWED, DRAWN_FACTS, PLAIN, Shape, compare
-from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Swept, available, sweep
+from headcount.workers.engine.kernel.sweep_kernel import Swept, available, sweep
+from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.replica import InterventionMeasurements, Replica
@@ -53,7 +54,7 @@ def answers_of(swept: Swept) -> dict[str, Tensor]:
 
 
 def swept_in_float32(
-    q: Tensor, k: Tensor, v: Tensor, facts: Facts, labels: Sequence[PairLabels] = ()
+    q: Tensor, k: Tensor, v: Tensor, facts: Facts, labels: Sequence[TokenPairs] = ()
 ) -> Swept:
     return sweep(q, k, v, of_scale(facts), labels, entropy=True, number_format="float32")
 
@@ -63,7 +64,7 @@ def check(
     k: Tensor,
     v: Tensor,
     facts: Facts,
-    labels: Sequence[PairLabels],
+    labels: Sequence[TokenPairs],
     atol: float = 5e-6,
     **other_tolerances: float,
 ) -> Swept:
@@ -97,11 +98,11 @@ def random_qkv(
     return q, k, v
 
 
-def match_labels(tokens: Tensor) -> Sequence[PairLabels]:
+def match_labels(tokens: Tensor) -> Sequence[TokenPairs]:
     """Earlier keys with the query's token, and keys that follow one."""
     tokens = tokens.int()
     token_before = torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=-1)
-    return [PairLabels(tokens, tokens, 1), PairLabels(tokens, token_before, 0)]
+    return [TokenPairs("", tokens, tokens, 1), TokenPairs("", tokens, token_before, 0)]
 
 
 def random_tokens(batch: int, n_ctx: int) -> Tensor:
@@ -193,7 +194,7 @@ class TestSweep:
     def test_one_attended_key_exactly(self) -> None:
         q, k, v = torch.full((3, 1, 1, 1, 2), 3.0, device=DEVICE)
         label = torch.full((1, 1), 7, dtype=torch.int32, device=DEVICE)
-        labels = [PairLabels(label, label, 0), PairLabels(label, label, 1)]
+        labels = [TokenPairs("", label, label, 0), TokenPairs("", label, label, 1)]
         swept = swept_in_float32(q, k, v, math.log(2), labels)
         answers = {name: answer.item() for name, answer in answers_of(swept).items() if name != "z"}
         assert swept.z.tolist() == [[[[3.0, 3.0]]]]
@@ -204,7 +205,7 @@ class TestSweep:
         zeros = torch.zeros(1, 1, 128, 1, device=DEVICE)
         one = torch.ones(1, 128, dtype=torch.int32, device=DEVICE)
         v = torch.arange(128.0, device=DEVICE)[:, None].expand(1, 1, 128, 1)
-        swept = swept_in_float32(zeros, zeros, v, 1.0, [PairLabels(one, one, 1)])
+        swept = swept_in_float32(zeros, zeros, v, 1.0, [TokenPairs("", one, one, 1)])
         assert swept.entropy is not None
         for n in (1, 2, 4, 8, 16, 32, 64, 128):
             assert swept.z[0, 0, n - 1].item() == swept.distance[0, 0, n - 1] == (n - 1) / 2
@@ -225,17 +226,17 @@ class TestSweep:
         one, no_key = torch.ones_like(q), torch.zeros_like(q)
         # Labels, and how many keys are members for each query.
         members = [
-            (PairLabels(unique, unique, 0), one),
-            (PairLabels(unique, unique, 1), no_key),
+            (TokenPairs("", unique, unique, 0), one),
+            (TokenPairs("", unique, unique, 1), no_key),
             # A negative label fits nothing, itself included.
-            (PairLabels(negative, negative, 0), no_key),
-            (PairLabels(unique, negative, 0), no_key),
+            (TokenPairs("", negative, negative, 0), no_key),
+            (TokenPairs("", unique, negative, 0), no_key),
             # Lags within a tile and beyond it.
-            (PairLabels(constant, constant, -2), q + 1),
-            (PairLabels(constant, constant, 2), q - 1),
-            (PairLabels(constant, constant, 40), q - 39),
-            (PairLabels(constant, constant, 96), q - 95),
-            (PairLabels(constant, constant, 200), no_key),
+            (TokenPairs("", constant, constant, -2), q + 1),
+            (TokenPairs("", constant, constant, 2), q - 1),
+            (TokenPairs("", constant, constant, 40), q - 39),
+            (TokenPairs("", constant, constant, 96), q - 95),
+            (TokenPairs("", constant, constant, 200), no_key),
         ]
         swept = check(zeros, zeros, zeros, 1.0, [labels for labels, _ in members])
         for mass, (_, count) in zip(swept.masses, members, strict=True):
@@ -389,7 +390,7 @@ class TestSweep:
         def refused(
             match: str,
             *tensors: Tensor,
-            labels: Sequence[PairLabels] = (),
+            labels: Sequence[TokenPairs] = (),
             number_format: str = "float32",
         ) -> None:
             q, k, v = tensors
@@ -407,8 +408,8 @@ class TestSweep:
         refused("float64", q.double(), k.double(), v.double())
         refused("float16", q, k.half(), v.half())
         refused("did you mean 'tf32'", q, k, v, number_format="tf3")
-        refused("int64", q, k, v, labels=[PairLabels(label.long(), label, 0)])
-        shorter = [PairLabels(label, label[:, 1:], 0)]
+        refused("int64", q, k, v, labels=[TokenPairs("", label.long(), label, 0)])
+        shorter = [TokenPairs("", label, label[:, 1:], 0)]
         refused(r"\[1, 6\]: expected int32 \[batch pos\] = \[1, 7\]", q, k, v, labels=shorter)
 
 

@@ -40,7 +40,8 @@ from headcount.workers.engine.kernel.kernel_check import (
     layers_of,
     proven_sweep,
 )
-from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Sweep, Swept
+from headcount.workers.engine.kernel.sweep_kernel import Sweep, Swept
+from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.attention_facts import AttentionFacts
 from tests.reference.attention_answers import defined_answers
 from tests.tools.pairwise import sampled
@@ -55,7 +56,7 @@ def by_definition(
     k: Tensor,
     v: Tensor,
     facts: AttentionFacts,
-    labels: Sequence[PairLabels],
+    labels: Sequence[TokenPairs],
     *,
     entropy: bool,
     number_format: str,
