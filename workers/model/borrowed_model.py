@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -87,17 +87,14 @@ class BorrowedModel:
         """Within it, the model has the weights of now, and evaluates instead of training."""
         # What was kept is of the weights of an earlier step.
         vars(self.model).pop("circuit", None)
-        is_training = {part: part.training for part in modules.modules()} if self.is_bridge else {}
-        device = self.model.device
-        try:
-            if self.is_bridge:
-                modules.eval()
+        with (
+            # A copy evaluates as it is.
+            _evaluating(modules) if self.is_bridge else nullcontext(),
             # Training code may cast all products around this call.
-            with torch.autocast(self.device, enabled=False), _current(device):
-                yield self.model
-        finally:
-            for part, training in is_training.items():
-                part.training = training
+            torch.autocast(self.device, enabled=False),
+            _current(self.model.device),
+        ):
+            yield self.model
 
 
 def unwrapped(model: object) -> nn.Module:
@@ -173,11 +170,9 @@ def _compared_bridge(loaded: LoadedModules, tokens: Tensor) -> BootedBridge:
             problem = reason(error)
     if problem is None:
         return booted
-    modules = find_modules(loaded.bare, loaded.blocks)
-    problem = (
-        f"TransformerLens does not compute the logits of {type(loaded.bare).__name__} ({problem})"
-    )
-    return BootedBridge(None, modules, problem)
+    name = type(loaded.bare).__name__
+    problem = f"TransformerLens does not compute the logits of {name} ({problem})"
+    return BootedBridge(None, find_modules(loaded.bare, loaded.blocks), problem)
 
 
 def _difference(logits: Tensor, expected: Tensor) -> str | None:
@@ -197,10 +192,11 @@ def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
             own = own.to(dtype)
         is_parameter = isinstance(tensor, nn.Parameter)
         copies[id(tensor)] = nn.Parameter(own, requires_grad=False) if is_parameter else own
+    nothing = object()  # Stands for what is not copied.
     for part in modules.modules():
         for name, value in vars(part).items():
             if name in PATCHES:
-                copies[id(value)] = _NOTHING
+                copies[id(value)] = nothing
             elif isinstance(value, dict) and name.strip("_").endswith("hooks"):
                 copies[id(value)] = type(value)()
     try:
@@ -214,10 +210,6 @@ def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
         for name in PATCHES:
             vars(part).pop(name, None)
     return own_modules
-
-
-_NOTHING = object()
-"""Stands for what is not copied."""
 
 
 # Adapters, as the library PEFT puts them into models. It is told by its methods, so that nothing
@@ -310,10 +302,17 @@ def _of_bridge(bridge: Any) -> Model:  # noqa: ANN401 - TransformerBridge is imp
     shape: dict[str, Any] = {name: int(getattr(bridge.cfg, name)) for name in BRIDGE_SHAPE}
     name = str(bridge.cfg.model_name)
     info = ModelInfo(name, name, "bridge", "", **shape, bos_token_id=None, eos_token_id=None)
-    is_training = {part: part.training for part in bridge.modules()}
-    bridge.eval()
-    try:
+    with _evaluating(bridge):
         return model_of(info, modules_of_bridge(bridge), "raw")
+
+
+@contextmanager
+def _evaluating(modules: nn.Module) -> Iterator[None]:
+    """Within it, somebody's modules evaluate; afterwards they train as before."""
+    is_training = {part: part.training for part in modules.modules()}
+    modules.eval()
+    try:
+        yield
     finally:
         for part, training in is_training.items():
             part.training = training

@@ -27,11 +27,11 @@ from headcount.workers.model.attention_facts import (
 )
 from headcount.workers.model.attention_layers import attending
 from headcount.workers.model.bare_modules import (
+    POSITIONS,
     attention_or_block,
     find_mlps,
     foreign_module,
-    has_position_embeddings,
-    has_rotations,
+    part_names,
     projection,
 )
 from headcount.workers.model.circuit import Circuit, effective_positions
@@ -199,10 +199,11 @@ class Model:
             # What the check of the attention saw needs no bridge.
             if any(facts.rotation for facts in self._attention.facts.values()):
                 return True
-            if has_position_embeddings(self.bare):
+            if not part_names(self.bare).isdisjoint(POSITIONS):
                 return False
         if self._optional_bridge is None:
-            return has_rotations(self.bare)
+            # A module that makes angles.
+            return any("rotary" in name for name in part_names(self.bare))
         return self._optional_bridge.cfg.positional_embedding_type == "rotary"
 
     @property

@@ -25,29 +25,33 @@ from headcount.schemas.files.places import reason
 from headcount.workers.model.attention_layers import native_attention, take_over_attention
 from headcount.workers.model.attention_modules import take_over_modules
 from headcount.workers.model.bare_modules import find_blocks, find_modules
-from headcount.workers.model.files.model_info import LEGACY_PLAIN, ModelInfo, weight_files
+from headcount.workers.model.files.model_info import (
+    LEGACY_PLAIN,
+    LEGACY_SHAPE,
+    ModelInfo,
+    weight_files,
+)
 from headcount.workers.model.model import BootedBridge, Model
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-LEGACY_FIELDS = (
-    "n_layers",
-    "n_heads",
-    "d_model",
-    "d_head",
-    "n_ctx",
-    "d_vocab",
-    "act_fn",
-    "attn_only",
-    "final_rms",
-    "eps",
-)
+LEGACY_FIELDS = (*LEGACY_SHAPE, "act_fn", "attn_only", "final_rms", "eps")
 """Fields of a legacy config.json that have the same name in TransformerLens's config of today."""
 
 
 STORED_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 """Names of causal masks, which older versions of transformers stored for GPT-2 and GPT-Neo."""
+
+
+MODEL_COMPONENTS = {
+    "embed": "embed",
+    "pos_embed": "pos_embed",
+    "normed_final": "ln_final",
+    "unembed": "unembed",
+}
+BLOCK_COMPONENTS = {"normed": "ln1", "attn_out": "attn", "mlp_out": "mlp"}
+"""The components of TransformerLens whose output is an activation."""
 
 
 class LoadedModules(NamedTuple):
@@ -74,10 +78,9 @@ def load_model(
 
 def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
     """A model from its modules; `weights` is `raw` or `folded`."""
-    unused = loaded.unused
     if weights == "folded":
         loaded = _folded(info, loaded)
-    model = Model(info, loaded.bare, loaded.blocks, loaded.known, loaded.boot, unused)
+    model = Model(info, loaded.bare, loaded.blocks, loaded.known, loaded.boot, loaded.unused)
     model.settle_attention()
     if loaded.has_booted:
         model.boot_bridge()  # It costs no more than its check.
@@ -99,15 +102,10 @@ def _folded(info: ModelInfo, loaded: LoadedModules) -> LoadedModules:
     unembedding.weight = nn.Parameter(bridge.W_U.T, requires_grad=False)  # [d_vocab d_model]
     unembedding.bias = nn.Parameter(bridge.b_U, requires_grad=False)
     known = loaded.known | {"unembed": [unembedding], "mlp_out": []}
-    return LoadedModules(loaded.bare, loaded.blocks, known, lambda: booted, has_booted=True)
+    return loaded._replace(known=known, boot=lambda: booted, has_booted=True)
 
 
 # Hugging Face's layout
-
-
-def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
-    model, unused = _pretrained(info, dtype)
-    return bridgeable(info, model, device, dtype)._replace(unused=unused)
 
 
 def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtype) -> LoadedModules:
@@ -177,10 +175,8 @@ def _without_installs() -> Iterator[None]:
         yield
 
 
-def _pretrained(info: ModelInfo, dtype: torch.dtype) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model of the library transformers, and which tensors it does not use; missing weights are
-    refused.
-    """
+def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
+    """The modules of the library transformers; missing weights are refused."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -207,7 +203,7 @@ def _pretrained(info: ModelInfo, dtype: torch.dtype) -> tuple[nn.Module, tuple[s
         )
     # What the library knows to ignore is not among them.
     unused = (name for name in report["unexpected_keys"] if not STORED_MASK.search(name))
-    return model, tuple(sorted(unused))
+    return bridgeable(info, model, device, dtype)._replace(unused=tuple(sorted(unused)))
 
 
 class _InPlaceGelu(nn.Module):
@@ -251,8 +247,23 @@ def _stub_tokenizer() -> Iterator[Any]:
 
 def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
     path = Path(info.path)
-    fields = _legacy_config(path)
-    tensors = _legacy_tensors(path, info)
+    fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    for key, supported in LEGACY_PLAIN.items():
+        if fields.get(key) not in (None, supported):
+            raise ModelError(
+                f"{path}/config.json: {key} is {fields[key]!r}; only {supported!r} is supported "
+                "for legacy files"
+            )
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weight_files(path, info.layout):
+        try:
+            if file.suffix == ".safetensors":
+                tensors |= load_file(file)
+            else:
+                # A .pth file is a pickle. `weights_only` runs no code from it.
+                tensors |= torch.load(file, "cpu", weights_only=True)
+        except Exception as error:
+            raise ModelError(f"{file}: the weights cannot be read ({reason(error)})") from None
     try:
         bridge = _legacy_bridge(info, fields, tensors, device, dtype)
     except Exception as error:
@@ -264,33 +275,6 @@ def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModu
         block.attn.original_component.__class__ = attention_class
     # These modules are TransformerLens's own, so bridge and bare modules are the same.
     return modules_of_bridge(bridge)
-
-
-def _legacy_config(path: Path) -> dict[str, Any]:
-    """The fields of a legacy config.json; one that would change the pattern is refused."""
-    fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    for key, supported in LEGACY_PLAIN.items():
-        if fields.get(key) not in (None, supported):
-            raise ModelError(
-                f"{path}/config.json: {key} is {fields[key]!r}; only {supported!r} is supported "
-                "for legacy files"
-            )
-    return fields
-
-
-def _legacy_tensors(path: Path, info: ModelInfo) -> dict[str, torch.Tensor]:
-    """The weights of all files, by their old names."""
-    tensors: dict[str, torch.Tensor] = {}
-    for file in weight_files(path, info.layout):
-        try:
-            if file.suffix == ".safetensors":
-                tensors |= load_file(file)
-            else:
-                # A .pth file is a pickle. `weights_only` runs no code from it.
-                tensors |= torch.load(file, "cpu", weights_only=True)
-        except Exception as error:
-            raise ModelError(f"{file}: the weights cannot be read ({reason(error)})") from None
-    return tensors
 
 
 def _legacy_bridge(
@@ -338,17 +322,11 @@ def _modules_by_activation(
     # The adapter names where each component lies in the bare modules of its architecture.
     components: Any = bridge.adapter.component_mapping
     modules: dict[str, list[nn.Module]] = {}
-    for activation, name in (
-        ("embed", "embed"),
-        ("pos_embed", "pos_embed"),
-        ("normed_final", "ln_final"),
-        ("unembed", "unembed"),
-    ):
+    for activation, name in MODEL_COMPONENTS.items():
         present = name in components
         modules[activation] = [bare.get_submodule(components[name].name)] if present else []
-    components_of_block = components["blocks"].submodules
-    for activation, name in (("normed", "ln1"), ("attn_out", "attn"), ("mlp_out", "mlp")):
-        component = components_of_block.get(name)
+    for activation, name in BLOCK_COMPONENTS.items():
+        component = components["blocks"].submodules.get(name)
         # Some architectures have an MLP that is not a module: its component has no name.
         attribute = None if component is None else component.name
         modules[activation] = [
