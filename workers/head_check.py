@@ -201,7 +201,6 @@ class HeadTrial:
         )
 
     def _questions(self, seed: int) -> tuple[Question, Question]:
-        """Needles, and repeats."""
         needles = Sequences(self._scan("needle", seed), self.info).shard(0)
         assert needles.labels is not None
         scan = self._scan("repeated_random", seed)
@@ -214,7 +213,6 @@ class HeadTrial:
         return Question(needles.tokens, needle_answers), Question(repeats, asked)
 
     def _answers(self, heads: tuple[KVHead, ...], questions: tuple[Question, Question]) -> Answers:
-        """What the model says if these heads keep their whole cache."""
         intervention = NONE
         if heads != self.kv_heads:
             group = self.info.n_heads // self.n_kv_heads
@@ -227,12 +225,11 @@ class HeadTrial:
             intervention = Intervention((InterventionPart("stream_other_heads", arguments),))
         needles, repeats = questions
         with self.replica.engine_under(intervention, None) as engine:
-            recall, _ = _recall_and_loss(engine, needles, self.replica.device)
-            _, loss = _recall_and_loss(engine, repeats, self.replica.device)
+            recall = _recalls_and_losses(engine, needles)[0].double().mean().item()
+            loss = _recalls_and_losses(engine, repeats)[1].double().mean().item()
         return Answers(recall, loss)
 
     def _cache_percent(self, kept_heads: tuple[KVHead, ...]) -> float:
-        """What is kept of the keys and values that a full cache has, in percent."""
         full = kept = 0
         for head in self.kv_heads:
             facts = self.replica.model.facts(head.layer)
@@ -246,8 +243,9 @@ class HeadTrial:
 def verdict(table: pa.Table) -> list[str]:
     """What the table of a trial says, in lines."""
     rows = table.to_pylist()
-    answers = [Answers(row["recall"], row["loss_after_repeats"]) for row in rows]
-    full, with_chosen, *with_random, with_none = answers
+    full, with_chosen, *with_random, with_none = (
+        Answers(row["recall"], row["loss_after_repeats"]) for row in rows
+    )
     is_within = "within" if with_chosen.loses_nothing(full) else "not within"
     lines = [
         f"chosen heads: {is_within} {100 * TOLERANCE:.0f} % of the full cache "
@@ -284,20 +282,19 @@ SCHEMA = pa.schema(
 )
 
 
-def _recall_and_loss(engine: Engine, question: Question, device: str) -> tuple[float, float]:
-    """How well a model knows the tokens that it is asked for: share predicted first, mean loss."""
+def _recalls_and_losses(engine: Engine, question: Question) -> tuple[Tensor, Tensor]:
+    """Whether the model predicts each token that it is asked for first, and the loss of it."""
+    device = engine.model.device
     losses: list[Tensor] = []
     is_first: list[Tensor] = []
     size = max(1, MOST_TOKENS // question.tokens.shape[1])
     for start in range(0, len(question.tokens), size):
         tokens = torch.from_numpy(question.tokens[start : start + size]).long().to(device)
         asked = torch.from_numpy(question.asked[start : start + size]).to(device)
-        final_streams: list[Tensor] = []
+        final: list[Tensor] = []
         # No layer is shown, so no pattern is asked anything, and none is built.
-        engine.run(
-            tokens, {}, lambda *_: None, read_late=(), on_final=final_streams.append, layers=()
-        )
-        (hidden,) = final_streams  # [batch pos d_model], after the last norm.
+        engine.run(tokens, {}, lambda *_: None, read_late=(), on_final=final.append, layers=())
+        (hidden,) = final  # [batch pos d_model], after the last norm.
         # A token is predicted at the position before it.
         streams = hidden[:, :-1][asked[:, 1:]]  # [asked d_model]
         targets = tokens[:, 1:][asked[:, 1:]]  # [asked]
@@ -307,5 +304,4 @@ def _recall_and_loss(engine: Engine, question: Question, device: str) -> tuple[f
             logits = engine.model.unembed(stream)
             losses.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
             is_first.append(logits.argmax(-1) == target)
-    recall = torch.cat(is_first).double().mean().item()
-    return recall, torch.cat(losses).double().mean().item()
+    return torch.cat(is_first), torch.cat(losses)

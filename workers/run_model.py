@@ -49,7 +49,6 @@ class RunModel:
 
     @property
     def _scan_fields(self) -> dict[str, Any]:
-        """The fields of the scan that the run measured."""
         return {**self.manifest.identity["scan"], "sequences": self.manifest.sequences}
 
     @cached_property

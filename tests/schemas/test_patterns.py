@@ -79,16 +79,6 @@ def test_a_score_of_the_future_may_be_huge():
     assert pattern.rows(1)[0, 0, 0].tolist() == [0.5, 0.5, 0]
 
 
-def test_tiles_of_several_sequences_equal_tiles_of_one(monkeypatch: pytest.MonkeyPatch):
-    q, k, v, tokens = random_inputs(5, 2, 100, 4)
-    matches = find_matches(tokens)
-    together = all_answers(FusedPattern(q, k, v, AttentionFacts(0.5), matches), matches)
-    monkeypatch.setattr("headcount.workers.engine.fused_pattern.TILE_BYTES", {"cpu": 1})
-    alone = all_answers(FusedPattern(q, k, v, AttentionFacts(0.5), matches), matches)
-    for name, answer in together.items():
-        torch.testing.assert_close(answer, alone[name], rtol=1e-5, atol=1e-6, equal_nan=True)
-
-
 def test_scores_of_ten_thousand_stay_finite_and_entropy_stays_positive():
     q, k, v, tokens = random_inputs(1, 2, 70, 8, spread=80.0)
     facts = AttentionFacts(8**-0.5)

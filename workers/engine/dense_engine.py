@@ -163,7 +163,6 @@ class _DensePass:
             yield self.model.hook_name("unembed_in"), lambda value, hook: self.request.end(value)
 
     def _hooks_inside(self, layer: int) -> Iterator[tuple[str, Hook]]:
-        """The hooks of a layer that is shown or changed, all but that of its end."""
         for name in ("attn_out", "mlp_out"):
             if self.changes.touch(name, layer):
                 yield self.model.hook_name(name, layer), partial(self._change, name, layer)
@@ -205,7 +204,6 @@ class _DensePass:
     def _change_and_record(
         self, name: str, layer: int, value: Tensor, hook: object
     ) -> Tensor | None:
-        """Change an activation, and remember what came of it."""
         changed = self._change(name, layer, value, hook)
         if name in WHOLE_PATTERN:
             # Whether scores make the pattern is checked on what the model itself made.
@@ -288,5 +286,4 @@ class _DensePass:
 
 
 def _queries_and_keys(tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Queries and keys `[batch head pos d_head]`."""
     return tensors["q"].transpose(1, 2), tensors["k"].transpose(1, 2)

@@ -59,9 +59,6 @@ OnFinal = Callable[[Tensor], None]
 made.
 """
 
-Attention = Literal["tiles", "kernel", "matrix"]
-"""What computes a pattern: tiles of scores, the GPU's kernel, or the whole matrix."""
-
 
 class StopPass(Exception):
     """Ends a forward pass where nothing that follows is needed, as the final norm and unembedding.
@@ -74,8 +71,10 @@ class Engine(ABC):
     """Runs a model under changes of activations, and shows its layers."""
 
     name: Literal["fused", "dense"]
-    attention: Attention
-    """What computes the patterns, except in layers where a change needs them built."""
+    attention: Literal["tiles", "kernel", "matrix"]
+    """What computes the patterns, except in layers where a change needs them built: tiles of
+    scores, the GPU's kernel, or the whole matrix.
+    """
 
     def __init__(self, model: Model, precision: str, changes: Changes | None = None) -> None:
         self.model = model

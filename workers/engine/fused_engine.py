@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.scans.precision import PRECISIONS
@@ -76,7 +76,7 @@ class FusedEngine(Engine):
             self.model.run_bare(request.tokens, fused_pass.attend)
 
 
-class _OfEveryHead(Mapping[str, Any]):
+class _OfEveryHead(UserDict[str, Any]):
     """Activations in which keys and values are repeated where query heads share them, and queries
     are rotated back.
 
@@ -89,27 +89,21 @@ class _OfEveryHead(Mapping[str, Any]):
         n_heads: int,
         rotated_back: Callable[[Tensor], Tensor],
     ) -> None:
-        self.activations = activations
+        super().__init__(activations)
         self.n_heads = n_heads
         self.rotated_back = rotated_back
 
     def __contains__(self, name: object) -> bool:
-        return ("q" if name == "unrotated_q" else name) in self.activations
+        return ("q" if name == "unrotated_q" else name) in self.data
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (a tensor, a pattern or pairs)
         if name == "unrotated_q":
-            return self.rotated_back(self.activations["q"])
-        activation = self.activations[name]
+            return self.rotated_back(self.data["q"])
+        activation = self.data[name]
         if name not in ("k", "v"):
             return activation
         group = self.n_heads // activation.shape[2]
         return activation if group == 1 else activation.repeat_interleave(group, 2)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.activations)
-
-    def __len__(self) -> int:
-        return len(self.activations)
 
 
 class _FusedPass:
@@ -133,27 +127,24 @@ class _FusedPass:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Within it, the model's modules tell this pass where it is and take changed tensors."""
-        hooks: list[RemovableHandle] = []
-        for layer, block in enumerate(self.model.blocks):
-            begin_layer = partial(self._begin_layer, layer)
-            hooks.append(block.register_forward_pre_hook(begin_layer, with_kwargs=True))
-            hooks.append(block.register_forward_hook(partial(self._end_layer, layer)))
-        # Only the bridge may know the modules of an activation, so they are not asked for in vain.
-        for name in filter(self.changes.touch, ("embed", "pos_embed", "attn_out", "mlp_out")):
-            for layer, module in enumerate(self.model.modules(name)):
-                if self.changes.touch(name, layer):
-                    change_output = partial(self._change_output, name)
-                    hooks.append(module.register_forward_hook(change_output))
-        if self.request.on_final is not None:
-            hooks += [
-                module.register_forward_pre_hook(lambda _module, args: self.request.end(args[0]))
-                for module in self.model.modules("unembed")
-            ]
-        try:
+        with ExitStack() as hooks:
+            for layer, block in enumerate(self.model.blocks):
+                begin_layer = partial(self._begin_layer, layer)
+                end_layer = partial(self._end_layer, layer)
+                hooks.enter_context(block.register_forward_pre_hook(begin_layer, with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(end_layer))
+            # Only the bridge may know the modules of an activation, so they are not asked for in
+            # vain.
+            for name in filter(self.changes.touch, ("embed", "pos_embed", "attn_out", "mlp_out")):
+                for layer, module in enumerate(self.model.modules(name)):
+                    if self.changes.touch(name, layer):
+                        change_output = partial(self._change_output, name)
+                        hooks.enter_context(module.register_forward_hook(change_output))
+            if self.request.on_final is not None:
+                for module in self.model.modules("unembed"):
+                    end_pass = lambda _module, args: self.request.end(args[0])  # noqa: E731
+                    hooks.enter_context(module.register_forward_pre_hook(end_pass))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _begin_layer(
         self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -218,7 +209,6 @@ class _FusedPass:
         return z.transpose(1, 2)
 
     def _built_pattern(self, q: Tensor, k: Tensor, facts: AttentionFacts) -> DensePattern:
-        """The pattern of a layer whose scores or pattern are changed."""
         unseen = unseen_keys(q.shape[2], facts, q.device)  # [query key]
         scores = all_scores(q, k, facts).masked_fill_(unseen, MASKED)  # [batch head query key]
         hidden = None
@@ -258,7 +248,6 @@ class _FusedPass:
         return self.change(name, output)
 
     def _show_layer(self) -> None:
-        """Hand over what is known of the layer, if somebody wants to know."""
         if self.layer in self.request.shown_layers:
             activations = {**self.activations, **self.request.matches}
             shown = _OfEveryHead(activations, self.n_heads, self._rotated_back)
@@ -266,7 +255,6 @@ class _FusedPass:
                 self.request.on_layer(self.layer, cast(Activations, shown))
 
     def _rotated_back(self, q: Tensor) -> Tensor:
-        """The layer's queries as they were before their rotation."""
         if not self.model.can_undo_rotation(self.layer):
             raise ModelError(
                 f"{self.model.info.name}: the queries of layer {self.layer} before their rotation "

@@ -184,7 +184,6 @@ class FusedPattern:
         return strongest.masked_fill(~queries[:, None], 0)
 
     def _attention_of(self, chosen: Tensor) -> Iterator[tuple[_Tile, Tensor]]:
-        """Tiles that hold the queries of a mask `[batch query]`, and `A` of them."""
         # On the host at once, because every tile asks.
         is_chosen = chosen.cpu()
         for sequences, queries, keys in _tiles(self.q, self.window):
@@ -313,14 +312,12 @@ class FusedPattern:
         return scored(products, self._lags(tile), self.facts)
 
     def _swept(self, question: str) -> Tensor:
-        """The answer of a sweep, of another one if the first was not asked this."""
         if question not in self._answers:
             self.questions.add(question)  # The next layer's sweep answers it on its way.
             self._sweep({question})
         return self._answers[question]
 
     def _sweep(self, questions: set[str]) -> None:
-        """Answer `questions`, `z`, `lse` and `distance` in one pass over the scores."""
         if self.sweep is None:
             self._answers |= _TileSweep(self, questions).answers()
         else:
@@ -328,7 +325,6 @@ class FusedPattern:
             self._answers |= self._answers_after_kernel(questions)
 
     def _sweep_by_kernel(self, sweep: Sweep, questions: set[str]) -> None:
-        """Keep what a GPU's kernel answers, under the names that the tiles give."""
         dtype = HALVES.get(self.number_format, torch.float32)
         pairs = [pairs for name, pairs in self.matches.items() if name in questions]
         swept = sweep(

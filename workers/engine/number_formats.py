@@ -134,14 +134,12 @@ def linears_in(
         is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if number_format == FLOAT16X2:
         split = _two_halves if halves is None else halves.of
-        return LinearProducts(
-            partial(_split_product if is_native else _imitated_split_product, split=split)
-        )
+        return LinearProducts(partial(_split_product, split=split, is_native=is_native))
     if number_format == "tf32" and is_native:
         return _tf32_products()
     if number_format in (*HALVES, "tf32"):
-        product = _half_product if is_native else _imitated_product
-        return LinearProducts(partial(product, number_format=number_format))
+        how = {"number_format": number_format, "is_native": is_native}
+        return LinearProducts(partial(_rounded_product, **how))
     # PyTorch's own float32 product on a CPU is MKL's. On AMD's CPUs oneDNN's is 1.2 to 1.4 times as
     # fast. The operator is private, so a version of PyTorch may lack it.
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(
@@ -165,16 +163,24 @@ def outside_linears() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
-def _half_product(x: Tensor, weight: Tensor, bias: Tensor | None, number_format: str) -> Tensor:
-    """A product of factors with 16 bits on a device that has one."""
+def _rounded_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, number_format: str, is_native: bool
+) -> Tensor:
+    if not is_native:
+        return F.linear(rounded(x, number_format), rounded(weight, number_format), bias)
     dtype = HALVES[number_format]
     if x.device.type == "cpu":  # It rounds its results to 16 bits too.
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     return _summed_in_float32(x.to(dtype), weight.to(dtype), bias)
 
 
-def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-    """A product of float16 activations with weights split in two."""
+def _split_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, split: Split, is_native: bool
+) -> Tensor:
+    if not is_native:
+        # In float32, which holds the sum of both halves exactly.
+        high, low = split(weight).float().chunk(2, dim=-1)
+        return F.linear(rounded(x, "float16"), high + low, bias)
     # x·(high + low) = [x | x]·[high | low]: one product that is twice as deep.
     once_for_each_axis = (1,) * (x.dim() - 1)
     return _summed_in_float32(x.half().repeat(*once_for_each_axis, 2), split(weight), bias)
@@ -185,17 +191,6 @@ def _summed_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     rows = x.flatten(0, -2)  # [row in]: `mm` takes two axes
     product = torch.mm(rows, weight.T, out_dtype=torch.float32).view(*x.shape[:-1], -1)
     return product if bias is None else product.add_(bias)
-
-
-def _imitated_product(x: Tensor, weight: Tensor, bias: Tensor | None, number_format: str) -> Tensor:
-    """The product of rounded factors, in float32."""
-    return F.linear(rounded(x, number_format), rounded(weight, number_format), bias)
-
-
-def _imitated_split_product(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-    """The product with weights split in two, in float32, which holds their sum exactly."""
-    high, low = split(weight).float().chunk(2, dim=-1)
-    return F.linear(rounded(x, "float16"), high + low, bias)
 
 
 def _two_halves(weight: Tensor) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
@@ -50,8 +49,6 @@ class SettledAttention:
 
 @dataclass
 class _Pass:
-    """What one pass showed."""
-
     facts: dict[int, AttentionFacts] = field(default_factory=dict)
     sizes: dict[int, AttentionSizes] = field(default_factory=dict)
     streams: dict[int, Tensor] = field(default_factory=dict)
@@ -169,20 +166,16 @@ def _run(
         if layer == len(blocks) - 1:
             raise _SeenEnough
 
-    hooks: list[RemovableHandle] = []
-    for layer, block in enumerate(blocks):
-        hooks.append(block.register_forward_pre_hook(partial(begin_layer, layer)))
-        hooks.append(block.register_forward_hook(partial(end_layer, layer)))
-        projection = output_projection(block)
-        if projection is not None:
-            hooks.append(projection.register_forward_pre_hook(partial(note_projected, layer)))
     options = {"use_cache": False} if info.layout == "huggingface" else {}
-    try:
-        with suppress(_SeenEnough):
-            bare(tokens, **options)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with suppress(_SeenEnough), ExitStack() as hooks:
+        for layer, block in enumerate(blocks):
+            hooks.enter_context(block.register_forward_pre_hook(partial(begin_layer, layer)))
+            hooks.enter_context(block.register_forward_hook(partial(end_layer, layer)))
+            projection = output_projection(block)
+            if projection is not None:
+                note = partial(note_projected, layer)
+                hooks.enter_context(projection.register_forward_pre_hook(note))
+        bare(tokens, **options)
 
 
 def _difference(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: bool) -> str | None:

@@ -73,11 +73,11 @@ def take_over_attention(model: nn.Module) -> None:
 
 
 def _note_rotation(rotation: Rotation) -> None:
-    """Keep what a layer does to its queries or keys, until its attention asks."""
     running = _running.get()
     if running is not None:
         # What was given to the rotation would take memory that only a check needs.
-        running.rotations.append(rotation if running.checks_rotations else rotation.without_given())
+        noted = rotation if running.checks_rotations else replace(rotation, given=None)
+        running.rotations.append(noted)
 
 
 @contextmanager
@@ -158,7 +158,6 @@ def _hugging_face_attention(
 
 
 def _unscaled(module: nn.Module, query: Tensor, scaling: float | None) -> tuple[Tensor, float]:
-    """Queries as they were projected, and what q·k is multiplied by."""
     if scaling is None:
         return query, query.shape[-1] ** -0.5
     own = number_of(module, "scaling")

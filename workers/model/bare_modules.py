@@ -46,19 +46,14 @@ def find_modules(model: Any, blocks: Sequence[nn.Module]) -> dict[str, list[nn.M
         "embed": [model.get_input_embeddings()],
         "pos_embed": [],
         "normed": [],
-        "attn_out": _child_of_each(blocks, ATTENTION),
-        "mlp_out": find_mlps(blocks),
+        "attn_out": child_of_each(blocks, ATTENTION),
+        "mlp_out": child_of_each(blocks, MLP),
         "normed_final": [],
         "unembed": [] if unembedding is None else [unembedding],
     }
 
 
-def find_mlps(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The MLP of each layer; empty if a layer has no module of a known name."""
-    return _child_of_each(blocks, MLP)
-
-
-def _child_of_each(blocks: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Module]:
+def child_of_each(blocks: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Module]:
     """The child of each block that has one of these names; empty if a block has none of them."""
     children = [child for block in blocks if (child := _child(block, names)) is not None]
     return children if len(children) == len(blocks) else []

@@ -28,14 +28,9 @@ from headcount.workers.model.attention_check import (
 )
 from headcount.workers.model.attention_layers import own_attention
 from headcount.workers.model.bare_modules import find_modules
-from headcount.workers.model.files.loading import (
-    LoadedModules,
-    bridgeable,
-    model_of,
-    modules_of_bridge,
-)
+from headcount.workers.model.files.loading import bridgeable, model_of, modules_of_bridge
 from headcount.workers.model.files.model_info import ModelInfo, shape_of
-from headcount.workers.model.model import BootedBridge, Model
+from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
 DEVICES = ("cpu", "cuda")
 """Kinds of devices that are measured on."""
@@ -176,7 +171,6 @@ def _compared_bridge(loaded: LoadedModules, tokens: Tensor) -> BootedBridge:
 
 
 def _difference(logits: Tensor, expected: Tensor) -> str | None:
-    """How far logits are from those expected; None if it is rounding."""
     difference = ((logits - expected).norm() / expected.norm()).item()
     # NaN passes: measuring names the layer whose weights are not numbers.
     return f"they differ by {difference:.2g}" if difference >= LARGEST_DIFFERENCE else None
@@ -217,7 +211,6 @@ def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _without_prompts(adapted: Any) -> nn.Module:  # noqa: ANN401 (PEFT's wrapper of a model)
-    """The model inside PEFT's wrapper; refused if the wrapper itself computes something."""
     method = getattr(adapted, "active_peft_config", None)
     if getattr(method, "is_prompt_learning", False):
         raise ModelError(
@@ -273,7 +266,6 @@ def _merge_adapters(own: Any, tokens: Tensor) -> None:  # noqa: ANN401 (a model 
 
 
 def _merged(adapter: Any) -> nn.Module:  # noqa: ANN401 (one of PEFT's modules)
-    """The module inside an adapter, with what is switched on merged into its weights."""
     is_off = adapter.disable_adapters
     if hasattr(adapter, MERGED_MODULE):
         if is_off:

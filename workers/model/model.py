@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,10 @@ from headcount.workers.model.attention_facts import (
 )
 from headcount.workers.model.attention_layers import attending
 from headcount.workers.model.bare_modules import (
+    MLP,
     POSITIONS,
     attention_or_block,
-    find_mlps,
+    child_of_each,
     foreign_module,
     part_names,
     projection,
@@ -61,12 +62,10 @@ class _SeenEnough(Exception):
     """Ends a pass of which the rest is not needed."""
 
 
-class Hook(Protocol):
-    """A function that sees an activation while the model runs, and may replace it."""
-
-    def __call__(self, value: Tensor, hook: object) -> Tensor | None:
-        """Return another activation, or None; `hook` is TransformerLens's hook point."""
-        ...
+Hook = Callable[..., Tensor | None]
+"""Sees an activation while the model runs, as `hook(value, hook=TransformerLens's hook point)`.
+Returns what takes its place, or None.
+"""
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,20 @@ class BootedBridge(NamedTuple):
     """Why there is no bridge, or why it cannot run the model."""
 
 
+class LoadedModules(NamedTuple):
+    """The bare modules, those of them that are the layers, and how their bridge is booted."""
+
+    bare: nn.Module
+    blocks: list[nn.Module]
+    known: dict[str, list[nn.Module]]
+    """The modules of `BootedBridge`, as far as they are known without the bridge."""
+    boot: Callable[[], BootedBridge]
+    has_booted: bool = False
+    """Whether the bridge is there already."""
+    unused: tuple[str, ...] = ()
+    """Names of tensors in the files that have no place in the modules."""
+
+
 class Model:
     """One set of weights, seen in two ways.
 
@@ -107,25 +120,13 @@ class Model:
     without it. So the bridge is booted when something first asks for it.
     """
 
-    def __init__(
-        self,
-        info: ModelInfo,
-        bare: nn.Module,
-        blocks: Sequence[nn.Module],
-        known: dict[str, list[nn.Module]],
-        boot: Callable[[], BootedBridge],
-        unused_weights: Sequence[str] = (),
-    ) -> None:
-        """`known` are the modules of `BootedBridge`, as far as they are known without the bridge.
-        `blocks` are the bare modules of the layers. `unused_weights` are the tensors of its files
-        that have no place in the modules.
-        """
+    def __init__(self, info: ModelInfo, loaded: LoadedModules) -> None:
         self.info = info
-        self.bare = bare
-        self.blocks = list(blocks)
-        self.unused_weights = unused_weights
-        self._known = known
-        self._boot = boot
+        self.bare = loaded.bare
+        self.blocks = loaded.blocks
+        self.unused_weights = loaded.unused
+        self._known = loaded.known
+        self._boot = loaded.boot
         self._booted: BootedBridge | None = None
         self._shown: dict[int, ShownAttention] = {}
         self._attention = SettledAttention()
@@ -210,8 +211,7 @@ class Model:
     def positions(self) -> Tensor | None:
         """`W_pos [pos d_model]` as it is now; None if no embeddings of positions are added."""
         self._check_readable("its embeddings of positions", self.modules("pos_embed"))
-        positions = getattr(self._optional_bridge, "W_pos", None)
-        return positions if isinstance(positions, Tensor) else None
+        return _tensor_or_none(self._optional_bridge, "W_pos")
 
     def effective_positions(self, n_ctx: int | None = None) -> Tensor | None:
         """`EPE [pos d_model]` of the weights as they are now; None if it is not known."""
@@ -245,20 +245,16 @@ class Model:
 
         It is kept, so it must be asked for while no weight is changed.
         """
-        positions = self.positions
-        effective = self.effective_positions()
-        if positions is None:
-            raise ModelError(
-                f"{self.info.name}: no position embeddings are added in this model; "
-                "choose another intervention"
+        positions, effective = self.positions, self.effective_positions()
+        if positions is not None and effective is not None:
+            return Circuit(positions.detach().clone(), effective.detach().clone())
+        problem = "no position embeddings are added in this model; choose another intervention"
+        if positions is not None:
+            problem = (
+                "its first MLP is no module of its own, or folded, so its effective positions are "
+                "not known; choose another intervention, or weight_processing = 'raw'"
             )
-        if effective is None:
-            raise ModelError(
-                f"{self.info.name}: its first MLP is no module of its own, or folded, so its "
-                "effective positions are not known; choose another intervention, or "
-                "weight_processing = 'raw'"
-            )
-        return Circuit(positions.detach().clone(), effective.detach().clone())
+        raise ModelError(f"{self.info.name}: {problem}")
 
     # Scores
 
@@ -409,15 +405,13 @@ class Model:
         )
 
         try:
-            weight = getattr(attention, name, None)
+            return _tensor_or_none(attention, name)
         except (NotImplementedError, PerLayerGeometryError):
             # Latent attention has no such matrix. Heads of a layer may have a width of their own,
             # as in Gemma 4, and the bridge splits by that of the config.
             return None
-        return weight if isinstance(weight, Tensor) else None
 
     def _check_readable(self, what: str, modules: Sequence[nn.Module]) -> None:
-        """Refuse to read a weight of modules that may compute with something else."""
         for module in modules:
             foreign = foreign_module(module)
             if foreign is not None:
@@ -432,17 +426,14 @@ class Model:
         """`W_E [d_vocab d_model]`; None if the bridge does not show it."""
         self._check_readable("W_E", self.modules("embed"))
         if self._optional_bridge is None:
-            embedding = getattr(self.modules("embed")[0], "weight", None)
-        else:
-            embedding = getattr(self._optional_bridge, "W_E", None)
-        return embedding if isinstance(embedding, Tensor) else None
+            return _tensor_or_none(self.modules("embed")[0], "weight")
+        return _tensor_or_none(self._optional_bridge, "W_E")
 
     @property
     def unembedding(self) -> Tensor | None:
         """`W_U [d_model d_vocab]`; None if the bridge does not show it."""
         self._check_readable("W_U", self.modules("unembed"))
-        unembedding = getattr(self._optional_bridge, "W_U", None)
-        return unembedding if isinstance(unembedding, Tensor) else None
+        return _tensor_or_none(self._optional_bridge, "W_U")
 
     def changeable_weight(self, name: str, layer: int | None = None) -> ChangeableWeight | None:
         """A weight that can be changed: of a layer, or `W_pos` if `layer` is None.
@@ -450,38 +441,29 @@ class Model:
         None if the model does not have it.
         """
 
-        def read() -> Tensor | None:
-            return self.positions if layer is None else self.layer_weight(layer, name)
-
+        read = (
+            partial(self.layer_weight, layer, name) if layer is not None else lambda: self.positions
+        )
         tensor = read()
         if tensor is None or (layer is None and name != "W_pos"):
             return None
         # The bridge shows a view of a parameter in another shape. Both have the same storage.
         parameter = self._parameters.get(tensor.untyped_storage().data_ptr())
-
-        def read_again() -> Tensor:
-            weight = read()
-            assert weight is not None
-            return weight
-
-        return ChangeableWeight(layer, tensor, parameter, read_again)
+        return ChangeableWeight(layer, tensor, parameter, cast(Callable[[], Tensor], read))
 
     @cached_property
     def _parameters(self) -> dict[int, str]:
-        """Names of the bare modules' parameters, by the place of their storage."""
         return {p.untyped_storage().data_ptr(): name for name, p in self.bare.named_parameters()}
 
     @property
     def weight_problem(self) -> str | None:
         """Which weight, as it is now, explains activations that are NaN; None if none does."""
-        largest, name_of_largest = 0.0, ""
+        sizes: list[tuple[float, str]] = []
         for name, weight in self.bare.named_parameters():
             if not weight.isfinite().all():
                 return f"{name} holds numbers that are NaN or infinite"
-            # Of two weights of the same size the later name is taken.
-            largest, name_of_largest = max(
-                (largest, name_of_largest), (weight.abs().max().item(), name)
-            )
+            sizes.append((weight.abs().max().item(), name))
+        largest, name_of_largest = max(sizes)
         if largest <= LARGEST_WEIGHT:
             return None
         return f"{name_of_largest} holds {largest:.3g}, which overflows"
@@ -490,11 +472,11 @@ class Model:
     def logit_field(self) -> str | None:
         """A field of the config that changes logits after the unembedding; None if none does."""
         config = getattr(self.bare, "config", None)
-        for field in LOGIT_FIELDS:
-            # A factor of 1 changes nothing.
-            if getattr(config, field, None) not in (None, 1):
-                return field
-        return None
+        # A factor of 1 changes nothing.
+        changing = (
+            field for field in LOGIT_FIELDS if getattr(config, field, None) not in (None, 1)
+        )
+        return next(changing, None)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The embeddings of tokens `[batch pos]`, without positions: `[batch pos d_model]`."""
@@ -548,7 +530,7 @@ class Model:
     @property
     def mlps(self) -> list[nn.Module]:
         """The bare modules of a known name that are MLPs, which tell nothing of `mlp_out`."""
-        return find_mlps(self.blocks)
+        return child_of_each(self.blocks, MLP)
 
     def all_weights(self) -> Iterator[Tensor]:
         """Every weight that it reads: of the bare modules, and of the bridge if it is booted."""
@@ -610,6 +592,11 @@ MODULE_OUTPUTS = ("pos_embed", "attn_out", "mlp_out")
 
 OUTSIDE_ATTENTION = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 """Activations of a layer that TransformerLens shows outside its attention."""
+
+
+def _tensor_or_none(holder: object, name: str) -> Tensor | None:
+    value = getattr(holder, name, None)
+    return value if isinstance(value, Tensor) else None
 
 
 def bridge_of(model: Model) -> TransformerBridge:

@@ -262,32 +262,6 @@ def test_a_replica_falls_back_to_tiles_and_says_so_once(
         np.testing.assert_array_equal(heads[name], plain.heads[name])
 
 
-@pytest.mark.parametrize(
-    ("config", "fact"),
-    [
-        (GEMMA2, "a soft cap"),
-        (GEMMA2, "a window"),
-        (GPT_OSS, "a learned sink"),
-        (toy.CONFIGS["bloom"](), "ALiBi slopes"),
-    ],
-    ids=lambda value: getattr(value, "model_type", value),
-)
-def test_the_fact_that_a_kernel_has_wrong_is_named(
-    config: Any,
-    fact: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    path = toy.save_model(tmp_path / "toy", config)
-    replica_here = ReplicaHere(path, monkeypatch)
-    with caplog.at_level(logging.WARNING):
-        attention, _ = replica_here.measure(WRONG_FACTS[fact], n_ctx=21)
-    assert attention == "tiles"
-    (line,) = caplog.messages
-    assert f"d_head 8, {fact} in float32 it differs from the tiles by " in line
-
-
 def test_the_doctor_compares_every_shape_in_every_format() -> None:
     shapes = {shape for shape, _ in every_layer()}
     assert {facts for _, facts in every_layer()} == set(DRAWN_FACTS)

@@ -89,11 +89,6 @@ class Comparison:
     """The largest from the tiles; infinite if an answer is not finite, or if there is none."""
 
     @property
-    def layer(self) -> str:
-        """The sizes and the facts, in words."""
-        return in_words(self.shape, self.facts)
-
-    @property
     def allowed(self) -> float:
         """The largest difference with which the kernel is used."""
         return ALLOWED[self.factors]
@@ -164,7 +159,7 @@ def proven_sweep(model: Model, n_ctx: int, precision: str, device: str) -> Sweep
             log.warning(
                 "the GPU kernel is not used: with %s in %s it %s; tiles measure instead, which is "
                 "slower",
-                comparison.layer,
+                in_words(shape, facts),
                 factors,
                 comparison.problem,
             )
@@ -217,7 +212,6 @@ def _difference(
     matches: dict[str, TokenPairs],
     questions: set[str],
 ) -> float:
-    """The largest difference between a kernel's answers to some questions and the tiles'."""
     requested_pairs = [pairs for name, pairs in matches.items() if name in questions]
     dtype = HALVES.get(factors, torch.float32)
     has_entropy = "entropy" in questions
@@ -246,8 +240,6 @@ def _largest_difference(answer: Tensor, reference: Tensor) -> float:
 
 
 D_HEADS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-QUERY_HEADS_PER_KEY = (1, 2, 3, 4)
-LENGTHS = (1, 37, 257, 1024)
 
 
 def every_layer() -> list[tuple[Shape, FactNames]]:
@@ -260,8 +252,8 @@ def every_layer() -> list[tuple[Shape, FactNames]]:
     shapes += [
         Shape(2 * query_heads, 2, n_ctx, d_head)
         for d_head in (64, 128)
-        for query_heads in QUERY_HEADS_PER_KEY
-        for n_ctx in LENGTHS
+        for query_heads in (1, 2, 3, 4)
+        for n_ctx in (1, 37, 257, 1024)
     ]
     shapes += [Shape(4, 2, 257, 64, d_v=80), Shape(4, 4, 257, 192, d_v=128)]
     with_facts = (Shape(6, 2, 257, 64), Shape(4, 2, 1024, 128, d_v=80))

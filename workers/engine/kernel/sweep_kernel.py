@@ -137,7 +137,13 @@ def sweep(
     # Powers of two, and at least the 16 that Triton's products take.
     padded_d_head = max(16, 1 << (d_head - 1).bit_length())
     padded_d_v = max(16, 1 << (d_v - 1).bit_length())
-    tiles = _tile_sizes(q, max(padded_d_head, padded_d_v))
+    widest = max(64, padded_d_head, padded_d_v)
+    tiles = TILE_SIZES[q.dtype][widest]
+    # Tiles of wide heads are made for the shared memory of an H100.
+    if widest > 64 and q.is_cuda:
+        device = torch.cuda.get_device_properties(q.device)
+        if device.shared_memory_per_block_optin < H100_SHARED_BYTES:
+            tiles = SMALL_TILES
     # Scores in base 2, because the GPU's exponential is exp2. A cap is between two factors.
     cap = 0.0 if facts.soft_cap is None else facts.soft_cap / LN2
     scale = facts.scale / (LN2 if facts.soft_cap is None else facts.soft_cap)
@@ -209,15 +215,6 @@ def _factors_of(x: Tensor) -> Tensor:
     shift = (LARGEST_EXPONENT - largest.frexp().exponent).clamp(-MOST_SHIFT, MOST_SHIFT)
     # A power of two only moves the exponent, so scaling by it rounds nothing.
     return torch.ldexp(torch.ones_like(largest), shift)
-
-
-def _tile_sizes(q: Tensor, padded_d_head: int) -> TileSizes:
-    # Tiles of wide heads are made for the shared memory of an H100.
-    if padded_d_head > 64 and q.is_cuda:
-        shared_bytes = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-        if shared_bytes < H100_SHARED_BYTES:
-            return SMALL_TILES
-    return TILE_SIZES[q.dtype][max(64, padded_d_head)]
 
 
 def _check(

@@ -10,10 +10,11 @@ import copy
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -31,7 +32,7 @@ from headcount.workers.model.files.model_info import (
     ModelInfo,
     weight_files,
 )
-from headcount.workers.model.model import BootedBridge, Model
+from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -54,20 +55,6 @@ BLOCK_COMPONENTS = {"normed": "ln1", "attn_out": "attn", "mlp_out": "mlp"}
 """The components of TransformerLens whose output is an activation."""
 
 
-class LoadedModules(NamedTuple):
-    """The bare modules, those of them that are the layers, and how their bridge is booted."""
-
-    bare: nn.Module
-    blocks: list[nn.Module]
-    known: dict[str, list[nn.Module]]
-    """Modules by activation, as far as they are known without the bridge."""
-    boot: Callable[[], BootedBridge]
-    has_booted: bool = False
-    """Whether the bridge is there already."""
-    unused: tuple[str, ...] = ()
-    """Names of tensors in the files that have no place in the modules."""
-
-
 def load_model(
     info: ModelInfo, weights: str, device: str, dtype: torch.dtype = torch.float32
 ) -> Model:
@@ -80,7 +67,7 @@ def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
     """A model from its modules; `weights` is `raw` or `folded`."""
     if weights == "folded":
         loaded = _folded(info, loaded)
-    model = Model(info, loaded.bare, loaded.blocks, loaded.known, loaded.boot, loaded.unused)
+    model = Model(info, loaded)
     model.settle_attention()
     if loaded.has_booted:
         model.boot_bridge()  # It costs no more than its check.
@@ -88,7 +75,6 @@ def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
 
 
 def _folded(info: ModelInfo, loaded: LoadedModules) -> LoadedModules:
-    """The same modules, with a bridge whose weights are folded."""
     booted = loaded.boot()
     if booted.bridge is None:
         raise ModelError(f"{info.name}: {booted.problem}, which folds weights")
@@ -120,11 +106,9 @@ def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtyp
     take_over_modules(bare)
     blocks = find_blocks(bare, info)
 
-    def boot() -> BootedBridge:
-        return _boot_hugging_face(info, model, bare, blocks, device, dtype)
-
     found = find_modules(bare, blocks)
     known = {activation: found[activation] for activation in ("embed", "unembed")}
+    boot = partial(_boot_hugging_face, info, model, bare, blocks, device, dtype)
     return LoadedModules(bare, blocks, known, boot)
 
 
@@ -176,7 +160,6 @@ def _without_installs() -> Iterator[None]:
 
 
 def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
-    """The modules of the library transformers; missing weights are refused."""
     from transformers import AutoModelForCausalLM
 
     try:
