@@ -152,11 +152,7 @@ class Changes:
 
         None if there is no such change, or another one beside it.
         """
-        changes = [
-            change
-            for change in self.changes
-            if any(change.touches(name, layer) for name in WHOLE_PATTERN)
-        ]
+        changes = self._of_pattern(layer)
         return changes[0].streaming if len(changes) == 1 else None
 
     def given(self, values: Mapping[str, Any]) -> Changes:
@@ -171,11 +167,10 @@ class Changes:
 
     def dense_layers(self, n_layers: int) -> list[int]:
         """Layers whose pattern has to be built."""
-        return [
-            layer
-            for layer in range(n_layers)
-            if any(self.touch(name, layer) for name in WHOLE_PATTERN)
-        ]
+        return [layer for layer in range(n_layers) if self._of_pattern(layer)]
+
+    def _of_pattern(self, layer: int) -> list[Change]:
+        return [c for c in self.changes if c.target in WHOLE_PATTERN and c.is_in(layer)]
 
 
 def hide(scores: Tensor, hidden: Tensor) -> Tensor:

@@ -137,7 +137,8 @@ def _run_ours(
         seen.sizes[seen.layer] = AttentionSizes(
             q.shape[1], k.shape[1], d_qk=q.shape[3], d_v=v.shape[3]
         )
-        pattern = pattern_of(all_scores(q, k, facts), facts)
+        # Modules may compute v in another format than q and k.
+        pattern = pattern_of(all_scores(q.float(), k.float(), facts), facts).to(v.dtype)
         seen.z[seen.layer] = weighted_values(pattern, v).transpose(1, 2)
         return seen.z[seen.layer]
 
