@@ -40,15 +40,22 @@ def prepare_process(threads: int | None = None) -> None:
         # PyTorch counts them for the thread that calls this, so call it where the model will run.
         torch.set_num_threads(threads)
     csv.field_size_limit(CSV_FIELD_CHARACTERS)
-    # The libraries make a million objects that stay, and the collector would look through them
-    # dozens of times while they are imported: a quarter of the time that this takes. Objects
-    # without cycles, such as tensors, are freed at once in any case.
-    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+    collect_garbage_rarely()
     # Registered once, however often a process is prepared.
     atexit.unregister(_leave_all_objects)
     atexit.register(_leave_all_objects)
     keep_freed_memory()
     _quieten_libraries()
+
+
+def collect_garbage_rarely() -> None:
+    """Have Python look for garbage less often.
+
+    The libraries make a million objects that stay, and the collector would look through them
+    dozens of times while they are imported: a quarter of the time that this takes. Objects without
+    cycles, such as tensors, are freed at once in any case.
+    """
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 
 
 def _leave_all_objects() -> None:

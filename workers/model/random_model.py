@@ -89,7 +89,7 @@ def _write_gpt2(directory: Path, _miniature: Path, shape: tuple[int, int, int, i
 
     logging.disable_progress_bar()
     n_layers, n_heads, n_ctx, d_vocab = shape
-    sizes = {"n_layer": n_layers, "n_head": n_heads, "n_embd": n_heads * D_HEAD}
+    sizes: dict[str, Any] = {"n_layer": n_layers, "n_head": n_heads, "n_embd": n_heads * D_HEAD}
     sizes |= {"n_positions": n_ctx, "vocab_size": d_vocab}
     # The last token, as in GPT-2.
     config = GPT2Config(**sizes, bos_token_id=d_vocab - 1, eos_token_id=d_vocab - 1)
