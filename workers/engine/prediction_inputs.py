@@ -99,7 +99,7 @@ def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
             "position_after_layer": undefined,
         }
     positions = model.positions[:n_ctx]  # [pos d_model]
-    embeddings = model.embed(inputs.tokens)  # [batch pos d_model]
+    embeddings = model.modules("embed")[0](inputs.tokens)  # [batch pos d_model]
     mlp_of_both, mlp_of_tokens = mlps[0](embeddings + positions), mlps[0](embeddings)
     layer_of_both = _after_first_layer(inputs, Changes())
     layer_of_tokens = _after_first_layer(inputs, WITHOUT_POSITIONS)

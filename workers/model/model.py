@@ -478,10 +478,6 @@ class Model:
         )
         return next(changing, None)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings of tokens `[batch pos]`, without positions: `[batch pos d_model]`."""
-        return self.modules("embed")[0](tokens)
-
     def unembed(self, stream: Tensor) -> Tensor:
         """Logits `[… d_vocab]` of a part of the stream after the last norm, `[… d_model]`."""
         return self.modules("unembed")[0](stream)
