@@ -301,15 +301,16 @@ def _row(family: str, path: Path) -> FamilyRow:
 
 def _dense_row(family: str, path: Path, problem: str) -> FamilyRow:
     """The row of a family that the fused engine refuses."""
+    reason_of_refusal = problem.removesuffix("; use engine = 'dense'")
     # Nothing is tried where not even the description exists: both engines need it.
-    if not problem.endswith("use engine = 'dense'"):
+    if reason_of_refusal == problem:
         return FamilyRow(family, "refused", reason=problem)
     try:
         tiny_model(family).save_pretrained(path)  # pyright: ignore[reportCallIssue]
         Replica(describe(path), _scan(path, "dense"), "cpu").measure(_tokens())
     except HeadcountError:
-        return FamilyRow(family, "refused", reason=problem.removesuffix("; use engine = 'dense'"))
-    return FamilyRow(family, "dense", reason=problem.removesuffix("; use engine = 'dense'"))
+        return FamilyRow(family, "refused", reason=reason_of_refusal)
+    return FamilyRow(family, "dense", reason=reason_of_refusal)
 
 
 def _scan(path: Path, engine: str) -> Scan:
@@ -388,15 +389,15 @@ def _own_statistics(patterns: Tensor, windows: list[int]) -> dict[str, np.ndarra
 def _facts_in_words(model: Model, own: nn.Module) -> str:
     """What the attention of a model has beside softmax, causal mask and scale."""
     facts = [model.facts(layer) for layer in model.info.attention_layers_or_all]
-    present = {
-        "window": any(fact is not None and fact.window is not None for fact in facts),
-        "sinks": any(fact is not None and fact.sink is not None for fact in facts),
-        "cap": any(fact is not None and fact.soft_cap is not None for fact in facts),
-        "ALiBi": any(fact is not None and fact.slopes is not None for fact in facts),
-        "MLA": any("kv_a_proj" in name for name, _ in own.named_modules()),
-        "MoE": any("expert" in name for name, _ in own.named_modules()),
-    }
-    words = [word for word, is_present in present.items() if is_present]
+    names = {"window": "window", "sink": "sinks", "soft_cap": "cap", "slopes": "ALiBi"}
+    words = [
+        word
+        for name, word in names.items()
+        if any(getattr(fact, name, None) is not None for fact in facts)
+    ]
+    parts = [name for name, _ in own.named_modules()]
+    words += ["MLA"] * any("kv_a_proj" in name for name in parts)
+    words += ["MoE"] * any("expert" in name for name in parts)
     attending, layers = len(facts), model.info.n_layers
     if attending < layers:
         words.append(f"{attending} of {layers} layers attend")

@@ -589,9 +589,10 @@ def test_hidden_scores_are_minus_infinity() -> None:
     hidden = torch.tensor([False, True, False]) & torch.tensor([[False], [False], [True]])
     changed = hide(torch.zeros(1, 1, 3, 3), hidden)
     assert changed.isneginf().nonzero().tolist() == [[0, 0, 2, 1]]
-    assert hidden_keys(changed)[0, 0].nonzero().tolist() == [[2, 1]]
+    future = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    assert hidden_keys(changed, future)[0, 0].nonzero().tolist() == [[2, 1]]
     with pytest.raises(ScanError, match="hides every key from query 1"):
-        hidden_keys(hide(changed, torch.tensor([[False], [True], [False]])))
+        hidden_keys(hide(changed, torch.tensor([[False], [True], [False]])), future)
 
 
 # Settlement of engine and precision
