@@ -44,7 +44,6 @@ from headcount.jobs.upkeep.merged_files import (
     Group,
     MergeGroups,
     Problems,
-    damage_message,
     is_merged,
     merged_here,
 )
@@ -152,17 +151,9 @@ def _merge(
 ) -> list[str]:
     """Merge what can be merged; returns what is wrong with the shards that were left alone."""
     commit_log = run.commit_log().combine_chunks()
-    problems: Problems = {}
-    for damage in run.damaged_files([commit_log]):
-        if not damage.is_of_rollup:
-            message = damage_message(run, damage.shards, f"{damage.path} {damage.why}")
-            problems |= dict.fromkeys(damage.shards, message)
     # All roll-ups are read: they take 4 % of the rows' space.
     damages = run.damaged_files([commit_log], manifest, [ROLLUPS.name])
-    damaged_rollups = frozenset(damage.path for damage in damages if damage.is_of_rollup)
-
-    is_left_alone = np.isin(commit_log["shard"].to_numpy(), list(problems))
-    commit_log = commit_log.filter(pa.array(~is_left_alone)).combine_chunks()
+    damaged_rollups = frozenset(damage.path for damage in damages)
 
     def group_of(positions: np.ndarray) -> Group:
         commits = commit_log.take(pa.array(positions)).select(COMMITS.names)
@@ -172,6 +163,7 @@ def _merge(
     if len(unmerged) < 2:
         # Most runs have one group, and then nothing else is worth its start.
         merge_groups = merged_here
+    problems: Problems = {}
     for number, merged in enumerate(merge_groups(map(group_of, unmerged)), start=1):
         problems |= merged.problems
         if len(merged.commits):
@@ -190,35 +182,33 @@ def _merge(
 def _groups(commit_log: pa.Table, manifest: Manifest, rows: int) -> list[np.ndarray]:
     """The shards that are merged with one another, as positions in the commit log.
 
-    They follow one another, were measured by one code, and hold all their sequences. So either code
-    can be read alone, and a shard that will be longer is in no file with others.
+    One code measured them, so that either code can be read alone, and they hold all their
+    sequences: a shard that will be longer is in no file with others.
     """
     if not len(commit_log):
         return []
     lists = commit_log["files"].combine_chunks()
     files = pc.list_flatten(lists)
-    once = [name for name, table in TABLES.items() if table.written == "once"]
-    is_of_shard = pc.invert(pc.is_in(pc.struct_field(files, "table"), pa.array(once)))
-    largest = pc.max(pc.struct_field(files, "rows").filter(is_of_shard)).as_py() or 1
-    shards_of_group = min(MOST_SHARDS, max(1, rows // largest))
+    once = pa.array([name for name, table in TABLES.items() if table.written == "once"])
+    is_once = pc.is_in(pc.struct_field(files, "table"), once)
+    most_rows = pc.max(pc.struct_field(files, "rows").filter(pc.invert(is_once))).as_py()
+    shards_of_group = min(MOST_SHARDS, max(1, rows // max(1, most_rows)))
 
-    shards = commit_log["shard"].to_numpy()
-    groups = shards // shards_of_group
+    # Shards that were merged share all their files, so the first file tells which they are. They
+    # are in the group of the first of them: if other `rows` made the file, it may span several.
+    _, first_files = np.unique(pc.list_parent_indices(lists).to_numpy(), return_index=True)
+    paths = pc.struct_field(files, "path").take(pa.array(first_files))
+    file_of_shard = paths.dictionary_encode().indices.to_numpy()
+    _, first_places = np.unique(file_of_shard, return_index=True)
+    groups = commit_log["shard"].to_numpy()[first_places[file_of_shard]] // shards_of_group
+
     sequences = pc.subtract(commit_log["stop"], commit_log["start"]).to_numpy()
     is_short = sequences < manifest.identity["scan"]["sequences_per_shard"]
     codes = commit_log["code"].combine_chunks().dictionary_encode().indices.to_numpy()
-    order = np.lexsort((shards, is_short, codes))
-    keys = np.stack([codes, is_short, groups])[:, order]
-    begins = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
-    # Files that were merged with other `rows` may span several groups, which are one then. Shards
-    # of a merged file share all files, so the first one tells.
-    _, first_files = np.unique(pc.list_parent_indices(lists).to_numpy(), return_index=True)
-    paths = pc.struct_field(files, "path").take(pa.array(first_files[order])).dictionary_encode()
-    path_codes = paths.indices.to_numpy()
-    last_places = np.zeros(len(paths.dictionary), int)
-    np.maximum.at(last_places, path_codes, np.arange(len(order)))
-    reached = np.maximum.accumulate(last_places[path_codes])
-    begins &= reached[:-1] < np.arange(1, len(order))
+    keys = np.stack([groups, is_short, codes])
+    # Stable: within a group, shards stay in order.
+    order = np.lexsort(keys)
+    begins = np.diff(keys[:, order]).any(axis=0)
     return np.split(order, np.flatnonzero(begins) + 1)
 
 

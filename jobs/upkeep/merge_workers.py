@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import threading
@@ -93,12 +92,11 @@ def _belong_to_parent() -> None:
     """End this process when the one that started it ends, however that ends."""
     # Ctrl-C goes to all processes of a terminal. The parent hears it and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
 
-    def wait_for_end() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
+    def end_with_parent() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+            os._exit(1)
 
     # Without this a process whose parent was killed would wait for work for ever.
-    threading.Thread(target=wait_for_end, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()

@@ -11,14 +11,15 @@ cut off, or outlive the process that asked for it (`jobs.upkeep.compaction`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
-from headcount.schemas.files.commits import COMMITS, READERS, DataFile
+from headcount.schemas.files.commits import COMMITS, READERS
 from headcount.schemas.files.damage import (
     Bounds,
     CommittedFile,
@@ -105,7 +106,10 @@ def merge_group(group: Group) -> Merged:
             return replace(_merge_files(group), problems=problems)
         except DamagedShards as damage:
             # The others can be merged without them.
-            message = damage_message(group.run, damage.shards, damage.why)
+            message = (
+                f"{shards_in_words(damage.shards)}: {damage.why}; headcount resume "
+                f"{group.run.path} --verify, then compact"
+            )
             problems |= dict.fromkeys(damage.shards, message)
             is_damaged = pc.is_in(group.commits["shard"], pa.array(damage.shards))
             group = replace(group, commits=group.commits.filter(pc.invert(is_damaged)))
@@ -117,25 +121,25 @@ def merged_here(groups: Iterable[Group]) -> Iterator[Merged]:
     return map(merge_group, groups)
 
 
-def damage_message(run: RunDirectory, shards: Sequence[int], what: str) -> str:
-    """What the user is told of damaged shards."""
-    return f"{shards_in_words(shards)}: {what}; headcount resume {run.path} --verify, then compact"
-
-
 def _merge_files(group: Group) -> Merged:
     """Write the merged files of all shards of a group.
 
     A file of which every row counts and that holds all rows of its kind stays. So damaged roll-ups
     cost no more than reading what they repeat.
     """
-    run, manifest = group.run, group.manifest
+    run, bounds = group.run, declared_bounds(group.manifest)
     shards = group.commits["shard"].to_pylist()
     old_files: dict[tuple[str, str], list[CommittedFile]] = {}
     for file in committed_files(group.commits):
         old_files.setdefault((file.table, file.intervention), []).append(file)
-    bounds = declared_bounds(manifest)
-    new_files: dict[tuple[str, str], DataFile] = {}
+    new_files: dict[tuple[str, str], dict[str, Any]] = {}
     rolled_up_rows: dict[str, dict[str, pa.Table]] = {}
+
+    def note(table: str, intervention: str, path: str, size: int, digest: str) -> None:
+        new_files[table, intervention] = {
+            "table": table, "intervention": intervention, "path": path, "bytes": size,
+            "shards": len(shards), "digest": digest,
+        }  # fmt: skip
 
     def write(table: str, intervention: str, rows: pa.Table) -> None:
         content = parquet_bytes(rows, row_group_size=TABLES[table].row_group or ROW_GROUP)
@@ -146,21 +150,15 @@ def _merge_files(group: Group) -> Merged:
         write_whole(run.path / path, content)
         # The old files are deleted later, so the new name must survive a power cut.
         settle((run.path / path).parent)
-        new_files[table, intervention] = DataFile(
-            table=table, intervention=intervention, path=path, rows=0, bytes=content.size,
-            shards=len(shards), digest=digest,
-        )  # fmt: skip
+        note(table, intervention, path, content.size, digest)
 
     for (table, intervention), files in old_files.items():
         if table == ROLLUPS.name:
             continue  # They are made anew, from the rows.
         stays = TABLES[table].written == "once" or (len(files) == 1 and files[0].rows is not None)
         if stays:
-            # The weights are in a file of shard 0. Now all shards of the group have it.
-            new_files[table, intervention] = DataFile(
-                table=table, intervention=intervention, path=files[0].path, rows=0,
-                bytes=files[0].bytes, shards=len(shards), digest=files[0].digest,
-            )  # fmt: skip
+            # The weights are in a file of shard 0. Now all shards of the group name it.
+            note(table, intervention, files[0].path, files[0].bytes, files[0].digest)
         is_rolled_up = table in (HEADS.name, SEQUENCES.name)
         if stays and not is_rolled_up:
             continue
@@ -175,41 +173,32 @@ def _merge_files(group: Group) -> Merged:
             # Roll-ups need the rows of both tables.
             if len(tables) == 2:
                 del rolled_up_rows[intervention]
-                rollups = _rollups(manifest, tables)
+                rollups = _rollups(tables, bounds[HEADS.name])
                 write(
                     ROLLUPS.name, intervention, with_partitions(rollups, run.run_id, intervention)
                 )
-    new_paths = {file.path for file in new_files.values()}
-    old_paths = [
-        file.path for files in old_files.values() for file in files if file.path not in new_paths
-    ]
-    return Merged(_with_files(group.commits, list(new_files.values())), old_paths, {})
+    new_paths = {file["path"] for file in new_files.values()}
+    old_paths = {file.path for files in old_files.values() for file in files}
+    commits = _naming(group.commits, new_files)
+    return Merged(commits, sorted(old_paths - new_paths), {})
 
 
-def _rollups(manifest: Manifest, tables: Mapping[str, pa.Table]) -> pa.Table:
+def _rollups(tables: Mapping[str, pa.Table], bounds: Bounds) -> pa.Table:
     """The roll-ups of merged rows under one intervention."""
     heads = tables[HEADS.name]
-    axes = {
-        name: Axis(*range_of_statistic)
-        for name, range_of_statistic in declared_bounds(manifest)[HEADS.name].items()
-        # A damaged manifest may name more. Whoever opens the run hears of it.
-        if name in heads.column_names
-    }
+    # A damaged manifest may name more. Whoever opens the run hears of it.
+    axes = {name: Axis(*ends) for name, ends in bounds.items() if name in heads.column_names}
     return rolled_up(heads, tables[SEQUENCES.name], axes)
 
 
-def _with_files(commits: pa.Table, new_files: list[DataFile]) -> pa.Table:
-    """The commits, which all name the same files. The rows of a file are still those of the shard:
-    none of a roll-up.
-    """
-    records = [file.model_dump() for file in new_files]
-    files_of_commits: list[list[dict[str, object]]] = []
+def _naming(commits: pa.Table, new_files: Mapping[tuple[str, str], dict[str, Any]]) -> pa.Table:
+    """The commits, which all name the same files; the rows are still those of each shard."""
+    files_of_commits: list[list[dict[str, Any]]] = []
     for old_files in commits["files"].to_pylist():
         rows = {(file["table"], file["intervention"]): file["rows"] for file in old_files}
-        files_of_commits.append([
-            record | {"rows": rows.get((record["table"], record["intervention"]), 0)}
-            for record in records
-        ])  # fmt: skip
+        files_of_commits.append(
+            [file | {"rows": rows.get(kind, 0)} for kind, file in new_files.items()]
+        )
     field = COMMITS.field("files")
     index = commits.schema.get_field_index(field.name)
     return commits.set_column(index, field, pa.array(files_of_commits, field.type))
