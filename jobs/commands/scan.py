@@ -519,8 +519,9 @@ def compact(
 ) -> None:
     """Merge the small files of a run into few large ones.
 
-    If it is stopped or killed, the same command continues. A store has no locks: do not compact a
-    run there during a scan of it.
+    If it is stopped or killed, the same command continues. In a store, what was merged stays for an
+    hour, until the same command deletes it. A store has no locks: do not compact a run there during
+    a scan of it.
     """
     from headcount.jobs.console import duration
     from headcount.jobs.upkeep.compaction import compact
@@ -547,6 +548,13 @@ def compact(
         files = f"{counted(files_before, 'file')} {verb} now {result.after.files:,}"
         size = f"{in_bytes(result.before.bytes)} are now {in_bytes(result.after.bytes)}"
         say(console, f"{run.run_id}: {files}, {size}, in {duration(result.seconds)}")
+        if result.waiting:
+            waiting = counted(result.waiting, "file")
+            say(
+                console,
+                f"{run.run_id}: {waiting} may still be read and can go in an hour, by the same "
+                "command; until then a bare glob counts rows twice",
+            )
         problems += [f"{run.run_id}: {problem}" for problem in result.problems]
         print(run.path)
     if problems:

@@ -33,7 +33,7 @@ from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.parquet import parquet_bytes, read_content
 from headcount.schemas.files.places import open_at_once, reason, settle, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, data_path, pc
-from headcount.schemas.files.tables import HEADS, ROLLUPS, SEQUENCES, with_partitions
+from headcount.schemas.files.tables import HEADS, ROLLUPS, SEQUENCES, SHARD, with_partitions
 from headcount.schemas.histogram_bins import Axis
 from headcount.schemas.scans.kinds import TABLES
 from headcount.workers.measurements.rollups import rolled_up
@@ -124,8 +124,7 @@ def merged_here(groups: Iterable[Group]) -> Iterator[Merged]:
 def _merge_files(group: Group) -> Merged:
     """Write the merged files of all shards of a group.
 
-    A file of which every row counts and that holds all rows of its kind stays. So damaged roll-ups
-    cost no more than reading what they repeat.
+    A file of which every row counts and that holds all rows of its kind stays.
     """
     run, bounds = group.run, declared_bounds(group.manifest)
     shards = group.commits["shard"].to_pylist()
@@ -134,53 +133,49 @@ def _merge_files(group: Group) -> Merged:
         old_files.setdefault((file.table, file.intervention), []).append(file)
     new_files: dict[tuple[str, str], dict[str, Any]] = {}
     rolled_up_rows: dict[str, dict[str, pa.Table]] = {}
-
-    def note(table: str, intervention: str, path: str, size: int, digest: str) -> None:
-        new_files[table, intervention] = {
-            "table": table, "intervention": intervention, "path": path, "bytes": size,
-            "shards": len(shards), "digest": digest,
-        }  # fmt: skip
-
-    def write(table: str, intervention: str, rows: pa.Table) -> None:
-        content = parquet_bytes(rows, row_group_size=TABLES[table].row_group or ROW_GROUP)
-        digest = digest_of(content)
-        # As with the files of a shard, no name is ever used for two contents.
-        name = f"merged-{shards[0]:06d}-{shards[-1]:06d}-{digest[:8]}.parquet"
-        path = data_path(table, intervention, name)
-        write_whole(run.path / path, content)
-        # The old files are deleted later, so the new name must survive a power cut.
-        settle((run.path / path).parent)
-        note(table, intervention, path, content.size, digest)
-
     for (table, intervention), files in old_files.items():
         if table == ROLLUPS.name:
             continue  # They are made anew, from the rows.
-        stays = TABLES[table].written == "once" or (len(files) == 1 and files[0].rows is not None)
-        if stays:
-            # The weights are in a file of shard 0. Now all shards of the group name it.
-            note(table, intervention, files[0].path, files[0].bytes, files[0].digest)
-        is_rolled_up = table in (HEADS.name, SEQUENCES.name)
-        if stays and not is_rolled_up:
-            continue
+        # What stays is read all the same: what is damaged must not be committed again.
         rows = _read_rows(run, files, bounds)
-        if not stays:
+        if TABLES[table].written == "once" or (len(files) == 1 and files[0].rows is not None):
+            # The weights are in a file of shard 0. Now all shards of the group name it.
+            new_files[table, intervention] = {
+                "path": files[0].path, "bytes": files[0].bytes, "digest": files[0].digest,
+            }  # fmt: skip
+        else:
             keys = [(key, "ascending") for key in TABLES[table].order]
             rows = rows.take(pc.sort_indices(rows, sort_keys=keys))
-            write(table, intervention, rows)
-        if is_rolled_up:
+            new_files[table, intervention] = _write(run, table, intervention, shards, rows)
+        if table in (HEADS.name, SEQUENCES.name):
             tables = rolled_up_rows.setdefault(intervention, {})
             tables[table] = rows
             # Roll-ups need the rows of both tables.
             if len(tables) == 2:
                 del rolled_up_rows[intervention]
                 rollups = _rollups(tables, bounds[HEADS.name])
-                write(
-                    ROLLUPS.name, intervention, with_partitions(rollups, run.run_id, intervention)
+                rollups = with_partitions(rollups, run.run_id, intervention)
+                new_files[ROLLUPS.name, intervention] = _write(
+                    run, ROLLUPS.name, intervention, shards, rollups
                 )
     new_paths = {file["path"] for file in new_files.values()}
     old_paths = {file.path for files in old_files.values() for file in files}
-    commits = _naming(group.commits, new_files)
-    return Merged(commits, sorted(old_paths - new_paths), {})
+    return Merged(_naming(group.commits, new_files), sorted(old_paths - new_paths), {})
+
+
+def _write(
+    run: RunDirectory, table: str, intervention: str, shards: list[int], rows: pa.Table
+) -> dict[str, Any]:
+    """Write a merged file; returns what a commit says of its content."""
+    content = parquet_bytes(rows, row_group_size=TABLES[table].row_group or ROW_GROUP)
+    digest = digest_of(content)
+    # As with the files of a shard, no name is ever used for two contents.
+    name = f"merged-{shards[0]:06d}-{shards[-1]:06d}-{digest[:8]}.parquet"
+    path = data_path(table, intervention, name)
+    write_whole(run.path / path, content)
+    # The old files are deleted later, so the new name must survive a power cut.
+    settle((run.path / path).parent)
+    return {"path": path, "bytes": content.size, "digest": digest}
 
 
 def _rollups(tables: Mapping[str, pa.Table], bounds: Bounds) -> pa.Table:
@@ -196,9 +191,11 @@ def _naming(commits: pa.Table, new_files: Mapping[tuple[str, str], dict[str, Any
     files_of_commits: list[list[dict[str, Any]]] = []
     for old_files in commits["files"].to_pylist():
         rows = {(file["table"], file["intervention"]): file["rows"] for file in old_files}
-        files_of_commits.append(
-            [file | {"rows": rows.get(kind, 0)} for kind, file in new_files.items()]
-        )
+        files_of_commits.append([
+            {"table": table, "intervention": intervention, "shards": len(commits),
+             "rows": rows.get((table, intervention), 0), **file}
+            for (table, intervention), file in new_files.items()
+        ])  # fmt: skip
     field = COMMITS.field("files")
     index = commits.schema.get_field_index(field.name)
     return commits.set_column(index, field, pa.array(files_of_commits, field.type))
@@ -234,7 +231,7 @@ def _read_file(run: RunDirectory, file: CommittedFile, bounds: Mapping[str, Boun
         why = f"cannot be read ({reason(error)})"
     if why is not None:
         raise DamagedShards(file.shards, f"{file.path} {why}")
-    if file.rows is None:
+    if file.rows is None and TABLES[file.table].has(SHARD.name):
         # Only a scan and a compaction at once, which a store cannot refuse, leave such a file.
-        return table.filter(pc.is_in(table["shard"], pa.array(file.shards, table["shard"].type)))
+        return table.filter(pc.is_in(table[SHARD.name], pa.array(file.shards, SHARD.type)))
     return table
