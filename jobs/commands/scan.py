@@ -548,13 +548,6 @@ def compact(
         files = f"{counted(files_before, 'file')} {verb} now {result.after.files:,}"
         size = f"{in_bytes(result.before.bytes)} are now {in_bytes(result.after.bytes)}"
         say(console, f"{run.run_id}: {files}, {size}, in {duration(result.seconds)}")
-        if result.waiting:
-            waiting = counted(result.waiting, "file")
-            say(
-                console,
-                f"{run.run_id}: {waiting} may still be read and can go in an hour, by the same "
-                "command; until then a bare glob counts rows twice",
-            )
         problems += [f"{run.run_id}: {problem}" for problem in result.problems]
         print(run.path)
     if problems:
@@ -563,12 +556,10 @@ def compact(
 
 def _merging(processes: int, address: str | None) -> MergeGroups:
     """How a compaction merges: in processes of this machine, or on a cluster."""
+    from headcount.jobs.upkeep.merge_workers import merged_by_processes, merged_by_tasks
+
     if address is not None:
-        from headcount.jobs.upkeep.merge_workers import merged_by_tasks
-
         return partial(merged_by_tasks, address)
-    from headcount.jobs.upkeep.merge_workers import merged_by_processes
-
     return partial(merged_by_processes, processes)
 
 

@@ -157,12 +157,7 @@ def _outcomes(
 def _make_globs_right(run: RunDirectory, console: Console) -> None:
     """Leave only files that count in a run of which all is done."""
     try:
-        if waiting := clean(run):
-            say(
-                console,
-                f"{run.run_id}: {counted(waiting, 'file')} of lost or merged shards can go in an "
-                f"hour, by headcount compact {run.path}; until then a bare glob counts rows twice",
-            )
+        clean(run, lambda line: say(console, line))
     except OSError as error:
         say(
             console,

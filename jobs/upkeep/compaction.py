@@ -17,9 +17,8 @@ compaction deletes what was left.
 
 The shards of a merged file share all their files. So they count, are damaged and are taken back
 together, and a file that is read holds no rows that do not count. The last shard of a run may be
-short, and is measured anew when the run grows. It is a group of its own.
-
-A damaged roll-up is written again in the same three steps. Merged files of its rows stay.
+short, and is measured anew when the run grows. It is a group of its own. A damaged roll-up is
+written again in the same three steps.
 """
 
 # pyarrow has no types.
@@ -29,7 +28,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -47,7 +46,7 @@ from headcount.jobs.upkeep.merged_files import (
     is_merged,
     merged_here,
 )
-from headcount.schemas.errors import HeadcountError, RunError
+from headcount.schemas.errors import HeadcountError, RunError, counted
 from headcount.schemas.files.commits import COMMITS, COMMITS_PER_SEGMENT, delete, write_segment
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import Place, names, reason
@@ -91,8 +90,6 @@ class Compacted:
 
     before: Size
     after: Size
-    waiting: int
-    """Files that do not count any more and stay for an hour."""
     seconds: float
     problems: list[str]
 
@@ -110,14 +107,13 @@ def compact(
     in other processes or on other machines.
     """
     began = time.monotonic()
-    manifest = run.manifest()
     try:
         with locked(run):
             before = _size(run)
-            problems = _merge(run, manifest, rows, tell, merge_groups)
+            problems = _merge(run, rows, tell, merge_groups)
             _gather_all(run)
-            waiting = clean(run)
-            return Compacted(before, _size(run), waiting, time.monotonic() - began, problems)
+            clean(run, tell)
+            return Compacted(before, _size(run), time.monotonic() - began, problems)
     except OSError as error:
         raise RunError(f"{run.path}: {reason(error)}; mend that, then compact again") from None
 
@@ -146,10 +142,9 @@ def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> 
         )
 
 
-def _merge(
-    run: RunDirectory, manifest: Manifest, rows: int, tell: Tell, merge_groups: MergeGroups
-) -> list[str]:
+def _merge(run: RunDirectory, rows: int, tell: Tell, merge_groups: MergeGroups) -> list[str]:
     """Merge what can be merged; returns what is wrong with the shards that were left alone."""
+    manifest = run.manifest()
     commit_log = run.commit_log().combine_chunks()
     # All roll-ups are read: they take 4 % of the rows' space.
     damages = run.damaged_files([commit_log], manifest, [ROLLUPS.name])
@@ -157,7 +152,7 @@ def _merge(
 
     def group_of(positions: np.ndarray) -> Group:
         commits = commit_log.take(pa.array(positions)).select(COMMITS.names)
-        return Group(run, manifest, commits, damaged_rollups)
+        return Group(run, commits, damaged_rollups)
 
     unmerged = [one for one in _groups(commit_log, manifest, rows) if not is_merged(group_of(one))]
     if len(unmerged) < 2:
@@ -235,20 +230,24 @@ def _gather_all(run: RunDirectory) -> None:
     )
 
 
-def clean(run: RunDirectory) -> int:
+def clean(run: RunDirectory, tell: Tell) -> None:
     """Delete files that no commit names, of shards that are done; the caller has the run's lock.
 
     They are of lost attempts, or were merged. On a disk they go at once, so that a bare glob is
-    right. In a store they go an hour later; returns how many wait for that. A file of a shard that
-    is not done stays: somebody may be about to commit it.
+    right. In a store they go an hour later. A file of a shard that is not done stays: somebody may
+    be about to commit it.
     """
     # Listed before the commit log is read: an attempt that is committed meanwhile loses nothing.
-    times = {directory: _times(run.path / directory) for directory in _data_directories(run)}
+    times = {
+        f"{table}/{folder}": _times(run.path / table / folder)
+        for table in TABLES
+        for folder in names(run.path / table)
+    }
     # Unless shards were merged, each has one file in a directory. The commit log is read only if
     # that is not so, because in a store each commit is two requests.
     shards = [list(map(_shard_of, files)) for files in times.values()]
     if all(None not in each and len(set(each)) == len(each) for each in shards):
-        return 0
+        return
     commit_log = run.commit_log(["files.path"])
     named = set(pc.struct_field(pc.list_flatten(commit_log["files"]), "path").to_pylist())
     done = set(commit_log["shard"].to_pylist())
@@ -267,7 +266,11 @@ def clean(run: RunDirectory) -> int:
     limit = now if isinstance(run.path, Path) else now - GRACE
     old = [file for file, written in unnamed.items() if max(written, newest_segment) <= limit]
     delete(old)
-    return len(unnamed) - len(old)
+    if waiting := len(unnamed) - len(old):
+        tell(
+            f"{run.run_id}: {counted(waiting, 'file')} may still be read and can go in an hour, by "
+            f"headcount compact {run.path}; until then a bare glob counts rows twice"
+        )
 
 
 def _times(directory: Place) -> dict[str, datetime]:
@@ -287,14 +290,6 @@ def _shard_of(name: str) -> int | None:
     """The shard that a file is named after; none if it has another kind of name."""
     match = SHARD_FILE.fullmatch(name)
     return int(match[1]) if match else None
-
-
-def _data_directories(run: RunDirectory) -> Iterator[str]:
-    """The directories of data files, relative to the run."""
-    for table in TABLES:
-        for name in names(run.path / table):
-            if name.startswith("intervention="):
-                yield f"{table}/{name}"
 
 
 def _size(run: RunDirectory) -> Size:

@@ -9,19 +9,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import islice
 
 from headcount.jobs.upkeep.merged_files import Group, Merged, merge_group, merged_here
 from headcount.schemas.errors import RunError
 
-AHEAD = 2
-"""Groups that are handed out for each core, so that none waits for the next one."""
-
 PROCESS_BYTES = 1e9
 """Memory that a process needs for a group of two million rows of GPT-2's statistics."""
-
-TASK_RETRIES = 3
-"""How often Ray tries a group again whose process or node died."""
 
 
 def merged_by_processes(processes: int, groups: Iterable[Group]) -> Iterator[Merged]:
@@ -40,9 +35,7 @@ def merged_by_processes(processes: int, groups: Iterable[Group]) -> Iterator[Mer
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_belong_to_parent) as pool:
         try:
-            yield from _as_completed(
-                lambda group: pool.submit(merge_group, group), groups, AHEAD * processes
-            )
+            yield from _as_completed(partial(pool.submit, merge_group), groups, processes)
         except BrokenProcessPool:
             raise RunError(
                 "a process that merged files died, perhaps for lack of memory: each takes about "
@@ -64,11 +57,9 @@ def merged_by_tasks(address: str, groups: Iterable[Group]) -> Iterator[Merged]:
 
     connect(Resources(address=address))
     cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
-    task = ray.remote(num_cpus=1, max_retries=TASK_RETRIES, scheduling_strategy="SPREAD")(
-        merge_group
-    )
+    task = ray.remote(max_retries=3, scheduling_strategy="SPREAD")(merge_group)
     try:
-        yield from _as_completed(lambda group: task.remote(group).future(), groups, AHEAD * cores)
+        yield from _as_completed(lambda group: task.remote(group).future(), groups, cores)
     except ray.exceptions.RayError as error:
         raise RunError(
             f"{address}: Ray gave up ({last_line(str(error))}); the same command continues"
@@ -76,11 +67,11 @@ def merged_by_tasks(address: str, groups: Iterable[Group]) -> Iterator[Merged]:
 
 
 def _as_completed(
-    submit: Callable[[Group], Future[Merged]], groups: Iterable[Group], most: int
+    submit: Callable[[Group], Future[Merged]], groups: Iterable[Group], cores: int
 ) -> Iterator[Merged]:
-    """The results as they arrive, with at most `most` groups handed out."""
+    """The results as they arrive. Two groups are handed out for each core, so that none waits."""
     remaining = iter(groups)
-    pending = {submit(group) for group in islice(remaining, most)}
+    pending = {submit(group) for group in islice(remaining, 2 * cores)}
     while pending:
         done, pending = wait(pending, return_when=FIRST_COMPLETED)
         pending |= {submit(group) for group in islice(remaining, len(done))}

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from headcount.schemas.files.damage import (
     shards_in_words,
 )
 from headcount.schemas.files.digests import digest_of
-from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.parquet import parquet_bytes, read_content
 from headcount.schemas.files.places import open_at_once, reason, settle, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, data_path, pc
@@ -62,7 +62,6 @@ class Group:
     """Shards that are merged with one another."""
 
     run: RunDirectory
-    manifest: Manifest
     commits: pa.Table
     """Their commits, in shard order."""
     damaged_rollups: frozenset[str]
@@ -116,9 +115,8 @@ def merge_group(group: Group) -> Merged:
     return Merged(COMMITS.empty_table(), [], problems)
 
 
-def merged_here(groups: Iterable[Group]) -> Iterator[Merged]:
-    """Merge one group after the other in this process."""
-    return map(merge_group, groups)
+merged_here: MergeGroups = partial(map, merge_group)
+"""Merges one group after the other in this process."""
 
 
 def _merge_files(group: Group) -> Merged:
@@ -126,7 +124,7 @@ def _merge_files(group: Group) -> Merged:
 
     A file of which every row counts and that holds all rows of its kind stays.
     """
-    run, bounds = group.run, declared_bounds(group.manifest)
+    run, bounds = group.run, declared_bounds(group.run.manifest())
     shards = group.commits["shard"].to_pylist()
     old_files: dict[tuple[str, str], list[CommittedFile]] = {}
     for file in committed_files(group.commits):
