@@ -114,17 +114,10 @@ def run(original: RunDirectory, tmp_path: Path) -> RunDirectory:
     return copy_of(original, tmp_path / "a")
 
 
-@pytest.fixture(scope="module")
-def compacted(original: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """The run after a compaction, for tests that copy it."""
-    run = copy_of(original, tmp_path_factory.mktemp("compacted"))
+@pytest.fixture
+def merged(run: RunDirectory) -> RunDirectory:
     compact(run, GROUPS)
     return run
-
-
-@pytest.fixture
-def merged(compacted: RunDirectory, tmp_path: Path) -> RunDirectory:
-    return copy_of(compacted, tmp_path / "a")
 
 
 def copy_shards(original: RunDirectory, run: RunDirectory, shards: tuple[int, ...]) -> None:
