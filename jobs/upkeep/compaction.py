@@ -233,9 +233,9 @@ def _gather_all(run: RunDirectory) -> None:
 def clean(run: RunDirectory, tell: Tell) -> None:
     """Delete files that no commit names, of shards that are done; the caller has the run's lock.
 
-    They are of lost attempts, or were merged. On a disk they go at once, so that a bare glob is
-    right. In a store they go an hour later. A file of a shard that is not done stays: somebody may
-    be about to commit it.
+    Those of lost attempts go at once, and on a disk also those that were merged, so that a bare
+    glob is right. In a store what was merged goes an hour later. A file of a shard that is not done
+    stays: somebody may be about to commit it.
     """
     # Listed before the commit log is read: an attempt that is committed meanwhile loses nothing.
     times = {
@@ -249,24 +249,28 @@ def clean(run: RunDirectory, tell: Tell) -> None:
     if all(None not in each and len(set(each)) == len(each) for each in shards):
         return
     commit_log = run.commit_log(["files.path"])
-    named = set(pc.struct_field(pc.list_flatten(commit_log["files"]), "path").to_pylist())
-    done = set(commit_log["shard"].to_pylist())
+    paths = pc.struct_field(pc.list_flatten(commit_log["files"]), "path")
+    shard_of_path = commit_log["shard"].take(pc.list_parent_indices(commit_log["files"]))
+    merged = set(shard_of_path.filter(pc.match_substring(paths, "/merged-")).to_pylist())
+    attempted = set(commit_log["shard"].to_pylist()) - merged
+    named = set(paths.to_pylist())
     unnamed = {
         run.path / directory / name: written
         for directory, files in times.items()
         for name, written in files.items()
         if f"{directory}/{name}" not in named
-        and (name.startswith("merged-") or name.endswith(".tmp") or _shard_of(name) in done)
     }
+    lost = [f for f in unnamed if f.name.endswith(".tmp") or _shard_of(f.name) in attempted]
+    replaced = [f for f in unnamed if f.name.startswith("merged-") or _shard_of(f.name) in merged]
     # Until the newest segment was written, another one may have named any of them.
     segments = {name: t for name, t in _times(run.commits_directory).items() if "segment-" in name}
     newest_segment = max(segments.values(), default=LONG_AGO)
     # In a store `locked` has just written this object, so it tells the time by the store's clock.
     now = _times(run.path).get(".lock", LONG_AGO)
     limit = now if isinstance(run.path, Path) else now - GRACE
-    old = [file for file, written in unnamed.items() if max(written, newest_segment) <= limit]
-    delete(old)
-    if waiting := len(unnamed) - len(old):
+    old = [file for file in replaced if max(unnamed[file], newest_segment) <= limit]
+    delete([*lost, *old])
+    if waiting := len(replaced) - len(old):
         tell(
             f"{run.run_id}: {counted(waiting, 'file')} may still be read and can go in an hour, by "
             f"headcount compact {run.path}; until then a bare glob counts rows twice"
