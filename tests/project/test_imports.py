@@ -54,7 +54,7 @@ ONLY_IN = {
     "psutil": ("jobs/cluster/ray_cluster.py", "workers/memory.py"),
     "ray": (
         "jobs/run/dispatch.py", "jobs/run/preemption.py", "jobs/run/replica_actor.py",
-        "jobs/upkeep/merge_tasks.py", "jobs/upkeep/metrics.py",
+        "jobs/upkeep/merge_workers.py", "jobs/upkeep/metrics.py",
         "jobs/corpus/preparation_on_ray.py", "jobs/corpus/preparation_task.py",
         "jobs/cluster/ray_cluster.py", "jobs/cluster/submission.py",
     ),
