@@ -14,11 +14,14 @@ import duckdb
 import pyarrow as pa
 
 from headcount.queries.ask.mistakes import explained, query_error
-from headcount.queries.open.connection import hold_to_commits, view_descriptions
+from headcount.queries.open.connection import hold_to_commits, is_of_gone_file, view_descriptions
 from headcount.schemas.errors import QueryError, unknown
 
 BATCH_ROWS = 10_000
 """Rows that DuckDB hands over at once."""
+
+ATTEMPTS = 20
+"""How often a query is asked whose files are merged before it has read them."""
 
 INTERRUPTS = 300
 """How often a query is interrupted before it is given up, a tenth of a second apart."""
@@ -88,6 +91,8 @@ class Answer:
 
     patience: Patience
     reader: pa.RecordBatchReader
+    ask_again: Callable[[], pa.RecordBatchReader]
+    """The same rows from the first one on, out of the files of now."""
     facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     """Metadata of columns, by name, for files that carry some."""
     rows_read: int = 0
@@ -99,12 +104,18 @@ class Answer:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as Arrow batches."""
+        attempts_left = ATTEMPTS
         while True:
             try:
                 # DuckDB computes while it is read, so every batch may fail or take too long.
                 batch = self.patience.wait(lambda: next(iter(self.reader), None))
             except (duckdb.Error, pa.ArrowException, OSError) as error:
-                raise query_error(error) from None
+                attempts_left -= 1
+                # Rows that were handed over cannot be taken back.
+                if self.rows_read or not attempts_left or not is_of_gone_file(str(error)):
+                    raise query_error(error) from None
+                self.reader = self.ask_again()
+                continue
             if batch is None:
                 return
             self.rows_read += batch.num_rows
@@ -148,7 +159,6 @@ def run_query(
     limit_clause = f" LIMIT {limit}" if limit is not None and not explain else ""
     # On lines of its own: the query may end in a comment.
     subquery = f"FROM (\n{sql}\n)"
-    hold_to_commits(connection, subquery)
     cursor = connection.cursor()
     patience = Patience(cursor, timeout)
 
@@ -157,11 +167,22 @@ def run_query(
         cursor.execute("BEGIN TRANSACTION READ ONLY")
         return cursor.sql(f"{explain}{subquery}{limit_clause}").to_arrow_reader(BATCH_ROWS)
 
-    try:
-        reader = patience.wait(start)
-    except duckdb.Error as error:
-        raise explained(error, connection, subquery) from None
-    return Answer(patience, reader)
+    def ask() -> pa.RecordBatchReader:
+        for attempt in range(1, ATTEMPTS + 1):
+            hold_to_commits(connection, subquery)
+            try:
+                return patience.wait(start)
+            except duckdb.Error as error:
+                if attempt == ATTEMPTS or not is_of_gone_file(str(error)):
+                    raise explained(error, connection, subquery) from None
+                cursor.rollback()
+        raise AssertionError
+
+    def ask_again() -> pa.RecordBatchReader:
+        cursor.rollback()
+        return ask()
+
+    return Answer(patience, ask(), ask_again)
 
 
 def _one_query(text: str) -> tuple[str, str]:

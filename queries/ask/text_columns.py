@@ -66,5 +66,10 @@ def with_text(answer: Answer, models: RunModels, run_ids: list[str]) -> TextAnsw
         )
     only_run = None if "run_id" in names else run_ids[0]
     return TextAnswer(
-        answer.patience, answer.reader, answer.facts, models=models, only_run=only_run
+        answer.patience,
+        answer.reader,
+        answer.ask_again,
+        answer.facts,
+        models=models,
+        only_run=only_run,
     )

@@ -23,7 +23,7 @@ from headcount.queries.open.rollup_views import (
     create_rollup_views,
     measured_statistics,
 )
-from headcount.queries.open.run import ReadRun, Run, read_run, read_runs
+from headcount.queries.open.run import READINGS, ReadRun, Run, read_run, read_runs
 from headcount.queries.open.shipped_views import BLIND, FOUNDED, QUERIES, ShippedViews
 from headcount.queries.open.standard_errors import create_error_macros
 from headcount.queries.open.stores import CommittedObject, committed_objects, register_stores
@@ -284,12 +284,14 @@ def _with_verified_sources(run: Run, sources: list[str], tell: Tell) -> Run:
 def _verified(run: Run, tables: list[str], tell: Tell) -> Run:
     """The run without what is damaged of some tables. The same object if nothing is."""
     damage = _new_damage(run, tables, tell)
-    if not damage:
-        return run
-    # The run may have changed since it was opened: files that were measured again, extended or
-    # merged are not damaged, so look once more with the commit log of now.
-    run_now = read_run(run.directory, run.code)
-    if not run_now.commit_log.equals(run.commit_log):
+    for _ in range(READINGS):
+        if not damage:
+            return run
+        # The run may have changed since it was opened: files that were measured again, extended
+        # or merged are not damaged, so look again with the commit log of now.
+        run_now = read_run(run.directory, run.code)
+        if run_now.commit_log.equals(run.commit_log):
+            break
         run = run_now
         damage = _new_damage(run, tables, tell)
     return replace(run, damaged=[*run.damaged, *damage]) if damage else run
@@ -307,19 +309,28 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
     _note_committed_objects(opened)
     # DuckDB opens a file of each run to create a view. If that fails, damage is looked for now; it
     # takes a shard out of all tables, so all tables are tried again.
-    while unfit_sources := [
-        source
-        for source in SOURCES.values()
-        if _problem(
-            connection,
-            f"CREATE OR REPLACE VIEW internal.{source.name} AS {source_sql(source, opened.runs)}",
-        )
-    ]:
+    for _ in range(READINGS):
+        unfit_sources = [
+            source
+            for source in SOURCES.values()
+            if _problem(
+                connection,
+                f"CREATE OR REPLACE VIEW internal.{source.name} AS "
+                f"{source_sql(source, opened.runs)}",
+            )
+        ]
+        if not unfit_sources:
+            break
         names = [source.table.name for source in unfit_sources]
         opened.runs = [_verified(run, names, opened.tell) for run in opened.runs]
         for source in unfit_sources:
             _leave_out_misfits(connection, source, opened)
         _note_committed_objects(opened)
+    else:
+        raise QueryError(
+            f"the files of {opened.runs[0].directory.path} change faster than they are read; wait "
+            "for whoever is at work on the run, then ask again"
+        )
     _store_content(connection, "runs", run_tables.runs_table(opened.runs))
     _store_content(connection, "shards", run_tables.shards_table(opened.runs))
     if opened.shipped.foundation is None and _unrolled_statistics(opened) != opened.unrolled:
@@ -354,6 +365,11 @@ def _problem(connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
     return None
 
 
+def is_of_gone_file(message: str) -> bool:
+    """Whether DuckDB says that a file is gone, which somebody may have merged meanwhile."""
+    return "No such file" in message or "No files found" in message
+
+
 def _leave_out_misfits(
     connection: duckdb.DuckDBPyConnection, source: Source, opened: OpenedRuns
 ) -> None:
@@ -366,7 +382,8 @@ def _leave_out_misfits(
     for run in opened.runs:
         # Only planned, not run: that is enough to compare the columns of its files.
         why = _problem(connection, f"EXPLAIN {source_sql(source, [run])}")
-        if why is None:
+        # A file that was merged into another one is gone: the caller looks again.
+        if why is None or is_of_gone_file(why):
             fitting.append(run)
         else:
             misfits.append(

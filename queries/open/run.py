@@ -109,8 +109,24 @@ def _shards_of(damaged: list[Damage]) -> list[int]:
     return [shard for damage in damaged for shard in damage.shards]
 
 
+READINGS = 20
+"""How often a run is read whose shards are merged meanwhile."""
+
+
 def read_run(directory: RunDirectory, code: str | None) -> Run:
     """Read a manifest and a commit log, and look for files that are gone or have another size."""
+    run = _read_once(directory, code)
+    for _ in range(READINGS):
+        # A file that was merged after the commit log was read is gone, and not damaged.
+        if not run.damaged:
+            break
+        run, before = _read_once(directory, code), run
+        if run.commit_log.equals(before.commit_log):
+            break
+    return run
+
+
+def _read_once(directory: RunDirectory, code: str | None) -> Run:
     manifest = directory.manifest()
     commit_log = directory.commit_log()
     # Otherwise rows would count twice.
