@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -55,6 +56,18 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 class _SeenEnough(Exception):
     """Ends a pass of which the rest is not needed."""
+
+
+@contextmanager
+def _kept_warnings() -> Iterator[None]:
+    """After it, the process warns of what it did before; TransformerLens silences some for good."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    with warnings.catch_warnings():
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 class Hook(Protocol):
@@ -150,7 +163,7 @@ class Model:
             # Libraries draw random weights for modules that they wrap, and must not move the
             # generators of the process. If the bridge is first wanted in inference mode, tensors
             # that are made there could never have gradients.
-            with torch.random.fork_rng(devices), torch.inference_mode(False):
+            with torch.random.fork_rng(devices), torch.inference_mode(False), _kept_warnings():
                 self._booted = self._boot()
             if self._booted.bridge is not None:
                 self._settle_shown_attention()
