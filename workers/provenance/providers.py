@@ -84,7 +84,7 @@ REDUCED_BY: dict[type[Formula], tuple[str, ...]] = {
     Statistic: ("workers.measurements.undefined",),
     Profile: (
         "workers.measurements.undefined",
-        "workers.measurements.profile_means",
+        "workers.measurements.moments",
     ),
     WeightStatistic: ("workers.measurements.weight_tables",),
 }
