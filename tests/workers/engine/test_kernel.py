@@ -152,29 +152,6 @@ class TestSweep:
         q, k, v = random_qkv(1, 1, 1, 35, d_head)
         check(q, k, v, d_head**-0.5, match_labels(random_tokens(1, 35)))
 
-    @pytest.mark.parametrize(
-        "facts",
-        [
-            {"window": 1},
-            {"window": 33},
-            {"window": 100, "sink": True},
-            {"soft_cap": 2.0, "slopes": True},
-            {"window": 70, "soft_cap": 2.0, "slopes": True, "sink": True},
-        ],
-        ids=str,
-    )
-    def test_the_facts_of_a_layer(self, facts: dict[str, Any]) -> None:
-        generator = torch.Generator().manual_seed(1)
-        drawn = {name: torch.rand(4, generator=generator) for name in ("slopes", "sink")}
-        given: dict[str, Any] = {
-            name: drawn[name].to(DEVICE) if value is True else value
-            for name, value in facts.items()
-        }
-        q, k, _ = random_qkv(1, 4, 2, 170, 24)
-        v = torch.randn(1, 2, 170, 40, generator=generator).to(DEVICE)
-        labels = match_labels(random_tokens(1, 170))
-        check(q, k, v, AttentionFacts(0.2, **given), labels, atol=2e-5)
-
     def test_any_strides(self) -> None:
         torch.manual_seed(0)
         q, k, v = (torch.randn(n, 24, 2, 70, device=DEVICE).permute(2, 0, 3, 1) for n in (4, 2, 2))
@@ -189,31 +166,6 @@ class TestSweep:
         storage[..., :97, :d_head] = torch.stack(random_qkv(1, 1, 1, 97, d_head))
         q, k, v = storage[..., :97, :d_head]
         check(q, k, v, 0.2, match_labels(random_tokens(1, 97)))
-
-    def test_one_attended_key_exactly(self) -> None:
-        q, k, v = torch.full((3, 1, 1, 1, 2), 3.0, device=DEVICE)
-        label = torch.full((1, 1), 7, dtype=torch.int32, device=DEVICE)
-        labels = [PairLabels(label, label, 0), PairLabels(label, label, 1)]
-        swept = swept_in_float32(q, k, v, math.log(2), labels)
-        answers = {name: answer.item() for name, answer in answers_of(swept).items() if name != "z"}
-        assert swept.z.tolist() == [[[[3.0, 3.0]]]]
-        assert answers.pop("lse") == pytest.approx(18 * math.log(2))
-        assert answers == {"distance": 0, "entropy": 0, "mass 0": 1, "mass 1": 0}
-
-    def test_uniform_attention_exactly(self) -> None:
-        zeros = torch.zeros(1, 1, 128, 1, device=DEVICE)
-        one = torch.ones(1, 128, dtype=torch.int32, device=DEVICE)
-        v = torch.arange(128.0, device=DEVICE)[:, None].expand(1, 1, 128, 1)
-        swept = swept_in_float32(zeros, zeros, v, 1.0, [PairLabels(one, one, 1)])
-        assert swept.entropy is not None
-        for n in (1, 2, 4, 8, 16, 32, 64, 128):
-            assert swept.z[0, 0, n - 1].item() == swept.distance[0, 0, n - 1] == (n - 1) / 2
-            assert swept.masses[0][0, 0, n - 1] == 1 - 1 / n
-            assert (
-                swept.entropy[0, 0, n - 1].item()
-                == swept.lse[0, 0, n - 1]
-                == pytest.approx(math.log(n))
-            )
 
     def test_labels_choose_the_members(self) -> None:
         n_ctx = 97
