@@ -134,13 +134,11 @@ class LayerFormulas:
             # infinity.
             values = torch.full(shape, torch.inf, dtype=dtype, device=value.device)
             self._values[kind.field, formula.name] = values
-        place = self.heads.places[layer]
-        if has_heads:
-            values[:, place, :n_heads] = value
-            # Other layers have more heads.
-            values[:, place, n_heads:] = torch.nan
-        else:
-            values[:, place] = value
+        of_layer = values[:, self.heads.places[layer]]
+        if has_heads and n_heads < self.heads.width:
+            of_layer[:, n_heads:] = torch.nan  # Other layers have more heads.
+            of_layer = of_layer[:, :n_heads]
+        of_layer.copy_(value)
 
     def _weights_of(self, layer: int) -> Mapping[str, LayerValue]:
         """The weights that formulas read, of the measured heads of a layer."""
