@@ -13,9 +13,6 @@ pattern. Two identities make the matrix unnecessary:
 Query heads can share keys and values. Then these have fewer heads, and are not repeated.
 """
 
-# What each question asks is said in `schemas.pattern`.
-# ruff: noqa: D102
-
 from __future__ import annotations
 
 import copy
@@ -123,16 +120,20 @@ class FusedPattern:
 
     @property
     def scale(self) -> float:
+        """The factor of q·k."""
         return self.facts.scale
 
     @property
     def is_partial(self) -> bool:
+        """Whether some query does not see all keys before it."""
         return self.window < self.n_ctx
 
     def is_finite(self) -> Tensor:
+        """Whether every row of the pattern is made of numbers, as a tensor of one bool."""
         return self.lse.isfinite().all()
 
     def key(self, k: int) -> Tensor:
+        """`A[q, k]` for one key, 0 where `q < k`, NaN behind the window: `[batch head query]`."""
         question = f"key {k}"
         if question not in self._answers:
             attention = _attention(self.score(k), self.lse)
@@ -141,6 +142,7 @@ class FusedPattern:
         return self._answers[question]
 
     def lag(self, d: int) -> Tensor:
+        """`A[q, q-d]` for the queries `q >= d`: `[batch head query-d]`."""
         lse = self.lse[..., d:]
         if d >= self.window:
             return torch.full_like(lse, torch.nan)
@@ -150,15 +152,21 @@ class FusedPattern:
         return _attention(scored(products, behind, self.facts), lse)
 
     def mass(self, pairs: TokenPairs) -> Tensor:
+        """`Σ_{k in pairs[q]} A[q, k]`: `[batch head query]`."""
         return self._swept(pairs.name)
 
     def distance(self) -> Tensor:
+        """`Σ_k A[q, k] (q-k)`: `[batch head query]`."""
         return self._swept("distance")
 
     def entropy(self) -> Tensor:
+        """`-Σ_k A[q, k] ln A[q, k]` in nats: `[batch head query]`."""
         return self._swept("entropy")
 
     def distant(self, sink: int, recent: int) -> Tensor:
+        """`Σ A[q, k]` over the keys `k >= sink` with `q - k >= recent`, NaN if the query sees none:
+        `[batch head query]`.
+        """
         mass = self._swept(DistantKeys(sink, recent).question)
         # The nearest distant key is q - recent, which must be `sink` or later.
         sees_none = self._positions() < sink + recent
@@ -167,6 +175,9 @@ class FusedPattern:
         return mass.masked_fill(sees_none, torch.nan)
 
     def labelled_mass(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """`Σ A[q, k]` over the keys of a mask `[batch pos]`, 0 for queries outside of the other:
+        `[batch head query]`.
+        """
         mass = torch.zeros_like(self.lse)
         for tile, attention in self._attention_of(queries):
             of_keys = keys[tile.sequences, None, tile.keys, None].to(attention)  # [batch 1 key 1]
@@ -174,9 +185,13 @@ class FusedPattern:
         return mass.masked_fill(~queries[:, None], 0)
 
     def labelled_seen(self, keys: Tensor) -> Tensor:
+        """How many of the keys of a mask `[batch pos]` a query sees: `[batch query]`."""
         return count_seen(keys, self.window)
 
     def strongest_key(self, queries: Tensor) -> Tensor:
+        """The key with the largest `A[q, k]`, 0 for queries outside of the mask `[batch pos]`:
+        `[batch head query]`.
+        """
         strongest = torch.zeros_like(self.lse, dtype=torch.int64)
         for tile, attention in self._attention_of(queries):
             key = first_of_largest(attention) + tile.keys.start  # [batch head query]
@@ -211,14 +226,21 @@ class FusedPattern:
         return attention
 
     def gate(self) -> Tensor:
+        """Share of each row that the learned sink takes; NaN if there is none:
+        `[batch head query]`.
+        """
         if self.facts.sink is None:
             return torch.full_like(self.lse, torch.nan)
         return _attention(self.facts.sink.to(self.lse)[:, None], self.lse)
 
     def seen(self, pairs: TokenPairs) -> Tensor:
+        """Number of keys in pairs[q] that a query sees: `[batch query]`."""
         return pairs.count_within(self.window)
 
     def score(self, k: int) -> Tensor:
+        """`S[q, k]` for one key, NaN behind the window; only queries `q >= k` mean anything:
+        `[batch head query]`.
+        """
         first, stop = (0, FIRST_KEYS) if k < FIRST_KEYS else (k, k + 1)
         question = f"scores from key {first}"
         if question not in self._answers:
@@ -228,9 +250,13 @@ class FusedPattern:
         return self._answers[question][..., k - first]
 
     def largest_score(self) -> Tensor:
+        """The largest `S[q, k]` of the keys that a query sees: `[batch head query]`."""
         return self._swept(LARGEST_SCORE)
 
     def earlier_score(self) -> Tensor:
+        """Mean of `S[q, k]` over the keys `1 <= k < q`; NaN if one of them is behind the window,
+        and for the first two queries, which have no such key: `[batch head query]`.
+        """
         position = self.positions()
         # Σ S[q, k] over these keys; meaningless for the first two queries.
         sums = torch.zeros_like(self.lse)
@@ -255,6 +281,7 @@ class FusedPattern:
         return mean_score
 
     def without(self, b_Q: Tensor) -> FusedPattern:
+        """The pattern of queries less `b_Q [head d_qk]`, without cap, slopes and learned sink."""
         return FusedPattern(
             self.q - b_Q[:, None],
             self.k,
@@ -266,38 +293,54 @@ class FusedPattern:
         )
 
     def received(self) -> Tensor:
+        """Mean of `A[q, k]` over the queries that see the key: `[batch head key]`."""
         return self._swept(RECEIVED) / (self.n_ctx - self.positions()).clamp(max=self.window)
 
     def by_lag(self) -> Tensor:
+        """`1/(T-d) Σ_{q>=d} A[q, q-d]` for every lag d, NaN from the window on:
+        `[batch head lag]`.
+        """
         means = torch.full_like(self.lse, torch.nan)
         for d in range(self.window):
             means[..., d] = self.lag(d).mean(-1)
         return means
 
     def row(self, q: int) -> Tensor:
+        """`A[q, k]` for one query, 0 where `k > q`, NaN behind the window: `[batch head key]`."""
         attention = _attention(self.row_scores(q), self.lse[..., q, None])
         attention[..., q + 1 :] = 0
         return attention
 
     def rows(self, first: int) -> Tensor:
+        """`A[q, k]` for the queries `q >= first`, 0 where the query does not see the key:
+        `[batch head query key]`.
+        """
         behind = distances(self._positions()[first:], self._positions())
         scores = scored(products_of(self.q[:, :, first:], self.k), behind, self.facts)
         attention = _attention(scores, self.lse[..., first:, None]).tril(first)
         return attention.masked_fill_(behind >= self.window, 0) if self.is_partial else attention
 
     def row_scores(self, q: int) -> Tensor:
+        """`S[q, k]` for one query, NaN behind the window; only keys `k <= q` mean anything:
+        `[batch head key]`.
+        """
         kv_heads = self.k.shape[1]
         queries = self.q[:, :, q].unflatten(1, (kv_heads, -1))  # [batch kv_head head-of-group d_qk]
         products = (self.k @ queries.mT).mT.flatten(1, 2)  # [batch head key]
         return scored(products, q - self._positions(), self.facts)
 
     def dense(self) -> Tensor:
+        """The matrix `A` itself, of T² numbers, NaN behind the window: `[batch head query key]`."""
         return _attention(self.dense_scores(), self.lse[..., None]).tril()
 
     def dense_scores(self) -> Tensor:
+        """The matrix `S`, NaN behind the window; only `k <= q` means anything:
+        `[batch head query key]`.
+        """
         return all_scores(self.q, self.k, self.facts)
 
     def positions(self) -> Tensor:
+        """`0 .. T-1` in the pattern's dtype and on its device: `[query]`."""
         return torch.arange(self.n_ctx, dtype=self.q.dtype, device=self.q.device)
 
     def _positions(self) -> Tensor:
