@@ -12,12 +12,7 @@ from torch import Tensor
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.commits import Method
 from headcount.schemas.statistics import LAYER_VALUES
-from headcount.workers.engine.changes import EMBEDDINGS, WHOLE_PATTERN, Changes, hidden_keys
-from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
-from headcount.workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
-from headcount.workers.engine.token_pairs import TokenPairs
-from headcount.workers.model.attention_facts import AttentionFacts
-from headcount.workers.model.attention_scores import (
+from headcount.workers.engine.attention_scores import (
     MASKED,
     all_scores,
     scored,
@@ -25,6 +20,11 @@ from headcount.workers.model.attention_scores import (
     unseen_keys,
     weighted_values,
 )
+from headcount.workers.engine.changes import EMBEDDINGS, WHOLE_PATTERN, Changes, hidden_keys
+from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
+from headcount.workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
+from headcount.workers.engine.token_pairs import TokenPairs
+from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.model import Hook, Model, at_least_float32
 
 Tensors = dict[str, Tensor]

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.pattern import first_of_largest
-from headcount.workers.engine.token_pairs import TokenPairs, count_seen
-from headcount.workers.model.attention_facts import AttentionFacts
-from headcount.workers.model.attention_scores import (
+from headcount.workers.engine.attention_scores import (
     all_scores,
     distances,
     facts_of_heads,
@@ -25,6 +23,8 @@ from headcount.workers.model.attention_scores import (
     window_of,
     without_bias,
 )
+from headcount.workers.engine.token_pairs import TokenPairs, count_seen
+from headcount.workers.model.attention_facts import AttentionFacts
 
 
 class DensePattern:

@@ -15,6 +15,13 @@ from headcount.schemas.errors import ModelError
 from headcount.schemas.files.commits import Method
 from headcount.schemas.scans.precision import PRECISIONS
 from headcount.schemas.statistics import LAYER_VALUES
+from headcount.workers.engine.attention_scores import (
+    MASKED,
+    all_scores,
+    softmax_of,
+    unseen_keys,
+    weighted_values,
+)
 from headcount.workers.engine.changes import Changes, hidden_keys
 from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
 from headcount.workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
@@ -24,13 +31,6 @@ from headcount.workers.engine.number_formats import WeightHalves, linears_in, ou
 from headcount.workers.engine.streamed_attention import streamed_attention
 from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.attention_facts import AttentionFacts
-from headcount.workers.model.attention_scores import (
-    MASKED,
-    all_scores,
-    softmax_of,
-    unseen_keys,
-    weighted_values,
-)
 from headcount.workers.model.mlp_pieces import mlps_in_pieces
 from headcount.workers.model.model import Model, at_least_float32
 from headcount.workers.model.rotations import Rotation

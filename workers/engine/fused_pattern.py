@@ -24,11 +24,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.pattern import first_of_largest
-from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Sweep
-from headcount.workers.engine.number_formats import HALVES, rounded
-from headcount.workers.engine.token_pairs import TokenPairs, count_seen
-from headcount.workers.model.attention_facts import AttentionFacts
-from headcount.workers.model.attention_scores import (
+from headcount.workers.engine.attention_scores import (
     MASKED,
     all_scores,
     by_shared_head,
@@ -39,6 +35,10 @@ from headcount.workers.model.attention_scores import (
     window_of,
     without_bias,
 )
+from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Sweep
+from headcount.workers.engine.number_formats import HALVES, rounded
+from headcount.workers.engine.token_pairs import TokenPairs, count_seen
+from headcount.workers.model.attention_facts import AttentionFacts
 
 LN2 = math.log(2)
 

@@ -11,11 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headcount.workers.engine.changes import Streaming
-from headcount.workers.engine.fused_pattern import FusedPattern
-from headcount.workers.engine.kernel.sweep_kernel import Sweep
-from headcount.workers.model.attention_facts import AttentionFacts
-from headcount.workers.model.attention_scores import (
+from headcount.workers.engine.attention_scores import (
     distances,
     facts_of_heads,
     products_of,
@@ -23,6 +19,10 @@ from headcount.workers.model.attention_scores import (
     weighted_values,
     window_of,
 )
+from headcount.workers.engine.changes import Streaming
+from headcount.workers.engine.fused_pattern import FusedPattern
+from headcount.workers.engine.kernel.sweep_kernel import Sweep
+from headcount.workers.model.attention_facts import AttentionFacts
 
 
 def streamed_attention(

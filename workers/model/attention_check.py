@@ -16,13 +16,9 @@ from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
 from headcount.workers.model.attention_facts import AttentionFacts, AttentionSizes
 from headcount.workers.model.attention_layers import attending, own_attention
-from headcount.workers.model.attention_scores import (
-    all_scores,
-    weighted_values,
-    whole_pattern,
-)
 from headcount.workers.model.bare_modules import output_projection
 from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.whole_attention import attend_whole
 
 CHECK_TOKENS = 16
 """Tokens of the check, if no window is shorter."""
@@ -122,7 +118,7 @@ def _tokens(info: ModelInfo, count: int) -> Tensor:
 def _run_ours(
     info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor, seen: _Pass
 ) -> None:
-    """One pass with whole matrices, which notes the facts and sizes of each layer."""
+    """One pass with `attend_whole`, which notes the facts and sizes of each layer."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         if seen.layer in seen.facts:
@@ -140,8 +136,7 @@ def _run_ours(
         seen.sizes[seen.layer] = AttentionSizes(
             q.shape[1], k.shape[1], d_qk=q.shape[3], d_v=v.shape[3]
         )
-        pattern = whole_pattern(all_scores(q, k, facts), facts)
-        seen.z[seen.layer] = weighted_values(pattern, v).transpose(1, 2)
+        seen.z[seen.layer] = attend_whole(q, k, v, facts)
         return seen.z[seen.layer]
 
     with (

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
 from headcount.workers.model.attention_facts import Attend, AttentionFacts
-from headcount.workers.model.attention_scores import whole_pattern
 from headcount.workers.model.rotations import Rotation, noted_rotations, rotation_of_queries
+from headcount.workers.model.whole_attention import whole_pattern
 
 IMPLEMENTATION = "headcount"
 """The name under which Hugging Face models look our attention and our masks up."""

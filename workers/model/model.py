@@ -23,7 +23,6 @@ from headcount.workers.model.attention_check import (
 )
 from headcount.workers.model.attention_facts import Attend, AttentionFacts, AttentionSizes
 from headcount.workers.model.attention_layers import attending, facts_of_module, score_problem
-from headcount.workers.model.attention_scores import all_scores
 from headcount.workers.model.bare_modules import (
     attention_or_block,
     find_mlps,
@@ -35,6 +34,7 @@ from headcount.workers.model.bare_modules import (
 from headcount.workers.model.circuit import Circuit, effective_positions
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.rotations import Rotation
+from headcount.workers.model.whole_attention import whole_scores
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -429,7 +429,7 @@ class Model:
             problem = f"TransformerLens does not show q and k of layer {layer} by head"
             return ShownAttention(facts, False, problem)
         shows_scores, difference = score_problem(
-            all_scores(q.transpose(1, 2), k.transpose(1, 2), facts),
+            whole_scores(q.transpose(1, 2), k.transpose(1, 2), facts),
             activations.get("attn_scores", pattern),
             pattern,
             facts,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.scans.intervention import parse_intervention
+from headcount.workers.engine.attention_scores import MASKED, all_scores, softmax_of, unseen_keys
 from headcount.workers.engine.changes import Streaming
 from headcount.workers.engine.streamed_attention import streamed_attention
 from headcount.workers.model.attention_facts import AttentionFacts
-from headcount.workers.model.attention_scores import MASKED, all_scores, softmax_of, unseen_keys
 from tests.toys import toy_models as toy
 
 N_CTX = toy.N_CTX

@@ -1,8 +1,8 @@
 """Scores from q·k and the facts of a layer, and the pattern that a matrix of scores makes.
 
-Both engines ask here, for single answers and for whole matrices, and so does the check of a loaded
-model, which holds this against the model's own attention. The sweeps over tiles and on a GPU say it
-once more, in base 2 and a tile at a time.
+Both engines ask here, for single answers and for whole matrices. The sweeps over tiles and on a GPU
+say it once more, in base 2 and a tile at a time. So does the check of a loaded model
+(`workers.model.attention_check`), which judges the facts and stands below the engines.
 """
 
 from __future__ import annotations
@@ -85,12 +85,6 @@ def softmax_of(scores: Tensor, facts: AttentionFacts) -> Tensor:
     sink = facts.sink.to(scores)[:, None, None].expand(batch, -1, n_ctx, 1)
     # The sink is one more key, whose column is cut off after the softmax.
     return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
-
-
-def whole_pattern(scores: Tensor, facts: AttentionFacts) -> Tensor:
-    """The pattern of scores `[batch head query key]`, those of unseen keys left out."""
-    unseen = unseen_keys(scores.shape[-1], facts, scores.device)
-    return softmax_of(scores.masked_fill(unseen, MASKED), facts)
 
 
 def without_bias(facts: AttentionFacts) -> AttentionFacts:
