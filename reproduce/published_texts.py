@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from headcount.schemas.errors import CorpusError, ModelError, RunError, counted
 from headcount.schemas.files.places import reason
@@ -76,22 +76,6 @@ class Piece(NamedTuple):
     tokens: list[int]
 
 
-class Tokenizer(Protocol):
-    """What we use of a tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        ...
-
-    def encode_many(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of several texts."""
-        ...
-
-    def text(self, tokens: list[int]) -> str:
-        """The text of token ids."""
-        ...
-
-
 ReadRows = Callable[[DataSet], Iterable[Any]]
 """What gives the values of a data set's field, in the order of its rows."""
 
@@ -104,7 +88,7 @@ class Sources:
     """What texts are built from."""
 
     read_rows: ReadRows
-    load_tokenizer: Callable[[], Tokenizer]
+    load_tokenizer: Callable[[], TextTokenizer]
     tell: Tell
 
 
@@ -143,7 +127,7 @@ def the_sentence(sources: Sources, seed: int) -> list[Text]:
 
 
 def _continued_texts(
-    number: int, data_set: DataSet, sources: Sources, tokenizer: Tokenizer, seed: int
+    number: int, data_set: DataSet, sources: Sources, tokenizer: TextTokenizer, seed: int
 ) -> list[Text]:
     """The long texts of one data set; `number` is its place among the three."""
     pieces = _pieces(data_set, sources.read_rows, tokenizer)
@@ -159,7 +143,7 @@ def _continued_texts(
 
 
 def _continued(
-    beginning: Piece, pieces: list[Piece], tokenizer: Tokenizer, generator: random.Random
+    beginning: Piece, pieces: list[Piece], tokenizer: TextTokenizer, generator: random.Random
 ) -> str:
     """A row, continued by rows in random order until it is long enough.
 
@@ -178,7 +162,7 @@ def _continued(
             count += len(piece.tokens)
 
 
-def _pieces(data_set: DataSet, read_rows: ReadRows, tokenizer: Tokenizer) -> list[Piece]:
+def _pieces(data_set: DataSet, read_rows: ReadRows, tokenizer: TextTokenizer) -> list[Piece]:
     """The rows of a data set that have text, with white space collapsed to single spaces."""
     cleaned = [" ".join(str(value or "").split()) for value in read_rows(data_set)]
     rows = [(index, text) for index, text in enumerate(cleaned) if text]

@@ -3,6 +3,9 @@
 What predictions read is computed only if a scan names a prediction that reads it.
 """
 
+# torch gives `norm` no types.
+# pyright: basic
+
 from __future__ import annotations
 
 from headcount.schemas.formula_kinds import PREDICTIONS as PREDICTIONS

@@ -6,8 +6,10 @@ that is measured again, for example in a training loop, is prepared once.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -31,6 +33,20 @@ if TYPE_CHECKING:
 
 GIVEN = "given"
 """The input family of rows that no family made."""
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Within it, modules that were compiled run as they are written.
+
+    Otherwise every formula would be compiled into them, and training would compile them anew.
+    """
+    # To compile, the caller has imported this. By itself it takes a second.
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class _Prepared:
@@ -57,9 +73,7 @@ _PREPARED: WeakKeyDictionary[nn.Module, _Prepared] = WeakKeyDictionary()
 """What was prepared of models that still exist. It shares their weights."""
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Held while a model is measured. Two threads would get each other's hooks in one model, and two
-models of a family share the file whose functions are wrapped during a pass.
-"""
+"""Held while a model is measured. Two threads would get each other's hooks in one model."""
 
 
 @checked(
@@ -89,7 +103,7 @@ def measure(
     The model keeps its weights, mode, hooks and random state. It is measured without dropout, and a
     model of transformers without its hooks. Calls from several threads wait for each other.
     """
-    with _ONE_AT_A_TIME:
+    with _ONE_AT_A_TIME, _uncompiled():
         return _measured(
             unwrapped(model),
             tokens,

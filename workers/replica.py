@@ -30,8 +30,9 @@ from headcount.workers.interventions.settlement import (
     settle,
     settle_one,
 )
-from headcount.workers.measurements.batch import Measurements, PendingBatch, collect, launch
+from headcount.workers.measurements.batch import PendingBatch, collect, launch
 from headcount.workers.measurements.requested import Requested
+from headcount.workers.measurements.results import Measurements
 from headcount.workers.measurements.weight_tables import tables_of_weights
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import ModelInfo
@@ -181,6 +182,7 @@ class Replica:
         while start < len(sequences.tokens):
             began = time.perf_counter()
             batch = sequences.part(start, start + self.batch.size)
+            launched: PendingBatch | None = None
             try:
                 launched = self._launch(engine, batch, start)
             except RuntimeError as error:
@@ -188,16 +190,20 @@ class Replica:
                 says_no_memory = any(words in str(error) for words in NO_MEMORY)
                 if not isinstance(error, torch.OutOfMemoryError) and not says_no_memory:
                     raise
+            # Where memory has run out too: the batch before is whole, and its results leave the
+            # device before fewer sequences are tried.
+            if pending is not None:
+                yield collect(pending)
+                pending = None
+            if launched is None:
                 if self.batch.size == 1:
                     n_ctx = sequences.tokens.shape[1]
                     raise ModelError(
                         f"one sequence of {counted(n_ctx, 'token')} does not fit the memory; "
                         "lower n_ctx"
-                    ) from None
+                    )
                 self.batch.halve()
                 continue  # The same sequences again, fewer at a time.
-            if pending is not None:
-                yield collect(pending)
             pending = launched
             if self.batch.searching:
                 # Sizes are compared by time, and a time means something only if the pass is over.

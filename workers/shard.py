@@ -30,9 +30,8 @@ from headcount.schemas.files.tables import SEQUENCES, Table, with_partitions
 from headcount.schemas.scans.kinds import TABLES, kinds_of, table_schema
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import ShardInput
-from headcount.workers.measurements.batch import Measurements
-from headcount.workers.measurements.head_numbers import numbered
-from headcount.workers.measurements.profile_means import means_table
+from headcount.workers.measurements.results import Measurements
+from headcount.workers.measurements.rows import means_table, numbered
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
 from headcount.workers.provenance.machine import device_name, measuring_versions
 from headcount.workers.replica import InterventionMeasurements, Replica
@@ -180,17 +179,14 @@ def intervention_tables(
     """The rows of a shard under one intervention, by table."""
     tables: dict[str, pa.Table] = {}
     for name, table in TABLES.items():
-        requested_kinds = [kind for kind in kinds_of(table) if kind in scan.kinds()]
-        averaged_kinds = [kind for kind in requested_kinds if measured.means.get(kind.field)]
-        if averaged_kinds:
-            rows = [
-                means_table(kind, shard.shard, measured.means[kind.field], measured.measured_heads)
-                for kind in averaged_kinds
-            ]
-            tables[name] = pa.concat_tables(rows)
-        # `heads` and `sequences` are in every shard, other tables if the scan fills them.
-        elif table.has("sequence") and (requested_kinds or table.written == "every shard"):
-            tables[name] = sequence_rows(table, scan, shard, measured)
+        kinds = [kind for kind in kinds_of(table) if kind in scan.kinds()]
+        means = measured.tables.get(name)
+        if table.has("sequence"):
+            # `heads` and `sequences` are in every shard, other tables if the scan fills them.
+            if kinds or table.written == "every shard":
+                tables[name] = sequence_rows(table, scan, shard, measured)
+        elif kinds and means:
+            tables[name] = means_table(kinds[0], shard.shard, means, measured.measured_heads)
     return tables
 
 

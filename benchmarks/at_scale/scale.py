@@ -128,7 +128,7 @@ class Idler(Replica):
         )
         every = MeasuredHeads.every(self.info.n_layers, self.info.n_heads)
         return InterventionMeasurements(
-            {"heads": heads, "sequences": uniform_baseline}, {}, every, method
+            {"heads": heads, "sequences": uniform_baseline}, every, method
         )
 
 

@@ -13,8 +13,7 @@ from headcount.schemas.formulas import Formula
 from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.dense_pattern import DensePattern
-from headcount.workers.measurements.layer_formulas import where_defined
-from headcount.workers.measurements.undefined import defined_or_nan
+from headcount.workers.measurements.undefined import defined_or_nan, where_defined
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import ModelInfo

@@ -261,19 +261,19 @@ def write_parquet(answer: Answer, path: Path) -> None:
 def _json_text(value: object, out: TextIO) -> str:
     """JSON that the encoding of `out` can write and no terminal obeys."""
     is_unicode = (out.encoding or "utf-8").lower().replace("-", "").startswith("utf")
-    text = json.dumps(_json_value(value), ensure_ascii=not is_unicode, default=str)
+    text = json.dumps(json_value(value), ensure_ascii=not is_unicode, default=str)
     return UNSAFE_IN_TERMINALS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def _json_value(value: object) -> object:
+def json_value(value: object) -> object:
     """The value as JSON has it: no decimals, no NaN, no infinities."""
     # DuckDB adds integers up in 128 bits, which Arrow has only as a decimal.
     if isinstance(value, Decimal):
         value = int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, list):
-        return [_json_value(item) for item in value]
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
     if isinstance(value, dict):
-        return {key: _json_value(item) for key, item in value.items()}
+        return {key: json_value(item) for key, item in value.items()}
     return value

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import typer
 
-from headcount.queries.head_label import Head
 from headcount.queries.sql_text import text_literal
 from headcount.schemas.errors import ModelError, QueryError, printable
+from headcount.schemas.scans.measured_heads import Head
 from headcount.workers.run_model import Look, RunModel, RunModels
 
 if TYPE_CHECKING:

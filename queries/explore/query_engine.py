@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from headcount.queries.ask.answers import query_error, run_query
 from headcount.queries.ask.asking import open_runs
+from headcount.queries.ask.formats import json_value
 from headcount.queries.explore.opened import OpenedRuns, SampleKey
 from headcount.queries.explore.page_queries import (
     Answer,
@@ -414,7 +415,9 @@ def packed(answer: Answer) -> bytes:
     """
     arrays = [np.ascontiguousarray(array) for array in answer.arrays]
     kinds = [[array.dtype.str, list(array.shape)] for array in arrays]
-    header = json.dumps(_json_value(answer.header | {"arrays": kinds}), allow_nan=False).encode()
+    header = json.dumps(
+        json_value(answer.header | {"arrays": kinds}), allow_nan=False, default=str
+    ).encode()
     # Four bytes, the length, stand before the header.
     header += b" " * (-(len(header) + 4) % 8)
     parts = [struct.pack("<I", len(header)), header]
@@ -465,20 +468,6 @@ def _cell(value: object) -> object:
         return value
     text = str(value)
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
-
-
-def _json_value(value: object) -> object:
-    """A value without NaN and infinities, which JSON does not have."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {str(key): _json_value(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_json_value(item) for item in value]
-        case None | bool() | int() | str():
-            return value
-    return str(value)
 
 
 MOST_ANSWERS = 256

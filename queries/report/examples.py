@@ -9,10 +9,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from headcount.queries.ask.asking import Record, RunDatabase
-from headcount.queries.head_label import Head
 from headcount.queries.report.section import Floats, Section, records
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import HeadcountError
+from headcount.schemas.scans.measured_heads import Head
 from headcount.workers.run_model import RunModels
 
 MOST, LEAST = 3, 1

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from headcount.queries.ask.asking import Record, RunDatabase
-from headcount.queries.head_label import Head
 from headcount.queries.report.examples import Examples, Excerpt, example_statistics, read_examples
 from headcount.queries.report.head_curves import HeadCurve
 from headcount.queries.report.html_page import CARD, TEMPLATES, html_text, json_value
@@ -20,6 +19,7 @@ from headcount.queries.report.section import (
     runs_by_id,
 )
 from headcount.schemas.errors import QueryError
+from headcount.schemas.scans.measured_heads import Head
 from headcount.workers.run_model import RunModels
 
 

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from headcount.queries.ask.asking import Record, RunDatabase
-from headcount.queries.head_label import Head
 from headcount.queries.report.head_curves import (
     AXES,
     Curve,
@@ -30,6 +29,7 @@ from headcount.queries.report.head_curves import (
 from headcount.queries.sql_text import text_literal
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.run_directory import pc
+from headcount.schemas.scans.measured_heads import Head
 
 Counts: TypeAlias = npt.NDArray[np.int64]
 

@@ -3,13 +3,15 @@
 MInference computes only some columns and diagonals of a long pattern, and chooses them so.
 """
 
+# torch gives `norm` no types.
+# pyright: basic
+
 from __future__ import annotations
 
 import math
-from typing import Protocol, Self, cast
 
 from headcount.schemas.formula_kinds import profile
-from headcount.schemas.pattern import TIE, Index, Pattern, Tensor
+from headcount.schemas.pattern import TIE, Pattern, Tensor
 from headcount.schemas.units import Probability
 
 MINFERENCE = "Jiang et al. 2024, MInference, arXiv 2407.02490"
@@ -27,23 +29,6 @@ SEARCH_LENGTH = 30_000
 
 FIRST_COLUMNS, NEAREST_DIAGONALS = 30, 100
 """Columns and diagonals that MInference always computes, and counts among those that it chooses."""
-
-
-class Matrix(Tensor, Protocol):
-    """A torch tensor, with what it takes to add up diagonals."""
-
-    def __setitem__(self, index: Index | tuple[Index, ...], value: Tensor | float, /) -> None: ...
-    def new_zeros(self, *shape: int) -> Self:
-        """A tensor of zeros on the same device."""
-        ...
-
-    def unflatten(self, dim: int, sizes: tuple[int, int]) -> Self:
-        """One axis as two."""
-        ...
-
-    def flip(self, dim: int) -> Self:
-        """The entries of an axis in reverse."""
-        ...
 
 
 @profile(MINFERENCE, axis="lag")
@@ -102,12 +87,12 @@ def scaled(count: int, n_ctx: int) -> int:
     return min(n_ctx, max(1, math.floor(count * n_ctx / SEARCH_LENGTH + 0.5)))
 
 
-def _last_rows(pattern: Pattern) -> Matrix:
+def _last_rows(pattern: Pattern) -> Tensor:
     """The pattern of the last queries, `[batch head query key]`."""
-    return cast(Matrix, pattern.rows(max(pattern.n_ctx - LAST_QUERIES, 0)))
+    return pattern.rows(max(pattern.n_ctx - LAST_QUERIES, 0))
 
 
-def _sums_of_diagonals(rows: Matrix) -> Matrix:
+def _sums_of_diagonals(rows: Tensor) -> Tensor:
     """The sum over the last queries of `A[q, q-d]`: `[batch head lag]`."""
     n_queries, n_ctx = rows.shape[-2:]
     # In a row that is longer by one, each row begins one place later than the one before. So the
@@ -120,7 +105,7 @@ def _sums_of_diagonals(rows: Matrix) -> Matrix:
     return sheared.sum(-2).flip(-1)
 
 
-def _heaviest(masses: Matrix, count: int, always: int) -> Matrix:
+def _heaviest(masses: Tensor, count: int, always: int) -> Tensor:
     """1 for the columns or diagonals that a candidate computes, 0 for the others.
 
     `count` and `always`, how many of the first ones are in any case among them, are not scaled yet.
@@ -131,6 +116,6 @@ def _heaviest(masses: Matrix, count: int, always: int) -> Matrix:
     weights = masses + 0.0
     weights[..., :first] = math.inf
     heaviest = weights.topk(max(first, scaled(count, n_ctx))).values
-    smallest = cast(Matrix, heaviest)[..., -1:]
+    smallest = heaviest[..., -1:]
     # Equal sums differ by their rounding.
     return (weights >= smallest * (1 - TIE)).float()

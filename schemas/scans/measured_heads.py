@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -17,6 +17,8 @@ NUMBER = "(0|[1-9][0-9]{0,5})"
 """Without zeros in front, so that a head has one name."""
 
 NAME = re.compile(f"L{NUMBER}H{NUMBER}")
+
+LABEL = re.compile(r"\s*[Ll](\d{1,6})[Hh](\d{1,6})\s*")
 
 ABSENT = -1
 """Fills up the heads of a layer that has fewer measured heads than another layer."""
@@ -46,8 +48,7 @@ class ModelSize(Protocol):
         ...
 
 
-@dataclass(frozen=True, order=True)
-class Head:
+class Head(NamedTuple):
     """A head. Its text is the same in scans and in the column `label`.
 
     >>> str(Head(5, 1))
@@ -59,6 +60,16 @@ class Head:
 
     def __str__(self) -> str:
         return f"L{self.layer}H{self.head}"
+
+    @classmethod
+    def labelled(cls, label: str) -> Head | None:
+        """The head with a label as people write it; None if the text is no label.
+
+        >>> Head.labelled("L5H1"), Head.labelled(" l10h0 "), Head.labelled("5.1")
+        (Head(layer=5, head=1), Head(layer=10, head=0), None)
+        """
+        match = LABEL.fullmatch(label)
+        return cls(int(match[1]), int(match[2])) if match else None
 
     @classmethod
     def __get_pydantic_core_schema__(

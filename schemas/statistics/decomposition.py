@@ -7,6 +7,9 @@ and learned sinks are left out. Effective positions are known if the model adds 
 first MLP is a module of its own; MLP_0 takes W_pos[j] without the norm before it.
 """
 
+# torch gives `norm` no types.
+# pyright: basic
+
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions

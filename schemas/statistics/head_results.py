@@ -1,5 +1,8 @@
 """Norms of what a head writes to the residual stream: vectors after W_O."""
 
+# torch gives `norm` no types.
+# pyright: basic
+
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Norm

@@ -1,5 +1,8 @@
 """Norms of queries, keys, values, head outputs and the residual stream."""
 
+# torch gives `norm` no types.
+# pyright: basic
+
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import AbsoluteValue, Norm

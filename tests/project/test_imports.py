@@ -64,6 +64,7 @@ ONLY_IN = {
     "torch": (
         "workers/", "models/", "jobs/commands/doctor.py", "jobs/commands/kernel_table.py",
         "jobs/commands/model_report.py",
+        "schemas/pattern.py",  # For its types alone.
     ),
     "transformer_lens": ("workers/model/",),
     "transformers": (

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -17,15 +16,13 @@ from headcount.jobs.run.loop import missing_shards
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
 from headcount.queries.open.connection import connect as connect_eagerly
-from headcount.schemas.errors import MeasureError, QueryError, RunError, ScanError
+from headcount.schemas.errors import QueryError, RunError, ScanError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.files.tables import CURVES as CURVES_TABLE
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.kinds import schema_of_rows, table_schema
-from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
-from headcount.workers.measurements.finite_checks import check_lists
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import begun, measured
 from tests.toys.toy_runs import copy_of, data_file, local, read_manifest, write_run
@@ -251,15 +248,6 @@ def test_two_formulas_of_one_profile_are_refused(tmp_path: Path):
     message = r"profile 'attention_by_lag' has one formula in run a \(\w+\) and another in run b"
     with pytest.raises(QueryError, match=message):
         connect(tmp_path)
-
-
-def test_a_number_of_a_list_that_is_none_is_an_error_that_says_where():
-    values = np.zeros((2, LAYERS, HEADS, T), np.float32)
-    values[1, 2, 3, 5] = np.inf
-    heads = MeasuredHeads.every(LAYERS, HEADS)
-    message = "layer 2, head 3: value_norm_by_key is not finite at key 5 for sequence 11 "
-    with pytest.raises(MeasureError, match=message):
-        check_lists({"value_norm_by_key": values}, PROFILES, heads, first=10)
 
 
 def test_what_cannot_be_kept_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ import pytest
 import torch
 
 from headcount.schemas.errors import MeasureError, ModelError
+from headcount.schemas.files.tables import CURVES, HEADS, Table
+from headcount.schemas.files.tables import PROFILES as MEANS
+from headcount.schemas.formulas import Formula
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
 from headcount.schemas.scans.measured_heads import MeasuredHeads
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.dense_pattern import DensePattern
-from headcount.workers.measurements import profile_means
-from headcount.workers.measurements.finite_checks import check_means
-from headcount.workers.measurements.profile_means import Aggregate, aggregates, merge
+from headcount.workers.measurements.moments import count_mean_m2, merged_moments
+from headcount.workers.measurements.results import Column, check_finite
+from headcount.workers.measurements.rows import means_table
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.rotations import Rotation
 from tests.toys import toy_models as toy
@@ -30,50 +35,57 @@ EVERY = MeasuredHeads.every(3, 4)
 TOKENS = toy.repeating_tokens(T, batch=11)
 
 
-def profiles_of(model: Path, tokens: np.ndarray = TOKENS, **changes: Any) -> dict[str, Aggregate]:
+def profiles_of(model: Path, tokens: np.ndarray = TOKENS, **changes: Any) -> dict[str, np.ndarray]:
+    """Count, mean and M2 by profile."""
     fields = {"profiles": ALL, "statistics": ["sink_alpha", "value_norm"]} | changes
-    return toy.measure(model, tokens, **fields).means["profiles"]
+    return toy.measure(model, tokens, **fields).tables["profiles"]
 
 
-def aggregate_by_hand(values: np.ndarray) -> Aggregate:
-    """The aggregate of all rows at once."""
-    count = np.full(values.shape[1:], len(values))
-    return Aggregate(count, values.mean(0), ((values - values.mean(0)) ** 2).sum(0))
+# Moments, and numbers that are none
 
 
-# Aggregates
+def test_the_moments_of_batches_are_the_moments_of_all_rows():
+    rows = torch.from_numpy(np.random.default_rng(0).normal(1e4, 1e-2, (101, 2, 3)))
+    batches = [count_mean_m2(batch).numpy() for batch in rows.tensor_split([1, 3, 40, 100])]
+    count, mean, m2 = reduce(merged_moments, batches)
+    assert (count == 101).all()
+    np.testing.assert_allclose(mean, rows.numpy().mean(0), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(m2, rows.numpy().var(0) * 101, rtol=1e-6, atol=1e-15)
 
 
-def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows():
-    rows = np.random.default_rng(0).normal(1e4, 1e-2, (101, 2, 3))
-    batches = np.split(rows, [1, 3, 40, 100])
-    actual = merge([{"p": aggregate_by_hand(batch)} for batch in batches])["p"]
-    expected = aggregate_by_hand(rows)
-    np.testing.assert_array_equal(actual.count, expected.count)
-    np.testing.assert_allclose(actual.mean, expected.mean, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(actual.m2, expected.m2, rtol=1e-6, atol=1e-15)
-
-
-def test_a_number_that_is_not_finite_is_an_error_that_says_where():
-    for name, size, place, message in (
+@pytest.mark.parametrize(
+    ("table", "formula", "size", "place", "message"),
+    [
         (
-            "score_by_pair",
-            (3, 3, 4, 10),
-            (1, 1, 2, 4),
-            "layer 1, head 2: profile score_by_pair is not finite at query 2, key 1 for one of the "
-            "sequences 8 to 10 of the shard; expected finite numbers",
+            MEANS, PROFILES["score_by_pair"], (3, 3, 4, 10), (1, 1, 2, 4),
+            "layer 1, head 2: score_by_pair is not finite at query 2, key 1 for one of the "
+            "sequences 8 to 10 of the shard; expected a finite number",
         ),
         (
-            "resid_pre_norm_by_key",
-            (3, 3, 10),
-            (1, 2, 9),
-            "layer 2: profile resid_pre_norm_by_key is not finite at key 9 ",
+            MEANS, PROFILES["resid_pre_norm_by_key"], (3, 3, 10), (1, 2, 9),
+            "layer 2: resid_pre_norm_by_key is not finite at key 9 for one of",
         ),
-    ):
-        mean = torch.ones(size, dtype=torch.float64)
-        mean[place] = math.inf
-        with pytest.raises(MeasureError, match=message):
-            check_means(aggregates({name: mean}), PROFILES, EVERY, first=8, sequences=3)
+        (
+            CURVES, PROFILES["value_norm_by_key"], (3, 3, 4, 7), (1, 2, 3, 5),
+            "layer 2, head 3: value_norm_by_key is not finite at key 5 for sequence 9 of",
+        ),
+    ],
+)  # fmt: skip
+def test_a_number_that_is_not_finite_is_an_error_that_says_where(
+    table: Table, formula: Formula, size: Any, place: Any, message: str
+):
+    values = torch.ones(size)
+    values[place] = math.inf
+    later = torch.ones(3, 3, 4)
+    later[0, 2] = math.inf
+    columns = [
+        Column(HEADS, "entropy", STATISTICS["entropy"], later),
+        Column(table, formula.name, formula, values),
+    ]
+    # Of two in one layer the first is named.
+    columns = columns if place[1] < 2 else columns[::-1]
+    with pytest.raises(MeasureError, match=message):
+        check_finite(columns, EVERY, first=8, sequences=3)
 
 
 def test_weights_that_are_not_numbers_are_an_error(gpt2: Path, tmp_path: Path):
@@ -82,42 +94,31 @@ def test_weights_that_are_not_numbers_are_an_error(gpt2: Path, tmp_path: Path):
 
     spoilt = toy.copy_of(gpt2, tmp_path / "spoilt", lambda path: toy.change_weights(path, spoil))
     fields = {"profiles": ["resid_post_norm_by_key"], "statistics": ["sink_alpha"]}
-    message = "layer 2: profile resid_post_norm_by_key is not finite at key 0"
+    message = "layer 2: resid_post_norm_by_key is not finite at key 0"
     with pytest.raises(MeasureError, match=message):
         toy.measure(spoilt, TOKENS, **fields)
 
 
-# InterventionMeasurements on a model
-
-
 def test_the_batch_size_changes_nothing(gpt2: Path):
     whole, by_four = (profiles_of(gpt2, batch_size=size) for size in (11, 4))
-    for name, expected in whole.items():
+    for name, (count, mean, m2) in whole.items():
         close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6, "err_msg": name}
-        assert np.array_equal(by_four[name].count, expected.count)
-        np.testing.assert_allclose(by_four[name].mean, expected.mean, **close)
+        np.testing.assert_array_equal(by_four[name][0], count)
+        np.testing.assert_allclose(by_four[name][1], mean, **close)
         close |= {"rtol": 1e-3, "atol": 1e-5}
-        np.testing.assert_allclose(by_four[name].m2, expected.m2, **close)
+        np.testing.assert_allclose(by_four[name][2], m2, **close)
 
 
-def test_an_entry_without_a_value_is_no_part_of_the_aggregate():
-    profile = PROFILES["value_norm_by_key"]
-    first = torch.tensor([[[1.0, math.nan, math.nan]], [[3.0, 5.0, math.nan]]])
-    count, mean, m2 = profile_means.count_mean_m2(profile, first)
-    assert count.tolist() == [[2, 1, 0]]
-    found = [part.tolist() for part in (mean, m2)]
-    np.testing.assert_array_equal(found, [[[2, 5, math.nan]], [[2, 0, math.nan]]])
-    second = torch.tensor([[[2.0, math.nan, math.nan]], [[2.0, math.nan, 7.0]]])
-    batches = [
-        aggregates({"value_norm_by_key": profile_means.count_mean_m2(profile, rows)[:, None]})
-        for rows in (first, second)
-    ]
-    merged = merge(batches)["value_norm_by_key"]
-    found = [part.tolist() for part in (merged.count, merged.mean, merged.m2)]
-    assert found == [[[[4, 1, 1]]], [[[2, 5, 7]]], [[[2, 0, 0]]]]
-    table = profile_means.means_table(
-        PROFILES, 0, {"value_norm_by_key": batches[0]["value_norm_by_key"]}, EVERY
-    )
+def test_an_entry_without_a_value_is_no_part_of_the_moments():
+    first = torch.tensor([[[[1.0, math.nan, math.nan]]], [[[3.0, 5.0, math.nan]]]])
+    second = torch.tensor([[[[2.0, math.nan, math.nan]]], [[[2.0, math.nan, 7.0]]]])
+    batches = [count_mean_m2(rows).numpy() for rows in (first, second)]
+    expected = [[2, 1, 0], [2, 5, math.nan], [2, 0, math.nan]]
+    np.testing.assert_array_equal(batches[0][:, 0, 0], expected)
+    merged = merged_moments(*batches)
+    assert merged[:, 0, 0].tolist() == [[4, 1, 1], [2, 5, 7], [2, 0, 0]]
+    one_head = MeasuredHeads.every(1, 1)
+    table = means_table(PROFILES, 0, {"value_norm_by_key": batches[0]}, one_head)
     assert [table[name].to_pylist() for name in ("mean", "m2")] == [[2, 5, None], [2, 0, None]]
 
 
@@ -176,7 +177,7 @@ MOMENTS = [name for name in ALL if "query_mean" in name or "second_moment" in na
 def test_queries_that_a_module_rotates_in_its_own_way_are_an_error(tmp_path: Path):
     path = toy.save_model(tmp_path / "nanochat", toy.family("NanoChatConfig"))
     rotated = profiles_of(path, profiles=["rotated_query_mean"])
-    assert np.isfinite(rotated["rotated_query_mean"].mean).all()
+    assert np.isfinite(rotated["rotated_query_mean"]).all()
     message = "nanochat: the queries of layer 0 before their rotation are not known, because "
     with pytest.raises(ModelError, match=message):
         profiles_of(path, profiles=["query_mean"])

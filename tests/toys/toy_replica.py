@@ -64,7 +64,7 @@ class ToyReplica(Replica):
         method = Method(intervention=str(intervention), **facts)
         every_head = MeasuredHeads.every(n_layers, n_heads)
         return InterventionMeasurements(
-            {"heads": heads, "sequences": uniform_baseline}, {}, every_head, method
+            {"heads": heads, "sequences": uniform_baseline}, every_head, method
         )
 
     def misbehave(self, token: int) -> None:

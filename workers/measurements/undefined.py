@@ -36,6 +36,14 @@ def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
     return value.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
 
 
+def where_defined(formula: Formula, values: Mapping[str, Any], like: Tensor) -> Tensor:
+    """Where a formula has a value by its rule, in the shape of `like`."""
+    everywhere = torch.ones_like(like, dtype=torch.bool)
+    if formula.defined is None:
+        return everywhere
+    return everywhere & evaluate(formula.defined, values, formula.arguments)
+
+
 def _value_under_mask(
     formula: Formula, activations: Mapping[str, Any], pattern: DensePattern
 ) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import MeasureError
-from headcount.schemas.files.parquet import table_of
 from headcount.schemas.formula_kinds import LAYER_WEIGHTS, MODEL_WEIGHTS
 from headcount.schemas.formulas import Formula, Kind, evaluate
 from headcount.schemas.scans.kinds import schema_of_rows
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.weight_statistics.geometry import centred
+from headcount.workers.measurements.rows import rows_by_name
 from headcount.workers.model.circuit import effective_positions
 from headcount.workers.model.model import Model
 
@@ -57,39 +56,53 @@ def weights_table(
     """
     schema = schema_of_rows(kind, statistics)
     existing = [statistic for statistic in statistics if statistic.exists(model.rotary)]
-    values = _values(model, existing, heads)
-    rows: list[pa.Table] = []
+    blocks_by_name = _values(model, existing, heads)
+    rows = [schema.empty_table()]
     for statistic in existing:
-        blocks = values[statistic.name]
+        blocks = blocks_by_name[statistic.name]
         # The heads of one layer have more earlier heads than those of another.
         if statistic.axis == EARLIER_HEAD:
-            rows += [_rows_of_pairs(kind, statistic, block, heads, schema) for block in blocks]
+            for layer, earlier_layer, values in blocks:
+                one_layer = MeasuredHeads(heads.n_heads, {layer: heads.by_layer[layer]})
+                rows.append(
+                    rows_by_name(
+                        *(kind, statistic.name, ["layer", "head", "earlier_head"]),
+                        {"value": values.numpy()[None, one_layer.numbers[0]]},
+                        *(one_layer, schema),
+                        earlier_layer=earlier_layer,
+                    )
+                )
         elif blocks:
-            stacked = torch.stack([block.values for block in blocks]).numpy()
-            rows.append(_rows(kind, statistic, stacked, heads, schema))
-    if not rows:
-        return schema.empty_table()
+            values = torch.stack([values for _, _, values in blocks]).numpy()  # [layer …]
+            axes = [] if statistic.axis == "none" else [statistic.axis]
+            if values.ndim == 2 + len(axes):
+                # All heads of a layer are computed at once; only the measured ones have rows.
+                axes = ["head", *axes]
+                values = values[np.arange(len(values))[:, None], heads.numbers]
+            if _is_layered(statistic):
+                axes = ["layer", *axes]
+            else:
+                values = values[0]
+            rows.append(rows_by_name(kind, statistic.name, axes, {"value": values}, heads, schema))
     return pa.concat_tables(rows).combine_chunks()
 
 
-class _Block(NamedTuple):
-    """What a statistic is in a layer."""
+Block = tuple[int, int, Tensor]
+"""What a statistic is in a layer: the layer, the earlier layer for pairs of heads, and its values.
 
-    values: Tensor
-    """`[head …]`, or without heads; `[head earlier_head]` by pair of heads."""
-    layer: int
-    earlier_layer: int | None = None
+They are `[head …]`, or without heads; `[head earlier_head]` by pair of heads.
+"""
 
 
 def _values(
     model: Model, statistics: Sequence[Formula], heads: MeasuredHeads
-) -> dict[str, list[_Block]]:
+) -> dict[str, list[Block]]:
     """By statistic, its value in each measured layer, or one value for the whole model.
 
     By pair of heads, there is a value for each earlier layer.
     """
     names = {name for statistic in statistics for name in statistic.parameters}
-    values: dict[str, list[_Block]] = {statistic.name: [] for statistic in statistics}
+    values: dict[str, list[Block]] = {statistic.name: [] for statistic in statistics}
     with torch.inference_mode():
         model_weights = _model_weights(model, names.intersection(MODEL_WEIGHTS))
         if "copying_eigenvalues" in names:
@@ -107,7 +120,7 @@ def _values(
                 has_its_weights = all(name in weights for name in statistic.parameters)
                 if has_its_weights and (_is_layered(statistic) or is_first_layer):
                     value = evaluate(statistic.function, weights).cpu()
-                    values[statistic.name].append(_Block(value, layer))
+                    values[statistic.name].append((layer, -1, value))
             _add_pairs(model, layer, weights, statistics, values)
     return values
 
@@ -117,7 +130,7 @@ def _add_pairs(
     layer: int,
     weights: Weights,
     statistics: Sequence[Formula],
-    values: dict[str, list[_Block]],
+    values: dict[str, list[Block]],
 ) -> None:
     """Evaluate what runs over the heads of earlier layers, one earlier layer at a time."""
     by_pair = [statistic for statistic in statistics if statistic.axis == EARLIER_HEAD]
@@ -128,7 +141,7 @@ def _add_pairs(
         for statistic in by_pair:
             if all(name in both for name in statistic.parameters):
                 value = evaluate(statistic.function, both).cpu()
-                values[statistic.name].append(_Block(value, layer, earlier_layer))
+                values[statistic.name].append((layer, earlier_layer, value))
 
 
 def _layer_weights(model: Model, layer: int, names: Iterable[str]) -> Weights:
@@ -236,67 +249,6 @@ def _check_finite(weights: Weights, where: str) -> None:
                 f"{where}: {name} is not finite; expected finite numbers: look at the weights, or "
                 "leave out weight_statistics"
             )
-
-
-def _rows(
-    kind: Kind,
-    statistic: Formula,
-    values: np.ndarray,
-    heads: MeasuredHeads,
-    schema: pa.Schema,
-) -> pa.Table:
-    """The rows of a statistic.
-
-    Its values are `[layer]`, then `[head]` if it is of each head, then its own axis if it has one.
-    They are of all heads of these layers. If it is not layered, one layer stands for all.
-    """
-    assert kind.named_by is not None
-    own_axes = [] if statistic.axis == "none" else [statistic.axis]
-    is_by_head = values.ndim == 2 + len(own_axes)
-    axes = ["layer", "head", *own_axes] if is_by_head else ["layer", *own_axes]
-    # In the order of the memory.
-    indices_of_axes = [index.ravel() for index in np.indices(values.shape)]
-    indices = dict(zip(axes, indices_of_axes, strict=True))
-    # All heads of a layer are computed at once; only the measured ones have rows.
-    if is_by_head:
-        is_measured = np.zeros((len(heads.layers), heads.n_heads), bool)
-        for layer_index, measured_heads in enumerate(heads.by_layer.values()):
-            is_measured[layer_index, list(measured_heads)] = True
-        in_table = is_measured[indices["layer"], indices["head"]]
-    else:
-        in_table = np.ones(values.size, bool)
-    indices["layer"] = np.array(heads.layers)[indices["layer"]]
-    columns: dict[str, Any] = {
-        **{axis: index[in_table] for axis, index in indices.items()},
-        kind.named_by: [statistic.name] * int(in_table.sum()),
-        "value": values.ravel()[in_table],
-    }
-    if not _is_layered(statistic):
-        del columns["layer"]
-    return table_of(columns, schema)
-
-
-def _rows_of_pairs(
-    kind: Kind,
-    statistic: Formula,
-    block: _Block,
-    heads: MeasuredHeads,
-    schema: pa.Schema,
-) -> pa.Table:
-    """The rows of the measured heads of a layer, each with every head of one earlier layer."""
-    assert kind.named_by is not None
-    measured = np.array(heads.by_layer[block.layer])
-    values = block.values.numpy()[measured]  # [measured head, earlier head]
-    later_head, earlier_head = (index.ravel() for index in np.indices(values.shape))
-    columns: dict[str, Any] = {
-        "layer": np.full(values.size, block.layer),
-        "head": measured[later_head],
-        "earlier_layer": np.full(values.size, block.earlier_layer),
-        "earlier_head": earlier_head,
-        kind.named_by: [statistic.name] * values.size,
-        "value": values.ravel(),
-    }
-    return table_of(columns, schema)
 
 
 def _is_layered(statistic: Formula) -> bool:

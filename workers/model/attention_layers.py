@@ -1,12 +1,14 @@
 """The attention of a model's bare modules: who computes it, and from which facts.
 
-A Hugging Face model looks its attention up by name, so ours is registered under a name. Modules
-that do not look it up are taken over one by one (`attention_modules`). A legacy model's attention
+A Hugging Face model looks its attention up by name, so ours is registered under a name while a pass
+runs, and no longer: training code shares the registry, and `torch.compile` watches it. Modules that
+do not look it up are taken over one by one (`attention_modules`). A legacy model's attention
 gets another class. All of them then call the function that `attending` has set.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -47,29 +49,51 @@ class AttentionPass:
 _running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
 """The pass that runs now. A context variable keeps threads apart."""
 
+_ONE_PASS = threading.RLock()
+"""Held while functions of the library transformers are ours."""
+
 
 @contextmanager
 def attending(
     model: nn.Module, attend: Attend, *, checks_rotations: bool = False
 ) -> Iterator[AttentionPass]:
-    """Within this context, bare modules compute their attention with `attend`."""
+    """Within this context, bare modules compute their attention with `attend`.
+
+    What it changes belongs to the whole process, so another thread waits.
+    """
     attention_pass = AttentionPass(attend, checks_rotations=checks_rotations)
-    token = _running.set(attention_pass)
-    try:
-        with noted_rotations(model, _note_rotation):
+    with _registered(), noted_rotations(model, _note_rotation):
+        token = _running.set(attention_pass)
+        try:
             yield attention_pass
-    finally:
-        _running.reset(token)
+        finally:
+            _running.reset(token)
+
+
+@contextmanager
+def _registered() -> Iterator[None]:
+    """Within it, transformers finds our attention and our masks under `IMPLEMENTATION`."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    attentions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    with _ONE_PASS:
+        # A pass inside another one finds them there already.
+        is_outermost = IMPLEMENTATION not in attentions
+        attentions[IMPLEMENTATION] = _hugging_face_attention
+        masks[IMPLEMENTATION] = _hugging_face_mask
+        try:
+            yield
+        finally:
+            if is_outermost:
+                del attentions[IMPLEMENTATION], masks[IMPLEMENTATION]
 
 
 def take_over_attention(model: nn.Module) -> None:
     """Make a Hugging Face model use the attention that `attending` sets."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(IMPLEMENTATION, _hugging_face_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _hugging_face_mask)
-    model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
+    set_implementation: Any = model.set_attn_implementation
+    with _registered():  # The library refuses a name that it does not know.
+        set_implementation(IMPLEMENTATION)
 
 
 def _note_rotation(rotation: Rotation) -> None:
@@ -88,7 +112,7 @@ def own_attention(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        set_implementation(IMPLEMENTATION)
+        take_over_attention(model)
 
 
 def is_attending() -> bool:

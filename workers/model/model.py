@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -60,6 +61,18 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 class _SeenEnough(Exception):
     """Ends a pass of which the rest is not needed."""
+
+
+@contextmanager
+def _kept_warnings() -> Iterator[None]:
+    """After it, the process warns of what it did before; TransformerLens silences some for good."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    with warnings.catch_warnings():
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 Hook = Callable[..., Tensor | None]
@@ -142,7 +155,7 @@ class Model:
             # Libraries draw random weights for modules that they wrap, and must not move the
             # generators of the process. If the bridge is first wanted in inference mode, tensors
             # that are made there could never have gradients.
-            with torch.random.fork_rng(devices), torch.inference_mode(False):
+            with torch.random.fork_rng(devices), torch.inference_mode(False), _kept_warnings():
                 self._booted = self._boot()
             if self._booted.bridge is not None:
                 try:

@@ -81,7 +81,7 @@ REDUCED_BY: dict[str, tuple[str, ...]] = {
     "statistic": ("workers.measurements.undefined",),
     "profile": (
         "workers.measurements.undefined",
-        "workers.measurements.profile_means",
+        "workers.measurements.moments",
     ),
     "weight statistic": ("workers.measurements.weight_tables",),
 }

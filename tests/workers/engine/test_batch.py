@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from headcount.schemas.errors import ModelError
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.number_formats import LinearProducts
-from headcount.workers.measurements.batch import launch
+from headcount.workers.measurements.batch import PendingBatch, collect, launch
+from headcount.workers.measurements.results import Measurements
 from headcount.workers.replica import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
 from tests.tools.processes import Command
 from tests.toys import toy_models as toy
@@ -143,6 +145,44 @@ def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
     whole = whole_replica.measure(tokens)
     for name, values in measured.heads.items():
         np.testing.assert_array_equal(values, whole.heads[name])
+
+
+@pytest.mark.parametrize("after_layers", [0, 1])
+def test_the_batch_before_is_collected_before_fewer_sequences_are_tried(
+    shelf: toy.Shelf, after_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"profiles": ["value_norm_by_key"], "predictions": ["loss"]}
+    tokens = toy.repeating_tokens(20, batch=10)
+    four, two = (toy.replica(shelf.path("gpt2"), batch_size=size, **fields) for size in (4, 2))
+    whole_batch, in_pairs = four.measure(tokens[:4]), two.measure(tokens[4:])
+    # Within the second pass, after none or one of its layers, memory has run out.
+    sizes: list[int] = []
+
+    def run_out(_module: object, args: tuple[torch.Tensor, ...]) -> None:
+        sizes.append(len(args[0]))
+        if sizes == [4, 4]:
+            events.append("no memory")
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    events: list[str] = []
+    four.model.blocks[after_layers].register_forward_pre_hook(run_out)
+
+    def collect_noted(pending: PendingBatch) -> Measurements:
+        events.append("collected")
+        return collect(pending)
+
+    monkeypatch.setattr("headcount.workers.replica.collect", collect_noted)
+    monkeypatch.setattr(four.batch, "halve", lambda: (events.append("halved"), halve()))
+    halve = partial(BatchSize.halve, four.batch)
+    measured = four.measure(tokens)
+    assert sizes == [4, 4, 2, 2, 2]
+    assert events == ["no memory", "collected", "halved", *["collected"] * 3]
+    expected = Measurements.of_batches([whole_batch, in_pairs])
+    for table, columns in expected.tables.items():
+        for name, values in columns.items():
+            if table != "profiles":  # In the order of the batches, moments round in another way.
+                np.testing.assert_array_equal(measured.tables[table][name], values, err_msg=name)
+    np.testing.assert_array_equal(measured.tables["profiles"]["value_norm_by_key"][0], 10)
 
 
 def test_one_sequence_that_is_too_large_is_one_line(

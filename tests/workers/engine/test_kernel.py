@@ -153,29 +153,6 @@ class TestSweep:
         q, k, v = random_qkv(1, 1, 1, 35, d_head)
         check(q, k, v, d_head**-0.5, match_labels(random_tokens(1, 35)))
 
-    @pytest.mark.parametrize(
-        "facts",
-        [
-            {"window": 1},
-            {"window": 33},
-            {"window": 100, "sink": True},
-            {"soft_cap": 2.0, "slopes": True},
-            {"window": 70, "soft_cap": 2.0, "slopes": True, "sink": True},
-        ],
-        ids=str,
-    )
-    def test_the_facts_of_a_layer(self, facts: dict[str, Any]) -> None:
-        generator = torch.Generator().manual_seed(1)
-        drawn = {name: torch.rand(4, generator=generator) for name in ("slopes", "sink")}
-        given: dict[str, Any] = {
-            name: drawn[name].to(DEVICE) if value is True else value
-            for name, value in facts.items()
-        }
-        q, k, _ = random_qkv(1, 4, 2, 170, 24)
-        v = torch.randn(1, 2, 170, 40, generator=generator).to(DEVICE)
-        labels = match_labels(random_tokens(1, 170))
-        check(q, k, v, AttentionFacts(0.2, **given), labels, atol=2e-5)
-
     def test_any_strides(self) -> None:
         torch.manual_seed(0)
         q, k, v = (torch.randn(n, 24, 2, 70, device=DEVICE).permute(2, 0, 3, 1) for n in (4, 2, 2))

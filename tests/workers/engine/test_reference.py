@@ -278,15 +278,14 @@ def compare(
             tolerance,
             prediction.per_token,
         )
-    assert set(measured.means["profiles"]) == set(reference.profiles)
+    assert set(measured.tables["profiles"]) == set(reference.profiles)
     for name, expected in reference.profiles.items():
         bounded = PROFILES[name].unit == "probability"
         if name not in BY_PAIR:
             problems[f"curve {name}"] = disagreements(
                 measured.tables["curves"][name], expected, bounded, tolerance, True
             )
-        aggregate = measured.means["profiles"][name]
-        mean, m2 = aggregate.mean, aggregate.m2
+        _, mean, m2 = measured.tables["profiles"][name]
         # What the heads of a layer share is kept once.
         values = expected[:, :, 0] if mean.ndim == 2 else expected
         spread = ((values - values.mean(0)) ** 2).sum(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ import pyarrow as pa
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import headcount
 from headcount.workers.model.rotations import IS_NOTED
@@ -230,30 +233,116 @@ def test_four_threads_measure_one_model_alike() -> None:
         assert rows.result().equals(expected)
 
 
-def gradients_of_a_step(model: Any) -> dict[str, torch.Tensor]:
-    """The gradients of one training step of a copy."""
-    copied = copy.deepcopy(model).train()
+def bridge() -> Any:
+    """A bridge whose weights are TransformerLens's own."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    sizes = {"n_layers": 2, "d_model": 32, "n_heads": 4, "d_head": 8, "d_mlp": 48}
+    texts = {"act_fn": "gelu", "normalization_type": "LN"}
+    config = {"n_ctx": 16, "d_vocab": D_VOCAB, "positional_embedding_type": "standard"}
+    boot: Any = vars(TransformerBridge)["boot_native"]
+    return boot(sizes | texts | config | {"seed": 0})
+
+
+def compiled(model: Any, what: str) -> Any:
+    """The model with nothing, all of it, or each of its layers compiled."""
+    if what == "layers":
+        layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+        for index, layer in enumerate(layers):
+            compiled_layer: Any = torch.compile(layer, backend="aot_eager")
+            layers[index] = compiled_layer
+    return torch.compile(model, backend="aot_eager") if what == "model" else model
+
+
+def trained(model: Any, what: str, between_steps: Callable[[Any], object]) -> dict[str, Any]:
+    """Losses, gradients, weights and the optimizer's state of three steps, and what was compiled
+    after the first one, when everything has run once.
+    """
+    torch._dynamo.reset()
+    copied = copy.deepcopy(model)
+    called = compiled(copied, what)
+    optimizer = torch.optim.AdamW(copied.parameters(), lr=0.01)
+    kept: dict[str, Any] = {}
     torch.manual_seed(0)  # For dropout.
-    copied(TOKENS, labels=TOKENS).loss.backward()
-    return {name: weight.grad for name, weight in copied.named_parameters()}
+    for step in range(3):
+        copied.train()
+        output = called(TOKENS)
+        logits = getattr(output, "logits", output)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        kept[f"loss {step}"] = loss.detach()
+        if step == 0:
+            counters.clear()
+        between_steps(called)
+    kept |= {f"gradient {name}": weight.grad for name, weight in copied.named_parameters()}
+    kept |= {f"weight {name}": weight.detach() for name, weight in copied.named_parameters()}
+    for number, state in optimizer.state_dict()["state"].items():
+        kept |= {f"{name} {number}": value for name, value in state.items()}
+    return kept | {"graphs": torch.tensor(counters["stats"]["unique_graphs"])}
 
 
+def attributes_of_libraries() -> dict[tuple[str, str], Any]:
+    """What every file of the libraries names, and what transformers calls as attention."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    names: dict[tuple[str, str], Any] = {}
+    for name, file in list(sys.modules.items()):
+        if name.partition(".")[0] in ("transformers", "transformer_lens"):
+            # The compiler leaves a name of its own there, in the files that it has read.
+            named = {key: value for key, value in vars(file).items() if not key.startswith("__")}
+            names |= {(name, key): value for key, value in named.items()}
+    for registry in (AttentionInterface, AttentionMaskInterface):
+        functions = dict(registry._global_mapping)
+        names |= {(registry.__name__, key): function for key, function in functions.items()}
+        names[registry.__name__, ""] = len(functions)
+    level = logging.getLogger("transformers").level
+    return names | {("", "warnings"): list(warnings.filters), ("", "level"): level}
+
+
+def by_callback(model: Any) -> None:
+    callback = headcount.MeasureCallback(TOKENS, every=1, statistics=["entropy"])
+    state = TrainerState(global_step=1, is_world_process_zero=True)
+    callback.on_step_end(TrainingArguments(), state, TrainerControl(), model=model)
+
+
+@pytest.mark.filterwarnings("ignore")  # The compiler warns of its own doing.
 @pytest.mark.parametrize(
-    ("name", "engine"), sampled(list(product(("gpt2", "llama"), ENGINES)), enumerate)
+    ("kind", "what", "measure"),
+    [
+        ("gpt2", "nothing", lambda model: headcount.measure(model, TOKENS, FEW, engine="dense")),
+        ("bridge", "nothing", lambda model: headcount.measure(model, TOKENS, FEW)),
+        ("llama", "nothing", by_callback),
+        *(
+            pytest.param(
+                kind,
+                what,
+                lambda model: headcount.measure(model, TOKENS, "all"),
+                marks=pytest.mark.long,
+            )
+            for kind in ("gpt2", "llama", "bridge")
+            for what in ("model", "layers")
+        ),
+    ],
 )
-def test_the_libraries_are_as_before_when_a_model_is_measured(name: str, engine: Any) -> None:
-    from transformer_lens.model_bridge.sources.transformers import helpers, source
-
-    model = model_of(name)
-    files = [sys.modules[type(model).__module__], sys.modules["transformers.activations"]]
-    before = [vars(file).copy() for file in [*files, helpers, source]]
-    assert not any(hasattr(value, IS_NOTED) for names in before for value in names.values())
-    gradients = gradients_of_a_step(model)
-    headcount.measure(model, TOKENS, "all", engine=engine)
-    for file, names in zip([*files, helpers, source], before, strict=True):
-        assert all(vars(file)[key] is value for key, value in names.items())
-    for key, gradient in gradients_of_a_step(model).items():
-        assert torch.equal(gradient, gradients[key]), key
+def test_training_goes_on_as_if_nothing_had_been_measured(
+    kind: str, what: str, measure: Callable[[Any], object]
+) -> None:
+    model = bridge() if kind == "bridge" else model_of(kind)
+    expected = trained(model, what, lambda _: None)
+    before = attributes_of_libraries()
+    measured = trained(model, what, measure)
+    after = attributes_of_libraries()
+    changed = [
+        key
+        for key, value in before.items()
+        if after.get(key) is not value and not (key[0] == "" and after[key] == value)
+    ]
+    assert changed == []
+    assert measured.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(measured[key], expected[key])] == []
 
 
 def test_a_pass_that_fails_leaves_the_libraries_as_before() -> None:

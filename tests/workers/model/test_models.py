@@ -331,7 +331,7 @@ def test_nan_in_a_weight_names_layer_and_statistic(shelf: toy.Shelf, tmp_path: P
     ("n_ctx", "output", "place"),
     [
         (4, "loss", ""),
-        (1, "final_logits", ", position 0"),
+        (1, "final_logits", " at position 0"),
     ],
 )
 def test_nan_after_the_last_layer_names_the_output(
@@ -341,7 +341,7 @@ def test_nan_after_the_last_layer_names_the_output(
     with pytest.raises(MeasureError) as caught:
         toy.measure(path, toy.repeating_tokens(n_ctx, batch=2), predictions=[output])
     assert str(caught.value) == (
-        f"{output} is not finite for sequence 0 of the shard{place}; "
+        f"{output} is not finite{place} for sequence 0 of the shard; "
         "expected a finite number: look at the model's weights and precision: "
         "transformer.ln_f.weight holds numbers that are NaN or infinite"
     )

@@ -1,0 +1,129 @@
+"""What was measured on some sequences: one array for each column, and one check of its numbers.
+
+Numbers, lists and means are alike. The first axis of an array is that of sequences; in a table of
+means it is that of count, mean and M2. Then come `layer` and `head`, where the column has them, and
+the entries of a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import NamedTuple, Self
+
+import numpy as np
+from torch import Tensor
+
+from headcount.schemas.errors import MeasureError
+from headcount.schemas.files.tables import Table
+from headcount.schemas.formulas import Formula
+from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.scans.measured_heads import MeasuredHeads
+from headcount.workers.measurements.moments import merged_moments, places_on_axes
+
+Columns = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What was measured on some sequences; NaN where it is not defined."""
+
+    tables: dict[str, Columns]
+    """By table and column: float32 `[sequence …]`, or float64 `[3 …]` in a table of means."""
+    measured_heads: MeasuredHeads
+    """Which layer and head of the model each place on these axes is."""
+
+    @property
+    def heads(self) -> Columns:
+        """Values of the table `heads`: `[sequence layer head]`, by statistic."""
+        return self.tables["heads"]
+
+    @property
+    def sequences(self) -> Columns:
+        """Values of the table `sequences`: uniform baselines and predictions."""
+        return self.tables["sequences"]
+
+    @classmethod
+    def of_batches(cls, measured_batches: Iterable[Measurements]) -> Measurements:
+        """What was measured on all batches, in order."""
+        batches = list(measured_batches)
+        tables: dict[str, Columns] = {}
+        for table, columns in batches[0].tables.items():
+            tables[table] = {}
+            for name in columns:
+                arrays = [batch.tables[table][name] for batch in batches]
+                has_sequences = TABLES[table].has("sequence")
+                tables[table][name] = (
+                    np.concatenate(arrays) if has_sequences else reduce(merged_moments, arrays)
+                )
+        return cls(tables, batches[0].measured_heads)
+
+    def first(self, count: int) -> Self:
+        """The same with the values of the first sequences alone; means stay those of all."""
+        tables = {
+            table: {name: values[:count] for name, values in columns.items()}
+            if TABLES[table].has("sequence")
+            else columns
+            for table, columns in self.tables.items()
+        }
+        return replace(self, tables=tables)
+
+
+class Column(NamedTuple):
+    """What one formula gave in a batch."""
+
+    table: Table
+    name: str
+    formula: Formula
+    values: Tensor
+    """The axes are those of `Measurements`. NaN where the formula has no value, and infinity where
+    it has one that is not finite (`workers.measurements.undefined`).
+    """
+
+
+def check_finite(
+    columns: Iterable[Column], heads: MeasuredHeads, first: int, sequences: int
+) -> None:
+    """Raise `MeasureError` for the earliest layer in which a value is infinite.
+
+    What is not finite in one layer spoils all later ones, so the earliest names the cause. The
+    batch has this many sequences, and `first` is the place of the first one in the shard.
+    """
+    earliest: tuple[int, Column, list[int]] | None = None
+    for column in columns:
+        infinite = np.isinf(column.values.numpy())
+        if not infinite.any():
+            continue
+        has_layers = column.table.has("layer")
+        place = np.argwhere(infinite.swapaxes(0, 1) if has_layers else infinite)[0].tolist()
+        # What has no layer is computed after the last one.
+        layer = place[0] if has_layers else len(heads.layers)
+        if earliest is None or layer < earliest[0]:
+            earliest = layer, column, place
+    if earliest is not None:
+        raise MeasureError(_problem(earliest[1], earliest[2], heads, first, sequences))
+
+
+def _problem(
+    column: Column, place: Sequence[int], heads: MeasuredHeads, first: int, sequences: int
+) -> str:
+    where = entry = ""
+    rest = list(place)
+    if column.formula.axis:
+        axes = places_on_axes(column.formula, column.values.shape[-1])
+        index = rest.pop()
+        entry = " at " + ", ".join(f"{axis} {places[index]}" for axis, places in axes.items())
+    if column.table.has("layer"):
+        layer = rest.pop(0)
+        where = f"layer {heads.layers[layer]}"
+        where += "".join(f", head {heads.numbers[layer][head]}" for head in rest[1:]) + ": "
+    elif len(rest) > 1:
+        entry = f" at position {rest[1]}"
+    number = f"sequence {first + rest[0]}"
+    if not column.table.has("sequence"):
+        number = f"one of the sequences {first} to {first + sequences - 1}"
+    return (
+        f"{where}{column.name} is not finite{entry} for {number} of the shard; expected a finite "
+        "number: look at the model's weights and precision"
+    )
