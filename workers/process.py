@@ -25,8 +25,10 @@ LARGEST_INT = (1 << 31) - 1
 OBJECTS_BETWEEN_COLLECTIONS = 20_000
 """How many more objects there must be before Python looks for garbage again; 700 by default."""
 
-CSV_FIELD_CHARACTERS = 1 << 30
-"""Characters of a field of a CSV file: a text may be longer than the 128 KiB that Python allows."""
+CSV_FIELD_CHARACTERS = 1 << 28
+"""Characters of a field of a CSV file: a text may be longer than the 128 KiB that Python allows.
+More than that is no text but a quote that nobody closed.
+"""
 
 
 def prepare_process(threads: int | None = None) -> None:

@@ -64,9 +64,12 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def in_frames(content: bytes) -> bytes:
-    """Frames of zstd that end inside a line and inside a letter, one of which holds nothing."""
+    """Frames of zstd that end inside a line and inside a letter, one of which holds nothing, and
+    one that is to be skipped, as a table of the others is.
+    """
     places = [0, 1, 30, 30, content.rindex("ä".encode()) + 1, len(content)]
-    return b"".join(zstandard.compress(content[a:b]) for a, b in pairwise(places))
+    frames = [zstandard.compress(content[a:b]) for a, b in pairwise(places)]
+    return b"".join([*frames[:3], b"\x52\x2a\x4d\x18\x04\x00\x00\x00none", *frames[3:]])
 
 
 def as_csv() -> bytes:
@@ -371,6 +374,7 @@ def test_small_parts_are_counted_together(tmp_path: Path):
 # What cannot be used
 
 ENDINGS = "FILE: expected a file that ends in .jsonl, .json, .parquet; those of text may also be "
+TRUNCATED = "FILE: cannot be read (Truncated compressed stream); is the file complete?"
 SET = {"input": {"family": "pile", "dataset": "set"}}
 PILE_NEEDS = "input: the family pile needs either files (paths or globs) or dataset (a Hub name)"
 
@@ -387,10 +391,9 @@ def too_small(found: str, advice: str = ", or pack with concat") -> str:
 
 REFUSED: list[tuple[str, bytes, dict[str, Any], str]] = [
     # Files that are not what they say.
-    ("a.jsonl.zst", packed(".zst", PLAIN)[:-10], {},
-     "FILE: the zstd stream ends in the middle; fetch the file again"),
+    ("a.jsonl.zst", packed(".zst", PLAIN)[:-10], {}, TRUNCATED),
     ("a.jsonl.zst", b"no zstd at all", {}, "FILE: cannot be read ("),
-    ("a.jsonl.gz", packed(".gz", PLAIN)[:-12], {}, "FILE: cannot be read ("),
+    ("a.jsonl.gz", packed(".gz", PLAIN)[:-12], {}, TRUNCATED),
     ("a.jsonl.gz", b"no gzip at all", {}, "FILE: cannot be read ("),
     ("a.parquet", b"", {}, "FILE: cannot be read ("),
     ("a.parquet", parquet_bytes(ROWS)[:-10], {}, "FILE: cannot be read ("),
@@ -412,6 +415,9 @@ REFUSED: list[tuple[str, bytes, dict[str, Any], str]] = [
      "data set 'set': expected a column text, found body; set input.text_field"),
     ("a", b"", {"input": {"family": "pile", "dataset": "./absent"}},
      "data set './absent', split 'train': cannot be opened ("),
+    ("0.jsonl", PLAIN, {"input": {"family": "pile", "dataset": "."}},
+     "input.dataset: expected a data set of the Hub or a directory by its name, got '.'; write for "
+     "instance '../"),
     # Files that are not there.
     ("a.jsonl", PLAIN, {"files": "b-*"}, "input.files: no file matches 'b-*' (in HERE)"),
     ("a.jsonl", PLAIN, {"files": ["a.jsonl", "b"]}, "input.files: no file matches 'b' (in HERE)"),

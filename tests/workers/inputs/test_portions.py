@@ -7,8 +7,6 @@ import gzip
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,9 +19,7 @@ import pytest
 import zstandard
 
 from headcount.schemas.errors import CorpusError
-from headcount.workers.inputs.corpus import documents, file_content
 from headcount.workers.inputs.corpus.documents import Document, Reading, Source, hub_version
-from headcount.workers.inputs.corpus.file_content import content_bytes_of
 from headcount.workers.inputs.store import portions
 from headcount.workers.inputs.store.portions import (
     FileState,
@@ -33,7 +29,7 @@ from headcount.workers.inputs.store.portions import (
     file_states,
     portions_of,
 )
-from tests.s3.s3_server import ROOT, S3Server
+from tests.s3.s3_server import S3Server
 from tests.toys.object_stores import object_store
 from tests.toys.refusals import refused
 from tests.toys.toy_corpora import Row, packed, write_parquet
@@ -134,142 +130,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> SetRanges:
     return set_bytes
 
 
-# Lines
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.zst", "a.jsonl.gz"])
-def test_ranges_of_any_size_hold_every_line_once(tmp_path: Path, ranges: SetRanges, name: str):
-    expected = documents_by_hand(LINES)
-    for content in (LINES, LINES + b"\n", LINES + b"\n \n\n"):
-        source = write(tmp_path / name, content, name.split(".")[1])
-        for size in (1, 2, 7, 16, 30, 60, len(content) - 1, len(content), 1000):
-            ranges(size)
-            parts = portions_of([source])
-            assert len(parts) == -(-len(content) // size)
-            assert rows_and_texts(parts) == expected, size
-            assert sum(part.bytes for part in parts) <= source.bytes
-            # The rows of all ranges are the lines of the file.
-            lines = content.count(b"\n") + (not content.endswith(b"\n"))
-            assert sum(rows_of(part) for part in parts) == lines
-
-
-def rows_of(portion: Portion) -> int:
-    reader = PortionReader(portion, READING)
-    list(reader)
-    assert reader.ended
-    return reader.position.row
-
-
-def test_a_compressed_file_that_holds_less_or_more_than_estimated_is_read_once(tmp_path: Path):
-    source = write(tmp_path / "a.jsonl.zst", LINES)
-    for cuts in ([0, 10, 20], [0, len(LINES), 2 * len(LINES), 5 * len(LINES)]):
-        places = zip(cuts, [*cuts[1:], None], strict=True)
-        parts = [portion_from(source, start, stop) for start, stop in places]
-        assert rows_and_texts(parts) == documents_by_hand(LINES)
-
-
-def frame(content: bytes, says_size: bool = True, checksum: bool = False) -> bytes:
-    compressor = zstandard.ZstdCompressor(write_content_size=says_size, write_checksum=checksum)
-    return compressor.compress(content)
-
-
-def skippable(content: bytes) -> bytes:
-    return b"\x52\x2a\x4d\x18" + len(content).to_bytes(4, "little") + content
-
-
-def test_frames_of_every_kind_are_entered_where_a_range_begins(tmp_path: Path, ranges: SetRanges):
-    first, second, third, fourth = LINES[:20], LINES[20:61], LINES[61:62], LINES[62:]
-    path = tmp_path / "a.jsonl.zst"
-    said = [
-        skippable(b"1234"), frame(first, checksum=True), frame(b""), frame(second), skippable(b""),
-        frame(third), frame(fourth), skippable(b"a table of the frames"),
-    ]  # fmt: skip
-    path.write_bytes(b"".join(said))
-    assert content_bytes_of(str(path), path.stat().st_size) == len(LINES)
-    silent = [frame(first), frame(second, says_size=False), frame(third + fourth)]
-    for frames in (said, silent):
-        path.write_bytes(b"".join(frames))
-        for size in (3, 20, 50):
-            ranges(size)
-            assert rows_and_texts(portions_of([source_of(path)])) == documents_by_hand(LINES)
-
-
-def test_frames_before_a_range_are_not_decompressed(tmp_path: Path):
-    # Blocks that are not compressed are longer than 128 KiB together, so there are several.
-    lines = b"".join(b'{"text": "%s"}\n' % os.urandom(75_000).hex().encode() for _ in range(4))
-    half = len(lines) // 2
-    stored = bytearray(frame(lines[:half], checksum=True) + frame(lines[half:]))
-    stored[10_000] ^= 255
-    (tmp_path / "a.jsonl.zst").write_bytes(stored)
-    source = source_of(tmp_path / "a.jsonl.zst")
-    # One begins a little behind the second frame, inside its first line, the other before it.
-    behind, before = (portion_from(source, start) for start in (half + 10, half - 10))
-    assert [row for row, _ in rows_and_texts([behind])] == [0]
-    assert "cannot be read" in problem(read, [before])
-
-
-def test_the_size_of_the_content_is_estimated_from_the_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(file_content, "SAMPLE_BYTES", (100_000, 100_000))
-    # A block of 128 KiB that a sample cuts in two is lost, so the sample has several.
-    same = "what is the same in every line " * 5
-    lines = (f'{{"text": "{os.urandom(20).hex()} {same}"}}\n' for _ in range(12_000))
-    content = "".join(lines).encode()
-    files = {
-        "says.zst": frame(content),
-        "silent.zst": frame(content, says_size=False),
-        "frames.zst": b"".join(frame(content[i : i + 9000]) for i in range(0, len(content), 9000)),
-        "a.gz": gzip.compress(content),
-    }
-    for name, stored in files.items():
-        (tmp_path / name).write_bytes(stored)
-        estimate = content_bytes_of(str(tmp_path / name), len(stored))
-        within = 0.0 if name == "says.zst" else 0.25
-        assert estimate == pytest.approx(len(content), rel=within, abs=0), name
-
-
-PEAK = """
-import resource, sys
-from headcount.workers.inputs.corpus.documents import Reading, Source
-from headcount.workers.inputs.store.portions import FileState, Portion, PortionReader
-source = Source("jsonl", sys.argv[1], 1)
-portion = Portion(0, (source,), (FileState.of(source),), start=int(sys.argv[2]))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-lengths = [len(record.content) for _, record in PortionReader(portion, Reading())]
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, *lengths)
-"""
-
-
-def test_one_frame_of_any_size_and_a_line_of_any_length_take_little_memory(tmp_path: Path):
-    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=22)
-    one_frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    line = b'{"text": "%s"}\n' % (b"what is said again " * 50_000)
-    path = tmp_path / "a.jsonl.zst"
-    with path.open("wb") as file:
-        # One line that is not ended for 142 MB stands between the others.
-        for piece in [*[line] * 150, *[line[:-1]] * 150, b"\n" + line]:
-            file.write(one_frame.compress(piece))
-        file.write(one_frame.flush())
-    command = [sys.executable, "-c", PEAK, str(path), str(149 * len(line))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    mebibytes, *lengths = map(int, done.stdout.split())
-    assert lengths == [len(line), len(documents.TOO_LARGE), len(line)]
-    # The largest line that is read is held twice for a moment. The content has 285 MB.
-    assert mebibytes < 2 * (documents.LARGEST_RECORD >> 20) + 30
-
-
-# Records that are too large
-
-
-@pytest.fixture
-def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "LARGEST_RECORD", 1000)
-    monkeypatch.setattr(documents, "PIECE_BYTES", 64)
-
-
 TEXTS = ["before it", "x" * 3000, "behind it", "é" * 990, "", "y" * 1001, "z" * 900]
-FITTING = [0, 2, 4, 6]
 
 
 def texts_in(path: Path) -> Source:
@@ -291,55 +152,6 @@ def texts_in_csv(path: Path, texts: list[str]) -> Source:
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["n", "text"], *enumerate(texts)])
     return source_of(path, "csv")
-
-
-@pytest.mark.usefixtures("small_records")
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.zst", "jsonl.gz", "json", "csv", "parquet"])
-def test_a_record_that_is_too_large_is_a_bad_row(tmp_path: Path, ending: str):
-    # A letter of two bytes counts as two; CSV counts letters first, so `é` passes there.
-    parts = portions_of([texts_in(tmp_path / f"a.{ending}")])
-    for step in (None, 1):
-        rows = {row: document for _, row, document in read(parts, step=step)}
-        assert list(rows) == list(range(len(TEXTS)))
-        assert {row: rows[row].text for row in FITTING} == {row: TEXTS[row] for row in FITTING}
-        assert {row for row in rows if rows[row].problem == documents.TOO_LARGE} == {1, 3, 5}
-
-
-def test_an_array_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = texts_in(tmp_path / "a.json")
-    monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes)
-    assert len(read(portions_of([source]))) == len(TEXTS)
-    monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes - 1)
-    told = problem(read, portions_of([source]))
-    assert told.startswith(f"{source.path}: an array of more than ")
-    assert told.endswith("; write an object in each line (.jsonl)")
-
-
-@pytest.mark.usefixtures("small_records")
-def test_a_text_file_that_is_too_large_is_a_bad_row(tmp_path: Path):
-    for kind in ("text", "flowing text"):
-        sources = [write(tmp_path / str(size), b"t" * size, kind) for size in (1000, 1001, 10)]
-        found = read(portions_of(sources))
-        assert [document.problem for _, _, document in found] == [None, documents.TOO_LARGE, None]
-
-
-@pytest.mark.usefixtures("small_records")
-def test_the_end_of_a_csv_row_that_is_too_large_is_found(tmp_path: Path):
-    # Quotes, line ends within quotes and blank lines around the rows.
-    long_texts = [
-        "word\n" * 500,
-        "\n\n" + "x" * 3000 + "\r\n\r\n",
-        'a "quoted, text"\n' * 200,
-        "x" * 995 + '"\n"' + "y" * 100,
-    ]
-    for text in long_texts:
-        source = texts_in_csv(tmp_path / "a.csv", ["first", text, 'the "last"\none'])
-        content = Path(source.path).read_bytes()
-        for with_blanks in (content, content.replace(b'\r\n1,"', b'\r\n\r\n\n1,"')):
-            Path(source.path).write_bytes(with_blanks)
-            first, large, last = (document for _, _, document in read(portions_of([source])))
-            assert (first.text, large.problem) == ("first", documents.TOO_LARGE)
-            assert (last.text, last.problem) == ('the "last"\none', None)
 
 
 # Going on from any position
@@ -549,55 +361,6 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path, ranges: S
     assert problem(read, [parts[0]]) == changed.replace("a.jsonl", "a.parquet")
 
 
-def test_a_zst_file_of_a_window_too_large_says_so(tmp_path: Path):
-    path = tmp_path / "a.jsonl.zst"
-    sizes = {"window_log": 28, "write_content_size": False}
-    parameters = zstandard.ZstdCompressionParameters.from_level(3, **sizes)
-    frame_in_parts = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    path.write_bytes(frame_in_parts.compress(LINES) + frame_in_parts.flush())
-    told = problem(lambda: read(portions_of([source_of(path)])))
-    assert "with a window of more than 128 MiB" in told
-
-
-# Fields
-
-
-def test_fields_are_kept_as_json(tmp_path: Path):
-    lines = [
-        {"text": "a", "year": 2020, "meta": {"lang": "de", "pile_set_name": "ArXiv"}, "no": None},
-        {"text": "b", "year": 2020.5, "meta": '{"lang": ["ä", "\\ud800"]}', "no": False},
-        {"text": "c"},
-    ]
-    content = b"".join(b"%s\n" % json.dumps(line).encode() for line in lines)
-    reading = Reading(fields=("lang", "meta", "no", "year"))
-    found = [d for _, _, d in read(portions_of([write(tmp_path / "a.jsonl", content)]), reading)]
-    assert [document.fields for document in found] == [
-        ('"de"', '{"lang": "de", "pile_set_name": "ArXiv"}', None, "2020"),
-        ('["\\u00e4", "\\ud800"]', '{"lang": ["\\u00e4", "\\ud800"]}', "false", "2020.5"),
-        (None, None, None, None),
-    ]
-    assert [document.pile_set_name for document in found] == ["ArXiv", None, None]
-    # A document without any of the fields is known by its text alone.
-    assert found[2].content_hash == Document(0, "c").content_hash
-    assert len({document.content_hash for document in found}) == 3
-
-
-def test_a_field_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path):
-    # Whether it can be parsed and written again depends on how deep the program already is.
-    lines = [b'{"text": "a", "f": %s}\n' % (b"[" * n + b"]" * n) for n in range(900, 1000)]
-    parts = portions_of([write(tmp_path / "a.jsonl", b"".join(lines))])
-    found = [document.problem for _, _, document in read(parts, Reading(fields=("f",)))]
-    assert len(found) == 100
-    assert set(found) <= {None, "invalid JSON", "has a field that is nested too deeply"}
-
-
-def test_the_part_of_a_parquet_row_is_a_column_or_in_meta(tmp_path: Path):
-    columns = {"text": ["a", "b"], "pile_set_name": ["ArXiv", None], "more": [1, 2]}
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    found = read(portions_of([source_of(tmp_path / "a.parquet", "parquet")]))
-    assert [document.pile_set_name for _, _, document in found] == ["ArXiv", None]
-
-
 # Files in a store
 
 
@@ -611,7 +374,7 @@ def test_files_in_a_store_are_listed_once_and_read_by_ranges(store: S3Server, ra
     contents = {
         **{f"small/{number:02}.jsonl": LINES[:20] for number in range(20)},
         "large/a.jsonl": LINES,
-        "large/b.jsonl.zst": frame(LINES[:80]) + frame(LINES[80:]),
+        "large/b.jsonl.zst": zstandard.compress(LINES),
         "large/c.jsonl.gz": gzip.compress(LINES),
     }
     for name, content in contents.items():

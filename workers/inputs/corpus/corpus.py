@@ -84,8 +84,6 @@ def choice(
         raise ScanError(f"input.skip: expected 0 or more documents, got {skip}")
     if shuffle is not None and shuffle < 0:
         raise ScanError(f"input.shuffle: expected true or a seed, 0 or more, got {shuffle}")
-    if text_field == "":
-        raise ScanError("input.text_field: expected the name of a field, got ''")
     _check_columns(columns or [])
     conditions = tuple(_conditions(where or {}))
     for name, values in conditions:

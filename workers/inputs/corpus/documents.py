@@ -11,20 +11,22 @@ import csv
 import hashlib
 import io
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 
 from headcount.schemas.errors import CorpusError, counted, printable
 from headcount.schemas.files.places import open_whole, place, reason
-from headcount.workers.inputs.corpus.file_content import COMPRESSED, open_content
+from headcount.workers.inputs.corpus.file_content import (
+    COMPRESSED,
+    begins_an_array,
+    open_content,
+)
 
 LARGEST_RECORD = 32 << 20
 """Bytes of the largest line or text that is read. Tokenising takes 120 to 135 bytes of memory for
@@ -40,7 +42,7 @@ LARGEST_ARRAY = 1 << 30
 """Bytes of the largest array of JSON that is read. Parsing takes 3 bytes of memory for each."""
 
 PIECE_BYTES = 1 << 20
-"""Bytes of a file that are read at once, or dropped if they are a part of a line too long."""
+"""Bytes of a line too long that are dropped at once."""
 
 PARQUET_BATCH = 256
 """Rows of a Parquet file that are held at once at most."""
@@ -50,8 +52,6 @@ BATCH_BYTES = 16 << 20
 
 LISTED_NAMES = 8
 """Fields of a document that an error message lists."""
-
-UTF8_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 CHANGED = "changed while it was read; run the same command again"
 """What is said of a file that is no longer as it was when it was listed."""
@@ -101,27 +101,12 @@ class Record(NamedTuple):
     """Where the next record begins: a byte of the content of lines, or a row of the source."""
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """What is read of a source: a range of it, and the place in the range where reading begins."""
+class Stretch(NamedTuple):
+    """A range of a source: bytes of the (decompressed) content of lines, rows of other sources."""
 
     start: int = 0
-    """A byte of the content of lines, or a row of other sources."""
     stop: int | None = None
     """None is the end of the source. Lines belong to the range that their first byte lies in."""
-    offset: int = 0
-    """The byte or the row at which reading begins; before `start` it means `start`."""
-    row: int = 0
-    """Rows of the range that lie before `offset`."""
-
-    @property
-    def first(self) -> int:
-        """The byte or the row from which on records are wanted."""
-        return max(self.start, self.offset)
-
-    def holds(self, index: int) -> bool:
-        """Whether a byte or a row lies before the end of the range."""
-        return self.stop is None or index < self.stop
 
 
 EVERYTHING = Stretch()
@@ -153,7 +138,7 @@ class Source:
     """A file of documents, or one shard of a Hub data set."""
 
     kind: str
-    """A key of `READERS`."""
+    """`jsonl`, `json`, `parquet`, `csv`, `text`, `flowing text` or `hub`."""
     path: str
     bytes: int
     split: str = "train"
@@ -177,6 +162,19 @@ class Source:
         unit = "line" if self.kind == "jsonl" else "row"
         return f"{printable(self.name)}, {unit} {row + 1:,}"
 
+    @property
+    def has_lines(self) -> bool:
+        """Whether it holds an object in each line. A .json file is opened to see it."""
+        if self.kind == "json":
+            with refusing_unreadable(self), open_content(self.path) as file:
+                return not begins_an_array(file)
+        return self.kind == "jsonl"
+
+    @property
+    def can_be_entered(self) -> bool:
+        """Whether a stretch is read without what lies before it. It must then end in the source."""
+        return self.kind == "parquet" or (not self.path.endswith(COMPRESSED) and self.has_lines)
+
     def documents(self, reading: Reading = EVERY_DOCUMENT) -> Iterator[Document]:
         """The documents in order. A problem of the whole file raises `CorpusError`."""
         for record in self.records(reading):
@@ -186,23 +184,29 @@ class Source:
     def records(
         self, reading: Reading = EVERY_DOCUMENT, stretch: Stretch = EVERYTHING
     ) -> Iterator[Record]:
-        """The records of a stretch in order, and a record for each blank line."""
+        """The records of a stretch in order, and a record for each blank line.
+
+        A source that cannot be entered is read from its beginning, and may end before the stretch;
+        what lies before the stretch is not made into documents.
+        """
+        start, stop = stretch
         with refusing_unreadable(self):
-            for record in READERS[self.kind](self, reading, stretch):
-                # A reader may start earlier, at a place where its file can be entered.
-                if record.row >= stretch.row:
-                    yield record
+            if self.has_lines:
+                yield from _read_lines(self, stretch)
+                return
+            if self.kind == "parquet":
+                rows = _read_parquet(self, reading, stretch)
+            elif self.kind == "hub":
+                rows = _read_hub(self, reading, start)
+            else:
+                rows = islice(ROW_READERS[self.kind](self, reading), start, None)
+            wanted = None if stop is None else max(0, stop - start)
+            for row, content in enumerate(islice(rows, wanted)):
+                yield Record(row, content, start + row + 1)
 
     def document_of(self, record: Record, reading: Reading) -> Document:
         """The document that a record holds, or a document that names the record's problem."""
-        content = record.content
-        fields = _parse_line(content) if isinstance(content, bytes) else content
-        if isinstance(fields, Problem):
-            return Document(record.row, problem=fields)
-        if not isinstance(fields, dict):
-            problem = f"expected a JSON object, got {type(fields).__name__}"
-            return Document(record.row, problem=problem)
-        return _document_from_fields(record.row, cast("dict[str, Any]", fields), reading)
+        return _document_of(record, reading)
 
 
 @contextmanager
@@ -210,35 +214,41 @@ def refusing_unreadable(source: Source) -> Iterator[None]:
     """Turn what a library raises about a broken file into a `CorpusError` that names the file."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException) as error:
+        why = reason(error)
+        advice = "is the file complete?"
+        if "requires too much memory" in why:
+            advice = "its window has more than 128 MiB; compress it without --long and --ultra"
         raise CorpusError(
-            f"{printable(source.path)}: cannot be read ({printable(reason(error))}); is the file "
-            "complete?"
+            f"{printable(source.path)}: cannot be read ({printable(why)}); {advice}"
         ) from None
 
 
-# Readers: one for each kind of source
+# Readers: of lines, and of rows
 
 
-def _read_lines(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
-    """The lines that begin in a stretch of a file."""
-    goes_on = stretch.offset > stretch.start
+def _read_lines(source: Source, stretch: Stretch) -> Iterator[Record]:
+    """The lines that begin in a stretch of a file.
+
+    pyarrow.json is not used: it refuses a block of lines for a broken one, counts no blank lines,
+    and gives one type to all values of a field.
+    """
+    start, end = stretch
     # The line that holds the byte before a range began in the range before it, or ends there.
-    entry = stretch.offset if goes_on else max(0, stretch.start - 1)
-    offset = entry
-    row = stretch.row
-    with open_content(source.path, entry) as file:
-        if stretch.start and not goes_on:
-            _, offset = _next_line(file, entry)
-        while stretch.holds(offset):
+    offset = max(0, start - 1)
+    row = 0
+    with open_content(source.path, offset) as file:
+        if start:
+            _, offset = _next_line(file, offset)
+        while end is None or offset < end:
             line, stop = _next_line(file, offset)
             if stop == offset:
                 # How much a compressed file holds is an estimate, so its ranges may lie behind its
                 # end. Any other file has become shorter.
-                if stretch.stop is not None and not source.path.endswith(COMPRESSED):
+                if end is not None and not source.path.endswith(COMPRESSED):
                     raise CorpusError(
-                        f"{printable(source.path)}: ends at byte {offset:,}, expected "
-                        f"{stretch.stop:,} or more; {CHANGED}"
+                        f"{printable(source.path)}: ends at byte {offset:,}, expected {end:,} or "
+                        f"more; {CHANGED}"
                     )
                 return
             offset = stop
@@ -261,211 +271,103 @@ def _next_line(file: io.BufferedReader, offset: int) -> tuple[bytes | Problem, i
     return Problem(TOO_LARGE), offset
 
 
-def _read_json(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
-    """The objects of an array, which is read whole, or the lines of a file of objects."""
+def _read_array(source: Source, reading: Reading) -> Iterator[object]:
+    """The objects of an array, which is read whole."""
     with open_content(source.path) as file:
-        is_array = begins_an_array(file)
-        content = _read_at_most(file, LARGEST_ARRAY) if is_array else b""
-    if not is_array:
-        yield from _read_lines(source, reading, stretch)
-        return
-    if content is None:
+        content = file.read(LARGEST_ARRAY + 1)
+    if len(content) > LARGEST_ARRAY:
         raise CorpusError(
             f"{printable(source.path)}: an array of more than {LARGEST_ARRAY >> 20:,} MiB, which "
             "take too much memory to parse; write an object in each line (.jsonl)"
         )
     try:
-        rows = json.loads(content.decode("utf-8-sig"))
+        yield from json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise CorpusError(
             f"{printable(source.path)}: not JSON ({reason(error)}); expected an array of objects, "
             "or an object in each line"
         ) from None
-    for row, fields in enumerate(rows):
-        yield Record(row, fields, row + 1)
 
 
-def _read_at_most(file: io.BufferedReader, most: int) -> bytes | None:
-    """The rest of a file; None if it has more bytes than that."""
-    # Reading all at once would allocate `most` for the smallest file.
-    pieces: list[bytes] = []
-    length = 0
-    while piece := file.read(PIECE_BYTES):
-        pieces.append(piece)
-        length += len(piece)
-        if length > most:
-            return None
-    return b"".join(pieces)
-
-
-def begins_an_array(file: io.BufferedReader) -> bool:
-    """Whether an open file of JSON holds an array rather than lines."""
-    beginning = file.peek(1).removeprefix(UTF8_BYTE_ORDER_MARK).lstrip()
-    return beginning[:1] == b"["
-
-
-def _read_parquet(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
-    """The rows of a stretch of a Parquet file."""
+def _read_parquet(source: Source, reading: Reading, stretch: Stretch) -> Iterator[object]:
+    """The rows of a stretch of a Parquet file, and perhaps some behind it."""
     with open_whole(place(source.path)) as content, pq.ParquetFile(content) as file:
         names: list[str] = file.schema_arrow.names
         _check_text_column(source.path, reading, names)
-        row_groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
-        ends = np.cumsum([group.num_rows for group in row_groups])
-        stop = file.metadata.num_rows if stretch.stop is None else stretch.stop
+        start, stop = stretch.start, stretch.stop or 0
         if stop > file.metadata.num_rows:
             raise CorpusError(
                 f"{printable(source.path)}: has {file.metadata.num_rows:,} rows, expected "
                 f"{stop:,} or more; {CHANGED}"
             )
-        # The groups that hold the first and the last row; empty groups before them are left out.
-        first_group = int(np.searchsorted(ends, stretch.first, side="right"))
-        last_group = int(np.searchsorted(ends, stop - 1, side="right"))
-        # Fewer rows at once if they are long.
-        row_bytes = [
-            group.total_byte_size // max(1, group.num_rows)
-            for group in row_groups[first_group : last_group + 1]
-        ]
-        batches = file.iter_batches(
-            batch_size=min(PARQUET_BATCH, max(1, BATCH_BYTES // max([1, *row_bytes]))),
-            row_groups=list(range(first_group, min(last_group + 1, len(row_groups)))),
-            columns=[name for name in names if name in reading.column_names],
-        )
-        row = int(ends[first_group - 1]) if first_group else 0
-        for batch in batches:
-            rows_before = max(0, stretch.first - row)
-            wanted = batch.slice(rows_before, max(0, stop - row - rows_before))
-            for i, fields in enumerate(_rows_of(wanted, reading.text_field), row + rows_before):
-                yield Record(i - stretch.start, fields, i + 1)
-            row += len(batch)
+        group_start = 0
+        for number in range(file.num_row_groups):
+            group = file.metadata.row_group(number)
+            to_drop = max(0, start - group_start)
+            group_start += group.num_rows
+            if to_drop >= group.num_rows:
+                continue
+            # Fewer rows at once if they are long.
+            row_bytes = max(1, group.total_byte_size // group.num_rows)
+            for batch in file.iter_batches(
+                batch_size=min(PARQUET_BATCH, max(1, BATCH_BYTES // row_bytes)),
+                row_groups=[number],
+                columns=[name for name in names if name in reading.column_names],
+            ):
+                yield from _rows_of(batch.slice(min(to_drop, len(batch))))
+                to_drop = max(0, to_drop - len(batch))
 
 
-def _rows_of(batch: pa.RecordBatch, text_field: str) -> list[dict[str, Any] | Problem]:
-    """The rows of a batch, with a problem in the place of each row that cannot be converted."""
-    has_text_column = text_field in batch.schema.names
-    if not has_text_column or batch.column(text_field).nbytes <= LARGEST_RECORD:
-        try:
-            return batch.to_pylist()
-        except UnicodeDecodeError:
-            # Parquet does not check that its strings are UTF-8. The error does not name the row.
-            pass
-    rows: list[dict[str, Any] | Problem] = []
-    for i in range(len(batch)):
-        text = batch.column(text_field)[i] if has_text_column else pa.scalar(None)
-        is_string = pa.types.is_string(text.type) or pa.types.is_large_string(text.type)
-        # By its bytes: a text that is too large is not made a Python string.
-        if is_string and text.is_valid and len(text.as_buffer()) > LARGEST_RECORD:
-            rows.append(Problem(TOO_LARGE))
-            continue
-        try:
-            rows += batch.slice(i, 1).to_pylist()
-        except UnicodeDecodeError:
-            rows.append(Problem("not UTF-8"))
-    return rows
+def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any] | Problem]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        # Parquet does not check that its strings are UTF-8, and the error does not name the row.
+        if len(batch) == 1:
+            return [Problem("not UTF-8")]
+        return [row for i in range(len(batch)) for row in _rows_of(batch.slice(i, 1))]
 
 
-def _read_csv(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
-    """The rows of a CSV file with a header."""
+def _read_csv(source: Source, reading: Reading) -> Iterator[object]:
+    """The rows of a CSV file with a header.
+
+    pyarrow.csv is not used: a row that is larger than a block ends the file, and a row that is
+    broken is left out and not counted.
+    """
     with open_content(source.path) as content:
         # With "surrogateescape" a row that is not UTF-8 is a bad row, not a bad file.
         text = io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        lines = _CsvLines(text)
-        rows = csv.DictReader(lines, strict=True)
+        rows = csv.DictReader(text, strict=True)
         try:
             _check_text_column(source.path, reading, rows.fieldnames or ())
-            row = 0
-            while (fields := _next_csv_row(rows, lines, reading.text_field)) is not None:
-                yield Record(row, fields, row + 1)
-                row += 1
-        except (csv.Error, _TooLargeRowError) as error:
+            for fields in rows:
+                # csv.DictReader puts the fields beyond the header under the key None.
+                if None in fields:
+                    yield Problem("more fields than the header names")
+                elif not _is_unicode(fields.get(reading.text_field) or ""):
+                    yield Problem("not UTF-8")
+                else:
+                    yield {"pile_set_name": fields.get("dataset") or None, **fields}
+        except csv.Error as error:
             raise CorpusError(
                 f"{printable(source.path)}, line {rows.reader.line_num}: not CSV ({error})"
             ) from None
 
 
-class _TooLargeRowError(Exception):
-    """A row of a CSV file that is too large. Its lines have been read."""
-
-
-class _CsvLines:
-    """The lines of a CSV file, of which no row holds more than `LARGEST_RECORD` letters."""
-
-    def __init__(self, file: io.TextIOWrapper) -> None:
-        self.file = file
-        self.begin_row()
-
-    def begin_row(self) -> None:
-        """The next line begins a row."""
-        self.row_letters = 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        """The next line. The csv module asks for a row's second line only within quotes."""
-        within_quotes = self.row_letters > 0
-        line = self.file.readline(LARGEST_RECORD + 1 - self.row_letters)
-        # The csv module takes no notice of blank lines between rows.
-        if within_quotes or line.strip("\r\n"):
-            self.row_letters += len(line)
-        if self.row_letters > LARGEST_RECORD:
-            self._drop_row(line, within_quotes)
-            raise _TooLargeRowError(TOO_LARGE)
-        if not line:
-            raise StopIteration
-        return line
-
-    def _drop_row(self, piece: str, within_quotes: bool) -> None:
-        """Read on to the end of a row, which is a line end outside quotes."""
-        while piece:
-            within_quotes ^= piece.count('"') % 2 == 1
-            if piece.endswith(("\n", "\r")) and not within_quotes:
-                return
-            piece = self.file.readline(PIECE_BYTES)
-
-
-def _next_csv_row(
-    rows: csv.DictReader[str], lines: _CsvLines, text_field: str
-) -> dict[str, Any] | Problem | None:
-    """The fields of the next row, its column `dataset` also as `pile_set_name`; None at the end."""
-    lines.begin_row()
+def _read_text(source: Source, reading: Reading) -> Iterator[object]:
+    """A file of plain text, perhaps with its lines joined: one document."""
+    with open_content(source.path) as file:
+        content = file.read(LARGEST_RECORD + 1)
+    if len(content) > LARGEST_RECORD:
+        yield Problem(TOO_LARGE)
+        return
     try:
-        fields = next(rows, None)
-    except _TooLargeRowError:
-        return Problem(TOO_LARGE)
-    if fields is None:
-        return None
-    # csv.DictReader puts the fields beyond the header under the key None.
-    if None in fields:
-        return Problem("more fields than the header names")
-    if not _is_unicode(fields.get(text_field) or ""):
-        return Problem("not UTF-8")
-    return {"pile_set_name": fields.get("dataset") or None, **fields}
-
-
-def _read_text(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
-    """A file of plain text: one document."""
-    try:
-        with open_content(source.path) as file:
-            content = _read_at_most(file, LARGEST_RECORD)
-        if content is None:
-            yield Record(0, Problem(TOO_LARGE), 1)
-            return
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        yield Record(0, Problem(f"not UTF-8 (byte {error.start})"), 1)
-    else:
-        # The text is put under the name that the scan uses, because the file has no field names.
-        yield Record(0, {reading.text_field: text}, 1)
-
-
-def _read_flowing_text(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
-    """A file of plain text whose lines are joined: one document."""
-    for record in _read_text(source, reading, stretch):
-        content = record.content
-        if isinstance(content, dict):
-            text: str = content[reading.text_field]
-            content = {reading.text_field: flowing(text)}
-        yield record._replace(content=content)
+        yield Problem(f"not UTF-8 (byte {error.start})")
+        return
+    # The text is put under the name that the scan uses, because the file has no field names.
+    yield {reading.text_field: flowing(text) if source.kind == "flowing text" else text}
 
 
 def flowing(text: str) -> str:
@@ -477,17 +379,26 @@ def flowing(text: str) -> str:
     return " ".join(text.split())
 
 
-def _read_hub(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
-    """The rows of one part of a Hub data set."""
+ROW_READERS = {
+    "json": _read_array,
+    "csv": _read_csv,
+    "text": _read_text,
+    "flowing text": _read_text,
+}
+"""Readers of files that are read from their beginning."""
+
+
+def _read_hub(source: Source, reading: Reading, start: int) -> Iterator[object]:
+    """The rows of one part of a Hub data set from one on."""
     rows = open_hub(source.path, source.split)
     if source.parts > 1:
         rows = rows.shard(source.parts, source.part, contiguous=True)
-    row = stretch.first
+    row = start
     try:
         # Whole tables are skipped, without making Python objects of their rows.
-        for fields in rows.skip(stretch.first):
+        for fields in rows.skip(start):
             _check_text_column(f"data set {source.name!r}", reading, list(fields))
-            yield Record(row, fields, row + 1)
+            yield fields
             row += 1
     except CorpusError:
         raise
@@ -499,42 +410,12 @@ def _read_hub(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Re
         ) from None
 
 
-READERS = {
-    "jsonl": _read_lines,
-    "json": _read_json,
-    "parquet": _read_parquet,
-    "csv": _read_csv,
-    "text": _read_text,
-    "flowing text": _read_flowing_text,
-    "hub": _read_hub,
-}
-"""Reader of each kind of source: the records of a stretch, or from an earlier row on."""
-
-
-class HubRows(Protocol):
-    """What we use of the `IterableDataset` of the library datasets."""
-
-    num_shards: int
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows in order."""
-        ...
-
-    def shard(self, num_shards: int, index: int, contiguous: bool) -> HubRows:
-        """One part of the rows."""
-        ...
-
-    def skip(self, n: int) -> HubRows:
-        """All but the first rows."""
-        ...
-
-
-def open_hub(name: str, split: str) -> HubRows:
-    """A Hub data set (or a local directory of one) as a stream of rows."""
+def open_hub(name: str, split: str) -> Any:  # noqa: ANN401 (datasets has few types)
+    """A Hub data set (or a local directory of one) as a stream of rows: an `IterableDataset`."""
     from datasets import load_dataset
 
     with _refusing_to_open(name, split):
-        return cast("HubRows", load_dataset(name, split=split, streaming=True))
+        return load_dataset(name, split=split, streaming=True)
 
 
 def hub_version(name: str, split: str) -> str:
@@ -561,10 +442,8 @@ def _refusing_to_open(name: str, split: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise CorpusError(
-            f"data set {name!r}, split {split!r}: cannot be opened ({reason})"
-        ) from None
+        why = str(error).strip().split("\n")[0]
+        raise CorpusError(f"data set {name!r}, split {split!r}: cannot be opened ({why})") from None
 
 
 def _check_text_column(source: str, reading: Reading, columns: Sequence[str]) -> None:
@@ -579,43 +458,45 @@ def _check_text_column(source: str, reading: Reading, columns: Sequence[str]) ->
 # Fields of a record
 
 
+def _document_of(record: Record, reading: Reading) -> Document:
+    row, content, _ = record
+    fields = _parse_line(content) if isinstance(content, bytes) else content
+    if isinstance(fields, Problem):
+        return Document(row, problem=fields)
+    if not isinstance(fields, dict):
+        return Document(row, problem=f"expected a JSON object, got {type(fields).__name__}")
+    fields = cast("dict[str, Any]", fields)
+    name = reading.text_field
+    text = _look_up(fields, name)
+    if text is MISSING:
+        problem = f"has no field {name}; found {_listed(fields)}; set input.text_field"
+        return Document(row, problem=problem)
+    if not isinstance(text, str):
+        kind = "null" if text is None else type(text).__name__
+        return Document(row, problem=f"{name} is {kind}, expected a string")
+    if not _is_unicode(text):
+        return Document(row, problem=f"{name} has lone surrogates, which are not UTF-8")
+    # A letter has four bytes at most, so most texts need not be encoded to know it.
+    if len(text) > LARGEST_RECORD // 4 and len(text.encode()) > LARGEST_RECORD:
+        return Document(row, problem=TOO_LARGE)
+    # `meta` is parsed once here rather than by every look-up below.
+    fields = fields | {"meta": _parse_embedded_json(fields.get("meta"))}
+    part = field_of(fields, "pile_set_name")
+    try:
+        kept = tuple(_as_json(field_of(fields, field)) for field in reading.fields)
+    except RecursionError:
+        return Document(row, problem="has a field that is nested too deeply")
+    part = part if isinstance(part, str) and _is_unicode(part) else None
+    return Document(row, reading.before + text, part, fields=kept)
+
+
 def _parse_line(line: bytes) -> object:
-    """The value of a line of JSON, or the problem that the line has."""
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return Problem("not UTF-8")
     except (ValueError, RecursionError):
         return Problem("invalid JSON")
-
-
-def _document_from_fields(row: int, fields: dict[str, Any], reading: Reading) -> Document:
-    text = _look_up(fields, reading.text_field)
-    if text is MISSING:
-        problem = f"has no field {reading.text_field}; found {_listed(fields)}; "
-        return Document(row, problem=problem + "set input.text_field")
-    if not isinstance(text, str):
-        kind = "null" if text is None else type(text).__name__
-        return Document(row, problem=f"{reading.text_field} is {kind}, expected a string")
-    if not _is_unicode(text):
-        problem = f"{reading.text_field} has lone surrogates, which are not UTF-8"
-        return Document(row, problem=problem)
-    # A letter has four bytes at most, so most texts need not be encoded to know it.
-    if len(text) > LARGEST_RECORD // 4 and len(text.encode()) > LARGEST_RECORD:
-        return Document(row, problem=TOO_LARGE)
-    # `meta` is parsed once here rather than by every look-up below.
-    fields_with_meta = fields | {"meta": _parse_embedded_json(fields.get("meta"))}
-    name = field_of(fields_with_meta, "pile_set_name")
-    try:
-        kept = tuple(_as_json(field_of(fields_with_meta, field)) for field in reading.fields)
-    except RecursionError:
-        return Document(row, problem="has a field that is nested too deeply")
-    return Document(
-        row,
-        reading.before + text,
-        name if isinstance(name, str) and _is_unicode(name) else None,
-        fields=kept,
-    )
 
 
 def _as_json(value: object) -> str | None:

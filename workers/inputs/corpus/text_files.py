@@ -23,6 +23,15 @@ TABLES = {".jsonl": "jsonl", ".parquet": "parquet", ".csv": "csv"}
 """Kind of a file of many texts by its ending, without .zst or .gz."""
 
 
+def kind_of(path: str, kinds: dict[str, str]) -> str | None:
+    """What is in a file, by its ending, which .zst or .gz may follow; None if no ending fits."""
+    is_compressed = path.endswith(COMPRESSED)
+    name = path.rpartition(".")[0] if is_compressed else path
+    kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), None)
+    # Parquet compresses its columns itself, and cannot be entered inside a compressed file.
+    return None if is_compressed and kind == "parquet" else kind
+
+
 def located(path: str) -> str:
     """Where a file lies: `bundled:PATH` among the project's own files, other paths as they are."""
     if not path.startswith(BUNDLED_PREFIX):
@@ -58,13 +67,7 @@ def read_text(path: str) -> str:
     A process reads it once, so that all its sequences come from the same content.
     """
     try:
-        content = place(located(path)).read_bytes()
-    except OSError as error:
-        raise ScanError(
-            f"input.text: {path} cannot be read ({reason(error)}); expected a UTF-8 text file"
-        ) from None
-    try:
-        text = content.decode("utf-8-sig")
+        text = _content(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ScanError(
             f"input.text: {path} is not UTF-8 (byte {error.start}); expected a UTF-8 text file"
@@ -74,27 +77,28 @@ def read_text(path: str) -> str:
     return flowing(text) if path == BUNDLED_LICENSE else text
 
 
+def _content(path: str) -> bytes:
+    try:
+        return place(located(path)).read_bytes()
+    except OSError as error:
+        raise ScanError(
+            f"input.text: {path} cannot be read ({reason(error)}); expected a UTF-8 text file"
+        ) from None
+
+
 def read_texts(path: str) -> list[str]:
     """The texts of a file: one for each document of a .jsonl, .parquet or .csv file, which may be
     packed (.zst, .gz); else the whole content.
     """
-    kind = _kind_of_table(path)
+    kind = kind_of(path, TABLES)
     if kind is None:
         return [read_text(path)]
     documents = Source(kind, located(path), 0).documents()
     return [document.text for document in documents if document.problem is None]
 
 
-def _kind_of_table(path: str) -> str | None:
-    """What is in a file of many texts; None if it is one text."""
-    name = path.rpartition(".")[0] if path.endswith(COMPRESSED) else path
-    return next((kind for ending, kind in TABLES.items() if name.endswith(ending)), None)
-
-
 def text_record(path: str) -> dict[str, str]:
     """The name and the fingerprint of a text file, without its place on this machine."""
-    if _kind_of_table(path) is None:
-        content = read_text(path).encode()
-    else:
-        content = place(located(path)).read_bytes()
+    is_table = kind_of(path, TABLES) is not None
+    content = _content(path) if is_table else read_text(path).encode()
     return {"name": Path(path).name, "sha256": hashlib.sha256(content).hexdigest()[:16]}

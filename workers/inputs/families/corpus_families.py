@@ -11,8 +11,8 @@ from headcount.schemas.errors import CorpusError, ScanError, printable
 from headcount.schemas.files.places import StorePath, matching, place, reason
 from headcount.schemas.scans.values import Count, Index, TokenId
 from headcount.workers.inputs.corpus.corpus import Corpus, CountedTokens, ReplacedToken
-from headcount.workers.inputs.corpus.documents import COMPRESSED, Source, open_hub
-from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, located
+from headcount.workers.inputs.corpus.documents import Source, open_hub
+from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, kind_of, located
 from headcount.workers.inputs.input_registry import input_family
 
 Packing = Literal["document", "concat"]
@@ -52,6 +52,12 @@ def pile(
             "input: the family pile needs either files (paths or globs) or dataset (a Hub name)"
         )
     if dataset is not None:
+        # The library datasets names a data set by the last part of its path, which "." has not.
+        if not Path(dataset).name:
+            raise ScanError(
+                "input.dataset: expected a data set of the Hub or a directory by its name, got "
+                f"{dataset!r}; write for instance '../{Path(dataset).resolve().name}'"
+            )
         parts = open_hub(dataset, split).num_shards
         return Corpus(
             tuple(Source("hub", dataset, 0, split, part, parts) for part in range(parts)), packing
@@ -173,10 +179,16 @@ def _sources(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...
                 flowing_path = first_path
     # Names count before directories: the order is the same wherever the files lie.
     in_order = sorted(size_of, key=lambda path: (Path(path).name, path))
-    kind_of = {path: _kind(path, kinds) for path in in_order}
-    if flowing_path:
-        kind_of[flowing_path] = "flowing text"
-    return tuple(Source(kind_of[path], path, size_of[path]) for path in in_order)
+    sources: list[Source] = []
+    for path in in_order:
+        kind = "flowing text" if path == flowing_path else kind_of(path, kinds)
+        if kind is None:
+            raise CorpusError(
+                f"{printable(path)}: expected a file that ends in {', '.join(kinds)}; those of "
+                "text may also be packed (.zst, .gz)"
+            )
+        sources.append(Source(kind, path, size_of[path]))
+    return tuple(sources)
 
 
 def _matching_files(path: str, pattern: str) -> list[str]:
@@ -193,20 +205,6 @@ def _matching_files(path: str, pattern: str) -> list[str]:
     if not files:
         raise CorpusError(f"input.files: no file matches {pattern!r} (in {Path.cwd()})")
     return files
-
-
-def _kind(path: str, kinds: dict[str, str]) -> str:
-    """What is in a file, by its ending."""
-    is_compressed = path.endswith(COMPRESSED)
-    name = path.rpartition(".")[0] if is_compressed else path
-    kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), None)
-    # Parquet compresses its columns itself, and cannot be entered inside a compressed file.
-    if kind is None or (is_compressed and kind == "parquet"):
-        raise CorpusError(
-            f"{printable(path)}: expected a file that ends in {', '.join(kinds)}; those of text "
-            "may also be packed (.zst, .gz)"
-        )
-    return kind
 
 
 def _matching_objects(pattern: StorePath) -> list[tuple[StorePath, int]]:

@@ -29,11 +29,10 @@ from headcount.workers.inputs.corpus.documents import (
     Record,
     Source,
     Stretch,
-    begins_an_array,
     hub_version,
     refusing_unreadable,
 )
-from headcount.workers.inputs.corpus.file_content import COMPRESSED, content_bytes_of, open_content
+from headcount.workers.inputs.corpus.file_content import COMPRESSED, content_bytes_of
 
 RANGE_BYTES = 128 << 20
 """Stored bytes that one portion covers at most, if its files can be cut there."""
@@ -233,11 +232,11 @@ class PortionReader:
 
     def _records(self, number: int) -> Iterator[Record]:
         """The records of one source from the position on."""
-        stretch = Stretch(
-            self.portion.start, self.portion.stop, self.position.offset, self.position.row
-        )
+        stretch = Stretch(max(self.portion.start, self.position.offset), self.portion.stop)
+        rows_before = self.position.row
         try:
-            yield from self.portion.sources[number].records(self.reading, stretch)
+            for record in self.portion.sources[number].records(self.reading, stretch):
+                yield record._replace(row=rows_before + record.row)
         except CorpusError:
             # A file that changed is often unreadable first. What changed it is the better reason.
             self.portion.check_unchanged()
@@ -317,10 +316,8 @@ def _cuts_of(source: Source, state: FileState) -> list[int]:
 
 def _cuts_of_lines(source: Source, state: FileState) -> list[int]:
     """Where portions begin in the content of a file of lines; an array is not cut."""
-    if source.kind == "json":
-        with open_content(source.path) as file:
-            if begins_an_array(file):
-                return [0]
+    if not source.has_lines:
+        return [0]
     content_bytes = content_bytes_of(source.path, state.bytes)
     range_bytes = RANGE_BYTES
     if source.path.endswith(COMPRESSED):
