@@ -181,6 +181,11 @@ class Entry:
         """A digest of its code; comments, layout and prose do not count."""
         return fingerprint(self.function)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a run's manifest keeps of it."""
+        return {"meaning": self.meaning, "fingerprint": self.fingerprint}
+
     @cached_property
     def options_model(self) -> type[BaseModel]:
         """The options as a model of pydantic, which checks their types and ranges."""
@@ -244,13 +249,13 @@ class Registry(dict[str, E]):
         except ValidationError as error:
             problems = by_key(error).items()
             lines = [
-                self._line(entry, subject.replace("OPTION", key), key, each)
+                self.line(entry, subject.replace("OPTION", key), key, each)
                 for key, each in problems
             ]
             raise self.error("\n".join(lines)) from None
         return {name: getattr(checked, name) for name in options}
 
-    def _line(self, entry: Entry, subject: str, key: str, problems: list[Problem]) -> str:
+    def line(self, entry: Entry, subject: str, key: str, problems: list[Problem]) -> str:
         """A line about an option that is wrong."""
         name = entry.function.__name__
         match problems[0]["type"]:

@@ -87,7 +87,7 @@ def shuffled_text(*, files: str | list[str], packing: Packing = "document") -> C
 def repeated_text(
     *,
     files: str | list[str],
-    chunk: int,
+    chunk: Count,
     repeat_bos: bool = False,
     after_space: bool = False,
     packing: Packing = "document",
@@ -101,8 +101,6 @@ def repeated_text(
     * `repeat_bos`: whether that token stands before every copy.
     * `after_space`: whether the text is read with a space before it.
     """
-    if chunk < 1:
-        raise ScanError(f"input.chunk: expected 1 or more tokens, got {chunk}")
     before = " " if after_space else ""
     return Corpus(
         _sources(files, ANY_TEXT), packing, chunk=chunk, repeat_bos=repeat_bos, before=before
