@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -269,7 +269,7 @@ def refusal(text: str, n_ctx: int = 16) -> str:
 
 @rows("interventions")
 def test_an_intervention_that_means_nothing_is_refused(row: list[str]):
-    assert refusal(row[0]) == row[1]
+    assert agree(row[1], refusal(row[0]))
 
 
 @rows("one_token")
@@ -286,8 +286,10 @@ BAD = {
 @pytest.mark.parametrize("name", [name for name in INTERVENTIONS if INTERVENTIONS[name].options])
 def test_every_option_refuses_what_is_no_number_of_its_range(name: str):
     options = INTERVENTIONS[name].options
-    allowed = INTERVENTIONS[name].allowed_names
-    good = [str(allowed[key][0]) if allowed.get(key) else "1" for key in options]
+    good = [
+        str(get_args(option.annotation)[0]) if get_origin(option.annotation) is Literal else "1"
+        for option in options.values()
+    ]
     for number, (key, option) in enumerate(options.items()):
         types = {option.annotation, *get_args(option.annotation)} & {int, float}
         for text in {text for type_ in types for text in BAD[type_]}:
