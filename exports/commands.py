@@ -15,15 +15,15 @@ from headcount.schemas.errors import QueryError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from headcount.exports.registry import Exported, ExportFormat, Needs, Option
+    from headcount.exports.registry import Exported, ExportFormat, Needs
     from headcount.exports.source import ExportSource
     from headcount.queries.ask.asking import RunDatabase
     from headcount.schemas.files.places import Place
 
 commands = typer.Typer(rich_markup_mode=None)
 
-FORMAT_WORDS = "headcount.format_words"
-"""Where a command keeps the options of its format until it runs."""
+FORMAT_OPTIONS = "headcount.format_options"
+"""Where a command keeps what the options of its format are, until it runs."""
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -33,42 +33,37 @@ class ExportCommand(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Read the command line. `--help` beside a format is about that format."""
-        if {"-h", "--help"} & set(args) and args[:1] and not args[0].startswith("-"):
-            from headcount.exports.registry import export_format_named
+        from headcount.exports.registry import export_formats
 
-            for line in help_lines(export_format_named(args[0])):
+        export = export_formats().get(args[0]) if args else None
+        if export is None:
+            return super().parse_args(ctx, args)
+        if {"-h", "--help"} & set(args):
+            for line in help_lines(export):
                 typer.echo(line)
             raise typer.Exit
-        # A flag that typer does not know has a value that typer would take for RUNS.
-        ctx.meta[FORMAT_WORDS], rest = _words_of_format(args)
+        # Which options there are depends on the format, so typer cannot know them.
+        own = {option.flag: option.name for option in export.options.values()}
+        others = {flag for parameter in self.get_params(ctx) for flag in parameter.opts}
+        given = ctx.meta[FORMAT_OPTIONS] = dict[str, str]()
+        rest: list[str] = []
+        words = iter(args)
+        for word in words:
+            flag, equals, value = word.partition("=")
+            if flag in own:
+                text = value if equals else next(words, None)
+                if text is None:
+                    raise QueryError(f"{flag}: expected a value")
+                given[own[flag]] = text
+            elif flag.startswith("--") and flag not in others:
+                flags = ", ".join(own) or "none"
+                raise QueryError(f"export {export.name}: unexpected {flag!r}; its options: {flags}")
+            else:
+                rest.append(word)
         return super().parse_args(ctx, rest)
 
 
-def _words_of_format(args: list[str]) -> tuple[list[str], list[str]]:
-    """The options of the format that a command line names, with their values, and all others."""
-    from headcount.exports.registry import export_formats
-
-    export = export_formats().get(args[0]) if args else None
-    flags = {option.flag for option in export.options.values()} if export else set()
-    of_format: list[str] = []
-    rest: list[str] = []
-    words = iter(args)
-    for word in words:
-        flag, equals, _ = word.partition("=")
-        if flag not in flags:
-            rest.append(word)
-            continue
-        of_format.append(word)
-        if not equals:
-            of_format += [value for value in [next(words, None)] if value is not None]
-    return of_format, rest
-
-
-@commands.command(
-    cls=ExportCommand,
-    # What the command does not know may be an option of the format.
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-)
+@commands.command(cls=ExportCommand)
 def export(
     context: typer.Context,
     name: Annotated[
@@ -144,9 +139,7 @@ def export(
     if name is None:
         raise QueryError("expected the name of a format; headcount export --list has them")
     export = export_format_named(name)
-    options = export.parsed_options(
-        read_options(export, [*context.meta[FORMAT_WORDS], *context.args])
-    )
+    options = export.parsed_options(context.meta[FORMAT_OPTIONS])
     if output is None:
         raise QueryError(
             f"export {name}: say where to with -o PATH, for instance -o {export.example}"
@@ -163,7 +156,7 @@ def export(
         fields = {"model": model, "out": runs or "runs"}
         measure = partial(run_needed_scan, fields, overrides or [], device)
         source = measured_source(measure, export, options, destination)
-    exported = export.make(source, **options)
+    exported: Exported = export.function(source, **options)
     # Before anything is written: the model, or what runs it, may not be there.
     trial = _tried_out(exported, source, model, device) if check else None
     size = write_export(export, destination, exported.files)
@@ -297,29 +290,6 @@ def open_source(
     return choose_run(opened(runs), export, options, destination, run_ids, beside)
 
 
-def read_options(export: ExportFormat, words: list[str]) -> dict[str, str]:
-    """The options of a format as a user typed them: `--sink 64` or `--sink=64`."""
-    known = {option.flag: option for option in export.options.values()}
-    texts: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
-        if not flag.startswith("-"):
-            raise QueryError(
-                f"export {export.name}: unexpected {flag!r}; after RUNS come options: say where to "
-                f"with -o {flag}"
-            )
-        if flag not in known:
-            flags = ", ".join(known) or "none"
-            raise QueryError(f"export {export.name}: unexpected {flag!r}; its options: {flags}")
-        if not equals:
-            if not rest:
-                raise QueryError(f"{flag}: expected a value")
-            value = rest.pop(0)
-        texts[known[flag].name] = value
-    return texts
-
-
 def help_lines(export: ExportFormat) -> list[str]:
     """What a format is for, who reads it, what it needs and takes, for a terminal."""
     needs = export.needs(export.defaults)
@@ -335,7 +305,8 @@ def help_lines(export: ExportFormat) -> list[str]:
         lines += ["", export.details]
     if export.options:
         lines += ["", "Options:"]
-        lines += [option_line(option) for option in export.options.values()]
+        options = export.options.values()
+        lines += [f"  {option.flag}  {option.meaning} ({option.values})" for option in options]
     model = "bundled:gpt2-mini"
     lines += ["", f"From runs:  headcount export {export.name} RUNS -o {export.example}"]
     if needs.statistics or needs.profiles:
@@ -361,11 +332,6 @@ def _line_of_needs(needs: Needs) -> str:
     line = ", ".join(parts) or "a finished run"
     line += f"; input {families}" if families else ""
     return line if needs.baseline is None else f"{line}; and {_line_of_needs(needs.baseline)}"
-
-
-def option_line(option: Option) -> str:
-    """One option of a format, in a line."""
-    return f"  {option.flag}  {option.meaning} ({option.values})"
 
 
 def print_formats() -> None:

@@ -21,7 +21,14 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from headcount.schemas.errors import HeadcountError, ScanError, unknown
 from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.scans.values import OPTIONS, Problem, by_key, in_toml, wrong_value
+from headcount.schemas.scans.values import (
+    OPTIONS,
+    Problem,
+    by_key,
+    in_toml,
+    range_of,
+    wrong_value,
+)
 
 Argument: TypeAlias = int | float | str
 """A number, or a name."""
@@ -67,9 +74,9 @@ def parse_call(text: str) -> Call:
         if not value or bool(equals) != bool(option) or option in named or (named and not equals):
             raise ValueError(f"not a name with options: {text!r}")
         if equals:
-            named[option] = _argument(value)
+            named[option] = read_argument(value)
         else:
-            arguments.append(_argument(value))
+            arguments.append(read_argument(value))
     return Call(name, tuple(arguments), named)
 
 
@@ -83,10 +90,10 @@ def call_text(name: str, arguments: Iterable[object]) -> str:
     return f"{name}({inside})" if inside else name
 
 
-def _argument(text: str) -> Argument:
+def read_argument(text: str) -> Argument:
     """A number in its shortest form, or the text itself.
 
-    >>> [_argument(text) for text in ("1.0", "0.50", "1e-3", "-0.0", "entropy")]
+    >>> [read_argument(text) for text in ("1.0", "0.50", "1e-3", "-0.0", "entropy")]
     [1, 0.5, 0.001, 0, 'entropy']
     """
     if WHOLE_NUMBER.fullmatch(text):
@@ -108,6 +115,17 @@ class Option:
     default: Any
     meaning: str
     """What the docstring says of it; empty if it says nothing."""
+
+    @property
+    def flag(self) -> str:
+        """The option as a command line writes it."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def values(self) -> str:
+        """The range of its values, if they are numbers, and its default."""
+        default = "none" if self.default is None else self.default
+        return ", ".join(filter(None, (range_of(self.annotation), f"default {default}")))
 
 
 @cache
@@ -232,8 +250,13 @@ class Registry(dict[str, E]):
         """The value of every option: given in the order of options, or by name, or its default.
 
         `field` begins a line about all options, and `subject` a line about one of them, whose name
-        stands for OPTION in it: `input.OPTION`. Every mistake is a line of the error.
+        stands for OPTION in it, or for FLAG: `input.OPTION`, `--FLAG`. Every mistake is a line of
+        the error.
         """
+
+        def about(name: str) -> str:
+            return subject.replace("OPTION", name).replace("FLAG", name.replace("_", "-"))
+
         options = entry.options
         subject = subject or f"{field}: OPTION of {entry.function.__name__}"
         if len(arguments) > len(options):
@@ -243,15 +266,12 @@ class Registry(dict[str, E]):
             )
         given = dict(zip(options, arguments, strict=False))
         for name in (named or {}).keys() & given.keys():
-            raise self.error(f"{subject.replace('OPTION', name)}: expected once, got two values")
+            raise self.error(f"{about(name)}: expected once, got two values")
         try:
             checked = entry.options_model(**given, **(named or {}))
         except ValidationError as error:
             problems = by_key(error).items()
-            lines = [
-                self.line(entry, subject.replace("OPTION", key), key, each)
-                for key, each in problems
-            ]
+            lines = [self.line(entry, about(key), key, each) for key, each in problems]
             raise self.error("\n".join(lines)) from None
         return {name: getattr(checked, name) for name in options}
 

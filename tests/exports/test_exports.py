@@ -144,7 +144,7 @@ BORDERS = {
     "razor --compression": ("2", "1"),
     "razor --echo": ("0.01 0.99", "0 1"),
     "razor --induction": ("0.01 0.99", "0 1"),
-    "razor --recent": ("1", "0 1e3"),
+    "razor --recent": ("1", "0 0.5"),
     "razor --sink": ("0", "-1 4294967296"),
 }
 """Values within and beyond the range of every option that is a number."""
@@ -159,12 +159,13 @@ def test_every_number_of_every_format_has_a_range():
     }
     assert options.keys() == BORDERS.keys()
     for name, (within, beyond) in BORDERS.items():
-        option = options[name]
+        export, option = export_formats()[name.split()[0]], options[name]
         assert range_of(option.annotation) in option.values
-        assert [option.parsed(text) for text in within.split()] == [*map(float, within.split())]
-        for value in beyond.split():
+        for text in within.split():
+            assert export.parsed_options({option.name: text})[option.name] == float(text)
+        for text in beyond.split():
             with pytest.raises(QueryError, match=f"{option.flag}: expected "):
-                option.parsed(value)
+                export.parsed_options({option.name: text})
 
 
 # The choice of a run
