@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfi
 
 from headcount.schemas.formulas import evaluate
 from headcount.schemas.scans.precision import PRECISIONS
-from headcount.schemas.statistics import KIND
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_engine import FusedEngine
 from headcount.workers.engine.number_formats import HALVES, linears_in
@@ -38,7 +38,7 @@ Run = Callable[[Tensor], object]
 Way = Callable[[Path, str, str], Run]
 """Takes a model's directory, a device and a precision."""
 
-STATISTICS = KIND.select("standard")
+STANDARD = STATISTICS.select("standard")
 
 CACHED = ("resid_pre", "resid_post", "q", "k", "v", "z", "pattern", "attn_scores")
 """Activations that `run_with_cache` keeps of every layer."""
@@ -85,7 +85,7 @@ def fused(path: Path, device: str, precision: str) -> Run:
     """headcount's fused engine, all standard statistics."""
     engine = FusedEngine(load_model(describe(path), "raw", device), precision)
     # The first pass learns which questions the statistics ask of a pattern; warming up covers that.
-    return lambda tokens: measure_batch(engine, STATISTICS, tokens)
+    return lambda tokens: measure_batch(engine, STANDARD, tokens)
 
 
 def run_with_cache(path: Path, device: str, precision: str) -> Run:
@@ -103,7 +103,7 @@ def run_with_cache(path: Path, device: str, precision: str) -> Run:
         for layer in layers:
             cached = {name: cache[hook_name] for name, hook_name in hook_names[layer].items()}
             activations = {**_layer_activations(model, layer, cached), **matches}
-            measured += [evaluate(statistic.function, activations) for statistic in STATISTICS]
+            measured += [evaluate(statistic.function, activations) for statistic in STANDARD]
         return measured
 
     return run

@@ -168,7 +168,7 @@ def _formula_entry(formula: Formula) -> str:
     facts = [unit]
     if formula.per_token:
         facts.append("one for each token")
-    if formula.registry.word == "statistic" and formula.standard:
+    if formula.kind.word == "statistic" and formula.standard:
         facts.append("standard")
     if formula.uniform_baseline:
         facts.append("baseline")
@@ -562,10 +562,7 @@ def _query(query: NamedQuery, answer: str | None) -> str:
 
 
 PAGES: dict[str, Callable[[str], str]] = {
-    **{
-        kind.page: lambda page, kind=kind: formulas_page(page, kind.registry.values())
-        for kind in KINDS
-    },
+    **{kind.page: lambda page, kind=kind: formulas_page(page, kind.values()) for kind in KINDS},
     "interventions.md": interventions_page,
     "inputs.md": inputs_page,
     "exports.md": exports_page,

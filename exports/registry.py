@@ -202,7 +202,7 @@ class ExportFormat(Entry):
         return FORMATS.bind(self, named=given, field=f"export {self.name}", subject="--FLAG")
 
 
-FORMATS = Registry[ExportFormat]("format", QueryError)
+FORMATS = Registry[ExportFormat]("format", error=QueryError)
 
 F = TypeVar("F", bound="Callable[..., Exported]")
 

@@ -19,7 +19,7 @@ from headcount.queries.open.run import Run
 from headcount.queries.sql_text import text_literal
 from headcount.schemas.errors import QueryError, counted, unknown
 from headcount.schemas.files.places import Place
-from headcount.schemas.statistics import KIND
+from headcount.schemas.statistics import STATISTICS
 
 RUN_FACTS = """
     SELECT run_id, model, model_fingerprint, tokenizer, weight_processing, precision, n_ctx, bos,
@@ -198,7 +198,7 @@ def column_of(statistic: str) -> str:
     >>> column_of("distant_mass(4, 64)"), column_of("entropy")
     ('distant_mass_4_64', 'entropy')
     """
-    return KIND.find(statistic).name
+    return STATISTICS.find(statistic).name
 
 
 def choose_run(

@@ -140,7 +140,7 @@ def known_words() -> set[str]:
     from headcount.workers.inputs import INPUTS
     from headcount.workers.interventions import INTERVENTIONS
 
-    words = {name for kind in KINDS for name in kind.registry}
+    words = {name for kind in KINDS for name in kind}
     words |= {*INPUTS, *INTERVENTIONS, *TABLES}
     words |= {file.stem for file in QUERIES.rglob("*.sql")}
     words |= {column for table in TABLES.values() for column in table.own}

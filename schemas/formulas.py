@@ -10,14 +10,23 @@ choice of options is a formula of its own, `distant_mass_4_64`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ParamSpec, TypeAlias
+from typing import Any, Literal, ParamSpec, TypeAlias
 
 from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.fingerprints import fingerprint
+from headcount.schemas.files.tables import (
+    OPTIONAL_PLACES,
+    SEQUENCES,
+    Column,
+    Table,
+    measured_column,
+    measured_uniform,
+)
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.registry import (
     Argument,
@@ -36,6 +45,14 @@ from headcount.schemas.units import Values, values_of
 Arguments: TypeAlias = tuple[tuple[str, Argument], ...]
 """The options of a formula with their values, in order: whole numbers and names."""
 
+Computed = Literal["in every layer", "after the pass", "from the weights"]
+"""When a formula is computed.
+
+in every layer: in every forward pass, from the activations of the layer.
+after the pass: in every forward pass, from what the model predicts.
+from the weights: once in a run, from the untouched weights.
+"""
+
 P = ParamSpec("P")
 
 
@@ -43,7 +60,7 @@ P = ParamSpec("P")
 class Formula(Entry):
     """A registered function and everything that is derived from it."""
 
-    registry: Formulas = field(repr=False, compare=False)
+    kind: Kind = dataclasses.field(repr=False, compare=False)
     source: str
     """Where its definition comes from."""
     axis: str = ""
@@ -133,7 +150,7 @@ class Formula(Entry):
 
         JSON does not have infinity, so an open end of the range is null.
         """
-        names = ("unit", "source", "meaning", "formula", "description", *self.registry.facts)
+        names = ("unit", "source", "meaning", "formula", "description", *self.kind.facts)
         facts = {name: getattr(self, name) for name in names}
         if "range" in facts:
             facts["range"] = [bound if math.isfinite(bound) else None for bound in self.range]
@@ -160,27 +177,43 @@ class Formula(Entry):
         return fingerprint(self.function, *([self.defined] if self.defined else []))
 
 
-class Formulas(Registry[Formula]):
-    """The formulas of one kind, by column. One with options stands here with its defaults."""
+@dataclass(kw_only=True, eq=False, repr=False)
+class Kind(Registry[Formula]):
+    """A kind of measurement: its formulas by column, and where their values go. A formula with
+    options stands here with its defaults. `schemas.scans.kinds.KINDS` lists all kinds.
+    """
 
-    def __init__(
-        self,
-        word: str,
-        *,
-        reads: Mapping[str, str],
-        facts: Sequence[str],
-        axes: Sequence[str] = (),
-        may_have_options: bool = False,
-    ) -> None:
-        """Formulas that may read what `reads` names and run over `axes`.
+    field: str
+    """Field of a scan, and of a manifest, that names formulas of this kind."""
+    meaning: str
+    """Meaning of the field, as `headcount plan` prints it."""
+    table: Table
+    """The table that the formulas fill."""
+    computed: Computed
+    reads: Mapping[str, str]
+    """What the formulas may read, with its meaning."""
+    facts: Sequence[str]
+    """What manifests keep besides the facts that every formula has."""
+    axes: Sequence[str] = ("",)
+    """What the formulas may run over."""
+    may_have_options: bool = False
+    averaged: bool = False
+    """Whether the mean and spread over a shard's sequences are stored instead of the values."""
+    named_by: str | None = None
+    """Column that holds the names of formulas; if there is none, every formula is a column."""
+    sets: Mapping[str, Callable[[Formula], bool]] = dataclasses.field(
+        default_factory=dict[str, Callable[[Formula], bool]]
+    )
+    """Words that a scan may write in place of a list of names, or in the list, and which formulas
+    each means.
+    """
+    default: str | tuple[str, ...] = ()
+    """What a scan without the field measures. If it is empty, the scan's list may be empty too."""
+    page: str
+    """File in docs/reference about the formulas."""
 
-        `facts` name what manifests keep besides the facts that every formula has.
-        """
-        super().__init__(word)
-        self.reads = reads
-        self.facts = facts
-        self.axes = axes
-        self.may_have_options = may_have_options
+    def __repr__(self) -> str:
+        return f"Kind({self.field!r})"
 
     def formula(
         self,
@@ -195,7 +228,7 @@ class Formulas(Registry[Formula]):
         def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
             options = tuple((o.name, o.default) for o in options_of(function).values())
             formula = Formula(
-                function=function, registry=self, source=source, arguments=options, **facts
+                function=function, kind=self, source=source, arguments=options, **facts
             )
             if problem := self._problem(formula):
                 raise ValueError(f"{self.word} {function.__name__!r}: {problem}")
@@ -217,7 +250,7 @@ class Formulas(Registry[Formula]):
         for parameter in formula.parameters:
             if parameter not in self.reads:
                 return unknown("parameter", parameter, self.reads)
-        if formula.axis not in (self.axes or ("",)):
+        if formula.axis not in self.axes:
             return unknown("axis", formula.axis, self.axes)
         if values_of(formula.function) is None:
             return "expected a type of schemas.units, which says the unit, as what it returns"
@@ -228,32 +261,107 @@ class Formulas(Registry[Formula]):
     def _by_function(self) -> dict[str, Formula]:
         return {formula.function_name: formula for formula in self.values()}
 
-    def find(self, text: str, field: str) -> Formula:
-        """The formula that a text in a field of a scan names: `entropy`, `distant_mass(4,64)`.
+    def find(self, text: str) -> Formula:
+        """The formula that a text of a scan names: `entropy`, `distant_mass(4,64)`.
 
         The bare name of a function with options means its defaults. A column's name is a text too,
-        if the registry has this column.
+        if the kind has this column. A name that does not exist and wrong options raise `ScanError`.
         """
         by_function = self._by_function()
         if text in self or text in by_function:
             return self.get(text) or by_function[text]
         name = text.partition("(")[0].strip()
         if name not in by_function:
-            raise ScanError(f"{field}: {unknown(self.word, name or text, by_function)}")
+            raise ScanError(f"{self.field}: {unknown(self.word, name or text, by_function)}")
         formula = by_function[name]
         try:
             call = parse_call(text)
         except ValueError:
             raise ScanError(
-                f"{field}: expected {formula.text}, with your options, got {text!r}"
+                f"{self.field}: expected {formula.text}, with your options, got {text!r}"
             ) from None
-        options = self.bind(formula, call.arguments, call.named, field=field)
+        options = self.bind(formula, call.arguments, call.named, field=self.field)
         return replace(formula, arguments=tuple(options.items()))
 
+    def select(self, names: str | Iterable[str]) -> tuple[Formula, ...]:
+        """The formulas that a scan names, in registry order.
 
-def is_list(facts: Mapping[str, Any]) -> bool:
-    """Whether a formula's value is a list: along an axis, or with a number for every token."""
-    return bool(facts.get("per_token")) or facts.get("axis", "none") != "none"
+        `names` is a word of `sets`, or a list of names in which such words may stand too.
+        """
+        selected: dict[str, Formula] = {}
+        for name in [names] if isinstance(names, str) else names:
+            if name in self.sets:
+                selected |= {formula.name: formula for formula in self._in_set(name)}
+                continue
+            formula = self.find(name)
+            # An option may hold an underscore, so two choices of options can make one name.
+            other = selected.setdefault(formula.name, formula)
+            if other.arguments != formula.arguments:
+                raise ScanError(
+                    f"{self.field}: {other.text} and {formula.text} would have one column, "
+                    f"{formula.name}; leave one of them out"
+                )
+        order_of = {formula.function_name: order for order, formula in enumerate(self.values())}
+        return tuple(
+            sorted(
+                selected.values(),
+                key=lambda formula: (order_of[formula.function_name], formula.name),
+            )
+        )
+
+    def _in_set(self, word: str) -> list[Formula]:
+        is_in_set = self.sets[word]
+        return [formula for formula in self.values() if is_in_set(formula)]
+
+    def canonical(self, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        """The same choice in one way of writing, because a scan's text decides which run it is.
+
+        Options are written out, and what a word in the list stands for is not named again. Names
+        that do not exist stay, to be refused where the whole scan is known.
+        """
+        if isinstance(names, str):
+            return names
+        words = [name for name in names if name in self.sets]
+        in_words = {formula.name for word in words for formula in self._in_set(word)}
+        texts: list[str] = []
+        for name in names:
+            try:
+                formula = None if name in words else self.find(name)
+            except ScanError:
+                formula = None
+            if formula is None:
+                texts.append(name)
+            elif formula.name not in in_words:
+                texts.append(formula.text)
+        # ["standard"] is "standard".
+        return words[0] if texts == words[:1] and words else tuple(texts)
+
+    def check(self, names: str | tuple[str, ...]) -> None:
+        """Refuse names that do not exist, or of which one stands twice."""
+        self.select(names)
+        # A word such as "all" cannot be empty or name a formula twice.
+        if isinstance(names, tuple):
+            check_names(self.field, names, required=bool(self.default))
+
+    def columns(self, name: str, facts: Mapping[str, Any]) -> Iterator[tuple[Table, Column]]:
+        """The columns that a formula adds to tables, from its facts or its record in a manifest."""
+        if self.named_by is not None:
+            # Its values are rows. Few axes need columns that not every file of the table has.
+            for column in OPTIONAL_PLACES.get(facts.get("axis", ""), ()):
+                if column.name not in self.table.own:
+                    yield self.table, column
+            return
+        yield self.table, measured_column(name, facts)
+        if facts.get("uniform_baseline"):
+            yield SEQUENCES, measured_uniform(name, facts)
+
+
+def check_names(field: str, names: tuple[str, ...], required: bool) -> None:
+    """Refuse a list of names with a name twice, and an empty list if a name is required."""
+    if len(set(names)) == len(names) and (names or not required):
+        return
+    expected = "at least one name, each once" if required else "each name once"
+    raise ScanError(f"{field}: expected {expected}, got {list(names)!r}")
 
 
 # `schemas` does not know torch, but its callers pass torch tensors in and get one back.

@@ -5,21 +5,10 @@ What predictions read is computed only if a scan names a prediction that reads i
 
 from __future__ import annotations
 
-from headcount.schemas.files.tables import SEQUENCES
-from headcount.schemas.formula_registries import PREDICTIONS, prediction
+from headcount.schemas.formula_kinds import PREDICTIONS as PREDICTIONS
+from headcount.schemas.formula_kinds import prediction
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.scans.kind import Kind
 from headcount.schemas.units import Cosine, Length, Logit, Nats, Norm, Probability
-
-KIND = Kind(
-    field="predictions",
-    meaning="What the model predicts, columns of the sequences table: a list of names. Default: "
-    "none.",
-    registry=PREDICTIONS,
-    table=SEQUENCES,
-    computed="after the pass",
-    page="predictions.md",
-)
 
 
 def has_second_token(tokens: Tensor) -> bool:

@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -21,14 +21,7 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from headcount.schemas.errors import HeadcountError, ScanError, unknown
 from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.scans.values import (
-    OPTIONS,
-    Problem,
-    by_key,
-    in_toml,
-    range_of,
-    wrong_value,
-)
+from headcount.schemas.scans.values import OPTIONS, by_key, in_toml, range_of, wrong_value
 
 Argument: TypeAlias = int | float | str
 """A number, or a name."""
@@ -217,13 +210,18 @@ class Entry:
 E = TypeVar("E", bound=Entry)
 
 
+@dataclass(eq=False, repr=False)
 class Registry(dict[str, E]):
-    """Entries by name. `word` is the noun for one of them in errors, which are of type `error`."""
+    """Entries by name."""
 
-    def __init__(self, word: str, error: type[HeadcountError] = ScanError) -> None:
-        super().__init__()
-        self.word = word
-        self.error = error
+    word: str
+    """Noun for one of them."""
+    error: type[HeadcountError] = field(default=ScanError, kw_only=True)
+    """What a wrong name or option raises."""
+
+    def __eq__(self, other: object) -> bool:
+        """A registry equals no other, even if the other has the same entries."""
+        return self is other
 
     def add(self, entry: E) -> E:
         """Register an entry; a name that is taken raises `ValueError`."""
@@ -253,38 +251,32 @@ class Registry(dict[str, E]):
         stands for OPTION in it, or for FLAG: `input.OPTION`, `--FLAG`. Every mistake is a line of
         the error.
         """
-
-        def about(name: str) -> str:
-            return subject.replace("OPTION", name).replace("FLAG", name.replace("_", "-"))
-
         options = entry.options
-        subject = subject or f"{field}: OPTION of {entry.function.__name__}"
+        name = entry.function.__name__
         if len(arguments) > len(options):
             takes = f"at most {', '.join(options)}" if options else "no options"
-            raise self.error(
-                f"{field}: {entry.function.__name__} takes {takes}, got {in_toml([*arguments])}"
-            )
-        given = dict(zip(options, arguments, strict=False))
-        for name in (named or {}).keys() & given.keys():
-            raise self.error(f"{about(name)}: expected once, got two values")
+            raise self.error(f"{field}: {name} takes {takes}, got {in_toml([*arguments])}")
+        given = dict(zip(options, arguments, strict=False)) | (named or {})
+        if len(given) < len(arguments) + len(named or {}):
+            raise self.error(f"{field}: expected each option of {name} once")
         try:
-            checked = entry.options_model(**given, **(named or {}))
+            checked = entry.options_model(**given)
         except ValidationError as error:
-            problems = by_key(error).items()
-            lines = [self.line(entry, about(key), key, each) for key, each in problems]
+            lines: list[str] = []
+            for key, problems in by_key(error).items():
+                about = subject or f"{field}: OPTION of {name}"
+                about = about.replace("OPTION", key).replace("FLAG", key.replace("_", "-"))
+                match problems[0]["type"]:
+                    case "extra_forbidden":
+                        about = about if subject else field
+                        lines.append(f"{about}: {unknown(f'option of {name}', key, options)}")
+                    case "missing":
+                        word = self.word.rpartition(" ")[2]
+                        lines.append(f"{about}: missing; the {word} {name} needs it")
+                    case _:
+                        lines.append(wrong_value(about, problems))
             raise self.error("\n".join(lines)) from None
-        return {name: getattr(checked, name) for name in options}
-
-    def line(self, entry: Entry, subject: str, key: str, problems: list[Problem]) -> str:
-        """A line about an option that is wrong."""
-        name = entry.function.__name__
-        match problems[0]["type"]:
-            case "extra_forbidden":
-                return f"{subject}: {unknown(f'option of {name}', key, entry.options)}"
-            case "missing":
-                return f"{subject}: missing; the {self.word.rpartition(' ')[2]} {name} needs it"
-            case _:
-                return wrong_value(subject, problems)
+        return {option: getattr(checked, option) for option in options}
 
 
 def import_files(package: str, path: Iterable[str]) -> None:

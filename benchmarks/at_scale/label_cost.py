@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.ways import make_gpt2_small
 from headcount.schemas.scans.scan import parse_scan
-from headcount.schemas.statistics import KIND
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.files.model_info import describe, find_model
 from headcount.workers.process import prepare_process
@@ -37,7 +37,7 @@ def ratios(fields: dict[str, Any]) -> list[float]:
     """Seconds with the statistics that read labels over seconds without, of each round."""
     info = describe(find_model(fields["model"]))
     shard = Sequences(parse_scan(fields), info).shard(0)
-    standard = [statistic.name for statistic in KIND.select("standard")]
+    standard = [statistic.name for statistic in STATISTICS.select("standard")]
     replicas = [
         Replica(info, parse_scan(fields | {"statistics": names}))
         for names in (standard, standard + NEED_LABELS)

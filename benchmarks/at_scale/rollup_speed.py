@@ -42,7 +42,7 @@ from headcount.schemas.files.tables import (
 from headcount.schemas.formulas import Formula
 from headcount.schemas.histogram_bins import Axis
 from headcount.schemas.scans.kinds import table_schema
-from headcount.schemas.statistics import KIND, STATISTICS
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.measurements.rollups import rolled_up
 
 LAYERS, HEADS_OF_LAYER, N_CTX = 12, 12, 1000
@@ -156,7 +156,7 @@ def _sequence_rows(rng: np.random.Generator, sequence: np.ndarray) -> pa.Table:
     for statistic in statistics():
         if statistic.uniform_baseline:
             sequences[uniform_column(statistic.name)] = np.full(len(sequence), 0.01, np.float32)
-    return table_of(sequences, table_schema(SEQUENCES, {KIND.field: statistics()}))
+    return table_of(sequences, table_schema(SEQUENCES, {STATISTICS.field: statistics()}))
 
 
 def _head_rows(
@@ -176,7 +176,7 @@ def _head_rows(
     }  # fmt: skip
     for name, axis in axes.items():
         of_head[name] = _values(rng, axis, head).astype(np.float32)
-    return table_of(of_head, table_schema(HEADS, {KIND.field: statistics()}))
+    return table_of(of_head, table_schema(HEADS, {STATISTICS.field: statistics()}))
 
 
 def _values(rng: np.random.Generator, axis: Axis, head: np.ndarray) -> np.ndarray:

@@ -54,7 +54,7 @@ from headcount.schemas.files.tables import uniform_column, with_partitions
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import Scan, parse_scan
-from headcount.schemas.statistics import KIND
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.interventions.settlement import Settlement
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.process import prepare_process
@@ -112,7 +112,7 @@ class Idler(Replica):
     ) -> InterventionMeasurements:
         """Zeros for every statistic, without a forward pass."""
         shape = (len(tokens), self.info.n_layers, self.info.n_heads)
-        statistics = self.scan.formulas(KIND)
+        statistics = self.scan.formulas(STATISTICS)
         heads = {s.name: np.zeros(shape, np.float32) for s in statistics}
         uniform_baseline = {
             uniform_column(s.name): np.zeros(len(tokens), np.float32)

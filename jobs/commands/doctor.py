@@ -15,7 +15,7 @@ import numpy as np
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.packages import PACKAGE
 from headcount.schemas.scans.scan import parse_scan
-from headcount.schemas.statistics import KIND
+from headcount.schemas.statistics import STATISTICS
 
 if TYPE_CHECKING:
     from headcount.workers.replica import Replica
@@ -144,7 +144,7 @@ def _largest_drift(fused: Replica, dense: Replica, tokens: np.ndarray) -> tuple[
     fused_columns = fused.measure(tokens).heads
     dense_columns = dense.measure(tokens).heads
     drifts: dict[str, float] = {}
-    for statistic in KIND.select("standard"):
+    for statistic in STATISTICS.select("standard"):
         if statistic.unit != "probability":
             # Other units have no common scale on which a drift is small.
             continue

@@ -14,9 +14,9 @@ def known_names(registry: str) -> list[tuple[str, str]]:
     """Every name of a registry, with the first sentence about it."""
     # Only interventions need torch, which takes seconds to import.
     if registry == "statistics":
-        from headcount.schemas.statistics import KIND
+        from headcount.schemas.statistics import STATISTICS
 
-        meanings = {name: formula.meaning for name, formula in KIND.registry.items()}
+        meanings = {name: formula.meaning for name, formula in STATISTICS.items()}
     elif registry == "interventions":
         from headcount.workers.interventions import INTERVENTIONS
 

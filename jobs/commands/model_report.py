@@ -11,7 +11,7 @@ import torch
 from headcount.schemas.errors import HeadcountError, counted
 from headcount.schemas.formulas import Formula
 from headcount.schemas.scans.scan import Scan, parse_scan
-from headcount.schemas.statistics import KIND
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.measurements.layer_formulas import where_defined
 from headcount.workers.measurements.undefined import defined_or_nan
@@ -127,7 +127,7 @@ def _undefined(model: Model) -> dict[str, list[Formula]]:
     unknown_weights = {*READABLE_WEIGHTS} - known_weights
 
     by_reason: dict[str, list[Formula]] = {}
-    for statistic in KIND.select("all"):
+    for statistic in STATISTICS.select("all"):
         unknown = sorted({*statistic.parameters} & unknown_weights)
         reason = None
         if model.rotary and "rotary" in statistic.conditions:
@@ -188,7 +188,7 @@ def undefined_behind(window: int) -> list[str]:
     )
     return [
         statistic.name
-        for statistic in KIND.select("all")
+        for statistic in STATISTICS.select("all")
         if {*statistic.parameters, *statistic.conditions} <= with_window.keys()
         and _has_value(statistic, without_window)
         and not _has_value(statistic, with_window)

@@ -249,8 +249,8 @@ def way_to(column: str) -> str:
     """How the next scan measures a column that no run has. Empty if no scan can."""
     for kind in KINDS:
         for name in sorted(base_names(column)):
-            if kind.named_by is None and name in kind.registry:
-                text = kind.registry[name].text
+            if kind.named_by is None and name in kind:
+                text = kind[name].text
                 return f"; add {text!r} to {kind.field} in a scan, and scan again"
     return ""
 

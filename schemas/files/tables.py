@@ -18,8 +18,6 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from headcount.schemas.formulas import is_list
-
 Written = Literal["every shard", "where asked for", "once", "when shards are merged"]
 """When a table is written.
 
@@ -90,7 +88,8 @@ class Table:
 
 def measured_column(name: str, facts: Mapping[str, Any]) -> Column:
     """The column of a formula, from its facts or from its record in a manifest."""
-    column_type = pa.list_(pa.float32()) if is_list(facts) else pa.float32()
+    is_list = facts.get("per_token") or facts.get("axis", "none") != "none"
+    column_type = pa.list_(pa.float32()) if is_list else pa.float32()
     description = facts.get("description", "")
     if axis := facts.get("axis"):
         # The column is a list. Its description must say what the index is.

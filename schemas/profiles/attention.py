@@ -1,6 +1,6 @@
 """Where attention goes, by lag, by key, by query and by pair."""
 
-from headcount.schemas.formula_registries import profile
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Pattern
 from headcount.schemas.units import Probability
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Protocol, Self, cast
 
-from headcount.schemas.formula_registries import profile
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import TIE, Index, Pattern, Tensor
 from headcount.schemas.units import Probability
 

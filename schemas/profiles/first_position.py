@@ -1,6 +1,6 @@
 """The residual stream at position 0, coordinate by coordinate."""
 
-from headcount.schemas.formula_registries import profile
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Coordinate
 

@@ -1,6 +1,6 @@
 """Norms of vectors, position by position."""
 
-from headcount.schemas.formula_registries import profile
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.head_results import result_norms
 from headcount.schemas.units import Norm

@@ -3,7 +3,7 @@
 Expected Attention is made of those before rotation, Q-Filters of those after it.
 """
 
-from headcount.schemas.formula_registries import profile
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Component, SquaredComponent
 

@@ -1,6 +1,6 @@
 """What the query bias adds to the score of each key, before the division by √d_head."""
 
-from headcount.schemas.formula_registries import profile
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.decomposition import has_fixed_positions, shifts
 from headcount.schemas.units import ScaledLogits

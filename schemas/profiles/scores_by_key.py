@@ -3,7 +3,7 @@
 The mean pattern is not the softmax of the mean scores, so both can be stored.
 """
 
-from headcount.schemas.formula_registries import profile
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Pattern
 from headcount.schemas.units import Logits
 

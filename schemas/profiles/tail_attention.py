@@ -1,6 +1,6 @@
 """Where the last queries look, as one distribution over the keys."""
 
-from headcount.schemas.formula_registries import profile
+from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Pattern
 from headcount.schemas.units import Probability
 

@@ -14,17 +14,23 @@ from typing import Any
 
 import pyarrow as pa
 
-from headcount.schemas import predictions, profiles, statistics, weight_statistics
 from headcount.schemas.files.tables import ROLLUPS, SEQUENCES, Column, Table, carried_column
-from headcount.schemas.formulas import Formula
-from headcount.schemas.scans.kind import Kind
+from headcount.schemas.formula_kinds import CURVES
+from headcount.schemas.formulas import Formula, Kind
+from headcount.schemas.predictions import PREDICTIONS
+from headcount.schemas.profiles import PROFILES
+from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
+
+# A curve is a profile that is stored for every sequence.
+CURVES.update(PROFILES)
 
 KINDS: tuple[Kind, ...] = (
-    statistics.KIND,
-    predictions.KIND,
-    profiles.CURVES_KIND,
-    profiles.KIND,
-    weight_statistics.KIND,
+    STATISTICS,
+    PREDICTIONS,
+    CURVES,
+    PROFILES,
+    WEIGHT_STATISTICS,
 )
 
 WORDS = {kind.field: kind.word for kind in KINDS} | {

@@ -14,12 +14,11 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from headcount.schemas import profiles, weight_statistics
 from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.places import place
-from headcount.schemas.formulas import Formula
+from headcount.schemas.formula_kinds import CURVES, PROFILES, WEIGHT_STATISTICS
+from headcount.schemas.formulas import Computed, Formula, Kind, check_names
 from headcount.schemas.scans.intervention import NONE, Intervention
-from headcount.schemas.scans.kind import Computed, Kind, check_names
 from headcount.schemas.scans.kinds import KINDS
 from headcount.schemas.scans.measured_heads import (
     Head,
@@ -342,19 +341,19 @@ def _refuse_control_characters(fields: dict[str, Any]) -> None:
 
 def _check_formulas(scan: Scan) -> None:
     """Refuse what would be too much to store, and weight statistics of weights as not trained."""
-    for profile in scan.formulas(profiles.KIND):
+    for profile in scan.formulas(PROFILES):
         if profile.axis == "pair" and scan.n_ctx > MOST_PAIRED:
             raise ScanError(
                 f"profiles: {profile.name} keeps every pair of a query and a key, so it expects "
                 f"n_ctx <= {MOST_PAIRED}, got {scan.n_ctx}; lower n_ctx or leave it out"
             )
-    for curve in scan.formulas(profiles.CURVES_KIND):
+    for curve in scan.formulas(CURVES):
         if curve.axis == "pair":
             raise ScanError(
                 f"curves: {curve.name} has a number for every pair of a query and a key, too many "
                 "to keep of every sequence; ask for it in profiles, which keep the mean"
             )
-    if scan.formulas(weight_statistics.KIND) and scan.weight_processing != "raw":
+    if scan.formulas(WEIGHT_STATISTICS) and scan.weight_processing != "raw":
         raise ScanError(
             "weight_statistics: these are of the weights as trained, so they expect "
             f"weight_processing = 'raw', got {scan.weight_processing!r}; leave them out or set "

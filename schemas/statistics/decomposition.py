@@ -7,7 +7,7 @@ and learned sinks are left out. Effective positions are known if the model adds 
 first MLP is a module of its own; MLP_0 takes W_pos[j] without the norm before it.
 """
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions
 from headcount.schemas.units import Cosine, Probability, ScaledLogitLead, ScaledLogits

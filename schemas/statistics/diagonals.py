@@ -3,7 +3,7 @@
 A single token may stand before the block.
 """
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.units import Probability
 

@@ -1,6 +1,6 @@
 """Norms of what a head writes to the residual stream: vectors after W_O."""
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Norm
 

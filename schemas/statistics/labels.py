@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Labels, Pattern, Tensor
 from headcount.schemas.units import Probability, ShareOfTokens
 

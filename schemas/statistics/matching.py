@@ -1,6 +1,6 @@
 """Attention to keys at a fixed distance, and to keys chosen by equal tokens."""
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pairs, Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions
 from headcount.schemas.units import Keys, Probability, ShareOfQueries

@@ -4,7 +4,7 @@ Over-mixing is the loss of these differences (Barbero et al. 2025). Their measur
 μ(X) = ‖X - (1/T) 11ᵀX‖_F is √T times the spread here, which does not grow with the text.
 """
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.matching import has_three_positions
 from headcount.schemas.units import Norm, ShareOfSquaredNorm

@@ -1,6 +1,6 @@
 """Norms of queries, keys, values, head outputs and the residual stream."""
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import AbsoluteValue, Norm
 

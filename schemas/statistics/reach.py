@@ -3,7 +3,7 @@
 Such a cache keeps the first `sink` keys and the last `recent` ones, a query's own key among them.
 """
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern
 from headcount.schemas.scans.values import Count, Index
 from headcount.schemas.units import Probability

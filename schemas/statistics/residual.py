@@ -1,6 +1,6 @@
 """How much of the residual stream at position 0 lies in a few dimensions."""
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Dimensions, ShareOfSquaredNorm
 

@@ -1,6 +1,6 @@
 """Pre-softmax scores, and the angles behind them."""
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.decomposition import directions, has_fixed_positions
 from headcount.schemas.statistics.matching import has_three_positions

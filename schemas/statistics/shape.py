@@ -1,6 +1,6 @@
 """How spread out attention is, and how far it reaches."""
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions
 from headcount.schemas.units import Nats, ShareOfMaximum, Tokens

@@ -1,6 +1,6 @@
 """How much attention rests on the first keys, or on a learned sink."""
 
-from headcount.schemas.formula_registries import statistic
+from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor, first_of_largest
 from headcount.schemas.units import Position, Probability
 

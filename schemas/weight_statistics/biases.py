@@ -1,6 +1,6 @@
 """The query bias: the coordinates and the positions that it makes every query look for."""
 
-from headcount.schemas.formula_registries import weight
+from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.decomposition import has_fixed_positions
 from headcount.schemas.units import Cosine, Norm, ScaledLogits

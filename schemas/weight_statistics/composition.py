@@ -5,7 +5,7 @@ W_OV = read_V W_O. *read* is a projection with the norm before it folded in. A c
 the head reads nothing of X, and about 1/√d_model for random matrices.
 """
 
-from headcount.schemas.formula_registries import weight
+from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.decomposition import has_fixed_positions
 from headcount.schemas.units import FrobeniusNorm, ShareOfNorm

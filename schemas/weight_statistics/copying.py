@@ -1,6 +1,6 @@
 """Whether a head makes the tokens that it attends to more probable."""
 
-from headcount.schemas.formula_registries import weight
+from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Share
 from headcount.schemas.weight_statistics.composition import ELHAGE

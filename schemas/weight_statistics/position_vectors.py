@@ -1,6 +1,6 @@
 """Embeddings of positions, and what the first MLP makes of them."""
 
-from headcount.schemas.formula_registries import weight
+from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Coordinate, Norm
 

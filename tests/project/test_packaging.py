@@ -30,7 +30,7 @@ from tests.toys.toy_runs import write_run
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 GROUPS = PYPROJECT["dependency-groups"]
-TESTING = ("tests", "benchmarks", "conftest.py")
+TESTING = ("tests", "benchmarks", "docs/pages.py", "conftest.py")
 MEASURING = ("torch", "ray", "transformers", "transformer_lens", "datasets", "tokenizers")
 """Libraries of the extra `scan` that reading a run must not need."""
 
@@ -45,7 +45,7 @@ def test_one_list_names_the_packages() -> None:
     links = {link.name: link.readlink() for link in entries}
     assert links == {package: Path("..") / package for package in PACKAGES}
     typed = set(PYPROJECT["tool"]["pyright"]["include"])
-    assert typed == {"headcount/*.py", *PACKAGES, "benchmarks", "tests"}
+    assert typed == {"headcount/*.py", *PACKAGES, "benchmarks", "docs/pages.py", "tests"}
 
 
 @pytest.mark.long
@@ -240,7 +240,7 @@ def imported(paths: Sequence[Path]) -> dict[str, list[str]]:
                 names.add(node.module or "")
         for name in {name.partition(".")[0] for name in names}:
             found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
-    ours = {"headcount", "tests", "benchmarks", "conftest"}
+    ours = {"headcount", "tests", "benchmarks", "docs", "conftest"}
     return {
         name: sorted(files)
         for name, files in found.items()

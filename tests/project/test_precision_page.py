@@ -11,7 +11,7 @@ import pytest
 from benchmarks.at_scale import precision_drift as precision
 from benchmarks.at_scale.precision_drift import PAGE, SINKS, Drift, acceptable, read_cases
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE, PRECISIONS
-from headcount.schemas.statistics import KIND, STATISTICS
+from headcount.schemas.statistics import STATISTICS
 from tests import ROOT
 
 
@@ -19,7 +19,7 @@ def test_the_page_is_made_from_figures_of_every_precision_that_allow_the_default
     assert PAGE.read_text(encoding="utf-8") == precision.page(*read_cases())
     _, cases = read_cases()
     assert len(cases) >= 4
-    standard = {statistic.name for statistic in KIND.select("standard")}
+    standard = {statistic.name for statistic in STATISTICS.select("standard")}
     # Statistics that were registered later are measured with the next make precision.
     assert {name for case in cases for name in case.drift["float32"]} >= standard
     for case in cases:

@@ -20,12 +20,10 @@ from headcount.queries.open.connection import connect as connect_eagerly
 from headcount.schemas.errors import MeasureError, QueryError, RunError, ScanError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.files.tables import CURVES as CURVES_TABLE
-from headcount.schemas.profiles import KIND as PROFILE_KIND
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.kinds import schema_of_rows, table_schema
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import parse_scan
-from headcount.schemas.weight_statistics import KIND as WEIGHT_KIND
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.measurements.finite_checks import check_lists
 from tests.toys import toy_models as toy
@@ -71,7 +69,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory, gpt2: Path) -> Plan:
 
 def test_files_have_their_schemas_and_weights_lie_with_the_first_shard(plan: Plan):
     profiles = rows_of_file(plan.run, "profiles", 1)
-    assert profiles.schema.equals(schema_of_rows(PROFILE_KIND, PROFILES.values()))
+    assert profiles.schema.equals(schema_of_rows(PROFILES, PROFILES.values()))
     assert profiles["profile"].unique().to_pylist() == list(PROFILES)
     assert set(profiles["shard"].to_pylist()) == {1}
     curves = rows_of_file(plan.run, "curves", 1)
@@ -83,7 +81,7 @@ def test_files_have_their_schemas_and_weights_lie_with_the_first_shard(plan: Pla
     described = (metadata[b"description"][:18], metadata[b"unit"])
     assert described == (b"By query, from 0: ", b"probability")
     weights = rows_of_file(plan.run, "weights", 0)
-    assert weights.schema.equals(schema_of_rows(WEIGHT_KIND, WEIGHT_STATISTICS.values()))
+    assert weights.schema.equals(schema_of_rows(WEIGHT_STATISTICS, WEIGHT_STATISTICS.values()))
     assert weights["weight"].unique().to_pylist() == list(WEIGHT_STATISTICS)
     # Engine and precision change nothing.
     other = {"engine": "dense", "precision": "float64", "statistics": ["sink_alpha"]}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 
-from headcount.schemas import statistics
 from headcount.schemas.files.tables import HEADS, PROFILES, SEQUENCES
 from headcount.schemas.scans.kinds import KINDS, TABLES, table_schema
 from headcount.schemas.scans.scan import Scan
+from headcount.schemas.statistics import STATISTICS
 from tests.toys import toy_models as toy
 
 
@@ -20,7 +20,7 @@ def test_every_field_is_of_one_kind_and_every_table_is_filled():
 
 
 def test_no_two_columns_of_a_table_have_one_name():
-    formulas_by_field = {kind.field: list(kind.registry.values()) for kind in KINDS}
+    formulas_by_field = {kind.field: list(kind.values()) for kind in KINDS}
     for table in TABLES.values():
         names = table_schema(table, formulas_by_field).names
         assert len(set(names)) == len(names), table.name
@@ -41,4 +41,4 @@ def test_a_scan_is_the_same_after_ray_has_pickled_it():
     assert pickle.loads(pickle.dumps(scan)) == scan
     assert [kind.field for kind in scan.kinds()] == ["statistics", "curves"]
     assert [kind.field for kind in scan.kinds("from the weights")] == []
-    assert [f.name for f in scan.formulas(statistics.KIND)] == list(statistics.STATISTICS)
+    assert [f.name for f in scan.formulas(STATISTICS)] == list(STATISTICS)

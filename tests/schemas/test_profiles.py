@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headcount.schemas.errors import MeasureError, ModelError
-from headcount.schemas.profiles import KIND, PROFILES
+from headcount.schemas.profiles import PROFILES
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.workers.engine.dense_pattern import DensePattern
@@ -116,7 +116,7 @@ def test_an_entry_without_a_value_is_no_part_of_the_aggregate():
     found = [part.tolist() for part in (merged.count, merged.mean, merged.m2)]
     assert found == [[[[4, 1, 1]]], [[[2, 5, 7]]], [[[2, 0, 0]]]]
     table = profile_means.means_table(
-        KIND, 0, {"value_norm_by_key": batches[0]["value_norm_by_key"]}, EVERY
+        PROFILES, 0, {"value_norm_by_key": batches[0]["value_norm_by_key"]}, EVERY
     )
     assert [table[name].to_pylist() for name in ("mean", "m2")] == [[2, 5, None], [2, 0, None]]
 

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from headcount.schemas import predictions, profiles, statistics, weight_statistics
 from headcount.schemas.errors import ScanError
-from headcount.schemas.formula_registries import prediction, profile, statistic, weight
+from headcount.schemas.formula_kinds import prediction, profile, statistic, weight
 from headcount.schemas.formulas import Formula
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.registry import Entry, Registry, parse_call
+from headcount.schemas.scans import kinds
 from headcount.schemas.scans.values import Count, Share
-from headcount.schemas.statistics import KIND, STATISTICS
+from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.units import Norm
 from tests.toys import toy_models as toy
 from tests.toys.refusals import refused
 
-KINDS = {k.KIND.field: k.KIND for k in (statistics, profiles, predictions, weight_statistics)}
+KINDS = {kind.field: kind for kind in kinds.KINDS}
 
 
 @pytest.mark.parametrize(("field", "text", "canonical"), [
@@ -47,9 +47,9 @@ def test_a_text_names_a_formula(field: str, text: str, canonical: str):
     ("statistics", "distant_mass(4,0)", "recent of distant_mass: expected 1 or more, got 0"),
     ("statistics", "distant_mass(4,0.5)", "recent of distant_mass: expected an integer, got 0.5"),
     ("statistics", "distant_mass(a)", "sink of distant_mass: expected an integer, got 'a'"),
-    ("statistics", "distant_mass(4,sink=4)", "sink of distant_mass: expected once, got two values"),
+    ("statistics", "distant_mass(4,sink=4)", "expected each option of distant_mass once"),
     ("statistics", "distant_mass(near=4)",
-     "near of distant_mass: unknown option of distant_mass 'near': Known: recent, sink"),
+     "unknown option of distant_mass 'near': Known: recent, sink"),
     ("statistics", "distant_mass(4,64",
      "expected distant_mass(4,64), with your options, got 'distant_mass(4,64'"),
     ("statistics", "distant_mass(sink=4,64)",
@@ -110,10 +110,10 @@ def test_other_texts_are_no_calls(text: str):
 ])  # fmt: skip
 def test_one_choice_is_one_text_and_so_one_run(names: Any, canonical: Any):
     scan = toy.toy_scan(statistics=names)
-    assert scan.names(KIND) == canonical
+    assert scan.names(STATISTICS) == canonical
     again = toy.toy_scan(statistics=canonical if isinstance(canonical, str) else list(canonical))
     assert again.fingerprint == scan.fingerprint
-    assert again.formulas(KIND) == scan.formulas(KIND)
+    assert again.formulas(STATISTICS) == scan.formulas(STATISTICS)
 
 
 @pytest.mark.parametrize(("names", "line"), [
@@ -134,10 +134,10 @@ def test_a_choice_of_options_is_a_column_of_its_own():
     scan = toy.toy_scan(
         statistics=["distant_mass(16,8)", "entropy", "distant_mass", "distant_mass(4,8)"]
     )
-    names = [formula.name for formula in scan.formulas(KIND)]
+    names = [formula.name for formula in scan.formulas(STATISTICS)]
     names.remove("entropy")
     assert names == ["distant_mass_16_8", "distant_mass_4_64", "distant_mass_4_8"]
-    other = KIND.find("distant_mass(16,8)")
+    other = STATISTICS.find("distant_mass(16,8)")
     assert other.description.endswith("; sink = 16, recent = 8; " + other.undefined_when)
     assert other.record["options"] == {"sink": 16, "recent": 8}
     assert other.record["function"] == "distant_mass"
@@ -207,5 +207,5 @@ def test_a_function_that_breaks_the_rules_of_its_kind_is_refused(
     with pytest.raises(ValueError) as wrong:  # noqa: PT011
         register(function)
     assert problem in str(wrong.value)
-    formulas: list[Formula] = [f for kind in KINDS.values() for f in kind.registry.values()]
+    formulas: list[Formula] = [f for kind in KINDS.values() for f in kind.values()]
     assert function not in [formula.function for formula in formulas]

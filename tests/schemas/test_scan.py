@@ -12,7 +12,7 @@ from transformers import GPT2LMHeadModel
 
 import headcount
 from headcount.queries.open.connection import connect
-from headcount.schemas.profiles import KIND as PROFILE_KIND
+from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, load_scan, parse_scan
 from tests.toys import toy_models as toy
 
@@ -51,7 +51,7 @@ def test_a_scan_without_profiles_has_no_profiles_in_its_record():
     assert "profiles" not in parse_scan(MINIMAL | {"profiles": []}).record
     pairs = parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 256})
     assert pairs.record["profiles"] == ["score_by_pair"]
-    assert pairs.names(PROFILE_KIND) == ("score_by_pair",)
+    assert pairs.names(PROFILES) == ("score_by_pair",)
 
 
 def test_options_of_the_input_are_kept_as_written(scan_file: Path):

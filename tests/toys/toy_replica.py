@@ -17,7 +17,7 @@ from headcount.schemas.files.commits import Method
 from headcount.schemas.files.tables import uniform_column
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.measured_heads import MeasuredHeads
-from headcount.schemas.statistics import KIND
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.interventions.settlement import Settlement
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.replica import InterventionMeasurements, Replica
@@ -48,7 +48,7 @@ class ToyReplica(Replica):
     ) -> InterventionMeasurements:
         """Numbers made of the tokens, after `misbehave`."""
         self.misbehave(int(tokens[0, 1]))
-        statistics = self.scan.formulas(KIND)
+        statistics = self.scan.formulas(STATISTICS)
         # Whole numbers below 2**24: float32 holds their sums exactly, wherever they are computed.
         places = np.arange(1, tokens.shape[1] + 1)
         of_sequence = (tokens * places).sum(1).astype(np.float32)

@@ -31,7 +31,7 @@ from headcount.schemas.files.tables import PROFILES as PROFILES_TABLE
 from headcount.schemas.formulas import Formula
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.kinds import table_schema
-from headcount.schemas.statistics import KIND
+from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 
 
@@ -112,12 +112,12 @@ class ToyRun:
 
     @property
     def statistics(self) -> tuple[Formula, ...]:
-        return KIND.select(list(self.columns))
+        return STATISTICS.select(list(self.columns))
 
     @property
     def cells(self) -> dict[str, Cell]:
         """The values by column: a statistic with options has these in its name."""
-        return {KIND.find(text).name: cell for text, cell in self.columns.items()}
+        return {STATISTICS.find(text).name: cell for text, cell in self.columns.items()}
 
     @property
     def kinds(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -293,7 +293,7 @@ def _heads(
 ) -> pa.Table:
     content = _keys(rows, family, shard)
     content |= {name: [cell(row) for row in rows] for name, cell in columns.items()}
-    return pa.table(content, schema=table_schema(HEADS, {KIND.field: statistics}))
+    return pa.table(content, schema=table_schema(HEADS, {STATISTICS.field: statistics}))
 
 
 def _curves(
@@ -343,7 +343,7 @@ def _sequences(
     for statistic in statistics:
         if statistic.uniform_baseline:
             content[uniform_column(statistic.name)] = [uniform_baseline] * n
-    return pa.table(content, schema=table_schema(SEQUENCES, {KIND.field: statistics}))
+    return pa.table(content, schema=table_schema(SEQUENCES, {STATISTICS.field: statistics}))
 
 
 def _write(

@@ -8,7 +8,7 @@ from typing import Literal, NotRequired, Protocol, TypedDict
 from torch import Tensor
 
 from headcount.schemas.files.commits import Method
-from headcount.schemas.formula_registries import LAYER_VALUES
+from headcount.schemas.formula_kinds import LAYER_VALUES
 from headcount.workers.engine.changes import Changes
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_pattern import FusedPattern

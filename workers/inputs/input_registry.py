@@ -21,7 +21,6 @@ from headcount.schemas.errors import ScanError, counted
 from headcount.schemas.files.fingerprints import fingerprint
 from headcount.schemas.registry import Entry, Option, Registry, options_of
 from headcount.schemas.scans.scan import Scan
-from headcount.schemas.scans.values import Problem
 from headcount.workers.inputs.corpus.corpus import Corpus, Tokenizer, choice
 
 CHOICE = options_of(choice)
@@ -175,6 +174,11 @@ class InputFamily(Entry):
 
     def check(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with every default filled in; a wrong one raises `ScanError`."""
+        for name in options:
+            if name in Scan.model_fields and name not in self.options:
+                raise ScanError(
+                    f"input.{name}: {name} is a field of the scan; move it above [input]"
+                )
         checked = INPUTS.bind(self, named=options, field="input", subject="input.OPTION")
         if self.refuse is not None and (problem := self.refuse(checked)):
             raise ScanError(problem)
@@ -184,17 +188,7 @@ class InputFamily(Entry):
         return checked
 
 
-class InputFamilies(Registry[InputFamily]):
-    """Input families by name."""
-
-    def line(self, entry: Entry, subject: str, key: str, problems: list[Problem]) -> str:
-        """A line about an option that is wrong."""
-        if problems[0]["type"] == "extra_forbidden" and key in Scan.model_fields:
-            return f"{subject}: {key} is a field of the scan; move it above [input]"
-        return super().line(entry, subject, key, problems)
-
-
-INPUTS = InputFamilies("input family")
+INPUTS = Registry[InputFamily]("input family")
 
 
 def input_family(

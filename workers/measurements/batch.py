@@ -20,7 +20,7 @@ from headcount.schemas.formulas import Formula
 from headcount.schemas.pattern import Labels
 from headcount.schemas.scans.kinds import KINDS
 from headcount.schemas.scans.measured_heads import MeasuredHeads, find_heads
-from headcount.schemas.statistics import KIND as STATISTICS
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.engine import Engine
 from headcount.workers.engine.fused_pattern import uniform_pattern
 from headcount.workers.engine.prediction_inputs import PredictionInputs

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.formulas import Formula, evaluate
-from headcount.schemas.scans.kind import Kind
+from headcount.schemas.formulas import Formula, Kind, evaluate
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.workers.engine.engine import Activations
 from headcount.workers.measurements.profile_means import count_mean_m2, entries_of
@@ -29,7 +28,7 @@ HEAD_AXIS = {
     **dict.fromkeys(("q", "unrotated_q", "k", "v", "z"), 2),
     **dict.fromkeys(("b_Q", "b_K", "W_K", "W_O"), 0),
 }
-"""The axis of heads of each of `schemas.formula_registries.LAYER_VALUES` that has one."""
+"""The axis of heads of each of `schemas.formula_kinds.LAYER_VALUES` that has one."""
 
 LayerValue = Any
 """What a formula reads: a tensor, a pattern, pairs of tokens, labels, or a fact of the model."""
@@ -224,7 +223,7 @@ class _KindValues:
         """All layers by formula: lists `[batch layer …]`, or count, mean and M2 `[3 layer …]`."""
         for name, layers in self.layers_of.items():
             if not layers:
-                formula = self.kind.registry[name]
+                formula = self.kind[name]
                 raise ModelError(
                     f"{self.kind.field}: {name} reads {', '.join(formula.parameters)}, and this "
                     "engine does not show all of them in this model; leave it out, or use the "

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.files.parquet import table_of
-from headcount.schemas.formula_registries import PAIRED_AXES
-from headcount.schemas.formulas import Formula
-from headcount.schemas.scans.kind import Kind
+from headcount.schemas.formula_kinds import PAIRED_AXES
+from headcount.schemas.formulas import Formula, Kind
 from headcount.schemas.scans.kinds import schema_of_rows
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.workers.measurements.head_numbers import numbered
@@ -104,7 +103,7 @@ def merge(batches: Sequence[Aggregates]) -> Aggregates:
 
 def means_table(kind: Kind, shard: int, means: Aggregates, heads: MeasuredHeads) -> pa.Table:
     """One row per layer × head × formula × entry, in the order formula, layer, head, entry."""
-    schema = schema_of_rows(kind, [kind.registry[name] for name in means])
+    schema = schema_of_rows(kind, [kind[name] for name in means])
     rows = [_rows(kind, shard, name, means[name], heads, schema) for name in means]
     return pa.concat_tables(rows).combine_chunks()
 
@@ -123,7 +122,7 @@ def _rows(
     axes = ["layer", "head", "entry"] if len(shape) == 3 else ["layer", "entry"]
     indices, existing = numbered(axes, shape, heads)
     entry = indices.pop("entry")
-    places = places_on_axes(kind.registry[name], shape[-1])
+    places = places_on_axes(kind[name], shape[-1])
     columns: dict[str, Any] = {
         "shard": np.full(len(entry), shard),
         **indices,

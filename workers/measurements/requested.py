@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from headcount.schemas.formulas import Formula
-from headcount.schemas.scans.kind import Computed, Kind
+from headcount.schemas.formulas import Computed, Formula, Kind
 from headcount.schemas.scans.kinds import KINDS
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import Scan

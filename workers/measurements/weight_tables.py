@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from headcount.schemas.errors import MeasureError
 from headcount.schemas.files.parquet import table_of
-from headcount.schemas.formula_registries import LAYER_WEIGHTS, MODEL_WEIGHTS
-from headcount.schemas.formulas import Formula, evaluate
-from headcount.schemas.scans.kind import Kind
+from headcount.schemas.formula_kinds import LAYER_WEIGHTS, MODEL_WEIGHTS
+from headcount.schemas.formulas import Formula, Kind, evaluate
 from headcount.schemas.scans.kinds import schema_of_rows
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import Scan

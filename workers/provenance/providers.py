@@ -90,7 +90,7 @@ REDUCED_BY: dict[str, tuple[str, ...]] = {
 
 def provider_modules(formula: Formula) -> list[str]:
     """The modules that compute what a formula reads, and what its rule of definedness reads."""
-    modules = set(REDUCED_BY.get(formula.registry.word, ()))
+    modules = set(REDUCED_BY.get(formula.kind.word, ()))
     for name in (*formula.parameters, *formula.conditions):
         modules.update(PROVIDERS[name])
     return sorted(modules)

@@ -23,7 +23,7 @@ from headcount.queries.open.connection import connect
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.commits import gather
 from headcount.schemas.files.places import write_whole
-from headcount.schemas.formula_registries import (
+from headcount.schemas.formula_kinds import (
     LAYER_VALUES,
     LAYER_WEIGHTS,
     MODEL_WEIGHTS,

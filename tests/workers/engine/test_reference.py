@@ -20,7 +20,7 @@ from headcount.schemas.files.tables import uniform_column
 from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.intervention import parse_intervention
-from headcount.schemas.statistics import KIND, STATISTICS
+from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.engine.fused_engine import _FusedPass
 from headcount.workers.interventions import INTERVENTIONS
@@ -117,7 +117,7 @@ WITH_OPTIONS = (
 )  # fmt: skip
 """Statistics with options that mean something in short sequences."""
 
-STATISTICS_MEASURED = {s.name: s for s in KIND.select(["all", *WITH_OPTIONS])}
+STATISTICS_MEASURED = {s.name: s for s in STATISTICS.select(["all", *WITH_OPTIONS])}
 WITH_BASELINE = [s.name for s in STATISTICS_MEASURED.values() if s.uniform_baseline]
 
 EVERY = [name + options for name in INTERVENTIONS for options in OPTIONS.get(name, ("",))]

@@ -23,7 +23,7 @@ from headcount.schemas.errors import MeasureError, ModelError, ScanError
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 from headcount.schemas.scans.scan import Input, parse_scan
-from headcount.schemas.statistics import KIND, STATISTICS
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.changes import hidden_keys, hide
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import (
@@ -190,7 +190,7 @@ def test_weights_that_a_dose_overflows_are_named(paths: Paths, tmp_path: Path) -
 def test_no_intervention_is_measured_to_the_last_bit_as_no_intervention(replicas: Replicas) -> None:
     for name, engine in (("gpt2", "fused"), ("llama", "dense"), ("legacy", "fused")):
         replica = replicas(name, engine)
-        formulas = replica.scan.formulas(KIND)
+        formulas = replica.scan.formulas(STATISTICS)
         with torch.inference_mode():
             plain = measure_batch(replica.engine, formulas, torch.from_numpy(TOKENS).long()).heads
         measured = replica.measure(TOKENS).heads

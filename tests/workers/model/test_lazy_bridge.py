@@ -53,7 +53,7 @@ def test_what_reads_no_weight_boots_no_bridge(shelf: toy.Shelf, name: str) -> No
     names = {
         kind.field: [
             formula.text
-            for formula in kind.registry.values()
+            for formula in kind.values()
             if not {*formula.parameters, *formula.conditions} & {*READ_THROUGH_BRIDGE}
             and (kind.field == "profiles" or not formula.name.endswith("_by_pair"))
         ]

@@ -1,8 +1,9 @@
-"""The registries of formulas, one for each decorator, and what their formulas may read."""
+"""The kinds of formulas, each with its decorator, and what their formulas may read."""
 
 from __future__ import annotations
 
-from headcount.schemas.formulas import Formulas
+from headcount.schemas.files import tables
+from headcount.schemas.formulas import Kind
 
 LAYER_VALUES: dict[str, str] = {
     "pattern": "attention pattern, which answers questions (headcount.schemas.pattern)",
@@ -96,15 +97,36 @@ WEIGHT_AXES = ("dimension", "position", "earlier head", "none")
 earlier layers, or nothing.
 """
 
-STATISTICS = Formulas(
-    "statistic",
+STATISTICS = Kind(
+    field="statistics",
+    word="statistic",
+    meaning="Columns of the heads table: standard, all, or a list of names, in which these words "
+    "and options may stand, as in distant_mass(4,64).",
+    table=tables.HEADS,
+    computed="in every layer",
     reads=LAYER_VALUES,
     facts=("range", "uniform_baseline"),
     may_have_options=True,
+    sets={"standard": lambda statistic: statistic.standard, "all": lambda _: True},
+    default="standard",
+    page="statistics.md",
 )
 """They return `[batch head]`, or `[batch]` if all heads of a layer share the value."""
 
-PROFILES = Formulas("profile", reads=LAYER_VALUES, facts=("axis",), axes=PROFILE_AXES)
+PROFILES = Kind(
+    field="profiles",
+    word="profile",
+    meaning="Profiles (means by key, query, lag, pair, dimension or component) of the profiles "
+    "table: a list of names. Default: none.",
+    table=tables.PROFILES,
+    computed="in every layer",
+    reads=LAYER_VALUES,
+    facts=("axis",),
+    axes=PROFILE_AXES,
+    averaged=True,
+    named_by="profile",
+    page="profiles.md",
+)
 """They return `[batch head index]`, or `[batch index]` if all heads of a layer share the values.
 
 Along axis "pair" they return `[batch head query key]`, of which the pairs k ≤ q are stored, along
@@ -113,18 +135,44 @@ must be a number. An entry that would have no value (a query with no such lag) m
 array.
 """
 
-PREDICTIONS = Formulas(
-    "prediction",
+CURVES = Kind(
+    field="curves",
+    word="profile",
+    meaning="Profiles stored for each sequence instead of averaged, list columns of the curves "
+    "table: a list of names. Default: none. Pair profiles are not allowed.",
+    table=tables.CURVES,
+    computed="in every layer",
+    reads=LAYER_VALUES,
+    facts=("axis",),
+    page="profiles.md",
+)
+"""They are the profiles, which register themselves as such."""
+
+PREDICTIONS = Kind(
+    field="predictions",
+    word="prediction",
+    meaning="What the model predicts, columns of the sequences table: a list of names. Default: "
+    "none.",
+    table=tables.SEQUENCES,
+    computed="after the pass",
     reads=PREDICTION_INPUTS,
     facts=("range", "per_token"),
+    page="predictions.md",
 )
 """They return `[batch]`, or `[batch pos]` if they are `per_token`."""
 
-WEIGHT_STATISTICS = Formulas(
-    "weight statistic",
+WEIGHT_STATISTICS = Kind(
+    field="weight_statistics",
+    word="weight statistic",
+    meaning="Statistics of the weights alone, in the weights table: a list of names. Default: "
+    "none.",
+    table=tables.WEIGHTS,
+    computed="from the weights",
     reads=LAYER_WEIGHTS | MODEL_WEIGHTS,
     facts=("axis",),
     axes=WEIGHT_AXES,
+    named_by="weight",
+    page="weights.md",
 )
 """They take weights in float64, and return `[head index]`, or `[head]` along axis "none". If heads
 share the values, the axis of heads is left out.
