@@ -13,8 +13,6 @@ from headcount.queries.commands.query import Code, tell_user, warn_of_damage
 from headcount.schemas.errors import QueryError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from headcount.exports.registry import Exported, ExportFormat, Needs
     from headcount.exports.source import ExportSource
     from headcount.queries.ask.asking import RunDatabase
@@ -131,10 +129,12 @@ def export(
     they look back, how large their keys get.
     """
     from headcount.exports.destination import check_destination, write_export
-    from headcount.exports.registry import export_format_named
+    from headcount.exports.registry import export_format_named, export_formats
+    from headcount.queries.ask.formats import writing_to_stdout
 
     if listed:
-        print_formats()
+        for format_name, listed_format in export_formats().items():
+            typer.echo(f"{format_name}: {listed_format.title}\n    {listed_format.read_by}")
         return
     if name is None:
         raise QueryError("expected the name of a format; headcount export --list has them")
@@ -158,15 +158,15 @@ def export(
         source = measured_source(measure, export, options, destination)
     exported: Exported = export.function(source, **options)
     # Before anything is written: the model, or what runs it, may not be there.
-    trial = _tried_out(exported, source, model, device) if check else None
+    trial = _tried_out(exported, source, model, device) if check else ""
     size = write_export(export, destination, exported.files)
     for note in exported.notes:
         tell_user(f"note: {note}")
     typer.echo(
         f"{output}: {name} of {source.model_name}, from run {source.run_id} ({size / 1e3:,.1f} kB)"
     )
-    if trial is not None:
-        _show_check(*trial)
+    with writing_to_stdout() as out:
+        out.write(trial)
 
 
 def _tried_out(
@@ -174,17 +174,18 @@ def _tried_out(
     source: ExportSource,
     model: str | None,
     device: Device,
-) -> tuple[pa.Table, list[str]]:
+) -> str:
     """What the model loses with a cache that is cut so: recall of needles, loss after repeats.
 
     If the number of heads is open, it is the smallest one with which nothing is lost. Returns the
-    table, and what it says in lines.
+    table, and what it says in lines, as one text.
     """
     cut = exported.cut
     if cut is None:
         raise QueryError(
             f"export {source.format.name}: chooses no heads to keep whole; leave out --check"
         )
+    from headcount.queries.api import text_table
     from headcount.workers.head_check import JUDGED_SEED, SEARCHED_SEED, HeadTrial, verdict
     from headcount.workers.process import prepare_process
 
@@ -209,7 +210,9 @@ def _tried_out(
     # A layer that does not attend has scores, but no cache.
     heads = [head for head in heads if head in trial.kv_heads]
     table = trial.table(heads, seed=JUDGED_SEED)
-    return table, [*lines, *verdict(table)]
+    rows = [tuple(row.values()) for row in table.to_pylist()]
+    text = text_table(table.schema.names, rows)
+    return "".join(f"{line}\n" for line in (text, *lines, *verdict(table)))
 
 
 def run_needed_scan(
@@ -298,7 +301,7 @@ def help_lines(export: ExportFormat) -> list[str]:
         "",
         f"Read by: {export.read_by}",
         f"Source:  {export.source}",
-        f"Needs:   {needs_line(export)}",
+        f"Needs:   {needs_line(needs)}",
         f"Writes:  a {export.writes}",
     ]
     if export.details:
@@ -316,12 +319,8 @@ def help_lines(export: ExportFormat) -> list[str]:
     return lines
 
 
-def needs_line(export: ExportFormat) -> str:
-    """What runs must have measured, with the defaults of the options."""
-    return _line_of_needs(export.needs(export.defaults))
-
-
-def _line_of_needs(needs: Needs) -> str:
+def needs_line(needs: Needs) -> str:
+    """What runs must have measured."""
     parts = [*needs.statistics, *(f"profile {name}" for name in needs.profiles)]
     parts += [
         f"intervention {intervention}"
@@ -331,24 +330,4 @@ def _line_of_needs(needs: Needs) -> str:
     families = " or ".join(needs.families)
     line = ", ".join(parts) or "a finished run"
     line += f"; input {families}" if families else ""
-    return line if needs.baseline is None else f"{line}; and {_line_of_needs(needs.baseline)}"
-
-
-def print_formats() -> None:
-    """Print two lines for every format: what it holds, and which tool reads it."""
-    from headcount.exports.registry import export_formats
-
-    for name, export in export_formats().items():
-        typer.echo(f"{name}: {export.title}\n    {export.read_by}")
-
-
-def _show_check(table: pa.Table, lines: list[str]) -> None:
-    """Print what a trial of the chosen heads found."""
-    from headcount.queries.api import text_table
-    from headcount.queries.ask.formats import writing_to_stdout
-
-    rows = [tuple(row.values()) for row in table.to_pylist()]
-    with writing_to_stdout() as out:
-        out.write(f"{text_table(table.schema.names, rows)}\n")
-    for line in lines:
-        typer.echo(line)
+    return line if needs.baseline is None else f"{line}; and {needs_line(needs.baseline)}"
