@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
     from headcount.exports.registry import Exported, ExportFormat, Needs
     from headcount.exports.source import ExportSource
     from headcount.queries.ask.asking import RunDatabase
-    from headcount.schemas.files.places import Place
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -130,6 +127,7 @@ def export(
     """
     from headcount.exports.destination import check_destination, write_export
     from headcount.exports.registry import export_format_named, export_formats
+    from headcount.exports.source import choose_run
     from headcount.queries.ask.formats import writing_to_stdout
 
     if listed:
@@ -150,12 +148,18 @@ def export(
         raise QueryError(f"export {name}: expected RUNS, or --model MODEL to measure it now")
     if model is None and overrides:
         raise QueryError("--set is about the scan of --model; leave it out")
-    if model is None:
-        source = open_source(str(runs), export, options, destination, run_ids or (), code)
-    else:
+    baseline = None
+    if model is not None:
         fields = {"model": model, "out": runs or "runs"}
-        measure = partial(run_needed_scan, fields, overrides or [], device)
-        source = measured_source(measure, export, options, destination)
+        needs, scan_name = export.needs(options), f"export-{name}"
+        # First, as its input takes fewer options: what it refuses is said before anything is
+        # measured.
+        if needs.baseline is not None:
+            scanned = _scan(needs.baseline, f"{scan_name}-baseline", fields, overrides, device)
+            baseline = _opened(scanned)
+        runs = _scan(needs, scan_name, fields, overrides, device)
+    found = _opened(str(runs), code)
+    source = choose_run(found, export, options, destination, run_ids or (), baseline)
     exported: Exported = export.function(source, **options)
     # Before anything is written: the model, or what runs it, may not be there.
     trial = _tried_out(exported, source, model, device) if check else ""
@@ -215,12 +219,8 @@ def _tried_out(
     return "".join(f"{line}\n" for line in (text, *lines, *verdict(table)))
 
 
-def run_needed_scan(
-    fields: dict[str, Any],
-    overrides: list[str],
-    device: Device,
-    needs: Needs,
-    name: str,
+def _scan(
+    needs: Needs, name: str, fields: dict[str, Any], overrides: list[str] | None, device: Device
 ) -> str:
     """Run the scan that measures what is needed, or continue its run. Returns where its run lies.
 
@@ -235,7 +235,7 @@ def run_needed_scan(
     # No longer than the model takes, unless the user says so.
     needed["n_ctx"] = min(needed["n_ctx"], info.n_ctx)
     run = run_scan(
-        override_fields(needed, overrides),
+        override_fields(needed, overrides or []),
         {},
         name=name,
         replicas=0,
@@ -248,49 +248,13 @@ def run_needed_scan(
     return str(run)
 
 
-def measured_source(
-    measure: Callable[[Needs, str], str],
-    export: ExportFormat,
-    options: Mapping[str, Any],
-    destination: Place,
-) -> ExportSource:
-    """The run that a format is made of, after its scans.
-
-    `measure` runs the scan that measures what is needed, and has its name. It returns where the run
-    lies.
-    """
-    needs = export.needs(options)
-    baseline = None
-    # First, as its input takes fewer options: what it refuses is said before anything is measured.
-    if needs.baseline is not None:
-        baseline = measure(needs.baseline, f"export-{export.name}-baseline")
-    run = measure(needs, f"export-{export.name}")
-    return open_source(run, export, options, destination, baseline=baseline)
-
-
-def open_source(
-    runs: str,
-    export: ExportFormat,
-    options: Mapping[str, Any],
-    destination: Place,
-    run_ids: Collection[str] = (),
-    code: str | None = None,
-    baseline: str | None = None,
-) -> ExportSource:
-    """The run that a format is made of, opened for queries.
-
-    `baseline` is the run that it is compared with, if that does not lie among `runs`.
-    """
-    from headcount.exports.source import choose_run
+def _opened(runs: str, code: str | None = None) -> RunDatabase:
+    """Runs, opened for queries."""
     from headcount.queries.ask.asking import open_runs
 
-    def opened(place: str) -> RunDatabase:
-        database = open_runs(place, code=code, tell=tell_user)
-        warn_of_damage(database)
-        return database
-
-    beside = None if baseline is None else opened(baseline)
-    return choose_run(opened(runs), export, options, destination, run_ids, beside)
+    database = open_runs(runs, code=code, tell=tell_user)
+    warn_of_damage(database)
+    return database
 
 
 def help_lines(export: ExportFormat) -> list[str]:

@@ -26,13 +26,13 @@ def _one_position(options: Mapping[str, Any], n_ctx: int) -> str | None:
 @intervention
 def first_position_second(W_pos: Tensor) -> Tensor:
     """Position 0 gets the embedding of position 1 (Ran-Milo et al. 2026, intervention c)."""
-    return _with_row(W_pos, 0, W_pos[1])
+    return replaced(W_pos, 0, W_pos[1])
 
 
 @intervention
 def blend_first_position(W_pos: Tensor, *, alpha: Factor) -> Tensor:
     """Position 0 gets alpha times its own embedding and 1 - alpha times that of position 1."""
-    return _with_row(W_pos, 0, alpha * W_pos[0] + (1 - alpha) * W_pos[1])
+    return replaced(W_pos, 0, alpha * W_pos[0] + (1 - alpha) * W_pos[1])
 
 
 @intervention
@@ -41,7 +41,7 @@ def random_first_position(W_pos: Tensor, *, draw: Seed = 0, alpha: Factor = 0.0)
     random direction.
     """
     distance = (1 - alpha) * (W_pos[1] - W_pos[0]).norm()
-    return _with_row(W_pos, 0, W_pos[0] + distance * random_directions(W_pos[0], draw))
+    return replaced(W_pos, 0, W_pos[0] + distance * random_directions(W_pos[0], draw))
 
 
 @intervention(most={"position": LAST_BUT_ONE})
@@ -49,13 +49,13 @@ def blend_position(W_pos: Tensor, *, position: Index, alpha: Factor = 0.0) -> Te
     """A position gets alpha times its own embedding and 1 - alpha times that of the next one: the
     change of blend_first_position, elsewhere.
     """
-    return _with_row(W_pos, position, alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1])
+    return replaced(W_pos, position, alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1])
 
 
 @intervention
 def scale_first_position(W_pos: Tensor, *, alpha: Factor) -> Tensor:
     """The embedding of position 0 is multiplied by alpha."""
-    return _with_row(W_pos, 0, alpha * W_pos[0])
+    return replaced(W_pos, 0, alpha * W_pos[0])
 
 
 @intervention
@@ -63,23 +63,13 @@ def scale_position(W_pos: Tensor, *, position: Index, alpha: Factor) -> Tensor:
     """The embedding of a position is multiplied by alpha: the intervention scale_first_position,
     elsewhere.
     """
-    return _with_row(W_pos, position, alpha * W_pos[position])
+    return replaced(W_pos, position, alpha * W_pos[position])
 
 
 @intervention
 def swap_first_positions(W_pos: Tensor) -> Tensor:
     """Positions 0 and 1 exchange their embeddings."""
-    changed = W_pos.clone()
-    # Read from the original, so that neither row is overwritten before it is read.
-    changed[[0, 1]] = W_pos[[1, 0]]
-    return changed
-
-
-def _with_row(W_pos: Tensor, position: int, row: Tensor) -> Tensor:
-    """The embeddings, with one position's replaced."""
-    changed = W_pos.clone()
-    changed[position] = row
-    return changed
+    return replaced(W_pos, [0, 1], W_pos[[1, 0]])
 
 
 @intervention

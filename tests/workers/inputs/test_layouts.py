@@ -7,7 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -78,17 +77,6 @@ def test_the_order_test_has_the_reference_positions():
     assert (random[:, :17] == tokens_in_order[:, :17]).all()
     assert (random[:, 19] == tokens_in_order[:, 19]).all()
     assert all(not set(row[17:19]) & set(row[:17] + row[19:]) for row in random.tolist())
-
-
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_the_corrupted_partner_differs_in_one_token(n: int):
-    clean, corrupt = (
-        shard_of(family, 3 * n, {"n": n}, seed=3, sequences=20).tokens
-        for family in ("ngram_overlap", "ngram_corrupt")
-    )
-    assert np.argwhere((clean != corrupt).any(0)).ravel().tolist() == [2 * n + 1]
-    assert (clean[:, 2 * n + 1] == clean[:, 1]).all()
-    assert (corrupt[:, 2 * n + 1] == clean[:, n + 1]).all()
 
 
 def test_the_reversed_layout_exchanges_the_first_two_sub_sequences():

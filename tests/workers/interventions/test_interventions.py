@@ -24,7 +24,6 @@ from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 from headcount.schemas.scans.scan import Input, parse_scan
 from headcount.schemas.statistics import STATISTICS
-from headcount.workers.engine.changes import hidden_keys, hide
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import (
     INTERVENTIONS,
@@ -34,7 +33,6 @@ from headcount.workers.interventions import (
     needs_partners,
 )
 from headcount.workers.interventions.settlement import Settlement, settle
-from headcount.workers.interventions.sinks import random_coordinates
 from headcount.workers.measurements.batch import measure_batch
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe
@@ -114,9 +112,6 @@ def test_one_intervention_has_one_text() -> None:
     for text, canonical in texts.items():
         assert str(parse_intervention(text)) == canonical
         assert parse_intervention(canonical) == parse_intervention(text)
-    for text in ("", "none+", "zero_head(1", "zero_head(1,,2)", "zero head", "a(b(1))"):
-        with pytest.raises(ScanError, match=r"expected NAME, NAME\(1,0.5\) or A\+B, got"):
-            parse_intervention(text)
 
 
 def test_a_scan_holds_interventions_and_writes_their_canonical_text() -> None:
@@ -157,20 +152,6 @@ def test_what_a_model_or_a_sequence_does_not_have_is_refused(
             replicas(name, engine).measure(TOKENS, text)
         assert problem in str(caught.value)
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("zero_query_bias+zero_positions", "no pos_embed for zero_positions"),
-        ("keep_window(1,0)+mask_keys", "hides every key from query 1"),
-    ],
-)
-def test_a_scan_is_refused_before_anything_is_measured(
-    paths: Paths, text: str, problem: str
-) -> None:
-    with pytest.raises((ModelError, ScanError), match=problem):
-        toy.replica(paths["llama"], interventions=["none", text])
 
 
 def test_weights_that_a_dose_overflows_are_named(paths: Paths, tmp_path: Path) -> None:
@@ -352,18 +333,6 @@ def test_weights_that_are_not_restored_are_an_error(paths: Paths, text: str, nam
         setattr(owner, weight, torch.nn.Parameter(original.clone(), requires_grad=False))
 
 
-# Seeds
-
-
-def test_random_keys_are_the_published_ones() -> None:
-    # random.seed(42), then random.randint(0, 767) three times for each layer.
-    massive = [138, 378, 447]
-    last_two = [random_coordinates(768, 3, massive, layer, 42) for layer in (10, 11)]
-    assert last_two == [[429, 225, 459], [603, 284, 6]]
-    # One that is massive, and one drawn twice, are passed over.
-    assert random_coordinates(768, 3, [114], 0, 42) == [654, 25, 759]
-
-
 # Partners
 
 
@@ -516,22 +485,6 @@ def test_weights_that_are_not_numbers_are_an_error_under_a_mask_too(
         replica.measure(TOKENS, "mask_keys")
 
 
-def test_one_token_keeps_its_key_and_is_nobodys_sink(replicas: Replicas) -> None:
-    one = TOKENS[:, :1]
-    for text in ("mask_keys", "mask_random_span", "zero_entropy_sinks(2,-1)"):
-        changed = replicas("gpt2").measure(one, text)
-        assert difference(changed, replicas("gpt2").measure(one)) < 1e-5
-
-
-def test_hidden_scores_are_minus_infinity() -> None:
-    hidden = torch.tensor([False, True, False]) & torch.tensor([[False], [False], [True]])
-    changed = hide(torch.zeros(1, 1, 3, 3), hidden)
-    assert changed.isneginf().nonzero().tolist() == [[0, 0, 2, 1]]
-    assert hidden_keys(changed)[0, 0].nonzero().tolist() == [[2, 1]]
-    with pytest.raises(ScanError, match="hides every key from query 1"):
-        hidden_keys(hide(changed, torch.tensor([[False], [True], [False]])))
-
-
 # Settlement of engine and precision
 
 
@@ -610,36 +563,3 @@ def test_a_mean_of_the_query_bias_is_refused_where_scores_are_not_all(
     gpt2._attention.facts[2] = replace(gpt2._attention.facts[2], **fact)
     with pytest.raises(ModelError, match=f"mean_query_bias: layer 2 has {words}, and it is"):
         settled(gpt2, "cpu", interventions=["mean_query_bias"])
-
-
-# Claims
-
-
-def test_a_mean_of_the_bias_over_keys_leaves_the_pattern_of_no_bias(replicas: Replicas) -> None:
-    """A softmax does not change by what all keys share: a bias acts by its differences alone."""
-    texts = ("zero_query_bias", "mean_query_bias", "scale_query_bias(2)+mean_query_bias", "none")
-    zero, mean, doubled, plain = (replicas("gpt2").measure(TOKENS, t).heads for t in texts)
-    for statistic in ("sink_mass", "entropy", "head_output_norm", "resid_post_norm"):
-        # The bias that is averaged is the changed one.
-        for heads in (mean, doubled):
-            np.testing.assert_allclose(heads[statistic], zero[statistic], rtol=1e-5, atol=1e-6)
-        assert np.abs(mean[statistic] - plain[statistic]).max() > 1e-3
-
-
-def test_massive_activations_are_gone_after_their_layer(paths: Paths, tmp_path: Path) -> None:
-    """By default, those beyond 100 and beyond 1,000 medians (Sun et al. 2024)."""
-
-    def make_massive(weights: dict[str, Tensor]) -> None:
-        weights["transformer.h.0.mlp.c_proj.bias"][[3, 7]] = torch.tensor([5000.0, -90.0])
-
-    path = toy.copy_of(paths["gpt2"], tmp_path / "m", lambda p: toy.change_weights(p, make_massive))
-    names = ["sink_resid_post_massive", "resid_post_norm"]
-    replica, tokens = toy.replica(path, statistics=names), toy.repeating_tokens(9)
-    massive, norm = (replica.measure(tokens).heads[name] for name in names)
-    assert massive[0, :2, 0].tolist() == [1, 1]
-    zeroed = replica.measure(tokens, "zero_massive_activations(0)").heads
-    assert zeroed["sink_resid_post_massive"].max() == 0
-    # What is below 100 stays.
-    assert 90 < zeroed["resid_post_norm"][0, 0, 0] < 200 < 4900 < norm[0, 0, 0]
-    elsewhere = replica.measure(tokens, "set_massive_activation(0,3,0,5)").heads
-    assert elsewhere["sink_resid_post_massive"][0, :2, 0].tolist() == [1, 1]
