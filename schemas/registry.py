@@ -256,7 +256,7 @@ class Registry(dict[str, E]):
         if len(arguments) > len(options):
             takes = f"at most {', '.join(options)}" if options else "no options"
             raise self.error(f"{field}: {name} takes {takes}, got {in_toml([*arguments])}")
-        given = dict(zip(options, arguments, strict=False)) | (named or {})
+        given = {**dict(zip(options, arguments, strict=False)), **(named or {})}
         if len(given) < len(arguments) + len(named or {}):
             raise self.error(f"{field}: expected each option of {name} once")
         try:

@@ -2,6 +2,7 @@
 all.
 """
 
+from headcount.schemas.formula_kinds import LAYER_VALUES as LAYER_VALUES
 from headcount.schemas.formula_kinds import STATISTICS as STATISTICS
 from headcount.schemas.registry import import_files
 

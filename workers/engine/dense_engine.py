@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.commits import Method
-from headcount.schemas.formula_kinds import LAYER_VALUES
+from headcount.schemas.statistics import LAYER_VALUES
 from headcount.workers.engine.attention_scores import (
     MASKED,
     all_scores,

@@ -8,7 +8,7 @@ from typing import Literal, NotRequired, Protocol, TypedDict
 from torch import Tensor
 
 from headcount.schemas.files.commits import Method
-from headcount.schemas.formula_kinds import LAYER_VALUES
+from headcount.schemas.statistics import LAYER_VALUES
 from headcount.workers.engine.changes import Changes
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_pattern import FusedPattern
@@ -17,7 +17,7 @@ from headcount.workers.model.model import Model
 
 
 class Activations(TypedDict):
-    """What is known of a layer at its end, by the names of `LAYER_VALUES`.
+    """What is known of a layer at its end, by the names of `schemas.statistics.LAYER_VALUES`.
 
     Numbers are float32 at least. Before the end of the layer, what comes later is missing.
     """

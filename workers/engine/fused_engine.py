@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.commits import Method
-from headcount.schemas.formula_kinds import LAYER_VALUES
 from headcount.schemas.scans.precision import PRECISIONS
+from headcount.schemas.statistics import LAYER_VALUES
 from headcount.workers.engine.attention_scores import (
     MASKED,
     all_scores,

@@ -28,7 +28,7 @@ HEAD_AXIS = {
     **dict.fromkeys(("q", "unrotated_q", "k", "v", "z"), 2),
     **dict.fromkeys(("b_Q", "b_K", "W_K", "W_O"), 0),
 }
-"""The axis of heads of each of `schemas.formula_kinds.LAYER_VALUES` that has one."""
+"""The axis of heads of each of `schemas.statistics.LAYER_VALUES` that has one."""
 
 LayerValue = Any
 """What a formula reads: a tensor, a pattern, pairs of tokens, labels, or a fact of the model."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from headcount.workers.model.model import Model, at_least_float32
 
 READABLE_WEIGHTS = ("b_Q", "b_K", "W_K", "W_O")
-"""Names of `schemas.formula_kinds.LAYER_VALUES` that are weights."""
+"""Names of `schemas.statistics.LAYER_VALUES` that are weights."""
 
 READ_THROUGH_BRIDGE = (
     *READABLE_WEIGHTS,
