@@ -12,7 +12,6 @@ from headcount.reproduce.replication import replications
 from headcount.schemas.errors import HeadcountError
 from headcount.workers.inputs.families.bigram_backcopy import BUNDLED_TEXT, bigrams_of
 from headcount.workers.inputs.sequences import Sequences, ShardInput
-from headcount.workers.model.files.model_info import describe, find_model
 from tests import ROOT
 from tests.toys.refusals import refused
 from tests.toys.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
@@ -208,18 +207,6 @@ def test_the_bundled_table_is_the_card_s():
     for token, likeliest, probability in ((4, 14, 0.17489), (64, 6, 0.18154)):
         row = table.rows[token - 1]
         assert (row.argmax() + 1, row.max()) == (likeliest, pytest.approx(probability, abs=5e-6))
-
-
-def test_the_bundled_model_takes_its_table():
-    info = describe(find_model("bundled:backcopy-3l-mini"))
-    scan = toy_scan(n_ctx=128, sequences=20, input={"family": "backcopy", "text": BUNDLED_TEXT})
-    sequences = Sequences(scan, info)
-    tokens, triggered = sequences.shard(0).tokens, np.array(sequences.shard(0).labels) == "trigger"
-    assert sequences.record == {}
-    assert (tokens[:, 0] == 0).all()
-    assert (tokens[:, 1:].min(), tokens.max()) == (1, 64)
-    assert tokens[:, 1].min() >= 4
-    assert triggered.mean() == pytest.approx(0.13, abs=0.02)
 
 
 def test_characters_beyond_the_vocabulary_are_refused(tiny: str):

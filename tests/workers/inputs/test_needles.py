@@ -202,19 +202,6 @@ def test_passages_of_text_do_not_overlap(tmp_path: Path):
     assert len(orders) == 12
 
 
-@pytest.mark.parametrize("family", ["needle", "passages"])
-def test_a_sequence_depends_on_the_seed_and_its_number_alone(family: str):
-    sequences = sequences_of(family, **({"needles": 2} if family == "needle" else {"query": 4}))
-    whole = sequences.shard(0)
-    parts = Sequences(sequences.scan.model_copy(update={"sequences_per_shard": 5}), toy_info())
-    for number in (2, 0, 1):
-        shard, stop = parts.shard(number), 5 * number + 5
-        assert shard.tokens.tolist() == whole.tokens[5 * number : stop].tolist()
-        assert shard.labels == (whole.labels or [])[5 * number : stop]
-    other_seed = Sequences(sequences.scan.model_copy(update={"seed": 1}), toy_info())
-    assert other_seed.shard(0).tokens.tolist() != whole.tokens.tolist()
-
-
 @pytest.mark.long
 def test_heads_that_repeat_what_they_saw_find_needles(tmp_path: Path):
     fields = {"n_ctx": 64, "sequences": 16, "out": str(tmp_path)}
