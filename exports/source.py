@@ -60,17 +60,13 @@ class ExportSource:
         return Path(model).name if Path(model).is_absolute() else model
 
     @property
-    def _opened_run(self) -> Run:
-        return opened_run(self.database, self.run_id)
-
-    @property
     def directory(self) -> Place:
         """Where the run lies."""
-        return self._opened_run.directory.path
+        return opened_run(self.database, self.run_id).directory.path
 
     def committed_files(self, table: str) -> list[str]:
         """Full paths of the files of a table that count, for formats that refer to them."""
-        return self._opened_run.files(table)
+        return opened_run(self.database, self.run_id).files(table)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -57,9 +57,6 @@ CHANGEABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 CHANGEABLE_EMBEDDINGS = ("W_pos",)
 """Weights that are not a layer's."""
 
-Options = dict[str, Any]
-"""Options of a change by name: whole numbers, numbers, or names."""
-
 
 @dataclass(frozen=True)
 class LargestValue:
@@ -71,25 +68,16 @@ class LargestValue:
     """The value for a model and a length `n_ctx` of the sequences."""
 
 
-Refuse = Callable[[Options, int], str | None]
-"""Says what is wrong with the options as a whole for sequences of `n_ctx` tokens; None if nothing
-is.
-"""
-
-Streams = Callable[[Options, ModelInfo], Streaming]
-"""Which heads of a model a change leaves the first and the last keys alone, by its options."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RegisteredIntervention(Entry):
     """An intervention as it is written, before it has options."""
 
     most: Mapping[str, LargestValue] = field(default_factory=dict[str, LargestValue])
     """The largest value of the options that have one."""
-    refuse: Refuse | None = None
-    """Says what is wrong with its options together."""
-    streaming: Streams | None = None
-    """Says which heads it leaves the first and the last keys alone."""
+    refuse: Callable[[dict[str, Any], int], str | None] | None = None
+    """Says what is wrong with its options together for sequences of `n_ctx` tokens."""
+    streaming: Callable[[dict[str, Any], ModelInfo], Streaming] | None = None
+    """Says which heads of a model it leaves the first and the last keys alone, by its options."""
 
     @property
     def target(self) -> str:
@@ -117,8 +105,7 @@ class BoundPart:
     @property
     def layer(self) -> int | None:
         """The layer in which it is changed; None means every layer."""
-        layer = self.options.get("layer")
-        return None if layer is None else int(layer)
+        return self.options.get("layer")
 
     def problem(self, info: ModelInfo, n_ctx: int) -> str | None:
         """What does not exist, or would change nothing; None if nothing is wrong."""

@@ -115,19 +115,6 @@ def test_every_ordinary_token_within_the_bounds_is_drawn_and_no_special_one(
     assert not (drawn(bos=False)[:, 0] == BOS).any()
 
 
-def test_distinct_tokens_occur_once():
-    tokens = drawn(n_ctx=60, options={"distinct": True}, sequences=3)
-    # 59 ordinary tokens in 59 places: every sequence is a permutation.
-    assert [sorted(row) for row in tokens[:, 1:].tolist()] == [list(range(2, 61))] * 3
-
-
-def test_one_token_over_and_over():
-    tokens = drawn("single_token_repeat")[:, 1:]
-    assert (tokens == tokens[:, :1]).all()
-    chosen = drawn("single_token_repeat", options={"token": 7}, bos=False)
-    assert (chosen == 7).all()
-
-
 def test_a_corrupted_repeat_replaces_tokens_of_the_copies_at_the_given_rate():
     whole = drawn("repeated_random", 61, {"period": 20}, sequences=50)
     options = {"period": 20, "rate": 0.25, "replacement": 60}

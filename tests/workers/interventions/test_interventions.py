@@ -33,7 +33,6 @@ from headcount.workers.interventions import (
     needs_partners,
 )
 from headcount.workers.interventions.settlement import Settlement, settle
-from headcount.workers.measurements.batch import measure_batch
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.model.model import Model, bridge_of
@@ -166,17 +165,6 @@ def test_weights_that_a_dose_overflows_are_named(paths: Paths, tmp_path: Path) -
 
 
 # Order, and what changes read
-
-
-def test_no_intervention_is_measured_to_the_last_bit_as_no_intervention(replicas: Replicas) -> None:
-    for name, engine in (("gpt2", "fused"), ("llama", "dense"), ("legacy", "fused")):
-        replica = replicas(name, engine)
-        formulas = replica.scan.formulas(STATISTICS)
-        with torch.inference_mode():
-            plain = measure_batch(replica.engine, formulas, torch.from_numpy(TOKENS).long()).heads
-        measured = replica.measure(TOKENS).heads
-        for statistic in STATISTICS:
-            assert measured[statistic].tobytes() == plain[statistic].tobytes()
 
 
 def test_changes_are_made_in_their_order(replicas: Replicas) -> None:
