@@ -26,14 +26,7 @@ last.
 """
 
 
-def _split_of_files(options: dict[str, Any]) -> str | None:
-    """Why `split` means nothing with `files`; None if it is not given."""
-    if options["files"] is None or options["split"] == "train":
-        return None
-    return "input.split: expected with a dataset only, got files; leave it out"
-
-
-@input_family(refuse=_split_of_files)
+@input_family
 def pile(
     *,
     files: str | list[str] | None = None,
@@ -62,6 +55,8 @@ def pile(
         return Corpus(
             tuple(Source("hub", dataset, 0, split, part, parts) for part in range(parts)), packing
         )
+    if split != "train":
+        raise ScanError("input.split: expected with a dataset only, got files; leave it out")
     return Corpus(_sources(files or [], PILE), packing)
 
 
