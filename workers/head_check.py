@@ -7,7 +7,7 @@ repeated block. As many random heads are kept whole for comparison.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -23,8 +23,8 @@ from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.workers.engine.engine import Engine
 from headcount.workers.engine.prediction_inputs import PredictionInputs, check_unembedding
 from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.model.attention_facts import window_of
 from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.replica import Replica
 
 MOST_TOKENS = 16_384
@@ -63,24 +63,6 @@ class Question(NamedTuple):
     """`[sequence pos]`."""
     asked: np.ndarray
     """Whether a token is one of these: `[sequence pos]`. The first token never is."""
-
-
-class Questions(NamedTuple):
-    """What a model is asked."""
-
-    needles: Question
-    repeats: Question
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Which KV heads keep a whole cache."""
-
-    kept: str
-    """In words, for the table."""
-    seed: int | None
-    """The seed of a random choice."""
-    heads: tuple[KVHead, ...]
 
 
 @dataclass(frozen=True)
@@ -129,7 +111,12 @@ class HeadTrial:
                 f"{counted(self.n_ctx, 'token')}, so that a repeated block is out of sight, got "
                 f"{recent}; lower it, or raise n_ctx"
             )
-        self.kv_heads = _kv_heads(self.info)
+        self.n_kv_heads = self.info.n_kv_heads or self.info.n_heads
+        self.kv_heads = tuple(
+            KVHead(layer, kv_head)
+            for layer in self.info.attention_layers_or_all
+            for kv_head in range(self.n_kv_heads)
+        )
         # The scan of any needles stands for all: its replica runs any tokens of this length.
         self.replica = Replica(self.info, self._scan("needle", 0), device, models.load)
         check_unembedding(self.replica.model)
@@ -149,19 +136,36 @@ class HeadTrial:
         `cache_percent` is what is kept of a full cache of `n_ctx` tokens.
         """
         questions = self._questions(seed)
-        cuts = list(_cuts(self.info, heads, random_seeds))
+        chosen = tuple(sorted({KVHead(*head) for head in heads}))
+        for head in chosen:
+            if head not in self.kv_heads:
+                raise ScanError(
+                    f"check: KV head {head.kv_head} of layer {head.layer}: {self.info.name} has "
+                    f"{counted(self.info.n_layers, 'layer')} of "
+                    f"{counted(self.n_kv_heads, 'KV head')}"
+                )
+        cuts: list[tuple[str, int | None, tuple[KVHead, ...]]] = [
+            ("every head", None, self.kv_heads),
+            ("chosen heads", None, chosen),
+        ]
+        for random_seed in random_seeds:
+            # A permutation cut short: a larger choice by the same seed holds the smaller one.
+            drawn = np.random.default_rng(random_seed).permutation(len(self.kv_heads))
+            kept = sorted(self.kv_heads[index] for index in drawn[: len(chosen)])
+            cuts.append(("random heads", random_seed, tuple(kept)))
+        cuts.append(("no head", None, ()))
         rows: list[dict[str, object]] = []
-        for cut in cuts:
-            answers = self._answers(cut.heads, questions)
+        for words, random_seed, kept in cuts:
+            answers = self._answers(kept, questions)
             rows.append(
                 {
-                    "kept_whole": cut.kept,
-                    "seed": cut.seed,
-                    "kv_heads": len(cut.heads),
-                    "of_the_chosen": len({*cut.heads} & {*cuts[1].heads}),
+                    "kept_whole": words,
+                    "seed": random_seed,
+                    "kv_heads": len(kept),
+                    "of_the_chosen": len({*kept} & {*chosen}),
                     "recall": answers.recall,
                     "loss_after_repeats": answers.loss,
-                    "cache_percent": self._cache_percent(cut),
+                    "cache_percent": self._cache_percent(kept),
                 }
             )
         return pa.Table.from_pylist(rows, schema=SCHEMA)
@@ -196,7 +200,7 @@ class HeadTrial:
             }
         )
 
-    def _questions(self, seed: int) -> Questions:
+    def _questions(self, seed: int) -> tuple[Question, Question]:
         needles = Sequences(self._scan("needle", seed), self.info).shard(0)
         assert needles.labels is not None
         scan = self._scan("repeated_random", seed)
@@ -205,38 +209,43 @@ class HeadTrial:
         period = (scan.n_ctx - scan.bos + 1) // 2
         asked = np.zeros(repeats.shape, dtype=bool)  # [sequence pos]
         asked[:, scan.bos + period + 1 :] = True
-        return Questions(
-            Question(needles.tokens, np.array(needles.labels) == "answer"),
-            Question(repeats, asked),
-        )
+        needle_answers = np.array(needles.labels) == "answer"
+        return Question(needles.tokens, needle_answers), Question(repeats, asked)
 
-    def _answers(self, heads: tuple[KVHead, ...], questions: Questions) -> Answers:
-        """What the model says if these heads keep their whole cache."""
-        intervention = _intervention(heads, self.info, self.sink, self.recent)
-        device = self.replica.device
+    def _answers(self, heads: tuple[KVHead, ...], questions: tuple[Question, Question]) -> Answers:
+        intervention = NONE
+        if heads != self.kv_heads:
+            group = self.info.n_heads // self.n_kv_heads
+            whole_heads = [
+                str(Head(layer, kv_head * group + member))
+                for layer, kv_head in heads
+                for member in range(group)
+            ]
+            arguments = (self.sink, self.recent, *whole_heads)
+            intervention = Intervention((InterventionPart("stream_other_heads", arguments),))
+        needles, repeats = questions
         with self.replica.engine_under(intervention, None) as engine:
-            recall, _ = _recall_and_loss(engine, questions.needles, device)
-            _, loss = _recall_and_loss(engine, questions.repeats, device)
+            recall = _recalls_and_losses(engine, needles)[0].double().mean().item()
+            loss = _recalls_and_losses(engine, repeats)[1].double().mean().item()
         return Answers(recall, loss)
 
-    def _cache_percent(self, cut: Cut) -> float:
-        """What is kept of the keys and values that a full cache has, in percent."""
+    def _cache_percent(self, kept_heads: tuple[KVHead, ...]) -> float:
         full = kept = 0
         for head in self.kv_heads:
             facts = self.replica.model.facts(head.layer)
             # A layer with a window never keeps more than it.
-            window = None if facts is None else facts.window
-            keys = self.n_ctx if window is None else min(window, self.n_ctx)
+            keys = self.n_ctx if facts is None else window_of(facts, self.n_ctx)
             full += keys
-            kept += keys if head in cut.heads else min(keys, self.sink + self.recent)
+            kept += keys if head in kept_heads else min(keys, self.sink + self.recent)
         return 100 * kept / full
 
 
 def verdict(table: pa.Table) -> list[str]:
     """What the table of a trial says, in lines."""
     rows = table.to_pylist()
-    answers = [Answers(row["recall"], row["loss_after_repeats"]) for row in rows]
-    full, with_chosen, *with_random, with_none = answers
+    full, with_chosen, *with_random, with_none = (
+        Answers(row["recall"], row["loss_after_repeats"]) for row in rows
+    )
     is_within = "within" if with_chosen.loses_nothing(full) else "not within"
     lines = [
         f"chosen heads: {is_within} {100 * TOLERANCE:.0f} % of the full cache "
@@ -273,82 +282,26 @@ SCHEMA = pa.schema(
 )
 
 
-# The cuts
-
-
-def _cuts(
-    info: ModelInfo, chosen: Collection[tuple[int, int]], random_seeds: Sequence[int]
-) -> Iterator[Cut]:
-    """The full cache, the chosen heads, as many random ones for each seed, and no head."""
-    every = _kv_heads(info)
-    chosen_heads = tuple(sorted(KVHead(*head) for head in set(chosen)))
-    for head in chosen_heads:
-        if head not in every:
-            raise ScanError(
-                f"check: KV head {head.kv_head} of layer {head.layer}: {info.name} has "
-                f"{counted(info.n_layers, 'layer')} of {counted(_n_kv_heads(info), 'KV head')}"
-            )
-    yield Cut("every head", None, every)
-    yield Cut("chosen heads", None, chosen_heads)
-    for seed in random_seeds:
-        # A permutation cut short: a larger choice by the same seed holds the smaller one.
-        drawn = np.random.default_rng(seed).permutation(len(every))[: len(chosen_heads)]
-        yield Cut("random heads", seed, tuple(sorted(every[index] for index in drawn)))
-    yield Cut("no head", None, ())
-
-
-def _kv_heads(info: ModelInfo) -> tuple[KVHead, ...]:
-    """All KV heads of a model."""
-    return tuple(
-        KVHead(layer, kv_head)
-        for layer in info.attention_layers_or_all
-        for kv_head in range(_n_kv_heads(info))
-    )
-
-
-def _n_kv_heads(info: ModelInfo) -> int:
-    return info.n_kv_heads or info.n_heads
-
-
-def _intervention(
-    heads: tuple[KVHead, ...], info: ModelInfo, sink: int, recent: int
-) -> Intervention:
-    """The change that leaves a whole cache to some KV heads alone."""
-    if heads == _kv_heads(info):
-        return NONE
-    group = info.n_heads // _n_kv_heads(info)
-    whole_heads = [
-        Head(layer, kv_head * group + member) for layer, kv_head in heads for member in range(group)
-    ]
-    arguments = (sink, recent, *map(str, whole_heads))
-    return Intervention((InterventionPart("stream_other_heads", arguments),))
-
-
-# The answers
-
-
-def _recall_and_loss(engine: Engine, question: Question, device: str) -> tuple[float, float]:
-    """How well a model knows the tokens that it is asked for: share predicted first, mean loss."""
+def _recalls_and_losses(engine: Engine, question: Question) -> tuple[Tensor, Tensor]:
+    """Whether the model predicts each token that it is asked for first, and the loss of it."""
+    device = engine.model.device
     losses: list[Tensor] = []
     is_first: list[Tensor] = []
     size = max(1, MOST_TOKENS // question.tokens.shape[1])
     for start in range(0, len(question.tokens), size):
         tokens = torch.from_numpy(question.tokens[start : start + size]).long().to(device)
         asked = torch.from_numpy(question.asked[start : start + size]).to(device)
-        final_streams: list[Tensor] = []
+        final: list[Tensor] = []
         # No layer is shown, so no pattern is asked anything, and none is built.
-        engine.run(
-            tokens, {}, lambda *_: None, read_late=(), on_final=final_streams.append, layers=()
-        )
-        (hidden,) = final_streams  # [batch pos d_model], after the last norm.
+        engine.run(tokens, {}, lambda *_: None, read_late=(), on_final=final.append, layers=())
+        (hidden,) = final  # [batch pos d_model], after the last norm.
         # A token is predicted at the position before it.
         streams = hidden[:, :-1][asked[:, 1:]]  # [asked d_model]
         targets = tokens[:, 1:][asked[:, 1:]]  # [asked]
         inputs = PredictionInputs(engine.model, hidden, tokens)
         pieces = zip(inputs.chunks(streams), inputs.chunks(targets), strict=True)
         for stream, target in pieces:
-            logits = inputs.unembed(stream)
+            logits = engine.model.unembed(stream)
             losses.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
             is_first.append(logits.argmax(-1) == target)
-    recall = torch.cat(is_first).double().mean().item()
-    return recall, torch.cat(losses).double().mean().item()
+    return torch.cat(is_first), torch.cat(losses)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -36,44 +38,38 @@ def available_gpus() -> int:
     return torch.cuda.device_count()
 
 
+@dataclass
 class PeakMemory:
-    """The most memory that this process holds while a block runs, in bytes."""
+    """The most memory that this process held while a block ran, in bytes."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.main = 0
-        """Peak of main memory."""
-        self.gpu = 0
-        """Peak of the GPU's memory, by tensors; 0 on a CPU."""
-        self._process = psutil.Process()
-        self._has_ended = threading.Event()
-        # A daemon, so that an error in the block never keeps the process alive.
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
+    main: int = 0
+    """Peak of main memory."""
+    gpu: int = 0
+    """Peak of the GPU's memory, by tensors; 0 on a CPU."""
 
-    def __enter__(self) -> PeakMemory:
-        """Begin to watch."""
-        # PyTorch itself keeps the peak of the GPU, which starts anew here.
-        if self.device != "cpu":
-            torch.cuda.reset_peak_memory_stats()
-        self._watcher.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End watching."""
-        self._has_ended.set()
-        self._watcher.join()
-        self._look()  # A block may be shorter than the time between two looks.
-        if self.device != "cpu":
-            self.gpu = torch.cuda.max_memory_allocated()
+@contextmanager
+def peak_memory(device: str) -> Iterator[PeakMemory]:
+    """Within it, the memory that this process holds is watched."""
+    peak, process, has_ended = PeakMemory(), psutil.Process(), threading.Event()
 
-    def _watch(self) -> None:
-        while not self._has_ended.wait(SECONDS_BETWEEN_LOOKS):
-            self._look()
+    def watch() -> None:
+        is_last = False
+        while not is_last:
+            # Once more at the end, because a block may be shorter than the time between two looks.
+            is_last = has_ended.wait(SECONDS_BETWEEN_LOOKS)
+            peak.main = max(peak.main, process.memory_info().rss)
 
-    def _look(self) -> None:
-        self.main = max(self.main, self._process.memory_info().rss)
+    # PyTorch itself keeps the peak of the GPU, which starts anew here.
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    # A daemon, so that an error in the block never keeps the process alive.
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        has_ended.set()
+        watcher.join()
+        if device != "cpu":
+            peak.gpu = torch.cuda.max_memory_allocated()

@@ -43,9 +43,11 @@ def prepare_process(threads: int | None = None) -> None:
         torch.set_num_threads(threads)
     csv.field_size_limit(CSV_FIELD_CHARACTERS)
     collect_garbage_rarely()
-    end_without_collecting()
+    # Registered once, however often a process is prepared.
+    atexit.unregister(_leave_all_objects)
+    atexit.register(_leave_all_objects)
     keep_freed_memory()
-    quieten_libraries()
+    _quieten_libraries()
 
 
 def collect_garbage_rarely() -> None:
@@ -58,14 +60,8 @@ def collect_garbage_rarely() -> None:
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 
 
-def end_without_collecting() -> None:
-    """Spare the end of this process two last looks through all objects, a second after torch."""
-    # Registered once, however often a process is prepared.
-    atexit.unregister(_leave_all_objects)
-    atexit.register(_leave_all_objects)
-
-
 def _leave_all_objects() -> None:
+    """Spare the end of this process two last looks through all objects, a second after torch."""
     # DuckDB's library prints a list of its objects that outlive it.
     if "duckdb" not in sys.modules:
         gc.freeze()
@@ -85,7 +81,7 @@ def keep_freed_memory() -> None:
         mallopt(TRIM_THRESHOLD, LARGEST_INT)
 
 
-def quieten_libraries() -> None:
+def _quieten_libraries() -> None:
     """Keep the libraries' progress bars and notices off the terminal.
 
     What matters in them is checked here and raised.

@@ -6,6 +6,7 @@ loads this file, and a run is read without torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from headcount.schemas.files.places import Place
     from headcount.schemas.scans.scan import Scan
+    from headcount.workers.engine.engine import Activations
     from headcount.workers.model.files.model_info import ModelInfo
     from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
@@ -47,7 +49,6 @@ class RunModel:
 
     @property
     def _scan_fields(self) -> dict[str, Any]:
-        """The fields of the scan that the run measured."""
         return {**self.manifest.identity["scan"], "sequences": self.manifest.sequences}
 
     @cached_property
@@ -116,14 +117,14 @@ class RunModel:
 
         No run stores this: it would be one number for each query, layer and head.
         """
-        import numpy as np
+        import torch
 
         from headcount.schemas.scans.intervention import parse_intervention
         from headcount.schemas.scans.scan import parse_scan
+        from headcount.workers.engine.patching import with_partner
         from headcount.workers.interventions import needs_partners
         from headcount.workers.process import prepare_process
         from headcount.workers.replica import Replica
-        from headcount.workers.strongest_keys import strongest_keys
 
         change = parse_intervention(intervention)
         # As the rows were measured, but one sequence under one intervention.
@@ -132,14 +133,31 @@ class RunModel:
         # Before torch computes anything: it sets threads and memory.
         prepare_process()
         replica = Replica(self.info, scan, device)
+
+        def as_batch(sequence: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(sequence)[None].to(replica.device)  # [1 pos]
+
         partner = self._partner(scan, sequence) if needs_partners((change,)) else None
-        strongest = strongest_keys(
-            replica, np.array(tokens, np.int32), layer, head, change, partner=partner
-        )
-        return [
-            Look(int(key), float(mass), float(first))
-            for key, mass, first in zip(strongest.key, strongest.mass, strongest.first, strict=True)
-        ]
+        looks: list[Look] = []
+
+        def read_pattern(shown_layer: int, activations: Activations) -> None:
+            # The fused engine shows a layer twice.
+            if shown_layer != layer or looks:
+                return
+            # A row at a time: the pattern of a long sequence does not fit the memory.
+            for q in range(len(tokens)):
+                attention = activations["pattern"].row(q)[0, head]  # [key]
+                # Keys behind the window have no attention.
+                mass, key = attention.nan_to_num(nan=0).max(dim=-1)
+                # A change can leave a query no attention at all, and then the largest is any key's.
+                seen = int(key) if mass > 0 else -1
+                looks.append(Look(seen, mass.item(), attention[0].item()))
+
+        with replica.engine_under(change, partner) as engine:
+            partner_batch = None if partner is None else as_batch(partner.tolist())
+            patched_engine = with_partner(engine, partner_batch, depth=layer + 1)
+            patched_engine.run(as_batch(tokens), {}, read_pattern, (), layers=[layer])
+        return looks
 
     @property
     def _precision(self) -> str:

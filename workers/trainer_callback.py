@@ -77,17 +77,9 @@ class MeasureCallback(TrainerCallback):
         if state.global_step % self.every == 0:
             self._measure(state, others["model"])
 
-    def on_train_end(  # noqa: D102
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **others: object,
-    ) -> None:
-        self._measure(state, others["model"])
+    on_train_end = on_train_begin
 
     def _measure(self, state: TrainerState, model: object) -> None:
-        """Measure the model of now, once for each step and on one process of several."""
         step = state.global_step
         if step in self._tables or not state.is_world_process_zero:
             return

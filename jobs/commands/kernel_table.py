@@ -18,6 +18,7 @@ from headcount.workers.engine.kernel.kernel_check import (
     Shape,
     compare,
     every_layer,
+    in_words,
 )
 from headcount.workers.engine.kernel.sweep_kernel import Sweep
 
@@ -53,7 +54,7 @@ def comparison_line(comparison: Comparison) -> str:
     difference = "" if comparison.error else f"{comparison.difference:.1e}"
     verdict = "ok" if comparison.agrees else f"FAIL {comparison.error}".rstrip()
     return COMPARISON_ROW.format(
-        comparison.layer,
+        in_words(comparison.shape, comparison.facts),
         comparison.factors,
         compiled,
         difference,

@@ -408,7 +408,7 @@ def scan(
     from headcount.jobs.resources import Resources
     from headcount.jobs.run.loop import run_to_end
     from headcount.jobs.run.progress import watch_index
-    from headcount.jobs.upkeep.finished_runs import merge_finished
+    from headcount.jobs.upkeep.compaction import merge_finished
     from headcount.workers.process import prepare_process
 
     prepare_process()
@@ -500,9 +500,6 @@ def compact(
             metavar="RUN", help="A run directory, or one that holds runs; a path or an address."
         ),
     ],
-    rows: Annotated[
-        int, typer.Option(min=1, help="Rows of the largest table in a merged file.")
-    ] = 2_000_000,
     processes: Annotated[
         int,
         typer.Option(
@@ -522,8 +519,9 @@ def compact(
 ) -> None:
     """Merge the small files of a run into few large ones.
 
-    If it is stopped or killed, the same command continues. A store has no locks: do not compact a
-    run there during a scan of it.
+    If it is stopped or killed, the same command continues. In a store, what was merged stays for an
+    hour, until the same command deletes it. A store has no locks: do not compact a run there during
+    a scan of it.
     """
     from headcount.jobs.console import duration
     from headcount.jobs.upkeep.compaction import compact
@@ -540,7 +538,7 @@ def compact(
     problems: list[str] = []
     for run in find_runs(absolute(path)):
         try:
-            result = compact(run, rows, lambda line: say(console, line), merge_groups)
+            result = compact(run, tell=lambda line: say(console, line), merge_groups=merge_groups)
         except RunError as error:
             # One run that cannot be compacted does not keep the others from it.
             problems.append(str(error))
@@ -558,12 +556,10 @@ def compact(
 
 def _merging(processes: int, address: str | None) -> MergeGroups:
     """How a compaction merges: in processes of this machine, or on a cluster."""
+    from headcount.jobs.upkeep.merge_workers import merged_by_processes, merged_by_tasks
+
     if address is not None:
-        from headcount.jobs.upkeep.merge_tasks import merged_by_tasks
-
         return partial(merged_by_tasks, address)
-    from headcount.jobs.upkeep.merge_processes import merged_by_processes
-
     return partial(merged_by_processes, processes)
 
 

@@ -15,7 +15,7 @@ from headcount.schemas.scans.kinds import TABLES
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.interventions.settlement import settle
-from headcount.workers.memory import PeakMemory, available_cores
+from headcount.workers.memory import available_cores, peak_memory
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.replica import InterventionMeasurements, Replica, resolve_device
 from headcount.workers.shard import intervention_tables
@@ -109,7 +109,7 @@ class Rehearsal:
         self.device, self.measured_on = _devices(device)
         self.replicas = replicas
         # Loading may take more memory than measuring, so its peak counts too.
-        with PeakMemory(self.measured_on) as self.loading:
+        with peak_memory(self.measured_on) as self.loading:
             self.replica = Replica(info, scan, self.measured_on)
         self.settlement = settle(self.replica.model, scan, self.device)
 
@@ -122,7 +122,7 @@ class Rehearsal:
         first_shard = plan.sequences.shard(0)
         speeds: list[float] = []
         samples: list[InterventionMeasurements] = []
-        with PeakMemory(self.measured_on) as memory:
+        with peak_memory(self.measured_on) as memory:
             for intervention in plan.scan.interventions:
                 speed, sample = _measured_speed(
                     self.replica, first_shard, intervention, passes, patience

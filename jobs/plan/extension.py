@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from headcount.jobs.corpus.run_corpus import write_corpus
 from headcount.jobs.plan.plan import Plan, write_manifest
-from headcount.jobs.upkeep.compaction import clean, merge
-from headcount.jobs.upkeep.merged_files import DamagedShards
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.commits import delete, drop
+from headcount.schemas.files.commits import drop
 from headcount.schemas.files.run_directory import RunDirectory
 
 
@@ -42,29 +40,12 @@ def check_unchanged(plan: Plan) -> None:
 
 
 def take_back(run: RunDirectory, shard: int) -> None:
-    """Take a shard out of the commit log, and its rows out of merged files: it is missing again."""
+    """Take the short last shard out of the commit log: it is missing again.
+
+    Its files hold no rows of other shards, also after a compaction.
+    """
     # The commit file goes first. As long as a segment has the shard, its own file does not count;
     # once the segment has dropped the shard, the file would count again.
     run.commit_file(shard).unlink(missing_ok=True)
-    commits = {commit.shard: commit for commit in run.commits()}
-    if shard in commits:
-        # Merged files hold rows of several shards. Those of the others must stay.
-        paths = {file.path for file in commits[shard].files}
-        neighbours = [
-            commit
-            for commit in commits.values()
-            if commit.shard != shard and paths.intersection(file.path for file in commit.files)
-        ]
-        try:
-            if neighbours:
-                # One segment moves the neighbours to a new file and drops the shard. At no moment
-                # does a merged file hold rows that no commit refers to.
-                merge(run, neighbours, dropped=[shard])
-            else:
-                drop(run.commits_directory, run.run_id, [shard])
-        except DamagedShards:
-            # The neighbours lie in the same damaged file: all of them are measured again.
-            neighbour_shards = [commit.shard for commit in neighbours]
-            delete(run.commit_file(neighbour) for neighbour in neighbour_shards)
-            drop(run.commits_directory, run.run_id, [*neighbour_shards, shard])
-    clean(run, run.commit_log())
+    if shard in run.commit_log([])["shard"].to_pylist():
+        drop(run.commits_directory, run.run_id, [shard])

@@ -29,7 +29,7 @@ from headcount.jobs.run.attempts import Attempts
 from headcount.jobs.run.lock import locked
 from headcount.jobs.run.progress import WholeProgress, show_progress
 from headcount.jobs.upkeep import phases
-from headcount.jobs.upkeep.compaction import delete_lost_attempts
+from headcount.jobs.upkeep.compaction import clean
 from headcount.jobs.upkeep.removal import removed_if_it_never_began
 from headcount.schemas.errors import RunError, counted
 from headcount.schemas.files.commits import (
@@ -157,7 +157,7 @@ def _outcomes(
 def _make_globs_right(run: RunDirectory, console: Console) -> None:
     """Leave only files that count in a run of which all is done."""
     try:
-        delete_lost_attempts(run)
+        clean(run, lambda line: say(console, line))
     except OSError as error:
         say(
             console,

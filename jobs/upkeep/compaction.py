@@ -1,23 +1,24 @@
 """Merge the small files of a run into few large ones, by the protocol that commits shards.
 
-The order of writes, for one group of shards after another:
+A run is merged in groups of shards that follow from the run alone. So two compactions at once merge
+the same shards, and write the same bytes under the same names. The order of writes, for one group
+after another:
 
-1. The merged files of every table and intervention are written whole, under names that are used
-   once (`jobs.upkeep.merged_files`). No commit refers to them yet, so no reader sees them. Many
-   groups are at this step at once, in other processes or on other machines.
+1. The merged files of every table and intervention are written whole, under names with a digest of
+   their content. No commit refers to them yet, so no reader sees them. Many groups are at this step
+   at once, in other processes or on other machines.
 2. One segment says that the group's rows lie there. From that moment they do: a segment counts more
-  than commit files, and a later segment more than an earlier one.
-3. The commit files and the small data files are deleted. No commit that counts refers to them.
+   than commit files, and a later segment more than an earlier one.
+3. Commit files that the segment replaces are deleted, and then the data files that no commit names.
 
-If the process is killed before 2, merged files are left that no commit refers to. If it is killed
-after 2, small files are left that no commit refers to. So every row is counted once at every
-moment, and the next compaction deletes what was left (`clean`). At the end one segment of all
-commits replaces the segments before it.
+If the process is killed before 2, merged files are left that no commit names. If it is killed after
+2, small files are left that no commit names. So every row counts once at every moment, and the next
+compaction deletes what was left.
 
-A damaged roll-up is written again in the same three steps. Merged files of its rows stay.
-
-Steps 2 and 3 belong to the one process that holds the run: by a lock on a disk, by a lease in a
-store. A worker that outlives it only leaves files of step 1.
+The shards of a merged file share all their files. So they count, are damaged and are taken back
+together, and a file that is read holds no rows that do not count. The last shard of a run may be
+short, and is measured anew when the run grows. It is a group of its own. A damaged roll-up is
+written again in the same three steps.
 """
 
 # pyarrow has no types.
@@ -27,62 +28,60 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs as pafs
 
 from headcount.jobs.run.lock import locked
-from headcount.jobs.upkeep.compaction_lease import Lease, leased
 from headcount.jobs.upkeep.merged_files import (
     Group,
     MergeGroups,
     Problems,
-    Unit,
-    damage_message,
-    is_worth_merging,
-    merge_files,
+    is_merged,
     merged_here,
 )
-from headcount.schemas.errors import RunError
-from headcount.schemas.files.commits import (
-    COMMITS,
-    COMMITS_PER_SEGMENT,
-    Commit,
-    commit_name,
-    commits_of,
-    delete,
-    gather,
-    write_segment,
-)
-from headcount.schemas.files.places import names, reason
+from headcount.schemas.errors import HeadcountError, RunError, counted
+from headcount.schemas.files.commits import COMMITS, COMMITS_PER_SEGMENT, delete, write_segment
+from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.places import Place, names, reason
 from headcount.schemas.files.run_directory import RunDirectory, pc
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.kinds import TABLES
 
 ROWS = 2_000_000
-"""Rows of a merged file of the largest table (`heads`, or `profiles`). A file with at least half of
-them is left alone.
+"""Rows of the largest table, `heads` or `profiles`, in a group. A shard with more is a group."""
+
+MOST_SHARDS = COMMITS_PER_SEGMENT
+"""Shards of a group, however small they are: their files are read at once."""
+
+LARGE_ROWS = ROWS // 2
+"""Rows from which on a complete run is merged without being asked. The rows of a smaller one answer
+as quickly as roll-ups.
 """
 
-MOST_UNITS = COMMITS_PER_SEGMENT
-"""Units that are merged at once. A run of tiny shards is merged in several rounds: the units of the
-next round are the merged files of this one.
+GRACE = timedelta(hours=1)
+"""How long files stay in a store after they were written, and after a segment ceased to name them.
+
+A query that began before reads them, and another compaction may be about to name them.
 """
+
+LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
 Tell = Callable[[str], None]
-"""Takes a line about the progress."""
+"""Takes a line for the user."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """How large a run is on disk."""
+class Size(NamedTuple):
+    """How large a run is: the data files that count and the commit log, and the former's bytes."""
 
     files: int
-    """Data files and files of the commit log."""
     bytes: int
-    """Of the data files."""
 
 
 @dataclass(frozen=True)
@@ -101,256 +100,190 @@ def compact(
     tell: Tell = lambda line: None,
     merge_groups: MergeGroups = merged_here,
 ) -> Compacted:
-    """Merge the small files of a run; nobody else may be at work on it.
+    """Merge the files of a run, `rows` of the largest table into one.
 
-    On a disk a lock makes sure of that, in a store a lease. `merge_groups` writes the merged files,
-    perhaps in other processes or on other machines.
+    On a disk a lock refuses it while somebody else is at work on the run. In a store two
+    compactions may be at work at once, but no scan. `merge_groups` writes the merged files, perhaps
+    in other processes or on other machines.
     """
     began = time.monotonic()
-    run.manifest()
     try:
-        with locked(run), leased(run) as lease:
+        with locked(run):
             before = _size(run)
-            problems = _Compaction(run, rows, tell, merge_groups, lease).run_to_end()
+            problems = _merge(run, rows, tell, merge_groups)
+            _gather_all(run)
+            clean(run, tell)
             return Compacted(before, _size(run), time.monotonic() - began, problems)
     except OSError as error:
         raise RunError(f"{run.path}: {reason(error)}; mend that, then compact again") from None
 
 
-@dataclass(frozen=True)
-class _Compaction:
-    """A compaction at work. It holds the run."""
+def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> None:
+    """Merge the shards of a large run that is complete, so that dashboards read its roll-ups.
 
-    run: RunDirectory
-    rows: int
-    tell: Tell
-    merge_groups: MergeGroups
-    lease: Lease
-
-    def run_to_end(self) -> list[str]:
-        """Merge what can be merged; returns what is wrong with the shards that were left alone."""
-        run = self.run
-        commit_log = run.commit_log().combine_chunks()
-        # Make room first: a killed compaction may have left merged files that nobody needs.
-        clean(run, commit_log)
-        problems: Problems = {}
-        for damage in run.damaged_files([commit_log]):
-            if not damage.is_of_rollup:
-                message = damage_message(run, damage.shards, f"{damage.path} {damage.why}")
-                problems |= dict.fromkeys(damage.shards, message)
-        # All roll-ups are read: they take 4 % of the rows' space.
-        rollup_damages = run.damaged_files([commit_log], run.manifest(), [ROLLUPS.name])
-        damaged_rollups = [damage.path for damage in rollup_damages if damage.is_of_rollup]
-        while True:
-            units = _mergeable_units(commit_log, self.rows, damaged_rollups)
-            # A unit is left alone as soon as one of its shards has a problem.
-            sound_units = [u for u in units if problems.keys().isdisjoint(u.shards)]
-            unit_groups = _grouped(sound_units, self.rows)
-            if not unit_groups:
-                break
-            problems |= self._merge(commit_log, unit_groups)
-            commit_log = run.commit_log().combine_chunks()
-        _gather_all(run, examined=set(commit_log["shard"].to_pylist()) - problems.keys())
-        clean(run, run.commit_log())
-        # Shards of one damaged file share a message.
-        return list(dict.fromkeys(problems.values()))
-
-    def _merge(self, commit_log: pa.Table, unit_groups: list[list[Unit]]) -> Problems:
-        """Merge groups; returns what is wrong with the shards that cannot be merged."""
-        problems: Problems = {}
-        groups = self._with_commits(commit_log, unit_groups)
-        for number, merged in enumerate(self.merge_groups(groups), start=1):
-            problems |= merged.problems
-            if len(merged.commits):
-                # The numbers are those of the order of writes in the docstring of this file. A
-                # process that lost the run must not go on: another one may be at work on it.
-                self.lease.check()
-                # 2. Say that the rows lie in the merged files.
-                write_segment(self.run.commits_directory, merged.commits)
-                # 3. Delete the commit files and the small data files.
-                delete(map(self.run.commit_file, merged.commits["shard"].to_pylist()))
-                delete(self.run.path / path for path in merged.old_paths)
-            self.tell(f"{self.run.run_id}: group {number:,} of {len(unit_groups):,} merged")
-        return problems
-
-    def _with_commits(self, commit_log: pa.Table, unit_groups: list[list[Unit]]) -> Iterator[Group]:
-        """The groups as workers get them, each when its turn comes."""
-        manifest = self.run.manifest()
-        shards = commit_log["shard"].to_numpy()
-        for units in unit_groups:
-            shards_of_group = sorted(shard for unit in units for shard in unit.shards)
-            # The commit log is in shard order and has them all.
-            positions = np.searchsorted(shards, shards_of_group)
-            commits = commit_log.take(pa.array(positions)).select(COMMITS.names)
-            yield Group(self.run, manifest, units, commits)
-
-
-def _mergeable_units(commit_log: pa.Table, rows: int, damaged_rollups: list[str]) -> list[Unit]:
-    """The units that are to be merged, in shard order.
-
-    These are the units with less than half of `rows`, and those that must be written again.
+    The rows are committed already, so a failure is a warning.
     """
+    # Nothing locks a run in a store: somebody else may be extending it.
+    if not isinstance(run.path, Path):
+        return
+    commit_log = run.commit_log(["rows"])
+    # A run without any commit has no sum.
+    rows = pc.sum(commit_log["rows"]).as_py() or 0
+    if len(commit_log) < run.manifest().shards or rows < LARGE_ROWS:
+        return
+    try:
+        problems = compact(run, tell=tell, merge_groups=merge_groups).problems
+    except HeadcountError as error:
+        problems = [str(error)]
+    for problem in problems:
+        tell(
+            f"warning: {run.run_id} is complete, but not all of it is merged: {problem}; "
+            f"headcount compact {run.path} tries again"
+        )
+
+
+def _merge(run: RunDirectory, rows: int, tell: Tell, merge_groups: MergeGroups) -> list[str]:
+    """Merge what can be merged; returns what is wrong with the shards that were left alone."""
+    manifest = run.manifest()
+    commit_log = run.commit_log().combine_chunks()
+    # All roll-ups are read: they take 4 % of the rows' space.
+    damages = run.damaged_files([commit_log], manifest, [ROLLUPS.name])
+    damaged_rollups = frozenset(damage.path for damage in damages)
+
+    def group_of(positions: np.ndarray) -> Group:
+        commits = commit_log.take(pa.array(positions)).select(COMMITS.names)
+        return Group(run, commits, damaged_rollups)
+
+    unmerged = [one for one in _groups(commit_log, manifest, rows) if not is_merged(group_of(one))]
+    if len(unmerged) < 2:
+        # Most runs have one group, and then nothing else is worth its start.
+        merge_groups = merged_here
+    problems: Problems = {}
+    for number, merged in enumerate(merge_groups(map(group_of, unmerged)), start=1):
+        problems |= merged.problems
+        if len(merged.commits):
+            # The numbers are those of the order of writes in the docstring of this file.
+            # 2. Say that the rows lie in the merged files.
+            write_segment(run.commits_directory, merged.commits)
+            # 3. Delete what the segment replaces. On a disk large runs need the space at once.
+            delete(map(run.commit_file, merged.commits["shard"].to_pylist()))
+            if isinstance(run.path, Path):
+                delete(run.path / path for path in merged.old_paths)
+        tell(f"{run.run_id}: group {number:,} of {len(unmerged):,} merged")
+    # Shards of one damaged file share a message.
+    return list(dict.fromkeys(problems.values()))
+
+
+def _groups(commit_log: pa.Table, manifest: Manifest, rows: int) -> list[np.ndarray]:
+    """The shards that are merged with one another, as positions in the commit log.
+
+    One code measured them, so that either code can be read alone, and they hold all their
+    sequences: a shard that will be longer is in no file with others.
+    """
+    if not len(commit_log):
+        return []
     lists = commit_log["files"].combine_chunks()
     files = pc.list_flatten(lists)
-    # For each file of the flattened list, the position in the commit log of the shard that it is
-    # of.
-    positions = pc.list_parent_indices(lists).to_numpy()
+    once = pa.array([name for name, table in TABLES.items() if table.written == "once"])
+    is_once = pc.is_in(pc.struct_field(files, "table"), once)
+    most_rows = pc.max(pc.struct_field(files, "rows").filter(pc.invert(is_once))).as_py()
+    shards_of_group = min(MOST_SHARDS, max(1, rows // max(1, most_rows)))
 
-    rows_of_shard = np.zeros(len(commit_log), int)
-    np.maximum.at(rows_of_shard, positions, pc.struct_field(files, "rows").to_numpy())
+    # Shards that were merged share all their files, so the first file tells which they are. They
+    # are in the group of the first of them: if other `rows` made the file, it may span several.
+    _, first_files = np.unique(pc.list_parent_indices(lists).to_numpy(), return_index=True)
+    paths = pc.struct_field(files, "path").take(pa.array(first_files))
+    file_of_shard = paths.dictionary_encode().indices.to_numpy()
+    _, first_places = np.unique(file_of_shard, return_index=True)
+    groups = commit_log["shard"].to_numpy()[first_places[file_of_shard]] // shards_of_group
 
-    # Shards that were merged together share the files of all tables and interventions. So their
-    # first files are enough to tell who belongs to whom.
-    _, first_files = np.unique(positions, return_index=True)
-    paths = pc.struct_field(files, "path").take(pa.array(first_files)).to_pylist()
-    positions_by_path: dict[str, list[int]] = {}
-    for position, path in zip(positions[first_files].tolist(), paths, strict=True):
-        positions_by_path.setdefault(path, []).append(position)
-    shards_in_file = pc.struct_field(files, "shards").to_numpy()[first_files].tolist()
-    shards_by_path = dict(zip(paths, shards_in_file, strict=True))
-    is_rollup = pc.equal(pc.struct_field(files, "table"), ROLLUPS.name).to_numpy(False)
-    has_rollups = np.zeros(len(commit_log), bool)
-    has_rollups[positions[is_rollup]] = True
-    is_damaged = pc.is_in(pc.struct_field(files, "path"), pa.array(damaged_rollups, pa.string()))
-    has_damaged_rollups = np.zeros(len(commit_log), bool)
-    has_damaged_rollups[positions[is_damaged.to_numpy(False)]] = True
-
-    shards = commit_log["shard"].to_numpy()
-    codes = commit_log["code"].to_pylist()
-    units: list[Unit] = []
-    for path, members in positions_by_path.items():
-        unit_rows = int(rows_of_shard[members].sum())
-        has_foreign_rows = shards_by_path[path] != len(members)
-        # Older code merged without roll-ups, and a large shard is never merged.
-        is_large = len(members) > 1 or 2 * unit_rows >= ROWS
-        lacks_rollups = is_large and not has_rollups[members].all()
-        must_be_rewritten = (
-            has_foreign_rows or lacks_rollups or bool(has_damaged_rollups[members].any())
-        )
-        units.append(
-            Unit(shards[members].tolist(), unit_rows, codes[members[0]], must_be_rewritten)
-        )
-    return [unit for unit in units if unit.must_be_rewritten or 2 * unit.rows < rows]
+    sequences = pc.subtract(commit_log["stop"], commit_log["start"]).to_numpy()
+    is_short = sequences < manifest.identity["scan"]["sequences_per_shard"]
+    codes = commit_log["code"].combine_chunks().dictionary_encode().indices.to_numpy()
+    keys = np.stack([groups, is_short, codes])
+    # Stable: within a group, shards stay in order.
+    order = np.lexsort(keys)
+    begins = np.diff(keys[:, order]).any(axis=0)
+    return np.split(order, np.flatnonzero(begins) + 1)
 
 
-def _grouped(units: list[Unit], rows: int) -> list[list[Unit]]:
-    """Units of one code that are merged with one another, with at most `rows` in a group.
-
-    A unit without a partner stays as it is, unless it must be written again.
-    """
-    groups: list[list[Unit]] = []
-    group_rows = 0
-    for unit in sorted(units, key=lambda unit: unit.code):
-        fits = (
-            groups
-            and group_rows + unit.rows <= rows
-            and len(groups[-1]) < MOST_UNITS
-            and groups[-1][0].code == unit.code
-        )
-        if not fits:
-            groups.append([])
-            group_rows = 0
-        groups[-1].append(unit)
-        group_rows += unit.rows
-    return [group for group in groups if is_worth_merging(group)]
-
-
-def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ()) -> None:
-    """Move the rows of some shards into one file for each table and intervention.
-
-    Their files may also hold rows of shards that the same segment takes back (`dropped`), and rows
-    of shards that no longer count there. Neither is moved.
-    """
-    # The order of writes is that of the docstring of this file. `gather` also deletes commit files.
-    rows = pa.Table.from_pylist([commit.model_dump() for commit in commits], schema=COMMITS)
-    moved_rows, old_paths = merge_files(run, run.manifest(), rows)
-    gather(run.commits_directory, list(commits_of(moved_rows)), dropped)
-    delete(run.path / path for path in old_paths)
-
-
-def _gather_all(run: RunDirectory, examined: set[int]) -> None:
-    """Put all commits that count into one segment, and delete the segments before it.
-
-    A commit in a file of its own stays there if its shard was not `examined`: readers look at how
-    files end only while a commit is in its own file (`schemas.files.damage.files_damaged_by_size`).
-    """
+def _gather_all(run: RunDirectory) -> None:
+    """Put what all segments say into one, and delete the files that it replaces."""
     directory = run.commits_directory
-    old_segments = sorted(name for name in names(directory) if name.startswith("segment-"))
+    file_names = list(names(directory))
     commit_log = run.commit_log()
-    is_gathered = commit_log["gathered"].to_numpy()
-    shards = commit_log["shard"].to_numpy()
-    is_new = ~is_gathered & np.isin(shards, list(examined))
-    if len(old_segments) <= 1 and not is_new.any():
-        return
-    write_segment(
-        directory, commit_log.filter(pa.array(is_gathered | is_new)).select(COMMITS.names)
-    )
-    # The new segment has the last name and everything that counts, so the older ones say nothing
-    # any more. They go oldest first. If a segment that takes a shard back went before the segment
-    # that has the shard, and the process was killed in between, the shard would count again.
-    for name in old_segments:
-        (directory / name).unlink(missing_ok=True)
-    delete(directory / commit_name(shard) for shard in shards[is_new].tolist())
-
-
-def clean(run: RunDirectory, commit_log: pa.Table) -> None:
-    """Delete what a killed compaction or a late replica left.
-
-    That is: commit files that a segment overrules, merged files that no commit refers to, and files
-    of shards whose rows lie in others. Files of a shard that is not done stay: somebody may be
-    about to commit them.
-    """
-    done_shards = set(commit_log["shard"].to_pylist())
-    gathered_shards = set(commit_log.filter(commit_log["gathered"])["shard"].to_pylist())
-    commit_names = list(names(run.commits_directory))
+    gathered = commit_log.filter(commit_log["gathered"])
+    old_segments = sorted(name for name in file_names if name.startswith("segment-"))
+    if len(old_segments) > 1:
+        write_segment(directory, gathered.select(COMMITS.names))
+        # The new segment has the last name and everything that counts, so the older ones say
+        # nothing any more. They go oldest first. If a segment that takes a shard back went before
+        # the segment that has the shard, and the process was killed in between, the shard would
+        # count again.
+        for name in old_segments:
+            (directory / name).unlink(missing_ok=True)
+    gathered_shards = set(gathered["shard"].to_pylist())
     delete(
-        run.commits_directory / name
-        for name in commit_names
+        directory / name
+        for name in file_names
         if name.endswith(".tmp") or _shard_of(name) in gathered_shards
     )
-    committed_paths = _paths(commit_log)
-    for directory in _data_directories(run):
-        unused_names = [
-            name
-            for name in names(run.path / directory)
-            if f"{directory}/{name}" not in committed_paths
-        ]
-        delete(
-            run.path / directory / name
-            for name in unused_names
-            if name.endswith(".tmp")
-            or (name.startswith("merged-") and name.endswith(".parquet"))
-            or _shard_of(name) in done_shards
-        )
 
 
-def delete_lost_attempts(run: RunDirectory) -> None:
-    """Delete the files of attempts whose commit does not count, in a run of which all is done.
+def clean(run: RunDirectory, tell: Tell) -> None:
+    """Delete files that no commit names, of shards that are done; the caller has the run's lock.
 
-    Then a bare glob is right, too. An attempt that is still under way takes its files back itself.
+    Those of lost attempts go at once, and on a disk also those that were merged, so that a bare
+    glob is right. In a store what was merged goes an hour later. A file of a shard that is not done
+    stays: somebody may be about to commit it.
     """
     # Listed before the commit log is read: an attempt that is committed meanwhile loses nothing.
-    names_by_directory = {
-        directory: list(names(run.path / directory)) for directory in _data_directories(run)
+    times = {
+        f"{table}/{folder}": _times(run.path / table / folder)
+        for table in TABLES
+        for folder in names(run.path / table)
     }
     # Unless shards were merged, each has one file in a directory. The commit log is read only if
     # that is not so, because in a store each commit is two requests.
-    shards_by_directory = [list(map(_shard_of, each)) for each in names_by_directory.values()]
-    if all(None not in each and len(set(each)) == len(each) for each in shards_by_directory):
+    shards = [list(map(_shard_of, files)) for files in times.values()]
+    if all(None not in each and len(set(each)) == len(each) for each in shards):
         return
-    committed_paths = _paths(run.commit_log(["files.path"]))
-    delete(
-        run.path / directory / name
-        for directory, file_names in names_by_directory.items()
-        for name in file_names
-        if name.endswith(".tmp")
-        or (_shard_of(name) is not None and f"{directory}/{name}" not in committed_paths)
-    )
+    commit_log = run.commit_log(["files.path"])
+    paths = pc.struct_field(pc.list_flatten(commit_log["files"]), "path")
+    shard_of_path = commit_log["shard"].take(pc.list_parent_indices(commit_log["files"]))
+    merged = set(shard_of_path.filter(pc.match_substring(paths, "/merged-")).to_pylist())
+    attempted = set(commit_log["shard"].to_pylist()) - merged
+    named = set(paths.to_pylist())
+    unnamed = {
+        run.path / directory / name: written
+        for directory, files in times.items()
+        for name, written in files.items()
+        if f"{directory}/{name}" not in named
+    }
+    lost = [f for f in unnamed if f.name.endswith(".tmp") or _shard_of(f.name) in attempted]
+    replaced = [f for f in unnamed if f.name.startswith("merged-") or _shard_of(f.name) in merged]
+    # Until the newest segment was written, another one may have named any of them.
+    segments = {name: t for name, t in _times(run.commits_directory).items() if "segment-" in name}
+    newest_segment = max(segments.values(), default=LONG_AGO)
+    # In a store `locked` has just written this object, so it tells the time by the store's clock.
+    now = _times(run.path).get(".lock", LONG_AGO)
+    limit = now if isinstance(run.path, Path) else now - GRACE
+    old = [file for file in replaced if max(unnamed[file], newest_segment) <= limit]
+    delete([*lost, *old])
+    if waiting := len(replaced) - len(old):
+        tell(
+            f"{run.run_id}: {counted(waiting, 'file')} may still be read and can go in an hour, by "
+            f"headcount compact {run.path}; until then a bare glob counts rows twice"
+        )
 
 
-def _paths(commit_log: pa.Table) -> set[str]:
-    """The paths of all files that a commit log refers to."""
-    return set(pc.struct_field(pc.list_flatten(commit_log["files"]), "path").to_pylist())
+def _times(directory: Place) -> dict[str, datetime]:
+    """When each file was written, by the clock of the store. On a disk it does not matter."""
+    if isinstance(directory, Path):
+        return dict.fromkeys(names(directory), LONG_AGO)
+    selector = pafs.FileSelector(directory.key, allow_not_found=True)
+    infos = directory.filesystem.get_file_info(selector)
+    return {info.base_name: info.mtime for info in infos if info.type is pafs.FileType.File}
 
 
 SHARD_FILE = re.compile(r"shard-(\d+)(-[0-9a-f]+)?\.(json|parquet)")
@@ -361,14 +294,6 @@ def _shard_of(name: str) -> int | None:
     """The shard that a file is named after; none if it has another kind of name."""
     match = SHARD_FILE.fullmatch(name)
     return int(match[1]) if match else None
-
-
-def _data_directories(run: RunDirectory) -> Iterator[str]:
-    """The directories of data files, relative to the run."""
-    for table in TABLES:
-        for name in names(run.path / table):
-            if name.startswith("intervention="):
-                yield f"{table}/{name}"
 
 
 def _size(run: RunDirectory) -> Size:

@@ -1,11 +1,9 @@
-"""The rows of some shards, moved into one file for each table and intervention.
+"""The rows of a group of shards, merged into one file for each table and intervention.
 
 Roll-ups of these rows are made on the way, in a file beside the others.
 
-A merge writes new files and changes nothing else: no commit refers to them yet. Only the process
-that holds the run (`jobs.upkeep.compaction`) says that the rows lie there, and deletes the small
-files. So a merge may run anywhere, be cut off, or outlive the process that asked for it. What it
-leaves then is a file that no reader sees and that the next compaction deletes.
+A merge writes files and changes nothing else: no commit names them yet. So it may run anywhere, be
+cut off, or outlive the process that asked for it (`jobs.upkeep.compaction`).
 """
 
 # pyarrow has no types.
@@ -13,16 +11,16 @@ leaves then is a file that no reader sees and that the next compaction deletes.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from headcount.schemas.files.commits import COMMITS, FILES, READERS, DataFile
+from headcount.schemas.files.commits import COMMITS, READERS
 from headcount.schemas.files.damage import (
     Bounds,
     CommittedFile,
@@ -32,11 +30,10 @@ from headcount.schemas.files.damage import (
     shards_in_words,
 )
 from headcount.schemas.files.digests import digest_of
-from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.parquet import parquet_bytes, read_content
 from headcount.schemas.files.places import open_at_once, reason, settle, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, data_path, pc
-from headcount.schemas.files.tables import HEADS, ROLLUPS, SEQUENCES, with_partitions
+from headcount.schemas.files.tables import HEADS, ROLLUPS, SEQUENCES, SHARD, with_partitions
 from headcount.schemas.histogram_bins import Axis
 from headcount.schemas.scans.kinds import TABLES
 from headcount.workers.measurements.rollups import rolled_up
@@ -54,46 +51,29 @@ Problems = dict[int, str]
 class DamagedShards(Exception):
     """Shards that cannot be merged because a file of theirs is damaged."""
 
-    def __init__(self, shards: set[int], why: str) -> None:
+    def __init__(self, shards: Iterable[int], why: str) -> None:
         super().__init__(why)
-        self.shards = shards
+        self.shards = sorted(shards)
         self.why = why
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Shards whose rows lie in the same files: a single shard until it is merged."""
-
-    shards: list[int]
-    rows: int
-    """Rows of the largest table under one intervention."""
-    code: str
-    """The code that measured them. Shards of two codes are never merged, so that either can be read
-    alone.
-    """
-    must_be_rewritten: bool
-    """Whether it is merged even alone: its files also hold rows of shards that no longer count
-    there, its roll-ups are damaged, or it is large and has none.
-    """
-
-
-@dataclass(frozen=True)
 class Group:
-    """Units of one code that are merged with one another."""
+    """Shards that are merged with one another."""
 
     run: RunDirectory
-    manifest: Manifest
-    units: list[Unit]
-    commit_log: pa.Table
-    """The commits of their shards, in shard order."""
+    commits: pa.Table
+    """Their commits, in shard order."""
+    damaged_rollups: frozenset[str]
+    """Paths of roll-ups that must be written again."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Merged files that no commit refers to yet."""
+    """Merged files that no commit names yet."""
 
     commits: pa.Table
-    """The commits of the merged shards as they must become. They refer to the merged files."""
+    """The commits of the merged shards as they must become. They name the merged files."""
     old_paths: list[str]
     """The files that held these rows."""
     problems: Problems
@@ -103,183 +83,120 @@ MergeGroups = Callable[[Iterable[Group]], Iterator[Merged]]
 """Merges groups, in any order."""
 
 
-def is_worth_merging(units: Sequence[Unit]) -> bool:
-    """Whether to merge some units: a single one only if it must be written again."""
-    return len(units) > 1 or (len(units) == 1 and units[0].must_be_rewritten)
+def is_merged(group: Group) -> bool:
+    """Whether all shards of a group name the same files, which hold nothing else, and roll-ups."""
+    files = pc.list_flatten(group.commits["files"])
+    paths = pc.unique(pc.struct_field(files, "path")).to_pylist()
+    lengths = pc.unique(pc.list_value_length(group.commits["files"])).to_pylist()
+    shards = pc.unique(pc.struct_field(files, "shards")).to_pylist()
+    rollups = [path for path in paths if path.startswith(f"{ROLLUPS.name}/")]
+    return (
+        (lengths, shards) == ([len(paths)], [len(group.commits)])
+        and bool(rollups)
+        and group.damaged_rollups.isdisjoint(rollups)
+    )
 
 
 def merge_group(group: Group) -> Merged:
-    """Write the merged files of those units of a group that can be read."""
+    """Write the merged files of those shards of a group that can be read."""
     problems: Problems = {}
-    units = group.units
-    while is_worth_merging(units):
-        shards = pa.array([shard for unit in units for shard in unit.shards], pa.int64())
-        rows = group.commit_log.filter(pc.is_in(group.commit_log["shard"], shards))
+    while len(group.commits) and not is_merged(group):
         try:
-            commits, old_paths = merge_files(group.run, group.manifest, rows)
+            return replace(_merge_files(group), problems=problems)
         except DamagedShards as damage:
             # The others can be merged without them.
-            message = damage_message(group.run, sorted(damage.shards), damage.why)
+            message = (
+                f"{shards_in_words(damage.shards)}: {damage.why}; headcount resume "
+                f"{group.run.path} --verify, then compact"
+            )
             problems |= dict.fromkeys(damage.shards, message)
-            units = [unit for unit in units if not damage.shards.intersection(unit.shards)]
-        else:
-            return Merged(commits, old_paths, problems)
+            is_damaged = pc.is_in(group.commits["shard"], pa.array(damage.shards))
+            group = replace(group, commits=group.commits.filter(pc.invert(is_damaged)))
     return Merged(COMMITS.empty_table(), [], problems)
 
 
-def merged_here(groups: Iterable[Group]) -> Iterator[Merged]:
-    """Merge one group after the other in this process."""
-    return map(merge_group, groups)
+merged_here: MergeGroups = partial(map, merge_group)
+"""Merges one group after the other in this process."""
 
 
-def damage_message(run: RunDirectory, shards: Sequence[int], what: str) -> str:
-    """What the user is told of damaged shards."""
-    return f"{shards_in_words(shards)}: {what}; headcount resume {run.path} --verify, then compact"
+def _merge_files(group: Group) -> Merged:
+    """Write the merged files of all shards of a group.
 
-
-def merge_files(
-    run: RunDirectory, manifest: Manifest, commits: pa.Table
-) -> tuple[pa.Table, list[str]]:
-    """Write the merged files of some shards, whose commits are rows of a commit log.
-
-    Returns the commits that refer to them, and the paths of the files that held these rows. Such a
-    file may also hold rows of shards that no longer count there. They are not moved. A merged file
-    of just these rows stays, so that damaged roll-ups cost no more than reading what they repeat.
+    A file of which every row counts and that holds all rows of its kind stays.
     """
-    shards = commits["shard"].to_numpy()
-    # The random part makes a name that was never used. A reader that holds an older commit must
-    # find either the older file or none.
-    shard_range = f"{shards.min():06d}-{shards.max():06d}"
-    name = f"merged-{shard_range}-{secrets.token_hex(4)}.parquet"
-    files_by_kind: dict[tuple[str, str], list[CommittedFile]] = {}
-    for file in committed_files(commits):
-        files_by_kind.setdefault((file.table, file.intervention), []).append(file)
-    bounds = declared_bounds(manifest)
-    new_files: list[DataFile] = []
-    new_rollups: list[DataFile] = []
-    old_paths: list[str] = []
-    merged_rows: dict[str, dict[str, pa.Table]] = {}
-    for (table, intervention), files in files_by_kind.items():
-        if TABLES[table].written == "once":
-            continue  # A run has one file of weights. It stays where it is.
-        # One merged file of which every row counts is what a merge would write again.
-        is_merged = files[0].path.rpartition("/")[2].startswith("merged-")
-        is_whole = len(files) == 1 and files[0].rows is not None
-        stays = table != ROLLUPS.name and is_merged and is_whole
-        if not stays:
-            old_paths += [file.path for file in files]
+    run, bounds = group.run, declared_bounds(group.run.manifest())
+    shards = group.commits["shard"].to_pylist()
+    old_files: dict[tuple[str, str], list[CommittedFile]] = {}
+    for file in committed_files(group.commits):
+        old_files.setdefault((file.table, file.intervention), []).append(file)
+    new_files: dict[tuple[str, str], dict[str, Any]] = {}
+    rolled_up_rows: dict[str, dict[str, pa.Table]] = {}
+    for (table, intervention), files in old_files.items():
         if table == ROLLUPS.name:
             continue  # They are made anew, from the rows.
-        is_rolled_up = table in (HEADS.name, SEQUENCES.name)
-        if stays and not is_rolled_up:
-            continue
+        # What stays is read all the same: what is damaged must not be committed again.
         rows = _read_rows(run, files, bounds)
-        if not stays:
+        if TABLES[table].written == "once" or (len(files) == 1 and files[0].rows is not None):
+            # The weights are in a file of shard 0. Now all shards of the group name it.
+            new_files[table, intervention] = {
+                "path": files[0].path, "bytes": files[0].bytes, "digest": files[0].digest,
+            }  # fmt: skip
+        else:
             keys = [(key, "ascending") for key in TABLES[table].order]
             rows = rows.take(pc.sort_indices(rows, sort_keys=keys))
-            shard_count = sum(len(file.shards) for file in files)
-            new_files.append(_write_merged_file(run, table, intervention, name, rows, shard_count))
-        if is_rolled_up:
-            tables = merged_rows.setdefault(intervention, {})
+            new_files[table, intervention] = _write(run, table, intervention, shards, rows)
+        if table in (HEADS.name, SEQUENCES.name):
+            tables = rolled_up_rows.setdefault(intervention, {})
             tables[table] = rows
             # Roll-ups need the rows of both tables.
             if len(tables) == 2:
-                rollups = _rollups(run, manifest, intervention, merged_rows.pop(intervention))
-                new_rollups.append(
-                    _write_merged_file(run, ROLLUPS.name, intervention, name, rollups, len(commits))
+                del rolled_up_rows[intervention]
+                rollups = _rollups(tables, bounds[HEADS.name])
+                rollups = with_partitions(rollups, run.run_id, intervention)
+                new_files[ROLLUPS.name, intervention] = _write(
+                    run, ROLLUPS.name, intervention, shards, rollups
                 )
-    return _with_rollups(_with_new_files(commits, new_files), new_rollups), old_paths
+    new_paths = {file["path"] for file in new_files.values()}
+    old_paths = {file.path for files in old_files.values() for file in files}
+    return Merged(_naming(group.commits, new_files), sorted(old_paths - new_paths), {})
 
 
-def _rollups(
-    run: RunDirectory, manifest: Manifest, intervention: str, tables: Mapping[str, pa.Table]
-) -> pa.Table:
-    """The roll-ups of merged rows under one intervention."""
-    heads = tables[HEADS.name]
-    axes = {
-        name: Axis(*range_of_statistic)
-        for name, range_of_statistic in declared_bounds(manifest)[HEADS.name].items()
-        # A damaged manifest may name more. Whoever opens the run hears of it.
-        if name in heads.column_names
-    }
-    rows = rolled_up(heads, tables[SEQUENCES.name], axes)
-    return with_partitions(rows, run.run_id, intervention)
-
-
-def _write_merged_file(
-    run: RunDirectory, table: str, intervention: str, name: str, rows: pa.Table, shards: int
-) -> DataFile:
-    """Write the rows of some shards into one file."""
+def _write(
+    run: RunDirectory, table: str, intervention: str, shards: list[int], rows: pa.Table
+) -> dict[str, Any]:
+    """Write a merged file; returns what a commit says of its content."""
     content = parquet_bytes(rows, row_group_size=TABLES[table].row_group or ROW_GROUP)
+    digest = digest_of(content)
+    # As with the files of a shard, no name is ever used for two contents.
+    name = f"merged-{shards[0]:06d}-{shards[-1]:06d}-{digest[:8]}.parquet"
     path = data_path(table, intervention, name)
     write_whole(run.path / path, content)
     # The old files are deleted later, so the new name must survive a power cut.
     settle((run.path / path).parent)
-    return DataFile(
-        table=table,
-        intervention=intervention,
-        path=path,
-        rows=rows.num_rows,
-        bytes=content.size,
-        shards=shards,
-        digest=digest_of(content),
-    )
+    return {"path": path, "bytes": content.size, "digest": digest}
 
 
-def _with_new_files(commits: pa.Table, new_files: list[DataFile]) -> pa.Table:
-    """Commits that refer to merged files, each in place of the file of its table and intervention.
+def _rollups(tables: Mapping[str, pa.Table], bounds: Bounds) -> pa.Table:
+    """The roll-ups of merged rows under one intervention."""
+    heads = tables[HEADS.name]
+    # A damaged manifest may name more. Whoever opens the run hears of it.
+    axes = {name: Axis(*ends) for name, ends in bounds.items() if name in heads.column_names}
+    return rolled_up(heads, tables[SEQUENCES.name], axes)
 
-    The number of rows stays: it is that of the shard.
-    """
-    lists = commits["files"].combine_chunks()
-    files = pc.list_flatten(lists)
-    kinds = pc.binary_join_element_wise(
-        pc.struct_field(files, "table"), pc.struct_field(files, "intervention"), "/"
-    )
-    new_kinds = pa.array([f"{file.table}/{file.intervention}" for file in new_files], pa.string())
-    # NULL for a file that stays where it is.
-    new_indices = pc.index_in(kinds, new_kinds)
-    arrays: list[pa.Array] = []
-    for field in FILES:
-        old_values = pc.struct_field(files, field.name)
-        if field.name in ("path", "bytes", "shards", "digest"):
-            new_values = pa.array([getattr(file, field.name) for file in new_files], field.type)
-            old_values = pc.coalesce(new_values.take(new_indices), old_values)
-        arrays.append(old_values)
-    offsets = np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])
-    moved = pa.ListArray.from_arrays(
-        pa.array(offsets, pa.int32()), pa.StructArray.from_arrays(arrays, fields=list(FILES))
-    )
+
+def _naming(commits: pa.Table, new_files: Mapping[tuple[str, str], dict[str, Any]]) -> pa.Table:
+    """The commits, which all name the same files; the rows are still those of each shard."""
+    files_of_commits: list[list[dict[str, Any]]] = []
+    for old_files in commits["files"].to_pylist():
+        rows = {(file["table"], file["intervention"]): file["rows"] for file in old_files}
+        files_of_commits.append([
+            {"table": table, "intervention": intervention, "shards": len(commits),
+             "rows": rows.get((table, intervention), 0), **file}
+            for (table, intervention), file in new_files.items()
+        ])  # fmt: skip
     field = COMMITS.field("files")
-    return commits.set_column(
-        commits.schema.get_field_index("files"), field, moved.cast(field.type)
-    )
-
-
-def _with_rollups(commits: pa.Table, new_rollups: list[DataFile]) -> pa.Table:
-    """Commits that refer to new roll-ups, in place of older ones.
-
-    No row of them is of one shard, so each commit counts none.
-    """
-    lists = commits["files"].combine_chunks()
-    files = pc.list_flatten(lists)
-    is_kept = pc.not_equal(pc.struct_field(files, "table"), ROLLUPS.name)
-    commit_of_file = pc.list_parent_indices(lists).filter(is_kept).to_numpy()
-    kept_files = files.filter(is_kept)
-    records = [file.model_dump() | {"rows": 0} for file in new_rollups]
-    all_files = pa.concat_arrays([kept_files, pa.array(records, files.type)])
-    # Each commit has the files that it keeps, and then all the roll-ups.
-    kept = np.bincount(commit_of_file, minlength=len(commits))
-    added = np.tile(np.arange(len(records)) + len(kept_files), len(commits))
-    indices = np.insert(np.arange(len(kept_files)), np.repeat(np.cumsum(kept), len(records)), added)
-    offsets = np.concatenate([[0], np.cumsum(kept + len(records))])
-    new_lists = pa.ListArray.from_arrays(
-        pa.array(offsets, pa.int32()), all_files.take(pa.array(indices))
-    )
-    field = COMMITS.field("files")
-    return commits.set_column(
-        commits.schema.get_field_index("files"), field, new_lists.cast(field.type)
-    )
+    index = commits.schema.get_field_index(field.name)
+    return commits.set_column(index, field, pa.array(files_of_commits, field.type))
 
 
 def _read_rows(
@@ -292,9 +209,7 @@ def _read_rows(
     # Files of one code have the same columns, unless one of them was written by something else.
     for file, table in zip(files, tables, strict=True):
         if table.schema != tables[0].schema:
-            raise DamagedShards(
-                set(file.shards), f"{file.path} has other columns than {files[0].path}"
-            )
+            raise DamagedShards(file.shards, f"{file.path} has other columns than {files[0].path}")
     return pa.concat_tables(tables).combine_chunks()
 
 
@@ -313,7 +228,8 @@ def _read_file(run: RunDirectory, file: CommittedFile, bounds: Mapping[str, Boun
     except (OSError, pa.ArrowException) as error:
         why = f"cannot be read ({reason(error)})"
     if why is not None:
-        raise DamagedShards(set(file.shards), f"{file.path} {why}")
-    if file.rows is None:
-        return table.filter(pc.is_in(table["shard"], pa.array(file.shards, table["shard"].type)))
+        raise DamagedShards(file.shards, f"{file.path} {why}")
+    if file.rows is None and TABLES[file.table].has(SHARD.name):
+        # Only a scan and a compaction at once, which a store cannot refuse, leave such a file.
+        return table.filter(pc.is_in(table[SHARD.name], pa.array(file.shards, SHARD.type)))
     return table

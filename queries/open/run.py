@@ -60,64 +60,28 @@ class Run:
         files = pc.list_flatten(self.done["files"])
         is_read = pc.equal(pc.struct_field(files, "table"), table)
         paths = pc.struct_field(files, "path")
-        if table == ROLLUPS.name:
-            is_read = pc.is_in(paths, self._whole_rollups)
-        elif unrolled:
-            is_rolled_up = pa.array(self._is_rolled_up)
-            commit_of_file = pc.list_parent_indices(self.done["files"])
-            is_read = pc.and_not(is_read, is_rolled_up.take(commit_of_file.combine_chunks()))
+        if table == ROLLUPS.name or unrolled:
+            commit_of_file = pc.list_parent_indices(self.done["files"]).combine_chunks()
+            is_rolled_up = pa.array(self._is_rolled_up).take(commit_of_file)
+            keep = pc.and_ if table == ROLLUPS.name else pc.and_not
+            is_read = keep(is_read, is_rolled_up)
         # A merged file has one commit per shard, so its path occurs many times.
         unique_paths = pc.unique(paths.filter(is_read))
         return [f"{self.directory.path}/{path}" for path in unique_paths.to_pylist()]
 
     @cached_property
-    def _whole_rollups(self) -> pa.Array:
-        """Paths of the roll-ups all of whose shards count. Of others nothing can be taken out.
+    def _is_rolled_up(self) -> np.ndarray:
+        """For each commit that counts, whether its rows are in roll-ups that count.
 
         If the roll-up of one intervention is damaged, those of the others do not count either:
         rows are read for all interventions of a shard, or for none.
         """
         files = pc.list_flatten(self.done["files"])
         is_rollup = pc.equal(pc.struct_field(files, "table"), ROLLUPS.name)
-        references = pa.table(
-            {name: pc.struct_field(files, name).filter(is_rollup) for name in ("path", "shards")}
-        )
-        # A file says how many shards it merges. If fewer commits refer to it, a shard of it is out.
-        counts = references.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
-        is_whole = pc.equal(counts["shards_count"], counts["shards_max"])
-        if self.damaged_rollups:
-            shards = self.done["shard"].take(pc.list_parent_indices(self.done["files"]))
-            # Roll-ups of other interventions over the same shards.
-            is_beside = pc.is_in(
-                shards.filter(is_rollup), pa.array(_shards_of(self.damaged_rollups), shards.type)
-            )
-            beside_damage = pc.unique(references["path"].filter(is_beside))
-            is_whole = pc.and_not(is_whole, pc.is_in(counts["path"], beside_damage))
-        return counts["path"].filter(is_whole).combine_chunks()
-
-    @cached_property
-    def _is_rolled_up(self) -> np.ndarray:
-        """For each commit that counts, whether its rows are in roll-ups that count."""
-        files = pc.list_flatten(self.done["files"])
-        is_whole = pc.is_in(pc.struct_field(files, "path"), self._whole_rollups)
-        rolled_up_commits = pc.list_parent_indices(self.done["files"]).filter(is_whole)
-        return np.isin(np.arange(len(self.done)), rolled_up_commits.to_numpy())
-
-    def damaged_shards_inside(self, table: str) -> list[int]:
-        """Damaged shards that have rows in a merged file of a table which is read for others."""
-        # Nearly every run: the rest walks over all commits. Roll-ups are read whole or not at all.
-        if not self.damaged_data or table == ROLLUPS.name:
-            return []
-        # One entry per commit and file: which shard, which path, and whether the commit is whole.
-        files = pc.list_flatten(self.commit_log["files"])
-        commit_of_file = pc.list_parent_indices(self.commit_log["files"])
-        of_table = pc.equal(pc.struct_field(files, "table"), table)
-        paths = pc.struct_field(files, "path").filter(of_table)
-        shards = self.commit_log["shard"].take(commit_of_file).filter(of_table)
-        is_whole = pa.array(self.is_whole).take(commit_of_file).filter(of_table)
-        # A file that only damaged shards use is not read at all, so it hides nothing.
-        is_read = pc.is_in(paths, pc.unique(paths.filter(is_whole)))
-        return pc.unique(shards.filter(pc.and_not(is_read, is_whole))).to_pylist()
+        commits_with_rollups = pc.list_parent_indices(self.done["files"]).filter(is_rollup)
+        is_rolled_up = np.isin(np.arange(len(self.done)), commits_with_rollups.to_numpy())
+        is_damaged = np.isin(self.done["shard"].to_numpy(), _shards_of(self.damaged_rollups))
+        return is_rolled_up & ~is_damaged
 
     @property
     def codes(self) -> list[str]:

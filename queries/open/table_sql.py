@@ -54,7 +54,7 @@ def source_sql(source: Source, runs: list[Run]) -> str:
                 f"SELECT {names} FROM "
                 f"read_parquet({_path_list(files)}, "
                 "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'intervention': "
-                "VARCHAR})" + _without_damaged_shards(table, runs)
+                "VARCHAR})"
             )
     # BY NAME: what one run did not measure is NULL in its rows.
     return " UNION ALL BY NAME ".join(selects)
@@ -79,14 +79,3 @@ def _escaped(text: str) -> str:
     """Paths in which no character is a wildcard."""
     # A pattern reads [*] as a star and [[] as a bracket.
     return re.sub(r"[*?\[]", r"[\g<0>]", text)
-
-
-def _without_damaged_shards(table: Table, runs: list[Run]) -> str:
-    """A condition that leaves out damaged shards with rows in merged files that are read."""
-    conditions: list[str] = []
-    for run in runs:
-        shards = run.damaged_shards_inside(table.name)
-        if shards:
-            run_id = text_literal(run.directory.run_id)
-            conditions.append(f"(run_id = {run_id} AND shard IN ({', '.join(map(str, shards))}))")
-    return f" WHERE NOT ({' OR '.join(conditions)})" if conditions else ""

@@ -9,6 +9,7 @@ all: a temporary name, fsync and rename on a disk, a single upload in a store.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -105,8 +106,14 @@ class StorePath:
 
     def read_bytes(self) -> bytes:
         """The whole content; raises FileNotFoundError if there is no such object."""
-        with self.open() as file:
-            return file.read()
+        try:
+            with self.open() as file:
+                return file.read()
+        except OSError as error:
+            # Somebody deleted it after `open` had asked for its size.
+            if re.search("NO_SUCH_KEY|RESOURCE_NOT_FOUND", str(error)):
+                raise FileNotFoundError(errno.ENOENT, "is gone", str(self)) from None
+            raise
 
     def open(self) -> OpenFile:
         """The object as a file that can be read at any place."""

@@ -6,9 +6,8 @@ runs/run_id=NAME-HASH/
 ├── index/           which pieces of the token store it reads, and what became of documents
 ├── heads/intervention=none/shard-000000-DIGEST.parquet …     and so in sequences/, profiles/, …
 ├── weights/intervention=none/shard-000000-DIGEST.parquet     if the scan names weight statistics
-├── rollups/intervention=none/merged-….parquet             beside files that were merged
+├── rollups/intervention=none/merged-….parquet             of the rows that `compact` has seen
 ├── failures/shard-000000.json     attempts that failed, and why
-├── compactions/                   in a store: who is compacting the run now
 └── commits/shard-000000.json      written last: a shard is done if and only if its commit is in
                                    the commit log (commits.py)
 """
@@ -260,9 +259,8 @@ def holds_whole_shard(manifest: Manifest, commit_log: pa.Table) -> np.ndarray:
 def check_merged(commit_log: pa.Table) -> None:
     """Refuse a commit log that counts rows twice.
 
-    Every shard with rows in a merged file must have its commit there. Two compactions of older
-    code that ran at the same time in a store can have broken this rule. Another compaction mends
-    it.
+    Every shard with rows in a merged file must have its commit there. A scan and a compaction at
+    once, which a store cannot refuse, may break this rule. Another compaction mends it.
     """
     files = pc.list_flatten(commit_log["files"])
     references = pa.table({name: pc.struct_field(files, name) for name in ("path", "shards")})

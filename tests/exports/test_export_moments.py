@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -25,10 +22,8 @@ from headcount.exports.source import ExportSource, choose_run
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.errors import QueryError
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
-from tests import ROOT
 from tests.toys.commands import printed
 from tests.toys.toy_models import family, save_model
-from tests.toys.toy_queries import queries_of
 
 LAYERS, HEADS, KV_HEADS, D_HEAD, N_CTX, SEQUENCES = 2, 4, 2, 8, 24, 6
 FORMATS = ("expected-attention", "qfilters", "minference")
@@ -61,15 +56,31 @@ def database(home: Path) -> Iterator[RunDatabase]:
 @pytest.fixture(scope="module")
 def queries(home: Path, database: RunDatabase) -> dict[str, np.ndarray]:
     """Queries of all sequences in float64 `[layer head sequence pos d_head]`, before and after
-    their rotation.
+    their rotation, taken from transformers where its own modules rotate and multiply them.
     """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.llama import modeling_llama
+
     rows = database.rows("SELECT tokens FROM sequences ORDER BY sequence")
-    tokens = np.array([tokens for (tokens,) in rows], np.int32)
-    before, after = queries_of(home / "llama", tokens)
-    layers = {"before": before, "after": after}
+    network = AutoModelForCausalLM.from_pretrained(home / "llama", attn_implementation="eager")
+    kept: dict[str, list[torch.Tensor]] = {"before": [], "after": []}
+    rotate, attend = modeling_llama.apply_rotary_pos_emb, modeling_llama.eager_attention_forward
+
+    def keep_unrotated(q: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        kept["before"].append(q)
+        return rotate(q, *rest, **options)
+
+    def keep_rotated(module: Any, q: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        kept["after"].append(q)
+        return attend(module, q, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", keep_unrotated)
+        patch.setattr(modeling_llama, "eager_attention_forward", keep_rotated)
+        network.double()(torch.tensor([tokens for (tokens,) in rows]))
     return {
         name: np.stack([queries.numpy() for queries in of_layers]).swapaxes(1, 2)
-        for name, of_layers in layers.items()
+        for name, of_layers in kept.items()
     }
 
 
@@ -146,65 +157,3 @@ def test_what_cannot_be_exported_is_said_in_a_line(database: RunDatabase):
     with pytest.raises(QueryError, match="n_ctx is 4; expected more than the 4 first tokens"):
         expected_attention(opened(database, "expected-attention", n_ctx=4))
     assert minference(opened(database, "minference", n_ctx=30_000)).notes == ()
-
-
-KVPRESS = os.environ.get("HEADCOUNT_KVPRESS")
-"""A Python that has kvpress. Ours cannot: kvpress takes no transformers that headcount takes."""
-
-READ_BY_KVPRESS = """
-import json
-import sys
-
-import torch
-from kvpress import ExpectedAttentionStatsPress, QFilterPress
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("llama").eval()
-tokens = torch.arange(24)[None]
-with torch.no_grad():
-    exec(sys.stdin.read())
-hidden = torch.zeros(*press.streaming_mask.shape, 24, dtype=torch.bool)
-for layer in model.model.layers:
-    # These keys get no attention from the next tokens.
-    _, heads, keys = layer.self_attn.masked_key_indices or ([], [], [])
-    hidden[layer.self_attn.layer_idx, heads, keys] = True
-with torch.no_grad():
-    statistics = ExpectedAttentionStatsPress(0.5, stats_folder="expected-attention")
-    with statistics(model):
-        model(tokens)
-    filters = QFilterPress(0.5)
-    with filters(model):
-        model(tokens)
-moments = load_file("expected-attention/model.safetensors")
-directions = load_file("nthngdy/llama_qfilt/model.safetensors")
-assert torch.equal(statistics.mu, moments["query_mean"])
-assert torch.equal(statistics.cov, moments["query_cov"])
-assert torch.equal(filters.q_filters, directions["q_filters"])
-print(json.dumps(hidden.tolist()))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(KVPRESS is None, reason="set HEADCOUNT_KVPRESS to a Python with kvpress")
-def test_kvpress_reads_the_files_as_the_page_says(home: Path, tmp_path: Path):
-    page = (ROOT / "docs" / "guide" / "caches.md").read_text("utf-8")
-    (example,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
-    shutil.copytree(home / "llama", tmp_path / "llama")
-    shutil.copytree(home / "expected-attention", tmp_path / "expected-attention")
-    shutil.copytree(home / "qfilters", tmp_path / "nthngdy" / "llama_qfilt")
-    words = ["export", "duo", str(tmp_path / "runs"), "--model", str(home / "llama")]
-    words += ["-o", str(tmp_path / "patterns/my-model"), "--sink", "2", "--recent", "4"]
-    words += ["--sparsity", "0.75", "--set", f"n_ctx={N_CTX}", "--set", "sequences=4"]
-    printed(*words)
-    command = [str(KVPRESS), "-c", READ_BY_KVPRESS]
-    streams: dict[str, Any] = {"input": example, "capture_output": True, "text": True}
-    finished = subprocess.run(command, **streams, cwd=tmp_path, check=False)
-    assert finished.returncode == 0, finished.stderr
-    # kvpress prints lines of its own before.
-    hidden = np.array(json.loads(finished.stdout.splitlines()[-1]))
-    whole = np.loadtxt(tmp_path / "patterns/my-model/full_attention_heads.tsv") == 1
-    assert whole.sum() == 1
-    expected = np.zeros((LAYERS, KV_HEADS, N_CTX), bool)
-    expected[~whole, 2:-4] = True
-    np.testing.assert_array_equal(hidden, expected)

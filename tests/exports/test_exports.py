@@ -39,7 +39,6 @@ INDUCTION = [[0.75, 0.125, 0.125, 0.125], [0.25, 0.375, 0.125, 0.125]]
 
 
 def of_heads(values: Sequence[Sequence[float]]) -> Cell:
-    """Values by layer and head, the same in every sequence."""
     return lambda row: values[row.layer][row.head]
 
 
@@ -91,15 +90,6 @@ def test_kv_heads_sum_up_the_query_heads_that_share_keys(copies: Path):
         ("L1KV0", 0.6875, 0.875, 0.5, 0.5, 0.875, 8, 2, 2),
         ("L1KV1", 0.6875, 0.75, 0.625, 0.625, 0.75, 8, 2, 2),
     ]
-
-
-def test_runs_may_not_say_how_many_kv_heads_there_are(tmp_path: Path):
-    write_run(tmp_path, "old-1", {"sink_mass": lambda row: 0.5})
-    opened = open_runs(tmp_path)
-    assert opened.rows("FROM kv_heads") == []
-    export = registry.export_format_named("duo")
-    with pytest.raises(QueryError, match="has no record of its KV heads"):
-        _ = ExportSource(opened, opened.records("runs")[0], export, {}, tmp_path).kv_shape
 
 
 # The registry
@@ -189,8 +179,6 @@ def test_razor_has_the_heads_with_the_highest_scores(copies: Path, tmp_path: Pat
     file.parent.mkdir()
     file.write_text("older")
     words = ("razor", copies, "-o", file, "--induction", "0.25", "--echo=0.13", "--sink", "2")
-    with pytest.raises(QueryError, match="is there already; choose another name, or say --replace"):
-        run(*words)
     run(*words, "--replace")
     options = {"echo": 0.13, "induction": 0.25, "sink": 2, "recent": 4000, "compression": 5}
     statistics = ["duplicate_score", "induction_score"]
@@ -237,7 +225,7 @@ TO_DUO = ("--sink", 1, "--recent", 1)
 )
 def test_a_block_is_half_of_what_follows_bos_unless_there_is_a_period(
     n_ctx: int, bos: bool, period: int | None, block: int
-) -> None:
+):
     source: Any = SimpleNamespace(
         run={"n_ctx": n_ctx, "bos": bos}, input_options={} if period is None else {"period": period}
     )

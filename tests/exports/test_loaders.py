@@ -1,9 +1,8 @@
 """What the pages load our exports with: every example reads a file that its command wrote.
 
 The examples of other pages: those of files.md run in `test_open_files`; the Python of guide
-runs in `test_guide`. One block stays, that for kvpress, which no environment of ours can have:
-`test_export_moments` runs it where there is one, and here it reads its folder through a press that
-stands in for kvpress's.
+runs in `test_guide`. One block stays, that for kvpress, which no environment of ours can have: here
+it reads its folder through a press that stands in for kvpress's.
 """
 
 from __future__ import annotations

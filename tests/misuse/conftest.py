@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,14 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(shelf: Path) -> Path:
     """A model that reads bytes."""
     return shelf / "bytes"
+
+
+@pytest.fixture(scope="session")
+def loaded_model(model: Path) -> Any:
+    """The same, as somebody has loaded it in Python."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,23 +12,8 @@ import pytest
 import torch
 
 import headcount
-from tests.toys.toy_models import gpt2, save_model
 
 TOKENS = [[1, 2, 3, 4]]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a GPT-2 and a run of it."""
-    directory = tmp_path_factory.mktemp("toy")
-    save_model(directory / "gpt2", gpt2())
-    headcount.scan(scan_of(directory / "gpt2", directory / "runs"), quiet=True).close()
-    return directory
-
-
-def scan_of(model: Path, out: Path) -> dict[str, object]:
-    fields = {"model": str(model), "n_ctx": 4, "sequences": 1, "statistics": ["entropy"]}
-    return fields | {"input": {"family": "uniform_random"}, "out": str(out)}
 
 
 def odd_values() -> Iterator[Any]:
@@ -42,23 +25,20 @@ def odd_values() -> Iterator[Any]:
     yield from (np.float32(1), np.array([1]), np.array("x", dtype=object), torch.zeros(2))
 
 
-def calls(toy: Path) -> Iterator[tuple[str, Callable[[Any], object]]]:
+def calls(where: Path, model: Any) -> Iterator[tuple[str, Callable[[Any], object]]]:
     """Every argument of every public function, as something that takes its value."""
-    from transformers import AutoModelForCausalLM
-
-    where = toy / "runs"
     runs = headcount.open(where)
     card = runs.head("L0H0")
-    model = AutoModelForCausalLM.from_pretrained(toy / "gpt2")
     # A scan whose values are right ends where its model is looked for.
-    gone = scan_of(Path("/nowhere/model"), toy / "none")
+    gone = {"model": "/nowhere/model", "n_ctx": 4, "sequences": 1, "out": "none"}
+    gone["input"] = {"family": "uniform_random"}
     yield "open", headcount.open
     yield "open: code", lambda value: headcount.open(where, code=value)
     yield "open: memory", lambda value: headcount.open(where, memory=value)
     yield "sql", lambda value: runs.sql(value).rows()
-    assert runs.sql("sink_heads", threshold=0.0).columns
+    assert runs.sql("outliers", k=1).rows()
     yield "sql: timeout", lambda value: runs.sql("heads", timeout=value).rows()
-    yield "sql: parameter", lambda value: runs.sql("sink_heads", threshold=value).rows()
+    yield "sql: parameter", lambda value: runs.sql("outliers", k=value).rows()
     yield "head", runs.head
     yield "head: run_id", lambda value: runs.head("L0H0", run_id=value)
     yield "head: intervention", lambda value: runs.head("L0H0", intervention=value)
@@ -88,9 +68,12 @@ def calls(toy: Path) -> Iterator[tuple[str, Callable[[Any], object]]]:
 
 
 @pytest.mark.long
-def test_no_value_of_any_argument_raises_another_error_than_ours(toy: Path):
+def test_no_value_of_any_argument_raises_another_error_than_ours(
+    shelf: Path, loaded_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
     raw: list[str] = []
-    for name, call in calls(toy):
+    for name, call in calls(shelf / "RUNS" / "run_id=a-1", loaded_model):
         for value in odd_values():
             try:
                 with warnings.catch_warnings(action="ignore"):
@@ -102,23 +85,3 @@ def test_no_value_of_any_argument_raises_another_error_than_ours(toy: Path):
             except Exception as error:
                 raw.append(f"{name}({value!r:.50}): {error!r:.100}")
     assert raw == []
-
-
-def test_closed_runs_say_so(toy: Path):
-    runs = headcount.open(toy / "runs")
-    answer = runs.sql("heads")
-    runs.close()
-    with pytest.raises(headcount.Error, match=f"{toy / 'runs'}: closed; headcount.open opens"):
-        answer.rows()
-    assert repr(runs) == f"{toy / 'runs'} (closed)"
-
-
-def test_a_copy_of_opened_runs_opens_them_for_itself(toy: Path):
-    runs = headcount.open(toy / "runs", memory="1GB")
-    answer = runs.sql("SELECT entropy FROM heads")
-    for again in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer)):
-        assert again.rows() == answer.rows() != []
-    other = pickle.loads(pickle.dumps(runs))
-    runs.close()
-    assert other.memory == "1GB"
-    assert len(other.sql("heads")) == len(answer)

@@ -51,16 +51,12 @@ NUMBER = re.compile(r"-?\d+(?:\.(\d+))?")
 
 @dataclass(frozen=True)
 class FileToSave:
-    """A file that the page asks the reader to save."""
-
     name: str
     content: str
 
 
 @dataclass(frozen=True)
 class CommandBlock:
-    """Commands of a page, and what it says that they print."""
-
     language: str
     code: str
     output: str | None
@@ -87,7 +83,6 @@ class CommandBlock:
 
 
 def steps_of(page: str) -> list[FileToSave | CommandBlock]:
-    """The files and commands of a page, in the order of reading."""
     steps: dict[int, FileToSave | CommandBlock] = {}
     for match in FILE_TO_SAVE.finditer(page):
         steps[match.start()] = FileToSave(match[1], match["content"])
@@ -133,14 +128,14 @@ def follow(
             with contextlib.redirect_stdout(printed):
                 exec(step.code, {} if names is None else names)
             return printed.getvalue()
-        if any(OF_THE_SHELL.search(shown_words(command)) for command in step.commands):
-            return run_in_shell(step.code)
-        return "".join(map(run_headcount, step.commands))
-
-
-def shown_words(command: str) -> str:
-    """A command without its quotations and remarks, in which a shell sees nothing of its own."""
-    return re.sub(r"\"[^\"]*\"|'[^']*'| #.*", "", command)
+        # In quotations and remarks a shell sees nothing of its own.
+        shown = [re.sub(r"\"[^\"]*\"|'[^']*'| #.*", "", command) for command in step.commands]
+        if not any(map(OF_THE_SHELL.search, shown)):
+            return "".join(map(run_headcount, step.commands))
+        environment = os.environ | {"PATH": f"{HEADCOUNT.parent}:{os.environ['PATH']}"}
+        shell = ["bash", "-e", "-c", step.code]
+        streams = {"stdout": subprocess.PIPE, "text": True, "check": True}
+        return subprocess.run(shell, env=environment, **streams).stdout
 
 
 def run_headcount(command: str) -> str:
@@ -168,30 +163,15 @@ def run_until_it_serves(arguments: list[str]) -> str:
     return printed
 
 
-def run_in_shell(code: str) -> str:
-    """Run commands of the system, and of headcount among them."""
-    path = f"{HEADCOUNT.parent}:{os.environ['PATH']}"
-    finished = subprocess.run(
-        ["bash", "-e", "-c", code],
-        env=os.environ | {"PATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return finished.stdout
-
-
 def same_output(expected: str, printed: str) -> bool:
     """Whether two outputs are the same, but for one unit in the last digit of a decimal number.
 
     Libraries of other machines add in another order, and the last digit shows it. `…` is anything.
     """
-    lines, printed_lines = expected.splitlines(), printed.splitlines()
-    return len(lines) == len(printed_lines) and all(map(_same_line, lines, printed_lines))
-
-
-def _same_line(expected: str, printed: str) -> bool:
-    words, printed_words = expected.split(), printed.split()
+    words, printed_words = (
+        [word for line in text.splitlines() for word in [*line.split(), "\n"]]
+        for text in (expected, printed)
+    )
     return len(words) == len(printed_words) and all(map(_same_word, words, printed_words))
 
 
@@ -210,16 +190,14 @@ def _same_word(expected: str, printed: str) -> bool:
 def with_outputs_of_today(page: Path, folder: Path) -> str:
     """The page with what its commands print now, where that is not what it says."""
     text = page.read_text(encoding="utf-8")
-    # An output begins later in the renewed page if those above it have become longer.
-    shift = 0
-    for step, printed in follow_page(page, folder):
+    # From the last one on: what is above it begins where it did.
+    for step, printed in reversed(list(follow_page(page, folder))):
         if isinstance(step, FileToSave) or step.output is None or same_output(step.output, printed):
             continue
         # Tables pad their last column with spaces, which an editor would take away.
         output = "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
-        start = step.output_start + shift
-        text = text[:start] + output + text[start + len(step.output) :]
-        shift += len(output) - len(step.output)
+        end = step.output_start + len(step.output)
+        text = text[: step.output_start] + output + text[end:]
     return text
 
 

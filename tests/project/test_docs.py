@@ -111,7 +111,6 @@ runpy.run_module("docs.pages", run_name="__main__")
 
 
 def copy_project(folder: Path) -> None:
-    """Copy the code of the project, for a test that changes it."""
     for package in (*PACKAGES, "headcount", "benchmarks", "tests", "docs"):
         # With its bytecode, which holds for the same sizes and times: a copy keeps both.
         shutil.copytree(ROOT / package, folder / package, symlinks=True)
@@ -146,45 +145,37 @@ def apply_diff(file: Path, diff: str) -> None:
 STEP = re.compile(r"(?:Create|Add to) `([\w./]+)`:\n\n```(\w+)\n(.*?)```", re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project in which somebody has done all that adding.md says."""
-    folder = tmp_path_factory.mktemp("followed")
-    copy_project(folder)
+@pytest.mark.long
+def test_following_adding_md_adds_what_it_says_and_the_tests_that_look_for_news_pass(
+    tmp_path: Path,
+) -> None:
+    copy_project(tmp_path)
     steps = STEP.findall((DOCS / "internals" / "adding.md").read_text(encoding="utf-8"))
     assert len(steps) == 11
     for path, language, addition in steps:
         if language == "diff":
-            apply_diff(folder / path, addition)
+            apply_diff(tmp_path / path, addition)
         else:
-            with (folder / path).open("a", encoding="utf-8") as file:
+            with (tmp_path / path).open("a", encoding="utf-8") as file:
                 file.write(f"\n\n{addition}" if file.tell() else addition)
     main = f"{__name__}.{main_of_a_copy.__name__}"
-    ended = Command(environment=os.environ, directory=folder, main=main).ended(300)
-    assert ended.code == 0, ended.stdout + ended.stderr
-    return folder
-
-
-@pytest.mark.long
-def test_following_adding_md_adds_what_it_says(followed: Path) -> None:
-    new_page = (followed / "docs" / "reference" / "layers.md").read_text(encoding="utf-8")
+    done = Command(environment=os.environ, directory=tmp_path, main=main).ended(300)
+    assert done.code == 0, done.stdout + done.stderr
+    new_page = (tmp_path / "docs" / "reference" / "layers.md").read_text(encoding="utf-8")
     assert new_page.startswith("# Layer statistics\n")
     assert "### update_norm\n\nMean length of what a layer adds to the residual stream." in new_page
-    results = json.loads((followed / "copying.json").read_text())
+    results = json.loads((tmp_path / "copying.json").read_text())
     assert [each["verdict"] for each in results] == ["not comparable"] * 2 + ["pass"]
 
-
-@pytest.mark.long
-def test_whoever_followed_adding_md_passes_the_tests_that_look_for_news(followed: Path) -> None:
-    shutil.copy(ROOT / "pyproject.toml", followed)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     names = "workers/engine/test_reference schemas/test_kinds workers/engine/test_measure "
-    names += "workers/inputs/test_inputs project/test_precision_page project/test_docs"
+    names += "workers/inputs/test_inputs project/test_docs"
     files = [f"tests/{name}.py" for name in names.split()]
     # Of the reference and of the pages, what a new name can break.
     words = "registered or changes_something or facts_of_a_layer or zero_value_bias or index_lists"
-    words += " or test_kinds or test_measure or test_inputs or figures_cover"
+    words += " or test_kinds or test_measure or test_inputs"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", words]
-    ended = subprocess.run(command, cwd=followed, capture_output=True, text=True)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
 
 
@@ -244,14 +235,10 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         target = page.parent / linked_path if linked_path else page
         assert target.exists(), f"{page.name}: {linked_path}"
         if anchor:
-            assert anchor in anchors_of(target), f"{page.name}: {linked_path}#{anchor}"
-
-
-def anchors_of(page: Path) -> set[str]:
-    """The names under which GitHub links to the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    # GitHub drops punctuation before it joins the words by hyphens.
-    return {re.sub(r"[^\w\s-]", "", each.lower()).replace(" ", "-") for each in headings}
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            # GitHub drops punctuation before it joins the words of a heading by hyphens.
+            bare = [re.sub(r"[^\w\s-]", "", each.lower()) for each in headings]
+            assert anchor in [each.replace(" ", "-") for each in bare], f"{page.name}: #{anchor}"
 
 
 def test_the_index_lists_every_page_and_no_shelf_is_full() -> None:

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from headcount.queries.ask.asking import open_runs
+from headcount.queries.ask.named_queries import QUERIES, read_queries
 from tests import ROOT
 from tests.pages.page_commands import CommandBlock, follow_page, same_output
 
 TUTORIAL = ROOT / "docs" / "guide" / "tutorial.md"
-PAGES = [ROOT / "README.md", *sorted(TUTORIAL.parent.glob("*.md"))]
+NAMED_QUERIES = ROOT / "docs" / "reference" / "queries.md"
+PAGES = [ROOT / "README.md", *sorted(TUTORIAL.parent.glob("*.md")), NAMED_QUERIES]
 
 
 def check(page: Path, folder: Path, begun: Path | None = None) -> None:
-    """Follow a page, and compare what is printed."""
     for step, printed in follow_page(page, folder, begun):
         if isinstance(step, CommandBlock) and step.output is not None:
             advice = f"python -m tests.pages.page_commands {page.relative_to(ROOT)}"
@@ -40,6 +42,12 @@ def test_every_command_of_a_page_prints_what_it_says(
 ) -> None:
     if page != TUTORIAL:
         check(page, tmp_path, home)
+    if page == NAMED_QUERIES:
+        database = open_runs(tmp_path / "examples")
+        for name, query in read_queries(QUERIES).items():
+            # These two compare runs on one family of input.
+            is_empty = not database.rows(f"{query.call({})} LIMIT 1")
+            assert is_empty == (name in ("run_changes", "seed_agreement")), name
 
 
 def opened_blocks(page: Path) -> Iterator[tuple[str, str]]:

@@ -54,7 +54,7 @@ ONLY_IN = {
     "psutil": ("jobs/cluster/ray_cluster.py", "workers/memory.py"),
     "ray": (
         "jobs/run/dispatch.py", "jobs/run/preemption.py", "jobs/run/replica_actor.py",
-        "jobs/upkeep/merge_tasks.py", "jobs/upkeep/metrics.py",
+        "jobs/upkeep/merge_workers.py", "jobs/upkeep/metrics.py",
         "jobs/corpus/preparation_on_ray.py", "jobs/corpus/preparation_task.py",
         "jobs/cluster/ray_cluster.py", "jobs/cluster/submission.py",
     ),
@@ -88,11 +88,11 @@ def imports() -> dict[Path, frozenset[str]]:
     """
     files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
     return {
-        file: frozenset(_imports(file)) for file in [*files, *(ROOT / "headcount").glob("*.py")]
+        file: frozenset(imports_of(file)) for file in [*files, *(ROOT / "headcount").glob("*.py")]
     }
 
 
-def _imports(file: Path) -> Iterator[str]:
+def imports_of(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -4,7 +4,6 @@ runs are read without what measures.
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from packaging.utils import canonicalize_name
 from headcount.jobs.cluster.ray_cluster import staged_code
 from headcount.schemas.packages import PACKAGES
 from tests import ROOT
+from tests.project.test_imports import imports_of
 from tests.tools.processes import DIES_WITH_ITS_PARENT, Ended, libraries_alone
 from tests.toys.toy_runs import write_run
 
@@ -90,7 +90,6 @@ def copy_of_project(source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel."""
     source = copy_of_project(tmp_path_factory.mktemp("source"))
     target = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", target, source)
@@ -232,13 +231,7 @@ def imported(paths: Sequence[Path]) -> dict[str, list[str]]:
     """The files that import a library, by its top-level name."""
     found: dict[str, list[str]] = {}
     for path in paths:
-        names: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                names.add(node.module or "")
-        for name in {name.partition(".")[0] for name in names}:
+        for name in {name.partition(".")[0] for name in imports_of(path)}:
             found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
     ours = {"headcount", "tests", "benchmarks", "docs", "conftest"}
     return {
@@ -257,7 +250,6 @@ def declared(*extras: str) -> set[str]:
 
 
 def python_files(*names: str) -> list[Path]:
-    """Every Python file of some folders, or the files of that name."""
     files: list[Path] = []
     for name in names:
         path = ROOT / name
@@ -305,7 +297,13 @@ sys.meta_path.insert(0, Hidden())
 """The beginning of a program that cannot import what measures."""
 
 COMMANDS = """
-import headcount.command_line
+import headcount, headcount.command_line
+
+def refusal(name):
+    try:
+        eval(f"headcount.{name}")
+    except ModuleNotFoundError as error:
+        return str(error)
 
 def ended(words):
     sys.argv = ["headcount", *words]
@@ -317,17 +315,11 @@ def ended(words):
             code = stop.code or 0
     return code, stdout.getvalue(), stderr.getvalue()
 
-json.dump([ended(words) for words in json.loads(sys.argv[1])], sys.stdout)
+with headcount.open("runs") as runs:
+    answer = runs.sql("SELECT count(*) FROM heads").rows()
+refusals = [*map(refusal, ("measure", "MeasureCallback", "scan({})"))]
+json.dump([answer, refusals, *map(ended, json.loads(sys.argv[1]))], sys.stdout)
 """
-
-
-def printed_without_torch(directory: Path, program: str, word: str | Path) -> str:
-    """What a program prints that cannot import what measures."""
-    words = [*DIES_WITH_ITS_PARENT, sys.executable, "-c", HIDDEN + program, word]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 RUN = "runs/run_id=small"
@@ -344,17 +336,31 @@ def test_runs_are_read_without_torch_and_ray_and_measuring_names_the_extra(
     (tmp_path / "toy.toml").write_text(
         'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n'
     )
-    refused = [["scan", "toy.toml"], ["plan", "toy.toml"]]
-    printed = printed_without_torch(tmp_path, COMMANDS, json.dumps([*commands, *refused]))
-    ended = [Ended(*each) for each in json.loads(printed)]
-    for words, read in zip(commands, ended, strict=False):
-        assert read.code == 0, (words, read.stderr)
-        assert read.stdout, words
-    for measured in ended[len(commands) :]:
-        assert measured.code == 2
-        (line,) = measured.stderr.splitlines()
+    (tmp_path / "wrong.toml").write_text("n_ctx = 0\n")
+    # A scan that is wrong is refused before any other runs, and by a process that lacks torch.
+    refused = [["scan", "toy.toml"], ["plan", "toy.toml"], ["scan", "toy.toml", "wrong.toml"]]
+    words = [*DIES_WITH_ITS_PARENT, sys.executable, "-c", HIDDEN + COMMANDS]
+    words.append(json.dumps([*commands, *refused]))
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answer, refusals, *each_ended = json.loads(done.stdout)
+    assert answer == [[24]]
+    assert ["pip install -e '.[scan]'" in line for line in refusals] == [True] * 3
+    ended = [Ended(*each) for each in each_ended]
+    for command, read in zip(commands, ended, strict=False):
+        assert read.code == 0, (command, read.stderr)
+        assert read.stdout, command
+    *measured, wrong = ended[len(commands) :]
+    for each in measured:
+        assert each.code == 2
+        (line,) = each.stderr.splitlines()
         assert re.match(r"error: \w+ is not installed", line)
         assert "pip install -e '.[scan]'" in line
+    assert (wrong.code, "wrong.toml: n_ctx: expected 1 or more, got 0\n" in wrong.stderr) == (
+        2,
+        True,
+    )
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run_id=small"]
 
 
@@ -364,8 +370,6 @@ OLDER = ("python3.8", "python3.9", "python3.10")
 @pytest.mark.long
 def test_an_older_python_is_one_line() -> None:
     found = [path for name in OLDER if (path := shutil.which(name)) is not None]
-    versions = Path("~/.pyenv/versions").expanduser()
-    found += [str(file) for name in OLDER for file in versions.glob(f"*/bin/{name}")]
     # A shim of a version that is not chosen ends with an error.
     pythons = [
         file for file in found if not subprocess.run([file, "-V"], capture_output=True).returncode

@@ -38,16 +38,13 @@ def test_every_case_can_be_measured(tmp_path: Path) -> None:
     assert {name for case in cases for name in case.drift["float32"]} == set(STATISTICS)
 
 
-@pytest.mark.parametrize(
-    ("name", "p99", "is_acceptable"),
-    [
-        ("sink_mass", 1.1e-3, False),
-        ("value_norm", 1.1e-3, False),
-        ("sink_mass", float("nan"), False),
-        ("entropy", 1.1e-3, True),
-        ("head_output_norm_last", 1.1e-3, True),
-    ],
-)
+@pytest.mark.parametrize(("name", "p99", "is_acceptable"), [
+    ("sink_mass", 1.1e-3, False),
+    ("value_norm", 1.1e-3, False),
+    ("sink_mass", float("nan"), False),
+    ("entropy", 1.1e-3, True),
+    ("head_output_norm_last", 1.1e-3, True),
+])  # fmt: skip
 def test_acceptable_means_the_99th_percentile_of_standard_probabilities_and_norms(
     name: str, p99: float, is_acceptable: bool
 ) -> None:

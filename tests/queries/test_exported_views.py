@@ -9,7 +9,7 @@ import pytest
 
 from headcount.queries.open.connection import connect, view_descriptions
 from headcount.queries.open.exported_views import NOTE, STORE_NOTE, write_views
-from headcount.schemas.errors import HeadcountError, QueryError
+from headcount.schemas.errors import HeadcountError
 from tests.toys.toy_runs import Cell, Row, data_file, local, write_run
 
 
@@ -85,22 +85,6 @@ def test_it_has_all_views_and_leaves_damage_out(tmp_path: Path) -> None:
         listed = rows(reader, "SELECT view_name FROM duckdb_views() WHERE schema_name = 'main'")
         assert known <= {name for (name,) in listed}
     assert exported.views == len(known)
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("head.txt", r"head.txt: expected a name that ends in .duckdb or .db"),
-        ("no/such/head.duckdb", r"head.duckdb: cannot be written"),
-        ("folder.duckdb", r"folder.duckdb: expected a file, or a name that is free"),
-    ],
-)
-def test_places_that_cannot_be_written(tmp_path: Path, output: str, message: str) -> None:
-    write_run(tmp_path / "runs", "a-1", {"sink_mass": sink}, commit=[])
-    (tmp_path / "folder.duckdb").mkdir()
-    with pytest.raises(QueryError, match=message):
-        write_views(str(tmp_path / "runs"), tmp_path / output)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.duckdb", "runs"]
 
 
 def test_without_a_run_an_older_file_stays(tmp_path: Path) -> None:

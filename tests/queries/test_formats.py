@@ -29,6 +29,7 @@ from headcount.queries.ask.text_tables import write_table
 from headcount.queries.open.connection import connect
 from tests import ROOT
 from tests.tools.processes import Command
+from tests.toys.commands import printed
 from tests.toys.toy_runs import Row, write_run
 
 NUMBERS = "range(100000000000) a, range(10000) b"
@@ -144,24 +145,17 @@ def test_a_terminal_is_shown_no_control_characters(runs: Path) -> None:
 # Files
 
 
-def call(runs: Path, *arguments: str, stdin: str | None = None) -> str:
-    words = ["query", str(runs), *arguments]
-    result = CliRunner().invoke(app, words, input=stdin, catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.stdout
-
-
 def test_the_name_of_a_file_says_its_format(runs: Path, tmp_path: Path) -> None:
     query = "SELECT layer, head FROM heads ORDER BY ALL LIMIT 2"
     contents = {}
     for name in ("a.csv", "a.json", "a.jsonl", "a.txt", "a.CSV"):
-        assert call(runs, query, "-o", str(tmp_path / name)) == ""
+        assert printed("query", runs, query, "-o", str(tmp_path / name)) == ""
         contents[name] = (tmp_path / name).read_text()
     assert contents["a.csv"] == contents["a.CSV"] == "layer,head\n0,0\n0,0\n"
     assert json.loads(contents["a.json"]) == [{"layer": 0, "head": 0}] * 2
     assert contents["a.jsonl"] == '{"layer": 0, "head": 0}\n' * 2
     assert contents["a.txt"].splitlines()[0].split() == ["layer", "head"]
-    call(runs, query, "-o", str(tmp_path / "odd.dat"), "--format", "csv")
+    printed("query", runs, query, "-o", str(tmp_path / "odd.dat"), "--format", "csv")
     assert (tmp_path / "odd.dat").read_text() == contents["a.csv"]
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*contents, "odd.dat"])
 
@@ -169,7 +163,7 @@ def test_the_name_of_a_file_says_its_format(runs: Path, tmp_path: Path) -> None:
 def test_parquet_says_what_columns_mean(runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     query = "SELECT label, mean_sink_mass, sd_sink_mass, mean_entropy, 1 AS one FROM by_head"
-    call(runs, query, "-o", str(file))
+    printed("query", runs, query, "-o", str(file))
     schema = pq.read_schema(file)
     facts = {
         column.name: {key.decode(): text.decode() for key, text in (column.metadata or {}).items()}
@@ -196,7 +190,7 @@ def test_a_file_stays_until_the_answer_is_whole(runs: Path, tmp_path: Path) -> N
     assert result.exit_code != 0
     assert [(left.name, left.read_text()) for left in tmp_path.iterdir()] == [("a.csv", "old")]
     (tmp_path / "link.csv").symlink_to(file)
-    call(runs, "SELECT 1 AS a", "-o", str(tmp_path / "link.csv"))
+    printed("query", runs, "SELECT 1 AS a", "-o", str(tmp_path / "link.csv"))
     assert file.read_text() == "a\n1\n"
     assert (tmp_path / "link.csv").is_symlink()
 
@@ -209,9 +203,9 @@ def test_queries_come_from_files_and_stdin(runs: Path, tmp_path: Path) -> None:
     # With a byte order mark, as editors on Windows write it.
     file.write_text("-- how many\nSELECT count(*) AS n FROM heads;\n", encoding="utf-8-sig")
     for arguments in ((str(file),), (f"@{file}",), ("-f", str(file)), ("--file", str(file))):
-        assert call(runs, *arguments, "--format", "csv") == "n\n24\n"
+        assert printed("query", runs, *arguments, "--format", "csv") == "n\n24\n"
     for arguments in (("-",), ("-f", "-")):
-        answer = call(runs, *arguments, "--format", "csv", stdin="SELECT 2 AS a")
+        answer = printed("query", runs, *arguments, "--format", "csv", stdin="SELECT 2 AS a")
         assert answer == "a\n2\n"
 
 
@@ -223,11 +217,17 @@ headcount = partial(Command, environment=os.environ, directory=ROOT)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("arguments", [("heads",), ("heads", "--format", "csv"), ()])
-def test_a_full_stdout_is_one_line(runs: Path, arguments: tuple[str, ...]) -> None:
-    ended = headcount("query", runs, *arguments, stdout=Path("/dev/full")).ended()
-    message = "error: stdout: cannot be written (No space left on device)\n"
-    assert (ended.code, ended.stderr) == (2, message)
+@pytest.mark.parametrize(("words", "message"), [
+    *((f"query . {words}", "stdout: cannot be written (No space left on device)")
+      for words in ("heads", "heads --format csv", "")),
+    *((words, "No space left on device, on the disk or in the file that stdout goes to; …")
+      for words in ("list .", "status run_id=a-1")),
+])  # fmt: skip
+def test_a_full_stdout_is_one_line(runs: Path, words: str, message: str) -> None:
+    full = Path("/dev/full")
+    ended = Command(*words.split(), environment=os.environ, directory=runs, stdout=full).ended()
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith(f"error: {message.rstrip('…')}")
 
 
 @pytest.mark.parametrize("answer_format", ["table", "csv", "json"])
@@ -284,7 +284,7 @@ def test_markdown_is_a_table_that_no_text_can_leave(runs: Path, tmp_path: Path) 
         "'two' || chr(10) || 'lines' AS t"
     )
     path = tmp_path / "answer.md"
-    call(runs, query, "-o", str(path))
+    printed("query", runs, query, "-o", str(path))
     assert path.read_text().splitlines() == [
         "| n\\|m | s | x | y | l | t |",
         "|---|---|---:|---|---|---|",

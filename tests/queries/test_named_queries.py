@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import shlex
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from docs.pages import answers_by_query
-from headcount import app
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.mistakes import SqlMistake
-from headcount.queries.ask.named_queries import QUERIES, read_queries
-from headcount.queries.ask.text_tables import write_table
 from headcount.schemas.errors import QueryError
-from tests import ROOT
-from tests.pages.page_commands import FileToSave, follow, same_output, steps_of
+from tests.toys.commands import printed
 from tests.toys.toy_runs import Cell, Row, write_run
 
 LAYERS, HEADS, SEQUENCES = 2, 6, 9
@@ -198,12 +190,9 @@ def test_contrasts_of_parts_inputs_and_models(database: RunDatabase) -> None:
         assert fixed.items() <= row.items()
         found = [row["difference"], row["standard_error"], row["z"]]
         assert found == pytest.approx(welch(values(run)[1, 4, 1:], values("a-1")[1, 4, 1:]))
-    with pytest.raises(QueryError, match=r"^compare: expected pile_set_name, input_family, model"):
-        compared("compare := 'seed'")
 
 
 def ranks(numbers: np.ndarray) -> np.ndarray:
-    """Ranks from 1. Equal numbers have the mean of their ranks."""
     return np.array([(numbers < x).sum() + ((numbers == x).sum() + 1) / 2 for x in numbers])
 
 
@@ -233,52 +222,15 @@ def test_uniform_baselines_are_one_row_per_statistic(database: RunDatabase) -> N
 # Parameters
 
 
-def headcount(*words: str) -> tuple[int, str, str]:
-    try:
-        result = CliRunner().invoke(app, words, catch_exceptions=False)
-    except QueryError as error:
-        return 2, "", str(error)
-    return result.exit_code, result.stdout, result.stderr
-
-
 def test_parameters_on_the_command_line_and_in_sql_are_the_same(path: Path) -> None:
-    words = ("query", str(path), "outliers", "--statistic=entropy", "--k", "1")
     options = ("--limit", "3", "--format", "csv")
-    code, out, _ = headcount(*words, *options)
-    sql = "FROM outliers(statistic := 'entropy', k := 1)"
-    assert (code, out) == headcount("query", str(path), sql, *options)[:2]
+    out = printed("query", path, "outliers", "--statistic=entropy", "--k", "1", *options)
+    assert out == printed("query", path, "FROM outliers(statistic := 'entropy', k := 1)", *options)
     assert out.count("\n") == 4
-    code, out, _ = headcount("query", str(path), "outliers", "--help")
-    assert code == 0
+    out = printed("query", path, "outliers", "--help")
     assert "--k WHOLE NUMBER  How many sequences of each head, at either end. (default 3)" in out
     assert "In SQL: FROM outliers(statistic := 'sink_mass', k := 3)" in out
-    assert "RUNS" in headcount("query", "--help")[1]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["outliers", "--k", "many"], "--k: expected WHOLE NUMBER, got 'many'"),
-        (["outliers", "--k"], "--k: expected a value after it"),
-        (["outliers", "--k", "1", "--k", "2"], "--k: is given twice"),
-        (["outliers", "--kk", "1"], "--kk: did you mean --k? It takes: --statistic, --k"),
-        (["outliers", "--statistik", "a"], "--statistik: did you mean --statistic?"),
-        (["outliers", "--statistic", "entrop"], "statistic 'entrop': did you mean 'entropy'"),
-        (["outliers", "--statistic", "key_norm"], "was not measured in these runs; add 'key_norm'"),
-        (["ranking", "--ascending", "1"], "--ascending: expected true|false, got '1'"),
-        (["by_head", "--threshold", "1"], "query 'by_head' has no parameter --threshold"),
-        (["by_head", "--limt", "1"], "unknown option --limt: did you mean --limit"),
-        (["SELECT 1", "--k", "1"], "unknown option --k; only named queries take parameters"),
-        (["SELECT", "1"], "expected one query, got also '1'"),
-        (["FROM outliers(kk := 3)"], "unknown parameter of outliers 'kk': … Known: k, statistic"),
-        (["FROM outliers(k := 'x')"], "expected values of the types (statistic VARCHAR"),
-    ],
-)  # fmt: skip
-def test_mistakes_in_parameters_are_one_line(path: Path, words: list[str], message: str) -> None:
-    code, out, error = headcount("query", str(path), *words)
-    assert (code, out) == (2, "")
-    assert error.count("\n") == 0
-    assert all(part in error for part in message.split(" … ")), error
+    assert "RUNS" in printed("query", "--help")
 
 
 def test_a_parameter_without_a_default_must_be_given(path: Path, tmp_path: Path) -> None:
@@ -296,7 +248,7 @@ def test_a_parameter_without_a_default_must_be_given(path: Path, tmp_path: Path)
         open_runs(path, queries=tmp_path)
 
 
-def test_a_mistake_points_at_its_place(database: RunDatabase, path: Path) -> None:
+def test_a_mistake_points_at_its_place(database: RunDatabase) -> None:
     for sql, pointer in {
         "SELECT lyer FROM heads": "SELECT lyer FROM heads\n       ^^^^",
         "SELECT 1\nFROM heads h\nWHERE h.lyer = 1": "WHERE h.lyer = 1\n      ^^^^^^",
@@ -308,32 +260,3 @@ def test_a_mistake_points_at_its_place(database: RunDatabase, path: Path) -> Non
         with pytest.raises(SqlMistake) as mistake:
             list(run_query(database.connection, sql).rows())
         assert mistake.value.pointer == pointer
-    with pytest.raises(SqlMistake):
-        CliRunner().invoke(app, ["query", str(path), "FROM headz"], catch_exceptions=False)
-
-
-@pytest.mark.long
-def test_the_answers_of_the_page_are_right_and_every_query_can_be_asked(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "reference" / "queries.md").read_text(encoding="utf-8")
-    queries = read_queries(QUERIES)
-    assert len(answers_by_query(page).keys() & queries.keys()) >= 10
-    database: RunDatabase | None = None
-    tutorial = (ROOT / "docs" / "guide" / "tutorial.md").read_text(encoding="utf-8")
-    files = [step for step in steps_of(tutorial) if isinstance(step, FileToSave)]
-    for step in [*files, *steps_of(page)]:
-        if isinstance(step, FileToSave) or step.output is None:
-            follow(step, tmp_path)
-            continue
-        # The runs are opened once. As a command, every query would open them anew.
-        database = database or open_runs(tmp_path / "examples")
-        (command,) = step.commands
-        *_, query = shlex.split(command)
-        printed = io.StringIO()
-        write_table(run_query(database.connection, query), printed)
-        advice = "if this is right: python -m tests.pages.page_commands docs/reference/queries.md"
-        assert same_output(step.output, printed.getvalue()), f"{printed.getvalue()}\n{advice}"
-    assert database is not None
-    for name, query in queries.items():
-        # These two compare runs on one family of input.
-        is_empty = not database.rows(f"{query.call({})} LIMIT 1")
-        assert is_empty == (name in ("run_changes", "seed_agreement")), name

@@ -20,8 +20,6 @@ from headcount.queries.ask.named_queries import QUERIES, read_queries
 from headcount.queries.ask.prompt import completions
 from tests.toys.toy_runs import write_run
 
-COMMAND = [sys.executable, "-m", "headcount", "query"]
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,17 +33,14 @@ def database(path: Path) -> RunDatabase:
     return open_runs(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("rank", ["ranking"]),
-        ("ranking --as", ["--ascending"]),
-        ("SELECT mean_si", []),
-        ("SELECT sink_", ["sink_mass", "sink_heads", "sink_values"]),
-        ("FROM by_head WHERE mean_s", ["mean_sink_mass"]),
-        ("ex", ["exit"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("rank", ["ranking"]),
+    ("ranking --as", ["--ascending"]),
+    ("SELECT mean_si", []),
+    ("SELECT sink_", ["sink_mass", "sink_heads", "sink_values"]),
+    ("FROM by_head WHERE mean_s", ["mean_sink_mass"]),
+    ("ex", ["exit"]),
+])  # fmt: skip
 def test_names_are_completed(database: RunDatabase, text: str, expected: list[str]) -> None:
     assert [name for name, _ in completions(text, database, read_queries(QUERIES))] == expected
 
@@ -73,9 +68,8 @@ def test_a_terminal_completes_and_remembers(path: Path, tmp_path: Path) -> None:
         # Nobody here tells where the cursor is. The prompt would wait two seconds for that.
         "PROMPT_TOOLKIT_NO_CPR": "1",
     }
-    process = subprocess.Popen(
-        [*COMMAND, str(path), "--interactive"], stdin=end, stdout=end, stderr=end, env=environment
-    )
+    command = [sys.executable, "-m", "headcount", "query", str(path), "--interactive"]
+    process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment)
     os.close(end)
     try:
         read_until(terminal, "headcount>")

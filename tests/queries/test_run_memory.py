@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from headcount.schemas.files import places
 from headcount.schemas.files.commits import read_commit
 from headcount.schemas.files.places import Place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory
-from tests.s3.s3_server import S3Server
+from tests.toys.object_stores import copied_to_store, object_store
 from tests.toys.toy_runs import data_file, local, write_run
 
 TICK = 0.1
@@ -75,13 +76,6 @@ def commit_anew(file: Place) -> None:
     other = commit.model_copy(update={"tokens": tokens}).model_dump_json()
     assert len(other) == len(commit.model_dump_json())
     write_whole(file, other.encode())
-
-
-def copied(run: RunDirectory, to: RunDirectory) -> None:
-    """Write every file of a run to another place."""
-    for file in sorted(local(run.path).rglob("*.*")):
-        if file.is_file():
-            write_whole(to.path / str(file.relative_to(local(run.path))), file.read_bytes())
 
 
 @pytest.mark.usefixtures("short_tick")
@@ -166,20 +160,16 @@ def test_a_commit_in_the_same_tick_of_a_coarse_clock_is_seen(looks: Looks) -> No
 def test_a_run_without_commits_is_seen_to_begin(tmp_path: Path) -> None:
     looks = Looks(toy_run(tmp_path, commit=[]), RunMemory())
     assert len(looks.settle().commit_log) == 0
-    copied(toy_run(tmp_path / "b"), looks.directory)
+    other = local(toy_run(tmp_path / "b").path)
+    shutil.copytree(other, local(looks.directory.path), dirs_exist_ok=True)
     assert len(looks.look().commit_log) == 4
     assert looks.settle().damaged == []
 
 
 @pytest.mark.long
 def test_in_a_store_each_commit_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local_run = toy_run(tmp_path)
-    with S3Server() as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        places._filesystem.cache_clear()
-        directory = RunDirectory.of("s3://bucket/runs", "a-1")
-        copied(local_run, directory)
+    with object_store(monkeypatch) as server:
+        directory = RunDirectory(copied_to_store(toy_run(tmp_path), "s3://bucket/runs"))
         looks = Looks(directory, RunMemory())
         file = directory.commit_file(2)
         for _ in range(4):
@@ -192,7 +182,6 @@ def test_in_a_store_each_commit_is_seen(tmp_path: Path, monkeypatch: pytest.Monk
         assert len(server.requests()) == 4
         commit_anew(file)
         looks.look()
-    places._filesystem.cache_clear()
 
 
 @pytest.mark.usefixtures("short_tick")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +22,6 @@ N_CTX = 9
 
 
 class Measured(NamedTuple):
-    """A measured run among others."""
-
     database: RunDatabase
     tokens: Array
     """`[sequence pos]`."""
@@ -67,23 +64,24 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> RunDatabase:
     return open_runs(path)
 
 
-def save_models(path: Path) -> list[Path]:
-    """A toy GPT-2, and one that differs in the size of a coordinate."""
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """Runs with curves, profiles, predictions and weight statistics, of a toy GPT-2 and of one that
+    differs in the size of a coordinate.
+    """
 
     def enlarge(weights: dict[str, torch.Tensor]) -> None:
         weights["transformer.wpe.weight"][0, 5] = 90
         weights["transformer.h.0.mlp.c_proj.weight"][:] = 0
 
-    model = toy.save_model(path / "gpt2", toy.gpt2())
-    return [model, toy.copy_of(model, path / "other", lambda to: toy.change_weights(to, enlarge))]
-
-
-def measure(path: Path, models: list[Path]) -> None:
-    """Runs with curves, profiles, predictions and weight statistics."""
+    path = tmp_path_factory.mktemp("measured")
+    model = toy.save_model(path / "models" / "gpt2", toy.gpt2())
+    other = path / "models" / "other"
+    toy.copy_of(model, other, lambda to: toy.change_weights(to, enlarge))
     profiles = ("attention_by_pair", "attention_received_by_key", "sink_resid_post_by_dimension")
-    for model in models:
+    for each in (model, other):
         fields = {
-            "model": str(model), "out": str(path), "n_ctx": N_CTX, "sequences": 5,
+            "model": str(each), "out": str(path / "runs"), "n_ctx": N_CTX, "sequences": 5,
             "sequences_per_shard": 2, "bos": False,
             "input": {"family": "uniform_random", "high": 7},
             "statistics": ["sink_mass", "entropy", "resid_post_spread", "resid_post_spread_share"],
@@ -91,24 +89,8 @@ def measure(path: Path, models: list[Path]) -> None:
             "curves": ["attention_received_by_key", "sink_attention_by_query"],
             "weight_statistics": ["key_composition", "first_effective_position"],
         }  # fmt: skip
-        measure_here(fields, model.name)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return save_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def measured_runs(tmp_path_factory: pytest.TempPathFactory, models: list[Path]) -> RunDatabase:
-    path = tmp_path_factory.mktemp("measured")
-    measure(path, models)
-    return open_runs(path)
-
-
-@pytest.fixture(scope="module")
-def measured(measured_runs: RunDatabase, models: list[Path]) -> Measured:
-    database, model = measured_runs, models[0]
+        measure_here(fields, each.name)
+    database = open_runs(path / "runs")
     sql = "SELECT tokens FROM sequences WHERE run_id[:4] = 'gpt2' ORDER BY sequence"
     tokens = np.array([tokens for (tokens,) in database.rows(sql)])
     gpt2: Any = GPT2LMHeadModel.from_pretrained(model, attn_implementation="eager").eval()
@@ -118,8 +100,8 @@ def measured(measured_runs: RunDatabase, models: list[Path]) -> Measured:
 
 
 @pytest.mark.parametrize("sql", SQL_EXAMPLES, ids=lambda sql: sql.split("\n")[0][:50])
-def test_examples_mix_nothing(database: RunDatabase, measured_runs: RunDatabase, sql: str) -> None:
-    runs = database if sql in OF_STATISTICS else measured_runs
+def test_examples_mix_nothing(database: RunDatabase, measured: Measured, sql: str) -> None:
+    runs = database if sql in OF_STATISTICS else measured.database
     answer = run_query(runs.connection, sql)
     rows = list(answer.rows())
     assert rows

@@ -61,8 +61,6 @@ Values = dict[tuple[str, str, int, int], np.ndarray]
 
 
 class Measured(NamedTuple):
-    """What a run has in its rows."""
-
     documents: np.ndarray
     parts: np.ndarray
     losses: np.ndarray
@@ -96,7 +94,6 @@ def check(record: dict[str, Any], values: Any, of_documents: Any) -> None:
 
 
 def check_views(plan: Plan, measured: Measured) -> None:
-    """All views of statistics say what numpy says."""
     database = open_runs(plan.run.path)
     documents, parts, _, values = measured
 
@@ -126,10 +123,17 @@ def check_views(plan: Plan, measured: Measured) -> None:
 
 
 def check_pages(plan: Plan, measured: Measured) -> None:
-    """The report, the cards and the explorer say what numpy says."""
-    check_explorer(plan, measured)
+    documents, parts, _, values = measured
+    ask = Asker(Path(str(plan.run.path)))
+    ask.run_id = plan.run.run_id
+    place = {"layer": 1, "head": 3}
+    for row in ask("card", head=place)["rows"]:
+        check(row, values["none", row["statistic"], 1, 3], documents)
+    for row in ask("subsets", head=place, statistic="sink_mass")["rows"]:
+        is_here = parts == (row["subset"] or "")
+        check(row, values["none", "sink_mass", 1, 3][is_here], documents[is_here])
+    ask.engine.close()
     database = open_runs(plan.run.path)
-    documents, _, _, values = measured
     (run,) = runs_by_id(database).values()
     for intervention in INTERVENTIONS:
         section = read_section(database, run, intervention)
@@ -145,26 +149,9 @@ def check_pages(plan: Plan, measured: Measured) -> None:
     assert (card.standard_error, card.documents) == expected
 
 
-def check_explorer(plan: Plan, measured: Measured) -> None:
-    """The explorer's queries say what numpy says."""
-    documents, parts, _, values = measured
-    ask = Asker(Path(str(plan.run.path)))
-    ask.run_id = plan.run.run_id
-    place = {"layer": 1, "head": 3}
-    for row in ask("card", head=place)["rows"]:
-        check(row, values["none", row["statistic"], 1, 3], documents)
-    for row in ask("subsets", head=place, statistic="sink_mass")["rows"]:
-        is_here = parts == (row["subset"] or "")
-        check(row, values["none", "sink_mass", 1, 3][is_here], documents[is_here])
-    ask.engine.close()
-
-
-def test_rows_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> None:
-    check_views(plan, measured)
-
-
-def test_pages_of_rows_have_the_errors_of_numpy(plan: Plan, measured: Measured) -> None:
-    check_pages(plan, measured)
+@pytest.mark.parametrize("check_all", [check_views, check_pages])
+def test_rows_give_the_errors_of_numpy(plan: Plan, measured: Measured, check_all: Any) -> None:
+    check_all(plan, measured)
 
 
 @pytest.mark.long

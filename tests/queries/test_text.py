@@ -22,6 +22,7 @@ from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.run_model import RunModel
 from tests.toys import toy_models as toy
+from tests.toys.commands import printed
 from tests.toys.runs_here import measure_here
 
 TEXTS = "text\nHello there!\x1b[2J and on it goes\nDer Bär ißt große Äpfel heute\n"
@@ -42,20 +43,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def call(*arguments: str | Path) -> str:
-    """What a command prints on stdout."""
-    words = [str(argument) for argument in arguments]
-    result = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
 def run_of(home: Path) -> Path:
     return next((home / "runs").glob("run_id=*"))
 
 
 def test_a_sequence_reads_as_its_text_without_control_characters(home: Path) -> None:
-    lines = call("text", run_of(home), "0", "--width", "24").splitlines()
+    lines = printed("text", run_of(home), "0", "--width", "24").splitlines()
     assert re.match(r"sequence 0 of texts-\w+; 20 tokens; .*texts\.csv, row 0, ", lines[0])
     assert lines[1] == ""
     # The escape of the text would clear a terminal.
@@ -68,16 +61,16 @@ def test_a_sequence_reads_as_its_text_without_control_characters(home: Path) -> 
 
 def test_a_query_decodes_tokens(home: Path) -> None:
     sql = "SELECT sequence, tokens FROM sequences WHERE intervention = 'none' ORDER BY ALL"
-    text = call("query", home / "runs", sql, "--text", "--format", "json")
+    text = printed("query", home / "runs", sql, "--text", "--format", "json")
     assert '"Hello there!\\u001b[2J and"' in text
     assert '"Der Bär ißt große' in text
-    call("query", home / "runs", sql, "--text", "-o", home / "texts.parquet")
+    printed("query", home / "runs", sql, "--text", "-o", home / "texts.parquet")
     exported = pq.read_table(home / "texts.parquet")["tokens"].to_pylist()
     assert exported == ["Hello there!\x1b[2J and", "Der Bär ißt große"]
 
 
 def test_a_part_of_a_character_is_its_bytes(home: Path) -> None:
-    assert "|B|\\xc3|\\xa4|r|" in call("text", run_of(home), "1")
+    assert "|B|\\xc3|\\xa4|r|" in printed("text", run_of(home), "1")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +78,7 @@ def test_a_part_of_a_character_is_its_bytes(home: Path) -> None:
 )
 def test_the_keys_of_a_head_are_of_its_pattern(home: Path, intervention: str, head: int) -> None:
     words = ("--head", f"L0H{head}", "--intervention", intervention)
-    lines = call("text", run_of(home), "1", *words).splitlines()
+    lines = printed("text", run_of(home), "1", *words).splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("pos "))
     pattern = whole_pattern(home, intervention)[head]
     look_lines = lines[header + 1 :]
@@ -131,9 +124,9 @@ def test_a_model_that_moved_is_named_and_another_is_refused(home: Path, tmp_path
     manifest = run / "manifest.json"
     manifest.write_text(manifest.read_text().replace(str(home / "bytes"), "/nowhere/bytes"))
     with pytest.raises(HeadcountError, match="no such directory; --model PATH says where"):
-        call("text", run, "0", "--head", "L0H0")
-    shown = call("text", run, "0", "--model", moved / "bytes")
-    assert shown.endswith(call("text", run_of(home), "0").partition("\n")[2])
+        printed("text", run, "0", "--head", "L0H0")
+    shown = printed("text", run, "0", "--model", moved / "bytes")
+    assert shown.endswith(printed("text", run_of(home), "0").partition("\n")[2])
     other = toy.save_byte_model(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     toy.write_config(other, config | {"layer_norm_epsilon": 0.5})

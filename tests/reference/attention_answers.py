@@ -10,12 +10,12 @@ from torch import Tensor
 
 # Names of types alone: the reference runs nothing that it checks.
 if TYPE_CHECKING:
-    from headcount.workers.engine.kernel.sweep_kernel import PairLabels
+    from headcount.workers.engine.token_pairs import TokenPairs
     from headcount.workers.model.attention_facts import AttentionFacts
 
 
 def defined_answers(
-    q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts, labels: Sequence[PairLabels]
+    q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts, labels: Sequence[TokenPairs]
 ) -> dict[str, Tensor]:
     """z, log-sum-exp, distance, entropy and each mass from its definition, in float64."""
     n_ctx, group = q.shape[2], q.shape[1] // k.shape[1]
@@ -44,11 +44,11 @@ def defined_answers(
         "distance": (pattern * behind).sum(-1),
         "entropy": -torch.xlogy(pattern, pattern).sum(-1),
     }
-    for i, (query_label, key_label, lag) in enumerate(labels):
+    for i, pairs in enumerate(labels):
         member = (
-            (query_label[:, :, None] == key_label[:, None, :])
-            & (key_label >= 0)[:, None]
-            & (behind >= lag)
+            (pairs.query_label[:, :, None] == pairs.key_label[:, None, :])
+            & (pairs.key_label >= 0)[:, None]
+            & (behind >= pairs.lag)
         )
         answers[f"mass {i}"] = (pattern * member[:, None]).sum(-1)
     return answers

@@ -29,7 +29,6 @@ REPLICATIONS = replications()
 
 
 def measured(name: str, out: Path, *overrides: str) -> RunDatabase:
-    """The runs of a replication."""
     # The model is loaded once for all scans.
     models = KnownModels()
     plans = plan_replication(REPLICATIONS[name], MODEL, str(out), overrides, models=models)

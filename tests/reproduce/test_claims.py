@@ -30,34 +30,26 @@ def test_the_page_counts_every_claim_and_lists_every_replication() -> None:
     assert re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE) == [*replications()]
 
 
-@pytest.mark.parametrize(
-    ("answer", "problem"),
-    [
-        ('shown_by = ["previous_token: L0H0, total"]', ""),
-        ('left_out = "needs a training run"\nreason = "training"', ""),
-        ('covered_by = "the mean of sink_mass"', ""),
-        ('shown_by = ["previous_tokens: L0H0"]', "there is no replication 'previous_tokens'"),
-        ('shown_by = ["previous_token: L9H0"]', "has a name that begins with 'L9H0'"),
-        ('covered_by = "nothing of ours"', "names no column, intervention, input or view"),
-    ],
-)
-def test_a_claim_of_what_is_not_there_is_a_line(tmp_path: Path, answer: str, problem: str) -> None:
+@pytest.mark.parametrize(("answer", "problem"), [
+    ('shown_by = ["previous_token: L0H0, total"]', ""),
+    ('left_out = "needs a training run"\nreason = "training"', ""),
+    ('covered_by = "the mean of sink_mass"', ""),
+    ('shown_by = ["previous_tokens: L0H0"]', "there is no replication 'previous_tokens'"),
+    ('shown_by = ["previous_token: L9H0"]', "has a name that begins with 'L9H0'"),
+    ('covered_by = "nothing of ours"', "names no column, intervention, input or view"),
+    ("", "expected shown_by, covered_by or left_out"),
+    ('left_out = "needs a training run"', "expected left_out and its reason"),
+    ('shown_by = ["previous_token"]', "expected 'REPLICATION: beginning of a name'"),
+])  # fmt: skip
+def test_a_claim_of_what_is_not_there_or_without_an_answer_is_a_line(
+    tmp_path: Path, answer: str, problem: str
+) -> None:
     file = tmp_path / "own.toml"
     file.write_text(f'source = "s"\n[[claim]]\ntext = "It is so."\n{answer}\n')
-    lines = stated_claims.problems(tmp_path)
+    try:
+        lines = stated_claims.problems(tmp_path)
+        assert all(line.startswith("own.toml: 'It is so.'") for line in lines)
+    except ScanError as error:
+        lines = str(error).splitlines()
     assert len(lines) == (1 if problem else 0)
-    assert all(problem in line and line.startswith("own.toml: 'It is so.'") for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("answer", "error"),
-    [
-        ("", "expected shown_by, covered_by or left_out"),
-        ('left_out = "needs a training run"', "expected left_out and its reason"),
-        ('shown_by = ["previous_token"]', "expected 'REPLICATION: beginning of a name'"),
-    ],
-)
-def test_a_claim_without_an_answer_is_refused(tmp_path: Path, answer: str, error: str) -> None:
-    (tmp_path / "own.toml").write_text(f'source = "s"\n[[claim]]\ntext = "It is so."\n{answer}\n')
-    with pytest.raises(ScanError, match=error):
-        stated_claims.sources(tmp_path)
+    assert all(problem in line for line in lines)

@@ -189,16 +189,13 @@ def test_no_figure_passes_that_must_not(name: str, runs: ControlRuns) -> None:
     assert len(controls.unmeasured) == UNMEASURED.get(name, 0), controls.unmeasured
 
 
-@pytest.mark.parametrize(
-    ("scale", "tolerance", "expected"),
-    [
-        # The difference of two values has √2 times their standard error.
-        ("absolute", 2.5758 * math.sqrt(2) * 0.1, 0.99),
-        ("absolute", math.sqrt(2) * 0.1, 0.683),
-        ("relative", math.sqrt(2) * 0.1, 0.683),
-        ("log10", math.sqrt(2) * 0.1 / math.log(10), 0.683),
-    ],
-)
+@pytest.mark.parametrize(("scale", "tolerance", "expected"), [
+    # The difference of two values has √2 times their standard error.
+    ("absolute", 2.5758 * math.sqrt(2) * 0.1, 0.99),
+    ("absolute", math.sqrt(2) * 0.1, 0.683),
+    ("relative", math.sqrt(2) * 0.1, 0.683),
+    ("log10", math.sqrt(2) * 0.1 / math.log(10), 0.683),
+])  # fmt: skip
 def test_the_share_of_right_models_that_pass(scale: str, tolerance: float, expected: float) -> None:
     published = PublishedValue("p", 1.0, tolerance, scale, standard_error=0.1)  # type: ignore[arg-type]
     assert passing_share(published) == pytest.approx(expected, abs=0.01)

@@ -48,16 +48,13 @@ def test_no_claim_compares_a_quotient_by_a_spread() -> None:
 # Sinks
 
 
-@pytest.mark.parametrize(
-    ("alpha", "cosine", "expected"),
-    [
-        # The cosine is NULL in models with rotary positions.
-        ("0.0", "NULL", [(0, False), ("rotary", 0, True), (0, False)]),
-        ("0.0", "0.5", [(0, False), ("learned absolute", 0, False), (0, False)]),
-        ("SINKS", "NULL", [(100, True), ("rotary", 100, False), (100, True)]),
-        ("SINKS", "0.5", [(100, True), ("learned absolute", 100, True), (100, True)]),
-    ],
-)
+@pytest.mark.parametrize(("alpha", "cosine", "expected"), [
+    # The cosine is NULL in models with rotary positions.
+    ("0.0", "NULL", [(0, False), ("rotary", 0, True), (0, False)]),
+    ("0.0", "0.5", [(0, False), ("learned absolute", 0, False), (0, False)]),
+    ("SINKS", "NULL", [(100, True), ("rotary", 100, False), (100, True)]),
+    ("SINKS", "0.5", [(100, True), ("learned absolute", 100, True), (100, True)]),
+])  # fmt: skip
 def test_sink_rates_of_one_token_depend_on_the_kind_of_positions_and_no_sinks_show_nothing(
     alpha: str, cosine: str, expected: list[tuple[Any, ...]]
 ) -> None:
@@ -194,9 +191,6 @@ def test_the_published_heads_have_the_roles_that_were_published() -> None:
     ]
 
 
-STRONGEST = "SELECT 1 AS layer, 6 AS head"
-
-
 def recency(slope: float, exponents: tuple[float, ...] = (-0.5,)) -> duckdb.DuckDBPyConnection:
     """The views of `recency_bias` on a last row that rises by `slope` from key to key, in every
     intervention, and on outputs of layer 0 that shrink with these exponents.
@@ -207,7 +201,7 @@ def recency(slope: float, exponents: tuple[float, ...] = (-0.5,)) -> duckdb.Duck
     return opened(
         "recency_bias",
         ("last_row", "recency", "tokens_alone", "shrinking"),
-        strongest=STRONGEST,
+        strongest="SELECT 1 AS layer, 6 AS head",
         interventions=f"SELECT unnest({interventions}) AS intervention",
         replication_profiles=f"""
             SELECT 'random-50' AS scan, intervention, 1 AS layer, 6 AS head,

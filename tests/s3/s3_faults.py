@@ -6,6 +6,7 @@ parses HTTP. A fault decides what becomes of a request, and may close the connec
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -13,12 +14,10 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from io import BytesIO
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import unquote
@@ -27,7 +26,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.wrappers import Request, Response
 
-from tests.s3.s3_server import CONTROL, PAST_FAULTS, Action, Rule
+from tests.s3.s3_server import CONTROL, Action, Rule
 from tests.s3.s3_server import Request as LoggedRequest
 
 if TYPE_CHECKING:
@@ -36,18 +35,12 @@ if TYPE_CHECKING:
 ERROR_CODES = {403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError", 503: "SlowDown"}
 
 
-@dataclass
 class LiveRule:
     """A rule, and how often it has matched and fired."""
 
-    rule: Rule
-    matched: int = 0
-    fired: int = 0
-    random: random.Random = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.rule.seed)
-        re.compile(self.rule.path)
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.matched, self.fired = rule, 0, 0
+        self.random = random.Random(rule.seed)
 
     def fires(self, method: str, path: str) -> bool:
         """Whether the rule takes this request. Counts it."""
@@ -72,53 +65,32 @@ class FaultyApplication:
         self.lock = threading.Lock()
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        target = unquote(environ["REQUEST_URI"])
-        if target == CONTROL:
-            return self.control(environ, start_response)
-        if f"HTTP_{PAST_FAULTS.upper().replace('-', '_')}" in environ:
-            return self.application(environ, start_response)
-        method = environ["REQUEST_METHOD"]
-        return self.answer(method, target, self.action_for(method, target), environ, start_response)
-
-    def action_for(self, method: str, target: str) -> Action:
-        """What the first rule that fires does; nothing if none fires."""
-        with self.lock:
-            for live_rule in self.live_rules:
-                if live_rule.fires(method, target):
-                    return live_rule.rule.action
-        return {}
-
-    def answer(
-        self,
-        method: str,
-        target: str,
-        action: Action,
-        environ: WSGIEnvironment,
-        start_response: StartResponse,
-    ) -> Iterable[bytes]:
-        """Answer one request, with the fault of an action."""
-        fault = " ".join(f"{key} {value}" for key, value in action.items())
-        connection: socket.socket = environ["werkzeug.socket"]
-
+        """Answer one request, with the fault of the first rule that fires."""
+        method, target = environ["REQUEST_METHOD"], unquote(environ["REQUEST_URI"])
         # The request arrives whole before anything happens to it: a client that is killed now has
-        # sent it all.
-        body = read_body(environ)
+        # sent it all. Its body may come in chunks.
+        body = Request(environ).get_data()
         environ["wsgi.input"] = BytesIO(body)
         environ["CONTENT_LENGTH"] = str(len(body))
+        if target == CONTROL:
+            return self.changed(**json.loads(body))(environ, start_response)
+        with self.lock:
+            firing = (rule.rule for rule in self.live_rules if rule.fires(method, target))
+            action = next((rule.action for rule in firing), Action())
 
         time.sleep(action.get("delay", 0))
-        if action.get("when") != "after":
-            carry_out(action)
+        for pid in action.get("kill", []):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        connection: socket.socket = environ["werkzeug.socket"]
         if "status" in action or action.get("cut") == "before":
-            self.log.append(LoggedRequest(method, target, 0, fault))
+            self.log.append(LoggedRequest(method, target, 0))
             if "status" not in action:
                 cut_connection(connection)
             return error_response(action["status"])(environ, start_response)
 
         response = Response.from_app(self.application, environ, buffered=True)
-        if action.get("when") == "after":
-            carry_out(action)
-        self.log.append(LoggedRequest(method, target, response.status_code, fault))
+        self.log.append(LoggedRequest(method, target, response.status_code))
         if action.get("cut") == "after":
             cut_connection(connection)
         if "cut_body" in action:
@@ -126,33 +98,13 @@ class FaultyApplication:
             return cut_off(response.get_data(), action["cut_body"], connection)
         return response(environ, start_response)
 
-    def control(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """Make the changes that a request asks for, and answer with the state of the rules."""
-        try:
-            change = json.loads(read_body(environ) or b"{}")
-            if "rules" in change:
-                self.live_rules = [LiveRule(Rule(**rule)) for rule in change["rules"]]
-        except (ValueError, TypeError, re.error) as error:
-            return Response(str(error), 400)(environ, start_response)
-        self.log = change.get("log", self.log)
-        state = {"fired": [live_rule.fired for live_rule in self.live_rules], "log": self.log}
-        return Response(json.dumps(state))(environ, start_response)
-
-
-def read_body(environ: WSGIEnvironment) -> bytes:
-    """The body of a request, of known length or in chunks."""
-    return Request(environ).get_data()
-
-
-def carry_out(action: Action) -> None:
-    """Kill and run what an action names."""
-    for pid in action.get("kill", []):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    if "run" in action:
-        subprocess.run(action["run"], shell=True, stdin=subprocess.DEVNULL, check=False)
+    def changed(self, rules: list[dict] | None = None, log: list | None = None) -> Response:
+        """Replace rules and log where a request asks for it, and answer with their state."""
+        if rules is not None:
+            self.live_rules = [LiveRule(Rule(**rule)) for rule in rules]
+        self.log = self.log if log is None else log
+        fired = [live_rule.fired for live_rule in self.live_rules]
+        return Response(json.dumps({"fired": fired, "log": self.log}))
 
 
 def cut_connection(connection: socket.socket) -> NoReturn:
@@ -169,10 +121,9 @@ def cut_off(body: bytes, length: int, connection: socket.socket) -> Iterator[byt
 
 def error_response(status: int) -> Response:
     """An error as S3 words it."""
-    code = ERROR_CODES.get(status, "InternalError")
     body = (
         '<?xml version="1.0" encoding="UTF-8"?>\n'
-        f"<Error><Code>{code}</Code><Message>injected</Message></Error>"
+        f"<Error><Code>{ERROR_CODES[status]}</Code><Message>injected</Message></Error>"
     )
     return Response(body, status, content_type="application/xml")
 
@@ -183,27 +134,17 @@ class Handler(WSGIRequestHandler):
     disable_nagle_algorithm = True
 
 
-def run_server(listener: socket.socket) -> None:
-    """Serve S3 until killed."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    host, port = listener.getsockname()
-    application = FaultyApplication(DomainDispatcherApplication(create_backend_app))
-    make_server(
-        host, port, application, threaded=True, request_handler=Handler, fd=listener.fileno()
-    ).serve_forever()
-
-
 def end_with_parent() -> None:
-    """End this process when the one that started it is gone."""
-
-    def wait() -> None:
-        # Standard input is a pipe from the parent. It ends when the parent does, however it ended.
-        sys.stdin.buffer.read()
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=wait, daemon=True).start()
+    """Wait for the end of standard input: a pipe from the parent, which ends however it ends."""
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    run_server(socket.socket(fileno=int(sys.argv[1])))
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    host, port = listener.getsockname()
+    faulty = FaultyApplication(DomainDispatcherApplication(create_backend_app))
+    options = {"threaded": True, "request_handler": Handler, "fd": listener.fileno()}
+    make_server(host, port, faulty, **options).serve_forever()

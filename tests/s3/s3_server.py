@@ -13,16 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict
 
 from tests import ROOT
 
 CONTROL = "/_faults"
-PAST_FAULTS = "X-Past-Faults"
-"""A request with this header meets no fault and is not logged."""
-PATIENCE_SECONDS = 60.0
 SCOPE = "Credential=test/20260101/us-east-1/s3/aws4_request"
 UNCHECKED_SIGNATURE = {
     "Authorization": f"AWS4-HMAC-SHA256 {SCOPE}, SignedHeaders=host, Signature=0"
@@ -35,11 +31,7 @@ class Action(TypedDict, total=False):
     delay: float
     """Seconds to hold the request back. It is carried out even if the client has left by then."""
     kill: list[int]
-    """Processes to end by SIGKILL."""
-    run: str
-    """A shell command to run to its end."""
-    when: Literal["before", "after"]
-    """Whether `kill` and `run` happen before the request is carried out (default) or after it."""
+    """Processes to end by SIGKILL before the request is carried out."""
     status: int
     """An error to answer with, as S3 words it. The request is not carried out."""
     cut: Literal["before", "after"]
@@ -48,7 +40,7 @@ class Action(TypedDict, total=False):
     """Close the connection after this many bytes of the answer's body."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rule:
     """Which requests fail, and how. If several rules would fire, the first one does, and the others
     do not count the request.
@@ -76,43 +68,31 @@ class Request(NamedTuple):
     """The decoded path and query."""
     status: int
     """Status after it was carried out; 0 if it was not."""
-    fault: str
-    """The action of the rule that fired, such as `cut after`, or nothing."""
 
 
 class S3Server:
     """A context manager for a server with one empty bucket, on a free port of this machine.
 
-    A server takes a second to start, so the next one of this process with the usual bucket is the
-    same, emptied.
+    A server takes a second to start, so the next one of this process is the same, emptied.
     """
 
-    idle: ClassVar[list[tuple[subprocess.Popen[bytes], int]]] = []
-    """Servers that wait for the next test, and their ports."""
-    port: int
+    idle: ClassVar[list[tuple[str, subprocess.Popen[bytes], int]]] = []
+    """Servers that wait for the next test, with their hosts and ports."""
 
-    def __init__(
-        self, bucket: str = "bucket", host: str = "127.0.0.1", rules: Sequence[Rule] = ()
-    ) -> None:
-        self.bucket = bucket
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.host = host
-        self._rules = rules
-        self._is_usual = (bucket, host) == ("bucket", "127.0.0.1")
 
     def __enter__(self) -> Self:
-        if self.idle and self._is_usual:
-            self._process, self.port = self.idle.pop()
-            self.request("POST", "/moto-api/reset", past_faults=True)
+        waiting = [server for server in self.idle if server[0] == self.host]
+        if waiting:
+            self.idle.remove(waiting[0])
+            _, self._process, self.port = waiting[0]
+            self.request("POST", "/moto-api/reset")
         else:
             self._start()
-        try:
-            status, body = self.request("PUT", f"/{self.bucket}", past_faults=True)
-            if status != 200:
-                raise RuntimeError(f"the bucket was refused: {status} {body!r}")
-            self.set_rules(*self._rules)
-        except BaseException:
-            self.__exit__()
-            raise
+        status, body = self.request("PUT", "/bucket")
+        assert status == 200, body
+        self.clear()
         return self
 
     def _start(self) -> None:
@@ -131,17 +111,12 @@ class S3Server:
             )
 
     def __exit__(self, *_: object) -> None:
-        if self._is_usual and self._process.poll() is None:
-            self.clear()
-            self.idle.append((self._process, self.port))
-            return
         try:
+            self.clear()
+            self.idle.append((self.host, self._process, self.port))
+        except OSError:
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
-        if self._process.stdin:
-            self._process.stdin.close()
+            self._process.wait()
 
     @property
     def url(self) -> str:
@@ -158,21 +133,11 @@ class S3Server:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes | Iterable[bytes] = b"",
-        headers: Mapping[str, str] | None = None,
-        past_faults: bool = False,
-    ) -> tuple[int, bytes]:
+    def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Status and body of the answer to a plain request on a connection of its own."""
-        all_headers = UNCHECKED_SIGNATURE | dict(headers or {})
-        if past_faults:
-            all_headers[PAST_FAULTS] = "yes"
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=PATIENCE_SECONDS)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:
-            connection.request(method, path, body=body, headers=all_headers)
+            connection.request(method, path, body=body, headers=UNCHECKED_SIGNATURE)
             response = connection.getresponse()
             return response.status, response.read()
         finally:
@@ -180,22 +145,21 @@ class S3Server:
 
     def set_rules(self, *rules: Rule) -> None:
         """Replace the rules, with fresh counts. The log continues."""
-        self._control("POST", {"rules": [asdict(rule) for rule in rules]})
+        self._control({"rules": [asdict(rule) for rule in rules]})
 
     def spent(self) -> list[int]:
         """How often each rule has fired."""
-        return self._control("GET")["fired"]
+        return self._control({})["fired"]
 
     def requests(self) -> list[Request]:
         """The requests since the log was emptied, in the order in which they ended."""
-        return [Request(*entry) for entry in self._control("GET")["log"]]
+        return [Request(*entry) for entry in self._control({})["log"]]
 
     def clear(self) -> None:
         """Drop the rules and empty the log."""
-        self._control("POST", {"rules": [], "log": []})
+        self._control({"rules": [], "log": []})
 
-    def _control(self, method: str, change: Any = None) -> Any:
-        status, body = self.request(method, CONTROL, json.dumps(change).encode() if change else b"")
-        if status != 200:
-            raise RuntimeError(f"the server answered {status}: {body.decode()}")
+    def _control(self, change: dict[str, Any]) -> Any:
+        status, body = self.request("POST", CONTROL, json.dumps(change).encode())
+        assert status == 200, body.decode()
         return json.loads(body)

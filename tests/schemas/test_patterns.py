@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_pattern import FusedPattern
-from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Swept
+from headcount.workers.engine.kernel.sweep_kernel import Swept
 from headcount.workers.engine.token_pairs import STORED_PER_QUERY, TokenPairs, find_matches
 from headcount.workers.model.attention_facts import AttentionFacts
 
@@ -76,16 +77,6 @@ def test_a_score_of_the_future_may_be_huge():
     assert pattern.received()[0, 0].tolist() == [0.5, 0.25, 1]
     assert pattern.row(1)[0, 0].tolist() == [0.5, 0.5, 0]
     assert pattern.rows(1)[0, 0, 0].tolist() == [0.5, 0.5, 0]
-
-
-def test_tiles_of_several_sequences_equal_tiles_of_one(monkeypatch: pytest.MonkeyPatch):
-    q, k, v, tokens = random_inputs(5, 2, 100, 4)
-    matches = find_matches(tokens)
-    together = all_answers(FusedPattern(q, k, v, AttentionFacts(0.5), matches), matches)
-    monkeypatch.setattr("headcount.workers.engine.fused_pattern.TILE_BYTES", {"cpu": 1})
-    alone = all_answers(FusedPattern(q, k, v, AttentionFacts(0.5), matches), matches)
-    for name, answer in together.items():
-        torch.testing.assert_close(answer, alone[name], rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def test_scores_of_ten_thousand_stay_finite_and_entropy_stays_positive():
@@ -275,11 +266,11 @@ def tiles_as_kernel(
     k: Tensor,
     v: Tensor,
     facts: AttentionFacts,
-    labels: Sequence[PairLabels],
+    labels: Sequence[TokenPairs],
     **_: object,
 ) -> Swept:
     """What a kernel answers, which is not everything that a pattern is asked."""
-    pairs = {f"pair {i}": TokenPairs(f"pair {i}", *label) for i, label in enumerate(labels)}
+    pairs = {f"pair {i}": replace(label, name=f"pair {i}") for i, label in enumerate(labels)}
     pattern = FusedPattern(q, k, v, facts, pairs, {"entropy", *pairs})
     masses = tuple(pattern.mass(pair) for pair in pairs.values())
     return Swept(pattern.z, pattern.lse, pattern.distance(), pattern.entropy(), masses)

@@ -154,7 +154,12 @@ def test_a_run_in_a_store_is_gathered_asked_checked_mended_and_deleted(store: S3
     rows = answer(plan)
     gather(plan.run.commits_directory, list(plan.run.commits())[:2])
     assert sorted(n[:5] for n in names(plan.run.commits_directory)) == ["segme", "shard"]
+    # What is deleted between a listing and a read is in the next listing, or in what replaces it.
+    store.set_rules(
+        Rule({"status": 404}, "/segment-", "GET", count=2), Rule({"status": 404}, "/shard-", "GET")
+    )
     assert answer(plan) == rows
+    assert store.spent() == [2, 1]
     count = "SELECT count(*) AS n FROM sequences"
     assert command("query", plan.run.path, count, "--format", "csv").output.split() == ["n", "12"]
 

@@ -211,7 +211,6 @@ FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {}
 
 
 def fault(function: Callable[[World], None]) -> Callable[[World], None]:
-    """Register something that may happen."""
     FAULTS_BY_NAME[function.__name__] = function
     return function
 
@@ -344,8 +343,6 @@ def left_behind(world: World) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a schedule."""
-
     faults: list[str]
     expected: int
     lost: int
@@ -360,7 +357,6 @@ class Result:
 
 
 def draw_life(rng: random.Random, kinds: Sequence[str] = ()) -> Life:
-    """A driver's life with up to three faults of these kinds, or of all."""
     # The last shards are left to the end of the run, so that every fault finds it at work.
     drawn = rng.choices(kinds or list(FAULTS_BY_NAME), k=rng.randint(1, 3))
     return sorted(PlannedFault(rng.randrange(SHARDS - 4), kind) for kind in drawn)
@@ -460,7 +456,6 @@ def open_world(
 
 
 def main() -> None:
-    """Run schedules, and say what became of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

@@ -51,7 +51,6 @@ ROWS_FILE = "rows.parquet"
 
 
 def run(*command: str) -> None:
-    """Run a command that must succeed."""
     subprocess.run(command, check=True, capture_output=True)
 
 
@@ -83,7 +82,6 @@ class Machines:
         run("sh", "-c", private_directories())
 
     def log(self, name: str) -> Path:
-        """What a machine prints."""
         return self.folder / f"{name}.log"
 
     def start_head(self) -> None:
@@ -141,19 +139,16 @@ class Machines:
         self.nodes[name] = node
 
     def lose_node(self, name: str) -> None:
-        """Lose a machine: all its processes end at once, with the first one of their namespace."""
         self.nodes[name].kill()
         self.nodes[name].wait()
 
     def scan(self, scan_file: Path) -> subprocess.Popen[str]:
-        """The user's command, on the head's machine."""
         command = [PYTHON, "-m", "headcount", "scan", str(scan_file)]
         options = ["--set", f"out={OUT}", "--replicas", "2", "--address", HEAD]
         pipe = subprocess.PIPE
         return subprocess.Popen([*command, *options], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
     def wait_until(self, condition: Callable[[], bool], driver: subprocess.Popen[str]) -> None:
-        """Wait for what must happen while a scan runs."""
         deadline = time.monotonic() + PROGRESS_SECONDS
         while not condition():
             assert driver.poll() is None, driver.communicate()

@@ -66,8 +66,6 @@ def kill(mark: str) -> None:
 
 
 class Ended(NamedTuple):
-    """How a command ended."""
-
     code: int
     stdout: str
     stderr: str
@@ -177,8 +175,6 @@ def start_fork_server() -> None:
 
 
 class _Command(NamedTuple):
-    """What a process is told to become."""
-
     words: list[str]
     environment: dict[str, str]
     directory: Path

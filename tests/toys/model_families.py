@@ -25,11 +25,12 @@ from transformers.utils import logging
 
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.files.places import reason
-from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.scans.scan import Scan
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.model.model import Model
 from headcount.workers.replica import Replica
 from tests import ROOT
+from tests.toys.toy_models import draw_weights, toy_scan
 
 N_LAYERS, N_HEADS = 2, 4
 WINDOW, N_CTX, D_VOCAB = 8, 24, 64
@@ -221,14 +222,7 @@ def tiny_model(family: str, seed: int = 0) -> nn.Module:
     if size > LARGEST_SIZE:
         raise ValueError(f"its tiny model has more than {LARGEST_SIZE:,} parameters")
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            scale = 0.3 if weight.dim() > 1 else 0.2
-            weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
-            # The weight of a norm is about 1.
-            if weight.dim() == 1 and name.endswith("weight"):
-                weight.add_(1)
+    draw_weights(model, seed)
     return model.eval().requires_grad_(False)
 
 
@@ -295,7 +289,9 @@ def _row(family: str, path: Path) -> FamilyRow:
     patterns = _own_patterns(model, len(layers))
     if patterns is None:
         return FamilyRow(family, "fused", facts, (note + ", compared by its stream").strip(", "))
-    windows = [_window(replica.model, layer) for layer in layers]
+    # How many keys a query of a layer sees at most.
+    layer_facts = map(replica.model.facts, layers)
+    windows = [N_CTX if each is None else each.window or N_CTX for each in layer_facts]
     difference = max(
         float(np.abs(measured[name] - own).max())
         for name, own in _own_statistics(patterns, windows).items()
@@ -305,28 +301,21 @@ def _row(family: str, path: Path) -> FamilyRow:
 
 def _dense_row(family: str, path: Path, problem: str) -> FamilyRow:
     """The row of a family that the fused engine refuses."""
+    reason_of_refusal = problem.removesuffix("; use engine = 'dense'")
     # Nothing is tried where not even the description exists: both engines need it.
-    if not problem.endswith("use engine = 'dense'"):
+    if reason_of_refusal == problem:
         return FamilyRow(family, "refused", reason=problem)
     try:
         tiny_model(family).save_pretrained(path)  # pyright: ignore[reportCallIssue]
         Replica(describe(path), _scan(path, "dense"), "cpu").measure(_tokens())
     except HeadcountError:
-        return FamilyRow(family, "refused", reason=problem.removesuffix("; use engine = 'dense'"))
-    return FamilyRow(family, "dense", reason=problem.removesuffix("; use engine = 'dense'"))
+        return FamilyRow(family, "refused", reason=reason_of_refusal)
+    return FamilyRow(family, "dense", reason=reason_of_refusal)
 
 
 def _scan(path: Path, engine: str) -> Scan:
-    return parse_scan(
-        {
-            "model": str(path),
-            "n_ctx": N_CTX,
-            "sequences": 2,
-            "engine": engine,
-            "statistics": ["sink_mass", "previous_token_score", "self_attention", "entropy"],
-            "input": {"family": "repeated_random"},
-        }
-    )
+    statistics = ["sink_mass", "previous_token_score", "self_attention", "entropy"]
+    return toy_scan(model=str(path), n_ctx=N_CTX, engine=engine, statistics=statistics)
 
 
 def _tokens() -> np.ndarray:
@@ -397,24 +386,18 @@ def _own_statistics(patterns: Tensor, windows: list[int]) -> dict[str, np.ndarra
     }
 
 
-def _window(model: Model, layer: int) -> int:
-    """How many keys a query of a layer sees at most."""
-    facts = model.facts(layer)
-    return N_CTX if facts is None or facts.window is None else facts.window
-
-
 def _facts_in_words(model: Model, own: nn.Module) -> str:
     """What the attention of a model has beside softmax, causal mask and scale."""
     facts = [model.facts(layer) for layer in model.info.attention_layers_or_all]
-    present = {
-        "window": any(fact is not None and fact.window is not None for fact in facts),
-        "sinks": any(fact is not None and fact.sink is not None for fact in facts),
-        "cap": any(fact is not None and fact.soft_cap is not None for fact in facts),
-        "ALiBi": any(fact is not None and fact.slopes is not None for fact in facts),
-        "MLA": any("kv_a_proj" in name for name, _ in own.named_modules()),
-        "MoE": any("expert" in name for name, _ in own.named_modules()),
-    }
-    words = [word for word, is_present in present.items() if is_present]
+    names = {"window": "window", "sink": "sinks", "soft_cap": "cap", "slopes": "ALiBi"}
+    words = [
+        word
+        for name, word in names.items()
+        if any(getattr(fact, name, None) is not None for fact in facts)
+    ]
+    parts = [name for name, _ in own.named_modules()]
+    words += ["MLA"] * any("kv_a_proj" in name for name in parts)
+    words += ["MoE"] * any("expert" in name for name in parts)
     attending, layers = len(facts), model.info.n_layers
     if attending < layers:
         words.append(f"{attending} of {layers} layers attend")

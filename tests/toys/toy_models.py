@@ -54,7 +54,14 @@ def save_model(path: Path, config: Any) -> Path:
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(0)
+    draw_weights(model)
+    model.save_pretrained(path)
+    return path
+
+
+def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
+    """Fill a model with random weights of sensible scale."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             scale = 0.3 if weight.dim() > 1 else 0.2
@@ -62,8 +69,6 @@ def save_model(path: Path, config: Any) -> Path:
             # The weight of a norm is about 1.
             if weight.dim() == 1 and name.endswith("weight"):
                 weight.add_(1)
-    model.save_pretrained(path)
-    return path
 
 
 def legacy_state(d_mlp: int | None = None) -> dict[str, torch.Tensor]:

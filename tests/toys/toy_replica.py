@@ -58,18 +58,10 @@ class ToyReplica(Replica):
             statistic.name: (of_sequence[:, None, None] + of_head + number) / SCALE
             for number, statistic in enumerate(statistics)
         }
-        uniform_baseline = {
-            uniform_column(statistic.name): of_sequence / SCALE
-            for statistic in statistics
-            if statistic.uniform_baseline
-        }
-        method = Method(
-            intervention=str(intervention),
-            engine="none",
-            precision="float32",
-            attention="",
-            built_layers=[],
-        )
+        with_baseline = [statistic.name for statistic in statistics if statistic.uniform_baseline]
+        uniform_baseline = {uniform_column(name): of_sequence / SCALE for name in with_baseline}
+        facts: Any = {"engine": "none", "precision": "float32", "attention": "", "built_layers": []}
+        method = Method(intervention=str(intervention), **facts)
         every_head = MeasuredHeads.every(n_layers, n_heads)
         return InterventionMeasurements(
             {"heads": heads, "sequences": uniform_baseline}, {}, every_head, method

@@ -26,7 +26,7 @@ from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.places import Place, names
 from headcount.schemas.files.run_directory import RunDirectory, data_path
-from headcount.schemas.files.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, uniform_column
+from headcount.schemas.files.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, Table, uniform_column
 from headcount.schemas.files.tables import PROFILES as PROFILES_TABLE
 from headcount.schemas.formulas import Formula
 from headcount.schemas.profiles import PROFILES
@@ -123,14 +123,21 @@ class ToyRun:
     def kinds(self) -> dict[str, dict[str, dict[str, Any]]]:
         """What the manifest says of every formula."""
         every_row = _rows(self.interventions, range(self.sequences), self.layers, self.heads)
-        kinds = {
-            "statistics": {
-                statistic.name: statistic.record
-                | _range(statistic, map(self.cells[statistic.name], every_row))
-                | _fingerprint(statistic.name, self.fingerprints)
-                for statistic in self.statistics
-            }
-        }
+        statistics: dict[str, dict[str, Any]] = {}
+        for statistic in self.statistics:
+            values = [
+                value for value in map(self.cells[statistic.name], every_row) if value is not None
+            ]
+            low, high = statistic.facts["range"]
+            # Widened to hold the toy numbers. None is a range without an end.
+            ends = [
+                None if low is None else min([low, *values]),
+                None if high is None else max([high, *values]),
+            ]
+            statistics[statistic.name] = statistic.record | {"range": ends}
+        for name, fingerprint in (self.fingerprints or {}).items():
+            statistics[name]["fingerprint"] = fingerprint
+        kinds = {"statistics": statistics}
         if self.profiles:
             names = {entry["profile"] for entry in self.profiles(0)}
             kinds["profiles"] = {name: PROFILES[name].record for name in names}
@@ -144,42 +151,25 @@ class ToyRun:
     @property
     def manifest(self) -> Manifest:
         return Manifest(
-            layout=LAYOUT,
-            run_id=self.name,
-            created="2026-01-02T03:04:05Z",
+            layout=LAYOUT, run_id=self.name, created="2026-01-02T03:04:05Z",
             identity={
                 "scan": {
-                    "model": self.model,
-                    "weight_processing": "raw",
-                    "precision": "float32",
-                    "engine": "fused",
-                    "n_ctx": self.n_ctx,
-                    "bos": True,
+                    "model": self.model, "weight_processing": "raw", "precision": "float32",
+                    "engine": "fused", "n_ctx": self.n_ctx, "bos": True, "seed": 7,
                     "input": {"family": self.family, "period": 2},
                     "interventions": list(self.interventions),
                     "sequences_per_shard": self.per_shard,
-                    "seed": 7,
                 },
                 "model": {"fingerprint": f"weights of {self.model}"},
-                "statistics": {
-                    statistic.name: statistic.fingerprint for statistic in self.statistics
-                },
+                "statistics": {each.name: each.fingerprint for each in self.statistics},
             },
-            shards=self.shards,
-            sequences=self.sequences,
-            kinds=self.kinds,
+            shards=self.shards, sequences=self.sequences, kinds=self.kinds,
             model={
-                "name": self.model,
-                "n_layers": self.layers,
-                "n_heads": self.heads,
-                "d_model": 12,
-                "d_head": 4,
-                "n_ctx": 64,
-                "d_vocab": 9,
+                "name": self.model, "n_layers": self.layers, "n_heads": self.heads, "d_model": 12,
+                "d_head": 4, "n_ctx": 64, "d_vocab": 9,
             },
-            code="c0de",
-            versions={},
-        )
+            code="c0de", versions={},
+        )  # fmt: skip
 
     def span(self, shard: int) -> range:
         """The sequences of a shard."""
@@ -189,26 +179,45 @@ class ToyRun:
         """The rows of a shard under an intervention, by table."""
         span = self.span(shard)
         rows = _rows([intervention], span, self.layers, self.heads)
-        origins = [self.pile_sets[sequence % len(self.pile_sets)] for sequence in span]
-        documents = [self.documents[sequence % len(self.documents)] for sequence in span]
+        of_shard = {"input_family": self.family, "shard": shard}
+        keys = [of_shard | row._asdict() for row in rows]
+        sequences = [
+            of_shard
+            | {
+                "sequence": sequence,
+                "document": self.documents[sequence % len(self.documents)],
+                "pile_set_name": self.pile_sets[sequence % len(self.pile_sets)],
+                "n_tokens": self.n_ctx,
+                "tokens": list(range(self.n_ctx)),
+            }
+            | {
+                uniform_column(statistic.name): self.uniform_baseline
+                for statistic in self.statistics
+                if statistic.uniform_baseline
+            }
+            for sequence in span
+        ]
+        of_statistics = {STATISTICS.field: self.statistics}
+
+        def of_rows(table: Table, cells: Mapping[str, Callable[[Row], Any]], of: Any) -> pa.Table:
+            content = [
+                key | {name: cell(row) for name, cell in cells.items()}
+                for key, row in zip(keys, rows, strict=True)
+            ]
+            return pa.Table.from_pylist(content, schema=table_schema(table, of))
+
         tables = {
-            "heads": _heads(rows, self.cells, self.statistics, self.family, shard),
-            "sequences": _sequences(
-                span,
-                self.statistics,
-                self.family,
-                shard,
-                self.n_ctx,
-                origins,
-                documents,
-                self.uniform_baseline,
+            "heads": of_rows(HEADS, self.cells, of_statistics),
+            "sequences": pa.Table.from_pylist(
+                sequences, schema=table_schema(SEQUENCES, of_statistics)
             ),
         }
         if self.profiles:
             entries = [{**entry, "shard": shard} for entry in self.profiles(shard)]
             tables["profiles"] = pa.Table.from_pylist(entries, schema=PROFILES_TABLE.schema())
         if self.curves:
-            tables["curves"] = _curves(rows, self.curves, self.family, shard)
+            kept = {"curves": [PROFILES[name] for name in self.curves]}
+            tables["curves"] = of_rows(CURVES, self.curves, kept)
         return tables
 
 
@@ -227,7 +236,24 @@ def write_run(out: Path, name: str, columns: Mapping[str, Cell], **facts: Any) -
         if toy.weights and shard == 0:
             content = pa.Table.from_pylist(list(toy.weights), schema=WEIGHTS.schema())
             files.append(_write(run, "weights", "none", shard, content))
-        write_commit(run, shard, toy.span(shard), files, toy.n_ctx * len(toy.interventions))
+        span = toy.span(shard)
+        commit = Commit(
+            run_id=name, shard=shard, start=span.start, stop=span.stop,
+            rows=sum(file.rows for file in files if file.table == "heads"),
+            tokens=len(span) * toy.n_ctx * len(toy.interventions),
+            seconds=1.5, compute_seconds=1.25, idle_seconds=0.25,
+            finished=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+            host="toy", replica="toy-1", attempt=1, code="c0de", device="cpu toy",
+            versions=[Version(library="torch", version="2.0")],
+            methods=[
+                Method(intervention=intervention, engine="fused", precision="float32",
+                       attention="tiles", built_layers=[])
+                for intervention in toy.interventions
+            ],
+            bad_rows=[], files=files,
+        )  # fmt: skip
+        local(run.commits_directory).mkdir(exist_ok=True)
+        local(run.commit_file(shard)).write_text(commit.model_dump_json())
     return run
 
 
@@ -236,114 +262,10 @@ def _rows(interventions: Sequence[str], sequences: range, layers: int, heads: in
     return list(starmap(Row, product(interventions, sequences, range(layers), range(heads))))
 
 
-def write_commit(
-    directory: RunDirectory, shard: int, span: range, files: list[DataFile], tokens: int
-) -> None:
-    """Write the record that makes a shard done.
-
-    `tokens` are those of one sequence under all interventions.
-    """
-    commit = Commit(
-        run_id=directory.run_id,
-        shard=shard,
-        start=span.start,
-        stop=span.stop,
-        rows=sum(file.rows for file in files if file.table == "heads"),
-        tokens=len(span) * tokens,
-        seconds=1.5,
-        compute_seconds=1.25,
-        idle_seconds=0.25,
-        finished=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
-        host="toy",
-        replica="toy-1",
-        attempt=1,
-        code="c0de",
-        device="cpu toy",
-        versions=[Version(library="torch", version="2.0")],
-        methods=[
-            Method(
-                intervention=intervention,
-                engine="fused",
-                precision="float32",
-                attention="tiles",
-                built_layers=[],
-            )
-            for intervention in dict.fromkeys(file.intervention for file in files)
-        ],
-        bad_rows=[],
-        files=files,
-    )
-    path = local(directory.commit_file(shard))
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(commit.model_dump_json())
-
-
 def without_runs(connection: duckdb.DuckDBPyConnection) -> RunDatabase:
     """A database that reads no run."""
     OPENED[connection] = OpenedRuns([], [], print)
     return RunDatabase(connection)
-
-
-def _heads(
-    rows: list[Row],
-    columns: Mapping[str, Cell],
-    statistics: tuple[Formula, ...],
-    family: str,
-    shard: int,
-) -> pa.Table:
-    content = _keys(rows, family, shard)
-    content |= {name: [cell(row) for row in rows] for name, cell in columns.items()}
-    return pa.table(content, schema=table_schema(HEADS, {STATISTICS.field: statistics}))
-
-
-def _curves(
-    rows: list[Row], curves: Mapping[str, Callable[[Row], list[float]]], family: str, shard: int
-) -> pa.Table:
-    content = _keys(rows, family, shard)
-    content |= {name: [curve(row) for row in rows] for name, curve in curves.items()}
-    profiles = [PROFILES[name] for name in curves]
-    return pa.table(content, schema=table_schema(CURVES, {"curves": profiles}))
-
-
-def _keys(rows: list[Row], family: str, shard: int) -> dict[str, list[Any]]:
-    """The columns that say what a row is about."""
-    return {
-        "input_family": [family] * len(rows),
-        "shard": [shard] * len(rows),
-        "sequence": [row.sequence for row in rows],
-        "layer": [row.layer for row in rows],
-        "head": [row.head for row in rows],
-    }
-
-
-def _sequences(
-    span: range,
-    statistics: tuple[Formula, ...],
-    family: str,
-    shard: int,
-    n_ctx: int,
-    origins: list[str | None],
-    documents: list[int | None],
-    uniform_baseline: float,
-) -> pa.Table:
-    n = len(span)
-    content: dict[str, list[Any]] = {
-        "input_family": [family] * n,
-        "shard": [shard] * n,
-        "sequence": list(span),
-        "file": [None] * n,
-        "row": [None] * n,
-        "offset": [None] * n,
-        "document": documents,
-        "pile_set_name": origins,
-        "n_tokens": [n_ctx] * n,
-        "tokens": [list(range(n_ctx))] * n,
-        "labels": [None] * n,
-    }
-    for statistic in statistics:
-        if statistic.uniform_baseline:
-            content[uniform_column(statistic.name)] = [uniform_baseline] * n
-    return pa.table(content, schema=table_schema(SEQUENCES, {STATISTICS.field: statistics}))
 
 
 def _write(
@@ -366,21 +288,6 @@ def _write(
     )
 
 
-def _range(statistic: Formula, values: Iterable[float | None]) -> dict[str, list[float | None]]:
-    """A statistic's range, widened to hold the toy numbers."""
-    low, high = statistic.facts["range"]
-    defined = [value for value in values if value is not None]
-    # None is a range without an end.
-    lowest = None if low is None else min([low, *defined])
-    highest = None if high is None else max([high, *defined])
-    return {"range": [lowest, highest]}
-
-
-def _fingerprint(name: str, fingerprints: Mapping[str, str] | None) -> dict[str, str]:
-    """The fingerprint that a statistic has instead of its own, if there is one."""
-    return {"fingerprint": fingerprints[name]} if fingerprints and name in fingerprints else {}
-
-
 def data_file(run: RunDirectory, table: str, intervention: str, shard: int) -> Place:
     """The only file with a shard's rows of one table, whatever its digest is."""
     directory = (run.path / data_path(table, intervention, "any")).parent
@@ -389,7 +296,7 @@ def data_file(run: RunDirectory, table: str, intervention: str, shard: int) -> P
 
 
 def read_manifest(directory: RunDirectory) -> dict[str, Any]:
-    """The manifest as JSON, for tests that intervention it."""
+    """The manifest as JSON, for tests that change it."""
     return json.loads(directory.manifest_file.read_bytes())
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from types import EllipsisType
 from typing import Any
 
@@ -74,9 +73,8 @@ def readable(target: str) -> tuple[str, ...]:
         made_at = PROJECTIONS[0]
     elif target in WHOLE_PATTERN:
         made_at = WHOLE_PATTERN[0]
-    earlier = order[: order.index(made_at)]
-    activations = [name for name in READABLE_ACTIVATIONS if name in earlier]
-    return ("tokens", "layer", PARTNER, LABELS, *activations)
+    earlier = [name for name in READABLE_ACTIVATIONS if order.index(name) < order.index(made_at)]
+    return ("tokens", "layer", PARTNER, LABELS, *earlier)
 
 
 @dataclass(frozen=True)
@@ -154,36 +152,25 @@ class Changes:
 
         None if there is no such change, or another one beside it.
         """
-        changes = [
-            change
-            for change in self.changes
-            if any(change.touches(name, layer) for name in WHOLE_PATTERN)
-        ]
+        changes = self._of_pattern(layer)
         return changes[0].streaming if len(changes) == 1 else None
 
     def given(self, values: Mapping[str, Any]) -> Changes:
         """The same changes, which may read these values too."""
-        return Changes(
-            replace(change, function=partial(_with_values, change.function, values))
-            for change in self.changes
-        )
+
+        def with_values(change: Change) -> Change:
+            return replace(
+                change, function=lambda value, read: change.function(value, {**read, **values})
+            )
+
+        return Changes(map(with_values, self.changes))
 
     def dense_layers(self, n_layers: int) -> list[int]:
         """Layers whose pattern has to be built."""
-        return [
-            layer
-            for layer in range(n_layers)
-            if any(self.touch(name, layer) for name in WHOLE_PATTERN)
-        ]
+        return [layer for layer in range(n_layers) if self._of_pattern(layer)]
 
-
-def _with_values(
-    function: Callable[[Tensor, Mapping[str, Any]], Tensor],
-    values: Mapping[str, Any],
-    value: Tensor,
-    readable_values: Mapping[str, Any],
-) -> Tensor:
-    return function(value, {**readable_values, **values})
+    def _of_pattern(self, layer: int) -> list[Change]:
+        return [c for c in self.changes if c.target in WHOLE_PATTERN and c.is_in(layer)]
 
 
 def hide(scores: Tensor, hidden: Tensor) -> Tensor:
@@ -196,22 +183,19 @@ def hide(scores: Tensor, hidden: Tensor) -> Tensor:
     return scores.masked_fill(hidden, -torch.inf)
 
 
-def hidden_keys(scores: Tensor, unseen: Tensor | None = None) -> Tensor:
+def hidden_keys(scores: Tensor, unseen: Tensor) -> Tensor:
     """Which keys changed scores `[batch head query key]` hide, of those that a query can see.
 
-    `unseen [query key]` are the keys that a query cannot see; None means the future. A query from
-    which every key is hidden would attend to nothing, so that is refused.
+    `unseen [query key]` are the keys that a query cannot see. A query from which every key is
+    hidden would attend to nothing, so that is refused.
     """
-    if unseen is None:
-        unseen = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
     hidden = scores.isneginf() & ~unseen  # [batch head query key]
     visible_keys = (~unseen).sum(-1)  # [query]
     sees_nothing = (hidden.sum(-1) == visible_keys).flatten(0, -2).any(0)  # [query]
     if sees_nothing.any():
         raise ScanError(
-            f"interventions: an intervention hides every key from query "
-            f"{int(sees_nothing.nonzero()[0])}; "
-            "leave each query a key"
+            "interventions: an intervention hides every key from query "
+            f"{int(sees_nothing.nonzero()[0])}; leave each query a key"
         )
     return hidden
 

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.files.commits import Method
 from headcount.schemas.statistics import LAYER_VALUES
-from headcount.workers.engine.attention_scores import (
+from headcount.workers.engine.changes import EMBEDDINGS, WHOLE_PATTERN, Changes, hidden_keys
+from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
+from headcount.workers.engine.engine import Activations, Engine, PassRequest, StopPass
+from headcount.workers.model.attention_facts import (
     MASKED,
+    AttentionFacts,
     all_scores,
+    pattern_of,
     scored,
-    softmax_of,
     unseen_keys,
     weighted_values,
 )
-from headcount.workers.engine.changes import EMBEDDINGS, WHOLE_PATTERN, Changes, hidden_keys
-from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
-from headcount.workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
-from headcount.workers.engine.token_pairs import TokenPairs
-from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.model import Hook, Model, at_least_float32
 
 Tensors = dict[str, Tensor]
@@ -33,53 +31,33 @@ changes, under `unchanged …`, and the keys that a change hides, under `hidden`
 """
 
 
-class DenseEngine:
+class DenseEngine(Engine):
     """Runs the bridge with hooks and reads the whole pattern.
 
     It is the reference, and the way to change what only TransformerLens shows.
     """
 
-    name: Literal["dense"] = "dense"
-    attention: Literal["matrix"] = "matrix"
+    name = "dense"
+    attention = "matrix"
 
     def __init__(self, model: Model, changes: Changes | None = None) -> None:
-        self.model = model
-        self.changes = changes or Changes()
+        precision = "float64" if model.dtype == torch.float64 else "float32"
+        super().__init__(model, precision, changes)
         self._checked_patterns: set[tuple[int, int]] = set()
         """Layers and lengths whose pattern has been held against its scores."""
 
     def changed(self, changes: Changes) -> DenseEngine:
-        """The same engine with changes of activations."""
+        """The same engine with other changes, under which patterns are checked anew."""
         return DenseEngine(self.model, changes)
 
-    def method(self, intervention: str, depth: int) -> Method:
-        """How it measures: every pattern is a matrix, so none is built for a change alone."""
-        return Method(
-            intervention=intervention,
-            engine=self.name,
-            precision="float64" if self.model.dtype == torch.float64 else "float32",
-            attention=self.attention,
-            built_layers=[],
-        )
+    def built_layers(self, depth: int) -> list[int]:
+        """None: every pattern is a matrix, so none is built for a change alone."""
+        return []
 
-    def run(
-        self,
-        tokens: Tensor,
-        matches: Mapping[str, TokenPairs],
-        on_layer: OnLayer,
-        read_late: Container[str] = LAYER_VALUES,
-        on_final: OnFinal | None = None,
-        layers: Collection[int] | None = None,
-    ) -> None:
-        """One forward pass over tokens `[batch pos]` that shows some layers, by default all.
-
-        It ends with the last of these layers. If there is `on_final`, it goes through all layers
-        and ends before the unembedding.
-        """
-        shown_layers = self.model.info.attention_layers_or_all if layers is None else layers
-        dense_pass = _DensePass(self, tokens, matches, on_layer, on_final, shown_layers)
+    def run_pass(self, request: PassRequest) -> None:
+        """The forward pass of `run`, through TransformerLens's hooks."""
         try:
-            self.model.run_with_hooks(tokens, list(dense_pass.hooks()))
+            self.model.run_with_hooks(request.tokens, list(_DensePass(self, request).hooks()))
         except UserWarning as warning:
             # TransformerLens warns where it has no way to apply what a hook returns, and
             # `run_with_hooks` makes the warning an error.
@@ -88,8 +66,6 @@ class DenseEngine:
                 f"{self.model.info.name}: {targets} cannot be changed "
                 f"in this architecture ({warning})"
             ) from None
-        except StopPass:
-            pass
 
     def pattern_of(self, layer: int, tensors: Tensors) -> DensePattern:
         """A layer's pattern with the scores behind it, from what its hooks have shown."""
@@ -124,19 +100,18 @@ class DenseEngine:
         other_mask = f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
         if pattern.isnan().any() and (problem := self.model.weight_problem) is not None:
             other_mask = f"{name}: layer {layer} has no attention pattern: {problem}"
-        unseen = unseen_keys(scores.shape[-1], facts, scores.device)
-        implied = softmax_of(scores.masked_fill(unseen, MASKED), facts)
         # NaN of broken weights counts as equal: measuring names their layer.
         is_made_of_scores = torch.allclose(
-            implied.tril(), pattern.tril(), atol=1e-4, equal_nan=True
+            pattern_of(scores, facts).tril(), pattern.tril(), atol=1e-4, equal_nan=True
         )
-        if not self.model.shows_scores(layer):
-            if not is_made_of_scores:
-                raise ModelError(other_mask)
-            return
-        # A mask of the bridge is seen in its scores. One that hides more keys than the facts say
-        # was not known when the model was loaded.
-        if (tensors["unchanged attn_scores"].masked_fill(unseen, 0) <= MASKED).any():
+        is_masked = not is_made_of_scores
+        if self.model.shows_scores(layer):
+            # A mask of the bridge is seen in its scores. One that hides more keys than the facts
+            # say was not known when the model was loaded.
+            unseen = unseen_keys(scores.shape[-1], facts, scores.device)
+            shown = tensors["unchanged attn_scores"].masked_fill(unseen, 0)
+            is_masked = bool((shown <= MASKED).any())
+        if is_masked:
             raise ModelError(other_mask)
         if not is_made_of_scores:
             raise ModelError(
@@ -166,25 +141,11 @@ def _as_facts_have_them(tensors: Tensors, facts: AttentionFacts) -> Tensor:
 class _DensePass:
     """One forward pass through the bridge: its hooks, and what they have shown of the layer."""
 
-    def __init__(
-        self,
-        engine: DenseEngine,
-        tokens: Tensor,
-        matches: Mapping[str, TokenPairs],
-        on_layer: OnLayer,
-        on_final: OnFinal | None,
-        shown_layers: Collection[int],
-    ) -> None:
+    def __init__(self, engine: DenseEngine, request: PassRequest) -> None:
         self.engine = engine
         self.model = engine.model
         self.changes = engine.changes
-        self.tokens = tokens
-        self.matches = matches
-        self.on_layer = on_layer
-        self.on_final = on_final
-        self.shown_layers = shown_layers
-        # If no layer is shown, the pass is for its end alone.
-        self.last_layer = max(shown_layers, default=-1)
+        self.request = request
         self.attention_layers = self.model.info.attention_layers_or_all
         self.tensors: Tensors = {}
 
@@ -196,13 +157,12 @@ class _DensePass:
         for layer in range(self.model.info.n_layers):
             yield self.model.hook_name("resid_post", layer), partial(self._end_layer, layer)
             # Hooks cost time, so a layer that nobody reads or changes has only that of its end.
-            if layer in self.shown_layers or self.changes.touch_layer(layer):
+            if layer in self.request.shown_layers or self.changes.touch_layer(layer):
                 yield from self._hooks_inside(layer)
-        if self.on_final is not None:
-            yield self.model.hook_name("unembed_in"), self._end_pass
+        if self.request.on_final is not None:
+            yield self.model.hook_name("unembed_in"), lambda value, hook: self.request.end(value)
 
     def _hooks_inside(self, layer: int) -> Iterator[tuple[str, Hook]]:
-        """The hooks of a layer that is shown or changed, all but that of its end."""
         for name in ("attn_out", "mlp_out"):
             if self.changes.touch(name, layer):
                 yield self.model.hook_name(name, layer), partial(self._change, name, layer)
@@ -210,7 +170,7 @@ class _DensePass:
         yield at, partial(self._change_and_record, "resid_pre", layer)
         if layer not in self.attention_layers:
             return
-        if layer in self.shown_layers:
+        if layer in self.request.shown_layers:
             self.model.shown_facts(layer)  # What hides its attention is refused.
         if self.model.changes_z(layer) and self.changes.touch("z", layer):
             raise ModelError(
@@ -236,23 +196,24 @@ class _DensePass:
         if not self.changes.touch(name, layer):
             return None
         readable_values: dict[str, Any] = {} if layer is None else {**self._activations(layer)}
-        changed = self.changes.apply(name, layer, value, {**readable_values, "tokens": self.tokens})
+        changed = self.changes.apply(
+            name, layer, value, {**readable_values, "tokens": self.request.tokens}
+        )
         return None if changed is value else changed
 
     def _change_and_record(
         self, name: str, layer: int, value: Tensor, hook: object
     ) -> Tensor | None:
-        """Change an activation, and remember what came of it."""
         changed = self._change(name, layer, value, hook)
         if name in WHOLE_PATTERN:
             # Whether scores make the pattern is checked on what the model itself made.
             self.tensors[f"unchanged {name}"] = at_least_float32(value)
             if changed is not None:
                 facts = self.model.shown_facts(layer)
-                unseen = unseen_keys(changed.shape[-1], facts, changed.device)  # [query key]
                 if name == "pattern":
-                    check_unseen(changed, unseen, facts, layer)
+                    check_unseen(changed, facts, layer)
                 else:
+                    unseen = unseen_keys(changed.shape[-1], facts, changed.device)  # [query key]
                     self.tensors["hidden"] = hidden_keys(changed, unseen)
                     # A change may have given scores to keys that a query does not see.
                     changed = changed.masked_fill(unseen, MASKED)
@@ -276,21 +237,16 @@ class _DensePass:
     def _end_layer(self, layer: int, value: Tensor, hook: object) -> Tensor | None:
         """Hand over what is known of the layer, and forget it."""
         changed = self._change_and_record("resid_post", layer, value, hook)
-        if layer in self.shown_layers:
-            self.on_layer(layer, cast(Activations, {**self._activations(layer), **self.matches}))
+        if layer in self.request.shown_layers:
+            shown = {**self._activations(layer), **self.request.matches}
+            self.request.on_layer(layer, cast(Activations, shown))
         # A matrix of T² for each head: only one layer's fits the memory.
         self.tensors.clear()
         if layer in self.attention_layers:
             self.model.forget_pattern(layer)
-        if layer == self.last_layer and self.on_final is None:
+        if self.request.ends_with(layer):
             raise StopPass
         return changed
-
-    def _end_pass(self, value: Tensor, hook: object) -> None:
-        """Hand over the stream before the unembedding."""
-        if self.on_final is not None:
-            self.on_final(at_least_float32(value))
-        raise StopPass
 
     def _activations(self, layer: int) -> Activations:
         """What statistics and changes are shown of a layer so far: keys and values repeated, and a
@@ -330,5 +286,4 @@ class _DensePass:
 
 
 def _queries_and_keys(tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Queries and keys `[batch head pos d_head]`."""
     return tensors["q"].transpose(1, 2), tensors["k"].transpose(1, 2)

@@ -1,9 +1,12 @@
-"""What runs a model and shows its activations: the protocol that both engines satisfy."""
+"""What runs a model and shows its activations: what both engines have in common."""
 
 from __future__ import annotations
 
+import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Mapping
-from typing import Literal, NotRequired, Protocol, TypedDict
+from dataclasses import dataclass
+from typing import Literal, NotRequired, Self, TypedDict
 
 from torch import Tensor
 
@@ -13,7 +16,7 @@ from headcount.workers.engine.changes import Changes
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.token_pairs import TokenPairs
-from headcount.workers.model.model import Model
+from headcount.workers.model.model import Model, at_least_float32
 
 
 class Activations(TypedDict):
@@ -56,39 +59,49 @@ OnFinal = Callable[[Tensor], None]
 made.
 """
 
-Attention = Literal["tiles", "kernel", "matrix"]
-"""What computes a pattern: tiles of scores, the GPU's kernel, or the whole matrix."""
-
 
 class StopPass(Exception):
     """Ends a forward pass where nothing that follows is needed, as the final norm and unembedding.
 
-    Hooks cannot return from the model's code, so they raise. Every engine catches it.
+    Hooks cannot return from the model's code, so they raise.
     """
 
 
-class Engine(Protocol):
-    """Runs a model under changes of activations."""
+class Engine(ABC):
+    """Runs a model under changes of activations, and shows its layers."""
 
-    @property
-    def name(self) -> Literal["fused", "dense"]:
-        """The engine's name in scans and commits."""
-        ...
+    name: Literal["fused", "dense"]
+    attention: Literal["tiles", "kernel", "matrix"]
+    """What computes the patterns, except in layers where a change needs them built: tiles of
+    scores, the GPU's kernel, or the whole matrix.
+    """
 
-    @property
-    def model(self) -> Model:
-        """The model that it runs."""
-        ...
+    def __init__(self, model: Model, precision: str, changes: Changes | None = None) -> None:
+        self.model = model
+        self.precision = precision
+        self.changes = changes or Changes()
 
-    @property
-    def changes(self) -> Changes:
-        """The changes of activations that every pass makes."""
-        ...
+    def changed(self, changes: Changes) -> Self:
+        """The same engine with other changes of activations."""
+        engine = copy.copy(self)
+        engine.changes = changes
+        return engine
 
-    @property
-    def attention(self) -> Attention:
-        """What computes the patterns, except in layers where a change needs them built."""
-        ...
+    def built_layers(self, depth: int) -> list[int]:
+        """Layers whose pattern is built for a change alone, in a pass through the first `depth`."""
+        return self.changes.dense_layers(depth)
+
+    def method(self, intervention: str, depth: int) -> Method:
+        """How this engine measures under its changes, which are those of the intervention, in a
+        pass through the first `depth` layers.
+        """
+        return Method(
+            intervention=intervention,
+            engine=self.name,
+            precision=self.precision,
+            attention=self.attention,
+            built_layers=self.built_layers(depth),
+        )
 
     def run(
         self,
@@ -104,15 +117,35 @@ class Engine(Protocol):
         It ends with the last of these layers. If there is `on_final`, it goes through all layers
         and ends before the unembedding.
         """
-        ...
+        shown_layers = self.model.info.attention_layers_or_all if layers is None else layers
+        try:
+            self.run_pass(PassRequest(tokens, matches, on_layer, read_late, on_final, shown_layers))
+        except StopPass:
+            pass
 
-    def changed(self, changes: Changes) -> Engine:
-        """The same engine with other changes of activations."""
-        ...
+    @abstractmethod
+    def run_pass(self, request: PassRequest) -> None:
+        """The forward pass of `run`, which may end with `StopPass`."""
 
-    def method(self, intervention: str, depth: int) -> Method:
-        """How this engine measures under its changes, in a pass through the first `depth` layers.
 
-        The changes are those of the intervention.
-        """
-        ...
+@dataclass(frozen=True)
+class PassRequest:
+    """What is asked of one forward pass, as `Engine.run` says it."""
+
+    tokens: Tensor
+    matches: Mapping[str, TokenPairs]
+    on_layer: OnLayer
+    read_late: Container[str]
+    on_final: OnFinal | None
+    shown_layers: Collection[int]
+
+    def ends_with(self, layer: int) -> bool:
+        """Whether nothing after a layer is asked for."""
+        # If no layer is shown, the pass is for its end alone.
+        return self.on_final is None and layer == max(self.shown_layers, default=-1)
+
+    def end(self, stream: Tensor) -> None:
+        """Hand over the stream before the unembedding, where the pass ends."""
+        if self.on_final is not None:
+            self.on_final(at_least_float32(stream))
+        raise StopPass

@@ -13,32 +13,35 @@ pattern. Two identities make the matrix unnecessary:
 Query heads can share keys and values. Then these have fewer heads, and are not repeated.
 """
 
+# Each question is described in `schemas.pattern`.
+# ruff: noqa: D102
+
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headcount.schemas.pattern import first_of_largest
-from headcount.workers.engine.attention_scores import (
+from headcount.workers.engine.kernel.sweep_kernel import Sweep
+from headcount.workers.engine.number_formats import HALVES, rounded
+from headcount.workers.engine.token_pairs import TokenPairs, count_seen
+from headcount.workers.model.attention_facts import (
     MASKED,
+    AttentionFacts,
     all_scores,
-    by_shared_head,
     distances,
     facts_of_heads,
     products_of,
     scored,
+    weighted_values,
     window_of,
     without_bias,
 )
-from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Sweep
-from headcount.workers.engine.number_formats import HALVES, rounded
-from headcount.workers.engine.token_pairs import TokenPairs, count_seen
-from headcount.workers.model.attention_facts import AttentionFacts
 
 LN2 = math.log(2)
 
@@ -120,20 +123,16 @@ class FusedPattern:
 
     @property
     def scale(self) -> float:
-        """The factor of q·k."""
         return self.facts.scale
 
     @property
     def is_partial(self) -> bool:
-        """Whether some query does not see all keys before it."""
         return self.window < self.n_ctx
 
     def is_finite(self) -> Tensor:
-        """Whether every row of the pattern is made of numbers, as a tensor of one bool."""
         return self.lse.isfinite().all()
 
     def key(self, k: int) -> Tensor:
-        """`A[q, k]` for one key, 0 where `q < k`, NaN behind the window: `[batch head query]`."""
         question = f"key {k}"
         if question not in self._answers:
             attention = _attention(self.score(k), self.lse)
@@ -142,7 +141,6 @@ class FusedPattern:
         return self._answers[question]
 
     def lag(self, d: int) -> Tensor:
-        """`A[q, q-d]` for the queries `q >= d`: `[batch head query-d]`."""
         lse = self.lse[..., d:]
         if d >= self.window:
             return torch.full_like(lse, torch.nan)
@@ -152,22 +150,16 @@ class FusedPattern:
         return _attention(scored(products, behind, self.facts), lse)
 
     def mass(self, pairs: TokenPairs) -> Tensor:
-        """`Σ_{k in pairs[q]} A[q, k]`: `[batch head query]`."""
         return self._swept(pairs.name)
 
     def distance(self) -> Tensor:
-        """`Σ_k A[q, k] (q-k)`: `[batch head query]`."""
         return self._swept("distance")
 
     def entropy(self) -> Tensor:
-        """`-Σ_k A[q, k] ln A[q, k]` in nats: `[batch head query]`."""
         return self._swept("entropy")
 
     def distant(self, sink: int, recent: int) -> Tensor:
-        """`Σ A[q, k]` over the keys `k >= sink` with `q - k >= recent`, NaN if the query sees none:
-        `[batch head query]`.
-        """
-        mass = self._swept(DistantKeys(sink, recent).question)
+        mass = self._swept(f"distant {sink} {recent}")
         # The nearest distant key is q - recent, which must be `sink` or later.
         sees_none = self._positions() < sink + recent
         if recent >= self.window:
@@ -175,9 +167,6 @@ class FusedPattern:
         return mass.masked_fill(sees_none, torch.nan)
 
     def labelled_mass(self, keys: Tensor, queries: Tensor) -> Tensor:
-        """`Σ A[q, k]` over the keys of a mask `[batch pos]`, 0 for queries outside of the other:
-        `[batch head query]`.
-        """
         mass = torch.zeros_like(self.lse)
         for tile, attention in self._attention_of(queries):
             of_keys = keys[tile.sequences, None, tile.keys, None].to(attention)  # [batch 1 key 1]
@@ -185,21 +174,16 @@ class FusedPattern:
         return mass.masked_fill(~queries[:, None], 0)
 
     def labelled_seen(self, keys: Tensor) -> Tensor:
-        """How many of the keys of a mask `[batch pos]` a query sees: `[batch query]`."""
         return count_seen(keys, self.window)
 
     def strongest_key(self, queries: Tensor) -> Tensor:
-        """The key with the largest `A[q, k]`, 0 for queries outside of the mask `[batch pos]`:
-        `[batch head query]`.
-        """
         strongest = torch.zeros_like(self.lse, dtype=torch.int64)
         for tile, attention in self._attention_of(queries):
             key = first_of_largest(attention) + tile.keys.start  # [batch head query]
             strongest[tile.sequences, :, tile.queries] = key
         return strongest.masked_fill(~queries[:, None], 0)
 
-    def _attention_of(self, chosen: Tensor) -> Iterator[tuple[_Block, Tensor]]:
-        """Tiles that hold the queries of a mask `[batch query]`, and `A` of them."""
+    def _attention_of(self, chosen: Tensor) -> Iterator[tuple[_Tile, Tensor]]:
         # On the host at once, because every tile asks.
         is_chosen = chosen.cpu()
         for sequences, queries, keys in _tiles(self.q, self.window):
@@ -210,12 +194,12 @@ class FusedPattern:
                 continue
             first, last = queries.start + rows[0], queries.start + rows[-1]
             first_key = max(keys.start, first - self.window + 1)
-            tile = _Block(sequences, slice(first, last + 1), slice(first_key, last + 1))
+            tile = _Tile(sequences, slice(first, last + 1), slice(first_key, last + 1))
             yield tile, self._tile_attention(tile)
 
-    def _tile_attention(self, tile: _Block) -> Tensor:
+    def _tile_attention(self, tile: _Tile) -> Tensor:
         """`A` of a tile, 0 where the query does not see the key: `[batch head query key]`."""
-        scores = self._tile_scores(tile.sequences, tile.queries, tile.keys)
+        scores = self._tile_scores(tile)
         attention = _attention(scores, self.lse[tile.sequences, :, tile.queries, None])
         # Above the diagonal a score can exceed the log-sum-exp by any amount, so the future is
         # replaced by zeros: infinity times zero would be NaN.
@@ -226,21 +210,14 @@ class FusedPattern:
         return attention
 
     def gate(self) -> Tensor:
-        """Share of each row that the learned sink takes; NaN if there is none:
-        `[batch head query]`.
-        """
         if self.facts.sink is None:
             return torch.full_like(self.lse, torch.nan)
         return _attention(self.facts.sink.to(self.lse)[:, None], self.lse)
 
     def seen(self, pairs: TokenPairs) -> Tensor:
-        """Number of keys in pairs[q] that a query sees: `[batch query]`."""
         return pairs.count_within(self.window)
 
     def score(self, k: int) -> Tensor:
-        """`S[q, k]` for one key, NaN behind the window; only queries `q >= k` mean anything:
-        `[batch head query]`.
-        """
         first, stop = (0, FIRST_KEYS) if k < FIRST_KEYS else (k, k + 1)
         question = f"scores from key {first}"
         if question not in self._answers:
@@ -250,13 +227,9 @@ class FusedPattern:
         return self._answers[question][..., k - first]
 
     def largest_score(self) -> Tensor:
-        """The largest `S[q, k]` of the keys that a query sees: `[batch head query]`."""
         return self._swept(LARGEST_SCORE)
 
     def earlier_score(self) -> Tensor:
-        """Mean of `S[q, k]` over the keys `1 <= k < q`; NaN if one of them is behind the window,
-        and for the first two queries, which have no such key: `[batch head query]`.
-        """
         position = self.positions()
         # Σ S[q, k] over these keys; meaningless for the first two queries.
         sums = torch.zeros_like(self.lse)
@@ -270,18 +243,16 @@ class FusedPattern:
                 sums -= slopes * (position * (position - 1) / 2)
         else:
             # A capped sum is not the sum of capped scores, so every score is made.
-            for sequences, queries, keys in _tiles(self.q, self.window):
-                scores = self._tile_scores(sequences, queries, keys)
-                behind = distances(self._positions()[queries], self._positions()[keys])
-                is_earlier = (behind > 0) & (self._positions()[keys] > 0)
-                sums[sequences, :, queries] = scores.masked_fill_(~is_earlier, 0).sum(-1)
+            for tile in _tiles(self.q, self.window):
+                is_earlier = (self._lags(tile) > 0) & (self._positions()[tile.keys] > 0)
+                scores = self._tile_scores(tile).masked_fill_(~is_earlier, 0)
+                sums[tile.sequences, :, tile.queries] = scores.sum(-1)
         mean_score = torch.full_like(self.lse, torch.nan)
         mean_score[..., 2:] = sums[..., 2:] / position[1:-1]  # Query q has q - 1 such keys.
         mean_score[..., self.window + 1 :] = torch.nan
         return mean_score
 
     def without(self, b_Q: Tensor) -> FusedPattern:
-        """The pattern of queries less `b_Q [head d_qk]`, without cap, slopes and learned sink."""
         return FusedPattern(
             self.q - b_Q[:, None],
             self.k,
@@ -293,82 +264,67 @@ class FusedPattern:
         )
 
     def received(self) -> Tensor:
-        """Mean of `A[q, k]` over the queries that see the key: `[batch head key]`."""
         return self._swept(RECEIVED) / (self.n_ctx - self.positions()).clamp(max=self.window)
 
     def by_lag(self) -> Tensor:
-        """`1/(T-d) Σ_{q>=d} A[q, q-d]` for every lag d, NaN from the window on:
-        `[batch head lag]`.
-        """
         means = torch.full_like(self.lse, torch.nan)
         for d in range(self.window):
             means[..., d] = self.lag(d).mean(-1)
         return means
 
     def row(self, q: int) -> Tensor:
-        """`A[q, k]` for one query, 0 where `k > q`, NaN behind the window: `[batch head key]`."""
         attention = _attention(self.row_scores(q), self.lse[..., q, None])
         attention[..., q + 1 :] = 0
         return attention
 
     def rows(self, first: int) -> Tensor:
-        """`A[q, k]` for the queries `q >= first`, 0 where the query does not see the key:
-        `[batch head query key]`.
-        """
         behind = distances(self._positions()[first:], self._positions())
         scores = scored(products_of(self.q[:, :, first:], self.k), behind, self.facts)
         attention = _attention(scores, self.lse[..., first:, None]).tril(first)
         return attention.masked_fill_(behind >= self.window, 0) if self.is_partial else attention
 
     def row_scores(self, q: int) -> Tensor:
-        """`S[q, k]` for one query, NaN behind the window; only keys `k <= q` mean anything:
-        `[batch head key]`.
-        """
         kv_heads = self.k.shape[1]
         queries = self.q[:, :, q].unflatten(1, (kv_heads, -1))  # [batch kv_head head-of-group d_qk]
         products = (self.k @ queries.mT).mT.flatten(1, 2)  # [batch head key]
         return scored(products, q - self._positions(), self.facts)
 
     def dense(self) -> Tensor:
-        """The matrix `A` itself, of T² numbers, NaN behind the window: `[batch head query key]`."""
         return _attention(self.dense_scores(), self.lse[..., None]).tril()
 
     def dense_scores(self) -> Tensor:
-        """The matrix `S`, NaN behind the window; only `k <= q` means anything:
-        `[batch head query key]`.
-        """
         return all_scores(self.q, self.k, self.facts)
 
     def positions(self) -> Tensor:
-        """`0 .. T-1` in the pattern's dtype and on its device: `[query]`."""
         return torch.arange(self.n_ctx, dtype=self.q.dtype, device=self.q.device)
 
     def _positions(self) -> Tensor:
-        """`0 .. T-1` as integers: `[query]`."""
         return torch.arange(self.n_ctx, device=self.q.device)
 
-    def _tile_scores(self, sequences: slice, queries: slice, keys: slice) -> Tensor:
+    def _lags(self, tile: _Tile) -> Tensor:
+        """`q - k` of a tile, as integers: `[query key]`."""
+        return distances(self._positions()[tile.queries], self._positions()[tile.keys])
+
+    def _tile_scores(self, tile: _Tile) -> Tensor:
         """The scores of a tile; those of the future may be anything: `[batch head query key]`."""
+        sequences, queries, keys = tile
         products = products_of(self.q[sequences, :, queries], self.k[sequences, :, keys])
-        behind = distances(self._positions()[queries], self._positions()[keys])
-        return scored(products, behind, self.facts)
+        return scored(products, self._lags(tile), self.facts)
 
     def _swept(self, question: str) -> Tensor:
-        """The answer of a sweep, of another one if the first was not asked this."""
         if question not in self._answers:
             self.questions.add(question)  # The next layer's sweep answers it on its way.
             self._sweep({question})
         return self._answers[question]
 
     def _sweep(self, questions: set[str]) -> None:
-        """Answer `questions`, `z`, `lse` and `distance` in one pass over the scores."""
         if self.sweep is None:
             self._answers |= _TileSweep(self, questions).answers()
         else:
-            self._answers |= self._kernel_answers(self.sweep, questions)
+            self._sweep_by_kernel(self.sweep, questions)
+            self._answers |= self._answers_after_kernel(questions)
 
-    def _kernel_answers(self, sweep: Sweep, questions: set[str]) -> dict[str, Tensor]:
-        """What a GPU's kernel answers, under the names that the tiles give."""
+    def _sweep_by_kernel(self, sweep: Sweep, questions: set[str]) -> None:
         dtype = HALVES.get(self.number_format, torch.float32)
         pairs = [pairs for name, pairs in self.matches.items() if name in questions]
         swept = sweep(
@@ -376,77 +332,36 @@ class FusedPattern:
             self.k.to(dtype),
             self.v.to(dtype),
             self.facts,
-            [PairLabels(pair.query_label, pair.key_label, pair.lag) for pair in pairs],
+            pairs,
             entropy="entropy" in questions,
             number_format=self.number_format,
         )
-        answers = {"z": swept.z, "lse": swept.lse, "distance": swept.distance}
+        self._answers |= {"z": swept.z, "lse": swept.lse, "distance": swept.distance}
         if swept.entropy is not None:
-            answers["entropy"] = swept.entropy
+            self._answers["entropy"] = swept.entropy
         for pair, mass in zip(pairs, swept.masses, strict=True):
-            answers[pair.name] = mass
-        self._answers |= answers
-        return answers | self._answers_after_kernel(questions)
+            self._answers[pair.name] = mass
 
     def _answers_after_kernel(self, questions: set[str]) -> dict[str, Tensor]:
-        """What a kernel does not answer, from another look at the scores, whose `lse` it knows."""
-        # Largest scores, received attention and distant keys: the kernel knows none of them.
-        sums = _TileSums(self, questions)
-        if not sums.distant and sums.largest_score is None and sums.received is None:
-            return {}
-        for sequences, queries, keys in _tiles(self.q, self.window):
-            tile = _Block(sequences, queries, keys)
-            attention = self._tile_attention(tile)
-            if sums.largest_score is not None:
-                scores = self._tile_scores(sequences, queries, keys)
-                behind = distances(self._positions()[queries], self._positions()[keys])
-                unseen = (behind < 0) | (behind >= self.window)
-                largest = scores.masked_fill_(unseen, -torch.inf).amax(-1)
-                sums.largest_score[sequences, :, queries] = largest
-            # These weights are A itself and no longer need to be divided: the total is 1.
-            heads = slice(0, self.q.shape[1])
-            sums.add(tile, heads, attention, torch.ones_like(attention[..., 0]))
-        return sums.answers()
-
-
-@dataclass(frozen=True)
-class DistantKeys:
-    """The keys from `sink` on that lie at least `recent` behind their query."""
-
-    sink: int
-    recent: int
-
-    @property
-    def question(self) -> str:
-        """Its name among the questions of a sweep."""
-        return f"distant {self.sink} {self.recent}"
-
-    @classmethod
-    def of_questions(cls, questions: set[str]) -> list[DistantKeys]:
-        """Those that some questions name."""
-        words = [question.split() for question in sorted(questions)]
-        return [cls(int(w[1]), int(w[2])) for w in words if w[0] == "distant" and len(w) == 3]
-
-    def sum_of(self, weights: Tensor, tile: _Block) -> Tensor:
-        """The sum of the weights of a tile `[… query key]` on such keys: `[… query]`.
-
-        Added up and not what the other keys leave of the whole, which would round away a small sum.
+        """Largest scores, received attention and distant keys, which no kernel knows, from another
+        look at the scores, whose `lse` it knows.
         """
-        queries, keys = tile.queries, tile.keys
-        first = min(max(self.sink, keys.start), keys.stop)
-        # Keys before `common_stop` are distant from every query of the tile, keys before `stop`
-        # from the last one.
-        common_stop = min(max(queries.start - self.recent + 1, first), keys.stop)
-        stop = min(max(queries.stop - self.recent, common_stop), keys.stop)
-        common = weights[..., first - keys.start : common_stop - keys.start].sum(-1)
-        if stop == common_stop:
-            return common
-        of_some = weights[..., common_stop - keys.start : stop - keys.start]
-        return common + of_some.tril(queries.start - self.recent - common_stop).sum(-1)
+        sums = _TileSums(self, questions)
+        if not sums.answers:
+            return {}
+        for tile in _tiles(self.q, self.window):
+            attention = self._tile_attention(tile)
+            if LARGEST_SCORE in sums.answers:
+                behind = self._lags(tile)
+                unseen = (behind < 0) | (behind >= self.window)
+                largest = self._tile_scores(tile).masked_fill_(unseen, -torch.inf).amax(-1)
+                sums.answers[LARGEST_SCORE][tile.sequences, :, tile.queries] = largest
+            # These weights are A itself and no longer need to be divided: the total is 1.
+            sums.add(tile, slice(0, self.q.shape[1]), attention, torch.ones_like(attention[..., 0]))
+        return sums.answers
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Tile(NamedTuple):
     """Where a tile of scores lies."""
 
     sequences: slice
@@ -455,52 +370,50 @@ class _Block:
 
 
 class _TileSums:
-    """Answers that few scans ask for, added up a tile at a time."""
+    """Answers that few scans ask for, added up a tile at a time. The largest score is not added up
+    here, because a tile of weights does not tell it.
+    """
 
     def __init__(self, pattern: FusedPattern, questions: set[str]) -> None:
-        shape = pattern.q.shape[:3]  # [batch head pos]
-        new = pattern.q.new_empty
-        self.largest_score = new(shape) if LARGEST_SCORE in questions else None
-        self.received = new(shape).zero_() if RECEIVED in questions else None
-        self.distant = {keys: new(shape) for keys in DistantKeys.of_questions(questions)}
+        self.distant = {
+            question: (int(words[1]), int(words[2]))
+            for question in sorted(questions)
+            if (words := question.split())[0] == "distant"
+        }
+        """The sink and the recent keys that a question leaves out."""
+        asked = [name for name in (*self.distant, LARGEST_SCORE, RECEIVED) if name in questions]
+        # Zeros, because received attention is added up over tiles; [batch head pos].
+        self.answers = {name: pattern.q.new_zeros(pattern.q.shape[:3]) for name in asked}
 
-    def add(self, tile: _Block, heads: slice, weights: Tensor, total: Tensor) -> None:
+    def add(self, tile: _Tile, heads: slice, weights: Tensor, total: Tensor) -> None:
         """Add a tile of weights `[batch head query key]`: `A` times the `total` of a row."""
-        for distant_keys, mass in self.distant.items():
-            distant = distant_keys.sum_of(weights, tile)
-            torch.div(distant, total, out=mass[tile.sequences, heads, tile.queries])
-        if self.received is not None:
+        for question, (sink, recent) in self.distant.items():
+            mass = self.answers[question][tile.sequences, heads, tile.queries]
+            torch.div(_distant_sum(weights, tile, sink, recent), total, out=mass)
+        if RECEIVED in self.answers:
             # Σ_q weight / total is a product, which reads the tile once.
             attention_sums = total.reciprocal()[..., None, :] @ weights  # [batch head 1 key]
-            # A key is in the tiles of many queries, so these are added. Other answers are whole in
-            # a tile.
-            self.received[tile.sequences, heads, tile.keys] += attention_sums[..., 0, :]
-
-    def answers(self) -> dict[str, Tensor]:
-        """The answers by question."""
-        answers = {keys.question: mass for keys, mass in self.distant.items()}
-        if self.received is not None:
-            answers[RECEIVED] = self.received
-        if self.largest_score is not None:
-            answers[LARGEST_SCORE] = self.largest_score
-        return answers
+            received = self.answers[RECEIVED]
+            received[tile.sequences, heads, tile.keys] += attention_sums[..., 0, :]
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """What one step of a sweep is about."""
+def _distant_sum(weights: Tensor, tile: _Tile, sink: int, recent: int) -> Tensor:
+    """The sum of the weights of a tile `[… query key]` on the keys from `sink` on that lie at least
+    `recent` behind their query: `[… query]`.
 
-    sequences: slice
-    kv_heads: slice
-    group: int
-    """Query heads that share a head of keys."""
-    queries: slice
-    keys: slice
-
-    @property
-    def heads(self) -> slice:
-        """Its query heads."""
-        return slice(self.kv_heads.start * self.group, self.kv_heads.stop * self.group)
+    Added up and not what the other keys leave of the whole, which would round away a small sum.
+    """
+    _, queries, keys = tile
+    first = min(max(sink, keys.start), keys.stop)
+    # Keys before `common_stop` are distant from every query of the tile, keys before `stop` from
+    # the last one.
+    common_stop = min(max(queries.start - recent + 1, first), keys.stop)
+    stop = min(max(queries.stop - recent, common_stop), keys.stop)
+    common = weights[..., first - keys.start : common_stop - keys.start].sum(-1)
+    if stop == common_stop:
+        return common
+    of_some = weights[..., common_stop - keys.start : stop - keys.start]
+    return common + of_some.tril(queries.start - recent - common_stop).sum(-1)
 
 
 class _TileSweep:
@@ -532,7 +445,7 @@ class _TileSweep:
         self.cap = None if facts.soft_cap is None else facts.soft_cap / LN2
         self.slopes = _of_heads(facts.slopes, self.q)
         self.sink = _of_heads(facts.sink, self.q)
-        self.k_transposed = pattern.k.mT  # [batch kv_head d_qk key]
+        self.k = pattern.k
         # Two more value columns carry Σ_k weight and Σ_k weight · k through the product that makes
         # z, so the tile of weights is read once for all three.
         ones_and_positions = torch.stack([torch.ones_like(self.positions), self.positions], dim=-1)
@@ -563,10 +476,9 @@ class _TileSweep:
         most_keys = min(self.q.shape[2], self.window + most_queries - 1)
         bytes_of_kv_head = 4 * group * most_queries * most_keys
         at_once = max(1, TILE_BYTES[self.q.device.type] // bytes_of_kv_head)
-        for sequences, queries, keys in _tiles(self.q, self.window):
+        for tile in _tiles(self.q, self.window):
             for first in range(0, kv_heads, at_once):
-                some_kv_heads = slice(first, min(first + at_once, kv_heads))
-                self._sweep_tile(_Tile(sequences, some_kv_heads, group, queries, keys))
+                self._sweep_tile(tile, slice(first, min(first + at_once, kv_heads)), group)
         answers = {
             "z": self.z,
             "lse": self.log2_sums.mul_(LN2),  # ln x = ln 2 · log2 x
@@ -577,20 +489,23 @@ class _TileSweep:
             answers["entropy"] = self.entropy.mul_(LN2).clamp_(min=0)
         for name, mass in self.masses.items():
             answers[name] = mass.transpose(1, 2)
-        return answers | self.sums.answers()
+        return answers | self.sums.answers
 
-    def _sweep_tile(self, part: _Tile) -> None:
-        """Write the answers of some queries of some heads of some sequences."""
-        sequences, queries, keys = part.sequences, part.queries, part.keys
-        tile = (sequences, part.heads, queries)
-        sink = None if self.sink is None else self.sink[part.heads]
-        scores = self._scores(part)  # [batch head query key]
+    def _sweep_tile(self, tile: _Tile, kv_heads: slice, group: int) -> None:
+        """Write the answers of some queries of some sequences, of the query heads that share some
+        heads of keys: `group` of them share one.
+        """
+        sequences, queries, keys = tile
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        at = (sequences, heads, queries)
+        sink = None if self.sink is None else self.sink[heads]
+        scores = self._scores(tile, heads, kv_heads)  # [batch head query key]
 
         # 2^s overflows from s = 128 on. Less the row's maximum, the largest weight is 1. The
         # softmax does not change, because the factor 2^-maximum cancels in weights / total.
         maximum = scores.amax(-1, keepdim=True)  # [batch head query 1]
-        if self.sums.largest_score is not None:
-            torch.mul(maximum[..., 0], LN2, out=self.sums.largest_score[tile])
+        if LARGEST_SCORE in self.sums.answers:
+            torch.mul(maximum[..., 0], LN2, out=self.sums.answers[LARGEST_SCORE][at])
         if sink is not None:
             maximum = maximum.maximum(sink)
         relative_scores = scores.sub_(maximum)
@@ -601,8 +516,9 @@ class _TileSweep:
             # A window is short beside positions late in a long sequence, and a difference of two
             # large numbers would have their rounding.
             origin = queries.start
-            self.values[sequences, part.kv_heads, keys, -1] = self.positions[keys] - origin
-        sums = self._weighted_sums(weights, part)  # [batch head query d_v+2]
+            self.values[sequences, kv_heads, keys, -1] = self.positions[keys] - origin
+        values = self.values[sequences, kv_heads, keys]  # [batch kv_head key d_v+2]
+        sums = self._weighted_sums(weights, values)  # [batch head query d_v+2]
         key_total = sums[..., self.d_v]  # [batch head query]
         position_sum = sums[..., self.d_v + 1]
         total = key_total
@@ -610,15 +526,15 @@ class _TileSweep:
             # The sink is one more entry of the row, which has no key and no value.
             total = key_total + (sink - maximum).exp2()[..., 0]
         log2_total = total.log2()
-        torch.div(sums[..., : self.d_v], total[..., None], out=self.z[tile])
+        torch.div(sums[..., : self.d_v], total[..., None], out=self.z[at])
         # Σ A (q-k) = q Σ A - Σ A k
         query_share = self.positions[queries] - origin
         if sink is not None:
             query_share = query_share * (key_total / total)
-        torch.sub(query_share, position_sum / total, out=self.distance[tile])
+        torch.sub(query_share, position_sum / total, out=self.distance[at])
         # log2 Σ 2^s = maximum + log2 Σ 2^(s - maximum)
-        torch.add(maximum[..., 0], log2_total, out=self.log2_sums[tile])
-        self.sums.add(_Block(sequences, queries, keys), part.heads, weights, total)
+        torch.add(maximum[..., 0], log2_total, out=self.log2_sums[at])
+        self.sums.add(tile, heads, weights, total)
 
         if self.entropy is not None:
             # A = weight / total, so log2 A = relative_score - log2 total, and
@@ -627,30 +543,28 @@ class _TileSweep:
             mean_score = relative_scores.mul_(weights).sum(-1) / total
             if sink is not None:
                 log2_total = log2_total * (key_total / total)
-            torch.sub(log2_total, mean_score, out=self.entropy[tile])
+            torch.sub(log2_total, mean_score, out=self.entropy[at])
         for name, mass in self.masses.items():
             batch, query, key = self.pairs[name].members_seen(sequences, queries, keys, self.window)
             attention = weights[batch, :, query, key] / total[batch, :, query]  # [pair head]
             # A query with several keys occurs several times: accumulate, do not overwrite.
-            masses = mass[sequences, queries, part.heads]
+            masses = mass[sequences, queries, heads]
             masses.index_put_((batch, query), attention, accumulate=True)
 
-    def _scores(self, part: _Tile) -> Tensor:
+    def _scores(self, tile: _Tile, heads: slice, kv_heads: slice) -> Tensor:
         """A tile of scores in base 2, masked where a query does not see the key:
         `[batch head query key]`.
         """
-        queries, keys = part.queries, part.keys
-        scaled = self.q[part.sequences, part.heads, queries] * self.scale
-        batch, heads, count, _ = scaled.shape
-        k_transposed = self.k_transposed[part.sequences, part.kv_heads, :, keys]
-        products = by_shared_head(scaled, k_transposed.shape[1]) @ k_transposed
-        scores = products.view(batch, heads, count, keys.stop - keys.start)
+        sequences, queries, keys = tile
+        count = queries.stop - queries.start
+        scaled = self.q[sequences, heads, queries] * self.scale
+        scores = products_of(scaled, self.k[sequences, kv_heads, keys])
         if self.cap is not None:
             scores.tanh_().mul_(self.cap)
         if self.slopes is not None:
             # Of the distance and not of the key, because a small number has a small rounding.
             behind = distances(self.positions[queries], self.positions[keys])
-            scores.addcmul_(self.slopes[part.heads], behind, value=-1)
+            scores.addcmul_(self.slopes[heads], behind, value=-1)
         # Masked behind the cap, which would lift a masked score.
         # Keys before the first query are in the past of all queries of the tile. So only the square
         # at the end of the tile, which the diagonal crosses, needs a mask of the future.
@@ -664,18 +578,17 @@ class _TileSweep:
             scores[..., : len(some_keys)].masked_fill_(is_unseen, MASKED)
         return scores
 
-    def _weighted_sums(self, weights: Tensor, part: _Tile) -> Tensor:
-        """`Σ_k weight · [v | 1 | k]`: `[batch head query d_v+2]`."""
-        values = self.values[part.sequences, part.kv_heads, part.keys]  # [batch kv_head key d_v+2]
-        shape = (*weights.shape[:3], self.d_v + 2)
-        sums = (by_shared_head(weights, values.shape[1]) @ values).view(shape)
+    def _weighted_sums(self, weights: Tensor, values: Tensor) -> Tensor:
+        """`Σ_k weight · [v | 1 | k]` `[batch head query d_v+2]` of values
+        `[batch kv_head key d_v+2]`.
+        """
+        sums = weighted_values(weights, values)
         # In a narrower format, weights are rounded before they meet v, as tensor cores do it. Their
         # sums stay float32. `rounded` returns the same tensor if there is nothing to round.
         rounded_weights = rounded(weights, self.number_format)
         if rounded_weights is not weights:
             # The columns of Σ weight and Σ weight · k stay those of exact weights.
-            rounded_sums = by_shared_head(rounded_weights, values.shape[1]) @ values
-            sums[..., : self.d_v] = rounded_sums.view(shape)[..., : self.d_v]
+            sums[..., : self.d_v] = weighted_values(rounded_weights, values)[..., : self.d_v]
         return sums
 
 
@@ -699,22 +612,19 @@ def _dot(queries: Tensor, keys: Tensor) -> Tensor:
     return torch.stack(products, dim=2).flatten(1, 2)
 
 
-def _tiles(q: Tensor, window: int) -> Iterator[tuple[slice, slice, slice]]:
-    """The sequences, the queries and the keys of each tile.
-
-    A tile of one sequence is small if T is small, so a tile takes as many sequences as
-    `TILE_BYTES` allow, counted in float32 scores.
-    """
+def _tiles(q: Tensor, window: int) -> Iterator[_Tile]:
+    """Tiles of the sequences and queries, each with the keys that any of its queries sees."""
     batch, heads, n_ctx, _ = q.shape
     most_queries = _queries_in_tile(q)
     most_keys = min(n_ctx, window + most_queries - 1)
+    # One sequence is little if T is small, so a tile takes as many as the bytes of float32 allow.
     bytes_of_sequence = 4 * heads * most_queries * most_keys
     most_sequences = max(1, TILE_BYTES[q.device.type] // bytes_of_sequence)
     for first_sequence in range(0, batch, most_sequences):
         sequences = slice(first_sequence, min(first_sequence + most_sequences, batch))
         for first_query in range(0, n_ctx, most_queries):
             queries = slice(first_query, min(first_query + most_queries, n_ctx))
-            yield sequences, queries, slice(max(0, first_query - window + 1), queries.stop)
+            yield _Tile(sequences, queries, slice(max(0, first_query - window + 1), queries.stop))
 
 
 def _queries_in_tile(q: Tensor) -> int:

@@ -7,8 +7,8 @@ no gain in speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,9 @@ FLOAT16X2 = "float16x2"
 
 TF32_DROPPED_BITS = 13
 """Bits of a float32's mantissa that TF32 does not have."""
+
+Split = Callable[[Tensor], Tensor]
+"""Makes `[high | low]` of a weight."""
 
 LEAST_FREE = 0.5
 """Share of a GPU's memory that stays free of split weights: batches need it more."""
@@ -125,26 +128,29 @@ def linears_in(
 
     `halves` has the weights of float16x2; without it they are split in each product.
     """
+    # Whether the device multiplies in that format at speed.
+    is_native = device == "cuda"
+    if device == "cpu" and number_format == "bfloat16":
+        is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if number_format == FLOAT16X2:
         split = _two_halves if halves is None else halves.of
-        is_native = _has_format(number_format, device)
-        return LinearProducts(
-            partial(_split_product if is_native else _imitated_split_product, split=split)
-        )
-    if number_format in HALVES:
-        product = _half_product if _has_format(number_format, device) else _imitated_product
-        return LinearProducts(partial(product, number_format=number_format))
-    if number_format == "tf32":
-        if _has_format(number_format, device):
-            return _Tf32()
-        return LinearProducts(partial(_imitated_product, number_format=number_format))
+        return LinearProducts(partial(_split_product, split=split, is_native=is_native))
+    if number_format == "tf32" and is_native:
+        return _tf32_products()
+    if number_format in (*HALVES, "tf32"):
+        product = partial(_rounded_product, number_format=number_format, is_native=is_native)
+        return LinearProducts(product)
     # PyTorch's own float32 product on a CPU is MKL's. On AMD's CPUs oneDNN's is 1.2 to 1.4 times as
     # fast. The operator is private, so a version of PyTorch may lack it.
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(
         torch.ops.mkldnn, "_linear_pointwise"
     )
     if number_format == "float32" and device == "cpu" and has_onednn:
-        return LinearProducts(_onednn_product)
+        return LinearProducts(
+            lambda x, weight, bias: torch.ops.mkldnn._linear_pointwise(
+                x, weight, bias, "none", [], ""
+            )
+        )
     return nullcontext()
 
 
@@ -157,23 +163,24 @@ def outside_linears() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
-def _has_format(number_format: str, device: str) -> bool:
-    """Whether the device multiplies in that format at speed."""
-    if device == "cuda":
-        return True
-    return number_format == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def _half_product(x: Tensor, weight: Tensor, bias: Tensor | None, number_format: str) -> Tensor:
-    """A product of factors with 16 bits on a device that has one."""
+def _rounded_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, number_format: str, is_native: bool
+) -> Tensor:
+    if not is_native:
+        return F.linear(rounded(x, number_format), rounded(weight, number_format), bias)
     dtype = HALVES[number_format]
     if x.device.type == "cpu":  # It rounds its results to 16 bits too.
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     return _summed_in_float32(x.to(dtype), weight.to(dtype), bias)
 
 
-def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-    """A product of float16 activations with weights split in two."""
+def _split_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, split: Split, is_native: bool
+) -> Tensor:
+    if not is_native:
+        # In float32, which holds the sum of both halves exactly.
+        high, low = split(weight).float().chunk(2, dim=-1)
+        return F.linear(rounded(x, "float16"), high + low, bias)
     # x·(high + low) = [x | x]·[high | low]: one product that is twice as deep.
     once_for_each_axis = (1,) * (x.dim() - 1)
     return _summed_in_float32(x.half().repeat(*once_for_each_axis, 2), split(weight), bias)
@@ -186,21 +193,6 @@ def _summed_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return product if bias is None else product.add_(bias)
 
 
-def _imitated_product(x: Tensor, weight: Tensor, bias: Tensor | None, number_format: str) -> Tensor:
-    """The product of rounded factors, in float32."""
-    return F.linear(rounded(x, number_format), rounded(weight, number_format), bias)
-
-
-def _imitated_split_product(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-    """The product with weights split in two, in float32, which holds their sum exactly."""
-    high, low = split(weight).float().chunk(2, dim=-1)
-    return F.linear(rounded(x, "float16"), high + low, bias)
-
-
-Split = Callable[[Tensor], Tensor]
-"""Makes `[high | low]` of a weight."""
-
-
 def _two_halves(weight: Tensor) -> Tensor:
     """Float32 numbers `[out in]` as float16 ones and their float16 remainders: `[high | low]`.
 
@@ -210,17 +202,13 @@ def _two_halves(weight: Tensor) -> Tensor:
     return torch.cat([high, (weight - high).half()], dim=-1)
 
 
-def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-class _Tf32:
+@contextmanager
+def _tf32_products() -> Iterator[None]:
     """Within it, float32 products use TF32 tensor cores."""
-
-    def __enter__(self) -> None:
-        self.precision_before = torch.backends.cuda.matmul.fp32_precision
-        # A setting of the process, so it is put back.
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.fp32_precision = self.precision_before
+    before = torch.backends.cuda.matmul.fp32_precision
+    # A setting of the process, so it is put back.
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

@@ -7,7 +7,7 @@ of patching.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,6 @@ from torch import Tensor
 
 from headcount.workers.engine.changes import PARTNER, Change, Changes
 from headcount.workers.engine.engine import Activations, Engine, StopPass
-
-Recorded = dict[tuple[int, int | None], Tensor]
-"""Activations of the partner run, by the number of the change that wants them and by layer."""
 
 
 def with_partner(engine: Engine, tokens: Tensor | None, depth: int) -> Engine:
@@ -28,11 +25,30 @@ def with_partner(engine: Engine, tokens: Tensor | None, depth: int) -> Engine:
     changes = engine.changes.changes
     if tokens is None or PARTNER not in engine.changes.reads:
         return engine
-    recorded: Recorded = {}
-    recording = Changes(
-        _recording(recorded, number, change) if PARTNER in change.reads else change
-        for number, change in enumerate(changes)
-    )
+    # By the number of the change that wants it, and by layer. Not by name: two patches may take the
+    # same activation.
+    recorded: dict[tuple[int, int], Tensor] = {}
+
+    def recording(number: int, change: Change) -> Change:
+        def record(value: Tensor, read: Mapping[str, Any]) -> Tensor:
+            recorded[number, read["layer"]] = value
+            return value
+
+        # It reads nothing: the run on the partner has no partner of its own.
+        return replace(change, function=record, reads=frozenset[str]())
+
+    def patching(number: int, change: Change) -> Change:
+        def patch(value: Tensor, read: Mapping[str, Any]) -> Tensor:
+            return change.function(value, {**read, PARTNER: recorded[number, read["layer"]]})
+
+        return replace(change, function=patch)
+
+    def replaced_patches(by: Callable[[int, Change], Change]) -> Changes:
+        return Changes(
+            by(number, change) if PARTNER in change.reads else change
+            for number, change in enumerate(changes)
+        )
+
     patches = [change for change in changes if PARTNER in change.reads]
     # A patch of all layers is recorded once in each of them.
     expected_count = sum(depth if patch.layer is None else 1 for patch in patches)
@@ -42,34 +58,6 @@ def with_partner(engine: Engine, tokens: Tensor | None, depth: int) -> Engine:
             raise StopPass
 
     # With `resid_post` a pass goes to the end of its last layer, and a patch may be of its MLP.
-    engine.changed(recording).run(
-        tokens, {}, stop_after_last_patch, ("resid_post",), layers=range(depth)
-    )
-    return engine.changed(
-        Changes(
-            _patching(recorded, number, change) if PARTNER in change.reads else change
-            for number, change in enumerate(changes)
-        )
-    )
-
-
-def _recording(recorded: Recorded, number: int, change: Change) -> Change:
-    """A change that changes nothing, and records what the patch would be made of."""
-
-    def record(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
-        recorded[number, readable_values["layer"]] = value
-        return value
-
-    # It reads nothing: the run on the partner has no partner of its own.
-    return replace(change, function=record, reads=frozenset[str]())
-
-
-def _patching(recorded: Recorded, number: int, change: Change) -> Change:
-    """The change, which reads as `partner` what was recorded for it."""
-
-    def patch(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
-        # By number and not by name: two patches may take the same activation.
-        partner = recorded[number, readable_values["layer"]]
-        return change.function(value, {**readable_values, PARTNER: partner})
-
-    return replace(change, function=patch)
+    partner_engine = engine.changed(replaced_patches(recording))
+    partner_engine.run(tokens, {}, stop_after_last_patch, ("resid_post",), layers=range(depth))
+    return engine.changed(replaced_patches(patching))

@@ -15,7 +15,7 @@ from headcount.workers.engine.changes import Change, Changes
 from headcount.workers.engine.dense_engine import DenseEngine
 from headcount.workers.engine.engine import Activations, Engine, StopPass
 from headcount.workers.engine.fused_engine import FusedEngine
-from headcount.workers.model.layer_weights import first_mlp_out_or_nan
+from headcount.workers.model.layer_weights import known_or_nan
 from headcount.workers.model.model import Model
 
 CHUNK_BYTES = 64 << 20
@@ -29,7 +29,7 @@ class PredictionInputs(dict[str, Tensor]):
     """
 
     def __init__(self, model: Model, hidden: Tensor, tokens: Tensor) -> None:
-        super().__init__()
+        super().__init__(tokens=tokens)
         self.model = model
         self.hidden = hidden
         self.tokens = tokens
@@ -44,10 +44,6 @@ class PredictionInputs(dict[str, Tensor]):
         bytes_of_row = 4 * self.model.info.d_vocab
         return list(rows.split(max(1, CHUNK_BYTES // bytes_of_row)))
 
-    def unembed(self, x: Tensor) -> Tensor:
-        """Logits of a part of the stream."""
-        return self.model.unembed(x)
-
 
 def check_unembedding(model: Model) -> None:
     """Refuse a model whose predictions are not the softmax of its unembedding."""
@@ -61,12 +57,11 @@ def check_unembedding(model: Model) -> None:
 
 
 def _token_losses(inputs: PredictionInputs) -> dict[str, Tensor]:
-    """The loss of each token; the first token is not predicted, so it has none."""
     streams = inputs.hidden[:, :-1].flatten(0, 1)  # [batch·(pos-1) d_model]
     next_tokens = inputs.tokens[:, 1:].flatten()  # [batch·(pos-1)]
     losses: list[Tensor] = []
     for stream, tokens in zip(inputs.chunks(streams), inputs.chunks(next_tokens), strict=True):
-        logits = inputs.unembed(stream)  # [row d_vocab]
+        logits = inputs.model.unembed(stream)  # [row d_vocab]
         # -ln p(token) = ln Σ e^logits - logit of the token.
         losses.append(logits.logsumexp(-1) - logits.gather(-1, tokens[:, None])[:, 0])
     token_loss = inputs.hidden.new_full(inputs.tokens.shape, math.nan)
@@ -77,12 +72,11 @@ def _token_losses(inputs: PredictionInputs) -> dict[str, Tensor]:
 
 
 def _final_predictions(inputs: PredictionInputs) -> dict[str, Tensor]:
-    """What is predicted after the last token, of each token of the sequence: `[batch pos]`."""
     final_logits: list[Tensor] = []
     final_logprobs: list[Tensor] = []
     streams = inputs.chunks(inputs.hidden[:, -1])
     for stream, tokens in zip(streams, inputs.chunks(inputs.tokens), strict=True):
-        logits = inputs.unembed(stream)  # [batch d_vocab]
+        logits = inputs.model.unembed(stream)  # [batch d_vocab]
         token_logits = logits.gather(-1, tokens)  # [batch pos]
         final_logits.append(token_logits)
         final_logprobs.append(token_logits - logits.logsumexp(-1, keepdim=True))
@@ -105,10 +99,8 @@ def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
             "position_after_layer": undefined,
         }
     positions = model.positions[:n_ctx]  # [pos d_model]
-    embeddings = model.embed(inputs.tokens)  # [batch pos d_model]
-    first_mlp = mlps[0]
-    mlp_of_both = first_mlp(embeddings + positions)
-    mlp_of_tokens = first_mlp(embeddings)
+    embeddings = model.modules("embed")[0](inputs.tokens)  # [batch pos d_model]
+    mlp_of_both, mlp_of_tokens = mlps[0](embeddings + positions), mlps[0](embeddings)
     layer_of_both = _after_first_layer(inputs, Changes())
     layer_of_tokens = _after_first_layer(inputs, WITHOUT_POSITIONS)
     return {
@@ -120,7 +112,6 @@ def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
 
 
 def _after_first_layer(inputs: PredictionInputs, changes: Changes) -> Tensor:
-    """The stream after the first layer `[batch pos d_model]`."""
     streams: list[Tensor] = []
 
     def keep_stream(_layer: int, activations: Activations) -> None:
@@ -139,19 +130,20 @@ def _after_first_layer(inputs: PredictionInputs, changes: Changes) -> Tensor:
     return streams[0]
 
 
+def _first_mlp_out(inputs: PredictionInputs) -> dict[str, Tensor]:
+    known = inputs.model.first_mlp_out(inputs.tokens)
+    return {"first_mlp_out": known_or_nan(inputs.model, known, len(inputs.tokens))}
+
+
 WITHOUT_POSITIONS = Changes([Change("pos_embed", lambda positions, _: torch.zeros_like(positions))])
 
 COMPUTED_BY: dict[str, Callable[[PredictionInputs], dict[str, Tensor]]] = {
-    "tokens": lambda inputs: {"tokens": inputs.tokens},
-    "first_mlp_out": lambda inputs: {
-        "first_mlp_out": first_mlp_out_or_nan(inputs.model, inputs.tokens)
-    },
-    "positions_known": _position_changes,
+    "first_mlp_out": _first_mlp_out,
     "token_loss": _token_losses,
-    "final_logit": _final_predictions,
-    "final_logprob": _final_predictions,
-    "effective": _position_changes,
-    "position_after_mlp": _position_changes,
-    "position_after_layer": _position_changes,
+    **dict.fromkeys(("final_logit", "final_logprob"), _final_predictions),
+    **dict.fromkeys(
+        ("positions_known", "effective", "position_after_mlp", "position_after_layer"),
+        _position_changes,
+    ),
 }
 """What computes each of `schemas.predictions.PREDICTION_INPUTS`."""

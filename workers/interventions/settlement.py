@@ -16,10 +16,9 @@ from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.scans.intervention import Intervention
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
 from headcount.schemas.scans.scan import Scan
-from headcount.workers.engine.attention_scores import unseen_keys, window_of
 from headcount.workers.engine.changes import hidden_keys
 from headcount.workers.interventions import BoundIntervention, bind, check_targets, needs_bridge
-from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.attention_facts import AttentionFacts, unseen_keys, window_of
 from headcount.workers.model.model import Model
 
 EngineName = Literal["fused", "dense"]

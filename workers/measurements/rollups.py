@@ -22,6 +22,9 @@ from headcount.schemas.files.run_directory import pc
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.histogram_bins import Axis
 
+COUNTERS = 2**20
+"""Bins of histograms that are counted at once, 8 bytes each."""
+
 
 @dataclass(frozen=True)
 class Cells:
@@ -176,14 +179,21 @@ def _histograms(
     """For each cell, the bins with a value, and how many values each has."""
     lowest = int(bins.min(initial=0))
     span = int(bins.max(initial=0)) - lowest + 1
-    # Cell and bin as one number, so that one count makes all histograms.
-    counted_cells = cell_of_value * span + (bins.astype(np.int64) - lowest)
-    counts = np.bincount(counted_cells, minlength=cells.count * span)
-    occupied = np.flatnonzero(counts)
+    # Cell and bin as one number, so that one count makes the histograms of many cells. Where shards
+    # have gaps between them there are many more cells than heads, so some are counted at a time.
+    cells_at_once = max(1, COUNTERS // span)
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
+    for first in range(0, cells.count, cells_at_once):
+        begin, end = np.searchsorted(cell_of_value, (first, first + cells_at_once))
+        codes = (cell_of_value[begin:end] - first) * span + (bins[begin:end] - lowest)
+        counts = np.bincount(codes)
+        occupied = np.flatnonzero(counts)
+        parts.append((first * span + occupied, counts[occupied]))
+    occupied, counts = map(np.concatenate, zip(*parts, strict=True))
     bins_of_cell = np.bincount(occupied // span, minlength=cells.count)
     offsets = pa.array(np.concatenate([[0], np.cumsum(bins_of_cell)]), pa.int32())
     numbers = pa.array((occupied % span + lowest).astype(np.int16))
     return (
         pa.ListArray.from_arrays(offsets, numbers),
-        pa.ListArray.from_arrays(offsets, pa.array(counts[occupied].astype(np.int32))),
+        pa.ListArray.from_arrays(offsets, pa.array(counts.astype(np.int32))),
     )

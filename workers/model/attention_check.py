@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
-from headcount.workers.model.attention_facts import AttentionFacts, AttentionSizes
+from headcount.workers.model.attention_facts import (
+    AttentionFacts,
+    AttentionSizes,
+    all_scores,
+    pattern_of,
+    weighted_values,
+)
 from headcount.workers.model.attention_layers import attending, own_attention
 from headcount.workers.model.bare_modules import output_projection
 from headcount.workers.model.files.model_info import ModelInfo
-from headcount.workers.model.whole_attention import attend_whole
 
 CHECK_TOKENS = 16
 """Tokens of the check, if no window is shorter."""
@@ -37,7 +41,6 @@ class SettledAttention:
     facts: dict[int, AttentionFacts] = field(default_factory=dict)
     """By layer that attends."""
     sizes: dict[int, AttentionSizes] = field(default_factory=dict)
-    """By layer that attends."""
     gated: frozenset[int] = frozenset()
     """Layers that change z before their output projection, for example by a gate."""
     problem: str | None = None
@@ -46,8 +49,6 @@ class SettledAttention:
 
 @dataclass
 class _Pass:
-    """What one pass showed."""
-
     facts: dict[int, AttentionFacts] = field(default_factory=dict)
     sizes: dict[int, AttentionSizes] = field(default_factory=dict)
     streams: dict[int, Tensor] = field(default_factory=dict)
@@ -74,18 +75,17 @@ def settle_attention(
     try:
         with torch.inference_mode():
             ours = _Pass()
-            tokens = _tokens(info, CHECK_TOKENS).to(device)
+            tokens = drawn_tokens(info, 1, CHECK_TOKENS).to(device)
             _run_ours(info, bare, blocks, tokens, ours)
             windows = [facts.window for facts in ours.facts.values() if facts.window is not None]
             # Two tokens beyond the smallest window: its last query does not see the first keys.
             beyond = min(windows, default=LARGEST_WINDOW) + 2
             if CHECK_TOKENS < beyond <= min(LARGEST_WINDOW, info.n_ctx):
-                tokens = _tokens(info, beyond).to(device)
+                tokens = drawn_tokens(info, 1, beyond).to(device)
                 ours = _Pass()
                 _run_ours(info, bare, blocks, tokens, ours)
             own = _Pass()
-            is_legacy = info.layout == "legacy"
-            with nullcontext() if is_legacy else own_attention(bare):
+            with nullcontext() if info.layout == "legacy" else own_attention(bare):
                 _run(info, bare, blocks, tokens, own)
     except ModelError as error:
         return SettledAttention(problem=str(error))
@@ -110,15 +110,16 @@ def active_stream(bare: nn.Module) -> int | None:
     return getattr(config.get_text_config(decoder=True), "altup_active_idx", None)
 
 
-def _tokens(info: ModelInfo, count: int) -> Tensor:
+def drawn_tokens(info: ModelInfo, sequences: int, n_ctx: int) -> Tensor:
+    """Random tokens for a check, no more of them than a model reads: `[sequence pos]`."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(info.d_vocab, (1, min(info.n_ctx, count)), generator=generator)
+    return torch.randint(info.d_vocab, (sequences, min(info.n_ctx, n_ctx)), generator=generator)
 
 
 def _run_ours(
     info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor, seen: _Pass
 ) -> None:
-    """One pass with `attend_whole`, which notes the facts and sizes of each layer."""
+    """One pass with attention as facts say it, which notes the facts and sizes of each layer."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         if seen.layer in seen.facts:
@@ -136,43 +137,25 @@ def _run_ours(
         seen.sizes[seen.layer] = AttentionSizes(
             q.shape[1], k.shape[1], d_qk=q.shape[3], d_v=v.shape[3]
         )
-        seen.z[seen.layer] = attend_whole(q, k, v, facts)
+        # Modules may compute v in another format than q and k.
+        pattern = pattern_of(all_scores(q.float(), k.float(), facts), facts).to(v.dtype)
+        seen.z[seen.layer] = weighted_values(pattern, v).transpose(1, 2)
         return seen.z[seen.layer]
 
-    with (
-        attending(bare, attend, checks_rotations=True) as running,
-        _hooked_projections(blocks, seen),
-    ):
+    with attending(bare, attend, checks_rotations=True) as running:
         _run(info, bare, blocks, tokens, seen)
-
-
-@contextmanager
-def _hooked_projections(blocks: Sequence[nn.Module], seen: _Pass) -> Iterator[None]:
-    """Within this context, a pass notes what output projections are given."""
-
-    def note(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.projected[layer] = args[0].detach().clone()
-
-    projections = {layer: output_projection(block) for layer, block in enumerate(blocks)}
-    hooks = [
-        module.register_forward_pre_hook(partial(note, layer))
-        for layer, module in projections.items()
-        if module is not None
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _run(
     info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor, seen: _Pass
 ) -> None:
-    """One pass that notes the stream after each layer."""
+    """One pass that notes the stream after each layer, and what output projections are given."""
 
     def begin_layer(layer: int, _module: nn.Module, _args: tuple[Any, ...]) -> None:
         seen.layer = layer
+
+    def note_projected(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.projected[layer] = args[0].detach().clone()
 
     def end_layer(layer: int, _module: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         stream = output[0] if isinstance(output, tuple | list) else output
@@ -184,17 +167,16 @@ def _run(
         if layer == len(blocks) - 1:
             raise _SeenEnough
 
-    hooks: list[RemovableHandle] = []
-    for layer, block in enumerate(blocks):
-        hooks.append(block.register_forward_pre_hook(partial(begin_layer, layer)))
-        hooks.append(block.register_forward_hook(partial(end_layer, layer)))
     options = {"use_cache": False} if info.layout == "huggingface" else {}
-    try:
-        with suppress(_SeenEnough):
-            bare(tokens, **options)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with suppress(_SeenEnough), ExitStack() as hooks:
+        for layer, block in enumerate(blocks):
+            hooks.enter_context(block.register_forward_pre_hook(partial(begin_layer, layer)))
+            hooks.enter_context(block.register_forward_hook(partial(end_layer, layer)))
+            projection = output_projection(block)
+            if projection is not None:
+                note = partial(note_projected, layer)
+                hooks.enter_context(projection.register_forward_pre_hook(note))
+        bare(tokens, **options)
 
 
 def _difference(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: bool) -> str | None:
@@ -228,5 +210,5 @@ def _difference(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: 
     return None
 
 
-def _listed(layers: Any) -> str:  # noqa: ANN401 (any collection of layers)
+def _listed(layers: Collection[int]) -> str:
     return ", ".join(map(str, sorted(layers))) or "none"

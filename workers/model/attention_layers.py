@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from headcount.schemas.errors import ModelError
 from headcount.workers.model.attention_facts import Attend, AttentionFacts
 from headcount.workers.model.rotations import Rotation, noted_rotations, rotation_of_queries
-from headcount.workers.model.whole_attention import whole_pattern
 
 IMPLEMENTATION = "headcount"
 """The name under which Hugging Face models look our attention and our masks up."""
@@ -74,11 +73,11 @@ def take_over_attention(model: nn.Module) -> None:
 
 
 def _note_rotation(rotation: Rotation) -> None:
-    """Keep what a layer does to its queries or keys, until its attention asks."""
     running = _running.get()
     if running is not None:
         # What was given to the rotation would take memory that only a check needs.
-        running.rotations.append(rotation if running.checks_rotations else rotation.without_given())
+        noted = rotation if running.checks_rotations else replace(rotation, given=None)
+        running.rotations.append(noted)
 
 
 @contextmanager
@@ -159,10 +158,9 @@ def _hugging_face_attention(
 
 
 def _unscaled(module: nn.Module, query: Tensor, scaling: float | None) -> tuple[Tensor, float]:
-    """Queries as they were projected, and what q·k is multiplied by."""
     if scaling is None:
         return query, query.shape[-1] ** -0.5
-    own = _number(module, "scaling")
+    own = number_of(module, "scaling")
     # OPT and its like scale the queries themselves and ask for scores with a factor of 1.
     if scaling == 1 and own is not None and own not in (0, 1):
         return query / own, own
@@ -243,93 +241,7 @@ def native_attention() -> type[nn.Module]:
     return AskingAttention
 
 
-# The scale of scores
-
-FACTORS = ("scaling", "inv_norm_factor", "softmax_scale")
-"""Fields of attention modules that hold what q·k is multiplied by."""
-
-DIVISORS = ("scale_attn", "scale")
-"""Fields that hold what q·k is divided by: in GPT-J and CodeGen, and in TransformerLens's own."""
-
-UNSCALED = ("GPTNeoSelfAttention",)
-"""Attention modules that do not scale, and have no field that says so."""
-
-CAPS = ("attn_logit_softcapping", "attn_scores_soft_cap")
-"""Fields that hold the height at which scores are capped. A height of 0 or less means no cap."""
-
-TOLERANCE = 1e-4
-"""Largest difference allowed between the probabilities of a model's pattern and those of q·k."""
-
-
-def facts_of_module(attention: nn.Module, d_head: int) -> AttentionFacts:
-    """The scale and the cap that a module's fields name; 1/√d_head and no cap if none does."""
-    caps = [_number(attention, name) for name in CAPS]
-    soft_cap = next((cap for cap in caps if cap is not None and cap > 0), None)
-    return AttentionFacts(_scale_of(attention, d_head), soft_cap)
-
-
-def _scale_of(attention: nn.Module, d_head: int) -> float:
-    if type(attention).__name__ in UNSCALED:
-        return 1.0
-    for name in FACTORS:
-        factor = _number(attention, name)
-        if factor is not None:
-            return factor
-    for name in DIVISORS:
-        divisor = _number(attention, name)
-        if divisor is not None:
-            return 1 / divisor
-    return d_head**-0.5
-
-
-def score_problem(
-    made: Tensor, shown: Tensor, pattern: Tensor, facts: AttentionFacts
-) -> tuple[bool, str | None]:
-    """Check the scores of an unchanged run against its pattern.
-
-    `made` are the scores from q·k and the facts, `shown` those that the bridge shows. All are
-    `[batch head query key]`, of two sequences. Returns whether the shown ones are the scores behind
-    the pattern, and what is wrong with the made ones, None if they are right.
-
-    Weights that are not numbers agree with everything. Measuring will name their layer.
-    """
-    if not made.shape == shown.shape == pattern.shape:
-        shapes = [list(tensor.shape) for tensor in (made, shown, pattern)]
-        return False, f"q·k, scores and pattern have the shapes {shapes}, which differ"
-    shows_scores = _largest_difference(whole_pattern(shown, facts), pattern) < TOLERANCE
-    pattern_difference = _largest_difference(whole_pattern(made, facts), pattern)
-    if pattern_difference < TOLERANCE:
-        return shows_scores, None
-    if shows_scores and _adds_a_bias(made, shown, facts):
-        return True, None
-    return shows_scores, (
-        f"their softmax differs by {pattern_difference:.2g} from the pattern (allowed "
-        f"{TOLERANCE:g})"
-    )
-
-
-def _adds_a_bias(made: Tensor, shown: Tensor, facts: AttentionFacts) -> bool:
-    """Whether shown scores are the made ones and a bias of positions, such as ALiBi's.
-
-    It is the same for both sequences.
-    """
-    seen = whole_pattern(torch.zeros_like(made), facts) > 0
-    added = (shown - made).masked_fill(~seen, 0)
-    score_tolerance = TOLERANCE * max(1.0, _largest_size(made.tril()))
-    return _largest_difference(added[:1], added[1:]) < score_tolerance
-
-
-def _largest_difference(first: Tensor, second: Tensor) -> float:
-    """The largest difference in the lower triangle of the last two axes; NaN counts as none."""
-    return _largest_size((first - second).tril())
-
-
-def _largest_size(values: Tensor) -> float:
-    """The largest absolute value; NaN counts as 0."""
-    return values.abs().nan_to_num(nan=0.0).max().item()
-
-
-def _number(module: nn.Module, name: str) -> float | None:
+def number_of(module: nn.Module, name: str) -> float | None:
     """A field of a module that is a plain number; None if it has no such field."""
     value = vars(module).get(name)
     return float(value) if isinstance(value, int | float) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,11 +16,8 @@ from torch import Tensor, nn
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.attention_layers import attend_to, is_attending
 
-OwnMethod = Callable[..., Any]
-"""A method of an attention module as its library wrote it."""
-
-TakenOver = Callable[[Any, OwnMethod], OwnMethod]
-"""Makes the method of a module that takes the place of its own."""
+TakenOver = Callable[[Any], Callable[..., Any]]
+"""Makes the method of a module that takes the place of its own while a pass runs."""
 
 
 def take_over_modules(model: nn.Module) -> None:
@@ -33,7 +31,12 @@ def take_over_modules(model: nn.Module) -> None:
             # asks the attention interface, as it does in newer versions of transformers.
             is_new = method not in vars(module) and hasattr(module, method)
             if replacement is not None and is_new:
-                setattr(module, method, replacement(module, getattr(module, method)))
+                own = getattr(module, method)
+                setattr(module, method, partial(_call, own, replacement(module)))
+
+
+def _call(own: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as the library has it)
+    return ours(*args, **kwargs) if is_attending() else own(*args, **kwargs)
 
 
 def _scaled_by(scale: Callable[[Any], float], *, keys_last: bool = False) -> TakenOver:
@@ -43,15 +46,13 @@ def _scaled_by(scale: Callable[[Any], float], *, keys_last: bool = False) -> Tak
     `[batch head d_qk pos]`.
     """
 
-    def take_over(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
+    def take_over(module: Any) -> Callable[..., Any]:  # noqa: ANN401 (any module)
         # GPT-Neo's local layers have their window in the mask alone.
         window: int | None = None
         if getattr(module, "attention_type", None) == "local":
             window = int(module.bias[0, 0, -1].sum())
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, *arguments: object) -> Any:  # noqa: ANN401 (a list or a tuple, as the library has it)
-            if not is_attending():
-                return own(query, key, value, *arguments)
+        def attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> list[Tensor | None]:
             facts = AttentionFacts(scale=scale(module), window=window)
             z = attend_to(query, key.mT if keys_last else key, value, facts)
             return [z.transpose(1, 2), None]  # The second is the pattern, which nobody reads.
@@ -61,14 +62,12 @@ def _scaled_by(scale: Callable[[Any], float], *, keys_last: bool = False) -> Tak
     return take_over
 
 
-def _bloom(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
+def _bloom(module: Any) -> Callable[..., Any]:  # noqa: ANN401 (any module)
     """BLOOM: ALiBi, and projections in one matrix."""
 
     def forward(
         hidden_states: Tensor, residual: Tensor, alibi: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        if not is_attending():
-            return own(hidden_states, residual, alibi, *args, **kwargs)
         query, key, value = module._reshape(module.query_key_value(hidden_states))
         # `alibi [batch·head 1 pos]` holds slope · k. A shift by slope · q changes no pattern.
         slopes = _slopes(alibi[: module.num_heads, 0])
@@ -78,7 +77,7 @@ def _bloom(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any modul
     return forward
 
 
-def _falcon(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
+def _falcon(module: Any) -> Callable[..., Any]:  # noqa: ANN401 (any module)
     """Falcon: rotary positions or ALiBi, which is scaled with the scores."""
     # The function is looked up when it is called, because each pass wraps it.
     from transformers.models.falcon import modeling_falcon
@@ -90,9 +89,6 @@ def _falcon(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any modu
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
-        if not is_attending():
-            kwargs["position_embeddings"] = position_embeddings
-            return own(hidden_states, alibi, *args, **kwargs)
         projections = module._split_heads(module.query_key_value(hidden_states))
         query, key, value = (projection.transpose(1, 2) for projection in projections)
         slopes = None
@@ -108,14 +104,12 @@ def _falcon(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any modu
     return forward
 
 
-def _mpt(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
+def _mpt(module: Any) -> Callable[..., Any]:  # noqa: ANN401 (any module)
     """MPT: ALiBi, and projections that may be clipped."""
 
     def forward(
         hidden_states: Tensor, position_bias: Tensor | None, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        if not is_attending():
-            return own(hidden_states, position_bias, *args, **kwargs)
         projections = module.Wqkv(hidden_states)
         if module.clip_qkv:
             projections = projections.clamp(-module.clip_qkv, module.clip_qkv)
@@ -129,14 +123,12 @@ def _mpt(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
     return forward
 
 
-def _bart_like(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
+def _bart_like(module: Any) -> Callable[..., Any]:  # noqa: ANN401 (any module)
     """XGLM, MVP and TrOCR: four projections, the query's scaled; self-attention alone."""
 
     def forward(
         hidden_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        if not is_attending():
-            return own(hidden_states, *args, **kwargs)
         query = _by_head(module.q_proj(hidden_states), module.num_heads)
         key = _by_head(module.k_proj(hidden_states), module.num_heads)
         value = _by_head(module.v_proj(hidden_states), module.num_heads)

@@ -28,24 +28,15 @@ PROJECTIONS = {
 """Names of an attention's projections, by their letter in `W_Q` and its like."""
 
 
-def find_blocks(model: nn.Module, info: ModelInfo) -> list[nn.Module]:
+def find_blocks(model: Any, info: ModelInfo) -> list[nn.Module]:  # noqa: ANN401 (any model of transformers)
     """The layers of a language model: its largest list of as many modules as it has layers."""
-    lists = _lists(_decoder(model), info.n_layers) or _lists(model, info.n_layers)
-    if not lists:
-        raise ModelError(f"{info.path}: no list of {info.n_layers} layers was found in its modules")
-    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())))
-
-
-def _lists(model: nn.Module, length: int) -> list[nn.ModuleList]:
-    """The lists of modules of that length."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return [blocks for blocks in lists if len(blocks) == length]
-
-
-def _decoder(model: Any) -> nn.Module:  # noqa: ANN401 (any model of transformers)
-    """The language model alone, of a model that may also see images or hear."""
-    decoder = model.get_decoder()
-    return decoder if isinstance(decoder, nn.Module) else model
+    for root in (model.get_decoder(), model):
+        # A model that also sees images or hears has a language model inside.
+        parts = root.modules() if isinstance(root, nn.Module) else ()
+        lists = [m for m in parts if isinstance(m, nn.ModuleList) and len(m) == info.n_layers]
+        if lists:
+            return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())))
+    raise ModelError(f"{info.path}: no list of {info.n_layers} layers was found in its modules")
 
 
 def find_modules(model: Any, blocks: Sequence[nn.Module]) -> dict[str, list[nn.Module]]:  # noqa: ANN401
@@ -55,23 +46,17 @@ def find_modules(model: Any, blocks: Sequence[nn.Module]) -> dict[str, list[nn.M
         "embed": [model.get_input_embeddings()],
         "pos_embed": [],
         "normed": [],
-        "attn_out": _child_of_each(blocks, ATTENTION),
-        "mlp_out": find_mlps(blocks),
+        "attn_out": child_of_each(blocks, ATTENTION),
+        "mlp_out": child_of_each(blocks, MLP),
         "normed_final": [],
         "unembed": [] if unembedding is None else [unembedding],
     }
 
 
-def find_mlps(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The MLP of each layer; empty if a layer has no module of a known name."""
-    return _child_of_each(blocks, MLP)
-
-
-def _child_of_each(blocks: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Module]:
+def child_of_each(blocks: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Module]:
     """The child of each block that has one of these names; empty if a block has none of them."""
-    children = [_child(block, names) for block in blocks]
-    present = [child for child in children if child is not None]
-    return present if len(present) == len(blocks) else []
+    children = [child for block in blocks if (child := _child(block, names)) is not None]
+    return children if len(children) == len(blocks) else []
 
 
 def _child(block: nn.Module, names: Sequence[str]) -> nn.Module | None:
@@ -148,11 +133,6 @@ def output_projection(block: nn.Module) -> nn.Module | None:
     return None if attention is None else _child(attention, PROJECTIONS["O"])
 
 
-def has_rotations(model: nn.Module) -> bool:
-    """Whether q and k are rotated by their positions: the model has a module that makes angles."""
-    return any("rotary" in name.rsplit(".", 1)[-1] for name, _ in model.named_modules())
-
-
-def has_position_embeddings(model: nn.Module) -> bool:
-    """Whether the model has a module of a known name that embeds positions, to be added."""
-    return any(name.rsplit(".", 1)[-1] in POSITIONS for name, _ in model.named_modules())
+def part_names(model: nn.Module) -> set[str]:
+    """The last names of all modules of a model: `wpe`, `rotary_emb` and the like."""
+    return {name.rpartition(".")[2] for name, _ in model.named_modules()}

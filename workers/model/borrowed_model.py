@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,17 +21,16 @@ from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
-from headcount.workers.model.attention_check import CHECK_TOKENS, LARGEST_DIFFERENCE
+from headcount.workers.model.attention_check import (
+    CHECK_TOKENS,
+    LARGEST_DIFFERENCE,
+    drawn_tokens,
+)
 from headcount.workers.model.attention_layers import own_attention
 from headcount.workers.model.bare_modules import find_modules
-from headcount.workers.model.files.loading import (
-    LoadedModules,
-    bridgeable,
-    model_of,
-    modules_of_bridge,
-)
+from headcount.workers.model.files.loading import bridgeable, model_of, modules_of_bridge
 from headcount.workers.model.files.model_info import ModelInfo, shape_of
-from headcount.workers.model.model import BootedBridge, Model
+from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
 DEVICES = ("cpu", "cuda")
 """Kinds of devices that are measured on."""
@@ -83,17 +82,14 @@ class BorrowedModel:
         """Within it, the model has the weights of now, and evaluates instead of training."""
         # What was kept is of the weights of an earlier step.
         vars(self.model).pop("circuit", None)
-        is_training = {part: part.training for part in modules.modules()} if self.is_bridge else {}
-        device = self.model.device
-        try:
-            if self.is_bridge:
-                modules.eval()
+        with (
+            # A copy evaluates as it is.
+            _evaluating(modules) if self.is_bridge else nullcontext(),
             # Training code may cast all products around this call.
-            with torch.autocast(self.device, enabled=False), _current(device):
-                yield self.model
-        finally:
-            for part, training in is_training.items():
-                part.training = training
+            torch.autocast(self.device, enabled=False),
+            _current(self.model.device),
+        ):
+            yield self.model
 
 
 def unwrapped(model: object) -> nn.Module:
@@ -149,9 +145,7 @@ def _of_transformers(modules: nn.Module, device: torch.device) -> Model:
     # The bridge shows the scores and the pattern only of this attention.
     own.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
     own.eval()
-    generator = torch.Generator().manual_seed(0)
-    shape_of_check = (1, min(info.n_ctx, CHECK_TOKENS))
-    tokens = torch.randint(info.d_vocab, shape_of_check, generator=generator).to(device)
+    tokens = drawn_tokens(info, 1, CHECK_TOKENS).to(device)
     _merge_adapters(own, tokens)
     loaded = bridgeable(info, own, str(device), dtype)
     return model_of(info, loaded._replace(boot=partial(_compared_bridge, loaded, tokens)), "raw")
@@ -171,15 +165,12 @@ def _compared_bridge(loaded: LoadedModules, tokens: Tensor) -> BootedBridge:
             problem = reason(error)
     if problem is None:
         return booted
-    modules = find_modules(loaded.bare, loaded.blocks)
-    problem = (
-        f"TransformerLens does not compute the logits of {type(loaded.bare).__name__} ({problem})"
-    )
-    return BootedBridge(None, modules, problem)
+    name = type(loaded.bare).__name__
+    problem = f"TransformerLens does not compute the logits of {name} ({problem})"
+    return BootedBridge(None, find_modules(loaded.bare, loaded.blocks), problem)
 
 
 def _difference(logits: Tensor, expected: Tensor) -> str | None:
-    """How far logits are from those expected; None if it is rounding."""
     difference = ((logits - expected).norm() / expected.norm()).item()
     # NaN passes: measuring names the layer whose weights are not numbers.
     return f"they differ by {difference:.2g}" if difference >= LARGEST_DIFFERENCE else None
@@ -195,10 +186,11 @@ def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
             own = own.to(dtype)
         is_parameter = isinstance(tensor, nn.Parameter)
         copies[id(tensor)] = nn.Parameter(own, requires_grad=False) if is_parameter else own
+    nothing = object()  # Stands for what is not copied.
     for part in modules.modules():
         for name, value in vars(part).items():
             if name in PATCHES:
-                copies[id(value)] = _NOTHING
+                copies[id(value)] = nothing
             elif isinstance(value, dict) and name.strip("_").endswith("hooks"):
                 copies[id(value)] = type(value)()
     try:
@@ -214,16 +206,11 @@ def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
     return own_modules
 
 
-_NOTHING = object()
-"""Stands for what is not copied."""
-
-
 # Adapters, as the library PEFT puts them into models. It is told by its methods, so that nothing
 # imports it here.
 
 
 def _without_prompts(adapted: Any) -> nn.Module:  # noqa: ANN401 (PEFT's wrapper of a model)
-    """The model inside PEFT's wrapper; refused if the wrapper itself computes something."""
     method = getattr(adapted, "active_peft_config", None)
     if getattr(method, "is_prompt_learning", False):
         raise ModelError(
@@ -279,7 +266,6 @@ def _merge_adapters(own: Any, tokens: Tensor) -> None:  # noqa: ANN401 (a model 
 
 
 def _merged(adapter: Any) -> nn.Module:  # noqa: ANN401 (one of PEFT's modules)
-    """The module inside an adapter, with what is switched on merged into its weights."""
     is_off = adapter.disable_adapters
     if hasattr(adapter, MERGED_MODULE):
         if is_off:
@@ -308,10 +294,17 @@ def _of_bridge(bridge: Any) -> Model:  # noqa: ANN401 - TransformerBridge is imp
     shape: dict[str, Any] = {name: int(getattr(bridge.cfg, name)) for name in BRIDGE_SHAPE}
     name = str(bridge.cfg.model_name)
     info = ModelInfo(name, name, "bridge", "", **shape, bos_token_id=None, eos_token_id=None)
-    is_training = {part: part.training for part in bridge.modules()}
-    bridge.eval()
-    try:
+    with _evaluating(bridge):
         return model_of(info, modules_of_bridge(bridge), "raw")
+
+
+@contextmanager
+def _evaluating(modules: nn.Module) -> Iterator[None]:
+    """Within it, somebody's modules evaluate; afterwards they train as before."""
+    is_training = {part: part.training for part in modules.modules()}
+    modules.eval()
+    try:
+        yield
     finally:
         for part, training in is_training.items():
             part.training = training

@@ -46,15 +46,10 @@ def attention_weights(model: Model, layer: int, names: Iterable[str]) -> dict[st
 
 def effective_or_nan(model: Model, n_ctx: int) -> Tensor:
     """The effective positions `[pos d_model]` of the weights as they are now; NaN if not known."""
-    return _known_or_nan(model, model.effective_positions(n_ctx), n_ctx)
+    return known_or_nan(model, model.effective_positions(n_ctx), n_ctx)
 
 
-def first_mlp_out_or_nan(model: Model, tokens: Tensor) -> Tensor:
-    """What the first MLP adds at position 0 `[batch d_model]`; NaN if it is not known."""
-    return _known_or_nan(model, model.first_mlp_out(tokens), len(tokens))
-
-
-def _known_or_nan(model: Model, vectors: Tensor | None, rows: int) -> Tensor:
+def known_or_nan(model: Model, vectors: Tensor | None, rows: int) -> Tensor:
     """Vectors of the stream `[row d_model]`, which are NaN if there are none."""
     if vectors is None:
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32

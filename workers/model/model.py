@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +17,34 @@ from headcount.schemas.files.places import reason
 from headcount.workers.model.attention_check import (
     SettledAttention,
     active_stream,
+    drawn_tokens,
     settle_attention,
 )
-from headcount.workers.model.attention_facts import Attend, AttentionFacts, AttentionSizes
-from headcount.workers.model.attention_layers import attending, facts_of_module, score_problem
+from headcount.workers.model.attention_facts import (
+    Attend,
+    AttentionFacts,
+    AttentionSizes,
+)
+from headcount.workers.model.attention_layers import attending
 from headcount.workers.model.bare_modules import (
+    MLP,
+    POSITIONS,
     attention_or_block,
-    find_mlps,
+    child_of_each,
     foreign_module,
-    has_position_embeddings,
-    has_rotations,
+    part_names,
     projection,
 )
 from headcount.workers.model.circuit import Circuit, effective_positions
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.rotations import Rotation
-from headcount.workers.model.whole_attention import whole_scores
+from headcount.workers.model.shown_attention import ShownAttention, settle_shown_attention
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 CHECK_TOKENS = 8
-"""Tokens of the sequences on which the scale is checked: fewer than any model looks back."""
+"""Tokens of the sequences of the bridge's check: fewer than any model looks back."""
 
 LARGEST_WEIGHT = 1e6
 """No model that was trained has a weight as large as this."""
@@ -57,23 +62,10 @@ class _SeenEnough(Exception):
     """Ends a pass of which the rest is not needed."""
 
 
-class Hook(Protocol):
-    """A function that sees an activation while the model runs, and may replace it."""
-
-    def __call__(self, value: Tensor, hook: object) -> Tensor | None:
-        """Return another activation, or None; `hook` is TransformerLens's hook point."""
-        ...
-
-
-@dataclass(frozen=True)
-class ShownAttention:
-    """What the bridge shows of a layer's attention, as an unchanged run confirms it."""
-
-    facts: AttentionFacts
-    shows_scores: bool
-    """Whether the bridge shows the scores behind the layer's pattern."""
-    problem: str | None
-    """Why q, k and the facts do not make the layer's pattern; None if they do."""
+Hook = Callable[..., Tensor | None]
+"""Sees an activation while the model runs, as `hook(value, hook=TransformerLens's hook point)`.
+Returns what takes its place, or None.
+"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,21 @@ class BootedBridge(NamedTuple):
     all.
     """
     problem: str | None = None
-    """Why there is no bridge."""
+    """Why there is no bridge, or why it cannot run the model."""
+
+
+class LoadedModules(NamedTuple):
+    """The bare modules, those of them that are the layers, and how their bridge is booted."""
+
+    bare: nn.Module
+    blocks: list[nn.Module]
+    known: dict[str, list[nn.Module]]
+    """The modules of `BootedBridge`, as far as they are known without the bridge."""
+    boot: Callable[[], BootedBridge]
+    has_booted: bool = False
+    """Whether the bridge is there already."""
+    unused: tuple[str, ...] = ()
+    """Names of tensors in the files that have no place in the modules."""
 
 
 class Model:
@@ -114,28 +120,14 @@ class Model:
     without it. So the bridge is booted when something first asks for it.
     """
 
-    def __init__(
-        self,
-        info: ModelInfo,
-        bare: nn.Module,
-        blocks: Sequence[nn.Module],
-        known: dict[str, list[nn.Module]],
-        boot: Callable[[], BootedBridge],
-        unused_weights: Sequence[str] = (),
-    ) -> None:
-        """`known` are the modules of `BootedBridge`, as far as they are known without the bridge.
-        `blocks` are the bare modules of the layers. `unused_weights` are the tensors of its files
-        that have no place in the modules.
-        """
+    def __init__(self, info: ModelInfo, loaded: LoadedModules) -> None:
         self.info = info
-        self.bare = bare
-        self.blocks = list(blocks)
-        self.unused_weights = unused_weights
-        self._known = known
-        self._boot = boot
+        self.bare = loaded.bare
+        self.blocks = loaded.blocks
+        self.unused_weights = loaded.unused
+        self._known = loaded.known
+        self._boot = loaded.boot
         self._booted: BootedBridge | None = None
-        self._run_problem: str | None = None
-        """Why the bridge cannot run."""
         self._shown: dict[int, ShownAttention] = {}
         self._attention = SettledAttention()
         self._rotations: dict[int, dict[int, Rotation]] = {}
@@ -153,7 +145,13 @@ class Model:
             with torch.random.fork_rng(devices), torch.inference_mode(False):
                 self._booted = self._boot()
             if self._booted.bridge is not None:
-                self._settle_shown_attention()
+                try:
+                    self._settle_shown_attention()
+                except Exception as error:
+                    # Not fatal: the model may still run on its bare modules.
+                    in_format = " in float64" if self.dtype == torch.float64 else ""
+                    problem = f"TransformerLens cannot run this model{in_format} ({reason(error)})"
+                    self._booted = self._booted._replace(problem=problem)
         return self._booted
 
     @property
@@ -168,20 +166,20 @@ class Model:
     @property
     def _bridge(self) -> TransformerBridge:
         """The bridge; what needs it is refused if there is none that runs."""
-        bridge = self._optional_bridge
-        if bridge is None or self.bridge_problem is not None:
-            raise ModelError(f"{self.info.name}: {self.bridge_problem}")
+        bridge, _, problem = self.boot_bridge()
+        if bridge is None or problem is not None:
+            raise ModelError(f"{self.info.name}: {problem}")
         return bridge
 
     @property
     def has_bridge(self) -> bool:
         """Whether TransformerLens can show the model's activations."""
-        return self._optional_bridge is not None and self.bridge_problem is None
+        return self.bridge_problem is None
 
     @property
     def bridge_problem(self) -> str | None:
         """Why TransformerLens cannot show the model's activations; None if it can."""
-        return self.boot_bridge().problem or self._run_problem
+        return self.boot_bridge().problem
 
     @property
     def device(self) -> torch.device:
@@ -202,18 +200,18 @@ class Model:
             # What the check of the attention saw needs no bridge.
             if any(facts.rotation for facts in self._attention.facts.values()):
                 return True
-            if has_position_embeddings(self.bare):
+            if not part_names(self.bare).isdisjoint(POSITIONS):
                 return False
         if self._optional_bridge is None:
-            return has_rotations(self.bare)
+            # A module that makes angles.
+            return any("rotary" in name for name in part_names(self.bare))
         return self._optional_bridge.cfg.positional_embedding_type == "rotary"
 
     @property
     def positions(self) -> Tensor | None:
         """`W_pos [pos d_model]` as it is now; None if no embeddings of positions are added."""
         self._check_readable("its embeddings of positions", self.modules("pos_embed"))
-        positions = getattr(self._optional_bridge, "W_pos", None)
-        return positions if isinstance(positions, Tensor) else None
+        return _tensor_or_none(self._optional_bridge, "W_pos")
 
     def effective_positions(self, n_ctx: int | None = None) -> Tensor | None:
         """`EPE [pos d_model]` of the weights as they are now; None if it is not known."""
@@ -247,20 +245,16 @@ class Model:
 
         It is kept, so it must be asked for while no weight is changed.
         """
-        positions = self.positions
-        effective = self.effective_positions()
-        if positions is None:
-            raise ModelError(
-                f"{self.info.name}: no position embeddings are added in this model; "
-                "choose another intervention"
+        positions, effective = self.positions, self.effective_positions()
+        if positions is not None and effective is not None:
+            return Circuit(positions.detach().clone(), effective.detach().clone())
+        problem = "no position embeddings are added in this model; choose another intervention"
+        if positions is not None:
+            problem = (
+                "its first MLP is no module of its own, or folded, so its effective positions are "
+                "not known; choose another intervention, or weight_processing = 'raw'"
             )
-        if effective is None:
-            raise ModelError(
-                f"{self.info.name}: its first MLP is no module of its own, or folded, so its "
-                "effective positions are not known; choose another intervention, or "
-                "weight_processing = 'raw'"
-            )
-        return Circuit(positions.detach().clone(), effective.detach().clone())
+        raise ModelError(f"{self.info.name}: {problem}")
 
     # Scores
 
@@ -273,22 +267,17 @@ class Model:
 
         A layer whose pattern they do not make is refused.
         """
-        shown = self._shown_attention(layer)
-        if shown.problem is not None:
-            raise ModelError(f"{self.info.name}: {shown.problem}")
-        return shown.facts
+        problem = self.bridge_problem or self._shown[layer].problem
+        if problem is not None:
+            raise ModelError(f"{self.info.name}: {problem}")
+        return self._shown[layer].facts
 
     def shows_scores(self, layer: int) -> bool:
         """Whether `attn_scores` are the scores behind a layer's pattern.
 
         Some architectures do not show them.
         """
-        return self._shown_attention(layer).shows_scores
-
-    def _shown_attention(self, layer: int) -> ShownAttention:
-        if not self.has_bridge:
-            raise ModelError(f"{self.info.name}: {self.bridge_problem}")
-        return self._shown[layer]
+        return self._shown[layer].shows_scores
 
     def changes_z(self, layer: int) -> bool:
         """Whether a layer changes z before its output projection, for example by a gate."""
@@ -360,75 +349,41 @@ class Model:
             raise ModelError(f"{self.info.name}: {self._attention.problem}; {self.bridge_problem}")
 
     def _settle_shown_attention(self) -> None:
-        """Hold what the bridge shows of every layer that attends against the layer's facts.
-
-        The check runs the unchanged model on two short sequences and compares.
+        """Hold what the bridge shows of every layer that attends against the layer's facts, by a
+        run of the unchanged model on two short sequences.
         """
-        shape = (2, min(self.info.n_ctx, CHECK_TOKENS))
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.info.d_vocab, shape, generator=generator).to(self.device)
-        activations: dict[int, dict[str, Tensor]] = {}
+        tokens = drawn_tokens(self.info, 2, CHECK_TOKENS).to(self.device)
+        shown: dict[int, dict[str, Tensor]] = {}
         hooks: list[tuple[str, Hook]] = []
-        for layer in self.info.attention_layers_or_all:
-            activations[layer] = {}
-            for name in ("q", "k", "rot_q", "rot_k", "attn_scores", "pattern"):
-                hook = self.hook_name(name, layer)
-                if self.has_hook(hook):
-                    hooks.append((hook, _recording(activations[layer], name)))
+
+        def recording(layer: int, name: str) -> Hook:
+            def record(value: Tensor, hook: object) -> None:
+                shown[layer][name] = value.detach().clone()
+
+            return record
 
         def end_pass(value: Tensor, hook: object) -> None:
             raise _SeenEnough
 
+        for layer in self.info.attention_layers_or_all:
+            shown[layer] = {}
+            for name in ("q", "k", "rot_q", "rot_k", "attn_scores", "pattern"):
+                at = self.hook_name(name, layer)
+                if self.has_hook(at):
+                    hooks.append((at, recording(layer, name)))
         # The unembedding is not run: its weights may be a large part of a mapped file.
         hooks.append((self.hook_name("resid_post", len(self.blocks) - 1), end_pass))
-        try:
-            with torch.inference_mode(), suppress(_SeenEnough):
-                self.run_with_hooks(tokens, hooks)
-        except Exception as error:
-            # Not fatal: the model may still run on its bare modules.
-            in_format = " in float64" if self.dtype == torch.float64 else ""
-            self._run_problem = (
-                f"TransformerLens cannot run this model{in_format} ({reason(error)})"
+        with torch.inference_mode(), suppress(_SeenEnough):
+            self.run_with_hooks(tokens, hooks)
+        for layer, activations in shown.items():
+            attention = getattr(self._bridge.blocks[layer], "attn", None)
+            self._shown[layer] = settle_shown_attention(
+                layer,
+                None if attention is None else attention.original_component,
+                self.facts(layer) if self.attention_problem is None else None,
+                partial(self.rotated, layer),
+                activations,
             )
-            return
-        self._shown = {
-            layer: self._settle_layer(layer, activations_of_layer)
-            for layer, activations_of_layer in activations.items()
-        }
-
-    def _settle_layer(self, layer: int, activations: dict[str, Tensor]) -> ShownAttention:
-        """What the bridge shows of a layer, held against the activations of an unchanged run."""
-        attention = getattr(self._bridge.blocks[layer], "attn", None)
-        # What a rotary layer multiplies is the rotated q and k, if the bridge shows them.
-        q = activations.get("rot_q", activations.get("q"))
-        k = activations.get("rot_k", activations.get("k"))
-        pattern = activations.get("pattern")
-        if attention is None or q is None or k is None or pattern is None:
-            problem = f"TransformerLens does not show q, k and pattern of layer {layer}"
-            return ShownAttention(AttentionFacts(math.nan), False, problem)
-        facts = self.facts(layer)
-        if facts is None or self.attention_problem is not None:
-            # Nothing has confirmed the facts of the bare modules.
-            facts = facts_of_module(attention.original_component, self.info.d_head)
-        if "rot_q" not in activations:
-            q, k = (self.rotated(layer, vectors) for vectors in (q, k))
-        if q.dim() != 4 or k.dim() != 4 or q.shape[2] % k.shape[2]:
-            problem = f"TransformerLens does not show q and k of layer {layer} by head"
-            return ShownAttention(facts, False, problem)
-        shows_scores, difference = score_problem(
-            whole_scores(q.transpose(1, 2), k.transpose(1, 2), facts),
-            activations.get("attn_scores", pattern),
-            pattern,
-            facts,
-        )
-        if difference is None:
-            return ShownAttention(facts, shows_scores, None)
-        cause = "computes other scores" if shows_scores else "hides the q and k that are multiplied"
-        problem = (
-            f"the scores of layer {layer} could not be made as {facts.scale:.4g} · q·k: "
-            f"{difference}; TransformerLens {cause}"
-        )
-        return ShownAttention(facts, shows_scores, problem)
 
     # Weights
 
@@ -450,15 +405,13 @@ class Model:
         )
 
         try:
-            weight = getattr(attention, name, None)
+            return _tensor_or_none(attention, name)
         except (NotImplementedError, PerLayerGeometryError):
             # Latent attention has no such matrix. Heads of a layer may have a width of their own,
             # as in Gemma 4, and the bridge splits by that of the config.
             return None
-        return weight if isinstance(weight, Tensor) else None
 
     def _check_readable(self, what: str, modules: Sequence[nn.Module]) -> None:
-        """Refuse to read a weight of modules that may compute with something else."""
         for module in modules:
             foreign = foreign_module(module)
             if foreign is not None:
@@ -473,17 +426,14 @@ class Model:
         """`W_E [d_vocab d_model]`; None if the bridge does not show it."""
         self._check_readable("W_E", self.modules("embed"))
         if self._optional_bridge is None:
-            embedding = getattr(self.modules("embed")[0], "weight", None)
-        else:
-            embedding = getattr(self._optional_bridge, "W_E", None)
-        return embedding if isinstance(embedding, Tensor) else None
+            return _tensor_or_none(self.modules("embed")[0], "weight")
+        return _tensor_or_none(self._optional_bridge, "W_E")
 
     @property
     def unembedding(self) -> Tensor | None:
         """`W_U [d_model d_vocab]`; None if the bridge does not show it."""
         self._check_readable("W_U", self.modules("unembed"))
-        unembedding = getattr(self._optional_bridge, "W_U", None)
-        return unembedding if isinstance(unembedding, Tensor) else None
+        return _tensor_or_none(self._optional_bridge, "W_U")
 
     def changeable_weight(self, name: str, layer: int | None = None) -> ChangeableWeight | None:
         """A weight that can be changed: of a layer, or `W_pos` if `layer` is None.
@@ -491,38 +441,29 @@ class Model:
         None if the model does not have it.
         """
 
-        def read() -> Tensor | None:
-            return self.positions if layer is None else self.layer_weight(layer, name)
-
+        read = (
+            partial(self.layer_weight, layer, name) if layer is not None else lambda: self.positions
+        )
         tensor = read()
         if tensor is None or (layer is None and name != "W_pos"):
             return None
         # The bridge shows a view of a parameter in another shape. Both have the same storage.
         parameter = self._parameters.get(tensor.untyped_storage().data_ptr())
-
-        def read_again() -> Tensor:
-            weight = read()
-            assert weight is not None
-            return weight
-
-        return ChangeableWeight(layer, tensor, parameter, read_again)
+        return ChangeableWeight(layer, tensor, parameter, cast(Callable[[], Tensor], read))
 
     @cached_property
     def _parameters(self) -> dict[int, str]:
-        """Names of the bare modules' parameters, by the place of their storage."""
         return {p.untyped_storage().data_ptr(): name for name, p in self.bare.named_parameters()}
 
     @property
     def weight_problem(self) -> str | None:
         """Which weight, as it is now, explains activations that are NaN; None if none does."""
-        largest, name_of_largest = 0.0, ""
+        sizes: list[tuple[float, str]] = []
         for name, weight in self.bare.named_parameters():
             if not weight.isfinite().all():
                 return f"{name} holds numbers that are NaN or infinite"
-            # Of two weights of the same size the later name is taken.
-            largest, name_of_largest = max(
-                (largest, name_of_largest), (weight.abs().max().item(), name)
-            )
+            sizes.append((weight.abs().max().item(), name))
+        largest, name_of_largest = max(sizes)
         if largest <= LARGEST_WEIGHT:
             return None
         return f"{name_of_largest} holds {largest:.3g}, which overflows"
@@ -531,15 +472,11 @@ class Model:
     def logit_field(self) -> str | None:
         """A field of the config that changes logits after the unembedding; None if none does."""
         config = getattr(self.bare, "config", None)
-        for field in LOGIT_FIELDS:
-            # A factor of 1 changes nothing.
-            if getattr(config, field, None) not in (None, 1):
-                return field
-        return None
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings of tokens `[batch pos]`, without positions: `[batch pos d_model]`."""
-        return self.modules("embed")[0](tokens)
+        # A factor of 1 changes nothing.
+        changing = (
+            field for field in LOGIT_FIELDS if getattr(config, field, None) not in (None, 1)
+        )
+        return next(changing, None)
 
     def unembed(self, stream: Tensor) -> Tensor:
         """Logits `[… d_vocab]` of a part of the stream after the last norm, `[… d_model]`."""
@@ -589,7 +526,7 @@ class Model:
     @property
     def mlps(self) -> list[nn.Module]:
         """The bare modules of a known name that are MLPs, which tell nothing of `mlp_out`."""
-        return find_mlps(self.blocks)
+        return child_of_each(self.blocks, MLP)
 
     def all_weights(self) -> Iterator[Tensor]:
         """Every weight that it reads: of the bare modules, and of the bridge if it is booted."""
@@ -653,15 +590,11 @@ OUTSIDE_ATTENTION = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 """Activations of a layer that TransformerLens shows outside its attention."""
 
 
+def _tensor_or_none(holder: object, name: str) -> Tensor | None:
+    value = getattr(holder, name, None)
+    return value if isinstance(value, Tensor) else None
+
+
 def bridge_of(model: Model) -> TransformerBridge:
     """The `TransformerBridge`, for tests and benchmarks that compare with TransformerLens."""
     return model._bridge
-
-
-def _recording(activations: dict[str, Tensor], name: str) -> Hook:
-    """A hook that keeps a copy of an activation and changes nothing."""
-
-    def record(value: Tensor, hook: object) -> None:
-        activations[name] = value.detach().clone()
-
-    return record

@@ -82,10 +82,6 @@ class Rotation:
             return turned
         return torch.cat([turned, q[..., self.width :]], dim=-1)
 
-    def without_given(self) -> Rotation:
-        """The same without its copy of what it was given."""
-        return replace(self, given=None)
-
     def checked(self, q: Tensor) -> Rotation:
         """The same without its copy of the queries; one that cannot be undone if it fails.
 
@@ -93,11 +89,9 @@ class Rotation:
         """
         if self.rotate is None or self.given is None:
             return self
-        given = self.given
         back = self.undo(q.transpose(1, 2)).transpose(1, 2)[..., : self.width]
-        is_undone = (
-            given.shape == back.shape
-            and ((back - given).norm() <= LARGEST_ERROR * given.norm()).item()
+        is_undone = self.given.shape == back.shape and (
+            (back - self.given).norm() <= LARGEST_ERROR * self.given.norm()
         )
         return replace(self, given=None, rotate=self.rotate if is_undone else None)
 
@@ -135,7 +129,6 @@ def noted_rotations(model: nn.Module, note: Callable[[Rotation], None]) -> Itera
 
 
 def _noted(function: Callable[..., Any], note: Callable[[Rotation], None]) -> Callable[..., Any]:
-    """The function, which tells `note` what it does."""
     signature = inspect.signature(function)
     # Once for each function, and not in every call.
     rotate = _of_both(function, tuple(signature.parameters))

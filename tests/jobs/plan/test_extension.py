@@ -38,7 +38,7 @@ from tests.toys.refusals import refused
 from tests.toys.runs_here import run_here
 from tests.toys.toy_corpora import write_jsonl
 from tests.toys.toy_replica import ToyReplica
-from tests.toys.toy_runs import connect_to_tables, flip_middle_bit, local
+from tests.toys.toy_runs import connect_to_tables, local
 
 RowsOfSize = Callable[[int], pa.Table]
 Change = Callable[[RunDirectory], object]
@@ -102,21 +102,13 @@ def gather_and_commit_again(run: RunDirectory) -> None:
     write_whole(run.commit_file(commits[-1].shard), commits[-1].model_dump_json().encode())
 
 
-def compact_in_pairs(run: RunDirectory) -> None:
-    layers, heads = 2, 8
-    compact(run, 2 * SHARD_SIZE * layers * heads)
-
-
 @pytest.mark.parametrize(("first_size", "change_commit_log"), [
-    # A short shard alone, behind a whole one, and none. A merged file may hold the short one
-    # beside whole ones, or hold whole ones alone.
+    # A short shard alone, behind whole ones, and none.
     (2, leave_commit_log),
-    (5, compact),
     (5, gather_and_commit_again),
-    # The only size at which a merged file of whole shards has a short one behind it.
-    (7, compact_in_pairs),
+    (7, compact),
     *(pytest.param(size, leave_commit_log, marks=pytest.mark.long) for size in (5, 6)),
-    *(pytest.param(size, compact, marks=pytest.mark.long) for size in (2, 6)),
+    *(pytest.param(size, compact, marks=pytest.mark.long) for size in (2, 5, 6)),
     pytest.param(6, gather_and_commit_again, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_run_is_extended(
@@ -195,22 +187,17 @@ def test_a_replica_that_outlived_its_driver_leaves_an_extended_shard_alone(
     assert rows(run).equals(rows_of_whole_run(11))
 
 
-def test_damage_in_merged_files_stops_no_extension(tmp_path: Path, rows_of_whole_run: RowsOfSize):
+def test_a_damaged_roll_up_is_no_reason_to_measure(tmp_path: Path):
     plan = plan_of(tmp_path, 5)
     run_here(plan)
     run, before = plan.run, list(plan.run.commits())
     compact(run)
-    # A damaged roll-up is no reason to measure.
     for rollup in local(run.path).glob("rollups/intervention=none/*.parquet"):
         rollup.write_bytes(b"PAR1")
     assert missing_shards(plan, verify=True).tolist() == []
     assert [commit.finished for commit in run.commits()] == [c.finished for c in before]
     assert (read_status(run).done, read_status(run).damaged) == (2, 0)
     assert {damage.path[:8] for damage in check_run(run).damaged} == {"rollups/"}
-    (merged_file,) = (local(run.path) / "heads" / "intervention=none").iterdir()
-    flip_middle_bit(merged_file)
-    measured_run(tmp_path, 11)
-    assert_rows(run, rows_of_whole_run(11))
 
 
 @pytest.mark.parametrize(("change_commit_log", "interventions", "step"), [

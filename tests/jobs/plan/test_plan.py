@@ -19,7 +19,7 @@ from headcount.jobs.plan.plan import make_plan
 from headcount.jobs.resources import JOB_ADDRESS, Device, Resources
 from headcount.schemas.errors import ScanError
 from headcount.schemas.scans.scan import parse_scan
-from headcount.workers.memory import PeakMemory, available_cores, total_memory
+from headcount.workers.memory import available_cores, peak_memory, total_memory
 from headcount.workers.replica import Replica
 from tests.jobs.plan.test_corpus_preparation import (
     fields_of,
@@ -141,13 +141,13 @@ def test_the_peak_is_that_of_the_block_in_bytes():
     # A higher peak before the block must not count.
     earlier_array = np.ones(20_000_000, np.uint8)
     del earlier_array
-    with PeakMemory("cpu") as idle_peak:
+    with peak_memory("cpu") as idle_peak:
         pass
-    with PeakMemory("cpu") as peak:
+    with peak_memory("cpu") as peak:
         large_array = np.ones(100_000_000, np.uint8)
     del large_array
     assert 80_000_000 < peak.main - idle_peak.main < 150_000_000
-    with PeakMemory("cpu") as later_peak:
+    with peak_memory("cpu") as later_peak:
         pass
     assert later_peak.main < peak.main - 80_000_000, "an earlier peak is another one's"
     assert later_peak.main < total_memory() < 1e14

@@ -7,7 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,16 +23,15 @@ from typer.testing import CliRunner
 
 from headcount import app
 from headcount.jobs.run.lock import locked
-from headcount.jobs.upkeep import compaction, compaction_lease, merged_files
+from headcount.jobs.upkeep import compaction, merged_files
 from headcount.jobs.upkeep.checking import check_run
-from headcount.jobs.upkeep.compaction import compact
-from headcount.jobs.upkeep.compaction_lease import leased
-from headcount.jobs.upkeep.merge_processes import merged_by_processes
-from headcount.jobs.upkeep.merge_tasks import merged_by_tasks
+from headcount.jobs.upkeep.compaction import compact, merge_finished
+from headcount.jobs.upkeep.merge_workers import merged_by_tasks
+from headcount.jobs.upkeep.merged_files import Group, Merged, merged_here
+from headcount.queries.open.connection import connect
 from headcount.schemas.errors import RunError
-from headcount.schemas.files import places
 from headcount.schemas.files.commits import drop, gather
-from headcount.schemas.files.places import write_whole
+from headcount.schemas.files.places import names
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
 from headcount.schemas.scans.kinds import TABLES
 from tests import ROOT
@@ -51,13 +51,8 @@ WRITTEN = ("heads", "profiles", "sequences")
 GROUPS = 3 * SHARD
 """Rows of a merged file: shards 0 to 2, 3 to 5, and 6."""
 
-FILES_OF_GROUPS = len(INTERVENTIONS) * (3 * len(WRITTEN) + 2) + 2
-"""Files of a run that was merged so: three of each table, roll-ups of the first two groups (the
-last is a shard alone), the weights and the segment.
-"""
-
-PAIRS = 2 * SHARD + 1
-"""Rows of a merged file: shards 0 and 1, 2 and 3, 4 and 5. The last one has no partner."""
+FILES_OF_GROUPS = len(INTERVENTIONS) * 3 * (len(WRITTEN) + 1) + 1
+"""Data files of a run that was merged so: three of each table and of roll-ups, and the weights."""
 
 Rows = dict[tuple[str, str], tuple[bytes, str]]
 """The description and the rows of each table under each intervention."""
@@ -119,17 +114,10 @@ def run(original: RunDirectory, tmp_path: Path) -> RunDirectory:
     return copy_of(original, tmp_path / "a")
 
 
-@pytest.fixture(scope="module")
-def compacted(original: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """The run after a compaction, for tests that copy it."""
-    run = copy_of(original, tmp_path_factory.mktemp("compacted"))
+@pytest.fixture
+def merged(run: RunDirectory) -> RunDirectory:
     compact(run, GROUPS)
     return run
-
-
-@pytest.fixture
-def merged(compacted: RunDirectory, tmp_path: Path) -> RunDirectory:
-    return copy_of(compacted, tmp_path / "a")
 
 
 def copy_shards(original: RunDirectory, run: RunDirectory, shards: tuple[int, ...]) -> None:
@@ -167,20 +155,19 @@ def read_rows(run: RunDirectory) -> Rows:
 
 
 def data_files(run: RunDirectory) -> list[str]:
-    found = local(run.path).glob("*/intervention=*/*")
-    return sorted(file.relative_to(local(run.path)).as_posix() for file in found)
-
-
-def commit_log_files(run: RunDirectory) -> list[str]:
-    return sorted(file.name for file in local(run.commits_directory).iterdir())
+    return sorted(
+        f"{table}/{folder}/{name}"
+        for table in TABLES
+        for folder in names(run.path / table)
+        for name in names(run.path / table / folder)
+    )
 
 
 def assert_same_and_tidy(run: RunDirectory, expected: Rows | None = None) -> None:
     """Check the rows, and that every file has its commit in the only segment."""
     assert expected is None or read_rows(run) == expected
-    referred = {file.path for commit in run.commits() for file in commit.files}
-    assert data_files(run) == sorted(referred)
-    (name,) = commit_log_files(run)
+    assert data_files(run) == sorted({f.path for commit in run.commits() for f in commit.files})
+    (name,) = names(run.commits_directory)
     assert re.fullmatch(r"segment-[0-9a-f]{6,}-[0-9a-f]{6,}\.parquet", name)
 
 
@@ -191,19 +178,20 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(run: RunDirectory
     commits = list(run.commits())
     done = compact(run, GROUPS)
     files = (done.before.files, done.after.files)
-    assert (*files, done.problems) == (SHARDS * 7 + 1, FILES_OF_GROUPS, [])
+    assert (*files, done.problems) == (SHARDS * 7 + 1, FILES_OF_GROUPS + 1, [])
     assert_same_and_tidy(run, expected)
     before, after = (
         [c.model_copy(update={"files": []}) for c in of_run] for of_run in (commits, run.commits())
     )
     assert before == after
-    committed = [file for commit in run.commits() for file in commit.files]
-    shapes = {(f.table, f.intervention, f.path[-28:-14], f.shards) for f in committed}
-    assert len(shapes) == len(data_files(run))
-    for file in (file for file in committed if file.shards > 1):
+    committed = {file.path: file for commit in run.commits() for file in commit.files}
+    shards = [file.shards for file in committed.values() if file.table != "weights"]
+    assert sorted(shards) == [1] * 8 + [3] * 16
+    for file in committed.values():
         assert file.bytes == (local(run.path) / file.path).stat().st_size
         table, keys = open_parquet(run, file.path).read(), TABLES[file.table].order
-        assert table.equals(table.sort_by([(key, "ascending") for key in keys]))
+        is_sorted = table.equals(table.sort_by([(key, "ascending") for key in keys]))
+        assert is_sorted or "/shard-" in file.path
     # A bare glob counts each row once.
     sql = (
         "SELECT intervention, count(*), count(DISTINCT (sequence, layer, head)) "
@@ -240,10 +228,19 @@ def test_a_compacted_run_continues(run: RunDirectory, original: RunDirectory, ex
     assert_same_and_tidy(run, expected)
     kept = [path for path in first if path in data_files(run) and "merged" in path]
     assert [re.sub("-[0-9a-f]{8}[.]", ".", path) for path in kept] == [
-        f"{table}/intervention={i}/merged-000000-000004.parquet"
+        f"{table}/intervention={i}/merged-000003-000005.parquet"
         for table in ("heads", "profiles", "rollups", "sequences")
         for i in INTERVENTIONS
     ]
+
+
+def test_files_that_were_merged_in_other_groups_stay_whole(run: RunDirectory, expected: Rows):
+    compact(run, GROUPS)
+    # Groups of two split no file, and groups of four take the file that begins in them.
+    for shards, counts in ((2, [3, 3, 3, 3, 3, 3, 1]), (4, [6, 6, 6, 6, 6, 6, 1])):
+        compact(run, shards * SHARD)
+        assert_same_and_tidy(run, expected)
+        assert [commit.files[0].shards for commit in run.commits()] == counts
 
 
 def test_what_a_late_replica_left_is_deleted_and_what_was_taken_back_is_merged_anew(
@@ -255,10 +252,6 @@ def test_what_a_late_replica_left_is_deleted_and_what_was_taken_back_is_merged_a
     assert read_rows(merged) == expected
     compact(merged, GROUPS)
     assert_same_and_tidy(merged, expected)
-    (lost,) = local(merged.path).glob("heads/intervention=none/merged-000003-*.parquet")
-    lost.unlink()
-    (problem,) = compact(merged, GROUPS).problems
-    assert problem.startswith("shards 3 to 5: heads/intervention=none/merged-000003-")
     drop(merged.commits_directory, merged.run_id, [3, 4, 5])
     compact(merged, GROUPS)
     assert [c.shard for c in merged.commits()] == [0, 1, 2, 6]
@@ -266,21 +259,6 @@ def test_what_a_late_replica_left_is_deleted_and_what_was_taken_back_is_merged_a
     copy_shards(original, merged, (3, 4, 5))
     compact(merged, GROUPS)
     assert_same_and_tidy(merged, expected)
-
-
-def test_tiny_shards_are_merged_in_rounds(
-    run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(compaction, "MOST_UNITS", 2)
-    lines: list[str] = []
-    assert compact(run, tell=lines.append).problems == []
-    # Seven shards become three pairs and one, then two files, then one.
-    merged = [(number + 1, groups) for groups in (3, 2, 1) for number in range(groups)]
-    assert [line.partition(": ")[2] for line in lines] == [
-        f"group {number} of {groups} merged" for number, groups in merged
-    ]
-    assert len(data_files(run)) == 9
-    assert_same_and_tidy(run, expected)
 
 
 # Damage
@@ -303,7 +281,7 @@ def test_a_damaged_file_is_left_and_the_command_fails(
 ):
     file = damage_file(run, how)
     left, commit = file.read_bytes(), local(run.commit_file(4)).read_bytes()
-    words = ["compact", str(run.path), "--rows", str(4 * SHARD), "--processes", "1"]
+    words = ["compact", str(run.path), "--processes", "1"]
     done = CliRunner().invoke(app, words)
     assert isinstance(done.exception, RunError)
     assert re.fullmatch(
@@ -312,10 +290,11 @@ def test_a_damaged_file_is_left_and_the_command_fails(
         str(done.exception).splitlines()[0],
     )
     assert (file.read_bytes(), local(run.commit_file(4)).read_bytes()) == (left, commit)
-    # Three files of each table, the roll-ups of two of them, and the weights.
-    assert len(data_files(run)) == 3 * 6 + 2 * 2 + 1
+    # Two files of each table, the roll-ups of one of them, and the weights.
+    assert len(data_files(run)) == 2 * 6 + 2 + 1
     copy_shards(original, run, (4,))
-    assert compact(run, 4 * SHARD).problems == []
+    done = CliRunner().invoke(app, words)
+    assert re.search(r"toy-1: 17 files are now 10, [\d.]+ kB are now [\d.]+ kB, in \d", done.output)
     assert_same_and_tidy(run, expected)
 
 
@@ -333,31 +312,32 @@ def damage_rollup(run: RunDirectory, how: str, shards: str = "000000-000002") ->
     """Damage the roll-up of a merged group under the first intervention."""
     (file,) = local(run.path).glob(f"rollups/intervention=none/merged-{shards}-*.parquet")
     if how == "gone":
-        shutil.rmtree(file.parent)
+        file.unlink()
     elif how == "cut":
         file.write_bytes(file.read_bytes()[:-9])
     else:
         flip_middle_bit(file)
 
 
-@pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
-def test_damaged_roll_ups_come_back_to_the_last_bit(merged: RunDirectory, expected: Rows, how: str):
-    digests = rollup_digests(merged)
-    rows_before = [path for path in data_files(merged) if not path.startswith("rollups/")]
-    damage_rollup(merged, how)
+@pytest.mark.parametrize(("how", "shards"), [
+    ("gone", "000000-000002"), ("cut", "000000-000002"), ("flipped", "000000-000002"),
+    ("flipped", "000006-000006"),
+])  # fmt: skip
+def test_damaged_roll_ups_come_back_to_the_last_bit(
+    merged: RunDirectory, expected: Rows, how: str, shards: str
+):
+    digests, files = rollup_digests(merged), data_files(merged)
+    damage_rollup(merged, how, shards)
     words = ["check", str(merged.path)]
     checked = CliRunner().invoke(app, words, env={"COLUMNS": "1000"})
     first, *_, remedy = checked.stdout.splitlines()
     assert checked.exit_code == 1
-    assert first.startswith("toy-1: shards 0 to 2: rollups/intervention=none/merged-000000-")
-    count = "2 roll-ups" if how == "gone" else "1 roll-up"
-    assert remedy.startswith(f"toy-1: {count} damaged, in ")
+    assert f": rollups/intervention=none/merged-{shards}-" in first
+    assert remedy.startswith("toy-1: 1 roll-up damaged, in ")
     assert remedy.endswith(f"headcount compact {merged.path} writes them again from their rows")
     assert compact(merged, GROUPS).problems == []
-    assert rollup_digests(merged) == digests
+    assert (rollup_digests(merged), data_files(merged)) == (digests, files)
     assert CliRunner().invoke(app, words).exit_code == 0
-    # Files of rows stay where they are.
-    assert [path for path in data_files(merged) if not path.startswith("rollups/")] == rows_before
     assert_same_and_tidy(merged, expected)
     # Without whole rows it is left, and the rows are reported.
     damage_rollup(merged, "flipped")
@@ -368,24 +348,13 @@ def test_damaged_roll_ups_come_back_to_the_last_bit(merged: RunDirectory, expect
     assert rollup_digests(merged) == digests
 
 
-def test_the_roll_up_of_one_shard_comes_back(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
-    # Every shard is large enough for roll-ups of its own.
-    monkeypatch.setattr(compaction, "ROWS", SHARD)
-    compact(run, SHARD)
-    digests = rollup_digests(run)
-    assert len(digests) == SHARDS * len(INTERVENTIONS)
-    damage_rollup(run, "flipped", "000003-000003")
-    compact(run, SHARD)
-    assert (rollup_digests(run), check_run(run).damaged) == (digests, [])
-
-
 # Killed
 
 
 def test_a_compaction_that_is_killed_repeatedly_still_ends(run: RunDirectory, expected: Rows):
-    # Fifteen changes: to delete what another death left, and to merge a group.
+    # Twenty changes: more than it takes to merge a group, so each attempt ends one.
     deaths = 0
-    while killed_after(15, lambda: compact(run, GROUPS)):
+    while killed_after(20, lambda: compact(run, GROUPS)):
         assert read_rows(run) == expected, deaths
         deaths += 1
         assert deaths < 10
@@ -393,87 +362,54 @@ def test_a_compaction_that_is_killed_repeatedly_still_ends(run: RunDirectory, ex
     assert_same_and_tidy(run, expected)
 
 
-def begin_second_compaction(run: RunDirectory, original: RunDirectory) -> None:
-    """Leave a merged file beside shards that were measured later."""
-    for shard in (5, 6):
-        local(run.commit_file(shard)).unlink()
-    compact(run, 4 * SHARD)
-    copy_shards(original, run, (5, 6))
-
-
-def begin_mending(run: RunDirectory, original: RunDirectory) -> None:
-    compact(run, 4 * SHARD)
-    damage_rollup(run, "flipped", "000000-000003")
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("begin", [begin_second_compaction, begin_mending])
 def test_killed_after_any_change_all_rows_count_once_and_the_next_compaction_ends_it(
-    original: RunDirectory,
-    expected: Rows,
-    tmp_path: Path,
-    begin: Callable[[RunDirectory, RunDirectory], None],
+    original: RunDirectory, expected: Rows, tmp_path: Path
 ):
+    """From a merged file with a damaged roll-up, beside shards that were measured later."""
     begun = copy_of(original, tmp_path / "begun")
-    begin(begun, original)
+    for shard in (5, 6):
+        local(begun.commit_file(shard)).unlink()
+    compact(begun, 4 * SHARD)
     digests = rollup_digests(begun)
+    damage_rollup(begun, "flipped", "000000-000003")
+    copy_shards(original, begun, (5, 6))
     for changes in count():
         run = copy_of(begun, tmp_path / f"killed-{changes}")
         if not killed_after(changes, partial(compact, run, 4 * SHARD)):
             break
         assert read_rows(run) == expected, changes
         compact(run, 4 * SHARD)
-        assert begin is begin_second_compaction or rollup_digests(run) == digests, changes
+        # The first group has its roll-ups again, and the second has others.
+        assert rollup_digests(run).items() > {k: d for k, d in digests.items() if k[1] < 4}.items()
         assert check_run(run).damaged == [], changes
         assert_same_and_tidy(run, expected)
-    # Mending writes roll-ups and two segments, and deletes as many.
-    assert changes == 8 if begin is begin_mending else changes > 15
+    assert changes > 25
 
 
 @pytest.mark.long
 def test_killed_while_processes_merge_it_goes_on_and_leaves_none(run: RunDirectory, expected: Rows):
-    command = [sys.executable, "-m", "headcount", "compact", str(run.path)]
-    command += ["--rows", str(PAIRS), "--processes", "2"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        # Three groups of two shards. The first is committed, the others are being merged.
-        assert "group 1 of 3 merged" in process.stderr.readline()
+    code = (
+        "from functools import partial; from headcount.jobs.upkeep.compaction import compact\n"
+        "from headcount.jobs.upkeep.merge_workers import merged_by_processes\n"
+        "from headcount.schemas.files.run_directory import find_runs, place\n"
+        f"(run,) = find_runs(place({str(run.path)!r}))\n"
+        f"compact(run, {GROUPS}, lambda line: print(line, flush=True), "
+        "partial(merged_by_processes, 2))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        # Two groups of three shards and one of one. The first is committed, others are at work.
+        assert "group 1 of 3 merged" in process.stdout.readline()
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
     assert len(workers) >= 2
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
     assert read_rows(run) == expected
-    compact(run, PAIRS, merge_groups=partial(merged_by_processes, 1))
-    assert_same_and_tidy(run, expected)
-
-
-# Several at once
-
-
-def test_two_compactions_that_overlapped_are_noticed_and_mended(
-    run: RunDirectory, compacted: RunDirectory, expected: Rows
-):
-    compact(run)
-    for table in (*WRITTEN, "rollups", "weights"):
-        shutil.copytree(local(compacted.path) / table, local(run.path) / table, dirs_exist_ok=True)
-    gather(run.commits_directory, list(compacted.commits())[:3])
-    problem = r"merged-000000-000006-\w+\.parquet: holds the rows of 7 shards, and 4 commits"
-    with pytest.raises(RunError, match=problem):
-        check_merged(run.commit_log())
     compact(run, GROUPS)
-    assert_same_and_tidy(run, expected)
-
-
-@pytest.mark.long
-def test_the_command_merges_in_processes_and_reports_files_and_sizes(
-    run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(local(run.path))
-    done = CliRunner().invoke(app, ["compact", ".", "--rows", str(GROUPS)])
-    assert done.exit_code == 0
-    line = rf"toy-1: 50 files are now {FILES_OF_GROUPS}, [\d.]+ kB are now [\d.]+ kB, in \d"
-    assert re.search(line, done.output)
     assert_same_and_tidy(run, expected)
 
 
@@ -481,53 +417,111 @@ def test_the_command_merges_in_processes_and_reports_files_and_sizes(
 def test_a_cluster_merges_what_is_not_damaged(run: RunDirectory):
     file = damage_file(run, "cut")
     with joined_cluster(num_cpus=1):
-        done = compact(run, PAIRS, merge_groups=partial(merged_by_tasks, "here"))
+        done = compact(run, GROUPS, merge_groups=partial(merged_by_tasks, "here"))
     assert [problem.partition(":")[0] for problem in done.problems] == ["shard 4"]
     assert file.exists()
-    # With its partner gone, shard 5 is merged with shard 6 in the next round.
-    assert [c.shard for c in run.commits() if c.files[0].shards == 2] == [0, 1, 2, 3, 5, 6]
+    assert [c.files[0].shards for c in run.commits()] == [3, 3, 3, 2, 1, 2, 1]
+
+
+# Several at once
 
 
 @pytest.fixture
-def _store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirectory]:
+    """A run of three shards with a row each in a store, which has no locks."""
+    columns = {"sink_mass": sink_mass}
+    run = write_run(tmp_path, "toy-1", columns, layers=1, heads=1, sequences=3, per_shard=1)
     with object_store(monkeypatch):
-        yield
+        yield RunDirectory(copied_to_store(run, "s3://bucket/runs"))
 
 
-@pytest.mark.usefixtures("_store")
-def test_in_a_store_a_second_compaction_is_refused_until_the_first_is_dead(
-    original: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
+def test_two_compactions_at_once_write_the_same_and_delete_after_an_hour(
+    stored: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ):
-    for name, seconds in (("RENEWAL", 0.1), ("STALE", 2.0), ("LOOK", 0.1)):
-        monkeypatch.setattr(compaction_lease, f"{name}_SECONDS", seconds)
-    run = RunDirectory(copied_to_store(original, "s3://bucket/runs"))
-    before = sorted(places.names(run.commits_directory))
-    with leased(run), pytest.raises(RunError, match=r"another compaction is at work .*process \d"):
-        compact(run, GROUPS)
-    assert sorted(places.names(run.commits_directory)) == before
-    # One that died leaves its lease, which nobody writes again, and merged files.
-    write_whole(run.path / "compactions" / "dead.json", b"{}")
-    heads = run.path / "heads/intervention=none"
-    write_whole(heads / "merged-000000-000002-1a2b3c4d.parquet", b"of a dead one")
-    done = compact(run, GROUPS)
-    assert (done.after.files, done.problems) == (FILES_OF_GROUPS, [])
-    assert read_rows(run) == expected
-    assert len(list(places.names(heads))) == 3
-    assert len(list(places.names(run.commits_directory))) == 1
-    assert list(places.names(run.path / "compactions")) == []
+    expected, small_files = read_rows(stored), data_files(stored)
+    files_between: list[str] = []
+    lines: list[str] = []
+
+    def merged_twice(groups: Iterable[Group]) -> Iterator[Merged]:
+        """Merges groups; another compaction begins and ends before their first segment."""
+        for merged in merged_here(groups):
+            if not files_between:
+                compact(stored, rows=2)
+                assert read_rows(stored) == expected
+                files_between.extend(data_files(stored))
+            yield merged
+
+    done = compact(stored, rows=2, merge_groups=merged_twice)
+    assert read_rows(stored) == expected
+    # The one that ends last wrote no other files, and nobody's files are gone. Of the six small
+    # files, two are of shard 2, which was not merged.
+    assert data_files(stored) == files_between
+    assert set(small_files) < set(files_between)
+    assert (done.before.files, done.after.files) == (9, 7)
+    (segment,) = names(stored.commits_directory)
+    compact(stored, 2, lines.append)
+    assert lines[0].startswith(
+        "toy-1: 4 files may still be read and can go in an hour, by headcount"
+    )
+    monkeypatch.setattr(compaction, "GRACE", timedelta(0))
+    compact(stored, 2, lines.append)
+    assert (list(names(stored.commits_directory)), len(lines)) == ([segment], 1)
+    assert_same_and_tidy(stored, expected)
 
 
-def test_a_compaction_of_a_run_in_use_or_without_its_lease_changes_nothing(
-    run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
+def test_a_scan_and_a_compaction_at_once_in_a_store_are_noticed_and_mended(
+    run: RunDirectory, original: RunDirectory, expected: Rows
 ):
-    def lost(self: object) -> None:
-        raise RunError("another one may have begun")
+    compact(run)
+    copy_shards(original, run, (0, 1, 2))
+    gather(run.commits_directory, list(original.commits())[:3])
+    with pytest.raises(RunError, match=r"parquet: holds the rows of 7 shards, and \d commits"):
+        check_merged(run.commit_log())
+    compact(run)
+    assert_same_and_tidy(run, expected)
 
-    commits = commit_log_files(run)
+
+def test_a_compaction_of_a_run_in_use_changes_nothing(run: RunDirectory):
+    files = list(names(run.commits_directory))
     with locked(run), pytest.raises(RunError, match="another process is at work on this run"):
         compact(run)
-    monkeypatch.setattr(compaction_lease.Lease, "check", lost)
-    with pytest.raises(RunError, match="another one may have begun"):
-        compact(run, GROUPS)
-    assert commit_log_files(run) == commits
-    assert read_rows(run) == expected
+    assert list(names(run.commits_directory)) == files
+
+
+# Runs that are complete
+
+
+def said_at_its_end(run: RunDirectory) -> list[str]:
+    lines: list[str] = []
+    merge_finished(run, merged_here, lines.append)
+    return lines
+
+
+def rows_in_roll_ups(run: RunDirectory) -> int | None:
+    sql = "SELECT sum(count + undefined) FROM rollups WHERE NOT by_subset AND statistic = 'entropy'"
+    return connect(run.path, lazily=True).execute(sql).fetchall()[0][0]
+
+
+def test_a_large_run_is_merged_when_it_is_complete(
+    run: RunDirectory, original: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    rows = SHARDS * SHARD * len(INTERVENTIONS)
+    monkeypatch.setattr(compaction, "LARGE_ROWS", rows + 1)
+    assert said_at_its_end(run) == []
+    monkeypatch.setattr(compaction, "LARGE_ROWS", rows)
+    local(run.commit_file(6)).unlink()
+    assert said_at_its_end(run) == []
+    copy_shards(original, run, (6,))
+    with locked(run):
+        (line,) = said_at_its_end(run)
+    assert line.startswith("warning: toy-1 is complete, but not all of it is merged: ")
+    assert line.endswith(f"headcount compact {run.path} tries again")
+    damage_file(run, "zeros")
+    progress, warning = said_at_its_end(run)
+    assert progress == "toy-1: group 1 of 1 merged"
+    assert warning.startswith("warning: toy-1 is complete, but ")
+    assert rows_in_roll_ups(run) == rows - SHARD * len(INTERVENTIONS)
+    copy_shards(original, run, (4,))
+    assert said_at_its_end(run) == [progress]
+    assert rows_in_roll_ups(run) == rows
+    assert said_at_its_end(run) == []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,9 @@ import pytest
 import torch
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.formulas import Formula
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.number_formats import LinearProducts
-from headcount.workers.measurements.batch import launch, measure_batch
+from headcount.workers.measurements.batch import launch
 from headcount.workers.replica import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
 from tests.tools.processes import Command
 from tests.toys import toy_models as toy
@@ -110,39 +107,6 @@ def test_rows_do_not_depend_on_the_batches_or_on_where_memory_ends(
         )
     for name, values in in_one_batch.sequences.items():
         np.testing.assert_allclose(in_batches.sequences[name], values, rtol=1e-6, err_msg=name)
-
-
-def with_parameters(function: Callable[..., Any]) -> Formula:
-    """A statistic that is in no registry."""
-    return replace(STATISTICS["entropy"], function=function, uniform_baseline=False)
-
-
-@pytest.mark.parametrize("engine", ["fused", "dense"])
-def test_a_statistic_may_read_activations_from_both_ends_of_a_layer(
-    shelf: toy.Shelf, engine: str
-) -> None:
-    def added(resid_pre: Any, resid_post: Any, q: Any) -> Any:
-        return (resid_post - resid_pre).norm(dim=-1).mean(1)[:, None] + 0 * q.mean((1, 3))
-
-    def attended(z: Any) -> Any:
-        return z.norm(dim=-1).mean(1)
-
-    replica = shelf.replica("gpt2", engine)
-    tokens = torch.from_numpy(toy.repeating_tokens(12, batch=2)).long()
-    streams: list[torch.Tensor] = []
-    with torch.inference_mode():
-        heads = measure_batch(
-            replica.engine, [with_parameters(added), with_parameters(attended)], tokens
-        ).heads
-        replica.engine.run(
-            tokens,
-            {},
-            lambda _, seen: streams.append(seen["resid_post"]) if "resid_post" in seen else None,
-        )
-    assert heads["added"].shape == (2, 3, 4)
-    expected = (streams[1] - streams[0]).norm(dim=-1).mean(1).numpy()
-    np.testing.assert_allclose(heads["added"][:, 1], np.tile(expected[:, None], 4), rtol=1e-5)
-    assert (heads["attended"] > 0).all()
 
 
 def test_what_nobody_reads_later_is_forgotten_after_the_attention(shelf: toy.Shelf) -> None:

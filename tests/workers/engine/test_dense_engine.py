@@ -107,10 +107,11 @@ def test_changes_stay_within_the_window(shelf: toy.Shelf) -> None:
         # Refused before anything runs, because no query sees a key before these six.
         settle(model, toy.toy_scan(n_ctx=N_CTX, interventions=["mask_keys(1,6)"]), "cpu")
     settle(model, toy.toy_scan(n_ctx=N_CTX, interventions=["mask_keys(1,5)"]), "cpu")
-    with pytest.raises(ScanError, match="hides every key from query 6"):
-        measured(shelf, "mistral", "mask_keys(1,6)", "dense")
-    with pytest.raises(ScanError, match=r"layer 0 do not see: they see 6 keys; leave the layer"):
-        measured(shelf, "mistral", "head_to_first(0,3)", "dense")
+    for engine in ("fused", "dense"):
+        with pytest.raises(ScanError, match="hides every key from query 6"):
+            measured(shelf, "mistral", "mask_keys(1,6)", engine)
+        with pytest.raises(ScanError, match=r"layer 0 do not see: they see 6 keys; leave the laye"):
+            measured(shelf, "mistral", "head_to_first(0,3)", engine)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ from headcount.workers.engine.kernel.kernel_check import (
     layers_of,
     proven_sweep,
 )
-from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Sweep, Swept
+from headcount.workers.engine.kernel.sweep_kernel import Sweep, Swept
+from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.attention_facts import AttentionFacts
 from tests.reference.attention_answers import defined_answers
 from tests.tools.pairwise import sampled
@@ -55,7 +56,7 @@ def by_definition(
     k: Tensor,
     v: Tensor,
     facts: AttentionFacts,
-    labels: Sequence[PairLabels],
+    labels: Sequence[TokenPairs],
     *,
     entropy: bool,
     number_format: str,
@@ -259,32 +260,6 @@ def test_a_replica_falls_back_to_tiles_and_says_so_once(
     plain = toy.measure(replica_here.path, toy.repeating_tokens(21, batch=2))
     for name in STATISTICS:
         np.testing.assert_array_equal(heads[name], plain.heads[name])
-
-
-@pytest.mark.parametrize(
-    ("config", "fact"),
-    [
-        (GEMMA2, "a soft cap"),
-        (GEMMA2, "a window"),
-        (GPT_OSS, "a learned sink"),
-        (toy.CONFIGS["bloom"](), "ALiBi slopes"),
-    ],
-    ids=lambda value: getattr(value, "model_type", value),
-)
-def test_the_fact_that_a_kernel_has_wrong_is_named(
-    config: Any,
-    fact: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    path = toy.save_model(tmp_path / "toy", config)
-    replica_here = ReplicaHere(path, monkeypatch)
-    with caplog.at_level(logging.WARNING):
-        attention, _ = replica_here.measure(WRONG_FACTS[fact], n_ctx=21)
-    assert attention == "tiles"
-    (line,) = caplog.messages
-    assert f"d_head 8, {fact} in float32 it differs from the tiles by " in line
 
 
 def test_the_doctor_compares_every_shape_in_every_format() -> None:

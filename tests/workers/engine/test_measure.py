@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,10 +85,3 @@ def test_bundled_models_show_what_their_cards_say(model: str) -> None:
     if model != "attn-only-2l-mini":
         other_norms = (51 * unrepeated["value_norm"] - unrepeated["sink_value_norm"]) / 50
         assert (unrepeated["sink_value_norm"] / other_norms)[resting].min() < 0.3
-
-
-def test_the_bundled_tokenizer_is_bytes() -> None:
-    sequences = Sequences(scan_of(64), describe(find_model("bundled:gpt2-mini")))
-    text = "naïve ☕ \x00\n<|endoftext|>"
-    assert sequences.tokenizer.encode(text) == list(text.encode())
-    assert Path(sequences.info.path).name == "gpt2-mini"

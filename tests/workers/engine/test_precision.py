@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from headcount.schemas.scans.precision import PRECISIONS
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine import number_formats
-from headcount.workers.engine.number_formats import LinearProducts, linears_in, rounded
+from headcount.workers.engine.number_formats import LinearProducts, rounded
 from headcount.workers.replica import InterventionMeasurements
 from tests.toys import toy_models as toy
 
@@ -43,27 +43,6 @@ def test_formats_have_their_range() -> None:
     assert rounded(numbers, "float16").tolist() == [0.0, torch.inf, torch.inf, 0.0]
     for number_format in ("bfloat16", "tf32"):
         torch.testing.assert_close(rounded(numbers, number_format), numbers, rtol=2**-8, atol=0)
-
-
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("shape", [(1,), (7,), (2, 5), (1, 1), (3, 64)])
-def test_linear_layers_in_float32_are_what_they_were(
-    shape: tuple[int, ...], with_bias: bool
-) -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(*shape, 24), torch.randn(10, 24)
-    bias = torch.randn(10) if with_bias else None
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    with torch.inference_mode(), linears_in("float32", "cpu"):
-        results = [F.linear(x, weight, bias)]
-        if bias is not None:
-            stored = weight.T.contiguous()
-            results.append(torch.addmm(bias, x.view(-1, 24), stored).view(*shape, 10))
-            stored.zero_()
-            # No copy of a weight is kept.
-            assert torch.equal(torch.addmm(bias, x.view(-1, 24), stored)[0], bias)
-    for result in results:
-        torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 MODELS = ("gpt2", "llama-gqa", "neox", "legacy-safetensors")

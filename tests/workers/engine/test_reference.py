@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from headcount.schemas.errors import ModelError, ScanError
+from headcount.schemas.errors import ModelError
 from headcount.schemas.files.tables import uniform_column
 from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.profiles import PROFILES
@@ -475,17 +475,6 @@ def test_layers_that_differ_in_their_window_have_no_common_uniform_baseline_leve
     assert np.isnan(measured.heads["sink_mass_late"][:, 1]).all()
     assert not np.isnan(measured.heads["sink_mass_late"][:, 0]).any()
     assert np.isnan(measured.sequences["uniform_sink_mass"]).all()
-
-
-def test_no_change_gives_attention_to_keys_behind_the_window(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shelf.replica("llama-gqa", "fused", "float32")
-    give_facts(monkeypatch, FACTS["window"], (0, 1))
-    with pytest.raises(ScanError, match=r"layer 0 do not see: they see 6 keys; leave the layer"):
-        shelf.measured("llama-gqa", "head_to_first(0,3)", "fused")
-    with pytest.raises(ScanError, match="hides every key from query 6"):
-        shelf.measured("llama-gqa", "mask_keys(1,6)", "fused")
 
 
 # Comparison

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from headcount.jobs.upkeep import compaction, merged_files
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.files.tables import SEQUENCES
+from headcount.schemas.histogram_bins import Axis
+from headcount.workers.measurements.rollups import rolled_up
 from tests.toys.toy_runs import Cell, Row, local, write_run
 
 PARTS = ("ArXiv", None, "Github")
 LEVELS = {"p01": 0.01, "p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
 VIEWS = ("subset_summaries", "head_summaries", "distributions", "head_quantiles")
+
+PAIRS = 2 * 8 * 6 + 1
+"""Rows of a merged file: shards 0 and 1, 2 and 3, and 4."""
 
 Cells = dict[tuple[Any, ...], np.ndarray]
 """The values of the rows, NaN if undefined, by intervention, statistic, layer, head and part."""
@@ -166,8 +171,11 @@ def test_views_say_what_the_rows_say_before_and_after_shards_are_merged(run: Run
 
 
 def test_shards_without_roll_ups_are_answered_from_rows(run: RunDirectory) -> None:
-    # Shards 0 to 3 are merged in pairs. The last one has no partner.
-    compact(run, 2 * 8 * 6 + 1)
+    file = local(run.commit_file(4))
+    commit = file.read_bytes()
+    file.unlink()
+    compact(run, PAIRS)
+    file.write_bytes(commit)
     database = open_runs(run.path)
     check_all(database)
     unrolled = database.rows("SELECT DISTINCT shard FROM internal.unrolled_heads")
@@ -191,7 +199,7 @@ def test_merged_shards_are_answered_without_their_rows(run: RunDirectory) -> Non
 
 @pytest.mark.parametrize("is_shortened", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_damaged_roll_ups_are_answered_from_rows(run: RunDirectory, is_shortened: bool) -> None:
-    compact(run, 2 * 8 * 6 + 1)
+    compact(run, PAIRS)
     file = min(local(run.path).glob("rollups/intervention=none/*.parquet"))
     content = file.read_bytes()
     file.write_bytes(content[:-1] if is_shortened else content[:4] + bytes(9) + content[13:])
@@ -207,41 +215,43 @@ def test_damaged_roll_ups_are_answered_from_rows(run: RunDirectory, is_shortened
     assert line.endswith(f"headcount compact {run.path} writes it again")
     check_summaries(database)
     # The command that the line names mends it.
-    compact(run, 2 * 8 * 6 + 1)
+    compact(run, PAIRS)
     database = open_runs(run.path)
     check_summaries(database)
     assert database.damage() == []
-    assert database.rows("SELECT DISTINCT shard FROM internal.unrolled_heads") == [(4,)]
+    assert not database.rows("FROM internal.unrolled_heads")
 
 
-def test_roll_ups_with_a_shard_that_does_not_count_are_left_out(tmp_path: Path) -> None:
+def test_merged_shards_are_left_out_together(tmp_path: Path) -> None:
     weights = [{"weight": "query_bias_norm", "layer": 0, "head": 1, "value": 1.0}]
     run = write_run(
         tmp_path, "a-1", random_columns(), sequences=24, per_shard=8, pile_sets=PARTS,
         weights=weights,
     )  # fmt: skip
-    compact(run, 2 * 8 * 6 + 1)
-    # The weights are in a file of shard 0 alone, which was merged with shard 1.
+    compact(run, PAIRS)
+    # The weights were measured with shard 0, which was merged with shard 1.
     (file,) = local(run.path).glob("weights/*/*.parquet")
     file.unlink()
     database = open_runs(run.path)
     check_all(database)
-    assert database.rows("SELECT count(*) FROM rollups") == [(0,)]
-    assert database.rows("SELECT DISTINCT shard FROM heads ORDER BY 1") == [(1,), (2,)]
+    assert database.rows("SELECT DISTINCT shard FROM heads ORDER BY 1") == [(2,)]
+    assert database.rows("SELECT count(*) FROM rollups") == [(3 * 6 * 4,)]
 
 
-def test_a_run_that_was_merged_without_roll_ups_gets_them(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as older:
-        older.setattr(merged_files, "_with_rollups", lambda commits, rollups: commits)
-        # Without roll-ups in commits, older code came to an end where ours would try again.
-        older.setattr(compaction, "ROLLUPS", SEQUENCES)
-        compact(run)
-    assert open_runs(run.path).rows("SELECT count(*) FROM rollups") == [(0,)]
-    compact(run)
-    check_all(database := open_runs(run.path))
-    assert database.rows("SELECT count(*) FROM rollups") == [(2 * 3 * 6 * 4,)]
-    files = set(local(run.path).rglob("*.parquet"))
-    compact(run)
-    assert set(local(run.path).rglob("*.parquet")) == files
+def test_memory_does_not_grow_with_the_span_of_sequences() -> None:
+    count = 10_000
+    numbers = np.arange(count) * 10**12
+    sequences = pa.table({
+        "sequence": numbers, "pile_set_name": ["Github"] * count, "document": numbers,
+    })  # fmt: skip
+    heads = pa.table({
+        "input_family": ["pile"] * count, "sequence": numbers, "layer": [0] * count,
+        "head": [0] * count, "entropy": np.geomspace(1e-12, 1e18, count),
+    })  # fmt: skip
+    tracemalloc.start()
+    rows = rolled_up(heads, sequences, {"entropy": Axis(0, math.inf)})
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Each document may go on elsewhere, so each has a row of its own, on both levels.
+    assert rows["counts"].to_pylist() == [[1]] * (2 * count)
+    assert most < 64e6

@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.scans.intervention import parse_intervention
-from headcount.workers.engine.attention_scores import MASKED, all_scores, softmax_of, unseen_keys
 from headcount.workers.engine.changes import Streaming
 from headcount.workers.engine.streamed_attention import streamed_attention
-from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.attention_facts import (
+    MASKED,
+    AttentionFacts,
+    all_scores,
+    pattern_of,
+    unseen_keys,
+)
 from tests.toys import toy_models as toy
 
 N_CTX = toy.N_CTX
@@ -50,7 +55,7 @@ def test_two_pieces_make_the_output_of_the_hidden_matrix(
     for query in range(N_CTX):
         for key in range(sink, max(sink, query - recent + 1)):
             scores[:, [0, 3], query, key] = MASKED
-    expected = softmax_of(scores, facts) @ every[1]
+    expected = pattern_of(scores, facts) @ every[1]
 
     z = streamed_attention(q, k, v, facts, streaming, layer=1)
     torch.testing.assert_close(z.double(), expected, rtol=1e-5, atol=1e-5)

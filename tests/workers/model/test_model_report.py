@@ -99,13 +99,6 @@ def test_a_model_that_only_the_bridge_measures_says_why(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_bridge_that_measures_another_scale_is_named(tmp_path: Path) -> None:
-    # TransformerLens scales the scores of this model although its files say not to.
-    path = toy_models.save_model(tmp_path / "raw", toy_models.gpt2(scale_attn_weights=False))
-    engine = dict(report_model(str(path)))["engine"]
-    assert engine.startswith("fused alone: raw: the scores of layer 0 could not be made as 1 · q·k")
-
-
 def test_the_command_prints_the_report_or_one_line(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["doctor", "--model", "bundled:attn-only-2l-mini"])
     assert answer.exit_code == 0, answer.output

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from benchmarks.cases import FULL, QUICK, cells
-from benchmarks.targets import targets
+from benchmarks.cases import QUICK
 from benchmarks.ways import STATISTICS, WAYS, draw_tokens, make_llama
 
 
@@ -28,22 +26,3 @@ def test_headcount_and_run_with_cache_measure_the_same_statistics(tmp_path: Path
         by_head = cached_values if cached_values.dim() == 2 else cached_values[:, None]
         expected = by_head.expand_as(fused_values)
         torch.testing.assert_close(fused_values, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("sizes", [FULL, QUICK])
-def test_the_model_shares_key_heads_as_newer_models_do(sizes: Any) -> None:
-    assert sizes.llama["num_attention_heads"] % sizes.llama["num_key_value_heads"] == 0
-    assert sizes.llama["num_attention_heads"] > sizes.llama["num_key_value_heads"]
-
-
-def test_the_table_has_its_own_rows_for_speed_and_memory() -> None:
-    rows = [(row.row, row.baseline) for row in targets(FULL) if row.row.startswith("Llama")]
-    place = "Llama, CPU, 4 × 1024, float32"
-    assert rows == [
-        (f"{place}: speed", "bare"),
-        (f"{place}: peak memory", "bare"),
-        (f"{place}: speed", "run_with_cache"),
-        (f"{place}: peak memory", "run_with_cache"),
-    ]
-    ways = {cell.way for cell in cells("speed", QUICK) if cell.model == "llama"}
-    assert ways == {"bare", "fused", "run_with_cache"}

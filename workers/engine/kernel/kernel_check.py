@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +19,10 @@ from headcount.schemas.errors import ModelError
 from headcount.schemas.scans.precision import PRECISIONS
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.kernel import sweep_kernel
-from headcount.workers.engine.kernel.sweep_kernel import PairLabels, Sweep
+from headcount.workers.engine.kernel.sweep_kernel import Sweep
 from headcount.workers.engine.number_formats import HALVES, rounded
 from headcount.workers.engine.token_pairs import TokenPairs, find_matches
-from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.attention_facts import AttentionFacts, window_of
 
 if TYPE_CHECKING:
     from headcount.workers.model.model import Model
@@ -88,11 +89,6 @@ class Comparison:
     """The largest from the tiles; infinite if an answer is not finite, or if there is none."""
 
     @property
-    def layer(self) -> str:
-        """The sizes and the facts, in words."""
-        return in_words(self.shape, self.facts)
-
-    @property
     def allowed(self) -> float:
         """The largest difference with which the kernel is used."""
         return ALLOWED[self.factors]
@@ -110,19 +106,6 @@ class Comparison:
         return f"differs from the tiles by {self.difference:.2g} (allowed {self.allowed:g})"
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Random factors of attention and random tokens, the same for the kernel and the tiles."""
-
-    q: Tensor
-    """`[batch head pos d_head]`; k and v have `kv_heads` of these heads."""
-    k: Tensor
-    v: Tensor
-    facts: AttentionFacts
-    tokens: Tensor
-    """`[batch pos]`, few different ones, so that many pairs match."""
-
-
 def in_words(shape: Shape, facts: FactNames) -> str:
     """The sizes and the facts of a layer, as a line of the log names it."""
     return ", ".join([str(shape), *sorted(facts, key=EVERY_FACT.index)])
@@ -131,19 +114,24 @@ def in_words(shape: Shape, facts: FactNames) -> str:
 def compare(
     sweep: Sweep, shape: Shape, factors: str, device: torch.device, facts: FactNames = PLAIN
 ) -> Comparison:
-    """Ask a kernel every question, and compare its answers with those of the tiles.
-
-    The questions change how a kernel is compiled. So without facts it is also asked none.
-    """
-    drawn = _drawn(shape, factors, device, facts)
-    matches = find_matches(drawn.tokens)
-    questions_asked = [{"entropy", *matches}]
-    if facts == PLAIN:
-        questions_asked.append(set())
+    """Ask a kernel every question, and compare its answers with those of the tiles."""
+    generator = torch.Generator().manual_seed(shape.n_ctx)
+    heads = [shape.heads, shape.kv_heads, shape.kv_heads]
+    # A model projects to q, k and v at once, so these are slices with large strides.
+    width = max(shape.d_head, shape.d_v or 0)
+    projected = torch.randn(2, shape.n_ctx, sum(heads), width, generator=generator)
+    q, k, v = projected.to(device).transpose(1, 2).split(heads, 1)
+    q, k, v = q[..., : shape.d_head], k[..., : shape.d_head], v[..., : shape.d_v or shape.d_head]
+    if factors in HALVES:
+        # Rounded before, so that what differs is the rounding of products alone.
+        q, k, v = rounded(q, factors), rounded(k, factors), rounded(v, factors)
+    # Few different tokens, so that many pairs match; [batch pos].
+    matches = find_matches(torch.randint(7, (2, shape.n_ctx), generator=generator).to(device))
+    # The questions change how a kernel is compiled. So without facts it is also asked none.
+    asked = [{"entropy", *matches}, set[str]()] if facts == PLAIN else [{"entropy", *matches}]
+    ask = partial(_difference, sweep, q, k, v, _drawn_facts(shape, facts, device), factors, matches)
     try:
-        difference = max(
-            _difference(sweep, drawn, factors, matches, questions) for questions in questions_asked
-        )
+        difference = max(map(ask, asked))
     except torch.AcceleratorError:
         raise  # The device has failed for good; only a new process mends that.
     except Exception as error:  # Compilers raise all kinds of errors; all mean "use the tiles".
@@ -171,7 +159,7 @@ def proven_sweep(model: Model, n_ctx: int, precision: str, device: str) -> Sweep
             log.warning(
                 "the GPU kernel is not used: with %s in %s it %s; tiles measure instead, which is "
                 "slower",
-                comparison.layer,
+                in_words(shape, facts),
                 factors,
                 comparison.problem,
             )
@@ -188,32 +176,13 @@ def layers_of(model: Model, n_ctx: int) -> list[tuple[Shape, FactNames]]:
             continue
         d_v = None if sizes.d_v == sizes.d_qk else sizes.d_v
         shape = Shape(sizes.heads, sizes.kv_heads, min(n_ctx, MOST_TOKENS), sizes.d_qk, d_v)
-        has = {
-            SOFT_CAP: layer_facts.soft_cap is not None,
-            WINDOW: layer_facts.window is not None and layer_facts.window < n_ctx,
-            SLOPES: layer_facts.slopes is not None,
-            SINK: layer_facts.sink is not None,
-        }
-        facts = FactNames(name for name, is_there in has.items() if is_there)
+        window = layer_facts.window if window_of(layer_facts, n_ctx) < n_ctx else None
+        values = (layer_facts.soft_cap, window, layer_facts.slopes, layer_facts.sink)
+        named = zip(EVERY_FACT, values, strict=True)
+        facts = FactNames(name for name, value in named if value is not None)
         # `FusedPattern.without` leaves a layer its window alone.
         layers |= {(shape, PLAIN), (shape, facts & {WINDOW}), (shape, facts)}
     return sorted(layers, key=lambda layer: (len(layer[1]), str(layer[0]), sorted(layer[1])))
-
-
-def _drawn(shape: Shape, factors: str, device: torch.device, facts: FactNames) -> Drawn:
-    """q, k and v as a projection leaves them, rounded to the format, and tokens."""
-    generator = torch.Generator().manual_seed(shape.n_ctx)
-    heads = [shape.heads, shape.kv_heads, shape.kv_heads]
-    # A model projects to q, k and v at once, so these are slices with large strides.
-    width = max(shape.d_head, shape.d_v or 0)
-    projected = torch.randn(2, shape.n_ctx, sum(heads), width, generator=generator)
-    tokens = torch.randint(7, (2, shape.n_ctx), generator=generator).to(device)  # [batch pos]
-    q, k, v = projected.to(device).transpose(1, 2).split(heads, 1)
-    q, k, v = q[..., : shape.d_head], k[..., : shape.d_head], v[..., : shape.d_v or shape.d_head]
-    if factors in HALVES:
-        # Rounded before, so that what differs is the rounding of products alone.
-        q, k, v = rounded(q, factors), rounded(k, factors), rounded(v, factors)
-    return Drawn(q, k, v, _drawn_facts(shape, facts, device), tokens)
 
 
 def _drawn_facts(shape: Shape, facts: FactNames, device: torch.device) -> AttentionFacts:
@@ -235,26 +204,20 @@ def _drawn_facts(shape: Shape, facts: FactNames, device: torch.device) -> Attent
 
 def _difference(
     sweep: Sweep,
-    drawn: Drawn,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    facts: AttentionFacts,
     factors: str,
     matches: dict[str, TokenPairs],
     questions: set[str],
 ) -> float:
-    """The largest difference between a kernel's answers to some questions and the tiles'."""
     requested_pairs = [pairs for name, pairs in matches.items() if name in questions]
     dtype = HALVES.get(factors, torch.float32)
-    swept = sweep(
-        drawn.q.to(dtype),
-        drawn.k.to(dtype),
-        drawn.v.to(dtype),
-        drawn.facts,
-        [PairLabels(pairs.query_label, pairs.key_label, pairs.lag) for pairs in requested_pairs],
-        entropy="entropy" in questions,
-        number_format=factors,
-    )
-    tiles = FusedPattern(
-        drawn.q, drawn.k, drawn.v, drawn.facts, matches, set(questions), number_format="float64"
-    )
+    has_entropy = "entropy" in questions
+    given = (q.to(dtype), k.to(dtype), v.to(dtype), facts, requested_pairs)
+    swept = sweep(*given, entropy=has_entropy, number_format=factors)
+    tiles = FusedPattern(q, k, v, facts, matches, set(questions), number_format="float64")
     answers = [(swept.z, tiles.z), (swept.lse, tiles.lse), (swept.distance, tiles.distance())]
     if swept.entropy is not None:
         answers.append((swept.entropy, tiles.entropy()))
@@ -277,8 +240,6 @@ def _largest_difference(answer: Tensor, reference: Tensor) -> float:
 
 
 D_HEADS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-QUERY_HEADS_PER_KEY = (1, 2, 3, 4)
-LENGTHS = (1, 37, 257, 1024)
 
 
 def every_layer() -> list[tuple[Shape, FactNames]]:
@@ -291,8 +252,8 @@ def every_layer() -> list[tuple[Shape, FactNames]]:
     shapes += [
         Shape(2 * query_heads, 2, n_ctx, d_head)
         for d_head in (64, 128)
-        for query_heads in QUERY_HEADS_PER_KEY
-        for n_ctx in LENGTHS
+        for query_heads in (1, 2, 3, 4)
+        for n_ctx in (1, 37, 257, 1024)
     ]
     shapes += [Shape(4, 2, 257, 64, d_v=80), Shape(4, 4, 257, 192, d_v=128)]
     with_facts = (Shape(6, 2, 257, 64), Shape(4, 2, 1024, 128, d_v=80))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError, unknown
+from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.attention_facts import AttentionFacts
 
 try:
@@ -46,17 +47,6 @@ error of 2^-39 of the head's largest number if that is more.
 
 MOST_SHIFT = 60
 """The scaling stays within 2^±60, so that the product of two scalings is a float32 number."""
-
-
-class PairLabels(NamedTuple):
-    """Which pairs (q, k) a mass is summed over, told by int32 labels `[batch pos]`.
-
-    (q, k) is a pair if and only if `query_label[q] = key_label[k] >= 0` and `k <= q - lag`.
-    """
-
-    query_label: Tensor
-    key_label: Tensor
-    lag: int
 
 
 class TileSizes(NamedTuple):
@@ -108,25 +98,11 @@ class Swept:
     entropy: Tensor | None
     """`-Σ_k A[q,k] ln A[q,k]` in nats, if it was asked for."""
     masses: tuple[Tensor, ...]
-    """`Σ_{k in pairs[q]} A[q,k]` for each item of `labels`."""
+    """`Σ_{k in pairs[q]} A[q,k]` for each of the pairs."""
 
 
-class Sweep(Protocol):
-    """What answers a sweep: the kernel, or what a test puts in its place."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        facts: AttentionFacts,
-        labels: Sequence[PairLabels],
-        *,
-        entropy: bool,
-        number_format: str,
-    ) -> Swept:
-        """The answers for q, k and v; see `sweep`."""
-        ...
+Sweep = Callable[..., Swept]
+"""What answers a sweep: the function `sweep`, or what a test puts in its place."""
 
 
 def available(device: torch.device) -> bool:
@@ -143,7 +119,7 @@ def sweep(
     k: Tensor,
     v: Tensor,
     facts: AttentionFacts,
-    labels: Sequence[PairLabels],
+    pairs: Sequence[TokenPairs],
     *,
     entropy: bool,
     number_format: str,
@@ -153,20 +129,27 @@ def sweep(
     q is `[batch head pos d_qk]`, k `[batch kv_head pos d_qk]` and v `[batch kv_head pos d_v]`.
     Query head h reads kv head h // (head // kv_head). `number_format` says how float32 factors are
     multiplied (`SPLITS_FACTORS`). Factors in float16 and bfloat16 are multiplied as they are and
-    summed in float32; for A·v, A is rounded to their dtype.
+    summed in float32; for A·v, A is rounded to their dtype. A negative label makes no pair.
     """
-    _check(q, k, v, labels, number_format)
+    _check(q, k, v, pairs, number_format)
     batch, heads, n_ctx, d_head = q.shape
     d_v = v.shape[3]
-    padded_d_head = max(16, _next_power_of_2(d_head))  # Triton's products take at least 16.
-    padded_d_v = max(16, _next_power_of_2(d_v))
-    tiles = _tile_sizes(q, max(padded_d_head, padded_d_v))
+    # Powers of two, and at least the 16 that Triton's products take.
+    padded_d_head = max(16, 1 << (d_head - 1).bit_length())
+    padded_d_v = max(16, 1 << (d_v - 1).bit_length())
+    widest = max(64, padded_d_head, padded_d_v)
+    tiles = TILE_SIZES[q.dtype][widest]
+    # Tiles of wide heads are made for the shared memory of an H100.
+    if widest > 64 and q.is_cuda:
+        device = torch.cuda.get_device_properties(q.device)
+        if device.shared_memory_per_block_optin < H100_SHARED_BYTES:
+            tiles = SMALL_TILES
     # Scores in base 2, because the GPU's exponential is exp2. A cap is between two factors.
     cap = 0.0 if facts.soft_cap is None else facts.soft_cap / LN2
     scale = facts.scale / (LN2 if facts.soft_cap is None else facts.soft_cap)
     z = torch.empty(batch, n_ctx, heads, d_v, dtype=torch.float32, device=q.device)
     row_sums = torch.empty(  # log-sum-exp, distance, entropy if asked for, then the masses
-        2 + entropy + len(labels), batch, heads, n_ctx, dtype=torch.float32, device=q.device
+        2 + entropy + len(pairs), batch, heads, n_ctx, dtype=torch.float32, device=q.device
     )
     query_tiles = -(-n_ctx // tiles.queries)  # Rounded up.
     splits = q.dtype == torch.float32 and SPLITS_FACTORS[number_format]
@@ -177,8 +160,8 @@ def sweep(
             q,
             k,
             v,
-            tuple(pairs.query_label.contiguous() for pairs in labels),
-            tuple(pairs.key_label.contiguous() for pairs in labels),
+            tuple(some.query_label.contiguous() for some in pairs),
+            tuple(some.key_label.contiguous() for some in pairs),
             z,
             row_sums,
             q.stride(),
@@ -204,7 +187,7 @@ def sweep(
             DIMS=min(tiles.dims, padded_d_head),
             QUERIES=tiles.queries,
             KEYS=tiles.keys,
-            LAGS=tuple(pairs.lag for pairs in labels),
+            LAGS=tuple(some.lag for some in pairs),
             ENTROPY=entropy,
             SPLIT=splits,
             num_warps=tiles.warps,
@@ -234,21 +217,8 @@ def _factors_of(x: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), shift)
 
 
-def _next_power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _tile_sizes(q: Tensor, padded_d_head: int) -> TileSizes:
-    # Tiles of wide heads are made for the shared memory of an H100.
-    if padded_d_head > 64 and q.is_cuda:
-        shared_bytes = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-        if shared_bytes < H100_SHARED_BYTES:
-            return SMALL_TILES
-    return TILE_SIZES[q.dtype][max(64, padded_d_head)]
-
-
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, labels: Sequence[PairLabels], number_format: str
+    q: Tensor, k: Tensor, v: Tensor, pairs: Sequence[TokenPairs], number_format: str
 ) -> None:
     """Refuse what the kernel would read wrongly: it knows addresses and strides alone."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
@@ -274,8 +244,8 @@ def _check(
     if q.dtype == torch.float32 and number_format not in SPLITS_FACTORS:
         raise ModelError(unknown("way to multiply scores", number_format, SPLITS_FACTORS))
     expected_shape = [q.shape[0], q.shape[2]]
-    for pairs in labels:
-        for label in (pairs.query_label, pairs.key_label):
+    for some in pairs:
+        for label in (some.query_label, some.key_label):
             if list(label.shape) != expected_shape or label.dtype != torch.int32:
                 raise ModelError(
                     f"label {label.dtype} {list(label.shape)}: expected int32 [batch pos] = "

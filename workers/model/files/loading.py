@@ -10,10 +10,11 @@ import copy
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -25,24 +26,18 @@ from headcount.schemas.files.places import reason
 from headcount.workers.model.attention_layers import native_attention, take_over_attention
 from headcount.workers.model.attention_modules import take_over_modules
 from headcount.workers.model.bare_modules import find_blocks, find_modules
-from headcount.workers.model.files.model_info import LEGACY_PLAIN, ModelInfo, weight_files
-from headcount.workers.model.model import BootedBridge, Model
+from headcount.workers.model.files.model_info import (
+    LEGACY_PLAIN,
+    LEGACY_SHAPE,
+    ModelInfo,
+    weight_files,
+)
+from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-LEGACY_FIELDS = (
-    "n_layers",
-    "n_heads",
-    "d_model",
-    "d_head",
-    "n_ctx",
-    "d_vocab",
-    "act_fn",
-    "attn_only",
-    "final_rms",
-    "eps",
-)
+LEGACY_FIELDS = (*LEGACY_SHAPE, "act_fn", "attn_only", "final_rms", "eps")
 """Fields of a legacy config.json that have the same name in TransformerLens's config of today."""
 
 
@@ -50,18 +45,14 @@ STORED_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 """Names of causal masks, which older versions of transformers stored for GPT-2 and GPT-Neo."""
 
 
-class LoadedModules(NamedTuple):
-    """The bare modules, those of them that are the layers, and how their bridge is booted."""
-
-    bare: nn.Module
-    blocks: list[nn.Module]
-    known: dict[str, list[nn.Module]]
-    """Modules by activation, as far as they are known without the bridge."""
-    boot: Callable[[], BootedBridge]
-    has_booted: bool = False
-    """Whether the bridge is there already."""
-    unused: tuple[str, ...] = ()
-    """Names of tensors in the files that have no place in the modules."""
+MODEL_COMPONENTS = {
+    "embed": "embed",
+    "pos_embed": "pos_embed",
+    "normed_final": "ln_final",
+    "unembed": "unembed",
+}
+BLOCK_COMPONENTS = {"normed": "ln1", "attn_out": "attn", "mlp_out": "mlp"}
+"""The components of TransformerLens whose output is an activation."""
 
 
 def load_model(
@@ -74,10 +65,9 @@ def load_model(
 
 def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
     """A model from its modules; `weights` is `raw` or `folded`."""
-    unused = loaded.unused
     if weights == "folded":
         loaded = _folded(info, loaded)
-    model = Model(info, loaded.bare, loaded.blocks, loaded.known, loaded.boot, unused)
+    model = Model(info, loaded)
     model.settle_attention()
     if loaded.has_booted:
         model.boot_bridge()  # It costs no more than its check.
@@ -85,7 +75,6 @@ def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
 
 
 def _folded(info: ModelInfo, loaded: LoadedModules) -> LoadedModules:
-    """The same modules, with a bridge whose weights are folded."""
     booted = loaded.boot()
     if booted.bridge is None:
         raise ModelError(f"{info.name}: {booted.problem}, which folds weights")
@@ -99,15 +88,10 @@ def _folded(info: ModelInfo, loaded: LoadedModules) -> LoadedModules:
     unembedding.weight = nn.Parameter(bridge.W_U.T, requires_grad=False)  # [d_vocab d_model]
     unembedding.bias = nn.Parameter(bridge.b_U, requires_grad=False)
     known = loaded.known | {"unembed": [unembedding], "mlp_out": []}
-    return LoadedModules(loaded.bare, loaded.blocks, known, lambda: booted, has_booted=True)
+    return loaded._replace(known=known, boot=lambda: booted, has_booted=True)
 
 
 # Hugging Face's layout
-
-
-def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
-    model, unused = _pretrained(info, dtype)
-    return bridgeable(info, model, device, dtype)._replace(unused=unused)
 
 
 def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtype) -> LoadedModules:
@@ -122,11 +106,9 @@ def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtyp
     take_over_modules(bare)
     blocks = find_blocks(bare, info)
 
-    def boot() -> BootedBridge:
-        return _boot_hugging_face(info, model, bare, blocks, device, dtype)
-
     found = find_modules(bare, blocks)
     known = {activation: found[activation] for activation in ("embed", "unembed")}
+    boot = partial(_boot_hugging_face, info, model, bare, blocks, device, dtype)
     return LoadedModules(bare, blocks, known, boot)
 
 
@@ -177,10 +159,7 @@ def _without_installs() -> Iterator[None]:
         yield
 
 
-def _pretrained(info: ModelInfo, dtype: torch.dtype) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model of the library transformers, and which tensors it does not use; missing weights are
-    refused.
-    """
+def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
     from transformers import AutoModelForCausalLM
 
     try:
@@ -207,7 +186,7 @@ def _pretrained(info: ModelInfo, dtype: torch.dtype) -> tuple[nn.Module, tuple[s
         )
     # What the library knows to ignore is not among them.
     unused = (name for name in report["unexpected_keys"] if not STORED_MASK.search(name))
-    return model, tuple(sorted(unused))
+    return bridgeable(info, model, device, dtype)._replace(unused=tuple(sorted(unused)))
 
 
 class _InPlaceGelu(nn.Module):
@@ -251,8 +230,23 @@ def _stub_tokenizer() -> Iterator[Any]:
 
 def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
     path = Path(info.path)
-    fields = _legacy_config(path)
-    tensors = _legacy_tensors(path, info)
+    fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    for key, supported in LEGACY_PLAIN.items():
+        if fields.get(key) not in (None, supported):
+            raise ModelError(
+                f"{path}/config.json: {key} is {fields[key]!r}; only {supported!r} is supported "
+                "for legacy files"
+            )
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weight_files(path, info.layout):
+        try:
+            if file.suffix == ".safetensors":
+                tensors |= load_file(file)
+            else:
+                # A .pth file is a pickle. `weights_only` runs no code from it.
+                tensors |= torch.load(file, "cpu", weights_only=True)
+        except Exception as error:
+            raise ModelError(f"{file}: the weights cannot be read ({reason(error)})") from None
     try:
         bridge = _legacy_bridge(info, fields, tensors, device, dtype)
     except Exception as error:
@@ -264,33 +258,6 @@ def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModu
         block.attn.original_component.__class__ = attention_class
     # These modules are TransformerLens's own, so bridge and bare modules are the same.
     return modules_of_bridge(bridge)
-
-
-def _legacy_config(path: Path) -> dict[str, Any]:
-    """The fields of a legacy config.json; one that would change the pattern is refused."""
-    fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    for key, supported in LEGACY_PLAIN.items():
-        if fields.get(key) not in (None, supported):
-            raise ModelError(
-                f"{path}/config.json: {key} is {fields[key]!r}; only {supported!r} is supported "
-                "for legacy files"
-            )
-    return fields
-
-
-def _legacy_tensors(path: Path, info: ModelInfo) -> dict[str, torch.Tensor]:
-    """The weights of all files, by their old names."""
-    tensors: dict[str, torch.Tensor] = {}
-    for file in weight_files(path, info.layout):
-        try:
-            if file.suffix == ".safetensors":
-                tensors |= load_file(file)
-            else:
-                # A .pth file is a pickle. `weights_only` runs no code from it.
-                tensors |= torch.load(file, "cpu", weights_only=True)
-        except Exception as error:
-            raise ModelError(f"{file}: the weights cannot be read ({reason(error)})") from None
-    return tensors
 
 
 def _legacy_bridge(
@@ -338,17 +305,11 @@ def _modules_by_activation(
     # The adapter names where each component lies in the bare modules of its architecture.
     components: Any = bridge.adapter.component_mapping
     modules: dict[str, list[nn.Module]] = {}
-    for activation, name in (
-        ("embed", "embed"),
-        ("pos_embed", "pos_embed"),
-        ("normed_final", "ln_final"),
-        ("unembed", "unembed"),
-    ):
+    for activation, name in MODEL_COMPONENTS.items():
         present = name in components
         modules[activation] = [bare.get_submodule(components[name].name)] if present else []
-    components_of_block = components["blocks"].submodules
-    for activation, name in (("normed", "ln1"), ("attn_out", "attn"), ("mlp_out", "mlp")):
-        component = components_of_block.get(name)
+    for activation, name in BLOCK_COMPONENTS.items():
+        component = components["blocks"].submodules.get(name)
         # Some architectures have an MLP that is not a module: its component has no name.
         attribute = None if component is None else component.name
         modules[activation] = [

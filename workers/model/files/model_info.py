@@ -196,22 +196,15 @@ def file_digests(path: Path, layout: str) -> dict[str, bytes]:
     return digests
 
 
-LENGTHS = (
-    "seq_length",
-    "max_seq_len",
-    "max_target_positions",
-    "model_max_length",
-    "max_position_embeddings",
-)
-"""Fields that hold the longest sequence. A model without embeddings of positions, as BLOOM, names
-the length it was trained on.
-"""
-
 HUGGING_FACE_SHAPE = {
     "n_layers": ("decoder_layers", "num_decoder_layers", "num_hidden_layers"),
     "n_heads": ("decoder_attention_heads", "num_attention_heads"),
     "d_model": ("hidden_size",),
-    "n_ctx": LENGTHS,
+    # A model without embeddings of positions, as BLOOM, names the length it was trained on.
+    "n_ctx": (
+        *("seq_length", "max_seq_len", "max_target_positions", "model_max_length"),
+        "max_position_embeddings",
+    ),
     "d_vocab": ("vocab_size",),
 }
 """Our names of the model's shape, and the fields of a Hugging Face config that may hold it. The
@@ -220,7 +213,6 @@ decoder's come first, because only decoders are language models.
 
 
 def _hugging_face_shape(path: Path) -> dict[str, Any]:
-    """Shape and special tokens by their names in `ModelInfo`."""
     from transformers import AutoConfig
 
     try:
@@ -262,7 +254,7 @@ def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
         raise ModelError(f"{where}: {error}") from None
     return shape | {
         "d_head": d_head,
-        "n_kv_heads": _n_kv_heads(config, shape["n_heads"]),
+        "n_kv_heads": _field(config, "num_key_value_heads") or shape["n_heads"],
         "attention_layers": attention_layers,
         "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),
         "eos_token_id": _token(getattr(config, "eos_token_id", None), shape["d_vocab"]),
@@ -316,11 +308,6 @@ def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...
     return None if len(attending) == n_layers else attending
 
 
-def _n_kv_heads(config: PretrainedConfig, n_heads: int) -> int:
-    """The heads of a layer that have keys and values of their own."""
-    return _field(config, "num_key_value_heads") or n_heads
-
-
 def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
     """The width of a head. Heads that cannot share the width or the keys raise `ValueError`."""
     n_heads = shape["n_heads"]
@@ -328,7 +315,7 @@ def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
     widths = [_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
     if all(isinstance(width, int) for width in widths):
         return sum(widths)
-    n_kv_heads = _n_kv_heads(config, n_heads)
+    n_kv_heads = _field(config, "num_key_value_heads") or n_heads
     if not isinstance(n_kv_heads, int) or n_kv_heads < 1 or n_heads % n_kv_heads:
         raise ValueError(
             f"num_key_value_heads is {n_kv_heads!r}, expected a divisor of num_attention_heads = "
@@ -347,7 +334,6 @@ def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
 
 
 def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Shape and special tokens by their names in `ModelInfo`."""
     missing = [name for name in LEGACY_SHAPE if not isinstance(config.get(name), int)]
     if missing:
         raise ModelError(
@@ -369,7 +355,6 @@ def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_positive(shape: dict[str, Any]) -> None:
-    """Raise `ValueError` for a number that is not a positive integer."""
     for name, value in shape.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}, expected a positive integer")

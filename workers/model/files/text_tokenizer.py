@@ -46,19 +46,14 @@ spaces, code, accents written in two ways, and signs that no tokenizer expects.
 """
 
 
-def _byte_names() -> dict[str, int]:
-    """The byte that each sign stands for in vocabularies of bytes, as GPT-2 has one.
+VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 
-    A visible sign stands for its own byte. The other bytes have the signs from 256 on, in order.
-    """
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    invisible = [byte for byte in range(256) if byte not in visible]
-    own_signs = {chr(byte): byte for byte in visible}
-    substitutes = {chr(256 + i): byte for i, byte in enumerate(invisible)}
-    return own_signs | substitutes
-
-
-BYTES = _byte_names()
+BYTES = {chr(byte): byte for byte in VISIBLE} | {
+    chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in VISIBLE)
+}
+"""The byte that each sign stands for in vocabularies of bytes, as GPT-2 has one: a visible sign for
+its own byte, and the signs from 256 on, in order, for the other bytes.
+"""
 
 
 class TextTokenizer:
@@ -132,8 +127,7 @@ class TextTokenizer:
         # \ufffd stands for bytes that are not a whole character.
         if text and "\ufffd" not in text:
             return text
-        is_bytes = all(sign in BYTES for sign in name)
-        if not is_bytes:
+        if any(sign not in BYTES for sign in name):
             return name
         return bytes(BYTES[sign] for sign in name).decode(errors="backslashreplace")
 
@@ -147,7 +141,6 @@ class TextTokenizer:
 
 
 def _check_size(path: Path, vocabulary: dict[str, int], d_vocab: int) -> None:
-    """Refuse a tokenizer whose size shows that it is another model's."""
     size = len(vocabulary)
     # Ids may have gaps, so the largest one may lie beyond the number of tokens.
     ids_end = max(vocabulary.values(), default=-1) + 1
@@ -176,7 +169,6 @@ def _definition(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Tokenizer:
-    """The tokenizer of a model's directory, from a tokenizer.json or from older files."""
     from tokenizers import Tokenizer
 
     if (path / "tokenizer.json").is_file():

@@ -1,9 +1,8 @@
-"""Groups of shards, merged in several processes of this machine."""
+"""Groups of shards, merged in processes of this machine or on the cores of a Ray cluster."""
 
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import threading
@@ -11,14 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 
 from headcount.jobs.upkeep.merged_files import Group, Merged, merge_group, merged_here
 from headcount.schemas.errors import RunError
-
-AHEAD = 2
-"""Groups that are handed out for each core, so that none waits for the next one."""
-
 
 PROCESS_BYTES = 1e9
 """Memory that a process needs for a group of two million rows of GPT-2's statistics."""
@@ -26,28 +21,21 @@ PROCESS_BYTES = 1e9
 
 def merged_by_processes(processes: int, groups: Iterable[Group]) -> Iterator[Merged]:
     """Merge groups in processes of this machine; 0 means as many as it has cores and memory for."""
-    remaining = iter(groups)
-    first_groups = list(islice(remaining, 2))
-    if len(first_groups) < 2:
-        # Most runs have one group, and then no process is worth its start.
-        processes = 1
-    elif not processes:
+    if not processes:
         # This imports torch, which takes seconds.
         from headcount.workers.memory import available_cores, total_memory
 
         # Half of the memory is left to whatever else runs here.
         with_memory = int(total_memory() / 2 / PROCESS_BYTES)
         processes = max(1, min(available_cores(), with_memory))
-    all_groups = chain(first_groups, remaining)
     if processes == 1:
-        yield from merged_here(all_groups)
+        yield from merged_here(groups)
         return
     # A forked process would have this one's locks, but not the threads that release them.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_belong_to_parent) as pool:
         try:
-            submit = partial(pool.submit, merge_group)
-            yield from as_completed(submit, all_groups, AHEAD * processes)
+            yield from _as_completed(partial(pool.submit, merge_group), groups, processes)
         except BrokenProcessPool:
             raise RunError(
                 "a process that merged files died, perhaps for lack of memory: each takes about "
@@ -58,12 +46,32 @@ def merged_by_processes(processes: int, groups: Iterable[Group]) -> Iterator[Mer
             pool.shutdown(cancel_futures=True)
 
 
-def as_completed(
-    submit: Callable[[Group], Future[Merged]], groups: Iterable[Group], most: int
+def merged_by_tasks(address: str, groups: Iterable[Group]) -> Iterator[Merged]:
+    """Merge groups on the cores of a Ray cluster."""
+    # Ray takes a second to import.
+    import ray
+    import ray.exceptions
+
+    from headcount.jobs.cluster.ray_cluster import connect, last_line
+    from headcount.jobs.resources import Resources
+
+    connect(Resources(address=address))
+    cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
+    task = ray.remote(max_retries=3, scheduling_strategy="SPREAD")(merge_group)
+    try:
+        yield from _as_completed(lambda group: task.remote(group).future(), groups, cores)
+    except ray.exceptions.RayError as error:
+        raise RunError(
+            f"{address}: Ray gave up ({last_line(str(error))}); the same command continues"
+        ) from None
+
+
+def _as_completed(
+    submit: Callable[[Group], Future[Merged]], groups: Iterable[Group], cores: int
 ) -> Iterator[Merged]:
-    """The results as they arrive, with at most `most` groups handed out."""
+    """The results as they arrive. Two groups are handed out for each core, so that none waits."""
     remaining = iter(groups)
-    pending = {submit(group) for group in islice(remaining, most)}
+    pending = {submit(group) for group in islice(remaining, 2 * cores)}
     while pending:
         done, pending = wait(pending, return_when=FIRST_COMPLETED)
         pending |= {submit(group) for group in islice(remaining, len(done))}
@@ -75,12 +83,11 @@ def _belong_to_parent() -> None:
     """End this process when the one that started it ends, however that ends."""
     # Ctrl-C goes to all processes of a terminal. The parent hears it and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
 
-    def wait_for_end() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
+    def end_with_parent() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+            os._exit(1)
 
     # Without this a process whose parent was killed would wait for work for ever.
-    threading.Thread(target=wait_for_end, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
