@@ -195,7 +195,7 @@ def main() -> None:
         model = write_random_model(
             Path(directory) / "model", "bundled:gpt2-mini", GPT2_SIZES, UNTRAINED
         )
-        places = {"disk": directory, "store": f"s3://{server.bucket}/runs"}
+        places = {"disk": directory, "store": "s3://bucket/runs"}
         for place, out in places.items():
             if options.only not in (None, place):
                 continue

@@ -29,7 +29,7 @@ from benchmarks.targets import (
     slope,
     targets,
 )
-from benchmarks.ways import STATISTICS, WAYS, Run, draw_tokens, make_gpt2_small
+from benchmarks.ways import STANDARD, WAYS, Run, draw_tokens, make_gpt2_small
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 from tests import ROOT
 from tests.tools.processes import Command
@@ -250,8 +250,8 @@ def test_every_way_does_the_work_it_is_compared_for(tmp_path: Path) -> None:
     torch.testing.assert_close(same, bare.last_hidden_state)
     assert ran("product").shape == (48, 48)
     for layer in range(QUICK.gpt2["n_layer"]):
-        of_layer = cached[layer * len(STATISTICS) :]
-        for statistic, values in zip(STATISTICS, of_layer, strict=False):
+        of_layer = cached[layer * len(STANDARD) :]
+        for statistic, values in zip(STANDARD, of_layer, strict=False):
             fused = torch.from_numpy(heads.heads[statistic.name][:, layer])
             # Some statistics have one value for all heads of a layer.
             expected = values if values.dim() == 2 else values[:, None].expand_as(fused)

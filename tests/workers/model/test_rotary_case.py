@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import QUICK
-from benchmarks.ways import STATISTICS, WAYS, draw_tokens, make_llama
+from benchmarks.ways import STANDARD, WAYS, draw_tokens, make_llama
 
 
 def test_headcount_and_run_with_cache_measure_the_same_statistics(tmp_path: Path) -> None:
@@ -17,10 +17,10 @@ def test_headcount_and_run_with_cache_measure_the_same_statistics(tmp_path: Path
     with torch.inference_mode():
         measurements: Any = WAYS["fused"](path, "cpu", "float32")(tokens)
         cached: Any = WAYS["run_with_cache"](path, "cpu", "float32")(tokens)
-    assert len(cached) == QUICK.llama["num_hidden_layers"] * len(STATISTICS)
+    assert len(cached) == QUICK.llama["num_hidden_layers"] * len(STANDARD)
     for number, cached_values in enumerate(cached):
-        layer, place = divmod(number, len(STATISTICS))
-        name = STATISTICS[place].name
+        layer, place = divmod(number, len(STANDARD))
+        name = STANDARD[place].name
         fused_values = torch.from_numpy(measurements.heads[name][:, layer])
         # A statistic that the heads of a layer share comes without their axis.
         by_head = cached_values if cached_values.dim() == 2 else cached_values[:, None]
