@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -13,17 +11,14 @@ from headcount.queries.commands.query import Code, tell_user, warn_of_damage
 from headcount.schemas.errors import QueryError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from headcount.exports.registry import Exported, ExportFormat, Needs, Option
+    from headcount.exports.registry import Exported, ExportFormat, Needs
     from headcount.exports.source import ExportSource
     from headcount.queries.ask.asking import RunDatabase
-    from headcount.schemas.files.places import Place
 
 commands = typer.Typer(rich_markup_mode=None)
 
-FORMAT_WORDS = "headcount.format_words"
-"""Where a command keeps the options of its format until it runs."""
+FORMAT_OPTIONS = "headcount.format_options"
+"""Where a command keeps what the options of its format are, until it runs."""
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -33,42 +28,37 @@ class ExportCommand(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Read the command line. `--help` beside a format is about that format."""
-        if {"-h", "--help"} & set(args) and args[:1] and not args[0].startswith("-"):
-            from headcount.exports.registry import export_format_named
+        from headcount.exports.registry import export_formats
 
-            for line in help_lines(export_format_named(args[0])):
+        export = export_formats().get(args[0]) if args else None
+        if export is None:
+            return super().parse_args(ctx, args)
+        if {"-h", "--help"} & set(args):
+            for line in help_lines(export):
                 typer.echo(line)
             raise typer.Exit
-        # A flag that typer does not know has a value that typer would take for RUNS.
-        ctx.meta[FORMAT_WORDS], rest = _words_of_format(args)
+        # Which options there are depends on the format, so typer cannot know them.
+        own = {option.flag: option.name for option in export.options.values()}
+        others = {flag for parameter in self.get_params(ctx) for flag in parameter.opts}
+        given = ctx.meta[FORMAT_OPTIONS] = dict[str, str]()
+        rest: list[str] = []
+        words = iter(args)
+        for word in words:
+            flag, equals, value = word.partition("=")
+            if flag in own:
+                text = value if equals else next(words, None)
+                if text is None:
+                    raise QueryError(f"{flag}: expected a value")
+                given[own[flag]] = text
+            elif flag.startswith("--") and flag not in others:
+                flags = ", ".join(own) or "none"
+                raise QueryError(f"export {export.name}: unexpected {flag!r}; its options: {flags}")
+            else:
+                rest.append(word)
         return super().parse_args(ctx, rest)
 
 
-def _words_of_format(args: list[str]) -> tuple[list[str], list[str]]:
-    """The options of the format that a command line names, with their values, and all others."""
-    from headcount.exports.registry import export_formats
-
-    export = export_formats().get(args[0]) if args else None
-    flags = {option.flag for option in export.options.values()} if export else set()
-    of_format: list[str] = []
-    rest: list[str] = []
-    words = iter(args)
-    for word in words:
-        flag, equals, _ = word.partition("=")
-        if flag not in flags:
-            rest.append(word)
-            continue
-        of_format.append(word)
-        if not equals:
-            of_format += [value for value in [next(words, None)] if value is not None]
-    return of_format, rest
-
-
-@commands.command(
-    cls=ExportCommand,
-    # What the command does not know may be an option of the format.
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-)
+@commands.command(cls=ExportCommand)
 def export(
     context: typer.Context,
     name: Annotated[
@@ -136,17 +126,18 @@ def export(
     they look back, how large their keys get.
     """
     from headcount.exports.destination import check_destination, write_export
-    from headcount.exports.registry import export_format_named
+    from headcount.exports.registry import export_format_named, export_formats
+    from headcount.exports.source import choose_run
+    from headcount.queries.ask.formats import writing_to_stdout
 
     if listed:
-        print_formats()
+        for format_name, listed_format in export_formats().items():
+            typer.echo(f"{format_name}: {listed_format.title}\n    {listed_format.read_by}")
         return
     if name is None:
         raise QueryError("expected the name of a format; headcount export --list has them")
     export = export_format_named(name)
-    options = export.parsed_options(
-        read_options(export, [*context.meta[FORMAT_WORDS], *context.args])
-    )
+    options = export.parsed_options(context.meta[FORMAT_OPTIONS])
     if output is None:
         raise QueryError(
             f"export {name}: say where to with -o PATH, for instance -o {export.example}"
@@ -157,23 +148,29 @@ def export(
         raise QueryError(f"export {name}: expected RUNS, or --model MODEL to measure it now")
     if model is None and overrides:
         raise QueryError("--set is about the scan of --model; leave it out")
-    if model is None:
-        source = open_source(str(runs), export, options, destination, run_ids or (), code)
-    else:
+    baseline = None
+    if model is not None:
         fields = {"model": model, "out": runs or "runs"}
-        measure = partial(run_needed_scan, fields, overrides or [], device)
-        source = measured_source(measure, export, options, destination)
-    exported = export.make(source, **options)
+        needs, scan_name = export.needs(options), f"export-{name}"
+        # First, as its input takes fewer options: what it refuses is said before anything is
+        # measured.
+        if needs.baseline is not None:
+            scanned = _scan(needs.baseline, f"{scan_name}-baseline", fields, overrides, device)
+            baseline = _opened(scanned)
+        runs = _scan(needs, scan_name, fields, overrides, device)
+    found = _opened(str(runs), code)
+    source = choose_run(found, export, options, destination, run_ids or (), baseline)
+    exported: Exported = export.function(source, **options)
     # Before anything is written: the model, or what runs it, may not be there.
-    trial = _tried_out(exported, source, model, device) if check else None
+    trial = _tried_out(exported, source, model, device) if check else ""
     size = write_export(export, destination, exported.files)
     for note in exported.notes:
         tell_user(f"note: {note}")
     typer.echo(
         f"{output}: {name} of {source.model_name}, from run {source.run_id} ({size / 1e3:,.1f} kB)"
     )
-    if trial is not None:
-        _show_check(*trial)
+    with writing_to_stdout() as out:
+        out.write(trial)
 
 
 def _tried_out(
@@ -181,17 +178,18 @@ def _tried_out(
     source: ExportSource,
     model: str | None,
     device: Device,
-) -> tuple[pa.Table, list[str]]:
+) -> str:
     """What the model loses with a cache that is cut so: recall of needles, loss after repeats.
 
     If the number of heads is open, it is the smallest one with which nothing is lost. Returns the
-    table, and what it says in lines.
+    table, and what it says in lines, as one text.
     """
     cut = exported.cut
     if cut is None:
         raise QueryError(
             f"export {source.format.name}: chooses no heads to keep whole; leave out --check"
         )
+    from headcount.queries.api import text_table
     from headcount.workers.head_check import JUDGED_SEED, SEARCHED_SEED, HeadTrial, verdict
     from headcount.workers.process import prepare_process
 
@@ -216,15 +214,13 @@ def _tried_out(
     # A layer that does not attend has scores, but no cache.
     heads = [head for head in heads if head in trial.kv_heads]
     table = trial.table(heads, seed=JUDGED_SEED)
-    return table, [*lines, *verdict(table)]
+    rows = [tuple(row.values()) for row in table.to_pylist()]
+    text = text_table(table.schema.names, rows)
+    return "".join(f"{line}\n" for line in (text, *lines, *verdict(table)))
 
 
-def run_needed_scan(
-    fields: dict[str, Any],
-    overrides: list[str],
-    device: Device,
-    needs: Needs,
-    name: str,
+def _scan(
+    needs: Needs, name: str, fields: dict[str, Any], overrides: list[str] | None, device: Device
 ) -> str:
     """Run the scan that measures what is needed, or continue its run. Returns where its run lies.
 
@@ -239,7 +235,7 @@ def run_needed_scan(
     # No longer than the model takes, unless the user says so.
     needed["n_ctx"] = min(needed["n_ctx"], info.n_ctx)
     run = run_scan(
-        override_fields(needed, overrides),
+        override_fields(needed, overrides or []),
         {},
         name=name,
         replicas=0,
@@ -252,72 +248,13 @@ def run_needed_scan(
     return str(run)
 
 
-def measured_source(
-    measure: Callable[[Needs, str], str],
-    export: ExportFormat,
-    options: Mapping[str, Any],
-    destination: Place,
-) -> ExportSource:
-    """The run that a format is made of, after its scans.
-
-    `measure` runs the scan that measures what is needed, and has its name. It returns where the run
-    lies.
-    """
-    needs = export.needs(options)
-    baseline = None
-    # First, as its input takes fewer options: what it refuses is said before anything is measured.
-    if needs.baseline is not None:
-        baseline = measure(needs.baseline, f"export-{export.name}-baseline")
-    run = measure(needs, f"export-{export.name}")
-    return open_source(run, export, options, destination, baseline=baseline)
-
-
-def open_source(
-    runs: str,
-    export: ExportFormat,
-    options: Mapping[str, Any],
-    destination: Place,
-    run_ids: Collection[str] = (),
-    code: str | None = None,
-    baseline: str | None = None,
-) -> ExportSource:
-    """The run that a format is made of, opened for queries.
-
-    `baseline` is the run that it is compared with, if that does not lie among `runs`.
-    """
-    from headcount.exports.source import choose_run
+def _opened(runs: str, code: str | None = None) -> RunDatabase:
+    """Runs, opened for queries."""
     from headcount.queries.ask.asking import open_runs
 
-    def opened(place: str) -> RunDatabase:
-        database = open_runs(place, code=code, tell=tell_user)
-        warn_of_damage(database)
-        return database
-
-    beside = None if baseline is None else opened(baseline)
-    return choose_run(opened(runs), export, options, destination, run_ids, beside)
-
-
-def read_options(export: ExportFormat, words: list[str]) -> dict[str, str]:
-    """The options of a format as a user typed them: `--sink 64` or `--sink=64`."""
-    known = {option.flag: option for option in export.options.values()}
-    texts: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
-        if not flag.startswith("-"):
-            raise QueryError(
-                f"export {export.name}: unexpected {flag!r}; after RUNS come options: say where to "
-                f"with -o {flag}"
-            )
-        if flag not in known:
-            flags = ", ".join(known) or "none"
-            raise QueryError(f"export {export.name}: unexpected {flag!r}; its options: {flags}")
-        if not equals:
-            if not rest:
-                raise QueryError(f"{flag}: expected a value")
-            value = rest.pop(0)
-        texts[known[flag].name] = value
-    return texts
+    database = open_runs(runs, code=code, tell=tell_user)
+    warn_of_damage(database)
+    return database
 
 
 def help_lines(export: ExportFormat) -> list[str]:
@@ -328,14 +265,15 @@ def help_lines(export: ExportFormat) -> list[str]:
         "",
         f"Read by: {export.read_by}",
         f"Source:  {export.source}",
-        f"Needs:   {needs_line(export)}",
+        f"Needs:   {needs_line(needs)}",
         f"Writes:  a {export.writes}",
     ]
     if export.details:
         lines += ["", export.details]
     if export.options:
         lines += ["", "Options:"]
-        lines += [option_line(option) for option in export.options.values()]
+        options = export.options.values()
+        lines += [f"  {option.flag}  {option.meaning} ({option.values})" for option in options]
     model = "bundled:gpt2-mini"
     lines += ["", f"From runs:  headcount export {export.name} RUNS -o {export.example}"]
     if needs.statistics or needs.profiles:
@@ -345,12 +283,8 @@ def help_lines(export: ExportFormat) -> list[str]:
     return lines
 
 
-def needs_line(export: ExportFormat) -> str:
-    """What runs must have measured, with the defaults of the options."""
-    return _line_of_needs(export.needs(export.defaults))
-
-
-def _line_of_needs(needs: Needs) -> str:
+def needs_line(needs: Needs) -> str:
+    """What runs must have measured."""
     parts = [*needs.statistics, *(f"profile {name}" for name in needs.profiles)]
     parts += [
         f"intervention {intervention}"
@@ -360,29 +294,4 @@ def _line_of_needs(needs: Needs) -> str:
     families = " or ".join(needs.families)
     line = ", ".join(parts) or "a finished run"
     line += f"; input {families}" if families else ""
-    return line if needs.baseline is None else f"{line}; and {_line_of_needs(needs.baseline)}"
-
-
-def option_line(option: Option) -> str:
-    """One option of a format, in a line."""
-    return f"  {option.flag}  {option.meaning} ({option.values})"
-
-
-def print_formats() -> None:
-    """Print two lines for every format: what it holds, and which tool reads it."""
-    from headcount.exports.registry import export_formats
-
-    for name, export in export_formats().items():
-        typer.echo(f"{name}: {export.title}\n    {export.read_by}")
-
-
-def _show_check(table: pa.Table, lines: list[str]) -> None:
-    """Print what a trial of the chosen heads found."""
-    from headcount.queries.api import text_table
-    from headcount.queries.ask.formats import writing_to_stdout
-
-    rows = [tuple(row.values()) for row in table.to_pylist()]
-    with writing_to_stdout() as out:
-        out.write(f"{text_table(table.schema.names, rows)}\n")
-    for line in lines:
-        typer.echo(line)
+    return line if needs.baseline is None else f"{line}; and {needs_line(needs.baseline)}"

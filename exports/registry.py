@@ -24,29 +24,31 @@ function is the name of the format, with `-` for `_`.
 from __future__ import annotations
 
 import inspect
-import pkgutil
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
 
 from headcount.exports import formats
-from headcount.schemas.errors import QueryError, unknown
-from headcount.schemas.registry import first_paragraph
-from headcount.schemas.scans.values import problem_of, range_of
+from headcount.schemas.errors import QueryError
+from headcount.schemas.registry import (
+    REQUIRED,
+    Entry,
+    Registry,
+    import_files,
+    prose_of,
+    read_argument,
+)
+from headcount.schemas.scans.values import problem_of
 
 Options = Mapping[str, Any]
 """Values of options by name: numbers, texts and truth values."""
 
 Part = Annotated[float, Field(gt=0, lt=1)]
 """A share that chooses: all or nothing would be no choice."""
-
-OPTION_MEANING = re.compile(r"^\* `(\w+)`: (.+?)(?=^\* `|\Z)", re.MULTILINE | re.DOTALL)
-"""The item of an option in a docstring, up to the next item or the end."""
 
 REPEATED: Mapping[str, object] = {"family": "repeated_random"}
 """A random block twice: it needs no corpus and fits every model. In the second copy, a head that
@@ -150,47 +152,11 @@ class Exported:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
-    """An option of a format."""
-
-    name: str
-    annotation: object
-    default: object
-    meaning: str
-
-    @property
-    def flag(self) -> str:
-        """The option as a command line writes it."""
-        return f"--{self.name.replace('_', '-')}"
-
-    @property
-    def values(self) -> str:
-        """The range of its values, if they are numbers, and its default."""
-        default = "none" if self.default is None else self.default
-        return ", ".join(filter(None, (range_of(self.annotation), f"default {default}")))
-
-    def parsed(self, text: str) -> object:
-        """The value that a user typed. It is an error if the option does not take it."""
-        value = _value_of(text)
-        # A text such as `max` may also look like a number: then both readings are tried.
-        for reading in (value, text):
-            if problem_of(self.annotation, reading) is None:
-                return reading
-        problem = problem_of(self.annotation, value)
-        raise QueryError(f"{self.flag}: expected {problem}, got {text!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportFormat:
+class ExportFormat(Entry):
     """A registered format."""
 
-    name: str
     title: str
     """What it holds, in a few words."""
-    meaning: str
-    """What it holds, in a sentence."""
-    details: str
-    """The rest of what its docstring says before the options."""
     read_by: str
     """Tools that load it."""
     source: str
@@ -200,9 +166,18 @@ class ExportFormat:
     """A path that a user might write it to."""
     load: str
     """Python that loads what was written to that path. A test runs it."""
-    needs_of: Callable[..., Needs]
-    make: Callable[..., Exported]
-    options: Mapping[str, Option]
+    needs_of: Callable[..., Needs] | Needs
+    """What it needs, or a function of some of the options, which it takes by name."""
+
+    @cached_property
+    def name(self) -> str:
+        """How commands name it."""
+        return self.function.__name__.replace("_", "-")
+
+    @property
+    def details(self) -> str:
+        """The rest of what its docstring says before the options."""
+        return prose_of(self.function).partition("\n\n")[2]
 
     @property
     def defaults(self) -> dict[str, object]:
@@ -211,21 +186,23 @@ class ExportFormat:
 
     def needs(self, options: Options) -> Needs:
         """What a run must have measured, for these options."""
-        # The rule of a format takes only the options that its needs depend on.
+        if isinstance(self.needs_of, Needs):
+            return self.needs_of
         wanted = inspect.signature(self.needs_of).parameters
         return self.needs_of(**{name: options[name] for name in wanted})
 
-    def parsed_options(self, texts: Mapping[str, str]) -> dict[str, object]:
+    def parsed_options(self, texts: Mapping[str, str]) -> dict[str, Any]:
         """All options: those that a user typed, and the defaults of the others."""
-        values = self.defaults
+        given: dict[str, object] = {}
         for name, text in texts.items():
-            if name not in self.options:
-                raise QueryError(f"export {self.name}: {unknown('option', name, self.options)}")
-            values[name] = self.options[name].parsed(text)
-        return values
+            # What an option takes as a text is none of a number or of a truth value.
+            is_text = problem_of(self.options[name].annotation, text) is None
+            truth = {"true": True, "false": False}
+            given[name] = text if is_text else truth.get(text, read_argument(text))
+        return FORMATS.bind(self, named=given, field=f"export {self.name}", subject="--FLAG")
 
 
-FORMATS: dict[str, ExportFormat] = {}
+FORMATS = Registry[ExportFormat]("format", error=QueryError)
 
 F = TypeVar("F", bound="Callable[..., Exported]")
 
@@ -233,43 +210,20 @@ F = TypeVar("F", bound="Callable[..., Exported]")
 def export_format(
     title: str,
     *,
-    read_by: str,
-    source: str,
-    writes: Literal["file", "folder"],
-    example: str,
-    load: str,
     needs: Callable[..., Needs] | Needs,
+    **facts: Any,  # noqa: ANN401 - fields of `ExportFormat`, which refuses others
 ) -> Callable[[F], F]:
-    """Register a function as a format.
-
-    `needs` may be a function of some of the options, which it takes by name.
-    """
-
-    def constant_needs() -> Needs:
-        assert isinstance(needs, Needs)
-        return needs
+    """Register a function as a format, with fields of `ExportFormat`."""
 
     def register(function: F) -> F:
-        name = function.__name__.replace("_", "-")
-        if name in FORMATS:
-            raise ValueError(f"export format {name!r} is defined twice")
-        # What stands between the first paragraph and the options.
-        rest = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[2]
-        details = OPTION_MEANING.sub("", rest).strip()
-        FORMATS[name] = ExportFormat(
-            name=name,
-            title=title,
-            meaning=first_paragraph(function),
-            details=details,
-            read_by=read_by,
-            source=source,
-            writes=writes,
-            example=example,
-            load=load,
-            needs_of=constant_needs if isinstance(needs, Needs) else needs,
-            make=function,
-            options=_options_of(function),
-        )
+        export = ExportFormat(function=function, title=title, needs_of=needs, **facts)
+        for option in export.options.values():
+            if option.default is REQUIRED or not option.meaning:
+                raise ValueError(
+                    f"export format {export.name!r}: option {option.name!r} needs a default and a "
+                    f"line `* `{option.name}`: …` in the docstring"
+                )
+        FORMATS.add(export)
         return function
 
     return register
@@ -278,49 +232,11 @@ def export_format(
 def export_formats() -> Mapping[str, ExportFormat]:
     """Every format by name, in alphabetical order."""
     # Every file of the package is looked at, so that a format is one file and no further line.
-    for module in pkgutil.iter_modules(formats.__path__):
-        import_module(f"{formats.__name__}.{module.name}")
+    import_files(formats.__name__, formats.__path__)
     return dict(sorted(FORMATS.items()))
 
 
 def export_format_named(name: str) -> ExportFormat:
     """The format of a name. It is an error if there is none."""
-    formats = export_formats()
-    if name not in formats:
-        raise QueryError(unknown("format", name, formats))
-    return formats[name]
-
-
-def _options_of(function: Callable[..., Exported]) -> dict[str, Option]:
-    """The keyword-only parameters of a format, with what its docstring says of each."""
-    annotations = get_type_hints(function, include_extras=True)
-    docstring = inspect.cleandoc(function.__doc__ or "")
-    meanings = {name: " ".join(text.split()) for name, text in OPTION_MEANING.findall(docstring)}
-    options: dict[str, Option] = {}
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            continue
-        if parameter.default is inspect.Parameter.empty or parameter.name not in meanings:
-            raise ValueError(
-                f"export format {function.__name__!r}: option {parameter.name!r} needs a default "
-                f"and a line `* `{parameter.name}`: …` in the docstring"
-            )
-        options[parameter.name] = Option(
-            name=parameter.name,
-            annotation=annotations[parameter.name],
-            default=parameter.default,
-            meaning=meanings[parameter.name],
-        )
-    return options
-
-
-def _value_of(text: str) -> object:
-    """A number or a truth value if the text is one, else the text."""
-    if text in ("true", "false"):
-        return text == "true"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+    export_formats()
+    return FORMATS.named(name, "export")

@@ -60,17 +60,13 @@ class ExportSource:
         return Path(model).name if Path(model).is_absolute() else model
 
     @property
-    def _opened_run(self) -> Run:
-        return opened_run(self.database, self.run_id)
-
-    @property
     def directory(self) -> Place:
         """Where the run lies."""
-        return self._opened_run.directory.path
+        return opened_run(self.database, self.run_id).directory.path
 
     def committed_files(self, table: str) -> list[str]:
         """Full paths of the files of a table that count, for formats that refer to them."""
-        return self._opened_run.files(table)
+        return opened_run(self.database, self.run_id).files(table)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -114,28 +110,24 @@ class ExportSource:
 
         `statistic` is written as in a scan. A layer that does not attend is NaN.
         """
-        rows = self.rows(
-            f"SELECT layer, head, {value} FROM head_summaries WHERE "
-            f"{self.of_this_run(intervention)} AND "
-            f"statistic = {text_literal(column_of(statistic))}"
-        )
-        return self._matrix(statistic, rows, self.shape)
+        columns = f"layer, head, {value} FROM head_summaries"
+        return self._matrix(statistic, columns, self.shape, intervention)
 
     def by_kv_head(
         self, statistic: str, value: str = "highest", intervention: str = "none"
     ) -> np.ndarray:
         """A statistic of every KV head, `[layer kv_head]`: a column of the view `kv_heads`."""
-        rows = self.rows(
-            f"SELECT layer, kv_head, {value} FROM kv_heads WHERE "
-            f"{self.of_this_run(intervention)} AND "
-            f"statistic = {text_literal(column_of(statistic))}"
-        )
-        return self._matrix(statistic, rows, self.kv_shape)
+        columns = f"layer, kv_head, {value} FROM kv_heads"
+        return self._matrix(statistic, columns, self.kv_shape, intervention)
 
     def _matrix(
-        self, statistic: str, rows: Sequence[tuple[Any, ...]], shape: tuple[int, int]
+        self, statistic: str, columns: str, shape: tuple[int, int], intervention: str
     ) -> np.ndarray:
         """Values by layer and head. It is an error if one is missing in a layer that attends."""
+        rows = self.rows(
+            f"SELECT {columns} WHERE {self.of_this_run(intervention)} AND "
+            f"statistic = {text_literal(column_of(statistic))}"
+        )
         matrix = np.full(shape, np.nan)
         for layer, head, value in rows:
             matrix[layer, head] = np.nan if value is None else value
@@ -215,25 +207,33 @@ def choose_run(
     baseline is looked for in `baseline_database`, by default among the same runs.
     """
     needs = export.needs(options)
-    runs = _records_of_runs(database)
+    runs = database.records(RUN_FACTS)
     known = [run["run_id"] for run in runs]
     for run_id in run_ids:
         if run_id not in known:
             raise QueryError(unknown("run", run_id, known))
     named_runs = [run for run in runs if not run_ids or run["run_id"] in run_ids]
-    _require_one_model(named_runs)
-    _require_more_tokens(export, named_runs, options)
+    models: dict[str, str] = {}
+    for run in named_runs:
+        models.setdefault(run["model_fingerprint"], f"{run['run_id']} ({run['model']})")
+    if len(models) > 1:
+        raise QueryError(
+            f"the runs are of {len(models)} models; expected one, named with --run: "
+            f"{', '.join(models.values())}"
+        )
+    # To keep as many first keys as the longest sequences have would leave none.
+    most, sink = max(run["n_ctx"] for run in named_runs), options.get("sink", 0)
+    if sink >= most:
+        raise QueryError(
+            f"export {export.name}: --sink {sink}: expected fewer than the {most:,} tokens of a "
+            "sequence of these runs"
+        )
     run = _fitting_run(database, export, named_runs, needs)
     source = ExportSource(database, run, export, options, destination)
     if needs.baseline is None:
         return source
     baseline = _baseline_of(source, needs.baseline, baseline_database or database, run_ids)
     return replace(source, baseline=baseline)
-
-
-def _records_of_runs(database: RunDatabase) -> list[dict[str, Any]]:
-    """The facts of every opened run."""
-    return [dict(record) for record in database.records(RUN_FACTS)]
 
 
 def _fitting_run(
@@ -252,7 +252,12 @@ def _fitting_run(
     fitting = [run for run in runs if problems[run["run_id"]] is None]
     if not fitting:
         positions = opened_run(database, runs[0]["run_id"]).manifest.model.get("n_ctx")
-        raise QueryError(_what_to_measure(export, runs, problems, needs, positions))
+        reasons = "; ".join(f"run {run_id} {problem}" for run_id, problem in problems.items())
+        advice = _advised(needs.scan_fields(runs[0]["model"], positions))
+        # A run that only has to be finished needs no other scan.
+        if all(problem and "is not complete" in problem for problem in problems.values()):
+            advice = "headcount resume goes on with it"
+        raise QueryError(f"export {export.name}: {reasons}; {advice}")
     if len(fitting) > 1:
         names = ", ".join(run["run_id"] for run in fitting)
         raise QueryError(
@@ -273,7 +278,7 @@ def _baseline_of(
     export = source.format
     candidates = [
         ExportSource(database, run, export, source.options, source.destination)
-        for run in _records_of_runs(database)
+        for run in database.records(RUN_FACTS)
         # A user who named one run has not said which baseline it has.
         if len(run_ids) < 2 or run["run_id"] in run_ids
     ]
@@ -294,8 +299,8 @@ def _baseline_of(
     families = " or ".join(needs.families)
     raise QueryError(
         f"export {export.name}: run {source.run_id} has no finished run beside it that measured "
-        f"{', '.join(map(column_of, needs.statistics))} of the same model over {families}; this "
-        f"scan would do, and --model MODEL runs it:{_indented(fields)}"
+        f"{', '.join(map(column_of, needs.statistics))} of the same model over {families}; "
+        f"{_advised(fields)}"
     )
 
 
@@ -313,30 +318,6 @@ def _is_baseline(candidate: ExportSource, source: ExportSource, needs: Needs) ->
 def _options_beside_period(source: ExportSource) -> dict[str, Any]:
     """Which tokens an input draws from. `period` says how they repeat: in a baseline, none do."""
     return {name: value for name, value in source.input_options.items() if name != "period"}
-
-
-def _require_one_model(runs: Sequence[Mapping[str, Any]]) -> None:
-    by_model: dict[str, Mapping[str, Any]] = {}
-    for run in runs:
-        by_model.setdefault(run["model_fingerprint"], run)
-    if len(by_model) > 1:
-        names = ", ".join(f"{run['run_id']} ({run['model']})" for run in by_model.values())
-        raise QueryError(
-            f"the runs are of {len(by_model)} models; expected one, named with --run: {names}"
-        )
-
-
-def _require_more_tokens(
-    export: ExportFormat, runs: Sequence[Mapping[str, Any]], options: Options
-) -> None:
-    """Refuse to keep as many first keys as the longest sequences have: none would be left."""
-    most = max(run["n_ctx"] for run in runs)
-    sink = options.get("sink", 0)
-    if sink >= most:
-        raise QueryError(
-            f"export {export.name}: --sink {sink}: expected fewer than the {most:,} tokens of a "
-            "sequence of these runs"
-        )
 
 
 def _problem_of(run: Mapping[str, Any], needs: Needs, profiles: Collection[str]) -> str | None:
@@ -361,25 +342,10 @@ def _problem_of(run: Mapping[str, Any], needs: Needs, profiles: Collection[str])
     return None
 
 
-def _what_to_measure(
-    export: ExportFormat,
-    runs: Sequence[Mapping[str, Any]],
-    problems: Mapping[str, str | None],
-    needs: Needs,
-    positions: int | None,
-) -> str:
-    """Why no run will do, in a line, and the scan that would."""
-    reasons = "; ".join(f"run {run_id} {problem}" for run_id, problem in problems.items())
-    # A run that only has to be finished needs no other scan.
-    if all(problem and "is not complete" in problem for problem in problems.values()):
-        return f"export {export.name}: {reasons}; headcount resume goes on with it"
-    scan = _indented(needs.scan_fields(runs[0]["model"], positions))
-    return f"export {export.name}: {reasons}; this scan would do, and --model MODEL runs it:{scan}"
-
-
-def _indented(fields: Mapping[str, object]) -> str:
-    """The fields of a scan below a line of text."""
-    return "".join(f"\n    {line}" for line in toml_lines(fields))
+def _advised(fields: Mapping[str, object]) -> str:
+    """The advice to run a scan, with its fields below."""
+    scan = "".join(f"\n    {line}" for line in toml_lines(fields))
+    return f"this scan would do, and --model MODEL runs it:{scan}"
 
 
 def toml_lines(fields: Mapping[str, object]) -> list[str]:

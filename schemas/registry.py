@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from headcount.schemas.errors import HeadcountError, ScanError, unknown
 from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.scans.values import OPTIONS, by_key, in_toml, wrong_value
+from headcount.schemas.scans.values import OPTIONS, by_key, in_toml, range_of, wrong_value
 
 Argument: TypeAlias = int | float | str
 """A number, or a name."""
@@ -67,9 +67,9 @@ def parse_call(text: str) -> Call:
         if not value or bool(equals) != bool(option) or option in named or (named and not equals):
             raise ValueError(f"not a name with options: {text!r}")
         if equals:
-            named[option] = _argument(value)
+            named[option] = read_argument(value)
         else:
-            arguments.append(_argument(value))
+            arguments.append(read_argument(value))
     return Call(name, tuple(arguments), named)
 
 
@@ -83,10 +83,10 @@ def call_text(name: str, arguments: Iterable[object]) -> str:
     return f"{name}({inside})" if inside else name
 
 
-def _argument(text: str) -> Argument:
+def read_argument(text: str) -> Argument:
     """A number in its shortest form, or the text itself.
 
-    >>> [_argument(text) for text in ("1.0", "0.50", "1e-3", "-0.0", "entropy")]
+    >>> [read_argument(text) for text in ("1.0", "0.50", "1e-3", "-0.0", "entropy")]
     [1, 0.5, 0.001, 0, 'entropy']
     """
     if WHOLE_NUMBER.fullmatch(text):
@@ -108,6 +108,17 @@ class Option:
     default: Any
     meaning: str
     """What the docstring says of it; empty if it says nothing."""
+
+    @property
+    def flag(self) -> str:
+        """The option as a command line writes it."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def values(self) -> str:
+        """The range of its values, if they are numbers, and its default."""
+        default = "none" if self.default is None else self.default
+        return ", ".join(filter(None, (range_of(self.annotation), f"default {default}")))
 
 
 @cache
@@ -181,6 +192,11 @@ class Entry:
         """A digest of its code; comments, layout and prose do not count."""
         return fingerprint(self.function)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a run's manifest keeps of it."""
+        return {"meaning": self.meaning, "fingerprint": self.fingerprint}
+
     @cached_property
     def options_model(self) -> type[BaseModel]:
         """The options as a model of pydantic, which checks their types and ranges."""
@@ -232,7 +248,8 @@ class Registry(dict[str, E]):
         """The value of every option: given in the order of options, or by name, or its default.
 
         `field` begins a line about all options, and `subject` a line about one of them, whose name
-        stands for OPTION in it: `input.OPTION`. Every mistake is a line of the error.
+        stands for OPTION in it, or for FLAG: `input.OPTION`, `--FLAG`. Every mistake is a line of
+        the error.
         """
         options = entry.options
         name = entry.function.__name__
@@ -247,7 +264,8 @@ class Registry(dict[str, E]):
         except ValidationError as error:
             lines: list[str] = []
             for key, problems in by_key(error).items():
-                about = (subject or f"{field}: OPTION of {name}").replace("OPTION", key)
+                about = subject or f"{field}: OPTION of {name}"
+                about = about.replace("OPTION", key).replace("FLAG", key.replace("_", "-"))
                 match problems[0]["type"]:
                     case "extra_forbidden":
                         about = about if subject else field

@@ -56,7 +56,7 @@ def important_heads(
     chosen = [place for place in ranked(lead) if is_ahead[place]][:heads]
     if not chosen:
         raise QueryError(
-            f"export important-heads: no head of run {source.run_id} leads by {deviations} "
+            f"export important-heads: no head of run {source.run_id} leads by {deviations:g} "
             "standard deviations; lower --deviations"
         )
     model = source.run["model"]

@@ -13,7 +13,7 @@ from typing import Any
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.manifest import Meanings, fingerprints
 from headcount.schemas.scans.scan import Scan
-from headcount.workers.inputs import INPUTS, find_input
+from headcount.workers.inputs import INPUTS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import BoundIntervention, bind, needs_partners
 from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
@@ -55,7 +55,7 @@ class ResolvedScan:
 def check_scan(scan: Scan) -> list[BoundIntervention]:
     """Refuse mistakes that need neither the model nor the corpus; returns the interventions."""
     interventions = [bind(intervention) for intervention in scan.interventions]
-    family = find_input(scan.input.family)
+    family = INPUTS.named(scan.input.family, "input.family")
     family.check(scan.input.options)
     for bound in interventions:
         if bound.needs_partner and family.partner is None:

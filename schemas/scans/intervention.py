@@ -15,8 +15,6 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from headcount.schemas.errors import ScanError
 from headcount.schemas.registry import Argument, call_text, parse_call
 
-EXPECTED = "expected NAME, NAME(1,0.5) or A+B"
-
 
 @dataclass(frozen=True)
 class InterventionPart:
@@ -49,7 +47,7 @@ class Intervention:
         cls, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         """Tell pydantic to read and write an intervention as its text."""
-        text = core_schema.no_info_after_validator_function(_validated, core_schema.str_schema())
+        text = core_schema.no_info_after_validator_function(_parsed, core_schema.str_schema())
         return core_schema.json_or_python_schema(
             json_schema=text,
             python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), text]),
@@ -74,29 +72,17 @@ def parse_intervention(text: str) -> Intervention:
         raise ScanError(f"interventions: {error}, got {text!r}") from None
 
 
-def _validated(text: str) -> Intervention:
-    try:
-        return _parsed(text)
-    except ValueError as error:
-        raise PydanticCustomError("intervention", str(error)) from None  # pyright: ignore[reportArgumentType]
-
-
 def _parsed(text: str) -> Intervention:
     # Split at plus signs outside of parentheses. One inside belongs to a number, as in
     # scale_query_bias(1e+3).
-    texts = re.split(r"\+(?![^()]*\))", text)
-    return Intervention(tuple(_part(part_text) for part_text in texts))
-
-
-def _part(text: str) -> InterventionPart:
     try:
-        call = parse_call(text)
+        calls = [parse_call(part) for part in re.split(r"\+(?![^()]*\))", text)]
     except ValueError:
-        raise ValueError(EXPECTED) from None
+        calls = []
     # Which options there are, and so their order, is not known here.
-    if call.named:
-        raise ValueError(EXPECTED)
-    return InterventionPart(call.name, call.arguments)
+    if not calls or any(call.named for call in calls):
+        raise PydanticCustomError("intervention", "expected NAME, NAME(1,0.5) or A+B")
+    return Intervention(tuple(InterventionPart(call.name, call.arguments) for call in calls))
 
 
 NONE = parse_intervention("none")

@@ -48,6 +48,9 @@ class ModelSize(Protocol):
         ...
 
 
+EXPECTED = "expected a layer and a head in it, as L5H1"
+
+
 class Head(NamedTuple):
     """A head. Its text is the same in scans and in the column `label`.
 
@@ -79,7 +82,11 @@ class Head(NamedTuple):
         text = core_schema.no_info_after_validator_function(_head, core_schema.str_schema())
         return core_schema.json_or_python_schema(
             json_schema=text,
-            python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), text]),
+            python_schema=core_schema.union_schema(
+                [core_schema.is_instance_schema(cls), text],
+                custom_error_type="head",
+                custom_error_message=EXPECTED,
+            ),
             serialization=core_schema.to_string_ser_schema(when_used="always"),
         )
 
@@ -87,7 +94,7 @@ class Head(NamedTuple):
 def _head(text: str) -> Head:
     match = NAME.fullmatch(text)
     if match is None:
-        raise PydanticCustomError("head", "expected a layer and a head in it, as L5H1")
+        raise PydanticCustomError("head", EXPECTED)
     return Head(int(match[1]), int(match[2]))
 
 

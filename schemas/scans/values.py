@@ -33,7 +33,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Zipf = Annotated[float, Field(ge=0, le=10)]
 """Exponent of Zipf's law. 0 is uniform; at 10 nearly all tokens are the most frequent one."""
 
-SubSequence = Annotated[int, Field(le=10_000)]
+SubSequence = Annotated[int, Field(ge=2, le=10_000)]
 """Number of tokens in a sub-sequence, which an input family writes out in full."""
 
 Positive = Annotated[float, Field(gt=0)]

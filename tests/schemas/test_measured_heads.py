@@ -5,6 +5,7 @@ computed, kept or written.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from copy import copy
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -167,7 +168,7 @@ def test_a_pass_ends_after_the_last_layer_that_something_needs(gpt2: Path):
 
 
 def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intervention_registry, "INTERVENTIONS", dict(INTERVENTIONS))
+    monkeypatch.setattr(intervention_registry, "INTERVENTIONS", copy(INTERVENTIONS))
 
     @intervention
     def patch_layers(z: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:

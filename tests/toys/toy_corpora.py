@@ -82,11 +82,7 @@ def open_corpus(
     family. The model reads bytes if none is named.
     """
     files = [str(file) for file in files] if isinstance(files, list | tuple) else str(files)
-    choice = {
-        parameter.name: changes.pop(parameter.name)
-        for parameter in CHOICE
-        if parameter.name in changes
-    }
+    choice = {name: changes.pop(name) for name in CHOICE if name in changes}
     options = {"family": family, "files": files, "packing": packing, **choice}
     fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "input": options} | changes
     sequences = Sequences(toy_scan(**fields), info or byte_model())

@@ -14,26 +14,16 @@ of text names a corpus, and its documents become sequences in these steps:
 6. `sequences` hands out shards of a scan, whichever the family.
 """
 
-from headcount.workers.inputs.families import (
-    bigram_backcopy,
-    corpus_families,
-    layouts,
-    needles,
-    passages,
-    sentences,
-    synthetic,
-)
+from headcount.schemas.registry import import_files
+from headcount.workers.inputs import families
 from headcount.workers.inputs.input_registry import (
     INPUTS,
     Draw,
     InputFamily,
     Labelled,
-    find_input,
     input_family,
 )
 
-__all__ = [
-    "INPUTS", "Draw", "InputFamily", "Labelled", "find_input", "input_family",
-    "bigram_backcopy", "corpus_families", "layouts", "needles", "passages",
-    "sentences", "synthetic",
-]  # fmt: skip
+import_files(families.__name__, families.__path__)
+
+__all__ = ["INPUTS", "Draw", "InputFamily", "Labelled", "input_family"]

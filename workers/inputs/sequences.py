@@ -7,10 +7,11 @@ of its own. Either way the beginning-of-sequence token comes first if the scan a
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from headcount.schemas.errors import CorpusError, ModelError, ScanError
 from headcount.schemas.files.document_fates import Fates
 from headcount.schemas.files.places import Place
 from headcount.schemas.scans.scan import Scan
-from headcount.workers.inputs import Draw, InputFamily, Labelled, find_input
+from headcount.workers.inputs import INPUTS, Draw, InputFamily, Labelled
 from headcount.workers.inputs.corpus.corpus import Corpus
 from headcount.workers.inputs.corpus.corpus_findings import (
     BadRows,
@@ -52,14 +53,6 @@ class ShardInput:
     """The partner sequences, like `tokens`. None if the family has none."""
 
 
-class _DrawnSequence(NamedTuple):
-    """One sequence of a synthetic family, without the beginning-of-sequence token."""
-
-    tokens: np.ndarray
-    labels: list[str] | None
-    """The label of every token, if the family has labels."""
-
-
 class Sequences:
     """Sequences `0 .. len-1` of a scan.
 
@@ -85,7 +78,7 @@ class Sequences:
         self._last_findings: tuple[int, Findings] | None = None
         if corpus is not None:
             self.corpus = self._with_resolved_choice(corpus)
-        self.family = find_input(scan.input.family)
+        self.family = INPUTS.named(scan.input.family, "input.family")
         self.options = self.family.check(scan.input.options)
         self._check_model()
         self._check_options()
@@ -209,7 +202,7 @@ class Sequences:
         """
         if self.corpus is not None:
             return True
-        self._draw_sequence(0, self.family)
+        self._drawn(self.family, 0, 1)
         # `cached_property` stores a value under its name as soon as it is asked for.
         return "tokenizer" in self.__dict__
 
@@ -385,38 +378,30 @@ class Sequences:
     # Drawing
 
     def _drawn_shard(self, number: int, start: int, stop: int) -> ShardInput:
-        drawn = [self._draw_sequence(i, self.family) for i in range(start, stop)]
-        tokens = np.array([sequence.tokens for sequence in drawn], np.int32)
-        label_of_bos = [""] * self.scan.bos
-        labels = [
-            label_of_bos + sequence.labels for sequence in drawn if sequence.labels is not None
-        ]
+        tokens, labels = self._drawn(self.family, start, stop)
         partner: np.ndarray | None = None
         if self.family.partner is not None and self.partners:
-            partner_family = find_input(self.family.partner)
-            partners = [self._draw_sequence(i, partner_family).tokens for i in range(start, stop)]
-            partner = self._with_bos(np.array(partners, np.int32))
-        return ShardInput(
-            number,
-            start,
-            self._with_bos(tokens),
-            origin={},
-            bad_rows=[],
-            labels=labels or None,
-            partner=partner,
-        )
+            partner, _ = self._drawn(INPUTS[self.family.partner], start, stop)
+        return ShardInput(number, start, tokens, {}, [], labels, partner)
 
-    def _draw_sequence(self, sequence: int, family: InputFamily) -> _DrawnSequence:
-        """One sequence of a synthetic family."""
-        returned = family.function(self._draw_of(sequence), **self.options)
-        is_labelled = isinstance(returned, Labelled)
-        tokens = np.asarray(returned.tokens if is_labelled else returned)
-        if tokens.shape != (self.length,):
-            raise ScanError(
-                f"input family {family.name}: returned shape {tokens.shape}, expected "
-                f"({self.length},)"
-            )
-        return _DrawnSequence(tokens, returned.names(family.name) if is_labelled else None)
+    def _drawn(
+        self, family: InputFamily, start: int, stop: int
+    ) -> tuple[np.ndarray, list[list[str]] | None]:
+        """Tokens and labels of sequences of a synthetic family."""
+        tokens: list[np.ndarray] = []
+        labels: list[list[str]] = []
+        for sequence in range(start, stop):
+            returned = family.function(self._draw_of(sequence), **self.options)
+            if isinstance(returned, Labelled):
+                labels.append([""] * self.scan.bos + returned.names(family.name))
+                returned = returned.tokens
+            if np.shape(returned) != (self.length,):
+                raise ScanError(
+                    f"input family {family.name}: returned shape {np.shape(returned)}, expected "
+                    f"({self.length},)"
+                )
+            tokens.append(returned)
+        return self._with_bos(np.array(tokens, np.int32)), labels or None
 
     @cached_property
     def _frequencies(self) -> tuple[np.ndarray, np.ndarray]:
@@ -439,14 +424,10 @@ class Sequences:
 
     def _draw_of(self, sequence: int) -> Draw:
         """What sequence number `sequence` is drawn from, whatever was drawn before it."""
-        return Draw.of(
-            self.scan.seed,
-            sequence,
-            self.family.stream,
-            self.length,
-            self._ordinary_tokens,
-            lambda: self.tokenizer,
-        )
+        # All three enter the seed, so sequences are independent of each other and of their order.
+        seeds = [self.scan.seed, sequence, zlib.crc32(self.family.stream.encode())]
+        rng = np.random.default_rng(np.random.SeedSequence(seeds))
+        return Draw(rng, self.length, self._ordinary_tokens, sequence, lambda: self.tokenizer)
 
     @cached_property
     def _ordinary_tokens(self) -> np.ndarray:

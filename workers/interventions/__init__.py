@@ -1,6 +1,6 @@
 """Interventions by the names that a scan gives them. Importing the package registers them."""
 
-from headcount.workers.interventions import heads, inactive, positions, sinks, streaming, swaps
+from headcount.schemas.registry import import_files
 from headcount.workers.interventions.intervention_registry import (
     INTERVENTIONS,
     BoundIntervention,
@@ -17,5 +17,7 @@ from headcount.workers.interventions.weight_changes import (
 __all__ = [
     "INTERVENTIONS", "BoundIntervention", "bind", "changed_weights", "check_targets",
     "intervention", "needs_bridge", "needs_partners",
-    "heads", "inactive", "positions", "sinks", "streaming", "swaps",
 ]  # fmt: skip
+
+# Behind the names above, which some of the files import from here.
+import_files(__name__, __path__)

@@ -56,10 +56,7 @@ def patch_head_at(
 @intervention
 def head_to_first(pattern: Tensor, *, layer: Index, head: Index) -> Tensor:
     """One head attends to the first token alone (Guo et al. 2024; Stolfo et al. 2024)."""
-    changed = pattern.clone()
-    changed[:, head] = 0
-    changed[:, head, :, 0] = 1
-    return changed
+    return replaced(pattern, (slice(None), head), to_first(pattern[:, head]))
 
 
 @intervention
@@ -70,7 +67,7 @@ def ideal_backcopy(
     before it, the others to the first token alone (Guo et al. 2024).
     """
     n_ctx = pattern.shape[-1]
-    ideal = _to_first(pattern[:, head])
+    ideal = to_first(pattern[:, head])
     if "trigger" in labels:
         # A trigger at position 0 has no token before it.
         is_trigger = labels["trigger"][:, 1:, None]  # [batch query-1 1]
@@ -88,12 +85,10 @@ def ideal_induction(pattern: Tensor, tokens: Tensor, *, layer: Index, head: Inde
     pairs = find_matches(tokens)["successors"].matrix(slice(0, batch), 0, n_ctx)
     count = pairs.sum(-1, keepdim=True)  # [batch query 1]
     equally = pairs.to(pattern.dtype) / count.clamp_min(1)
-    ideal = torch.where(count > 0, equally, _to_first(pattern[:, head]))
+    ideal = torch.where(count > 0, equally, to_first(pattern[:, head]))
     return replaced(pattern, (slice(None), head), ideal)
 
 
-def _to_first(pattern: Tensor) -> Tensor:
-    """A pattern `[batch query key]` of the same shape, all of whose queries attend to key 0."""
-    to_first = torch.zeros_like(pattern)
-    to_first[..., 0] = 1
-    return to_first
+def to_first(pattern: Tensor) -> Tensor:
+    """A pattern of the same shape, all of whose queries attend to key 0."""
+    return replaced(torch.zeros_like(pattern), (..., 0), 1)

@@ -17,6 +17,7 @@ from headcount.schemas.statistics.head_results import head_output_norm_last
 from headcount.schemas.statistics.norms import head_output_norm, sink_value_norm, value_norm
 from headcount.schemas.statistics.shape import entropy
 from headcount.schemas.statistics.sink import sink_alpha
+from headcount.workers.interventions.heads import to_first
 from headcount.workers.interventions.intervention_registry import intervention
 
 Score = Literal[
@@ -90,9 +91,8 @@ def zero_entropy_sinks(pattern: Tensor, *, row: Positive, column: BelowOne) -> T
 @intervention
 def entropy_sinks_to_first(pattern: Tensor, *, row: Positive, column: BelowOne) -> Tensor:
     """The same heads attend to the first token alone (Guo et al. 2024)."""
-    first = torch.zeros_like(pattern)
-    first[..., 0] = 1
-    return torch.where(_entropy_sinks(pattern, row, column)[..., None, None], first, pattern)
+    is_sink = _entropy_sinks(pattern, row, column)[..., None, None]
+    return torch.where(is_sink, to_first(pattern), pattern)
 
 
 def _inactive(

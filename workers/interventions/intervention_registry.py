@@ -30,22 +30,17 @@ says which in `streaming`, so that no matrix of scores is needed where nobody lo
 
 from __future__ import annotations
 
-import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, get_origin
 
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from headcount.schemas.errors import ModelError, ScanError, counted, unknown
-from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.registry import Argument, first_paragraph
+from headcount.schemas.errors import ModelError, ScanError, unknown
+from headcount.schemas.registry import Entry, Registry
 from headcount.schemas.scans.intervention import NONE, Intervention, InterventionPart
-from headcount.schemas.scans.measured_heads import Head, find_heads
-from headcount.schemas.scans.values import expected, problem_of
+from headcount.schemas.scans.measured_heads import find_heads
 from headcount.workers.engine.changes import (
     CHANGEABLE_ACTIVATIONS,
     LABELS,
@@ -62,9 +57,6 @@ CHANGEABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 CHANGEABLE_EMBEDDINGS = ("W_pos",)
 """Weights that are not a layer's."""
 
-Options = dict[str, Any]
-"""Options of a change by name: whole numbers, numbers, or names."""
-
 
 @dataclass(frozen=True)
 class LargestValue:
@@ -76,50 +68,26 @@ class LargestValue:
     """The value for a model and a length `n_ctx` of the sequences."""
 
 
-Refuse = Callable[[Options, int], str | None]
-"""Says what is wrong with the options as a whole for sequences of `n_ctx` tokens; None if nothing
-is.
-"""
-
-Streams = Callable[[Options, ModelInfo], Streaming]
-"""Which heads of a model a change leaves the first and the last keys alone, by its options."""
-
-
-@dataclass(frozen=True)
-class RegisteredIntervention:
+@dataclass(frozen=True, kw_only=True)
+class RegisteredIntervention(Entry):
     """An intervention as it is written, before it has options."""
 
-    name: str
-    function: Callable[..., Any]
-    target: str
-    """What it changes; empty for `none`, which changes nothing."""
-    reads: tuple[str, ...]
-    """What it reads besides the target, in the order of the function's parameters."""
-    options: dict[str, inspect.Parameter]
-    meaning: str
-    most: Mapping[str, LargestValue]
+    most: Mapping[str, LargestValue] = field(default_factory=dict[str, LargestValue])
     """The largest value of the options that have one."""
-    refuse: Refuse | None
-    streaming: Streams | None = None
+    refuse: Callable[[dict[str, Any], int], str | None] | None = None
+    """Says what is wrong with its options together for sequences of `n_ctx` tokens."""
+    streaming: Callable[[dict[str, Any], ModelInfo], Streaming] | None = None
+    """Says which heads of a model it leaves the first and the last keys alone, by its options."""
 
     @property
-    def allowed_names(self) -> dict[str, tuple[str, ...]]:
-        """The names that an option may have, for the options that are names."""
-        return {
-            option: get_args(parameter.annotation)
-            for option, parameter in self.options.items()
-            if get_origin(parameter.annotation) is Literal
-        }
+    def target(self) -> str:
+        """What it changes; empty for `none`, which changes nothing."""
+        return self.parameters[0] if self.parameters else ""
 
     @property
-    def signature(self) -> str:
-        """How a scan writes it, for example `keep_window(sinks,window)`."""
-        return f"{self.name}({','.join(self.options)})" if self.options else self.name
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it: the meaning, and a fingerprint of its code."""
-        return {"meaning": self.meaning, "fingerprint": fingerprint(self.function)}
+    def reads(self) -> tuple[str, ...]:
+        """What it reads besides the target, in the order of the function's parameters."""
+        return self.parameters[1:]
 
 
 @dataclass(frozen=True)
@@ -137,13 +105,36 @@ class BoundPart:
     @property
     def layer(self) -> int | None:
         """The layer in which it is changed; None means every layer."""
-        layer = self.options.get("layer")
-        return None if layer is None else int(layer)
+        return self.options.get("layer")
 
-    def streaming(self, info: ModelInfo) -> Streaming | None:
-        """The heads that it leaves the first and the last keys alone, if that is what it does."""
-        streaming = self.registered.streaming
-        return None if streaming is None else streaming(self.options, info)
+    def problem(self, info: ModelInfo, n_ctx: int) -> str | None:
+        """What does not exist, or would change nothing; None if nothing is wrong."""
+        for option, count, owner in (
+            ("layer", info.n_layers, info.name),
+            ("head", info.n_heads, info.name),
+            ("position", n_ctx, "a sequence"),
+        ):
+            # A change without the option passes, as if it named the first.
+            number = self.options.get(option, 0)
+            if number >= count:
+                return f"{option} {number} of {owner}, which has {count}"
+        try:
+            find_heads("all", self.options.get("heads", ()), info)
+        except ScanError as error:
+            return str(error)
+        for option, largest in self.registered.most.items():
+            most, number = largest.of(info, n_ctx), self.options[option]
+            if most < 1:
+                # No value would do, so the advice is about n_ctx.
+                return (
+                    f"n_ctx = {n_ctx} leaves nothing to hide ({option} is at most "
+                    f"{largest.words}); raise n_ctx"
+                )
+            if number > most:
+                return f"{option}: expected at most {most} ({largest.words}), got {number}"
+        # Last, because it takes every option for one that exists and is in its range.
+        refuse = self.registered.refuse
+        return None if refuse is None else refuse(self.options, n_ctx)
 
     def function_for(self, model: Model) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
         """The change for a model: a function of what is changed and of what may be read."""
@@ -202,12 +193,7 @@ class BoundIntervention:
     def check(self, info: ModelInfo, n_ctx: int) -> None:
         """Refuse what a model or a sequence does not have, and what would change nothing."""
         for part in self.parts:
-            problem = _missing_place(part, info, n_ctx) or _too_large_option(part, info, n_ctx)
-            # Last, because it takes every option for one that exists and is in its range.
-            refuse = part.registered.refuse
-            if problem is None and refuse is not None:
-                problem = refuse(part.options, n_ctx)
-            if problem is not None:
+            if problem := part.problem(info, n_ctx):
                 raise ScanError(f"interventions: '{self.intervention}': {problem}")
 
     def check_measured(self, depth: int) -> None:
@@ -241,16 +227,13 @@ class BoundIntervention:
                 raise ModelError(
                     f"{model.info.name}: no {part.target} for {part.registered.name} to change"
                 )
-        return Changes(
-            Change(
-                part.target,
-                part.function_for(model),
-                part.layer,
-                frozenset(part.registered.reads),
-                part.streaming(model.info),
-            )
-            for part in self.activation_parts
-        )
+        changes: list[Change] = []
+        for part in self.activation_parts:
+            entry = part.registered
+            streaming = entry.streaming and entry.streaming(part.options, model.info)
+            function, reads = part.function_for(model), frozenset(entry.reads)
+            changes.append(Change(part.target, function, part.layer, reads, streaming))
+        return Changes(changes)
 
     @property
     def needs_partner(self) -> bool:
@@ -263,90 +246,28 @@ class BoundIntervention:
         return any(LABELS in part.registered.reads for part in self.parts)
 
 
-def _missing_place(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | None:
-    """What is wrong with a layer, head or position that does not exist; None if all exist."""
-    counts = {
-        "layer": (info.n_layers, info.name),
-        "head": (info.n_heads, info.name),
-        "position": (n_ctx, "a sequence"),
-    }
-    for option, (count, owner) in counts.items():
-        # A change without the option passes, as if it named the first.
-        number = part.options.get(option, 0)
-        if number >= count:
-            return f"{option} {number} of {owner}, which has {count}"
-    heads: tuple[Head, ...] = part.options.get("heads", ())
-    try:
-        find_heads("all", heads, info)
-    except ScanError as error:
-        return str(error)
-    return None
-
-
-def _too_large_option(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | None:
-    """What is wrong with an option that is larger than its change allows; None if none is."""
-    for option, largest in part.registered.most.items():
-        most, number = largest.of(info, n_ctx), part.options[option]
-        if most < 1:
-            # No value would do, so the advice is about n_ctx.
-            return (
-                f"n_ctx = {n_ctx} leaves nothing to hide ({option} is at most {largest.words}); "
-                "raise n_ctx"
-            )
-        if number > most:
-            return f"{option}: expected at most {most} ({largest.words}), got {number}"
-    return None
-
-
-INTERVENTIONS: dict[str, RegisteredIntervention] = {}
+INTERVENTIONS = Registry[RegisteredIntervention]("intervention")
 
 
 def intervention(
     function: Callable[..., Any] | None = None,
-    *,
-    most: Mapping[str, LargestValue] | None = None,
-    refuse: Refuse | None = None,
-    streaming: Streams | None = None,
+    **facts: Any,  # noqa: ANN401 - fields of `RegisteredIntervention`
 ) -> Callable[..., Any]:
-    """Register a function as an intervention.
-
-    `most` has the largest values of its options, `refuse` says what is wrong with them together,
-    `streaming` which heads it leaves the first and the last keys alone.
-    """
+    """Register a function as an intervention, with fields of `RegisteredIntervention`."""
     if function is None:
         # Used as `@intervention(…)`: return the decorator itself.
-        return partial(intervention, most=most, refuse=refuse, streaming=streaming)
-    parameters = inspect.signature(function, eval_str=True).parameters
-    options = {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    positional = [name for name in parameters if name not in options]
-    target, *reads = positional or [""]
+        return partial(intervention, **facts)
+    entry = RegisteredIntervention(function=function, **facts)
     targets = ("", *CHANGEABLE_WEIGHTS, *CHANGEABLE_EMBEDDINGS, *CHANGEABLE_ACTIVATIONS)
-    if target not in targets:
-        raise ValueError(
-            f"intervention {function.__name__!r}: {unknown('target', target, targets)}"
-        )
+    if entry.target not in targets:
+        raise ValueError(f"intervention {entry.name!r}: {unknown('target', entry.target, targets)}")
     # A misspelt parameter is found here, when the module is imported, not in the middle of a run.
-    can_read = _readable(target)
-    for name in reads:
+    can_read = _readable(entry.target)
+    for name in entry.reads:
         if name not in can_read:
-            raise ValueError(
-                f"intervention {function.__name__!r}: "
-                f"{unknown(f'thing that a change of {target} reads', name, can_read)}"
-            )
-    if function.__name__ in INTERVENTIONS:
-        raise ValueError(f"intervention {function.__name__!r} is defined twice")
-    INTERVENTIONS[function.__name__] = RegisteredIntervention(
-        function.__name__,
-        function,
-        target,
-        tuple(reads),
-        options,
-        meaning=first_paragraph(function),
-        most=most or {},
-        refuse=refuse,
-        streaming=streaming,
-    )
-    return function
+            what = f"thing that a change of {entry.target} reads"
+            raise ValueError(f"intervention {entry.name!r}: {unknown(what, name, can_read)}")
+    return INTERVENTIONS.add(entry).function
 
 
 def _readable(target: str) -> tuple[str, ...]:
@@ -368,19 +289,11 @@ def bind(intervention: Intervention) -> BoundIntervention:
     >>> [(part.registered.name, part.options) for part in bound.parts]
     [('zero_query_bias', {}), ('scale_query_bias', {'alpha': 0.5})]
     """
-    parts = tuple(_bound_part(part) for part in intervention.parts)
-    if len(parts) > 1:
-        _check_combination(intervention)
-    return BoundIntervention(intervention, parts)
-
-
-def _check_combination(intervention: Intervention) -> None:
-    """Refuse `a+b` in which a part is `none`, or stands twice."""
+    parts = tuple(map(_bound_part, intervention.parts))
     names = [str(part) for part in intervention.parts]
-    untouched = str(NONE)
-    if untouched in names:
+    if intervention != NONE and str(NONE) in names:
         raise ScanError(
-            f"interventions: '{intervention}': {untouched} is the untouched model and stands "
+            f"interventions: '{intervention}': {NONE} is the untouched model and stands "
             "alone; leave it out, or name it as an intervention of its own"
         )
     repeated = next((name for name in names if names.count(name) > 1), None)
@@ -389,6 +302,7 @@ def _check_combination(intervention: Intervention) -> None:
             f"interventions: '{intervention}': expected each intervention once, got {repeated} "
             f"{names.count(repeated)} times"
         )
+    return BoundIntervention(intervention, parts)
 
 
 def needs_partners(interventions: Iterable[Intervention]) -> bool:
@@ -396,88 +310,15 @@ def needs_partners(interventions: Iterable[Intervention]) -> bool:
     return any(bind(intervention).needs_partner for intervention in interventions)
 
 
-REPLACED: dict[str, tuple[int, str]] = {
-    "mask_first_keys": (1, "mask_keys(0,{count})"),
-    "mask_last_keys": (4, "mask_keys(-{count},{count})"),
-    "mask_middle_keys": (4, "mask_keys(HALF,{count}), where HALF is half of n_ctx"),
-    "mask_random_keys": (4, "mask_random_span({count}), whose keys stand in a row"),
-}
-"""Interventions of version 0.2 and before: the default of their `count`, and what to write today.
-"""
-
-
 def _bound_part(part: InterventionPart) -> BoundPart:
     """A part of an intervention with its function, and with its options by name."""
-    if part.name in REPLACED:
-        default_count, today = REPLACED[part.name]
-        count = part.arguments[0] if part.arguments else default_count
-        raise ScanError(
-            f"interventions: '{part}': {part.name} is gone; write {today.format(count=count)}"
-        )
-    if part.name not in INTERVENTIONS:
-        raise ScanError(f"interventions: {unknown('intervention', part.name, INTERVENTIONS)}")
-    registered = INTERVENTIONS[part.name]
-    parameters = registered.options
-    arguments = _of_each_option(part, parameters)
-    if len(arguments) > len(parameters):
-        raise ScanError(
-            f"interventions: '{part}' has {counted(len(part.arguments), 'option')}; "
-            f"expected {registered.signature}"
-        )
-    options: dict[str, Any] = {}
-    # Arguments stand in the order of the options. The last options may be left out.
-    for (option, parameter), argument in zip(parameters.items(), arguments, strict=False):
-        subject = f"interventions: '{part}': {option}"
-        options[option] = _option(subject, parameter.annotation, argument)
-    for option, parameter in parameters.items():
-        if option in options:
-            continue
-        if parameter.default is parameter.empty:
-            raise ScanError(
-                f"interventions: '{part}' needs {option}; expected {registered.signature}"
-            )
-        options[option] = parameter.default
+    registered = INTERVENTIONS.named(part.name, "interventions")
+    arguments: tuple[object, ...] = part.arguments
+    last = len(registered.options) - 1
+    # A last option that is a tuple takes all arguments that are left.
+    is_tuple = [get_origin(option.annotation) is tuple for option in registered.options.values()]
+    if is_tuple and is_tuple[-1] and len(arguments) > last:
+        arguments = (*arguments[:last], arguments[last:])
+    subject = f"interventions: '{part}': OPTION"
+    options = INTERVENTIONS.bind(registered, arguments, field="interventions", subject=subject)
     return BoundPart(registered, options)
-
-
-def _of_each_option(
-    part: InterventionPart, parameters: Mapping[str, inspect.Parameter]
-) -> list[Argument | tuple[Argument, ...]]:
-    """The arguments by option: a last option that is a tuple takes all that are left."""
-    annotations = [parameter.annotation for parameter in parameters.values()]
-    before = len(annotations) - 1
-    if not annotations or get_origin(annotations[-1]) is not tuple or len(part.arguments) <= before:
-        return list(part.arguments)
-    return [*part.arguments[:before], part.arguments[before:]]
-
-
-def _option(
-    subject: str, annotation: object, argument: Argument | tuple[Argument, ...]
-) -> Argument | tuple[object, ...]:
-    """A number in the range of its type, one of the names that a `Literal` lists, or a tuple."""
-    if isinstance(argument, tuple):
-        return _tuple_option(subject, annotation, argument)
-    if get_origin(annotation) is Literal:
-        if argument not in get_args(annotation):
-            raise ScanError(f"{subject}: {unknown('name', str(argument), get_args(annotation))}")
-        return argument
-    problem = problem_of(annotation, argument)
-    if problem is not None:
-        raise ScanError(f"{subject}: expected {problem}, got {argument!r}")
-    # A scan may write a whole number for a float, with or without a range: `scale_query_bias(1)`.
-    is_float = float in (annotation, *get_args(annotation))
-    return float(argument) if is_float else argument
-
-
-def _tuple_option(
-    subject: str, annotation: object, arguments: tuple[Argument, ...]
-) -> tuple[object, ...]:
-    """The values of an option that takes several, each of the type of the tuple's items."""
-    adapter = TypeAdapter[tuple[object, ...]](cast("Any", annotation))
-    try:
-        # As JSON, in which a head is its text alone.
-        return adapter.validate_json(json.dumps(arguments))
-    except ValidationError as error:
-        problems = error.errors()
-        wrong = problems[0]["input"]
-        raise ScanError(f"{subject}: expected {expected(problems[:1])}, got {wrong!r}") from None

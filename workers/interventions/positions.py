@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headcount.schemas.errors import ScanError
 from headcount.schemas.scans.values import Factor, Index, Seed
 from headcount.workers.engine.changes import replaced
-from headcount.workers.interventions.intervention_registry import intervention
+from headcount.workers.interventions.intervention_registry import LargestValue, intervention
 from headcount.workers.interventions.sinks import random_directions
 from headcount.workers.model.circuit import Circuit
+
+LAST_BUT_ONE = LargestValue("the model's last but one", lambda info, n_ctx: info.n_ctx - 2)
+"""The last position has no next one."""
 
 
 def _one_position(options: Mapping[str, Any], n_ctx: int) -> str | None:
@@ -24,13 +26,13 @@ def _one_position(options: Mapping[str, Any], n_ctx: int) -> str | None:
 @intervention
 def first_position_second(W_pos: Tensor) -> Tensor:
     """Position 0 gets the embedding of position 1 (Ran-Milo et al. 2026, intervention c)."""
-    return _with_row(W_pos, 0, W_pos[1])
+    return replaced(W_pos, 0, W_pos[1])
 
 
 @intervention
 def blend_first_position(W_pos: Tensor, *, alpha: Factor) -> Tensor:
     """Position 0 gets alpha times its own embedding and 1 - alpha times that of position 1."""
-    return _with_row(W_pos, 0, alpha * W_pos[0] + (1 - alpha) * W_pos[1])
+    return replaced(W_pos, 0, alpha * W_pos[0] + (1 - alpha) * W_pos[1])
 
 
 @intervention
@@ -39,23 +41,21 @@ def random_first_position(W_pos: Tensor, *, draw: Seed = 0, alpha: Factor = 0.0)
     random direction.
     """
     distance = (1 - alpha) * (W_pos[1] - W_pos[0]).norm()
-    return _with_row(W_pos, 0, W_pos[0] + distance * random_directions(W_pos[0], draw))
+    return replaced(W_pos, 0, W_pos[0] + distance * random_directions(W_pos[0], draw))
 
 
-@intervention
+@intervention(most={"position": LAST_BUT_ONE})
 def blend_position(W_pos: Tensor, *, position: Index, alpha: Factor = 0.0) -> Tensor:
     """A position gets alpha times its own embedding and 1 - alpha times that of the next one: the
     change of blend_first_position, elsewhere.
     """
-    # The last position has no next one.
-    _check_position(position, len(W_pos) - 1)
-    return _with_row(W_pos, position, alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1])
+    return replaced(W_pos, position, alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1])
 
 
 @intervention
 def scale_first_position(W_pos: Tensor, *, alpha: Factor) -> Tensor:
     """The embedding of position 0 is multiplied by alpha."""
-    return _with_row(W_pos, 0, alpha * W_pos[0])
+    return replaced(W_pos, 0, alpha * W_pos[0])
 
 
 @intervention
@@ -63,30 +63,13 @@ def scale_position(W_pos: Tensor, *, position: Index, alpha: Factor) -> Tensor:
     """The embedding of a position is multiplied by alpha: the intervention scale_first_position,
     elsewhere.
     """
-    _check_position(position, len(W_pos))
-    return _with_row(W_pos, position, alpha * W_pos[position])
+    return replaced(W_pos, position, alpha * W_pos[position])
 
 
 @intervention
 def swap_first_positions(W_pos: Tensor) -> Tensor:
     """Positions 0 and 1 exchange their embeddings."""
-    changed = W_pos.clone()
-    # Read from the original, so that neither row is overwritten before it is read.
-    changed[[0, 1]] = W_pos[[1, 0]]
-    return changed
-
-
-def _with_row(W_pos: Tensor, position: int, row: Tensor) -> Tensor:
-    """The embeddings, with one position's replaced."""
-    changed = W_pos.clone()
-    changed[position] = row
-    return changed
-
-
-def _check_position(position: int, count: int) -> None:
-    """Refuse a position that does not exist."""
-    if not 0 <= position < count:
-        raise ScanError(f"interventions: expected a position from 0 to {count - 1}, got {position}")
+    return replaced(W_pos, [0, 1], W_pos[[1, 0]])
 
 
 @intervention
@@ -114,10 +97,7 @@ def zero_token(embed: Tensor, *, position: Index) -> Tensor:
     """The embedding of the token at a position is set to zero: the intervention zero_first_token,
     elsewhere.
     """
-    _check_position(position, embed.shape[1])
-    changed = embed.clone()
-    changed[:, position] = 0
-    return changed
+    return replaced(embed, (slice(None), position), 0)
 
 
 @intervention(refuse=_one_position)

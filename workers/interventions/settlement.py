@@ -61,28 +61,25 @@ def settle(model: Model, scan: Scan, device: str) -> Settlement:
 
 def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
     """The engine of one intervention. A change that the model does not allow is refused."""
-    settled = _settle(model, scan, intervention)
-    if settled.engine == "dense" and not model.has_bridge:
-        raise ScanError(
-            f"interventions: '{intervention}' needs the dense engine ({settled.reason}), and "
-            f"{model.info.name} has none: {model.bridge_problem}"
-        )
-    return settled
-
-
-def _settle(model: Model, scan: Scan, intervention: Intervention) -> Settled:
-    """The same, also where the model has no dense engine."""
     bound = bind(intervention)
     bound.check(model.info, scan.n_ctx)
     _check_visible(model, bound, scan.n_ctx)
     check_targets(model, bound)
     if scan.engine == "dense":
-        return Settled(bound, "dense", "engine is 'dense'")
-    # Folding happens in the bridge alone, so folded weights are measured there.
-    if scan.weight_processing == "folded":
-        return Settled(bound, "dense", "weight_processing is 'folded'")
-    reason = needs_bridge(model, bound)
-    return Settled(bound, "fused", "") if reason is None else Settled(bound, "dense", reason)
+        reason = "engine is 'dense'"
+    elif scan.weight_processing == "folded":
+        # Folding happens in the bridge alone, so folded weights are measured there.
+        reason = "weight_processing is 'folded'"
+    else:
+        reason = needs_bridge(model, bound)
+    if reason is None:
+        return Settled(bound, "fused", "")
+    if not model.has_bridge:
+        raise ScanError(
+            f"interventions: '{intervention}' needs the dense engine ({reason}), and "
+            f"{model.info.name} has none: {model.bridge_problem}"
+        )
+    return Settled(bound, "dense", reason)
 
 
 def _check_visible(model: Model, bound: BoundIntervention, n_ctx: int) -> None:

@@ -142,12 +142,10 @@ def random_coordinates(
     [[654, 114, 25], [759, 281, 250]]
     """
     generator = random.Random(draw)
-    # Where few coordinates are left, asking for more would never end.
-    available = min(count, size - len(without))
     coordinates: list[int] = []
     for _ in range(layer + 1):
         coordinates = []
-        while len(coordinates) < available:
+        while len(coordinates) < count:
             coordinate = generator.randint(0, size - 1)
             if coordinate not in without and coordinate not in coordinates:
                 coordinates.append(coordinate)
@@ -213,9 +211,6 @@ def mask_random_span(attn_scores: Tensor, *, count: Count = 4, draw: Seed = 0) -
     first ones, the same in every head, layer and sequence (after Scheuer).
     """
     starts_after_first = range(count, attn_scores.shape[-1] - count + 1)
-    # Without such a place (one token alone) nothing is hidden.
-    if not starts_after_first:
-        return attn_scores
     return _without_span(attn_scores, random.Random(draw).choice(starts_after_first), count)
 
 

@@ -12,7 +12,6 @@ from headcount.reproduce.replication import replications
 from headcount.schemas.errors import HeadcountError
 from headcount.workers.inputs.families.bigram_backcopy import BUNDLED_TEXT, bigrams_of
 from headcount.workers.inputs.sequences import Sequences, ShardInput
-from headcount.workers.model.files.model_info import describe, find_model
 from tests import ROOT
 from tests.toys.refusals import refused
 from tests.toys.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
@@ -210,59 +209,12 @@ def test_the_bundled_table_is_the_card_s():
         assert (row.argmax() + 1, row.max()) == (likeliest, pytest.approx(probability, abs=5e-6))
 
 
-def test_the_bundled_model_takes_its_table():
-    info = describe(find_model("bundled:backcopy-3l-mini"))
-    scan = toy_scan(n_ctx=128, sequences=20, input={"family": "backcopy", "text": BUNDLED_TEXT})
-    sequences = Sequences(scan, info)
-    tokens, triggered = sequences.shard(0).tokens, np.array(sequences.shard(0).labels) == "trigger"
-    assert sequences.record == {}
-    assert (tokens[:, 0] == 0).all()
-    assert (tokens[:, 1:].min(), tokens.max()) == (1, 64)
-    assert tokens[:, 1].min() >= 4
-    assert triggered.mean() == pytest.approx(0.13, abs=0.02)
-
-
-BAD_IDS = (
-    "input.text: TEXT needs the token ids 0 to 4, and {} of them are no ordinary tokens of the "
-    "model: its vocabulary is too small, or they are special; take the model that the task was "
-    "made for, or another alphabet"
-)
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"info": {"bos_token_id": 0}}, BAD_IDS.format("0")),
-    ({"info": {"d_vocab": 3, "bos_token_id": 0, "eos_token_id": 0}}, BAD_IDS.format("0, 3, 4")),
-    ({"triggers": 5}, "input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 5"),
-    ({"triggers": 0}, "input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 0"),
-    ({"mix": 0.5}, "input.mix: expected with variant = 'interpolate' only, got mix = 0.5 and "
-     "variant = 'backcopy'"),
-    ({"variant": "interpolate"}, "input.mix: expected with variant = 'interpolate' only, got mix = "
-     "None and variant = 'interpolate'"),
-    ({"variant": "interpolate", "mix": 1.1}, "input.mix: expected a probability, 0 to 1, got 1.1"),
-    ({"variant": "icl"}, "input.variant: expected 'backcopy', 'markov', 'dormant_markov', "
-     "'interpolate' or 'uniform', got 'icl'"),
-    ({"family": "backcopy_test"}, "n_ctx: backcopy_test has 3 tokens besides the "
-     "beginning-of-sequence token, the sequence has room for 32; change n_ctx by -29"),
-    ({"text": "/nowhere/a.txt"}, "input.text: /nowhere/a.txt cannot be read (No such file or "
-     "directory); expected a UTF-8 text file"),
-    ({"text": BUNDLED_TEXT, "triggers": 2}, "input.triggers: BUNDLED has 3, got 2; leave it out"),
-    ({"text": BUNDLED_TEXT, "alphabet": "tokenizer"},
-     "input.alphabet: BUNDLED has tokens and no characters; leave it out"),
-    ({"content": b""}, "input.text: TEXT is empty; expected a UTF-8 text file"),
-    ({"content": b"ab\xff"}, "input.text: TEXT is not UTF-8 (byte 2); expected a UTF-8 text file"),
-    ({"content": "aäaäa".encode(), "triggers": 1, "alphabet": "tokenizer"}, "input.alphabet: the "
-     "character 'ä' of TEXT is 2 tokens to the model's tokenizer, expected 1"),
-    ({"content": b"abababab c", "triggers": 2, "variant": "uniform"}, "input.variant: 'uniform' "
-     "needs triggers that others follow; take fewer triggers, or another text"),
-]  # fmt: skip
-
-
-def test_a_task_that_does_not_fit_is_refused(tiny: str, tmp_path: Path):
-    for number, (changes, message) in enumerate(REFUSED):
-        options: dict[str, Any] = {"text": tiny} | changes
-        if "content" in options:
-            options["text"] = str(tmp_path / f"{number}.txt")
-            Path(options["text"]).write_bytes(options.pop("content"))
-        if options.get("alphabet") == "tokenizer":
-            options["info"] = BYTES | {"path": str(byte_tokenizer(tmp_path))}
-        told = message.replace("TEXT", options["text"]).replace("BUNDLED", BUNDLED_TEXT)
-        assert refused(HeadcountError, shard_of, **options) == told
+def test_characters_beyond_the_vocabulary_are_refused(tiny: str):
+    message = (
+        f"input.text: {tiny} needs the token ids 0 to 4, and {{}} of them are no ordinary tokens "
+        "of the model: its vocabulary is too small, or they are special; take the model that the "
+        "task was made for, or another alphabet"
+    )
+    for ids, info in (("0", {}), ("0, 3, 4", {"d_vocab": 3, "eos_token_id": 0})):
+        told = refused(HeadcountError, shard_of, tiny, info={"bos_token_id": 0} | info)
+        assert told == message.format(ids)

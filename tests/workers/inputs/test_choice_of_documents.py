@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from headcount.schemas.errors import ScanError
-from headcount.workers.inputs import find_input
+from headcount.workers.inputs import INPUTS
 from headcount.workers.inputs.sequences import Sequences
 from tests.toys.refusals import refused
 from tests.toys.toy_corpora import (
@@ -134,7 +134,7 @@ def test_bad_rows_keep_their_problem_in_another_order(tmp_path: Path):
      "input.columns: 'id' and 'id' are both the column doc_id; leave out one"),
 ])  # fmt: skip
 def test_a_choice_that_means_nothing_is_refused(options: dict[str, Any], line: str):
-    told = refused(ScanError, find_input("pile").check, {"files": "a.jsonl", **options})
+    told = refused(ScanError, INPUTS["pile"].check, {"files": "a.jsonl", **options})
     assert told == line
 
 

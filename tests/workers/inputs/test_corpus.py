@@ -443,7 +443,7 @@ REFUSED: list[tuple[str, bytes, dict[str, Any], str]] = [
      + ", or mend FILE (not UTF-8 (byte 8))"),
     # Options that do not fit.
     ("a.jsonl", PLAIN, of_family("repeated_text", chunk=0),
-     "input.chunk: expected 1 or more tokens, got 0"),
+     "input.chunk: expected 1 or more, got 0"),
     ("a.jsonl", PLAIN, of_family("repeated_text", chunk=7),
      "input.chunk: expected 1 to 6, the tokens in a sequence, got 7"),
     ("a.jsonl", PLAIN, of_family("repeated_text", chunk=3, repeat_bos=True),

@@ -1,4 +1,4 @@
-"""Synthetic input families: what is drawn, on what it depends, and which options are refused."""
+"""Synthetic input families: what is drawn, and on what it depends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from headcount.schemas.errors import HeadcountError, ModelError, ScanError
-from headcount.workers.inputs import INPUTS, InputFamily, Labelled
+from headcount.schemas.errors import ModelError, ScanError
+from headcount.workers.inputs import Draw, InputFamily, Labelled
 from headcount.workers.inputs.corpus.text_files import read_text
 from headcount.workers.inputs.families import sentences
 from headcount.workers.inputs.sequences import Sequences
@@ -115,19 +115,6 @@ def test_every_ordinary_token_within_the_bounds_is_drawn_and_no_special_one(
     assert not (drawn(bos=False)[:, 0] == BOS).any()
 
 
-def test_distinct_tokens_occur_once():
-    tokens = drawn(n_ctx=60, options={"distinct": True}, sequences=3)
-    # 59 ordinary tokens in 59 places: every sequence is a permutation.
-    assert [sorted(row) for row in tokens[:, 1:].tolist()] == [list(range(2, 61))] * 3
-
-
-def test_one_token_over_and_over():
-    tokens = drawn("single_token_repeat")[:, 1:]
-    assert (tokens == tokens[:, :1]).all()
-    chosen = drawn("single_token_repeat", options={"token": 7}, bos=False)
-    assert (chosen == 7).all()
-
-
 def test_a_corrupted_repeat_replaces_tokens_of_the_copies_at_the_given_rate():
     whole = drawn("repeated_random", 61, {"period": 20}, sequences=50)
     options = {"period": 20, "rate": 0.25, "replacement": 60}
@@ -195,19 +182,6 @@ def test_an_order_of_names_changes_no_name(tmp_path: Path):
     assert swapped.tolist() == baba.tokens.tolist()
 
 
-@pytest.mark.parametrize(("n_ctx", "names", "message"), [
-    (13, list("PQRSTUV"), "n_ctx: the sentence has 11 tokens besides the beginning-of-sequence "
-     "token, the sequence has room for 12; change n_ctx by -1"),
-    (12, ["Pat", "Quinn", "Ray", "S", "T", "U", "V"], "input.names: expected 5 or more names "
-     "that the model's tokenizer takes for one token each in '{1} and {2}: {3}>', got too few "
-     "in Pat, Quinn, Ray, S, T, U, V"),
-])  # fmt: skip
-def test_sentences_that_do_not_fit_are_refused(
-    tmp_path: Path, n_ctx: int, names: list[str], message: str
-):
-    assert refused(ScanError, ioi_of(tmp_path, n_ctx, names=names).shard, 0) == message
-
-
 GPT2_TOKENIZER = ROOT.parent / "shared" / "data" / "gpt2-tokenizer"
 
 
@@ -218,8 +192,8 @@ def test_gpt2_takes_every_default_name_for_one_token_and_the_licence_for_text():
     sequences = Sequences(scan, info)
     labels = ["", "", "IO", "", "S1", *[""] * 5, "S2", "", "", "", ""]
     assert sequences.shard(0).labels == [labels]
-    fitting = sentences._fitting(sentences.TEMPLATE, sentences.NAMES, sequences.tokenizer)  # pyright: ignore[reportPrivateUsage]
-    assert fitting.names == sentences.NAMES
+    names = [f" {name}" for name in sentences.NAMES]
+    assert {len(tokens) for tokens in sequences.tokenizer.encode_many(names)} == {1}
     # What the documentation of the family `text` says.
     assert white_space(sequences, (ROOT / "LICENSE").read_text()) == (1104, 3169)
     assert white_space(sequences, read_text("bundled:LICENSE")) == (0, 2066)
@@ -232,18 +206,22 @@ def white_space(sequences: Sequences, text: str) -> tuple[int, int]:
     return sum(not tokenizer.decode([token]).strip() for token in tokens), len(tokens)
 
 
-def labels_of(family: str, returned: object, n_ctx: int = 5) -> list[list[str]] | None:
+def labels_of(returned: object) -> list[list[str]] | None:
     """The labels of a scan whose family returns that."""
-    sequences = sequences_of(n_ctx=n_ctx, sequences=1)
-    sequences.family = InputFamily(family, lambda draw, **_: returned, "", True, family)
+    sequences = sequences_of(n_ctx=5, sequences=1)
+
+    def toy(draw: Draw, **options: object) -> object:
+        return returned
+
+    sequences.family = InputFamily(function=toy, stream="toy")
     return sequences.shard(0).labels
 
 
 def test_labels_count_bos():
     labelled = Labelled(np.array([9, 8, 9, 7]), {"A": (0, 2), "B": 3, "C": [], "D": np.array([1])})
-    assert labels_of("toy", labelled) == [["", "A", "D", "A", "B"]]
-    assert labels_of("toy", np.array([9, 8, 9, 7])) is None
-    assert labels_of("toy", Labelled(np.array([9, 8, 9, 7]), {})) == [[""] * 5]
+    assert labels_of(labelled) == [["", "A", "D", "A", "B"]]
+    assert labels_of(np.array([9, 8, 9, 7])) is None
+    assert labels_of(Labelled(np.array([9, 8, 9, 7]), {})) == [[""] * 5]
 
 
 @pytest.mark.parametrize(("tokens", "labels", "message"), [
@@ -252,74 +230,16 @@ def test_labels_count_bos():
     (4, {"A": 4}, "label 'A' at position 4, expected 0 to 3"),
     (4, {"A": [0, -1]}, "label 'A' at position -1, expected 0 to 3"),
     (4, {"A": "0"}, "label 'A' needs whole positions, got '0'"),
-    (4, {"A": [1.0]}, "label 'A' needs whole positions, got 1.0"),
+    (4, {"A": [1.0]}, "label 'A' needs whole positions, got [1.0]"),
     (4, {"A": True}, "label 'A' needs whole positions, got True"),
-    (4, {"A": [[0, 1]]}, "label 'A' needs whole positions, got [0, 1]"),
+    (4, {"A": [[0, 1]]}, "label 'A' needs whole positions, got [[0, 1]]"),
     (4, {"": 1}, "a label is a string with something in it, got ''"),
     (4, {3: 1}, "a label is a string with something in it, got 3"),
     (2, {"A": 0}, "returned shape (2,), expected (4,)"),
 ])  # fmt: skip
 def test_what_a_family_returns_wrong_is_one_line(tokens: int, labels: dict[Any, Any], message: str):
-    told = refused(ScanError, labels_of, "toy", Labelled(np.arange(7, 7 + tokens), labels))
+    told = refused(ScanError, labels_of, Labelled(np.arange(7, 7 + tokens), labels))
     assert told.startswith(f"input family toy: {message}")
-
-
-@pytest.mark.parametrize(("family", "options", "message"), [
-    ("uniform_random", {"low": "3"}, "input.low: expected an integer, got '3'"),
-    ("uniform_random", {"high": 2.5}, "input.high: expected an integer, got 2.5"),
-    ("uniform_random", {"low": True}, "input.low: expected an integer, got true"),
-    ("uniform_random", {"distinct": 1}, "input.distinct: expected true or false, got 1"),
-    ("uniform_random", {"hihg": 4}, "input.hihg: unknown option of uniform_random 'hihg': did "
-     "you mean 'high'? Known: distinct, high, low"),
-    ("repeated_random", {"period": "4"}, "input.period: expected an integer, got '4'"),
-    ("text", {}, "input.files: missing; the family text needs it"),
-    ("text", {"files": 3}, "input.files: expected a string or an array, got 3"),
-    ("text", {"files": ["a", 3]}, "input.files.1: expected a string, got 3"),
-    ("pile", {"files": "a", "packing": "x"},
-     "input.packing: expected 'document' or 'concat', got 'x'"),
-    ("pile", {"files": "a", "split": None}, "input.split: expected a string, got None"),
-    ("ioi", {"template": "{2} and {1}: {3}"}, "input.template: expected the places {1}, {2}, "
-     "{3} in this order, got {2} and {1}: {3}"),
-    ("ioi", {"order": "ABAB"}, "input.order: expected 'ABBA', 'BABA' or 'both', got 'ABAB'"),
-    ("corrupted_repeat", {"rate": "1"}, "input.rate: expected a number, got '1'"),
-    ("uniform_randon", {}, "input.family: unknown input family 'uniform_randon': did you mean "
-     f"'uniform_random'? Known: {', '.join(sorted(INPUTS))}"),
-    # What the first draw refuses.
-    ("repeated_random", {"period": 9},
-     "input.period: expected 1 to 8, the tokens in a sequence, got 9"),
-    ("repeated_random", {"period": 0},
-     "input.period: expected 1 to 8, the tokens in a sequence, got 0"),
-    ("corrupted_repeat", {"rate": 1.5}, "input.rate: expected a probability, 0 to 1, got 1.5"),
-    ("corrupted_repeat", {"rate": 0.5, "replacement": 1},
-     "input.replacement: expected an ordinary token id of the model (2 to 60), got 1"),
-    ("single_token_repeat", {"token": 61},
-     "input.token: expected an ordinary token id of the model (2 to 60), got 61"),
-    ("unigram_random", {"low": 61},
-     "input.low: expected 0 to 60, the token ids of toy, got 61"),
-    ("unigram_random", {"high": 62}, "input.high: expected 1 to 61, the tokens of toy, got 62"),
-    ("unigram_random", {"low": 5, "high": 5}, "input.low: expected less than high = 5, got 5"),
-    ("unigram_random", {"high": 2},
-     "input: no token to draw from low = 0 on and below high = 2; widen low and high"),
-    ("uniform_random", {"high": 9, "distinct": True}, "input: ordinary token ids from low = 0 "
-     "on and below high = 9: expected 8 or more, got 7; widen low and high"),
-    ("repeated_random", {"high": 5, "distinct": True}, "input: ordinary token ids from low = 0 "
-     "on and below high = 5: expected 4 or more, got 3; widen low and high"),
-])  # fmt: skip
-def test_an_option_that_cannot_be_is_one_line(family: str, options: Options, message: str):
-    assert refused(HeadcountError, drawn, family, options=options) == message
-
-
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"n_ctx": 65}, "n_ctx: 65 is beyond the 64 positions of toy"),
-    ({"n_ctx": 1},
-     "n_ctx: 1 leaves no room for a token beside the beginning-of-sequence token"),
-    ({"sequences": "all"},
-     "sequences: expected a number, got 'all'; the family uniform_random has no end"),
-])  # fmt: skip
-def test_a_scan_that_does_not_fit_is_refused(changes: dict[str, Any], message: str):
-    assert refused(ScanError, Sequences, toy_scan(**changes), toy_info()) == message
-    # The longest context of the model is allowed.
-    assert Sequences(toy_scan(n_ctx=64), toy_info()).shard(0).tokens.shape == (4, 64)
 
 
 def test_a_model_without_a_bos_token_cannot_begin_sequences_with_one():

@@ -1,8 +1,7 @@
-"""Needles and passages: where they stand, what is labelled, and which options are refused."""
+"""Needles and passages: where they stand, and what is labelled."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,10 @@ import numpy as np
 import pytest
 
 import headcount
-from headcount.schemas.errors import ScanError
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE
 from headcount.workers.inputs.sequences import Sequences
-from tests.toys.refusals import refused
 from tests.toys.toy_corpora import byte_info
 from tests.toys.toy_models import BOS, EOS, toy_info, toy_scan
-
-Options = dict[str, Any]
 
 
 def sequences_of(family: str = "needle", n_ctx: int = 40, **options: Any) -> Sequences:
@@ -205,66 +200,6 @@ def test_passages_of_text_do_not_overlap(tmp_path: Path):
         assert np.diff(sorted(starts)).min() >= 8
         orders.add(tuple(starts))
     assert len(orders) == 12
-
-
-SHORT = "abcd" * 5
-
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("needle", {"depth": 1.5}, "input.depth: expected at most 1, got 1.5"),
-    ("needle", {"depth": -0.1}, "input.depth: expected 0 or more, got -0.1"),
-    ("needle", {"key": 0}, "input.key: expected 1 or more, got 0"),
-    ("needle", {"questions": 3, "needles": 2},
-     "input.questions: expected at most 2, the number of needles, got 3"),
-    ("needle", {"key": 12, "value": 8}, "n_ctx: 1 needle, 1 question and a haystack need 41 tokens "
-     "besides the beginning-of-sequence token, got 39; raise n_ctx, or take fewer or shorter ones"),
-    ("needle", {"high": 9}, "input: ordinary token ids from low = 0 on and below high = 9: "
-     "expected 8 or more, got 7; widen low and high"),
-    ("needle", {"high": 10}, "input: ordinary token ids for a haystack without the 8 of its "
-     "needles: expected 1 or more, got 0; widen low and high, or lower key, value or needles"),
-    ("text_needle", {"fact": "{key} is {key}."},
-     "input.fact: expected {key} and {value} once each, got '{key} is {key}.'"),
-    ("text_needle", {"question": "Is {key} {value}?"}, "input.question: expected {key} and no "
-     "{value}, which follows it, got 'Is {key} {value}?'"),
-    ("text_needle", {"needles": 2, "keys": ["a", "a"]},
-     "input.keys: expected 2 or more, as many as needles, got 1 different ones"),
-    ("passages", {"passages": 1}, "input.passages: expected 2 or more, got 1"),
-    ("passages", {"passages": 3, "gold": 3},
-     "input.gold: expected 0 to 2, the numbers of the passages, got 3"),
-    ("passages", {}, "n_ctx: 4 passages that hold a query of 8 tokens and the query need 40 tokens "
-     "besides the beginning-of-sequence token, got 39; raise n_ctx, or lower passages or query"),
-    ("passages", {"text": "a.txt", "distinct": True},
-     "input.distinct: expected without a text only, got text = 'a.txt'; leave out one"),
-    ("passages", {"text": "a.txt", "high": 9},
-     "input.high: expected without a text only, got text = 'a.txt'; leave out one"),
-    ("needle", {"text": SHORT}, "input.text: expected 23 tokens in a row, the longest text of TEXT "
-     "has 20; lower n_ctx, or take a longer text"),
-    ("passages", {"text": SHORT, "query": 7}, "input.text: expected 4 pieces of 8 tokens, TEXT has "
-     "2; lower n_ctx, or take a longer text"),
-    ("needle", {"text": SHORT, "key": 10, "value": 4, "low": 97, "high": 110}, "input: ordinary "
-     "token ids for needles, which are not in the haystack: expected 14 or more, got 9; widen low "
-     "and high, or lower key, value or needles"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("family", "options", "message"), REFUSED)
-def test_what_cannot_fit_is_one_line(tmp_path: Path, family: str, options: Options, message: str):
-    is_written = options.get("text") == SHORT
-    make = partial(text_sequences, tmp_path, n_ctx=40) if is_written else sequences_of
-    told = refused(ScanError, lambda: make(family=family, **options).shard(0))
-    assert told.replace(str(tmp_path / "text.txt"), "TEXT") == message
-
-
-@pytest.mark.parametrize("family", ["needle", "passages"])
-def test_a_sequence_depends_on_the_seed_and_its_number_alone(family: str):
-    sequences = sequences_of(family, **({"needles": 2} if family == "needle" else {"query": 4}))
-    whole = sequences.shard(0)
-    parts = Sequences(sequences.scan.model_copy(update={"sequences_per_shard": 5}), toy_info())
-    for number in (2, 0, 1):
-        shard, stop = parts.shard(number), 5 * number + 5
-        assert shard.tokens.tolist() == whole.tokens[5 * number : stop].tolist()
-        assert shard.labels == (whole.labels or [])[5 * number : stop]
-    other_seed = Sequences(sequences.scan.model_copy(update={"seed": 1}), toy_info())
-    assert other_seed.shard(0).tokens.tolist() != whole.tokens.tolist()
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from headcount.schemas.errors import ScanError
+from headcount.schemas.scans.values import Share
 from headcount.workers.inputs.corpus.text_files import read_text
 from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
 
@@ -70,7 +71,7 @@ def backcopy(
     text: str,
     triggers: int = 3,
     variant: Variant = "backcopy",
-    mix: float | None = None,
+    mix: Share | None = None,
     alphabet: Alphabet = "sorted",
 ) -> Labelled:
     """Bigram-Backcopy: characters follow the bigrams of a `text`, a trigger is followed by the
@@ -96,8 +97,6 @@ def backcopy(
             f"input.mix: expected with variant = 'interpolate' only, got mix = {mix} and variant = "
             f"{variant!r}"
         )
-    if mix is not None and not 0 <= mix <= 1:
-        raise ScanError(f"input.mix: expected a probability, 0 to 1, got {mix}")
     table = bigrams_of(text, triggers)
     ids = _ids(draw, table, text, alphabet)
     uniforms = draw.rng.random(draw.length)
@@ -119,14 +118,8 @@ def backcopy_test(
     table = bigrams_of(text, triggers)
     ids = _ids(draw, table, text, alphabet)
     others = np.flatnonzero(~table.is_trigger(np.arange(len(ids))))
-    if draw.length != len(others) + 1:
-        raise ScanError(
-            f"n_ctx: backcopy_test has {len(others) + 1} tokens besides the beginning-of-sequence "
-            f"token, the sequence has room for {draw.length}; change n_ctx by "
-            f"{len(others) + 1 - draw.length:+d}"
-        )
-    last_symbol = draw.sequence % len(ids)
-    symbols = np.append(others, last_symbol)
+    symbols = np.append(others, draw.sequence % len(ids))
+    draw.check_length("backcopy_test", len(symbols))
     return Labelled(ids[symbols], {"trigger": np.flatnonzero(table.is_trigger(symbols))})
 
 
@@ -185,7 +178,17 @@ def _bundled(triggers: int) -> Bigrams:
 def chain_of(table: Bigrams, variant: Variant = "backcopy") -> Chain:
     """The chain of a variant."""
     copies = variant in ("backcopy", "interpolate")
-    rows = _uniform_rows(table) if variant == "uniform" else table.rows
+    rows = table.rows
+    if variant == "uniform":
+        # Uniform over what can follow, but no trigger after a trigger.
+        is_trigger = table.is_trigger(np.arange(len(rows)))
+        can_follow = (rows > 0) & ~(is_trigger[:, None] & is_trigger)  # [symbol next]
+        if not can_follow.any(1).all():
+            raise ScanError(
+                "input.variant: 'uniform' needs triggers that others follow; take fewer triggers, "
+                "or another text"
+            )
+        rows = can_follow / can_follow.sum(1, keepdims=True)
     # If triggers copy, the first token is none, because it would have nothing to copy.
     first_row = table.unigram if variant in ("markov", "dormant_markov") else table.start
     cumulative = np.vstack([rows, first_row]).cumsum(1)
@@ -225,27 +228,20 @@ def follow(chain: Chain, uniforms: Array, is_copied: Array) -> list[Array]:
     return symbols
 
 
-def _uniform_rows(table: Bigrams) -> np.ndarray:
-    """`[symbol next]`, uniform over what can follow, but no trigger after a trigger."""
-    can_follow = table.rows > 0
-    is_trigger = table.is_trigger(np.arange(len(can_follow)))
-    can_follow &= ~(is_trigger[:, None] & is_trigger)  # [symbol next]
-    if not can_follow.any(1).all():
-        raise ScanError(
-            "input.variant: 'uniform' needs triggers that others follow; take fewer triggers, or "
-            "another text"
-        )
-    return can_follow / can_follow.sum(1, keepdims=True)
-
-
 def _ids(draw: Draw, table: Bigrams, text: str, alphabet: Alphabet) -> np.ndarray:
     """The token id of every symbol."""
-    if alphabet == "sorted":
-        ids = table.first_id + np.arange(len(table.unigram))
-    elif table.symbols:
-        ids = _tokens_of(draw, table.symbols, text)
-    else:
-        raise ScanError(f"input.alphabet: {text} has tokens and no characters; leave it out")
+    ids = table.first_id + np.arange(len(table.unigram))
+    if alphabet == "tokenizer":
+        if not table.symbols:
+            raise ScanError(f"input.alphabet: {text} has tokens and no characters; leave it out")
+        encoded = draw.load_tokenizer().encode_many(list(table.symbols))
+        for symbol, tokens in zip(table.symbols, encoded, strict=True):
+            if len(tokens) != 1:
+                raise ScanError(
+                    f"input.alphabet: the character {symbol!r} of {text} is {len(tokens)} tokens "
+                    "to the model's tokenizer, expected 1"
+                )
+        ids = np.array(encoded)[:, 0]
     not_ordinary = ids[~np.isin(ids, draw.ordinary)]
     if len(not_ordinary):
         first_ids = ", ".join(map(str, not_ordinary[:3])) + (" …" if len(not_ordinary) > 3 else "")
@@ -256,15 +252,3 @@ def _ids(draw: Draw, table: Bigrams, text: str, alphabet: Alphabet) -> np.ndarra
             "alphabet"
         )
     return ids
-
-
-def _tokens_of(draw: Draw, symbols: tuple[str, ...], text: str) -> np.ndarray:
-    """The token id of each character; one that is several tokens is refused."""
-    encoded = draw.load_tokenizer().encode_many(list(symbols))
-    for symbol, tokens in zip(symbols, encoded, strict=True):
-        if len(tokens) != 1:
-            raise ScanError(
-                f"input.alphabet: the character {symbol!r} of {text} is {len(tokens)} tokens to "
-                "the model's tokenizer, expected 1"
-            )
-    return np.array([tokens[0] for tokens in encoded])

@@ -26,14 +26,7 @@ last.
 """
 
 
-def _split_of_files(options: dict[str, Any]) -> str | None:
-    """Why `split` means nothing with `files`; None if it is not given."""
-    if options["files"] is None or options["split"] == "train":
-        return None
-    return "input.split: expected with a dataset only, got files; leave it out"
-
-
-@input_family(refuse=_split_of_files)
+@input_family
 def pile(
     *,
     files: str | list[str] | None = None,
@@ -62,6 +55,8 @@ def pile(
         return Corpus(
             tuple(Source("hub", dataset, 0, split, part, parts) for part in range(parts)), packing
         )
+    if split != "train":
+        raise ScanError("input.split: expected with a dataset only, got files; leave it out")
     return Corpus(_sources(files or [], PILE), packing)
 
 
@@ -87,7 +82,7 @@ def shuffled_text(*, files: str | list[str], packing: Packing = "document") -> C
 def repeated_text(
     *,
     files: str | list[str],
-    chunk: int,
+    chunk: Count,
     repeat_bos: bool = False,
     after_space: bool = False,
     packing: Packing = "document",
@@ -101,8 +96,6 @@ def repeated_text(
     * `repeat_bos`: whether that token stands before every copy.
     * `after_space`: whether the text is read with a space before it.
     """
-    if chunk < 1:
-        raise ScanError(f"input.chunk: expected 1 or more tokens, got {chunk}")
     before = " " if after_space else ""
     return Corpus(
         _sources(files, ANY_TEXT), packing, chunk=chunk, repeat_bos=repeat_bos, before=before

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headcount.schemas.errors import ScanError, counted
+from headcount.schemas.errors import ScanError
 from headcount.schemas.scans.values import Count, SubSequence, TokenId
 from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
 
@@ -29,12 +29,8 @@ def abac(
     * `second`: the position of the second A, counted with BOS at 0, even if the scan has no BOS and
       everything stands one position earlier. The source has n_ctx = 13 and `second` from 4 to 10.
     """
+    draw.check_room("abac needs", 6)
     last_second = draw.length - 2
-    if last_second < 4:
-        raise ScanError(
-            "n_ctx: abac needs 6 tokens besides the beginning-of-sequence token, got "
-            f"{draw.length}; raise n_ctx"
-        )
     if not 4 <= second <= last_second:
         raise ScanError(
             f"input.second: expected 4 to {last_second}, so that the second A and its C stand "
@@ -53,11 +49,7 @@ def induction_pos0(
     draw: Draw, *, low: TokenId = 0, high: Count | None = None, distinct: bool = True
 ) -> Labelled:
     """`A B R… A`: induction whose first A is the first token of the text (Farrell 2023)."""
-    if draw.length < 3:
-        raise ScanError(
-            "n_ctx: induction_pos0 needs 3 tokens besides the beginning-of-sequence token, got "
-            f"{draw.length}; raise n_ctx"
-        )
+    draw.check_room("induction_pos0 needs", 3)
     return _lay_out(draw, ["A", "B", *[""] * (draw.length - 3), "A"], "AB", low, high, distinct)
 
 
@@ -140,8 +132,6 @@ def _ngrams(draw: Draw, n: int, ends: str, low: int, high: int | None, distinct:
 
     `ends` has the first and the last token of each, for example "AB CD A" for `A X… B C X… D A X…`.
     """
-    if n < 2:
-        raise ScanError(f"input.n: expected 2 or more, the tokens of a sub-sequence, got {n}")
     middle = [f"X{i + 1}" for i in range(n - 2)]
     layout: list[str] = []
     # "AB" is A and B around the middle, "A" alone the question.
@@ -164,12 +154,7 @@ def _lay_out(
     A token is drawn for each of `symbols`, even if the symbol does not occur, so that families of
     one stream get the same tokens.
     """
-    if len(layout) != draw.length:
-        raise ScanError(
-            f"n_ctx: the layout has {counted(len(layout), 'token')} besides the "
-            f"beginning-of-sequence token, the sequence has room for {draw.length}; "
-            f"change n_ctx by {len(layout) - draw.length:+d}"
-        )
+    draw.check_length("the layout", len(layout))
     # All at once, so that `distinct` holds for symbols and filling together.
     drawn = draw.tokens(len(symbols) + layout.count(""), low, high, distinct)
     token_of_symbol = dict(zip(symbols, drawn, strict=False))

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import Field
 
 from headcount.schemas.errors import ScanError, counted
-from headcount.schemas.scans.values import Count, TokenId
+from headcount.schemas.scans.values import Count, Share, TokenId
 from headcount.workers.inputs.corpus.corpus import Tokenizer
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts
 from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
-
-Depth = Annotated[float, Field(ge=0, le=1)]
 
 FACT = "The lighthouse of {key} was built from {value}."
 QUESTION = "What was the lighthouse of {key} built from? The lighthouse of {key} was built from"
@@ -51,7 +48,7 @@ def needle(
     value: Count = 4,
     needles: Count = 1,
     questions: Count = 1,
-    depth: Depth | None = None,
+    depth: Share | None = None,
     text: str | None = None,
     low: TokenId = 0,
     high: Count | None = None,
@@ -75,14 +72,19 @@ def needle(
       tokens. Of a .jsonl, .parquet or .csv file (also .zst, .gz) it is a piece of one document.
       Every replica reads the whole file, so some megabytes of a corpus will do.
     """
-    lengths = (key, value)
-    haystack_length = draw.length - (needles + questions) * sum(lengths)
-    # Each needle has at least one token of haystack to stand in.
-    if haystack_length < needles:
-        raise _no_room(draw, needles, questions, draw.length - haystack_length + needles)
-    facts, haystack = _facts_and_haystack(
-        draw, (needles, *lengths), haystack_length, text, low, high
-    )
+    length = _haystack_length(draw, needles, questions, (needles + questions) * (key + value))
+    n_tokens = needles * (key + value)
+    # Needles and haystack share no token id.
+    if text is None:
+        drawn = draw.tokens(n_tokens, low, high, distinct=True)
+        haystack = draw.tokens(length, low, high, without=drawn)
+    else:
+        haystack = text_window(draw, text, length)
+        drawn = draw.tokens(n_tokens, low, high, distinct=True, without=haystack)
+    facts = [
+        Fact(before=tokens[:key], value=tokens[key:], after=tokens[:0], question=tokens[:key])
+        for tokens in drawn.reshape(needles, key + value)
+    ]
     return _lay_out(draw, haystack, facts, questions, depth)
 
 
@@ -116,7 +118,7 @@ def text_needle(
     values: list[str] | None = None,
     needles: Count = 1,
     questions: Count = 1,
-    depth: Depth | None = None,
+    depth: Share | None = None,
 ) -> Labelled:
     """A sentence in a text, then a question whose answer is in the sentence (after Kamradt 2023 and
     Wu et al. 2024, with a sentence of our own).
@@ -137,13 +139,10 @@ def text_needle(
         _fact_of_text(tokenizer, fact.replace("{key}", key), question.replace("{key}", key), value)
         for key, value in zip(key_words, value_words, strict=True)
     ]
-    lengths_of_needles = [len(fact.needle) for fact in facts]
-    lengths_of_questions = [len(fact.question) + len(fact.value) for fact in facts[:questions]]
-    haystack_length = draw.length - sum(lengths_of_needles + lengths_of_questions)
-    if haystack_length < needles:
-        raise _no_room(draw, needles, questions, draw.length - haystack_length + needles)
-    haystack = text_window(draw, text, haystack_length)
-    return _lay_out(draw, haystack, facts, questions, depth)
+    others = sum(len(fact.needle) for fact in facts)
+    others += sum(len(fact.question) + len(fact.value) for fact in facts[:questions])
+    length = _haystack_length(draw, needles, questions, others)
+    return _lay_out(draw, text_window(draw, text, length), facts, questions, depth)
 
 
 class Fact(NamedTuple):
@@ -214,76 +213,37 @@ def _fact_of_text(tokenizer: Tokenizer, sentence: str, question: str, value: str
     return Fact(*(np.array(tokenizer.encode(part), int) for part in parts))
 
 
-def _no_room(draw: Draw, needles: int, questions: int, needed: int) -> ScanError:
-    """The error of needles that do not fit into a sequence."""
-    return ScanError(
-        f"n_ctx: {counted(needles, 'needle')}, {counted(questions, 'question')} and a haystack "
-        f"need {needed} tokens besides the beginning-of-sequence token, got {draw.length}; raise "
-        "n_ctx, or take fewer or shorter ones"
-    )
-
-
-def _facts_and_haystack(
-    draw: Draw,
-    shape: tuple[int, int, int],
-    haystack_length: int,
-    text: str | None,
-    low: int,
-    high: int | None,
-) -> tuple[list[Fact], np.ndarray]:
-    """Facts of random tokens, as many and as long as `shape` says, and a haystack.
-
-    They share no token id.
-    """
-    needles, key, value = shape
-    n_tokens = needles * (key + value)
-    if text is None:
-        drawn = draw.tokens(n_tokens, low, high, distinct=True)
-        other_ids = _without(draw.ids(low, high), drawn)
-        _check_ids(other_ids, 1, f"for a haystack without the {n_tokens} of its needles")
-        haystack = draw.rng.choice(other_ids, haystack_length)
-    else:
-        haystack = text_window(draw, text, haystack_length)
-        other_ids = _without(draw.ids(low, high), haystack)
-        _check_ids(other_ids, n_tokens, "for needles, which are not in the haystack")
-        drawn = draw.rng.choice(other_ids, n_tokens, replace=False)
-    nothing = drawn[:0]
-    facts = [
-        Fact(before=tokens[:key], value=tokens[key:], after=nothing, question=tokens[:key])
-        for tokens in drawn.reshape(needles, key + value)
-    ]
-    return facts, haystack
-
-
-def _without(ids: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """The ids that are not taken."""
-    return ids[~np.isin(ids, taken)]
-
-
-def _check_ids(ids: np.ndarray, least: int, purpose: str) -> None:
-    """Refuse a choice of too few token ids."""
-    if len(ids) < least:
-        raise ScanError(
-            f"input: ordinary token ids {purpose}: expected {least} or more, got {len(ids)}; widen "
-            "low and high, or lower key, value or needles"
-        )
+def _haystack_length(draw: Draw, needles: int, questions: int, others: int) -> int:
+    """The tokens that are left for a haystack beside the `others`."""
+    what = f"{counted(needles, 'needle')}, {counted(questions, 'question')} and a haystack need"
+    # Each needle has at least one token of haystack to stand in.
+    draw.check_room(what, others + needles, ", or take fewer or shorter ones")
+    return draw.length - others
 
 
 def text_window(draw: Draw, text: str, length: int) -> np.ndarray:
     """Some tokens of a text in their order, each place of the text equally likely."""
     documents = text_tokens(text, draw.load_tokenizer())
-    windows = np.array([max(0, len(tokens) - length + 1) for tokens in documents])
-    if not windows.any():
+    windows = [max(0, len(tokens) - length + 1) for tokens in documents]
+    if not any(windows):
         longest = max(map(len, documents), default=0)
         raise ScanError(
             f"input.text: expected {length} tokens in a row, the longest text of {text} has "
             f"{longest}; lower n_ctx, or take a longer text"
         )
-    ends = np.cumsum(windows)
-    number = int(draw.rng.integers(ends[-1]))
-    document = int(np.searchsorted(ends, number, side="right"))
-    start = number - int(ends[document] - windows[document])
+    document, start = place_of(int(draw.rng.integers(sum(windows))), windows)
     return documents[document][start : start + length]
+
+
+def place_of(number: int, counts: Sequence[int]) -> tuple[int, int]:
+    """Which document holds a place of a text, and its number there; each has so many places.
+
+    >>> place_of(3, [2, 0, 5])
+    (2, 1)
+    """
+    ends = np.cumsum(counts)
+    document = int(np.searchsorted(ends, number, side="right"))
+    return document, number - int(ends[document]) + counts[document]
 
 
 @lru_cache(maxsize=4)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from headcount.schemas.errors import ScanError, counted
 from headcount.schemas.scans.values import Count, Index, TokenId
-from headcount.workers.inputs.families.needles import text_tokens
+from headcount.workers.inputs.families.needles import place_of, text_tokens
 from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
 
 Passages = Annotated[int, Field(ge=2)]
@@ -58,10 +58,15 @@ def passages(
     * `distinct`: whether no token of the passages occurs twice. Like `low` and `high`, not allowed
       with a `text`.
     """
-    lengths = _lengths(draw, passages, query)
+    what = f"{counted(passages, 'passage')} that hold a query of {counted(query, 'token')}"
+    least, advice = (passages + 1) * query, ", or lower passages or query"
+    draw.check_room(f"{what} and the query need", least, advice)
+    # The first `extra` passages are one token longer.
+    length, extra = divmod(draw.length - query, passages)
+    lengths = [length + (number < extra) for number in range(passages)]
+    ends = np.cumsum(lengths).tolist()
     if text is None:
-        tokens = draw.tokens(sum(lengths), low, high, distinct)
-        blocks = np.split(tokens, np.cumsum(lengths)[:-1])
+        blocks = np.split(draw.tokens(ends[-1], low, high, distinct), ends[:-1])
     else:
         blocks = _pieces_of_text(draw, text, lengths)
     gold_number = draw.sequence % passages if gold is None else gold
@@ -72,28 +77,11 @@ def passages(
         first = int(draw.rng.integers(len(gold_passage) - query + 1))
         question = gold_passage[first : first + query]
 
-    labels: dict[str, list[int]] = {"gold": [], "other": []}
-    start = 0
-    for number, length in enumerate(lengths):
-        label = "gold" if number == gold_number else "other"
-        labels[label] += range(start, start + length)
-        start += length
-    query_label = {"query": range(start, draw.length)}
-    return Labelled(np.concatenate([*blocks, question]), labels | query_label)
-
-
-def _lengths(draw: Draw, n_passages: int, query: int) -> list[int]:
-    """The length of each passage; together with the query they fill the sequence."""
-    # The first `extra` passages are one token longer.
-    length, extra = divmod(draw.length - query, n_passages)
-    if length < query:
-        raise ScanError(
-            f"n_ctx: {counted(n_passages, 'passage')} that hold a query of "
-            f"{counted(query, 'token')} and the query need {(n_passages + 1) * query} tokens "
-            f"besides the beginning-of-sequence token, got {draw.length}; raise n_ctx, or lower "
-            "passages or query"
-        )
-    return [length + (number < extra) for number in range(n_passages)]
+    positions = np.arange(ends[-1])
+    is_gold = (positions >= ends[gold_number] - len(gold_passage)) & (positions < ends[gold_number])
+    labels = {"gold": positions[is_gold], "other": positions[~is_gold]}
+    labels["query"] = np.arange(ends[-1], draw.length)
+    return Labelled(np.concatenate([*blocks, question]), labels)
 
 
 def _pieces_of_text(draw: Draw, text: str, lengths: list[int]) -> list[np.ndarray]:
@@ -101,19 +89,15 @@ def _pieces_of_text(draw: Draw, text: str, lengths: list[int]) -> list[np.ndarra
     longest = max(lengths)
     documents = text_tokens(text, draw.load_tokenizer())
     # Every text is cut into pieces of one length, of which some are chosen.
-    piece_ends = np.cumsum([len(tokens) // longest for tokens in documents])
-    n_pieces = int(piece_ends[-1]) if len(piece_ends) else 0
-    if n_pieces < len(lengths):
+    counts = [len(tokens) // longest for tokens in documents]
+    if sum(counts) < len(lengths):
         raise ScanError(
             f"input.text: expected {len(lengths)} pieces of {longest} tokens, {text} has "
-            f"{n_pieces}; lower n_ctx, or take a longer text"
+            f"{sum(counts)}; lower n_ctx, or take a longer text"
         )
     pieces: list[np.ndarray] = []
-    for number, length in zip(
-        draw.rng.choice(n_pieces, len(lengths), replace=False).tolist(), lengths, strict=True
-    ):
-        document = int(np.searchsorted(piece_ends, number, side="right"))
-        number_in_document = number - (int(piece_ends[document - 1]) if document else 0)
-        start = number_in_document * longest
-        pieces.append(documents[document][start : start + length])
+    numbers = draw.rng.choice(sum(counts), len(lengths), replace=False).tolist()
+    for number, length in zip(numbers, lengths, strict=True):
+        document, piece = place_of(number, counts)
+        pieces.append(documents[document][piece * longest :][:length])
     return pieces

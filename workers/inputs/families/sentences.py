@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from itertools import compress
+from typing import Any, Literal
 
 import numpy as np
 
-from headcount.schemas.errors import ScanError, counted
+from headcount.schemas.errors import ScanError
 from headcount.workers.inputs.corpus.corpus import Tokenizer
 from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
 
@@ -54,12 +56,10 @@ def ioi(
     * `names`: at least five names that are one token each in the template. By default 39 common
       first names are tried.
     """
-    chosen = _names_of(draw, order, template, names)
-    a, b = chosen.answer, chosen.subject
-    filled, labels = ((a, b, b), ("IO", "S1", "S2"))
-    if not chosen.is_abba:
-        filled, labels = ((b, a, b), ("S1", "IO", "S2"))
-    return _sentence(draw, template, names, filled, labels)
+    (a, b, *_), is_abba = _drawn_names(draw, order, template, names)
+    if is_abba:
+        return _sentence(draw, template, names, {"IO": a, "S1": b, "S2": b})
+    return _sentence(draw, template, names, {"S1": b, "IO": a, "S2": b})
 
 
 @input_family(stream="ioi", partner="ioi", refuse=_wrong_template)
@@ -71,79 +71,56 @@ def ioi_other_names(
 
     The partner is the sequence of `ioi`. The names are labelled "N1", "N2" and "N3".
     """
-    chosen = _names_of(draw, order, template, names)
-    return _sentence(draw, template, names, chosen.others, ("N1", "N2", "N3"))
+    (_, _, *others), _ = _drawn_names(draw, order, template, names)
+    return _sentence(draw, template, names, dict(zip(("N1", "N2", "N3"), others, strict=True)))
 
 
-class _Chosen(NamedTuple):
-    """The names of one sequence and of its partner."""
+def _drawn_names(
+    draw: Draw, order: Order, template: str, names: list[str] | None
+) -> tuple[list[str], bool]:
+    """The names of a sequence and of its partner, and whether the answer comes first.
 
-    answer: str
-    subject: str
-    others: tuple[str, ...]
-    is_abba: bool
-
-
-class _Fitting(NamedTuple):
-    """The names that are one token each in a template."""
-
-    names: tuple[str, ...]
-    positions: tuple[int, ...]
-    """The positions of the three names in the tokens of a sentence."""
-
-
-def _names_of(draw: Draw, order: Order, template: str, names: list[str] | None) -> _Chosen:
-    """The names of a sequence, the same for both families."""
-    fitting = _fitting(template, tuple(names or NAMES), draw.load_tokenizer()).names
-    answer, subject, *others = draw.rng.choice(fitting, NAMES_DRAWN, replace=False).tolist()
+    The same for both families.
+    """
+    fitting, _ = _fitting(template, tuple(names or NAMES), draw.load_tokenizer())
+    drawn = draw.rng.choice(fitting, NAMES_DRAWN, replace=False).tolist()
     # Drawn in every order, so that sequences of all orders have the same names.
     is_first = bool(draw.rng.random() < 0.5)
-    return _Chosen(answer, subject, tuple(others), is_first if order == "both" else order == "ABBA")
+    return drawn, is_first if order == "both" else order == "ABBA"
 
 
 def _sentence(
-    draw: Draw,
-    template: str,
-    names: list[str] | None,
-    filled: tuple[str, ...],
-    labels: tuple[str, ...],
+    draw: Draw, template: str, names: list[str] | None, name_of_label: dict[str, str]
 ) -> Labelled:
     """The tokens of a template with names, each of which has a label."""
     tokenizer = draw.load_tokenizer()
-    tokens = tokenizer.encode(_filled(template, filled))
-    if len(tokens) != draw.length:
-        raise ScanError(
-            f"n_ctx: the sentence has {counted(len(tokens), 'token')} besides the "
-            f"beginning-of-sequence token, the sequence has room for {draw.length}; "
-            f"change n_ctx by {len(tokens) - draw.length:+d}"
-        )
-    positions = _fitting(template, tuple(names or NAMES), tokenizer).positions
-    return Labelled(np.array(tokens), dict(zip(labels, positions, strict=True)))
+    tokens = tokenizer.encode(_filled(template, name_of_label.values()))
+    draw.check_length("the sentence", len(tokens))
+    _, positions = _fitting(template, tuple(names or NAMES), tokenizer)
+    return Labelled(np.array(tokens), dict(zip(name_of_label, positions, strict=True)))
 
 
 @lru_cache(maxsize=4)
-def _fitting(template: str, names: tuple[str, ...], tokenizer: Tokenizer) -> _Fitting:
-    """The names that are one token each in a template."""
+def _fitting(
+    template: str, names: tuple[str, ...], tokenizer: Tokenizer
+) -> tuple[list[str], list[int]]:
+    """The names that are one token each in a template, and the positions of the three names."""
     sentences = tokenizer.encode_many([_filled(template, (name,) * 3) for name in names])
     # A name of several tokens makes its sentence longer.
     shortest = min(map(len, sentences))
-    one_token_names = [
-        (name, tokens)
-        for name, tokens in zip(names, sentences, strict=True)
-        if len(tokens) == shortest
-    ]
+    fits = [len(tokens) == shortest for tokens in sentences]
     # The sentences differ where they have their names: at three positions if these are one token.
-    table = np.array([tokens for _, tokens in one_token_names])
+    table = np.array(list(compress(sentences, fits)))
     positions = np.flatnonzero((table != table[0]).any(0)).tolist()
-    if len(one_token_names) < NAMES_DRAWN or len(positions) != len(PLACES):
+    if len(table) < NAMES_DRAWN or len(positions) != len(PLACES):
         raise ScanError(
             f"input.names: expected {NAMES_DRAWN} or more names that the model's tokenizer takes "
             f"for one token each in {template!r}, got too few in {', '.join(names)}"
         )
-    return _Fitting(tuple(name for name, _ in one_token_names), tuple(positions))
+    return list(compress(names, fits)), positions
 
 
-def _filled(template: str, names: tuple[str, ...]) -> str:
+def _filled(template: str, names: Iterable[str]) -> str:
     """A template with its three names."""
     for place, name in zip(PLACES, names, strict=True):
         template = template.replace(place, name)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from headcount.schemas.errors import ScanError
-from headcount.schemas.scans.values import Count, TokenId, Zipf
+from headcount.schemas.scans.values import Count, Share, TokenId, Zipf
 from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
 
 
@@ -39,7 +39,7 @@ def repeated_random(
 def corrupted_repeat(
     draw: Draw,
     *,
-    rate: float,
+    rate: Share,
     replacement: int | None = None,
     period: int | None = None,
     low: TokenId = 0,
@@ -52,11 +52,9 @@ def corrupted_repeat(
     The block is the one of `repeated_random` for the same seed and sequence. Replaced positions are
     labelled "replaced".
 
-    * `rate`: a probability, 0 to 1.
+    * `rate`: a probability.
     * `replacement`: the token id in its place. Default: a random one, which may be the same again.
     """
-    if not 0 <= rate <= 1:
-        raise ScanError(f"input.rate: expected a probability, 0 to 1, got {rate}")
     period = _period(draw, period)
     tokens = np.resize(draw.tokens(period, low, high, distinct), draw.length)
     is_replaced = draw.rng.random(draw.length) < rate
@@ -83,11 +81,8 @@ def single_token_repeat(
     draw: Draw, *, token: int | None = None, low: TokenId = 0, high: Count | None = None
 ) -> np.ndarray:
     """One token, over and over: `token`, or a random one for each sequence (Gu et al. 2024)."""
-    if token is None:
-        repeated_token = draw.tokens(1, low, high)[0]
-    else:
-        repeated_token = _ordinary(draw, "token", token)
-    return np.full(draw.length, repeated_token)
+    drawn = draw.tokens(1, low, high)[0] if token is None else _ordinary(draw, "token", token)
+    return np.full(draw.length, drawn)
 
 
 @input_family
@@ -106,9 +101,6 @@ def unigram_random(
     """
     ids = draw.ids(low, high)
     weights = np.arange(1, len(ids) + 1, dtype=float) ** -exponent
-    if not weights.sum() > 0:
-        end = "" if high is None else f" and below high = {high}"
-        raise ScanError(f"input: no token to draw from low = {low} on{end}; widen low and high")
     return draw.rng.choice(ids, size=draw.length, p=weights / weights.sum())
 
 
