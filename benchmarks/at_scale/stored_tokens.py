@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from headcount.workers.inputs.store.portions import Portion, PortionReader, Position, portions_of
+from headcount.workers.inputs.store.token_files import forget_open_files
 from rich.console import Console
 
 from benchmarks.measured_on import machine
 from headcount.schemas.files.places import Place, place
 from headcount.workers.inputs.corpus.documents import Document, Reading, Record, Source
-from headcount.workers.inputs.store.portions import Portion, PortionReader, Position, portions_of
 from headcount.workers.inputs.store.preparation import PIECE_TOKENS, prepare_portion
-from headcount.workers.inputs.store.token_files import forget_open_files
 from headcount.workers.inputs.store.token_store import (
     TOKENS,
     Piece,

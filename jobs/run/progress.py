@@ -16,7 +16,7 @@ from headcount.schemas.errors import counted
 from headcount.schemas.files.commits import Commit, Failure
 
 if TYPE_CHECKING:
-    from headcount.jobs.corpus.work import CorpusProgress
+    from headcount.jobs.corpus.preparation import CorpusProgress
 
 QUIET_SECONDS = 10.0
 """Seconds between two lines if the console is not a terminal."""
@@ -92,8 +92,6 @@ def corpus_line(progress: CorpusProgress) -> str:
         parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
     if progress.seconds_left is not None:
         parts.append(f"{duration(progress.seconds_left)} left")
-    if progress.waiting:
-        parts.append("waiting for another process that prepares the same texts")
     return ", ".join(parts)
 
 

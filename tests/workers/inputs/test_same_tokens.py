@@ -32,9 +32,9 @@ from tests.toys.toy_corpora import (
     write_parquet,
 )  # fmt: skip
 
-WHOLE = (1 << 20, 1 << 20, 1 << 20)
-SMALL = (100, 7, 3)
-"""Bytes of a portion, tokens of a piece, documents of a piece."""
+WHOLE = (1 << 20, 1 << 20)
+SMALL = (100, 30)
+"""Bytes that a range of a file covers, letters of a portion."""
 
 
 @pytest.fixture(params=[WHOLE, SMALL], ids=["whole", "small"])
@@ -43,11 +43,9 @@ def cuts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     cut_all(monkeypatch, *request.param)
 
 
-def cut_all(patch: pytest.MonkeyPatch, range_bytes: int, tokens: int, documents: int) -> None:
-    for name in ("RANGE_BYTES", "COMPRESSED_RANGE_BYTES"):
-        patch.setattr(portions, name, range_bytes)
-    patch.setattr(preparation, "PIECE_TOKENS", tokens)
-    patch.setattr(preparation, "PIECE_DOCUMENTS", documents)
+def cut_all(patch: pytest.MonkeyPatch, range_bytes: int, letters: int) -> None:
+    patch.setattr(extents, "PORTION_BYTES", range_bytes)
+    patch.setattr(preparation, "PORTION_LETTERS", letters)
 
 
 GOLDEN_FILES: dict[str, list[Row]] = {
