@@ -106,19 +106,17 @@ class CorpusWork:
         """The number of the first extent that is not in the index with all its portions."""
         self.added = 0
         """Portions of that extent that are in the index."""
-        self.portions: dict[str, dict[int, Portion]] = {}
+        self.portions = self.store.portions()
         """The committed portions, by the keys of their extents and by number."""
-        self.look()
+        self._add_in_order()
 
     def look(self) -> None:
         """Take in what is committed."""
         self.portions = self.store.portions()
+        tokens_before = self.builder.place.tokens_before
         self._add_in_order()
-
-    def take(self, portion: Portion) -> None:
-        """Take in a portion that was committed now."""
-        self.portions.setdefault(portion.extent, {})[portion.number] = portion
-        self._add_in_order()
+        metrics.tokens_prepared(self.builder.place.tokens_before - tokens_before)
+        self.show()
 
     @property
     def is_done(self) -> bool:
@@ -148,31 +146,30 @@ class CorpusWork:
         return covered
 
     def _add_in_order(self) -> None:
-        """Add portions to the index, up to the first that is missing, and tell how far it is."""
-        tokens_before = self.builder.place.tokens_before
+        """Add portions to the index, up to the first that is missing."""
         while not self.is_done:
             extent = self.extents[self.frontier]
             portion = self.portions.get(extent.key, {}).get(self.added)
             if portion is None:
-                break
+                return
             self.builder.add(extent, portion)
             self.added += 1
             if portion.is_last:
                 self.frontier += 1
                 self.added = 0
+
+    def show(self) -> None:
+        """Tell how far the preparation is."""
         place = self.builder.place
-        if place.tokens_before == tokens_before:
-            return
+        share = None
         if self.builder.enough is not None and not self.builder.corpus.is_read_whole:
             share = min(1.0, self.builder.sequences / self.builder.enough)
-        else:
-            share = self.covered_bytes() / self.total_bytes if self.total_bytes else None
-        prepared = place.tokens_before - getattr(self, "tokens_before", place.tokens_before)
-        if not prepared:
-            return
-        metrics.tokens_prepared(place.tokens_before - tokens_before)
-        speed = prepared / (time.monotonic() - self.began)
-        left = place.tokens_before * (1 - share) / share / speed if share else None
+        elif self.total_bytes:
+            share = self.covered_bytes() / self.total_bytes
+        speed = left = None
+        if prepared := place.tokens_before - self.tokens_before:
+            speed = prepared / (time.monotonic() - self.began)
+            left = place.tokens_before * (1 - share) / share / speed if share else None
         self.watch(
             CorpusProgress(
                 place.documents_before, place.tokens_before, place.bad_before, share, speed, left
@@ -255,24 +252,11 @@ def prepare_here(work: CorpusWork, most: int | None = None) -> None:
     """Prepare portions until there is enough, `most` at most; the tokenizer takes all cores."""
     prepared = 0
     for extent in work.missing():
-        for portion in prepare_extent(work.store, extent, work.sequences.tokenizer):
-            work.take(portion)
+        for _ in prepare_extent(work.store, extent, work.sequences.tokenizer):
+            work.look()
             prepared += 1
             if work.is_done or prepared == most:
                 return
         if not is_whole(work.portions.get(extent.key, {})):
             # Somebody else has prepared a part of it meanwhile.
             work.look()
-
-
-def prepare(
-    sequences: Sequences,
-    corpora: Place,
-    resources: Resources | None = None,
-    watch: Watch = unwatched,
-) -> SequenceIndex:
-    """Prepare the corpus of some sequences as far as they need it; returns their index.
-
-    Ray tasks do it, or this process if there are no `resources` or no replicas.
-    """
-    return Preparation(resources, watch).prepared(sequences, corpora).index

@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import ray
 import ray.exceptions
@@ -44,43 +44,37 @@ STARTING_NOTICE = 30.0
 """Seconds without a new portion after which a line says why nothing happens."""
 
 
-@dataclass(frozen=True)
-class Node:
-    """What the driver tells a node about itself."""
-
-    code: Code
-    """The driver's code."""
-    directory: str | None
-    """The driver's directory, from which names of files are meant, if it is on this machine."""
-
-    def enter(self) -> None:
-        """Work in the driver's directory; refuse other code, which may tokenise otherwise."""
-        if self.directory is not None:
-            os.chdir(self.directory)
-        learn_fingerprint(self.code)
-        local_code = code_fingerprint()
-        if local_code != self.code.fingerprint:
-            raise RunError(
-                f"this node runs code {local_code}, the driver {self.code.fingerprint}; remove "
-                "the copy of headcount that is installed there"
-            )
-
-
 @ray.remote
 def prepare_on_node(
-    node: Node, store: TokenStore, extent: Extent, tokenizer: TextTokenizer, cores: int
+    code: Code,
+    directory: str | None,
+    store: TokenStore,
+    extent: Extent,
+    tokenizer: TextTokenizer,
+    cores: int,
 ) -> HeadcountError | None:
-    """Prepare an extent; returns why it cannot be prepared, on this node or any other."""
+    """Prepare an extent; returns why it cannot be prepared, on this node or any other.
+
+    `code` and `directory` are the driver's; names of files are meant from its directory, if it is
+    on this machine. Other code and another library may tokenise otherwise.
+    """
     try:
-        node.enter()
-        # Other tasks have the other cores.
-        use_cores(cores)
-        # One store holds the tokens of one version.
+        if directory is not None:
+            os.chdir(directory)
+        learn_fingerprint(code)
+        local_code = code_fingerprint()
+        if local_code != code.fingerprint:
+            raise RunError(
+                f"this node runs code {local_code}, the driver {code.fingerprint}; remove the copy "
+                "of headcount that is installed there"
+            )
         if tokenizer.library != store.library:
             raise RunError(
                 f"this node has {tokenizer.library}, and the driver {store.library}; install the "
                 "same version"
             )
+        # Other tasks have the other cores.
+        use_cores(cores)
         for _ in prepare_extent(store, extent, tokenizer):
             pass
     except HeadcountError as error:
@@ -96,7 +90,8 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
     is_for_replicas = resources.replicas > 0
     resources = connect(replace(resources, replicas=max(1, resources.replicas)))
     # Names of files may be relative to this directory; another machine does not have it.
-    node = Node(read_code(), None if resources.cluster else os.getcwd())
+    directory = None if resources.cluster else os.getcwd()
+    code = read_code()
     tokenizer = ray.put(work.sequences.tokenizer)
     waiting = deque(work.missing())
     extents = len(waiting)
@@ -117,7 +112,9 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
                     scheduling_strategy="SPREAD",
                     max_retries=DEATHS - 1,
                 )
-                reference = task.remote(node, work.store, extent, tokenizer, cores_of_task)
+                reference = task.remote(
+                    code, directory, work.store, extent, tokenizer, cores_of_task
+                )
                 running[reference] = extent
             ended, _ = ray.wait(list(running), num_returns=1, timeout=1.0)
             for reference in ended:

@@ -68,17 +68,17 @@ class RunCorpus:
                     f"{file}: format {content['format']}, expected {NEWEST_FORMAT}; another "
                     "version of headcount wrote it"
                 )
-            files = {
-                int(number): (Source(*source), FileState(*state))
-                for number, (source, state) in content["sources"].items()
-            }
             extents: list[tuple[Extent, tuple[Portion, ...]]] = []
-            for first, count, start, stop, size, portions, is_whole in content["extents"]:
-                sources, states = zip(*(files[first + i] for i in range(count)), strict=True)
-                extent = Extent(first, sources, states, start, stop, size)
-                last = portions - 1
+            for (first, sources, files, *others), portions, is_whole in content["extents"]:
+                extent = Extent(
+                    first,
+                    tuple(Source(*source) for source in sources),
+                    tuple(FileState(*state) for state in files),
+                    *others,
+                )
+                numbers = range(portions)
                 of_extent = (
-                    Portion(extent.key, i, is_whole and i == last) for i in range(portions)
+                    Portion(extent.key, i, is_whole and i == portions - 1) for i in numbers
                 )
                 extents.append((extent, tuple(of_extent)))
             return cls(content["store"], tuple(extents))
@@ -94,26 +94,12 @@ class RunCorpus:
 
     @property
     def content(self) -> bytes:
-        """The record as a file. A source that many extents are ranges of is named once."""
-        sources = {
-            extent.first_source + i: [astuple(source), state]
-            for extent, _ in self.extents
-            for i, (source, state) in enumerate(zip(extent.sources, extent.files, strict=True))
-        }
+        """The record as a file."""
         extents = [
-            [
-                extent.first_source,
-                len(extent.sources),
-                extent.start,
-                extent.stop,
-                extent.bytes,
-                len(portions),
-                portions[-1].is_last,
-            ]
+            [astuple(extent), len(portions), portions[-1].is_last]
             for extent, portions in self.extents
         ]
-        content: dict[str, Any] = {"format": NEWEST_FORMAT, "store": self.store}
-        content |= {"sources": sources, "extents": extents}
+        content: dict[str, Any] = {"format": NEWEST_FORMAT, "store": self.store, "extents": extents}
         return json.dumps(content, ensure_ascii=False).encode()
 
     @property

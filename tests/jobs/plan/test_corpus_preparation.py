@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 import headcount
 from headcount.jobs.corpus import preparation as corpus_preparation
-from headcount.jobs.corpus.preparation import CorpusProgress, Preparation, corpora_of, prepare
+from headcount.jobs.corpus.preparation import CorpusProgress, Preparation, corpora_of
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.resources import Resources
 from headcount.jobs.run import progress
@@ -86,7 +86,8 @@ def sequences_of(fields: dict[str, Any]) -> Sequences:
 def prepared(fields: dict[str, Any], *options: Any, **named: Any) -> SequenceIndex:
     """The index of a scan whose tokens are prepared."""
     sequences = sequences_of(fields)
-    return prepare(sequences, corpora_of(sequences.scan), *options, **named)
+    preparation = Preparation(*options, **named)
+    return preparation.prepared(sequences, corpora_of(sequences.scan)).index
 
 
 def tokens_of(index: SequenceIndex) -> list[int]:
@@ -197,7 +198,7 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
         other = sequences_of(fields)
         assert other.corpus is not None
         more.unlink()
-        told = refused(CorpusError, prepare, other, corpora_of(other.scan), resources)
+        told = refused(CorpusError, Preparation(resources).prepared, other, corpora_of(other.scan))
         assert re.fullmatch(r".*03\.jsonl: .+", told)
         assert portion_files(tmp_path) == committed
 

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from headcount.schemas.errors import CorpusError, printable
+from headcount.workers.inputs.corpus.corpus import Tokenizer
 from headcount.workers.inputs.corpus.documents import BLANK, Document, Record
 from headcount.workers.inputs.store.extents import Extent
 from headcount.workers.inputs.store.token_store import (
@@ -25,7 +26,6 @@ from headcount.workers.inputs.store.token_store import (
     Portion,
     TokenStore,
     commit_portion,
-    field_column,
     forget_open_files,
     open_portion,
     read_record,
@@ -45,14 +45,6 @@ BATCH_DOCUMENTS = 1 << 12
 
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 """Environment variable that the library tokenizers reads whenever it tokenises."""
-
-
-class Tokenizer(Protocol):
-    """What preparation needs of a tokenizer."""
-
-    def encode_many(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of several texts at once."""
-        ...
 
 
 def use_cores(cores: int) -> None:
@@ -110,9 +102,8 @@ class _Documents:
 class _Reading:
     """The documents of a portion, which are tokenised while the next ones are read."""
 
-    sources: list[int]
-    offsets: list[int]
-    documents: list[Document]
+    documents: list[tuple[int, int, Document]]
+    """As `_Documents` yields them."""
     token_ids: list[Future[list[np.ndarray]]]
     rows: int
 
@@ -122,13 +113,11 @@ def _read_portion(
 ) -> _Reading:
     """The documents of the next portion, none at the end."""
     letters_at_once = BATCH_LETTERS * _cores()
-    reading = _Reading([], [], [], [], 0)
+    reading = _Reading([], [], 0)
     texts: list[str] = []
     letters = letters_of_batch = 0
     for number, offset, document in documents:
-        reading.sources.append(number)
-        reading.offsets.append(offset)
-        reading.documents.append(document)
+        reading.documents.append((number, offset, document))
         if document.problem is None:
             texts.append(document.text)
             letters += len(document.text)
@@ -202,29 +191,13 @@ def _commit(
     nothing = np.empty(0, store.token_type.to_pandas_dtype())
     # A row that cannot be read has no tokens.
     tokens = [
-        next(token_ids) if document.problem is None else nothing for document in reading.documents
+        nothing if document.problem is not None else next(token_ids)
+        for _, _, document in reading.documents
     ]
-    columns = {
-        "source": reading.sources,
-        "row": [document.row for document in reading.documents],
-        "offset": reading.offsets,
-        "n_tokens": [
-            BAD if document.problem is not None else len(ids)
-            for document, ids in zip(reading.documents, tokens, strict=True)
-        ],
-        "content": [document.content_hash for document in reading.documents],
-        "pile_set_name": [document.pile_set_name for document in reading.documents],
-        "problem": [document.problem for document in reading.documents],
-    }
-    for i, name in enumerate(store.reading.fields):
-        # A bad document has no fields.
-        columns[field_column(name)] = [
-            document.fields[i] if document.fields else None for document in reading.documents
-        ]
     # A file that changed while it was read may have been read half old and half new.
     extent.check_unchanged()
     portion = Portion(extent.key, number, is_last)
-    commit_portion(store, extent, portion, columns, tokens, reading.rows)
+    commit_portion(store, extent, portion, reading.documents, tokens, reading.rows)
     return portion
 
 

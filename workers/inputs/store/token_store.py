@@ -41,7 +41,7 @@ from headcount.schemas.files.places import (
     reason,
     write_whole,
 )
-from headcount.workers.inputs.corpus.documents import Reading
+from headcount.workers.inputs.corpus.documents import Document, Reading
 from headcount.workers.inputs.store.extents import Extent
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
@@ -231,24 +231,36 @@ def commit_portion(
     store: TokenStore,
     extent: Extent,
     portion: Portion,
-    columns: dict[str, Sequence[Any]],
+    documents: Sequence[tuple[int, int, Document]],
     tokens: Sequence[np.ndarray],
     rows: int,
 ) -> None:
-    """Write a portion; `tokens` has an array for each document, `columns` the other columns."""
+    """Write a portion: of each document the number of its source, its offset and its tokens."""
     lengths = np.array([len(ids) for ids in tokens], np.int64)
     ends = np.cumsum(lengths)
+    is_bad = np.array([document.problem is not None for _, _, document in documents], bool)
+    columns: dict[str, Any] = {
+        "source": [source for source, _, _ in documents],
+        "row": [document.row for _, _, document in documents],
+        "offset": [offset for _, offset, _ in documents],
+        "n_tokens": np.where(is_bad, BAD, lengths).astype(np.int32),
+        "content": [document.content_hash for _, _, document in documents],
+        "pile_set_name": [document.pile_set_name for _, _, document in documents],
+        "problem": [document.problem for _, _, document in documents],
+    }
+    for i, name in enumerate(store.reading.fields):
+        # A bad document has no fields.
+        values = [document.fields[i] if document.fields else None for _, _, document in documents]
+        columns[field_column(name)] = values
+    arrays = [pa.array(columns[field.name], field.type) for field in list(store.schema)[:-1]]
     ids = pa.chunked_array([pa.array(ids) for ids in tokens], store.token_type).combine_chunks()
     offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
-    arrays = [pa.array(columns[field.name], field.type) for field in list(store.schema)[:-1]]
     lists = pa.ListArray.from_arrays(offsets, ids, type=store.schema.field("tokens").type)
     table = pa.Table.from_arrays([*arrays, lists], schema=store.schema)
     # A group begins with the first document that begins in the next `TOKENS_PER_GROUP`.
     group_of_document = (ends - lengths) // TOKENS_PER_GROUP
     bounds = [0, *(np.flatnonzero(np.diff(group_of_document)) + 1).tolist(), len(table)]
     group_ends = [0, *(int(ends[bound - 1]) if bound else 0 for bound in bounds[1:])]
-    is_bad = np.asarray(columns["n_tokens"]) == BAD
-    numbers = np.unique(np.asarray(columns["source"], np.int64)).tolist()
     record = PortionRecord(
         store=store.key,
         extent=extent.key,
@@ -266,7 +278,7 @@ def commit_portion(
                 extent.files[number].bytes,
                 extent.files[number].changed,
             )
-            for number in numbers
+            for number in sorted(set(columns["source"]))
         },
         digest=_digest_of_documents(table.drop_columns(["tokens"])),
         groups=tuple(
@@ -382,12 +394,10 @@ class PortionFile:
         try:
             # From a store a portion is fetched whole: a request takes as long as a megabyte. A file
             # of Python's own would have to be closed.
-            is_object = isinstance(self._place, StorePath)
-            content: Any = (
-                pa.BufferReader(self._place.read_bytes())
-                if is_object
-                else pa.OSFile(str(self._place))
-            )
+            if isinstance(self._place, StorePath):
+                content: Any = pa.BufferReader(self._place.read_bytes())
+            else:
+                content = pa.OSFile(str(self._place))
             self._parquet = pq.ParquetFile(content)
             self.record = _checked_record(store, portion, self._parquet.metadata)
             self._ends = np.array([end for end, _ in self.record.groups], np.int64)
@@ -409,11 +419,6 @@ class PortionFile:
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens from `start` to `stop`, as an array of the caller's own."""
-        if not 0 <= start <= stop <= self.record.tokens:
-            raise CorpusError(
-                f"{self._place}: expected tokens within 0 to {self.record.tokens:,}, got "
-                f"{start:,} to {stop:,}; the run's index is another corpus's"
-            )
         if start == stop:
             return np.empty(0, self._schema.field("tokens").type.value_type.to_pandas_dtype())
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
