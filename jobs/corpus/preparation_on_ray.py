@@ -16,7 +16,7 @@ import ray
 import ray.exceptions
 
 from headcount.jobs.cluster.ray_cluster import connect, lack_of_room, last_line
-from headcount.jobs.corpus.preparation import CorpusWork
+from headcount.jobs.corpus.work import CorpusWork
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import HeadcountError, RunError, printable
 from headcount.schemas.files.places import reason

@@ -76,11 +76,9 @@ class RunCorpus:
                     tuple(FileState(*state) for state in files),
                     *others,
                 )
-                numbers = range(portions)
-                of_extent = (
-                    Portion(extent.key, i, is_whole and i == portions - 1) for i in numbers
-                )
-                extents.append((extent, tuple(of_extent)))
+                last = portions - 1 if is_whole else -1
+                of_extent = tuple(Portion(extent.key, i, i == last) for i in range(portions))
+                extents.append((extent, of_extent))
             return cls(content["store"], tuple(extents))
         except FileNotFoundError:
             raise OtherRunError(

@@ -58,19 +58,19 @@ LETTERS = 300
 """Letters of a portion in these tests."""
 
 
-class CountingTokenizer:
+class CountingTokenizer(TextTokenizer):
     """A tokenizer of bytes that notes what it tokenises, and may be slow."""
 
-    def __init__(self, folder: Path, pause: float = 0.0) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.tokenizer = TextTokenizer(byte_tokenizer(folder), 257)
-        self.pause = pause
+        super().__init__(byte_tokenizer(folder), 257)
+        self.pause = 0.0
         self.texts: list[str] = []
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         time.sleep(self.pause * len(texts))
         self.texts += texts
-        return self.tokenizer.encode_many(texts)
+        return super().encode_many(texts)
 
 
 @dataclass
@@ -135,7 +135,7 @@ def source_of(path: Path, kind: str = "jsonl") -> Source:
 
 def corpus_of(folder: Path, *sources: Source, reading: Reading = READING) -> Corpus:
     tokenizer = CountingTokenizer(folder / "tokenizer")
-    store = TokenStore.of(folder / "corpora", tokenizer.tokenizer, reading)
+    store = TokenStore.of(folder / "corpora", tokenizer, reading)
     store.create()
     return Corpus(store, tokenizer, extents_of(sources))
 
@@ -279,7 +279,9 @@ def test_documents_keep_what_was_read_of_them(corpus: Corpus):
         }  # fmt: skip
     # Other programs read the tokens, too.
     files = f"{corpus.folder}/*.parquet"
-    of_one = duckdb.sql(f"SELECT tokens FROM '{files}' WHERE \"field:meta.year\" = 1903").fetchall()
+    of_one = duckdb.execute(
+        f"SELECT tokens FROM '{files}' WHERE \"field:meta.year\" = 1903"
+    ).fetchall()
     assert of_one == [(list(TEXTS[3].encode()),)]
 
 
@@ -410,10 +412,10 @@ def test_without_room_one_line_and_nothing_half_written(corpus: Corpus):
 
 
 def test_what_is_read_and_who_reads_it_make_the_key_of_a_store(tmp_path: Path):
-    tokenizer = CountingTokenizer(tmp_path / "a").tokenizer
+    tokenizer = CountingTokenizer(tmp_path / "a")
     readings = [READING, Reading(), Reading("body"), Reading(before=" ")]
     stores = [TokenStore.of(tmp_path, tokenizer, reading) for reading in readings]
-    other = CountingTokenizer(tmp_path / "b").tokenizer
+    other = CountingTokenizer(tmp_path / "b")
     assert TokenStore.of(tmp_path, other, READING) == stores[0]
     file = tmp_path / "b" / "tokenizer.json"
     file.write_text(file.read_text().replace("<|endoftext|>", "<|end|>"))

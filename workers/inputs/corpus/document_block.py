@@ -186,6 +186,7 @@ class DocumentBlock:
         """The tokens of the sequences `first .. end-1`, `[sequence length]`."""
         if self.packing == "document":
             return self._first_tokens(self.long_documents[first:end])
+        assert separator is not None
         start, stop = first * self.length, end * self.length
         of_first, of_last = self.documents_at(np.array([start, stop - 1])).tolist()
         documents = of_first + np.flatnonzero(self.n_tokens[of_first : of_last + 1] > 0)

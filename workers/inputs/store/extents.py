@@ -59,11 +59,6 @@ class FileState(NamedTuple):
     version: str = ""
     """Identifies what a data set holds; empty for files."""
 
-    @classmethod
-    def of(cls, source: Source) -> FileState:
-        """A source as it is now."""
-        return file_states([source])[0]
-
     def is_same_file(self, now: FileState) -> bool:
         """Whether nothing tells a file from what it was; what is not known fits everything."""
         same_content = (self.name, self.bytes) == (now.name, now.bytes)

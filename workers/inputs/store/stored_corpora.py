@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from headcount.workers.inputs.store.token_store import (
     BAD,
     STORE_FILE,
     Portion,
+    PortionRecord,
     TokenStore,
     forget_open_files,
     open_portion,
@@ -106,9 +108,11 @@ def stored_corpus(corpora: Place, key: str) -> StoredCorpus:
             problem = f"{folder / STORE_FILE}: not there"
     except RunError as error:
         problem = str(error)
-    portions = [] if store is None else [p for of in store.portions().values() for p in of.values()]
-    with ThreadPoolExecutor(READERS) as readers:
-        records = list(readers.map(lambda portion: read_record(store, portion), portions))
+    records: list[PortionRecord] = []
+    if store is not None:
+        portions = [portion for of in store.portions().values() for portion in of.values()]
+        with ThreadPoolExecutor(READERS) as readers:
+            records += readers.map(partial(read_record, store), portions)
     return StoredCorpus(
         key=key,
         store=store,
