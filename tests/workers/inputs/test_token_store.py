@@ -186,33 +186,35 @@ def kinds(folder: Path) -> dict[str, tuple[Source, list[str | None]]]:
     return found
 
 
-def test_files_of_every_kind_become_portions_of_little_and_hold_all_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.jsonl", "a.jsonl.zst", "a.jsonl.gz", "csv", "json", "parquet",
+        pytest.param("hub", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_a_file_of_any_kind_becomes_portions_that_hold_all_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    for name, (source, texts) in kinds(tmp_path / "files").items():
-        found: list[list[tuple[int, int, str | None]]] = []
-        for letters, size in ((LETTERS, 500), (1 << 20, 1 << 20)):
-            monkeypatch.setattr(preparation, "PORTION_LETTERS", letters)
-            monkeypatch.setattr(extents, "PORTION_BYTES", size)
-            corpus = corpus_of(tmp_path / f"{letters} {name}", source)
-            can_be_entered = name in ("a.jsonl", "parquet")
-            assert (len(corpus.extents) > 1) == (can_be_entered and size < 1000)
-            portions = corpus.prepare()
-            assert (len(portions) > 5) == (letters < 1000)
-            assert corpus.tokenizer.texts == TEXTS
-            found.append(corpus.rows())
-            assert [text for _, _, text in found[-1]] == texts
-            # A document more than the letters of a portion at most.
-            for portion in portions:
-                assert open_portion(corpus.store, portion).record.tokens < 2 * (letters + 100)
-        # A row of a range counts from its beginning.
-        if name != "a.jsonl":
-            rows = list(range(100))
-            if name.startswith("a.jsonl"):
-                rows = [*range(8), *range(9, 10), *range(11, 104)]
-            if name != "parquet":
-                assert [row for _, row, _ in found[0]] == rows
-            assert [row for _, row, _ in found[-1]] == rows
+    source, texts = kinds(tmp_path / "files")[name]
+    # A row of a range counts from its beginning.
+    is_range_of_lines = name == "a.jsonl"
+    rows = [*range(8), 9, *range(11, 104)] if name.startswith("a.jsonl") else list(range(100))
+    for letters, size in ((LETTERS, 500), (1 << 20, 1 << 20)):
+        monkeypatch.setattr(preparation, "PORTION_LETTERS", letters)
+        monkeypatch.setattr(extents, "PORTION_BYTES", size)
+        corpus = corpus_of(tmp_path / str(letters), source)
+        is_cut = letters == LETTERS
+        assert (len(corpus.extents) > 1) == (is_cut and name in ("a.jsonl", "parquet"))
+        portions = corpus.prepare()
+        assert (len(portions) > 5) == is_cut
+        assert corpus.tokenizer.texts == TEXTS
+        assert [text for _, _, text in corpus.rows()] == texts
+        if not is_cut or not (is_range_of_lines or name == "parquet"):
+            assert [row for _, row, _ in corpus.rows()] == rows
+        # A document more than the letters of a portion at most.
+        for portion in portions:
+            assert open_portion(corpus.store, portion).record.tokens < 2 * (letters + 100)
 
 
 def test_offsets_lead_to_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
