@@ -22,7 +22,7 @@ from headcount.schemas.files.places import Place, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.inputs.corpus.sequence_index import IndexBuilder
-from headcount.workers.inputs.corpus.sequence_reader import Origin, SequenceReader
+from headcount.workers.inputs.corpus.sequence_reader import SequenceReader
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.extents import Extent, FileState
 from headcount.workers.inputs.store.token_store import Portion
@@ -135,7 +135,9 @@ def index_continued_run(
     prepared = preparation.prepared(sequences, corpora)
     sequences.use_index(prepared.index)
     now = RunCorpus.of(prepared)
-    is_read_as = before.store == now.store and list(before.portions) == list(now.portions)
+    is_read_as = before.store == now.store and (
+        [portion for _, portion in before.portions] == [portion for _, portion in now.portions]
+    )
     if is_read_as and not prepared.changed_texts:
         return before, False
     sequences.check_index()
@@ -260,24 +262,26 @@ def _moved_sequence(
         old_tokens, old_origins = before.read(start, there)
         tokens, origins = now.read(start, there)
         for i in range(there - start):
-            old_place, old_origin = _place_and_origin(before, old_origins, i)
-            place, origin = _place_and_origin(now, origins, i)
-            if old_origin[:2] != origin[:2]:
+            # A file may lie elsewhere now.
+            (old_file, *old_origin), (file, *origin) = (
+                [values[i] for values in columns.values()] for columns in (old_origins, origins)
+            )
+            is_file_same = old_file.rpartition("/")[2] == file.rpartition("/")[2]
+            if not is_file_same or old_origin[0] != origin[0]:
+                old_place = _place_of(before, old_file, old_origin[0])
+                place = _place_of(now, file, origin[0])
                 return f"sequence {start + i:,} came from {old_place} and would come from {place}"
             if old_origin != origin or (old_tokens[i] != tokens[i]).any():
+                place = _place_of(now, file, origin[0])
                 return f"sequence {start + i:,}, which begins in {place}, would not be the same"
     if there < stop:
         return f"it held {len(before):,} sequences and holds {len(now):,}"
     return None
 
 
-def _place_and_origin(
-    reader: SequenceReader, origins: Origin, number: int
-) -> tuple[str, tuple[Any, ...]]:
-    """Where a sequence begins, for people, and its origin with the name of the file alone."""
-    file, *others = (values[number] for values in origins.values())
-    (source,) = {source for source in reader.corpus.sources if source.name == file}
-    return source.place_of(others[0]), (source.file_name, *others)
+def _place_of(reader: SequenceReader, file: str, row: int) -> str:
+    """Where a sequence begins, for people."""
+    return next(source for source in reader.corpus.sources if source.name == file).place_of(row)
 
 
 def _moved_counts(before: np.ndarray | None, now: np.ndarray | None) -> str | None:

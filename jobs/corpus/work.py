@@ -13,7 +13,7 @@ from headcount.workers.inputs.corpus.file_content import content_bytes_of
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.extents import Extent, extents_of
 from headcount.workers.inputs.store.preparation import PORTION_LETTERS, is_whole, prepare_extent
-from headcount.workers.inputs.store.token_store import TokenStore, read_documents
+from headcount.workers.inputs.store.token_store import Portion, TokenStore, read_documents
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,12 @@ class CorpusWork:
         """The committed portions, by the keys of their extents and by number."""
         self._add_in_order()
 
-    def look(self) -> None:
-        """Take in what is committed."""
-        self.portions = self.store.portions()
+    def look(self, committed: Portion | None = None) -> None:
+        """Take in a portion that was committed now, or all that are in the store."""
+        if committed is None:
+            self.portions = self.store.portions()
+        else:
+            self.portions.setdefault(committed.extent, {})[committed.number] = committed
         tokens_before = self.builder.place.tokens_before
         self._add_in_order()
         metrics.tokens_prepared(self.builder.place.tokens_before - tokens_before)
@@ -142,8 +145,8 @@ def prepare_here(work: CorpusWork, most: int | None = None) -> None:
     """Prepare portions until there is enough, `most` at most; the tokenizer takes all cores."""
     prepared = 0
     for extent in work.missing():
-        for _ in prepare_extent(work.store, extent, work.sequences.tokenizer):
-            work.look()
+        for portion in prepare_extent(work.store, extent, work.sequences.tokenizer):
+            work.look(portion)
             prepared += 1
             if work.is_done or prepared == most:
                 return

@@ -134,9 +134,6 @@ def _read_portion(
 
 def prepare_extent(store: TokenStore, extent: Extent, tokenizer: Tokenizer) -> Iterator[Portion]:
     """Commit what is missing of an extent, portion by portion; yields each that is committed."""
-    committed = store.portions().get(extent.key, {})
-    if is_whole(committed):
-        return
     documents = _Documents(extent, store)
     id_type = store.token_type.to_pandas_dtype()
     tokenising = ThreadPoolExecutor(1)
@@ -149,11 +146,12 @@ def prepare_extent(store: TokenStore, extent: Extent, tokenizer: Tokenizer) -> I
         unfinished: tuple[int, _Reading] | None = None
         for number in count():
             following: _Reading | None = None
+            there = store.find(extent.key, number)
             try:
-                if number in committed:
-                    documents.skip(read_record(store, committed[number]).documents)
-                else:
+                if there is None:
                     following = _read_portion(documents, tokenised)
+                elif not there.is_last:
+                    documents.skip(read_record(store, there).documents)
             except CorpusError:
                 # It cannot be read further. What lies before that place is kept.
                 if unfinished is not None:
@@ -166,7 +164,7 @@ def prepare_extent(store: TokenStore, extent: Extent, tokenizer: Tokenizer) -> I
                 unfinished[1].rows = following.rows
             if unfinished is not None:
                 yield _commit(store, extent, *unfinished, is_last=is_end)
-            if is_end or (number in committed and committed[number].is_last):
+            if is_end or (there is not None and there.is_last):
                 return
             unfinished = following and (number, following)
     finally:

@@ -184,6 +184,14 @@ class TokenStore:
             ) from None
         return found
 
+    def find(self, extent: str, number: int) -> Portion | None:
+        """A portion of an extent if it is committed. A large store is not listed for it."""
+        for is_last in (False, True):
+            portion = Portion(extent, number, is_last)
+            if (self.folder / portion.file_name).is_file():
+                return portion
+        return None
+
     def forget(self, portions: Iterable[Portion]) -> None:
         """Delete portions, so that they are prepared again."""
         for portion in portions:
