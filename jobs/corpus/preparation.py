@@ -28,7 +28,7 @@ FOLDER = "corpora"
 """Directory of the token stores, beside the runs."""
 
 LEAST_BYTES_ON_RAY = 1 << 24
-"""Fewer stored bytes are prepared in this process: that takes 10 s on a core, and Ray's processes
+"""Fewer bytes of text are prepared in this process: that takes 10 s on a core, and Ray's processes
 several to start.
 """
 
@@ -78,7 +78,8 @@ class Preparation:
             work.show()
             resources = self.resources
             on_ray = resources is not None and (resources.replicas or resources.ray_prepares)
-            if on_ray and sum(extent.bytes for extent in work.missing()) >= LEAST_BYTES_ON_RAY:
+            bytes_missing = sum(extent.bytes for extent in work.missing())
+            if on_ray and min(bytes_missing, work.letters_wanted()) >= LEAST_BYTES_ON_RAY:
                 # Ray takes a second to import, and most commands that prepare nothing do without.
                 from headcount.jobs.corpus.preparation_on_ray import prepare_on_ray
 

@@ -21,7 +21,7 @@ from headcount.jobs.resources import Resources
 from headcount.schemas.errors import HeadcountError, RunError, printable
 from headcount.schemas.files.places import reason
 from headcount.workers.inputs.store.extents import Extent
-from headcount.workers.inputs.store.preparation import prepare_extent, use_cores
+from headcount.workers.inputs.store.preparation import PORTION_LETTERS, prepare_extent, use_cores
 from headcount.workers.inputs.store.token_store import TokenStore
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from headcount.workers.provenance.code_fingerprint import (
@@ -101,10 +101,12 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
         while (waiting or running) and not work.is_done:
             nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
             cores = max(1, int(sum(nodes)))
-            # A file that is read from its beginning is one task, which has cores of its own.
-            cores_of_task = max(1, min(cores // extents, int(max(nodes, default=1))))
+            # No more tasks than the scan probably needs. A file that is read from its beginning is
+            # one task, which then has several cores.
+            tasks = min(extents, 1 + work.letters_wanted() // PORTION_LETTERS)
+            cores_of_task = max(1, min(int(cores // tasks), int(max(nodes, default=1))))
             # As many again wait, so that a cluster sees that it may grow.
-            while waiting and len(running) < 2 * cores // cores_of_task:
+            while waiting and len(running) < min(tasks, 2 * cores // cores_of_task):
                 extent = waiting.popleft()
                 task = prepare_on_node.options(
                     num_cpus=cores_of_task,

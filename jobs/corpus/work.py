@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.extents import Extent, extents_of
 from headcount.workers.inputs.store.preparation import PORTION_LETTERS, is_whole, prepare_extent
 from headcount.workers.inputs.store.token_store import Portion, TokenStore, read_documents
+
+LETTERS_PER_TOKEN = 4
+"""About how long a token is."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,13 @@ class CorpusWork:
             for extent in self.extents[self.frontier :]
             if not is_whole(self.portions.get(extent.key, {}))
         ]
+
+    def letters_wanted(self) -> float:
+        """About how many letters of text the scan still needs, if it takes every document."""
+        if self.builder.enough is None or self.builder.corpus.is_read_whole:
+            return math.inf
+        missing = self.builder.enough - self.builder.sequences
+        return missing * self.builder.length * LETTERS_PER_TOKEN
 
     def covered_bytes(self) -> float:
         """About how many stored bytes the portions in the index are made of."""

@@ -526,7 +526,7 @@ def test_lists_what_is_stored_and_what_was_left_out_of_each_file(
     corpora, key = corpus.folder.parent, corpus.store.key
     [stored] = stored_corpora(corpora)
     assert (stored.key, stored.store, stored.problem) == (key, corpus.store, None)
-    assert (stored.portions, stored.documents, stored.bad) == (len(portions), 204, 2)
+    assert (stored.documents, stored.bad) == (204, 2)
     tokens = len("".join(TEXTS).encode())
     assert stored.tokens == 2 * tokens + 3
     assert stored.bytes == sum(map(len, corpus.files().values()))

@@ -51,7 +51,6 @@ class StoredCorpus:
     store: TokenStore | None
     problem: str | None
     """Why there is no store: another version, or a broken description."""
-    portions: int
     documents: int
     """Bad ones included."""
     tokens: int
@@ -70,8 +69,6 @@ class StoredFile:
     """Path or address."""
     bytes: int
     """Its size when it was prepared; 0 for a data set."""
-    changed: datetime | None
-    """When it had been changed last; None if that is not known."""
     documents: int = 0
     """Bad ones included."""
     tokens: int = 0
@@ -117,7 +114,6 @@ def stored_corpus(corpora: Place, key: str) -> StoredCorpus:
         key=key,
         store=store,
         problem=problem,
-        portions=len(records),
         documents=sum(record.documents for record in records),
         tokens=sum(record.tokens for record in records),
         bad=sum(record.bad for record in records),
@@ -141,9 +137,8 @@ def stored_files(corpora: Place, key: str) -> list[StoredFile]:
             if start not in parts or parts[start][0].documents < part.documents:
                 parts[start] = part, stop
     files: list[StoredFile] = []
-    for (_, name, size, changed), parts in sorted(found.items(), key=lambda item: item[0][1]):
-        time = datetime.fromtimestamp(changed / 1e9, UTC) if changed else None
-        stored = StoredFile(name, size, time)
+    for (_, name, size, _), parts in sorted(found.items(), key=lambda item: item[0][1]):
+        stored = StoredFile(name, size)
         end: int | None = 0
         for start in sorted(parts):
             part, stop = parts[start]
@@ -174,7 +169,7 @@ def _parts_of(
             of_file = documents.slice(first, end - first)
             n_tokens = values_of(of_file["n_tokens"])
             files[int(number)] = kind, name, size, changed
-            part = parts.setdefault(int(number), StoredFile(name, size, None))
+            part = parts.setdefault(int(number), StoredFile(name, size))
             part.documents += len(n_tokens)
             part.tokens += int(np.maximum(n_tokens, 0).sum())
             part.bad += int((n_tokens == BAD).sum())
