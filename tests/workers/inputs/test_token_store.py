@@ -540,6 +540,8 @@ def test_lists_what_is_stored_and_what_was_left_out_of_each_file(
     assert files["bad.jsonl"].problems == [f"{bad}, line 3 (text is int, expected a string)"]
     offset = large.read_bytes().index(b"\n{\n") + 2
     assert files["large.jsonl"].problems == [f"{large}, byte {offset:,} (invalid JSON)"]
+    (corpus.folder / portions[0].file_name).write_bytes(b"")
+    assert f"{portions[0].file_name}: cannot be read" in str(stored_corpus(corpora, key).problem)
     (corpus.folder / "store.json").write_text("{")
     assert "not the description" in str(stored_corpus(corpora, key).problem)
     with pytest.raises(RunError, match=f"did you mean '{key}'"):

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.fs as pafs
 
-from headcount.schemas.errors import RunError, printable, unknown
+from headcount.schemas.errors import CorpusError, RunError, printable, unknown
 from headcount.schemas.files.places import Place, names, reason, stats
 from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.inputs.store.preparation import is_whole
@@ -50,7 +50,7 @@ class StoredCorpus:
     """Its name in the folder."""
     store: TokenStore | None
     problem: str | None
-    """Why there is no store: another version, or a broken description."""
+    """What cannot be read of it: another version, a broken description, a damaged portion."""
     documents: int
     """Bad ones included."""
     tokens: int
@@ -99,17 +99,18 @@ def stored_corpus(corpora: Place, key: str) -> StoredCorpus:
         listed = folder.filesystem.get_file_info(pafs.FileSelector(folder.key))
         files = [(info.size or 0, info.mtime) for info in listed]
     store = problem = None
+    records: list[PortionRecord] = []
     try:
         store = TokenStore.read(folder)
         if store is None:
             problem = f"{folder / STORE_FILE}: not there"
-    except RunError as error:
+        else:
+            extents = store.portions().values()
+            portions = [portion for extent in extents for portion in extent.values()]
+            with ThreadPoolExecutor(READERS) as readers:
+                records += readers.map(partial(read_record, store), portions)
+    except (RunError, CorpusError) as error:
         problem = str(error)
-    records: list[PortionRecord] = []
-    if store is not None:
-        portions = [portion for of in store.portions().values() for portion in of.values()]
-        with ThreadPoolExecutor(READERS) as readers:
-            records += readers.map(partial(read_record, store), portions)
     return StoredCorpus(
         key=key,
         store=store,
@@ -160,11 +161,12 @@ def _parts_of(
     """What the portions of an extent hold of each file, and where the extent begins and ends."""
     parts: dict[int, StoredFile] = {}
     files: dict[int, tuple[str, str, int, int]] = {}
-    opened = [open_portion(store, portions[number]) for number in sorted(portions)]
-    for portion in opened:
-        documents = portion.documents()
+    record = read_record(store, portions[max(portions)])
+    for portion in sorted(portions.values()):
+        file = open_portion(store, portion)
+        documents = file.documents()
         sources = values_of(documents["source"])
-        for number, (kind, name, size, changed) in portion.record.files.items():
+        for number, (kind, name, size, changed) in file.record.files.items():
             first, end = np.searchsorted(sources, [int(number), int(number) + 1])
             of_file = documents.slice(first, end - first)
             n_tokens = values_of(of_file["n_tokens"])
@@ -177,12 +179,11 @@ def _parts_of(
             bad = of_file.filter(of_file["problem"].is_valid()).slice(0, LISTED_PROBLEMS)
             for row in bad.select(["row", "offset", "problem"]).to_pylist():
                 place = Source(kind, name, size).place_of(row["row"])
-                if portion.record.start:
+                if record.start:
                     # How many lines lie before the range is not known here.
                     unit = "row" if kind == "parquet" else "byte"
                     place = f"{printable(name)}, {unit} {row['offset'] + 1:,}"
                 part.problems.append(f"{place} ({printable(row['problem'])})")
-    record = opened[-1].record
     for number, part in parts.items():
         # A source is read to its end if a later one is begun.
         part.whole = is_whole(portions) or number < max(parts)
