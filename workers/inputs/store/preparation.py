@@ -5,24 +5,27 @@ preparation that is killed loses the portions in hand. The next one reads past w
 without parsing it.
 """
 
+# pyarrow has no types.
+# pyright: basic
+
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, islice, zip_longest
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from headcount.schemas.errors import CorpusError, printable
 from headcount.workers.inputs.corpus.corpus import Tokenizer
 from headcount.workers.inputs.corpus.documents import BLANK, Document, Record
 from headcount.workers.inputs.store.extents import Extent
 from headcount.workers.inputs.store.token_store import (
-    BAD,
     Portion,
     TokenStore,
     commit_portion,
@@ -216,7 +219,7 @@ def damaged_portions(store: TokenStore, extent: Extent) -> tuple[dict[Portion, s
     for _, portion in sorted(store.portions().get(extent.key, {}).items()):
         try:
             file = open_portion(store, portion)
-            table = file.documents().select(["source", "row", "content", "n_tokens"])
+            table = file.documents()
             file.tokens(0, file.record.tokens)
         except CorpusError as error:
             damages[portion] = str(error)
@@ -226,7 +229,7 @@ def damaged_portions(store: TokenStore, extent: Extent) -> tuple[dict[Portion, s
             except CorpusError:
                 # Nothing says which texts the portions behind it hold.
                 break
-        difference = _difference(documents, zip(*table.to_pydict().values(), strict=True))
+        difference = _difference(documents, table)
         if difference is None and portion.is_last and (more := next(iter(documents), None)):
             place = _place(extent, more[0], more[2].row)
             difference = f"{place}: was not there when the corpus was tokenised"
@@ -236,22 +239,21 @@ def damaged_portions(store: TokenStore, extent: Extent) -> tuple[dict[Portion, s
     return damages, is_text_changed
 
 
-def _difference(documents: _Documents, stored: Iterable[tuple[int, int, int, int]]) -> str | None:
+def _difference(documents: _Documents, table: pa.Table) -> str | None:
     """The first document of a portion that is not as the files have it now. All are read."""
-    difference: str | None = None
-    for source, row, content, n_tokens in stored:
-        found = next(iter(documents), None)
-        if difference is not None:
-            continue
-        if found is None:
-            difference = f"{_place(documents.extent, source, row)}: is not there any more"
-            continue
-        number, _, document = found
-        now = number, document.row, document.content_hash, document.problem is not None
-        if now != (source, row, content, n_tokens == BAD):
-            place = _place(documents.extent, number, document.row)
-            difference = f"{place}: is not what was tokenised"
-    return difference
+    columns = [table[name].to_pylist() for name in ("source", "row", "content")]
+    stored = zip(*columns, table["problem"].is_valid().to_pylist(), strict=True)
+    now = [
+        (number, document.row, document.content_hash, document.problem is not None)
+        for number, _, document in islice(documents, len(table))
+    ]
+    differing = ((old, new) for old, new in zip_longest(stored, now) if old != new)
+    old, new = next(differing, (None, None))
+    if old is None:
+        return None
+    number, row = (new or old)[:2]
+    why = "is not what was tokenised" if new else "is not there any more"
+    return f"{_place(documents.extent, number, row)}: {why}"
 
 
 def _place(extent: Extent, number: int, row: int) -> str:
