@@ -24,7 +24,7 @@ from transformers.models.granite_swa import GraniteSWAConfig
 
 from benchmarks.measured_on import machine, measured_now
 from benchmarks.page import Json, grid, hardware
-from headcount.jobs.corpus.preparation import prepare
+from headcount.jobs.corpus.preparation import HERE
 from headcount.schemas.scans.precision import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import STATISTICS
@@ -196,7 +196,7 @@ def measure_case(fields: dict[str, Any], sequences: int, precisions: Sequence[st
     source = Sequences(parse_scan(fields), info)
     with tempfile.TemporaryDirectory() as corpora:
         if source.corpus is not None:
-            source.use_index(prepare(source, Path(corpora)))
+            source.use_index(HERE.prepared(source, Path(corpora)).index)
         shard = source.shard(0)
 
     def measure(precision: str) -> dict[str, np.ndarray]:

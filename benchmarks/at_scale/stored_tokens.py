@@ -1,9 +1,9 @@
 """How fast a token store is written and read: `python -m benchmarks.at_scale.stored_tokens`.
 
-* What share of preparation is tokenising, and how near is it to the tokenizer alone?
+* How near is preparation to the tokenizer alone?
 * How many bytes does a token take?
-* How long does a new process take to read one sequence from the middle of a piece?
-* How fast is a piece read forward, and how much slower than a plain read of its file?
+* How long does a new process take to read one sequence from the middle of a portion?
+* How fast is a portion read forward, and how long does a sequence of random documents take?
 
 Reading is measured on a disk and on the S3 server of the tests, which is a process of this machine.
 Seconds are those that this process uses a core, so other work on the machine does not count. With
@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,15 +30,16 @@ from rich.console import Console
 
 from benchmarks.measured_on import machine
 from headcount.schemas.files.places import Place, place
-from headcount.workers.inputs.corpus.documents import Document, Reading, Record, Source
-from headcount.workers.inputs.store.portions import Portion, PortionReader, Position, portions_of
-from headcount.workers.inputs.store.preparation import PIECE_TOKENS, prepare_portion
-from headcount.workers.inputs.store.token_files import forget_open_files
+from headcount.workers.inputs.corpus.documents import Reading, Source
+from headcount.workers.inputs.store.extents import extents_of
+from headcount.workers.inputs.store.preparation import prepare_extent
 from headcount.workers.inputs.store.token_store import (
-    TOKENS,
-    Piece,
+    Portion,
     TokenStore,
-    commit_piece,
+    forget_open_files,
+    open_portion,
+    read_documents,
+    read_record,
     read_tokens,
 )
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
@@ -51,9 +51,12 @@ SEQUENCE = 1024
 """Tokens of a sequence that is looked for."""
 
 SHARD = 64 * SEQUENCE
-"""Tokens that are read at once when a piece is read forward."""
+"""Tokens that are read at once when a portion is read forward."""
 
-ATTEMPTS = 5
+COPIES = 5
+"""How often the text of the corpus is written into the file whose portion is read: a whole one."""
+
+ATTEMPTS = 3
 
 Result = TypeVar("Result")
 
@@ -71,10 +74,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         corpora = Path(folder)
         tokenizer = TextTokenizer(options.tokenizer, 50257)
-        results["preparation"], tokens = measure_preparation(options.corpus, tokenizer, corpora)
-        results["disk"] = measure_reading(corpora / "disk", tokenizer, tokens)
+        file = min(options.corpus.glob("*.jsonl.zst"))
+        results["preparation"] = measure_preparation(file, tokenizer, corpora)
+        # Frames of zstd one after the other are one file.
+        large = corpora / "large.jsonl.zst"
+        large.write_bytes(file.read_bytes() * COPIES)
+        results["disk"] = measure_reading(corpora / "disk", tokenizer, large)
         with store_server():
-            results["store"] = measure_reading(place("s3://bucket/corpora"), tokenizer, tokens)
+            results["store"] = measure_reading(place("s3://bucket/corpora"), tokenizer, large)
     if options.json:
         print(json.dumps(results, indent=1))
         return
@@ -86,42 +93,32 @@ def main() -> None:
             console.print(f"  {name}: {shown}")
 
 
-def measure_preparation(
-    folder: Path, tokenizer: TextTokenizer, corpora: Path
-) -> tuple[dict[str, float], np.ndarray]:
-    """Seconds of each step of preparing the first .jsonl.zst file of a folder, and its tokens."""
-    file = min(folder.glob("*.jsonl.zst"))
-    [portion] = portions_of([Source("jsonl", str(file), file.stat().st_size)])
-    reading = Reading()
-    read_seconds, records = timed(lambda: list(PortionReader(portion, reading)))
-    parse_seconds, documents = timed(lambda: parsed(portion, records, reading))
-    hash_seconds, _ = timed(lambda: [document.content_hash for document in documents])
-    texts = [document.text for document in documents]
-    tokenizer_seconds: list[float] = []
+def prepared(corpora: Place, tokenizer: TextTokenizer, file: Path) -> tuple[TokenStore, Portion]:
+    """The first portion of a file, in a store that does not have it yet."""
+    store = TokenStore.of(corpora, tokenizer, Reading())
+    (extent,) = extents_of([Source("jsonl", str(file), file.stat().st_size)])
+    return store, next(prepare_extent(store, extent, tokenizer))
+
+
+def measure_preparation(file: Path, tokenizer: TextTokenizer, corpora: Path) -> dict[str, float]:
+    """Seconds of preparing a file, and of the tokenizer alone."""
+    source = Source("jsonl", str(file), file.stat().st_size)
+    texts = [document.text for document in source.documents(Reading())]
+    alone: list[float] = []
     seconds: list[float] = []
+    tokens = 0
     # In turn, so that both have the same share of quiet and busy moments.
     for attempt in range(ATTEMPTS):
-        tokenizer_seconds.append(timed(lambda: in_batches(tokenizer, texts))[0])
-        store = TokenStore.of(corpora / str(attempt), tokenizer, reading)
-        seconds.append(timed(partial(prepare_portion, store, portion, tokenizer))[0])
-    [piece] = store.pieces(portion)
-    tokens = read_tokens(store, piece, 0, piece.tokens)
-    figures = {
-        "tokens": len(tokens),
-        "tokens per second": len(tokens) / min(seconds),
-        "share of the tokenizer alone": min(tokenizer_seconds) / min(seconds),
-        "seconds": min(seconds),
-        "seconds of the tokenizer alone": min(tokenizer_seconds),
-        "seconds of reading and decompressing": read_seconds,
-        "seconds of parsing": parse_seconds,
-        "seconds of hashing": hash_seconds,
+        alone.append(timed(lambda: in_batches(tokenizer, texts))[0])
+        began = time.process_time()
+        store, portion = prepared(corpora / str(attempt), tokenizer, file)
+        seconds.append(time.process_time() - began)
+        tokens = read_record(store, portion).tokens
+    return {
+        "tokens": tokens,
+        "tokens per second": tokens / min(seconds),
+        "share of the tokenizer alone": min(alone) / min(seconds),
     }
-    return figures, tokens
-
-
-def parsed(portion: Portion, records: list[tuple[int, Record]], reading: Reading) -> list[Document]:
-    """The documents of some records."""
-    return [portion.sources[number].document_of(record, reading) for number, record in records]
 
 
 def in_batches(tokenizer: TextTokenizer, texts: list[str]) -> None:
@@ -130,64 +127,45 @@ def in_batches(tokenizer: TextTokenizer, texts: list[str]) -> None:
         tokenizer.encode_many(texts[start : start + 170])
 
 
-def measure_reading(
-    corpora: Place, tokenizer: TextTokenizer, tokens: np.ndarray
-) -> dict[str, float]:
-    """How fast a piece of the largest size is written, found and read, at one place."""
-    store = TokenStore.of(corpora, tokenizer, Reading())
+def measure_reading(corpora: Place, tokenizer: TextTokenizer, large: Path) -> dict[str, float]:
+    """How fast a portion is found and read, at one place."""
     clock = time.process_time if isinstance(corpora, Path) else time.perf_counter
-    portion = Portion(0, (), ())
-    end = Position(1)
-    piece = Piece(portion.key, Position(), end, True, 1, PIECE_TOKENS, 0)
-    content = np.resize(tokens, PIECE_TOKENS).astype(store.token_type.to_pandas_dtype())
-    documents = {
-        "source": [0],
-        "row": [0],
-        "n_tokens": [PIECE_TOKENS],
-        "content": [0],
-        "pile_set_name": [None],
-        "problem": [None],
-    }
-
-    write_seconds, _ = timed(
-        lambda: commit_piece(store, portion, piece, [content], documents), clock
-    )
-
-    # The same file read by this store and as plain bytes; the difference is what the format costs.
-    file = store.folder / portion.key / (piece.name + TOKENS)
-    plain_seconds = min(timed(file.read_bytes, clock)[0] for _ in range(ATTEMPTS))
+    store, portion = prepared(corpora, tokenizer, large)
+    record = read_record(store, portion)
+    file = store.folder / portion.file_name
     forward_seconds = min(
-        timed(lambda: read_forward(store, piece), clock)[0] for _ in range(ATTEMPTS)
+        timed(lambda: read_forward(store, portion, record.tokens), clock)[0]
+        for _ in range(ATTEMPTS)
     )
-    listing_seconds = min(timed(lambda: store.pieces(portion), clock)[0] for _ in range(ATTEMPTS))
-
-    # One sequence: in a new process, and in this one with nothing open.
-    seeks = [cold_seek(store, piece, seed, clock.__name__) for seed in range(ATTEMPTS)]
-    rng = np.random.default_rng(0)
-    starts = rng.integers(0, PIECE_TOKENS - SEQUENCE, 100)
+    listing_seconds = min(timed(store.portions, clock)[0] for _ in range(ATTEMPTS))
     forget_open_files()
-    random_seconds, _ = timed(
-        lambda: [read_tokens(store, piece, int(start), int(start) + SEQUENCE) for start in starts],
-        clock,
-    )
+    document_seconds = timed(lambda: read_documents(store, portion), clock)[0]
+    seeks = [cold_seek(store, portion, record.tokens, seed, clock) for seed in range(ATTEMPTS)]
+    starts = np.random.default_rng(0).integers(0, record.tokens - SEQUENCE, 100).tolist()
+
+    def read_anywhere() -> None:
+        for start in starts:
+            # Nothing is kept decoded, as if each were in another portion.
+            open_portion(store, portion)._decoded.clear()
+            read_tokens(store, portion, start, start + SEQUENCE)
 
     return {
-        "bytes per token": len(file.read_bytes()) / PIECE_TOKENS,
-        "million tokens per second written": PIECE_TOKENS / write_seconds / 1e6,
-        "million tokens per second read forward": PIECE_TOKENS / forward_seconds / 1e6,
-        "times as long as a plain read of the file": forward_seconds / plain_seconds,
+        "tokens": record.tokens,
+        "bytes per token": len(file.read_bytes()) / record.tokens,
+        "million tokens per second read forward": record.tokens / forward_seconds / 1e6,
+        "milliseconds for the documents of a portion": document_seconds * 1e3,
         "milliseconds for a sequence, cold process": min(seek for seek, _ in seeks) * 1e3,
         "milliseconds of imports before it": min(imports for _, imports in seeks) * 1e3,
-        "milliseconds for a random sequence": random_seconds / len(starts) * 1e3,
-        "milliseconds for listing the pieces": listing_seconds * 1e3,
+        "milliseconds for a random sequence": timed(read_anywhere, clock)[0] * 1e3 / len(starts),
+        "milliseconds for listing the portions": listing_seconds * 1e3,
     }
 
 
-def read_forward(store: TokenStore, piece: Piece) -> None:
-    """Read a piece shard by shard, nothing of it being open or decoded before."""
+def read_forward(store: TokenStore, portion: Portion, tokens: int) -> None:
+    """Read a portion shard by shard, nothing of it being open or decoded before."""
     forget_open_files()
-    for start in range(0, piece.tokens, SHARD):
-        read_tokens(store, piece, start, min(start + SHARD, piece.tokens))
+    for start in range(0, tokens, SHARD):
+        read_tokens(store, portion, start, min(start + SHARD, tokens))
 
 
 COLD = """
@@ -196,19 +174,21 @@ clock = getattr(time, sys.argv[2])
 begin = clock()
 from headcount.workers.inputs.store.token_store import read_tokens
 import pyarrow.fs
-store, piece, start, stop = pickle.loads(bytes.fromhex(sys.argv[1]))
+store, portion, start, stop = pickle.loads(bytes.fromhex(sys.argv[1]))
 imported = clock()
-tokens = read_tokens(store, piece, start, stop)
+tokens = read_tokens(store, portion, start, stop)
 print(clock() - imported, imported - begin, len(tokens))
 """
 
 
-def cold_seek(store: TokenStore, piece: Piece, seed: int, clock: str) -> tuple[float, float]:
+def cold_seek(
+    store: TokenStore, portion: Portion, tokens: int, seed: int, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Seconds in which a new process reads one sequence, and seconds of its imports before."""
-    start = int(np.random.default_rng(seed).integers(0, piece.tokens - SEQUENCE))
-    argument = pickle.dumps((store, piece, start, start + SEQUENCE)).hex()
+    start = int(np.random.default_rng(seed).integers(0, tokens - SEQUENCE))
+    argument = pickle.dumps((store, portion, start, start + SEQUENCE)).hex()
     output = subprocess.run(
-        [sys.executable, "-c", COLD, argument, clock],
+        [sys.executable, "-c", COLD, argument, clock.__name__],
         cwd=Path(__file__).parent.parent.parent,
         capture_output=True,
         text=True,

@@ -100,9 +100,10 @@ def prepare(
         counted(index.documents, "document"),
         counted(index.tokens, "token"),
     ]
-    bad = sum(piece.bad for piece in index.pieces)
-    if bad:
-        parts.append(counted(bad, "bad row"))
+    if index.bad:
+        parts.append(counted(index.bad, "bad row"))
+    if index.unmeasured:
+        parts.append(f"{counted(index.unmeasured, 'token')} at portions' ends not measured")
     say(console, f"{', '.join(parts)}, in {duration(time.monotonic() - began)}")
     # A script reads the place from stdout; people read the line on stderr.
     print(index.store.folder)
@@ -159,7 +160,7 @@ def show(key: Key, corpora: CorporaOption = DEFAULT) -> None:
     from headcount.schemas.files.places import absolute
     from headcount.workers.inputs.store.stored_corpora import stored_files
 
-    rows = [("file", "size", "documents", "tokens", "bad", "prepared")]
+    rows = [("file", "size", "documents", "tokens", "bad", "empty", "prepared")]
     problems: list[str] = []
     for file in stored_files(absolute(corpora), _full_key(corpora, key)):
         rows.append(
@@ -169,6 +170,7 @@ def show(key: Key, corpora: CorporaOption = DEFAULT) -> None:
                 f"{file.documents:,}",
                 f"{file.tokens:,}",
                 f"{file.bad:,}",
+                f"{file.empty:,}",
                 "whole" if file.whole else "in part",
             )
         )

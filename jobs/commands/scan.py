@@ -169,7 +169,7 @@ def plan(
     """Print what a scan measures and what it will cost.
 
     The cost is measured here, with a few batches of each intervention. A corpus that is not
-    prepared is estimated from a sample. Every field of the scan is printed with its meaning.
+    prepared is estimated by its first portion. Every field of the scan is printed with its meaning.
     """
     from headcount.jobs.plan.checkpoints import scans_of
 
@@ -276,14 +276,19 @@ def _run_table(plan: Plan, cost: Cost) -> Table:
     table.add_row("shards", f"{roughly}{plan.manifest.shards:,}{done_note}")
     table.add_row("sequences", f"{roughly}{plan.manifest.sequences:,}")
     table.add_row("tokens", f"{roughly}{plan.tokens:,} through the model")
+    unmeasured = 0
     if estimate is not None:
+        unmeasured = estimate.unmeasured
         for line in _estimate_lines(estimate, roughly):
             table.add_row("corpus", line)
     elif index is not None:
+        unmeasured = index.unmeasured
         documents = counted(index.documents, "document")
         tokens = counted(index.tokens, "token")
         corpus = f"{tokens} of {documents} are prepared in {index.store.folder}"
         table.add_row("corpus", escape(printable(corpus)))
+    if unmeasured:
+        table.add_row("", f"{roughly}{unmeasured:,} tokens at portions' ends are not measured")
     memory = f"{in_bytes(cost.peak_memory)} at the peak of one replica"
     if cost.gpu_memory:
         memory += f", {in_bytes(cost.gpu_memory)} on the GPU"
@@ -298,12 +303,12 @@ def _estimate_lines(estimate: CorpusEstimate, roughly: str) -> list[str]:
     holds = f"{roughly}{estimate.documents:,} documents, {estimate.tokens:,} tokens"
     if estimate.bad:
         holds += f", {counted(estimate.bad, 'bad row')}"
-    sample = f"from a sample of {estimate.sampled_tokens:,} tokens"
-    missing = f"{roughly}{estimate.tokens_missing:,} tokens to prepare"
-    if estimate.tokens_there:
-        missing = f"{counted(estimate.tokens_there, 'token')} prepared, {missing}"
+    missing = (
+        f"{counted(estimate.tokens_there, 'token')} prepared, "
+        f"{roughly}{estimate.tokens_missing:,} tokens to prepare"
+    )
     takes = f"about {duration(estimate.seconds)} on this machine, {in_bytes(estimate.bytes)}"
-    return [f"{holds} ({sample})", f"{missing}: {takes}"]
+    return [f"{holds} (by those prepared)", f"{missing}: {takes}"]
 
 
 def _documents_table(fates: Fates) -> Table:

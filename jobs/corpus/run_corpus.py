@@ -1,70 +1,37 @@
-"""The corpus of a run: which pieces of the token store it reads, and whether they are still right.
+"""The corpus of a run: which portions of the token store it reads, and whether they are the same.
 
 A corpus may change while a run lies there: files are added, a bad row is mended, a file is written
-again. That is allowed as long as every committed sequence would still be made of the same
-documents.
+again. That is allowed as long as every committed sequence would still be the same.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Set
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from headcount.jobs.corpus.preparation import Preparation, PreparedCorpus
-from headcount.schemas.errors import OtherRunError
+from headcount.schemas.errors import CorpusError, OtherRunError
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import Place, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
-from headcount.workers.inputs.corpus.corpus import Corpus
 from headcount.workers.inputs.corpus.documents import Source
-from headcount.workers.inputs.corpus.sequence_index import IndexBuilder, SequenceIndex
-from headcount.workers.inputs.corpus.sequence_reader import moved_counts, moved_sequence
+from headcount.workers.inputs.corpus.sequence_index import IndexBuilder
+from headcount.workers.inputs.corpus.sequence_reader import SequenceReader
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.inputs.store.portions import FileState, Portion
+from headcount.workers.inputs.store.extents import Extent, FileState
+from headcount.workers.inputs.store.token_store import Portion
 
-NEWEST_FORMAT = 1
+NEWEST_FORMAT = 2
 """Version of the record."""
 
-
-@dataclass(frozen=True)
-class PortionRecord:
-    """A portion of a corpus as a run reads it."""
-
-    portion: Portion
-    pieces: tuple[str, ...]
-    """The names of its pieces."""
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """The record as JSON."""
-        portion = self.portion
-        return {
-            "first_source": portion.first_source,
-            "sources": [asdict(source) for source in portion.sources],
-            "files": [list(state) for state in portion.files],
-            "start": portion.start,
-            "stop": portion.stop,
-            "bytes": portion.bytes,
-            "key": portion.key,
-            "pieces": list(self.pieces),
-        }
-
-    @classmethod
-    def read(cls, content: dict[str, Any]) -> PortionRecord:
-        """The record that some JSON holds."""
-        portion = Portion(
-            content["first_source"],
-            tuple(Source(**source) for source in content["sources"]),
-            tuple(FileState(*state) for state in content["files"]),
-            content["start"],
-            content["stop"],
-            content["bytes"],
-        )
-        return cls(portion, tuple(content["pieces"]))
+COMPARED_AT_ONCE = 64
+"""Sequences that are read at once to be compared."""
 
 
 @dataclass(frozen=True)
@@ -73,24 +40,22 @@ class RunCorpus:
 
     store: str
     """The directory of the token store."""
-    portions: tuple[PortionRecord, ...]
-    """The portions that the run reads, in the order of the corpus."""
+    extents: tuple[tuple[Extent, tuple[Portion, ...]], ...]
+    """The extents that the run reads, in the order of the corpus, with their portions."""
 
     @classmethod
     def of(cls, prepared: PreparedCorpus) -> RunCorpus:
         """The record of a corpus that is prepared now."""
-        pieces = list(prepared.index.pieces)
-        records: list[PortionRecord] = []
-        for portion in prepared.portions:
-            names: list[str] = []
-            while pieces and pieces[0].portion_key == portion.key:
-                names.append(pieces[0].name)
-                # The same portion may come twice, if a scan names a file twice.
-                if pieces.pop(0).ended:
-                    break
-            if names:
-                records.append(PortionRecord(portion, tuple(names)))
-        return cls(str(prepared.index.store.folder), tuple(records))
+        portions = list(prepared.index.portions)[::-1]
+        extents: list[tuple[Extent, tuple[Portion, ...]]] = []
+        for extent in prepared.extents:
+            of_extent: list[Portion] = []
+            # The same extent may come twice, if a scan names a file twice.
+            while portions and portions[-1][:2] == (extent.key, len(of_extent)):
+                of_extent.append(portions.pop())
+            if of_extent:
+                extents.append((extent, tuple(of_extent)))
+        return cls(str(prepared.index.store.folder), tuple(extents))
 
     @classmethod
     def read(cls, run: RunDirectory) -> RunCorpus:
@@ -103,8 +68,18 @@ class RunCorpus:
                     f"{file}: format {content['format']}, expected {NEWEST_FORMAT}; another "
                     "version of headcount wrote it"
                 )
-            portions = tuple(PortionRecord.read(portion) for portion in content["portions"])
-            return cls(content["store"], portions)
+            extents: list[tuple[Extent, tuple[Portion, ...]]] = []
+            for (first, sources, files, *others), portions, is_whole in content["extents"]:
+                extent = Extent(
+                    first,
+                    tuple(Source(*source) for source in sources),
+                    tuple(FileState(*state) for state in files),
+                    *others,
+                )
+                last = portions - 1 if is_whole else -1
+                of_extent = tuple(Portion(extent.key, i, i == last) for i in range(portions))
+                extents.append((extent, of_extent))
+            return cls(content["store"], tuple(extents))
         except FileNotFoundError:
             raise OtherRunError(
                 f"{file}: gone, so nothing says which corpus the run was begun with; it can be "
@@ -118,33 +93,19 @@ class RunCorpus:
     @property
     def content(self) -> bytes:
         """The record as a file."""
-        content = {
-            "format": NEWEST_FORMAT,
-            "store": self.store,
-            "portions": [record.content for record in self.portions],
-        }
+        extents = [
+            [astuple(extent), len(portions), portions[-1].is_last]
+            for extent, portions in self.extents
+        ]
+        content: dict[str, Any] = {"format": NEWEST_FORMAT, "store": self.store, "extents": extents}
         return json.dumps(content, ensure_ascii=False).encode()
 
-    def first_difference(self, now: RunCorpus, changed_texts: Set[str]) -> int | None:
-        """The number of the first portion that is not as it was; None if there is none.
-
-        The corpus of now may have more portions, or fewer if fewer are read. `changed_texts` are
-        keys of portions that hold other texts although their files look the same.
-        """
-        # Another version of the tokenizer's library may make other tokens of the same text.
-        if place(self.store).name != place(now.store).name:
-            return 0
-        for number, (before, after) in enumerate(zip(self.portions, now.portions, strict=False)):
-            has_other_text = after.portion.key in changed_texts
-            if has_other_text or not _is_same(before.portion, after.portion):
-                return number
-        return None
-
-    def is_read_as(self, now: RunCorpus) -> bool:
-        """Whether both read the same pieces of the same portions."""
-        return self.store == now.store and [
-            (record.portion.key, record.pieces) for record in self.portions
-        ] == [(record.portion.key, record.pieces) for record in now.portions]
+    @property
+    def portions(self) -> Iterator[tuple[Extent, Portion]]:
+        """The portions in order, each with its extent."""
+        for extent, portions in self.extents:
+            for portion in portions:
+                yield extent, portion
 
 
 def index_new_run(sequences: Sequences, corpora: Place, preparation: Preparation) -> RunCorpus:
@@ -174,7 +135,10 @@ def index_continued_run(
     prepared = preparation.prepared(sequences, corpora)
     sequences.use_index(prepared.index)
     now = RunCorpus.of(prepared)
-    if before.is_read_as(now) and not prepared.changed_texts:
+    is_read_as = before.store == now.store and (
+        [portion for _, portion in before.portions] == [portion for _, portion in now.portions]
+    )
+    if is_read_as and not prepared.changed_texts:
         return before, False
     sequences.check_index()
     change = _change(run, manifest, sequences, before, now, prepared.changed_texts)
@@ -198,110 +162,134 @@ def _record_file(run: RunDirectory) -> Place:
     return run.index / "corpus.json"
 
 
-def _is_same(before: Portion, now: Portion) -> bool:
-    """Whether a portion holds what it held; its files may have moved since."""
-    if before.key == now.key:
-        return True
-    is_same_range = (before.first_source, before.start, before.stop) == (
-        now.first_source,
-        now.start,
-        now.stop,
-    )
-    if not is_same_range or len(before.sources) != len(now.sources):
-        return False
-    pairs = zip(before.sources, before.files, now.sources, now.files, strict=True)
-    return all(
-        # Only the key says which version of a data set of the Hub this is.
-        "hub" not in (old_source.kind, source.kind)
-        and old_source.kind == source.kind
-        and old_state.is_same_file(state)
-        for old_source, old_state, source, state in pairs
-    )
-
-
 def _change(
     run: RunDirectory,
     manifest: Manifest,
     sequences: Sequences,
     before: RunCorpus,
     now: RunCorpus,
-    changed_texts: Set[str],
+    changed_texts: frozenset[str],
 ) -> str | None:
     """Why a committed sequence would not be the same; None if all are the same."""
-    difference = before.first_difference(now, changed_texts)
-    if difference is None:
-        return None
     assert sequences.corpus is not None
-    # Sequences that end before the difference are what they were. If the whole corpus is read
-    # first, for example to shuffle it, a difference anywhere may move all of them.
-    first_sequence = 0
-    if not sequences.corpus.is_read_whole:
-        assert sequences.index is not None
-        pieces_before = sum(len(record.pieces) for record in now.portions[:difference])
-        if pieces_before:
-            first_sequence = int(sequences.index.ends[pieces_before - 1])
+    old, new = list(before.portions), list(now.portions)
+    folder = place(before.store)
+    same = 0
+    # Another version of the tokenizer's library has another store, and may make other tokens.
+    if folder.name == place(now.store).name:
+        pairs = zip(old, new, strict=False)
+        is_same = (_is_same(*pair) and pair[1][1].extent not in changed_texts for pair in pairs)
+        same = sum(takewhile(bool, is_same))
+    if same == len(old) == len(new):
+        return None
+    # Sequences before the difference are what they were. If the whole corpus is read first, for
+    # example to shuffle it, a difference anywhere may move all of them.
+    first = 0
+    if same and not sequences.corpus.is_read_whole:
+        first = int(sequences.reader.index.ends[same - 1])
     commit_log = run.commit_log(["start", "stop"])
     whole_shards = commit_log.filter(pa.array(holds_whole_shard(manifest, commit_log)))
     starts, stops = whole_shards["start"].to_pylist(), whole_shards["stop"].to_pylist()
-    committed = [
-        i
-        for start, stop in zip(starts, stops, strict=True)
-        for i in range(max(start, first_sequence), stop)
-    ]
+    committed = [(max(a, first), b) for a, b in zip(starts, stops, strict=True) if b > first]
     if not committed:
         return None
-    portion = before.portions[min(difference, len(before.portions) - 1)].portion
-    if portion.key in changed_texts:
-        return f"{portion.sources[0].file_name} holds other texts, although its time did not change"
-    run_corpus = replace(sequences.corpus, sources=_sources_of_run(before, sequences.corpus))
-    run_index = _index_of_run(manifest, sequences, before, run_corpus)
-    if run_index is None:
+    changed_file = old[min(same, len(old) - 1)][0].sources[0].file_name
+    if same < len(new) and new[same][1].extent in changed_texts:
+        return f"{changed_file} holds other texts, although its time did not change"
+    run_reader = _reader_of_run(manifest, sequences, before)
+    if run_reader is None:
         return (
-            f"{portion.sources[0].file_name} is not as it was, and the tokens that the run was "
-            f"begun with are gone from {before.store}, so nothing says whether its sequences are "
-            "the same"
+            f"{changed_file} is not as it was, and the tokens that the run was begun with are gone "
+            f"from {before.store}, so nothing says whether its sequences are the same"
         )
     if sequences.corpus.counted is not None:
-        return moved_counts(run_index, sequences.reader.index)
-    return moved_sequence(sequences.reader_of(run_index, run_corpus), sequences.reader, committed)
+        return _moved_counts(run_reader.index.token_counts, sequences.reader.index.token_counts)
+    differences = (
+        _moved_sequence(run_reader, sequences.reader, begin, min(begin + COMPARED_AT_ONCE, stop))
+        for start, stop in committed
+        for begin in range(start, stop, COMPARED_AT_ONCE)
+    )
+    return next(filter(None, differences), None)
 
 
-def _index_of_run(
-    manifest: Manifest, sequences: Sequences, before: RunCorpus, run_corpus: Corpus
-) -> SequenceIndex | None:
-    """The index by which a run was measured; None if pieces of it are gone."""
+def _reader_of_run(
+    manifest: Manifest, sequences: Sequences, before: RunCorpus
+) -> SequenceReader | None:
+    """The sequences as a run was measured by; None if portions of it are gone."""
+    assert sequences.corpus is not None
+    sources = {
+        extent.first_source + i: source
+        for extent, _ in before.extents
+        for i, source in enumerate(extent.sources)
+    }
+    in_order = tuple(source for _, source in sorted(sources.items()))
+    corpus = replace(sequences.corpus, sources=in_order)
     folder = place(before.store)
-    store = sequences.store(folder.parent)
-    # Another version of the tokenizer's library, which began the run, has a store of its own.
-    if store.folder.name != folder.name:
-        store = replace(store, folder=folder)
-    builder = IndexBuilder(run_corpus, store, sequences.text_length, manifest.sequences, None)
-    for record in before.portions:
-        pieces = store.pieces(record.portion)
-        for piece in pieces:
-            if not builder.may_stop:
-                builder.add(record.portion, [piece])
-        # The last portion of a run need not be read to its end.
-        is_last = record is before.portions[-1]
-        if not builder.may_stop and not (pieces and (pieces[-1].ended or is_last)):
-            return None
-    index = builder.index()
-    is_whole = sequences.is_drawn or index.sequences >= manifest.sequences
-    return index if is_whole else None
+    store = replace(sequences.store(folder.parent), folder=folder)
+    builder = IndexBuilder(corpus, store, sequences.text_length, manifest.sequences, None)
+    try:
+        for extent, portion in before.portions:
+            builder.add(extent, portion)
+        return sequences.reader_of(builder.index(), corpus)
+    except CorpusError:
+        return None
 
 
-def _sources_of_run(before: RunCorpus, corpus: Corpus) -> tuple[Source, ...]:
-    """The sources that a run was begun with, in its order; a file may be gone, or have moved."""
-    sources: dict[int, Source] = {}
-    for record in before.portions:
-        sources |= dict(enumerate(record.portion.sources, record.portion.first_source))
-    unmatched = list(corpus.sources)
-    run_sources: list[Source] = []
-    for _, source in sorted(sources.items()):
-        matches = [other for other in unmatched if other.file_name == source.file_name]
-        if matches:
-            # Two files may have one name: each source stands for one file only.
-            unmatched.remove(matches[0])
-        # Texts are compared by the places of their documents, which name files as they are now.
-        run_sources.append(matches[0] if matches else source)
-    return tuple(run_sources)
+def _is_same(before: tuple[Extent, Portion], now: tuple[Extent, Portion]) -> bool:
+    """Whether a portion holds what it held; its files may have moved since."""
+    (old_extent, old_portion), (extent, portion) = before, now
+    if old_portion == portion:
+        return True
+    old_range = (old_extent.first_source, old_extent.start, old_extent.stop, *old_portion[1:])
+    if old_range != (extent.first_source, extent.start, extent.stop, *portion[1:]):
+        return False
+    if len(old_extent.sources) != len(extent.sources):
+        return False
+    # Only the key says which version of a data set of the Hub this is.
+    pairs = zip(old_extent.sources, old_extent.files, extent.sources, extent.files, strict=True)
+    return all(
+        source.kind != "hub" and old_source.kind == source.kind and old_state.is_same_file(state)
+        for old_source, old_state, source, state in pairs
+    )
+
+
+def _moved_sequence(
+    before: SequenceReader, now: SequenceReader, start: int, stop: int
+) -> str | None:
+    """Why one of the sequences `start .. stop-1` is not the same now; None if all are the same."""
+    there = min(stop, len(now))
+    if start < there:
+        old_tokens, old_origins = before.read(start, there)
+        tokens, origins = now.read(start, there)
+        for i in range(there - start):
+            # A file may lie elsewhere now.
+            (old_file, *old_origin), (file, *origin) = (
+                [values[i] for values in columns.values()] for columns in (old_origins, origins)
+            )
+            is_file_same = old_file.rpartition("/")[2] == file.rpartition("/")[2]
+            if not is_file_same or old_origin[0] != origin[0]:
+                old_place = _place_of(before, old_file, old_origin[0])
+                place = _place_of(now, file, origin[0])
+                return f"sequence {start + i:,} came from {old_place} and would come from {place}"
+            if old_origin != origin or (old_tokens[i] != tokens[i]).any():
+                place = _place_of(now, file, origin[0])
+                return f"sequence {start + i:,}, which begins in {place}, would not be the same"
+    if there < stop:
+        return f"it held {len(before):,} sequences and holds {len(now):,}"
+    return None
+
+
+def _place_of(reader: SequenceReader, file: str, row: int) -> str:
+    """Where a sequence begins, for people."""
+    return next(source for source in reader.corpus.sources if source.name == file).place_of(row)
+
+
+def _moved_counts(before: np.ndarray | None, now: np.ndarray | None) -> str | None:
+    """Why tokens are not drawn as they were; None if they are."""
+    assert before is not None
+    assert now is not None
+    moved = np.flatnonzero(before != now)
+    if not len(moved):
+        return None
+    token = int(moved[0])
+    return f"token {token} occurred {before[token]:,} times and occurs {now[token]:,} times"

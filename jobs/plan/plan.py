@@ -223,7 +223,7 @@ def plan_run(
 def estimated_plan(
     resolved: ResolvedScan, run: RunDirectory, command: ScanCommand = UNKNOWN
 ) -> Plan:
-    """Plan one run to say what it will cost: of a corpus without tokens, only a sample is read.
+    """Plan one run to say what it will cost: of a corpus without tokens, only a portion is read.
 
     Such a plan is not for measuring. If the token store has all that the scan needs, it is exact.
     """

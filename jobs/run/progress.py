@@ -92,8 +92,6 @@ def corpus_line(progress: CorpusProgress) -> str:
         parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
     if progress.seconds_left is not None:
         parts.append(f"{duration(progress.seconds_left)} left")
-    if progress.waiting:
-        parts.append("waiting for another process that prepares the same texts")
     return ", ".join(parts)
 
 

@@ -3,7 +3,7 @@
 runs/run_id=NAME-HASH/
 ├── scan.toml        as submitted
 ├── manifest.json    everything resolved: what is measured, with what, by which code
-├── index/           which pieces of the token store it reads, and what became of documents
+├── index/           which portions of the token store it reads, and what became of documents
 ├── heads/intervention=none/shard-000000-DIGEST.parquet …     and so in sequences/, profiles/, …
 ├── weights/intervention=none/shard-000000-DIGEST.parquet     if the scan names weight statistics
 ├── rollups/intervention=none/merged-….parquet             of the rows that `compact` has seen

@@ -21,8 +21,8 @@ from headcount.schemas.errors import CorpusError, HeadcountError, ScanError
 from headcount.schemas.files.document_fates import Fates
 from headcount.workers.inputs.input_registry import CHOICE
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.inputs.store.portions import portions_of
-from headcount.workers.inputs.store.preparation import prepare_portion
+from headcount.workers.inputs.store.extents import extents_of
+from headcount.workers.inputs.store.preparation import prepare_extent
 from headcount.workers.model.files.model_info import ModelInfo
 from tests.toys.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
 
@@ -97,10 +97,11 @@ def make_index(sequences: Sequences) -> None:
     store = sequences.store(Path(CORPORA.name))
     store.create()
     builder = sequences.index_builder(store)
-    for portion in portions_of(sequences.corpus.sources):
-        for piece in prepare_portion(store, portion, sequences.tokenizer):
+    for extent in extents_of(sequences.corpus.sources):
+        list(prepare_extent(store, extent, sequences.tokenizer))
+        for _, portion in sorted(store.portions()[extent.key].items()):
             if not builder.may_stop:
-                builder.add(portion, [piece])
+                builder.add(extent, portion)
     sequences.use_index(builder.index())
 
 

@@ -4,12 +4,12 @@ A synthetic family draws each sequence from a random stream of its own (`input_r
 of text names a corpus, and its documents become sequences in these steps:
 
 1. `corpus_families` lists the files and says how documents are packed: a `Corpus`.
-2. `portions` cuts the files into what one task reads, by their sizes alone. `documents` reads a
-   portion as records, and makes documents of them.
-3. `preparation` tokenises the documents of a portion, and commits them in pieces to the
+2. `extents` cuts the files into what one task reads, by their sizes alone. `documents` reads an
+   extent as records, and makes documents of them.
+3. `preparation` tokenises the documents of an extent, and commits them in portions to the
    `token_store`. That is done once for all scans of these files.
-4. `sequence_index` says how many sequences end in each piece. `document_block` chooses the
-   documents of a piece and says where they lie in sequences; `sequence_reader` reads any sequence.
+4. `sequence_index` says how many sequences each portion has. `document_block` chooses the documents
+   of a portion and says where they lie in sequences; `sequence_reader` reads any sequence.
 5. `corpus_findings` says what became of each document.
 6. `sequences` hands out shards of a scan, whichever the family.
 """

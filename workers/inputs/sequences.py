@@ -214,7 +214,7 @@ class Sequences:
         return TokenStore.of(corpora, self.tokenizer, self.corpus.reading)
 
     def index_builder(self, store: TokenStore) -> IndexBuilder:
-        """What makes the index of the sequences while the pieces of the store become ready."""
+        """What makes the index of the sequences while the portions of the store become ready."""
         assert self.corpus is not None
         # Refused before anything is tokenised.
         self._check_separator()

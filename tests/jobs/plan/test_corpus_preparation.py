@@ -24,9 +24,8 @@ from typer.testing import CliRunner, Result
 
 import headcount
 from headcount.jobs.corpus import preparation as corpus_preparation
-from headcount.jobs.corpus import work as corpus_work
-from headcount.jobs.corpus.preparation import Preparation, corpora_of, prepare
-from headcount.jobs.corpus.work import CorpusProgress, CorpusWork
+from headcount.jobs.corpus.preparation import Preparation, corpora_of
+from headcount.jobs.corpus.work import CorpusProgress
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.resources import Resources
 from headcount.jobs.run import progress
@@ -34,8 +33,9 @@ from headcount.schemas.errors import CorpusError, HeadcountError, RunError, Scan
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.inputs.store import portions
-from headcount.workers.inputs.store.token_store import read_tokens
+from headcount.workers.inputs.store import extents
+from headcount.workers.inputs.store import preparation as store_preparation
+from headcount.workers.inputs.store.token_store import open_portion
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from tests.tools.workers import joined_cluster
@@ -87,23 +87,19 @@ def sequences_of(fields: dict[str, Any]) -> Sequences:
 def prepared(fields: dict[str, Any], *options: Any, **named: Any) -> SequenceIndex:
     """The index of a scan whose tokens are prepared."""
     sequences = sequences_of(fields)
-    return prepare(sequences, corpora_of(sequences.scan), *options, **named)
-
-
-def work_of(fields: dict[str, Any]) -> CorpusWork:
-    sequences = sequences_of(fields)
-    return CorpusWork(sequences, corpora_of(sequences.scan))
+    preparation = Preparation(*options, **named)
+    return preparation.prepared(sequences, corpora_of(sequences.scan)).index
 
 
 def tokens_of(index: SequenceIndex) -> list[int]:
     """All tokens that an index leads to."""
-    parts = [read_tokens(index.store, piece, 0, piece.tokens) for piece in index.pieces]
-    return np.concatenate(parts).tolist()
+    files = [open_portion(index.store, portion) for portion in index.portions]
+    return np.concatenate([file.tokens(0, file.record.tokens) for file in files]).tolist()
 
 
-def piece_files(tmp_path: Path) -> set[Path]:
-    """The committed pieces."""
-    return set((tmp_path / "runs" / "corpora").glob("*/*/*.documents.parquet"))
+def portion_files(tmp_path: Path) -> set[Path]:
+    """The committed portions."""
+    return set((tmp_path / "runs" / "corpora").glob("*/*.parquet"))
 
 
 def plan_and_progress(fields: dict[str, Any]) -> tuple[Plan, list[CorpusProgress]]:
@@ -147,46 +143,36 @@ def test_a_tokenizer_that_was_sent_reads_special_tokens_as_text(model: Path):
 # As far as needed
 
 
-def test_a_scan_of_few_sequences_tokenises_little(model: Path, tmp_path: Path):
-    write_corpus(tmp_path, 3, 4000)
-    index = prepared(fields_of(model, tmp_path, sequences=4))
-    assert index.sequences >= 4
-    assert sum(piece.tokens for piece in index.pieces) < 2 * corpus_work.LEAST_TOKENS
-    (first_piece,) = piece_files(tmp_path)
-    # More sequences go on behind that piece.
-    said: list[CorpusProgress] = []
-    index = prepared(fields_of(model, tmp_path, sequences=20_000), watch=said.append)
-    assert index.sequences == 20_000
-    assert piece_files(tmp_path) > {first_piece}
-    assert 160_000 < said[-1].tokens < 200_000
-    # Documents that come first are not taken, so more are needed.
-    options = {"skip": 9000, "packing": "document"}
-    assert prepared(fields_of(model, tmp_path, sequences=4, input=options)).sequences == 4
-
-
-def test_few_sequences_of_many_portions_are_few_orders(
+def test_a_scan_of_few_sequences_prepares_few_portions(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(portions, "RANGE_BYTES", 50_000)
-    write_corpus(tmp_path, 2, 4000)
-    work = work_of(fields_of(model, tmp_path, sequences=4))
-    assert len(work.portions) > 8
-    orders = work.orders()
-    assert [order.number for order in orders] == [0, 1]
-    assert all((order.most_tokens or 0) < 2 * corpus_work.LEAST_TOKENS for order in orders)
+    monkeypatch.setattr(store_preparation, "PORTION_LETTERS", 20_000)
+    write_corpus(tmp_path, 3, 1000)
+    assert prepared(fields_of(model, tmp_path, sequences=4)).sequences == 4
+    (first_portion,) = portion_files(tmp_path)
+    # More sequences go on behind that portion.
+    said: list[CorpusProgress] = []
+    index = prepared(fields_of(model, tmp_path, sequences=6000), watch=said.append)
+    assert index.sequences == 6000
+    assert portion_files(tmp_path) > {first_portion}
+    assert said[-1].share == 1
+    assert 48_000 < said[-1].tokens < 48_000 + 2 * 20_000
+    # Documents that come first are not taken, so more are needed.
+    options = {"skip": 1500, "packing": "document"}
+    assert prepared(fields_of(model, tmp_path, sequences=4, input=options)).sequences == 4
+    assert len(portion_files(tmp_path)) < 7
     # Any document of a shuffled corpus may come first.
-    for everything in ({}, {"sequences": 4, "input": {"shuffle": 1}}):
-        work = work_of(fields_of(model, tmp_path, **everything))
-        assert [order.number for order in work.orders()] == [*range(len(work.portions))]
+    assert prepared(fields_of(model, tmp_path, sequences=4, input={"shuffle": 1})).sequences > 4
+    assert len(portion_files(tmp_path)) == 8
 
 
 @pytest.mark.long
 def test_tasks_prepare_portions_and_one_of_them_is_killed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(corpus_preparation, "LEAST_TOKENS_ON_RAY", 0)
-    monkeypatch.setattr(portions, "RANGE_BYTES", 100_000)
-    monkeypatch.setattr(corpus_preparation, "_InThisProcess", None)
+    monkeypatch.setattr(corpus_preparation, "LEAST_BYTES_ON_RAY", 0)
+    monkeypatch.setattr(extents, "PORTION_BYTES", 20_000)
+    monkeypatch.setattr(corpus_preparation, "prepare_here", None)
     texts = write_corpus(tmp_path, 3, 3000)
     fields = fields_of(model, tmp_path)
     said: list[CorpusProgress] = []
@@ -208,14 +194,14 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
         assert (said[-1].documents, said[-1].share) == (len(texts), 1.0)
 
         # What no node can do is one line, and what was prepared stays.
-        committed = piece_files(tmp_path)
+        committed = portion_files(tmp_path)
         more = write_texts(tmp_path / "03.jsonl", "a")
         other = sequences_of(fields)
         assert other.corpus is not None
         more.unlink()
-        told = refused(CorpusError, prepare, other, corpora_of(other.scan), resources)
+        told = refused(CorpusError, Preparation(resources).prepared, other, corpora_of(other.scan))
         assert re.fullmatch(r".*03\.jsonl: .+", told)
-        assert piece_files(tmp_path) == committed
+        assert portion_files(tmp_path) == committed
 
         # For a scan in this process Ray prepares and is ended.
         fields["corpora"] = str(tmp_path / "again")
@@ -257,14 +243,13 @@ def test_a_preparation_prints_a_line_every_few_seconds(monkeypatch: pytest.Monke
         output = io.StringIO()
         with progress.watch_index(Console(file=output, width=20)) as watch:
             watch(CorpusProgress(1024, 250_000, 3, 0.25, 400_000.0, 125.0))
-            watch(CorpusProgress(1, 500_000, 0, None, None, None, waiting=True))
+            watch(CorpusProgress(1, 500_000, 0, None, None, None))
         return output.getvalue().splitlines()
 
     assert printed(0.0) == [
         "preparing tokens: 1,024 documents, 250,000 tokens, 3 bad rows, 25%, 400,000 tokens/s, "
         "2 min 5 s left",
-        "preparing tokens: 1 document, 500,000 tokens, waiting for another process that prepares "
-        "the same texts",
+        "preparing tokens: 1 document, 500,000 tokens",
     ]
     assert printed(10.0) == []
 
@@ -278,13 +263,15 @@ def test_the_commands_list_show_and_remove_what_is_prepared(model: Path, tmp_pat
     assert done.exception is None
     folder = Path(done.stdout.strip())
     assert folder.parent == tmp_path / "runs" / "corpora"
-    assert re.search(r"101 documents, [\d,]+ tokens, 1 bad row, in ", done.stderr)
+    assert re.search(
+        r"101 documents, [\d,]+ tokens, 1 bad row, 6 tokens at portions' ends ", done.stderr
+    )
     assert tokens_of(prepared(fields)) == list("".join(texts).encode())
     corpora = str(folder.parent)
     listed = corpus("list", corpora).stdout
     assert re.search(rf"{folder.name}  \w{{8}}, tokenizers [\d.]+  text  101 +[\d,]+ +1 ", listed)
     shown = corpus("show", folder.name[:6], "--corpora", corpora).stdout
-    assert re.search(r"00\.jsonl +[\d.]+ kB +50 +[\d,]+ +0 +whole\n", shown)
+    assert re.search(r"00\.jsonl +[\d.]+ kB +50 +[\d,]+ +0 +0 +whole\n", shown)
     assert re.search(r"01\.jsonl, line 51 \(.+\)\n", shown)
     removal = ("remove", folder.name, "--corpora", corpora)
     assert isinstance(corpus(*removal).exception, RunError)

@@ -32,6 +32,7 @@ from headcount.schemas.files.places import write_whole
 from headcount.schemas.files.run_directory import RunDirectory, pc
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.corpus.sequence_reader import SequenceReader
+from headcount.workers.inputs.store.token_store import forget_open_files
 from headcount.workers.shard import commit_shard, measure_shard
 from tests.tools.deaths import killed_after
 from tests.toys.refusals import refused
@@ -325,7 +326,9 @@ def reverse_text(file: Path, row: int) -> None:
 
 def rows_of_sequence(reader: SequenceReader, sequence: int) -> list[int]:
     """The rows of the documents that a sequence is made of."""
-    return [int(block.row[document]) for block, document in reader.documents_of(sequence)]
+    block = reader.block(0)
+    first = int(block.beginnings(sequence, sequence + 1)[0][0])
+    return block.row[first : block.last_document(sequence) + 1].tolist()
 
 
 @pytest.mark.parametrize(("packing", "options"), [
@@ -369,6 +372,7 @@ def put_a_file_before(file: Path, run: RunDirectory) -> None:
 
 def write_again_without_tokens(file: Path, run: RunDirectory) -> None:
     shutil.rmtree(local(run.path).parent / "corpora")
+    forget_open_files()
     os.utime(file, (1, 1))
 
 
@@ -381,9 +385,9 @@ CHANGED = "the corpus has changed since the run was begun: "
 
 @pytest.mark.parametrize(("change", "message"), [
     (lambda file, run: reverse_text(file, 3),
-     f"{CHANGED}{{file}}, line 4 is another text, which sequence 3 was made of; "),
+     f"{CHANGED}sequence 3, which begins in {{file}}, line 4, would not be the same; "),
     (lambda file, run: reverse_text(file, 0),
-     f"{CHANGED}{{file}}, line 1 is another text, which sequence 0 was made of; "),
+     f"{CHANGED}sequence 0, which begins in {{file}}, line 1, would not be the same; "),
     (lambda file, run: file.write_text(file.read_text().rpartition("\n{")[0]),
      f"{CHANGED}it held 16 sequences and holds 15"),
     (put_a_file_before, f"{CHANGED}sequence 0 came from {{file}}, line 1 and would come from "
@@ -418,7 +422,7 @@ def test_a_change_that_keeps_size_and_time_is_found_if_the_corpus_is_verified(tm
     with pytest.raises(RunError, match=r"b\.jsonl holds other texts, although its time did not"):
         plan_of(tmp_path / "out", "all", preparation=preparation, **fields)
     assert re.search(r"b\.jsonl, line 8", lines[0])
-    assert lines[-1] == "1 portion of 1 differed; their texts are prepared again"
+    assert lines[-1] == "1 portion differed and will be prepared again"
 
 
 def test_a_bad_row_may_be_mended(tmp_path: Path):

@@ -13,12 +13,13 @@ import torch
 from typer.testing import CliRunner, Result
 
 import headcount
-from headcount.jobs.corpus import estimate as corpus_estimate
+from headcount.jobs.corpus import work
 from headcount.jobs.plan.cost import Rehearsal
 from headcount.jobs.plan.plan import make_plan
 from headcount.jobs.resources import JOB_ADDRESS, Device, Resources
 from headcount.schemas.errors import ScanError
 from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.inputs.store import preparation as store_preparation
 from headcount.workers.memory import available_cores, peak_memory, total_memory
 from headcount.workers.replica import Replica
 from tests.jobs.plan.test_corpus_preparation import (
@@ -89,21 +90,26 @@ def test_the_command_says_what_will_run_and_leaves_no_run(
     assert "cpu, float32, in this process" in plan(scan).stdout
 
 
-def test_a_large_corpus_is_estimated_and_nothing_of_it_is_kept(
+def test_a_large_corpus_is_estimated_by_its_first_portion(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(corpus_estimate, "SAMPLE_TOKENS", 2000)
+    for module in (store_preparation, work):
+        monkeypatch.setattr(module, "PORTION_LETTERS", 2200)
     write_texts(tmp_path / "a.jsonl", *["a text of some length "] * 1000)
-    result = plan(scan_file(tmp_path, fields_of(model, tmp_path)))
+    fields = fields_of(model, tmp_path, input={"files": str(tmp_path / "a.jsonl")})
+    result = plan(scan_file(tmp_path, fields))
     assert result.exception is None
     words = " ".join(result.stdout.replace("│", " ").split())
     for expected in (
-        r"sequences about 3,2\d\d ",
-        r"about 1,\d\d\d documents, 2[12],\d\d\d tokens \(from a sample of 2,0\d\d ",
-        r"about 2[12],\d\d\d tokens to prepare: about [\d.]+ s on this machine, ",
+        # The first 100 documents have 22 tokens each, and a separator.
+        r"sequences about 3,3\d\d ",
+        r"about 1,01\d documents, 22,\d\d\d tokens ",
+        r"2,200 tokens prepared, about 20,\d\d\d tokens to prepare: about [\d.]+ m?s on this ",
+        r"about \d\d tokens at portions' ends are not measured",
     ):
         assert re.search(expected, words), expected
-    assert not (tmp_path / "runs").exists()
+    # The scan finds the portion.
+    assert len(list((tmp_path / "runs" / "corpora").glob("*/*-00000.parquet"))) == 1
 
 
 def test_a_scan_that_cannot_run_is_refused_before_anything_is_tokenised(tmp_path: Path):

@@ -127,8 +127,8 @@ def test_a_text_file_is_one_document(tmp_path: Path):
         (tmp_path / name).write_bytes(packed(name, MARK * (name != "a") + text.encode()))
     for packing in PACKINGS:
         sequences = open_corpus(tmp_path / "*", packing, family="text", text_field="body")
-        expected = [[(text, None)] for text in texts.values()]
-        assert all_tokens(sequences) == cut(expected, packing)
+        # Small files are read together, so they are joined, too.
+        assert all_tokens(sequences) == cut([[(text, None) for text in texts.values()]], packing)
         assert set(all_origins(sequences)["row"]) == {0}
 
 
@@ -301,7 +301,7 @@ def test_a_corpus_with_too_large_a_share_of_bad_rows_is_refused(
 
 
 def test_too_many_bad_rows_in_a_row_end_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preparation, "PIECE_DOCUMENTS", 40)
+    monkeypatch.setattr(preparation, "PORTION_DOCUMENTS", 40)
     good = plain_bytes(documents(*[8] * 200)).splitlines()
     path = write_lines(tmp_path / "a.jsonl", [*good[:10], *[b"{"] * 6, *good[10:]])
     bad_places = ", ".join(f"{path}, line {i} (invalid JSON)" for i in (11, 12, 13))

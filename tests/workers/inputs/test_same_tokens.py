@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 
 from headcount.workers.inputs.corpus import document_block
-from headcount.workers.inputs.corpus.sequence_reader import moved_sequence
+from headcount.workers.inputs.corpus.document_block import PortionPlace
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.inputs.store import portions, preparation
+from headcount.workers.inputs.store import extents, preparation
 from tests.toys.toy_corpora import (
     LENGTH,
     Row,
@@ -32,22 +33,14 @@ from tests.toys.toy_corpora import (
     write_parquet,
 )  # fmt: skip
 
-WHOLE = (1 << 20, 1 << 20, 1 << 20)
-SMALL = (100, 7, 3)
-"""Bytes of a portion, tokens of a piece, documents of a piece."""
+WHOLE = (1 << 20, 1 << 20)
+SMALL = (100, 30)
+"""Bytes that a range of a file covers, letters of a portion."""
 
 
-@pytest.fixture(params=[WHOLE, SMALL], ids=["whole", "small"])
-def cuts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut every corpus of a test in one way."""
-    cut_all(monkeypatch, *request.param)
-
-
-def cut_all(patch: pytest.MonkeyPatch, range_bytes: int, tokens: int, documents: int) -> None:
-    for name in ("RANGE_BYTES", "COMPRESSED_RANGE_BYTES"):
-        patch.setattr(portions, name, range_bytes)
-    patch.setattr(preparation, "PIECE_TOKENS", tokens)
-    patch.setattr(preparation, "PIECE_DOCUMENTS", documents)
+def cut_all(patch: pytest.MonkeyPatch, range_bytes: int, letters: int) -> None:
+    patch.setattr(extents, "PORTION_BYTES", range_bytes)
+    patch.setattr(preparation, "PORTION_LETTERS", letters)
 
 
 GOLDEN_FILES: dict[str, list[Row]] = {
@@ -59,11 +52,12 @@ GOLDEN_FILES: dict[str, list[Row]] = {
 GOLDEN: list[tuple[dict[str, Any], str, str, list[int]]] = [
     ({"packing": "document"}, "defghi lmnopq The_qu tuvwxy 234567 890123",
      "0:2+0 0:4+0 1:0+0 2:0+0 2:2+0 2:3+0", [2, 4, 5, 6, 8, 9]),
-    ({"packing": "concat"}, "abc|de fghij| k|lmno The_qu ick_br own_fo tuvwxy z|01|2 34567| 890123",
-     "0:0+0 0:2+2 0:3+0 1:0+0 1:0+6 1:0+12 2:0+0 2:0+6 2:2+1 2:3+0",
-     [0, 2, 4, 5, 5, 5, 6, 7, 8, 9]),
-    ({"packing": "concat", "where": {"pile_set_name": "A"}}, "lmnopq tuvwxy z|2345",
-     "0:4+0 2:0+0 2:0+6", [4, 6, 8]),
+    ({"packing": "concat"},
+     "abc|de fghij| k|lmno pqrs|T he_qui ck_bro wn_fox |tuvwx yz|01| 234567 |89012",
+     "0:0+0 0:2+2 0:3+0 0:4+4 1:0+1 1:0+7 1:0+13 1:0+19 2:0+5 2:2+0 2:2+6",
+     [0, 2, 4, 4, 5, 5, 5, 6, 6, 8, 9]),
+    ({"packing": "concat", "where": {"pile_set_name": "A"}}, "lmnopq rs|tuv wxyz|2 34567|",
+     "0:4+0 0:4+6 2:0+3 2:2+1", [4, 6, 6, 8]),
     ({"packing": "document", "where": {"pile_set_name": ["A", "B"]}, "skip": 3},
      "The_qu tuvwxy 234567", "1:0+0 2:0+0 2:2+0", [5, 6, 8]),
     ({"packing": "concat", "skip": 8}, "234567 |89012", "2:2+0 2:2+6", [8, 9]),
@@ -79,11 +73,20 @@ and the document with most of its tokens, the first of equal ones.
 """
 
 
-@pytest.mark.usefixtures("cuts")
+@pytest.mark.parametrize("cuts", [WHOLE, SMALL])
 @pytest.mark.parametrize(("options", "texts", "begins", "main"), GOLDEN)
 def test_tokens_and_origins_are_those_written_here_in_shards_of_any_size_and_order(
-    tmp_path: Path, options: dict[str, Any], texts: str, begins: str, main: list[int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cuts: tuple[int, int],
+    options: dict[str, Any],
+    texts: str,
+    begins: str,
+    main: list[int],
 ):
+    if options["packing"] == "concat" and "shuffle" not in options and cuts != WHOLE:
+        pytest.skip("joined documents are cut anew in each portion")
+    cut_all(monkeypatch, *cuts)
     paths = [tmp_path / name for name in GOLDEN_FILES]
     for path, rows in zip(paths, GOLDEN_FILES.values(), strict=True):
         if path.suffix == ".parquet":
@@ -114,17 +117,37 @@ def test_tokens_and_origins_are_those_written_here_in_shards_of_any_size_and_ord
     assert texts_of(few) == expected[:2]
 
 
-# What else is stored, and what changes
-
-
-def write_files(path: Path, files: list[list[Row]]) -> Path:
+def test_every_token_of_a_portion_but_those_at_its_end_is_in_one_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cut_all(monkeypatch, 300, 60)
+    files = [[document(40 * i + j, 5 + (i + j) % 13) for j in range(40)] for i in range(3)]
     for i, rows in enumerate(files):
-        write_jsonl(path / f"{i}.jsonl", rows)
-    return path / "*.jsonl"
+        path = tmp_path / f"{i}.jsonl{'.zst' * (i == 1)}"
+        path.write_bytes(packed(path.name, plain_bytes(rows)))
+    sequences = open_corpus(tmp_path / "*", "concat")
+    index = sequences.index
+    assert index is not None
+    ends = index.places[1:, PortionPlace._fields.index("documents_before")].tolist()
+    documents = [row for rows in files for row in rows]
+    portions = [documents[first:end] for first, end in pairwise([0, *ends])]
+    assert len(portions) > 12
+    assert all_tokens(sequences) == cut(portions, "concat")
+    joined = sum(len(text.encode()) + 1 for text, _ in documents)
+    assert index.unmeasured == joined - LENGTH * len(sequences)
+    assert 0 < index.unmeasured < LENGTH * len(portions)
+    # Rows count from the beginning of each file, wherever a range or a portion begins.
+    origins = all_origins(sequences)
+    names = [int(Path(file).name[0]) for file in origins["file"]]
+    begins = list(zip(names, origins["row"], origins["pile_set_name"], strict=True))
+    assert all(name == files[file][row][1] for file, row, name in begins)
+    assert [max(row for file, row, _ in begins if file == i) for i in range(3)] == [39, 39, 39]
+
+
+# What else is stored
 
 
 @pytest.mark.parametrize(("packing", "used"), [("document", 5), ("concat", 3)])
-@pytest.mark.usefixtures("cuts")
 def test_a_run_tells_of_its_corpus_up_to_its_last_sequence(tmp_path: Path, packing: str, used: int):
     lines = plain_bytes(document(i, 9) for i in range(16)).splitlines()
     lines[2], lines[13] = b"{", b"{}"
@@ -143,55 +166,19 @@ def test_a_run_tells_of_its_corpus_up_to_its_last_sequence(tmp_path: Path, packi
         assert [row for i in range(2) for row in sequences.shard(i).bad_rows] == problems(sequences)
 
 
-@pytest.mark.parametrize("packing", ["document", "concat"])
-def test_a_changed_corpus_is_compared_sequence_by_sequence(
-    tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch
+def test_a_corpus_is_indexed_as_far_as_needed_with_a_few_numbers_a_portion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    cut_all(monkeypatch, *SMALL)
-    files = [[document(i, 7) for i in range(4)], [document(4 + i, 13) for i in range(3)]]
-    pattern = write_files(tmp_path, files)
-    before = open_corpus(pattern, packing)
-    total = len(before)
-    # Documents behind the others change nothing of what was there.
-    write_jsonl(tmp_path / "1.jsonl", [*files[1], document(9, 13)])
-    longer = open_corpus(pattern, packing)
-    assert len(longer) > total
-    assert moved_sequence(before.reader, longer.reader, range(total)) is None
-    assert moved_sequence(longer.reader, before.reader, range(len(longer))) == (
-        f"it held {len(longer)} sequences and holds {total}"
-    )
-    # Until a text that is another one, nothing differs.
-    write_jsonl(tmp_path / "1.jsonl", [files[1][0], ("z" * 13, None), files[1][2]])
-    moved = open_corpus(pattern, packing)
-    same = len(cut([files[0], files[1][:1]], packing))
-    assert moved_sequence(before.reader, moved.reader, range(same)) is None
-    assert moved_sequence(before.reader, moved.reader, range(total)) == (
-        f"{tmp_path}/1.jsonl, line 2 is another text, which sequence {same} was made of"
-    )
-    # A document that is gone moves those behind it.
-    write_jsonl(tmp_path / "0.jsonl", files[0][1:])
-    moved = open_corpus(pattern, packing)
-    assert moved_sequence(before.reader, moved.reader, range(total)) == (
-        f"{tmp_path}/0.jsonl, line 1 is another text, which sequence 0 was made of"
-    )
-
-
-@pytest.mark.parametrize(("packing", "pieces"), [("document", 6), ("concat", 4)])
-def test_a_corpus_is_indexed_as_far_as_needed_with_a_few_numbers_a_piece(
-    tmp_path: Path, packing: str, pieces: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(preparation, "PIECE_DOCUMENTS", 100)
+    monkeypatch.setattr(preparation, "PORTION_DOCUMENTS", 100)
     rows = [document(i, 9) for i in range(800)]
     path = write_jsonl(tmp_path / "0.jsonl", rows)
-    sequences = open_corpus(path, packing, sequences=600)
+    sequences = open_corpus(path, sequences=550)
     assert sequences.index is not None
-    # Tokens are needed up to document 600, or up to token 3,600 of 10 a document.
-    assert len(sequences.index.pieces) == pieces
+    assert len(sequences.index.portions) == 6
     assert len(pickle.dumps(sequences.index)) < 3000
-    assert all_tokens(sequences) == cut([rows], packing)[:600]
     # The corpus is not read again.
     path.unlink()
-    assert len(set(map(tuple, all_tokens(sequences)))) > 20
+    assert all_tokens(sequences) == cut([rows], "document")[:550]
 
 
 def test_a_document_far_longer_than_a_sequence_is_not_read_whole(
@@ -204,9 +191,9 @@ def test_a_document_far_longer_than_a_sequence_is_not_read_whole(
     read: list[int] = []
     read_tokens = document_block.read_tokens
 
-    def watched(store: Any, piece: Any, start: int, stop: int) -> np.ndarray:
+    def watched(store: Any, portion: Any, start: int, stop: int) -> np.ndarray:
         read.append(stop - start)
-        return read_tokens(store, piece, start, stop)
+        return read_tokens(store, portion, start, stop)
 
     monkeypatch.setattr(document_block, "read_tokens", watched)
     assert sequences.shard(100).tokens.tolist() == [list(text[:100].encode())] * 10

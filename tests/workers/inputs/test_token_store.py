@@ -1,241 +1,400 @@
-"""The token store: the same tokens, however often preparation stops or is killed, and no damage is
-read.
-"""
+"""The token store: the same tokens, whoever prepares and is killed, and no damage is read."""
 
 from __future__ import annotations
 
+import csv
 import json
 import multiprocessing
 import os
+import random
 import re
 import resource
 import shutil
 import signal
-import threading
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import duckdb
 import numpy as np
 import psutil
+import pyarrow as pa
 import pytest
 
 from headcount.schemas.errors import CorpusError, RunError
 from headcount.schemas.files.places import place
-from headcount.workers.inputs.corpus.documents import Reading
-from headcount.workers.inputs.store import preparation, token_files
-from headcount.workers.inputs.store.portions import Portion
-from headcount.workers.inputs.store.preparation import PreparationProgress, Watch, prepare_portion
+from headcount.workers.inputs.corpus.documents import Reading, Source
+from headcount.workers.inputs.store import extents, preparation, token_store
+from headcount.workers.inputs.store.extents import Extent, extents_of, file_states
+from headcount.workers.inputs.store.preparation import damaged_portions, is_whole, prepare_extent
 from headcount.workers.inputs.store.stored_corpora import (
     remove_corpus,
     stored_corpora,
     stored_corpus,
     stored_files,
 )
-from headcount.workers.inputs.store.token_files import forget_open_files
 from headcount.workers.inputs.store.token_store import (
-    DOCUMENTS,
-    TOKENS,
-    Piece,
+    Portion,
     TokenStore,
-    forget,
+    forget_open_files,
+    open_portion,
     read_documents,
     read_tokens,
 )
-from headcount.workers.inputs.store.verification import damaged_pieces, verify_portion
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from tests.toys.object_stores import object_store
 from tests.toys.refusals import refused
-from tests.toys.toy_store import (
-    READING,
-    TEXTS,
-    portion_of,
-    rows_of,
-    store_in,
-    text_of,
-    tokenizer_of_bytes,
-    write_texts,
-)
+from tests.toys.toy_corpora import packed, write_parquet
+from tests.toys.toy_models import byte_tokenizer
 
-TEXT = "".join(TEXTS)
-BYTES = np.frombuffer(TEXT.encode(), np.uint8)
+READING = Reading(fields=("meta.year",))
+
+TEXTS = [f"text {i} ä " * (i % 7) for i in range(100)]
+"""Some are empty. One letter of each repetition has two bytes."""
+
+LETTERS = 300
+"""Letters of a portion in these tests."""
 
 
-class CountingTokenizer:
-    """A tokenizer of bytes that counts what it tokenises."""
+class CountingTokenizer(TextTokenizer):
+    """A tokenizer of bytes that notes what it tokenises, and may be slow."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(byte_tokenizer(folder), 257)
+        self.pause = 0.0
         self.texts: list[str] = []
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
+        time.sleep(self.pause * len(texts))
         self.texts += texts
-        return self.tokenizer.encode_many(texts)
+        return super().encode_many(texts)
 
 
 @dataclass
 class Corpus:
-    """A file of texts that is not prepared yet."""
+    """Sources that are not prepared yet."""
 
-    file: Path
-    corpora: Path
     store: TokenStore
     tokenizer: CountingTokenizer
-    portion: Portion
+    extents: list[Extent]
 
     @property
     def folder(self) -> Path:
-        """Where the pieces lie."""
-        return self.corpora / self.store.key / self.portion.key
+        """Where the portions lie."""
+        assert isinstance(self.store.folder, Path)
+        return self.store.folder
 
-    def prepare(self, watch: Watch = lambda _: None, most_tokens: int | None = None) -> list[Piece]:
-        return prepare_portion(self.store, self.portion, self.tokenizer, most_tokens, watch)
+    def prepare(self) -> list[Portion]:
+        """Prepare what is missing; returns all portions."""
+        for extent in self.extents:
+            list(prepare_extent(self.store, extent, self.tokenizer))
+            assert is_whole(self.store.portions()[extent.key])
+        return self.portions()
 
-    def pieces(self) -> list[Piece]:
-        """The committed pieces, which hold the first texts of the file."""
-        pieces = self.store.pieces(self.portion)
-        documents = sum(piece.documents for piece in pieces)
-        assert rows_of(self.store, pieces) == list(range(documents))
-        assert text_of(self.store, pieces) == "".join(TEXTS[:documents])
-        return pieces
+    def portions(self) -> list[Portion]:
+        """The committed portions, in the order of the corpus."""
+        there = self.store.portions()
+        return [
+            portion
+            for extent in self.extents
+            for _, portion in sorted(there.get(extent.key, {}).items())
+        ]
 
-    def check_whole(self) -> list[Piece]:
-        """Prepare to the end: all texts are there, in their order, once."""
-        pieces = self.prepare()
-        assert [piece.ended for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-        assert text_of(self.store, pieces) == TEXT
-        assert self.pieces() == pieces
-        return pieces
+    def rows(self) -> list[tuple[int, int, str | None]]:
+        """Number of the source, row and text of every document; None if it is bad."""
+        rows: list[tuple[int, int, str | None]] = []
+        for extent in self.extents:
+            for _, portion in sorted(self.store.portions()[extent.key].items()):
+                table = read_documents(self.store, portion)
+                ends = np.cumsum(np.maximum(table["n_tokens"].to_numpy(), 0)).tolist()
+                tokens = read_tokens(self.store, portion, 0, ends[-1] if ends else 0)
+                for row, part in zip(table.to_pylist(), np.split(tokens, ends[:-1]), strict=False):
+                    text = None if row["problem"] else part.astype(np.uint8).tobytes().decode()
+                    rows.append((extent.first_source + row["source"], row["row"], text))
+        return rows
+
+    def files(self) -> dict[str, bytes]:
+        """The content of every file of the store."""
+        return {file.name: file.read_bytes() for file in self.folder.iterdir()}
 
 
-@pytest.fixture(scope="module")
-def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    return tokenizer_of_bytes(tmp_path_factory.mktemp("tokenizer"))
+def lines_of(texts: list[str]) -> bytes:
+    rows = [
+        {"text": text, "meta": {"pile_set_name": "Greek", "year": 1900 + i}}
+        for i, text in enumerate(texts)
+    ]
+    return b"".join(b"%s\n" % json.dumps(row).encode() for row in rows)
+
+
+def source_of(path: Path, kind: str = "jsonl") -> Source:
+    return Source(kind, str(path), path.stat().st_size)
+
+
+def corpus_of(folder: Path, *sources: Source, reading: Reading = READING) -> Corpus:
+    tokenizer = CountingTokenizer(folder / "tokenizer")
+    store = TokenStore.of(folder / "corpora", tokenizer, reading)
+    store.create()
+    return Corpus(store, tokenizer, extents_of(sources))
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, bytes_tokenizer: TextTokenizer) -> Corpus:
-    file, corpora = tmp_path / "texts.jsonl", tmp_path / "corpora"
-    store = store_in(corpora, bytes_tokenizer)
-    return Corpus(file, corpora, store, CountingTokenizer(bytes_tokenizer), write_texts(file))
+def corpus(tmp_path: Path) -> Corpus:
+    """Texts in one compressed file, which has several portions."""
+    file = tmp_path / "texts.jsonl.zst"
+    file.write_bytes(packed(file.name, lines_of(TEXTS)))
+    return corpus_of(tmp_path, source_of(file))
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pieces, row groups and batches of little; nothing stays open between tests."""
-    monkeypatch.setattr(token_files, "TOKENS_PER_GROUP", 64)
-    monkeypatch.setattr(preparation, "PIECE_TOKENS", 1000)
-    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 300)
-    monkeypatch.setattr(preparation, "LOOK_SECONDS", 0.02)
+def _small_portions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Portions, row groups and batches of little; nothing stays open between tests."""
+    monkeypatch.setattr(token_store, "TOKENS_PER_GROUP", 64)
+    monkeypatch.setattr(preparation, "PORTION_LETTERS", LETTERS)
+    monkeypatch.setattr(preparation, "BATCH_LETTERS", 100)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     yield
     forget_open_files()
 
 
-def test_one_core_is_kept_and_all_cores_are_given_more(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    assert preparation._cores() == len(psutil.Process().cpu_affinity() or [0])
-    preparation.use_one_core()
-    assert preparation._cores() == 1
+# Portions
+
+
+def kinds(folder: Path) -> dict[str, tuple[Source, list[str | None]]]:
+    """The same texts in a file of every kind, with the texts that must be in the store."""
+    folder.mkdir()
+    broken = lines_of(TEXTS).split(b"\n")
+    broken[7:7] = [b"{", b"", b'{"text": 3}', b" \t"]
+    texts: list[str | None] = [*TEXTS[:7], None, None, *TEXTS[7:]]
+    for name in ("a.jsonl", "a.jsonl.zst", "a.jsonl.gz"):
+        (folder / name).write_bytes(packed(name, b"\n".join(broken)))
+    with (folder / "a.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["n", "text"], *enumerate(TEXTS)])
+    (folder / "a.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
+    write_parquet(folder / "a.parquet", [(text, None) for text in TEXTS], row_group_size=40)
+    (folder / "set").mkdir()
+    write_parquet(folder / "set" / "a.parquet", [(text, None) for text in TEXTS])
+    found = {
+        file.name: (source_of(file, file.name.split(".")[1]), texts)
+        for file in folder.glob("a.jsonl*")
+    }
+    for kind in ("csv", "json", "parquet"):
+        found[kind] = source_of(folder / f"a.{kind}", kind), list(TEXTS)
+    found["hub"] = Source("hub", str(folder / "set"), 0), list(TEXTS)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("tokens", "documents", "characters"),
-    [(60, 1000, 1000), (400, 9, 1000), (10**6, 10**6, 40), (10**6, 10**6, 10**6)],
-)
-def test_pieces_of_any_size_hold_the_same_documents(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tokens: int, documents: int, characters: int
+    "name",
+    [
+        "a.jsonl", "a.jsonl.zst", "a.jsonl.gz", "csv", "json", "parquet",
+        pytest.param("hub", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_a_file_of_any_kind_becomes_portions_that_hold_all_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    monkeypatch.setattr(preparation, "PIECE_TOKENS", tokens)
-    monkeypatch.setattr(preparation, "PIECE_DOCUMENTS", documents)
-    monkeypatch.setattr(preparation, "PIECE_CHARACTERS", characters)
-    pieces = corpus.check_whole()
-    # The only field of each document is a year of four characters.
-    assert all(piece.documents <= min(documents, characters // 4) for piece in pieces)
-    assert all(piece.tokens <= tokens or piece.documents == 1 for piece in pieces)
-    assert len(pieces) == 1 or max(piece.documents for piece in pieces) > 1
-    # Nothing is tokenised twice.
-    assert corpus.tokenizer.texts == TEXTS
+    source, texts = kinds(tmp_path / "files")[name]
+    # A row of a range counts from its beginning.
+    is_range_of_lines = name == "a.jsonl"
+    rows = [*range(8), 9, *range(11, 104)] if name.startswith("a.jsonl") else list(range(100))
+    for letters, size in ((LETTERS, 500), (1 << 20, 1 << 20)):
+        monkeypatch.setattr(preparation, "PORTION_LETTERS", letters)
+        monkeypatch.setattr(extents, "PORTION_BYTES", size)
+        corpus = corpus_of(tmp_path / str(letters), source)
+        is_cut = letters == LETTERS
+        assert (len(corpus.extents) > 1) == (is_cut and name in ("a.jsonl", "parquet"))
+        portions = corpus.prepare()
+        assert (len(portions) > 5) == is_cut
+        assert corpus.tokenizer.texts == TEXTS
+        assert [text for _, _, text in corpus.rows()] == texts
+        if not is_cut or not (is_range_of_lines or name == "parquet"):
+            assert [row for _, row, _ in corpus.rows()] == rows
+        # A document more than the letters of a portion at most.
+        for portion in portions:
+            assert open_portion(corpus.store, portion).record.tokens < 2 * (letters + 100)
 
 
-def test_files_of_all_kinds_and_bad_rows_are_counted(corpus: Corpus, tmp_path: Path):
-    lines = ['{"text": "abc"}', "", "{", '{"text": null}', '{"text": ""}', " "]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    (tmp_path / "b.jsonl").write_text("")
-    (tmp_path / "c.jsonl").write_text('{"text": "de"}\n')
-    seen: list[PreparationProgress] = []
-    corpus.portion = portion_of(*(tmp_path / f"{name}.jsonl" for name in "abc"))
-    [piece] = corpus.prepare(seen.append)
-    assert (piece.documents, piece.tokens, piece.bad) == (5, 5, 2)
-    assert seen[-1] == PreparationProgress(documents=5, tokens=5, bad=2, pieces=0)
-    table = read_documents(corpus.store, piece, ["source", "row", "n_tokens", "problem"])
-    assert [tuple(row.values()) for row in table.to_pylist()] == [
-        (0, 0, 3, None), (0, 2, -1, "invalid JSON"), (0, 3, -1, "text is null, expected a string"),
-        (0, 4, 0, None), (2, 0, 2, None),
+def test_offsets_lead_to_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(extents, "PORTION_BYTES", 400)
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\n" + lines_of(TEXTS).replace(b"\n", b"\n \n"))
+    corpus = corpus_of(tmp_path, source_of(file))
+    portions = corpus.prepare()
+    assert len(corpus.extents) > 9
+    content = file.read_bytes()
+    offsets = [
+        offset for p in portions for offset in read_documents(corpus.store, p)["offset"].to_pylist()
+    ]
+    assert [json.loads(content[at:].split(b"\n")[0])["text"] for at in offsets] == TEXTS
+
+
+def test_small_files_are_read_together_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(extents, "PORTION_BYTES", 100)
+    monkeypatch.setattr(extents, "FILES_IN_EXTENT", 5)
+    lengths = [30, 30, 0, 30, 200, 10, 10, 10, 10, 10, 10, 0, 90, 15]
+    sources: list[Source] = []
+    for number, length in enumerate(lengths):
+        (tmp_path / f"{number:02}.txt").write_text("t" * length)
+        sources.append(source_of(tmp_path / f"{number:02}.txt", "text"))
+    corpus = corpus_of(tmp_path, *sources, reading=Reading())
+    assert [(e.first_source, len(e.sources), e.bytes) for e in corpus.extents] == [
+        (0, 4, 90), (4, 1, 200), (5, 5, 50), (10, 3, 100), (13, 1, 15),
     ]  # fmt: skip
+    assert len(corpus.prepare()) == 5
+    assert corpus.rows() == [(i, 0, "t" * length) for i, length in enumerate(lengths)]
+    assert extents_of([]) == []
 
 
-def prepare_and_be_killed(corpus: Corpus) -> None:
-    def kill(progress: PreparationProgress) -> None:
-        if progress.pieces == 2 and progress.tokens > 2300:
-            os.kill(os.getpid(), signal.SIGKILL)
+def test_the_key_of_an_extent_says_what_is_in_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(extents, "PORTION_BYTES", 4000)
+    monkeypatch.chdir(tmp_path)
 
-    corpus.prepare(kill)
+    def keys(name: str, content: bytes, changed: int = 7) -> list[str]:
+        Path(name).write_bytes(content)
+        os.utime(name, ns=(changed, changed))
+        return [extent.key for extent in extents_of([source_of(Path(name))])]
+
+    lines = lines_of(TEXTS)
+    same = [keys(name, lines) for name in ("a.jsonl", "./a.jsonl", str(tmp_path / "a.jsonl"))]
+    assert same == [same[0]] * 3
+    others = [keys("a.jsonl", lines, 8), keys("a.jsonl", lines + b"\n"), keys("b.jsonl", lines)]
+    assert len({key for found in [same[0], *others] for key in found}) == 4 * len(same[0])
+
+
+def test_documents_keep_what_was_read_of_them(corpus: Corpus):
+    portions = corpus.prepare()
+    rows = [row for p in portions for row in read_documents(corpus.store, p).to_pylist()]
+    (source,) = corpus.extents[0].sources
+    for i, document in enumerate(source.documents(READING)):
+        del rows[i]["offset"]
+        assert rows[i] == {
+            "source": 0, "row": i, "n_tokens": len(TEXTS[i].encode()),
+            "content": document.content_hash, "pile_set_name": "Greek", "problem": None,
+            "field:meta.year": str(1900 + i),
+        }  # fmt: skip
+    # Other programs read the tokens, too.
+    files = f"{corpus.folder}/*.parquet"
+    of_one = duckdb.execute(
+        f"SELECT tokens FROM '{files}' WHERE \"field:meta.year\" = 1903"
+    ).fetchall()
+    assert of_one == [(list(TEXTS[3].encode()),)]
+
+
+def test_any_range_of_tokens_is_read_and_the_callers_own(corpus: Corpus):
+    portion = corpus.prepare()[1]
+    file = open_portion(corpus.store, portion)
+    first = open_portion(corpus.store, corpus.prepare()[0]).record.tokens
+    expected = np.frombuffer("".join(TEXTS).encode(), np.uint8)[first:][: file.record.tokens]
+    for start in (0, 1, 63, 64, 65, 250, len(expected) - 1, len(expected)):
+        for length in (0, 1, 64, 130, 640):
+            stop = min(start + length, len(expected))
+            tokens = read_tokens(corpus.store, portion, start, stop)
+            assert tokens.tolist() == expected[start:stop].tolist()
+            assert tokens.dtype == np.uint16
+            # What was read before must not change by this.
+            tokens += 1
+
+
+def test_the_type_of_the_ids_is_the_narrowest(corpus: Corpus):
+    large = replace(corpus.store, d_vocab=(1 << 16) + 1)
+    assert replace(large, d_vocab=1 << 16).token_type == corpus.store.token_type == pa.uint16()
+    corpus.store = large
+    assert read_tokens(large, corpus.prepare()[0], 1, 3).dtype == np.uint32
+
+
+# Who prepares, and what is lost
+
+
+def test_a_task_of_one_core_starts_no_threads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    assert preparation._cores() == len(psutil.Process().cpu_affinity() or [0])
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
+    preparation.use_cores(1)
+    assert preparation._cores() == 1
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_killed_preparation_goes_on_behind_its_last_portion(
+    corpus: Corpus, tmp_path: Path, kills: int
+):
+    alone = replace(corpus, store=replace(corpus.store, folder=tmp_path / corpus.store.key))
+    alone.store.create()
+    alone.prepare()
+    rng = random.Random(kills)
+    corpus.tokenizer.pause = 0.004
+    context = multiprocessing.get_context("fork")
+    for _ in range(kills):
+        process = context.Process(target=corpus.prepare)
+        process.start()
+        time.sleep(rng.uniform(0.05, 0.25))
+        process.kill()
+        process.join(60)
+        # What is there is whole, and the first of all documents.
+        texts = [text for _, _, text in corpus.rows()] if corpus.portions() else []
+        assert texts == TEXTS[: len(texts)]
+    there = len(texts)
+    assert there or kills < 5
+    corpus.tokenizer.texts = []
+    corpus.prepare()
+    # Only what was not committed is tokenised again.
+    assert corpus.tokenizer.texts == TEXTS[there:]
+    kept = {name: content for name, content in corpus.files().items() if name[0] != "."}
+    assert kept == alone.files()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_killed_preparation_goes_on_behind_its_last_piece(corpus: Corpus):
-    context = multiprocessing.get_context("fork")
-    killed = context.Process(target=prepare_and_be_killed, args=(corpus,))
-    killed.start()
-    killed.join(60)
-    assert killed.exitcode == -signal.SIGKILL
-    first = corpus.pieces()
-    assert len(first) == 2
-    # Its lock died with it.
-    assert corpus.check_whole()[:2] == first
-    assert corpus.tokenizer.texts == TEXTS[sum(piece.documents for piece in first) :]
+def test_two_processes_that_prepare_at_once_write_the_same(corpus: Corpus, tmp_path: Path):
+    alone = replace(corpus, store=replace(corpus.store, folder=tmp_path / corpus.store.key))
+    alone.store.create()
+    alone.prepare()
+    corpus.tokenizer.pause = 0.001
+    processes = [multiprocessing.get_context("fork").Process(target=corpus.prepare) for _ in "ab"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert corpus.files() == alone.files()
 
 
-@pytest.mark.parametrize("has_locks", [True, False])
-def test_several_write_one_chain(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, has_locks: bool):
-    if not has_locks:
-        # As in a store, or on a disk without locks.
-        monkeypatch.setattr(preparation, "_alone", lambda _: nullcontext())
-    threads = [threading.Thread(target=corpus.prepare) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    tokenised = len(corpus.tokenizer.texts)
-    # Every writer cuts at the same places, so nothing lies beside the chain.
-    assert set(corpus.store.committed(corpus.portion.key)) == set(corpus.check_whole())
-    # With locks nothing was done twice.
-    assert tokenised >= 100 if not has_locks else tokenised == 100
+def test_a_portion_that_is_gone_is_prepared_alone(corpus: Corpus):
+    portions = corpus.prepare()
+    files = corpus.files()
+    corpus.store.forget([portions[0], portions[3]])
+    corpus.tokenizer.texts = []
+    assert corpus.prepare() == portions
+    assert corpus.files() == files
+    assert 2 < len(corpus.tokenizer.texts) < 40
 
 
 def test_a_file_that_changes_while_it_is_read_commits_nothing(corpus: Corpus):
-    def change(progress: PreparationProgress) -> None:
-        if progress.pieces == 1:
-            os.utime(corpus.file, ns=(0, 0))
+    file = Path(corpus.extents[0].sources[0].path)
+    committing = prepare_extent(corpus.store, corpus.extents[0], corpus.tokenizer)
+    next(committing)
+    os.utime(file, ns=(0, 0))
+    assert "texts.jsonl.zst: changed while it was read" in refused(CorpusError, list, committing)
+    assert len(corpus.portions()) == 1
+    # The changed file is another extent, prepared from its beginning.
+    corpus.extents = extents_of([source_of(file)])
+    corpus.prepare()
+    assert [text for _, _, text in corpus.rows()] == TEXTS
 
-    assert "texts.jsonl: changed while it was read" in refused(CorpusError, corpus.prepare, change)
-    assert len(corpus.pieces()) == 1
-    # The changed file is another portion, prepared from its beginning.
-    corpus.portion = portion_of(corpus.file)
-    corpus.check_whole()
 
-
-def test_what_lies_before_a_broken_place_is_kept(corpus: Corpus, tmp_path: Path):
+def test_what_lies_before_a_broken_place_is_kept(tmp_path: Path):
     broken = tmp_path / "texts.csv"
     broken.write_text("text\n" + "".join(f'"{text}"\n' for text in TEXTS) + '"no end')
-    corpus.portion = portion_of(broken, kind="csv")
+    corpus = corpus_of(tmp_path, source_of(broken, "csv"))
     for _ in range(2):
         with pytest.raises(CorpusError, match="not CSV"):
             corpus.prepare()
-    # What was read together with the broken row is lost.
-    assert sum(piece.documents for piece in corpus.pieces()) >= 90
+    # The portion that was read together with the broken row is lost.
+    assert 80 < len(corpus.rows()) < 100
 
 
 def test_without_room_one_line_and_nothing_half_written(corpus: Corpus):
@@ -248,236 +407,182 @@ def test_without_room_one_line_and_nothing_half_written(corpus: Corpus):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, signal_before)
     assert re.search("cannot be written .*; free space", told)
-    assert [file.name for file in corpus.folder.iterdir()] == [".lock"]
-    corpus.check_whole()
-    # A file is in the place of a folder.
-    shutil.rmtree(corpus.folder)
-    corpus.folder.write_text("")
-    with pytest.raises(RunError, match=r"cannot be written .*choose another place"):
-        corpus.prepare()
-
-
-def test_verification_finds_texts_and_files_that_differ(corpus: Corpus):
-    pieces = corpus.check_whole()
-    assert verify_portion(corpus.store, corpus.portion) == []
-    # Another text of the same size at the same time, in the second piece.
-    times = corpus.file.stat()
-    corpus.file.write_text(corpus.file.read_text().replace("text 50 ", "test 50 "))
-    os.utime(corpus.file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    # A bit of the third piece's tokens.
-    damaged = corpus.folder / (pieces[2].name + TOKENS)
-    content = bytearray(damaged.read_bytes())
-    content[100] ^= 1
-    damaged.write_bytes(content)
-    text_line, file_line = verify_portion(corpus.store, corpus.portion)
-    assert text_line == f"{corpus.file}, line 51: is not what was tokenised"
-    assert file_line.startswith(f"{damaged}: cannot be read (")
-    differing = damaged_pieces(corpus.store, corpus.portion)
-    assert list(differing) == pieces[1:3]
-    forget(corpus.store, differing)
-    assert text_of(corpus.store, corpus.prepare()) == TEXT.replace("text 50 ", "test 50 ")
-    assert verify_portion(corpus.store, corpus.portion) == []
-
-
-def test_verification_finds_documents_that_came_or_went(corpus: Corpus):
+    assert list(corpus.files()) == ["store.json"]
     corpus.prepare()
-    lines = corpus.file.read_text().splitlines(keepends=True)
-    for changed, what in [
-        (lines[:-1], ": has fewer documents than were tokenised"),
-        ([*lines, lines[0]], ", line 101: was not there when the corpus was tokenised"),
-    ]:
-        corpus.file.write_text("".join(changed))
-        assert verify_portion(corpus.store, corpus.portion) == [f"{corpus.file}{what}"]
 
 
-# What is stored
-
-
-def test_documents_keep_what_was_read_of_them(corpus: Corpus):
-    pieces = corpus.check_whole()
-    rows = [row for piece in pieces for row in read_documents(corpus.store, piece).to_pylist()]
-    documents = [d for source in corpus.portion.sources for d in source.documents(READING)]
-    assert rows == [
-        {"source": 0, "row": i, "n_tokens": len(TEXTS[i].encode()),
-         "content": documents[i].content_hash, "pile_set_name": "Greek", "problem": None,
-         "field:meta.year": str(1900 + i)}
-        for i in range(100)
-    ]  # fmt: skip
-
-
-def test_any_range_of_tokens_is_read_and_the_callers_own(corpus: Corpus):
-    first, piece, *_ = corpus.prepare()
-    expected = BYTES[first.tokens :][: piece.tokens]
-    for start in (0, 1, 63, 64, 65, 500, piece.tokens - 1, piece.tokens):
-        for length in (0, 1, 64, 130, 640):
-            stop = min(start + length, piece.tokens)
-            tokens = read_tokens(corpus.store, piece, start, stop)
-            assert tokens.tolist() == expected[start:stop].tolist()
-            assert tokens.dtype == np.uint16
-            # What was read before must not change by this.
-            tokens += 1
-    with pytest.raises(CorpusError, match="expected tokens within 0 to"):
-        read_tokens(corpus.store, piece, 0, piece.tokens + 1)
-
-
-def test_the_type_of_the_ids_is_the_narrowest(corpus: Corpus, tmp_path: Path):
-    large = replace(corpus.store, d_vocab=(1 << 16) + 1)
-    assert replace(large, d_vocab=1 << 16).token_type == corpus.store.token_type
-    tokens = [np.array([5, 1 << 16], np.uint32)]
-    file = tmp_path / "large.parquet"
-    file.write_bytes(token_files.token_bytes(tokens, large.token_type, {}))
-    content = token_files.TokenFile(file, 2, {}).read(0, 2)
-    assert (content.dtype, content.tolist()) == (np.uint32, [5, 1 << 16])
-
-
-def test_what_is_read_and_who_reads_it_make_the_key(tmp_path: Path, bytes_tokenizer: TextTokenizer):
+def test_what_is_read_and_who_reads_it_make_the_key_of_a_store(tmp_path: Path):
+    tokenizer = CountingTokenizer(tmp_path / "a")
     readings = [READING, Reading(), Reading("body"), Reading(before=" ")]
-    stores = [TokenStore.of(tmp_path, bytes_tokenizer, reading) for reading in readings]
-    other = tokenizer_of_bytes(tmp_path / "other")
+    stores = [TokenStore.of(tmp_path, tokenizer, reading) for reading in readings]
+    other = CountingTokenizer(tmp_path / "b")
     assert TokenStore.of(tmp_path, other, READING) == stores[0]
-    file = tmp_path / "other" / "tokenizer.json"
+    file = tmp_path / "b" / "tokenizer.json"
     file.write_text(file.read_text().replace("<|endoftext|>", "<|end|>"))
     stores.append(TokenStore.of(tmp_path, TextTokenizer(file.parent, 257), READING))
     assert len({store.key for store in stores}) == 5
 
 
-def test_another_store_is_refused(corpus: Corpus):
-    file = corpus.corpora / corpus.store.key / "store.json"
-    description = json.loads(file.read_text())
-    changes: list[tuple[dict[str, object], str]] = [
-        ({"format": 2}, "expected format 1, got 2"),
-        ({"tokenizer": "abc"}, "expected tokenizer .*, got abc"),
-        ({"d_vocab": None}, "expected d_vocab 257, got None"),
-        ({"reading": 5}, "not the description of a token store"),
-    ]
-    for change, why in changes:
-        file.write_text(json.dumps(description | change))
-        told = refused(RunError, corpus.store.create)
-        assert re.search(f"store.json: {why}; remove this store", told)
+@pytest.mark.parametrize("change", [{"format": 1}, {"reading": 5}, {"more": 1}])
+def test_a_store_of_another_version_is_refused(corpus: Corpus, change: dict[str, Any]):
+    file = corpus.folder / "store.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    told = refused(RunError, corpus.store.create)
+    assert re.search(r"store.json: not the description of a token store \(.*remove this", told)
 
 
 # Damage
 
 
-def test_a_piece_of_which_a_file_is_cut_or_gone_is_prepared_again(corpus: Corpus):
-    pieces = corpus.check_whole()
-    for ending in (DOCUMENTS, TOKENS):
-        for damage in ("cut", "blank", "gone"):
-            file = corpus.folder / (pieces[1].name + ending)
-            before = file.read_bytes()
-            # A power cut leaves a file blank whose content was not written yet.
-            file.write_bytes(before[:-7] if damage == "cut" else bytes(len(before)))
-            if damage == "gone":
-                file.unlink()
-            if (damage, ending) == ("blank", TOKENS):
-                forget_open_files()
-                # Its size is right, so only reading it tells.
-                with pytest.raises(CorpusError, match="delete it, then run the same command"):
-                    read_tokens(corpus.store, pieces[1], 0, 1)
-                file.unlink()
-            assert corpus.pieces() == pieces[:1]
-            assert corpus.check_whole() == pieces
-            assert file.read_bytes() == before
-
-
-def test_files_of_another_piece_are_not_taken_for_its_own(corpus: Corpus):
-    first, second, *_ = corpus.prepare()
-    for ending in (DOCUMENTS, TOKENS):
-        shutil.copy(corpus.folder / (second.name + ending), corpus.folder / (first.name + ending))
-    assert corpus.pieces() == []
-    corpus.prepare()
-    forget_open_files()
-    # Even if it has the right size: the tokens of two pieces of one length may.
-    shutil.copy(corpus.folder / (second.name + TOKENS), corpus.folder / (first.name + TOKENS))
-    with pytest.raises(CorpusError, match=r"holds the tokens of other documents.*delete it"):
-        read_tokens(corpus.store, first, 0, 1)
-    # Pieces of another store are none of this one.
-    other = store_in(corpus.corpora, corpus.tokenizer.tokenizer, Reading())
-    shutil.copytree(corpus.folder, corpus.corpora / other.key / corpus.portion.key)
-    assert other.pieces(corpus.portion) == []
-
-
 def test_a_flipped_bit_is_found_or_changes_nothing(corpus: Corpus):
-    store, piece = corpus.store, corpus.prepare()[-1]
-    documents = read_documents(store, piece)
-    tokens = read_tokens(store, piece, 0, piece.tokens).tolist()
-    found: list[bool] = []
-    for ending in (DOCUMENTS, TOKENS):
-        file = corpus.folder / (piece.name + ending)
-        content = file.read_bytes()
-        for at in range(0, len(content), 53):
-            file.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
-            forget_open_files()
-            try:
-                same = read_documents(store, piece).equals(documents)
-                same &= read_tokens(store, piece, 0, piece.tokens).tolist() == tokens
-            except CorpusError:
-                found.append(True)
-            else:
-                found.append(piece not in store.pieces(corpus.portion))
-                assert same or found[-1], f"byte {at} of {file.name}"
-        file.write_bytes(content)
-    assert sum(found) > len(found) / 2
+    store, portion = corpus.store, corpus.prepare()[0]
+    file = open_portion(store, portion)
+    documents, tokens = file.documents(), file.tokens(0, file.record.tokens).tolist()
+    path = corpus.folder / portion.file_name
+    content = path.read_bytes()
+    found = 0
+    damaged = [
+        content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+        for at in range(0, len(content), 23)
+    ]
+    damaged += [content[: len(content) // 2], b"", content[:-1]]
+    for damage in damaged:
+        path.write_bytes(damage)
+        forget_open_files()
+        try:
+            is_same = read_documents(store, portion).equals(documents)
+            is_same &= read_tokens(store, portion, 0, len(tokens)).tolist() == tokens
+        except CorpusError:
+            found += 1
+        else:
+            assert is_same
+    assert found > len(damaged) / 2
+    path.unlink()
+    forget_open_files()
+    with pytest.raises(CorpusError, match="not there; run the same command, which prepares it"):
+        read_tokens(store, portion, 0, 1)
+
+
+def test_a_portion_is_not_taken_for_another(corpus: Corpus):
+    first, second, *_ = corpus.prepare()
+    shutil.copy(corpus.folder / second.file_name, corpus.folder / first.file_name)
+    forget_open_files()
+    with pytest.raises(CorpusError, match="holds other documents"):
+        read_tokens(corpus.store, first, 0, 1)
+
+
+def test_verification_finds_texts_and_files_that_differ(tmp_path: Path):
+    file = tmp_path / "texts.jsonl"
+    file.write_bytes(lines_of(TEXTS))
+    corpus = corpus_of(tmp_path, source_of(file))
+    (extent,) = corpus.extents
+    portions = corpus.prepare()
+    assert damaged_portions(corpus.store, extent) == ({}, False)
+    # A bit of the tokens.
+    path = corpus.folder / portions[2].file_name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+    damages, is_text_changed = damaged_portions(corpus.store, extent)
+    assert list(damages) == portions[2:3]
+    assert damages[portions[2]].startswith(f"{path}: cannot be read (")
+    assert not is_text_changed
+    # Another text of the same size at the same time.
+    times = file.stat()
+    file.write_text(file.read_text().replace("text 50 ", "test 50 "))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    damages, is_text_changed = damaged_portions(corpus.store, extent)
+    assert f"{file}, line 51: is not what was tokenised" in damages.values()
+    assert is_text_changed
+    assert len(damages) == 2
+    corpus.store.forget(damages)
+    corpus.prepare()
+    assert [text for _, _, text in corpus.rows()] == [
+        text.replace("text 50 ", "test 50 ") for text in TEXTS
+    ]
+    for lines, what in [
+        (TEXTS[:-1], ", line 100: is not there any more"),
+        ([*TEXTS, "more"], ", line 101: was not there when the corpus was tokenised"),
+    ]:
+        file.write_bytes(lines_of(lines).replace(b"text 50 ", b"test 50 "))
+        assert list(damaged_portions(corpus.store, extent)[0].values()) == [f"{file}{what}"]
 
 
 # Lists, and stores of objects
 
 
-def test_lists_what_is_stored_and_removes_it(corpus: Corpus, tmp_path: Path):
-    store, corpora = corpus.store, corpus.corpora
-    pieces = corpus.prepare()
+def test_lists_what_is_stored_and_what_was_left_out_of_each_file(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": "abc"}\n\n{"text": 5}\n')
-    write_texts(tmp_path / "more.jsonl", TEXTS[:3])
-    small = portion_of(bad, tmp_path / "more.jsonl")
-    prepare_portion(store, small, corpus.tokenizer)
+    bad.write_bytes(b'{"text": "abc"}\n\n{"text": 5}\n{"text": ""}\n')
+    large = tmp_path / "large.jsonl"
+    large.write_bytes(lines_of(TEXTS) + b"{\n")
+    monkeypatch.setattr(extents, "PORTION_BYTES", 4000)
+    of_texts = corpus.extents
+    corpus.extents = of_texts + extents_of([source_of(bad), source_of(large)])
+    portions = corpus.prepare()
+    assert len(corpus.extents) > 3
+    corpora, key = corpus.folder.parent, corpus.store.key
     [stored] = stored_corpora(corpora)
-    assert (stored.key, stored.store, stored.problem) == (store.key, store, None)
-    counts = (stored.portions, stored.pieces, stored.documents, stored.bad)
-    assert counts == (2, len(pieces) + 1, 105, 1)
-    assert stored.tokens == len(BYTES) + 3 + len("".join(TEXTS[:3]).encode())
-    states = [file.stat() for file in corpora.rglob("*.*") if file.name != ".lock"]
-    assert stored.bytes == sum(state.st_size for state in states)
+    assert (stored.key, stored.store, stored.problem) == (key, corpus.store, None)
+    assert (stored.documents, stored.bad) == (204, 2)
+    tokens = len("".join(TEXTS).encode())
+    assert stored.tokens == 2 * tokens + 3
+    assert stored.bytes == sum(map(len, corpus.files().values()))
     assert stored.changed is not None
-    newest = max(state.st_mtime for state in states)
-    assert stored.changed.timestamp() == pytest.approx(newest, abs=1e-3)
-    forget(store, pieces[1:])
-    files = {Path(file.name).name: file for file in stored_files(corpora, store.key)}
-    assert [(name, file.whole) for name, file in files.items()] == [
-        ("bad.jsonl", True), ("more.jsonl", True), ("texts.jsonl", False),
-    ]  # fmt: skip
-    of_bad, of_texts = files["bad.jsonl"], files["texts.jsonl"]
-    assert of_bad.problems == [f"{bad}, line 3 (text is int, expected a string)"]
-    assert (of_bad.documents, of_bad.tokens) == (2, 3)
-    assert of_texts.documents == pieces[0].documents
-    assert of_texts.bytes == corpus.portion.files[0].bytes
-    (corpora / store.key / "store.json").write_text("{")
-    assert "not the description" in str(stored_corpus(corpora, store.key).problem)
-    with pytest.raises(RunError, match=f"did you mean '{store.key}'"):
-        remove_corpus(corpora, store.key[:-1] + "_")
-    remove_corpus(corpora, store.key)
+    corpus.store.forget(portions[3 : len(corpus.store.portions()[of_texts[0].key])])
+    files = {Path(file.name).name: file for file in stored_files(corpora, key)}
+    counts = [(name, f.documents, f.bad, f.empty, f.whole) for name, f in files.items()]
+    assert counts[:2] == [("bad.jsonl", 3, 1, 1, True), ("large.jsonl", 101, 1, 15, True)]
+    assert files["texts.jsonl.zst"].whole is False
+    assert files["large.jsonl"].tokens == tokens
+    assert files["bad.jsonl"].problems == [f"{bad}, line 3 (text is int, expected a string)"]
+    offset = large.read_bytes().index(b"\n{\n") + 2
+    assert files["large.jsonl"].problems == [f"{large}, byte {offset:,} (invalid JSON)"]
+    (corpus.folder / portions[0].file_name).write_bytes(b"")
+    assert f"{portions[0].file_name}: cannot be read" in str(stored_corpus(corpora, key).problem)
+    (corpus.folder / "store.json").write_text("{")
+    assert "not the description" in str(stored_corpus(corpora, key).problem)
+    with pytest.raises(RunError, match=f"did you mean '{key}'"):
+        remove_corpus(corpora, key[:-1] + "_")
+    remove_corpus(corpora, key)
     assert stored_corpora(corpora) == []
-    assert not (corpora / store.key).exists()
 
 
 def test_a_store_of_objects_holds_the_same_and_is_asked_little(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ):
-    pieces = corpus.check_whole()
+    corpus.prepare()
+    files, rows = corpus.files(), corpus.rows()
     with object_store(monkeypatch) as server:
         corpora = place("s3://bucket/corpora")
-        corpus.store = store_in(corpora, corpus.tokenizer.tokenizer)
-        assert corpus.check_whole() == pieces
-        assert [stored.tokens for stored in stored_corpora(corpora)] == [len(BYTES)]
+        corpus.store = replace(corpus.store, folder=corpora / corpus.store.key)
+        corpus.store.create()
+        portions = corpus.prepare()
+        assert corpus.rows() == rows
+        assert {portion.file_name for portion in portions} == files.keys() - {"store.json"}
+        assert [stored.documents for stored in stored_corpora(corpora)] == [100]
         forget_open_files()
-        piece = pieces[0]
         server.clear()
-        for start in range(piece.tokens):
-            read_tokens(corpus.store, piece, start, start + 1)
-        # 16 row groups: its size, its footer and its tokens.
-        assert len(server.requests()) <= 4
-        server.clear()
-        read_documents(corpus.store, piece, ["n_tokens"])
+        for start in range(250):
+            read_tokens(corpus.store, portions[0], start, start + 1)
+        read_documents(corpus.store, portions[0])
         assert len(server.requests()) <= 2
+        # Sources in a store are listed once, and read by ranges.
+        for number in range(20):
+            path = f"/bucket/small/{number:02}.jsonl"
+            assert server.request("PUT", path, b'{"text": "abc"}\n' * number)[0] == 200
+        server.clear()
+        sources = [
+            Source("jsonl", f"s3://bucket/small/{number:02}.jsonl", 0) for number in range(20)
+        ]
+        assert [state.bytes for state in file_states(sources)] == [16 * i for i in range(20)]
+        assert len([request for request in server.requests() if "list-type" in str(request)]) == 1
+        monkeypatch.setattr(extents, "PORTION_BYTES", 100)
+        corpus.extents = extents_of(sources[-2:])
+        assert len(corpus.extents) == 3 + 4
+        corpus.prepare()
+        assert len(corpus.rows()) == 18 + 19
         remove_corpus(corpora, corpus.store.key)
         assert stored_corpora(corpora) == []

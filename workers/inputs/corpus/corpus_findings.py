@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from headcount.schemas.errors import CorpusError, printable
 from headcount.schemas.files.document_fates import FATES, OTHER, Fates
 from headcount.workers.inputs.corpus.corpus import PART, Corpus
 from headcount.workers.inputs.corpus.document_block import SKIPPED, DocumentBlock
-from headcount.workers.inputs.corpus.sequence_index import NO_SOURCE, BadRun, SequenceIndex
+from headcount.workers.inputs.corpus.sequence_index import BadRun
 from headcount.workers.inputs.corpus.sequence_reader import SequenceReader
 from headcount.workers.inputs.store.token_store import BAD, field_column
 
@@ -51,117 +50,65 @@ def findings(reader: SequenceReader, sequences: int) -> Findings:
     corpus = reader.corpus
     is_everything = sequences >= len(reader)
     index = reader.index if is_everything else reader.index.up_to(sequences, corpus)
-    survey = _Survey(reader, index, sequences)
-    for number, block in enumerate(index.blocks(corpus)):
-        survey.add(number, block)
-    return survey.findings()
-
-
-class _Survey:
-    """Counts documents block by block."""
-
-    def __init__(self, reader: SequenceReader, index: SequenceIndex, sequences: int) -> None:
-        self.reader = reader
-        self.index = index
-        self.sequences_left = sequences
-        self.text_ends = _ends_of_texts(index)
-        self.fates: dict[str, Counter[str]] = {}
-        self.bad_run = BadRun()
-        self.problems: list[str] = []
-        self.carried = np.zeros(len(reader.corpus.choice.columns), np.int64)
-
-    def add(self, number: int, block: DocumentBlock) -> None:
-        """Count the documents of the next block."""
-        self._count_fates(block, self._fate_of_each(number, block))
-        for part_name, count in block.others.items():
-            self.fates.setdefault(part_name, Counter())[OTHER] += count
+    sequences_left = sequences
+    fates: dict[str, Counter[str]] = {}
+    bad_run = BadRun()
+    problems: list[str] = []
+    carried = np.zeros(len(corpus.choice.columns), np.int64)
+    for number in range(len(index.ends)):
+        block = index.block(number, corpus)
+        _count_fates(fates, block, _fate_of_each(block, sequences_left))
+        sequences_left = max(0, sequences_left - block.sequences)
         # In the order of the files, even if the documents are shuffled.
         bad_documents = np.flatnonzero(block.n_tokens == BAD)
         bad_documents = bad_documents[np.argsort(block.position[bad_documents])]
-        self.bad_run.add(block.position[bad_documents])
-        room = NAMED_PROBLEMS - len(self.problems)
-        self.problems += [
-            self.reader.problem_of(block, document) for document in bad_documents[:room].tolist()
-        ]
-        for i, column in enumerate(self.reader.corpus.choice.columns):
+        bad_run.add(block.position[bad_documents])
+        room = NAMED_PROBLEMS - len(problems)
+        problems += [reader.problem_of(block, i) for i in bad_documents[:room].tolist()]
+        for i, column in enumerate(corpus.choice.columns):
             values = block.labels[field_column(column)]
-            self.carried[i] += len(values) - values.null_count
-
-    def _count_fates(self, block: DocumentBlock, fate: np.ndarray) -> None:
-        parts = block.labels[PART].combine_chunks()
-        # The first name is that of documents that do not say their part.
-        names = ["", *parts.dictionary.to_pylist()]
-        part_numbers = parts.indices.fill_null(-1).to_numpy() + 1
-        counts = np.zeros((len(names), len(FATES)), np.int64)
-        np.add.at(counts, (part_numbers, fate), 1)
-        for name, counts_of_part in zip(names, counts.tolist(), strict=True):
-            by_fate = {
-                fate_name: count
-                for fate_name, count in zip(FATES, counts_of_part, strict=True)
-                if count
-            }
-            if by_fate:
-                self.fates.setdefault(name, Counter()).update(by_fate)
-
-    def _fate_of_each(self, number: int, block: DocumentBlock) -> np.ndarray:
-        """For each document, the position of its fate in `FATES`.
-
-        Later lines overrule earlier ones: an empty document between two used ones is empty.
-        """
-        n_tokens = block.n_tokens
-        fate = np.full(len(n_tokens), FATES.index("not needed"))
-        if block.packing == "document":
-            fate[n_tokens < block.length] = FATES.index("too short")
-            fate[block.long_documents[: self.sequences_left]] = FATES.index("used")
-        else:
-            fate[self._is_in_a_sequence(number, block)] = FATES.index("used")
-        self.sequences_left = max(0, self.sequences_left - block.sequences)
-        fate[n_tokens == 0] = FATES.index("empty")
-        fate[n_tokens == BAD] = FATES.index("bad")
-        fate[n_tokens == SKIPPED] = FATES.index("skipped")
-        return fate
-
-    def _is_in_a_sequence(self, number: int, block: DocumentBlock) -> np.ndarray:
-        """Which documents have a token in one of the sequences, if documents are joined."""
-        is_used = np.zeros(len(block), bool)
-        sequences_left = self.sequences_left
-        for text in block.texts:
-            # The last text of a block may go on in later blocks, and its last sequence too.
-            is_last = text is block.texts[-1]
-            text_end = self.text_ends[number] if is_last else text.joined_end
-            sequences_before = text.joined_before // block.length
-            wanted = sequences_before + max(0, sequences_left)
-            # The token behind the last sequence that is wanted.
-            used_end = min(text_end // block.length, wanted) * block.length
-            documents = np.arange(text.begin, text.end)
-            is_used[documents] = block.begins_of(documents) < used_end
-            sequences_left -= text.joined_end // block.length - sequences_before
-        return is_used
-
-    def findings(self) -> Findings:
-        """What was found in all blocks."""
-        return Findings(
-            fates=Fates.of_parts(self.fates),
-            bad_in_a_row=self.bad_run.longest,
-            problems=tuple(self.problems),
-            carried=tuple(self.carried.tolist()),
-        )
+            carried[i] += len(values) - values.null_count
+    return Findings(
+        fates=Fates.of_parts(fates),
+        bad_in_a_row=bad_run.longest,
+        problems=tuple(problems),
+        carried=tuple(carried.tolist()),
+    )
 
 
-def _ends_of_texts(index: SequenceIndex) -> list[int]:
-    """For each block: where the joined text of its last document ends, in this block or later."""
-    if len(index.ends) != len(index.pieces):
-        # Shuffled documents are all in one block, and make one text.
-        return [sys.maxsize] * len(index.ends)
-    behind = [index.place(number + 1) for number in range(len(index.pieces))]
-    ends: list[int] = []
-    text, end = NO_SOURCE, 0
-    # Backwards, the first end of a text that is met is its last.
-    for place in reversed(behind):
-        if place.joined_source != text:
-            text, end = place.joined_source, place.joined_before
-        ends.append(end)
-    return ends[::-1]
+def _fate_of_each(block: DocumentBlock, sequences: int) -> np.ndarray:
+    """For each document, the position of its fate in `FATES`, if so many sequences are measured.
+
+    Later lines overrule earlier ones: an empty document between two used ones is empty.
+    """
+    n_tokens = block.n_tokens
+    fate = np.full(len(n_tokens), FATES.index("not needed"))
+    if block.packing == "document":
+        fate[n_tokens < block.length] = FATES.index("too short")
+        fate[block.long_documents[:sequences]] = FATES.index("used")
+    else:
+        used_end = min(sequences, block.sequences) * block.length
+        fate[block.begins_of(np.arange(len(block))) < used_end] = FATES.index("used")
+    fate[n_tokens == 0] = FATES.index("empty")
+    fate[n_tokens == BAD] = FATES.index("bad")
+    fate[n_tokens == SKIPPED] = FATES.index("skipped")
+    return fate
+
+
+def _count_fates(fates: dict[str, Counter[str]], block: DocumentBlock, fate: np.ndarray) -> None:
+    """Add the documents of a block to the counts by part and fate."""
+    parts = block.labels[PART].combine_chunks().dictionary_encode()
+    # The first name is that of documents that do not say their part.
+    names = ["", *parts.dictionary.to_pylist()]
+    part_numbers = parts.indices.fill_null(-1).to_numpy(zero_copy_only=False) + 1
+    counts = np.zeros((len(names), len(FATES)), np.int64)
+    np.add.at(counts, (part_numbers, fate), 1)
+    for name, counts_of_part in zip(names, counts.tolist(), strict=True):
+        of_part = Counter(dict(zip(FATES, counts_of_part, strict=True)))
+        if of_part := +of_part:  # Without zeros.
+            fates.setdefault(name, Counter()).update(of_part)
+    for name, count in block.others.items():
+        fates.setdefault(name, Counter())[OTHER] += count
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,17 @@
 """Documents that a scan takes, in the order in which they become sequences, and their tokens.
 
-A block holds the documents of one piece of the token store, or, if they are shuffled, those of all
-pieces. With packing by document a sequence is the first tokens of one document. With packing by
-concatenation all documents of a source, each followed by a separator, make one long text, which is
-cut every `length` tokens. So the lengths of the documents alone say where a sequence lies.
+A block holds the documents of one portion of the token store, or, if they are shuffled, those of
+all portions. With packing by document a sequence is the first tokens of one document. With packing
+by concatenation the documents of a block, each followed by a separator, make one long text, which
+is cut every `length` tokens; what is left at its end is not measured. So the lengths of the
+documents alone say where a sequence lies.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,11 +24,12 @@ from headcount.workers.inputs.corpus.corpus import PART, Choice, Corpus
 from headcount.workers.inputs.corpus.documents import as_text, is_one_of
 from headcount.workers.inputs.store.token_store import (
     BAD,
-    Piece,
+    Portion,
     TokenStore,
     field_column,
     read_documents,
     read_tokens,
+    values_of,
 )
 
 SKIPPED = -2
@@ -40,35 +42,19 @@ SHUFFLE_STREAM = zlib.crc32(b"shuffle")
 """Keeps the order of shuffled documents apart from what else is drawn with the seed of a scan."""
 
 
-class PiecePlace(NamedTuple):
-    """Where a piece lies in its corpus: what the pieces before it hold."""
+class PortionPlace(NamedTuple):
+    """Where a portion lies in its corpus: what the portions before it hold."""
 
     first_source: int
-    """Number in the corpus of its portion's first source."""
+    """Number in the corpus of its extent's first source."""
     rows_before: int
-    """Rows of that source in earlier portions."""
-    documents_before: int
-    """All documents of earlier pieces."""
+    """Rows of that source in earlier extents."""
     taken_before: int
-    """Those of them that `where` selects, bad and skipped ones included."""
-    joined_source: int
-    """The source that the last document before this piece belongs to; -1 if there is none."""
-    joined_before: int
-    """Tokens and separators of that source in earlier pieces."""
-
-
-class JoinedText(NamedTuple):
-    """What a block holds of one joined text: documents of one source, or shuffled ones."""
-
-    source: int
-    begin: int
-    """The first of its documents in the block."""
-    end: int
-    """One behind the last."""
-    joined_before: int
-    """Tokens and separators of the joined text that lie in earlier blocks."""
-    joined_end: int
-    """Tokens and separators of the joined text up to the end of this block."""
+    """Documents that `where` selects, bad and skipped ones included."""
+    documents_before: int
+    """All documents; tokens and bad documents are counted likewise."""
+    tokens_before: int
+    bad_before: int
 
 
 @dataclass(frozen=True)
@@ -79,27 +65,23 @@ class DocumentBlock:
     length: int
     """Text tokens of a sequence."""
     store: TokenStore
-    pieces: tuple[Piece, ...]
-    piece: np.ndarray
-    """The number of its piece in `pieces`."""
+    portions: tuple[Portion, ...]
+    portion: np.ndarray
+    """The number of its portion in `portions`."""
     position: np.ndarray
     """Its number among all documents of the corpus, in the order of the files."""
     first_token: np.ndarray
-    """Where its tokens begin in its piece."""
+    """Where its tokens begin in its portion."""
     source: np.ndarray
     """The number of its source in the corpus."""
     row: np.ndarray
     """Its row in the source."""
     n_tokens: np.ndarray
     """`BAD` if the row cannot be read, `SKIPPED` if it is left out, 0 if the text is empty."""
-    content: np.ndarray
-    """The hash of its content."""
     labels: pa.Table
     """Its `pile_set_name`, its `problem` and the fields that are kept."""
-    texts: tuple[JoinedText, ...]
-    """Joined texts that the documents belong to, in order."""
     others: dict[str, int]
-    """By part: how many documents of the pieces `where` does not select."""
+    """By part: how many documents of the portions `where` does not select."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -108,10 +90,15 @@ class DocumentBlock:
 
     @property
     def sequences(self) -> int:
-        """How many sequences end in this block."""
+        """How many sequences the block has."""
         if self.packing == "document":
             return len(self.long_documents)
-        return int(self.sequence_ends[-1]) if len(self.sequence_ends) else 0
+        return self.joined_length // self.length
+
+    @property
+    def unmeasured(self) -> int:
+        """Tokens and separators at the end of joined documents that make no sequence."""
+        return 0 if self.packing == "document" else self.joined_length % self.length
 
     @cached_property
     def long_documents(self) -> np.ndarray:
@@ -119,32 +106,64 @@ class DocumentBlock:
         return np.flatnonzero(self.n_tokens >= self.length)
 
     @cached_property
-    def sequence_ends(self) -> np.ndarray:
-        """Of each joined text: how many sequences end in it and in those before it.
+    def joined_ends(self) -> np.ndarray:
+        """Where each document ends in the joined text.
 
-        A sequence may begin in an earlier block. It is counted where it ends, because there it is
-        certain that it is whole.
+        Every document that has tokens is followed by one separator; one without tokens ends where
+        it begins.
         """
-        before = np.array([text.joined_before for text in self.texts], np.int64)
-        end = np.array([text.joined_end for text in self.texts], np.int64)
-        return np.cumsum(end // self.length - before // self.length)
+        return np.cumsum(np.where(self.n_tokens > 0, self.n_tokens.astype(np.int64) + 1, 0))
 
-    def joined_place(self, number: int) -> tuple[JoinedText, int]:
-        """The joined text in which sequence `number` of the block ends, and its first token."""
-        i = int(np.searchsorted(self.sequence_ends, number, side="right"))
-        text = self.texts[i]
-        number_in_part = number - (int(self.sequence_ends[i - 1]) if i else 0)
-        # A sequence that ends in an earlier block comes before those of this one.
-        number_in_text = text.joined_before // self.length + number_in_part
-        return text, number_in_text * self.length
+    @property
+    def joined_length(self) -> int:
+        """Tokens and separators of the joined text."""
+        return int(self.joined_ends[-1]) if len(self) else 0
 
-    def last_document(self, number: int) -> int:
-        """The document in which sequence `number` of the block ends."""
+    def documents_at(self, tokens: np.ndarray) -> np.ndarray:
+        """The documents that hold some tokens of the joined text."""
+        # side="right" finds the first document that ends behind a token, which is the one that
+        # holds it, never one without tokens.
+        return np.searchsorted(self.joined_ends, tokens, side="right")
+
+    def begins_of(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents with tokens begin in the joined text."""
+        return self.joined_ends[documents] - self.n_tokens[documents] - 1
+
+    def beginnings(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the sequences `first .. end-1`: the document, and its token, that each begins with."""
         if self.packing == "document":
-            return int(self.long_documents[number])
-        text, start = self.joined_place(number)
-        last_token = np.array([start + self.length - 1])
-        return int(self.documents_at(text, last_token)[0])
+            documents = self.long_documents[first:end]
+            return documents, np.zeros_like(documents)
+        starts = np.arange(first, end) * self.length
+        documents = self.documents_at(starts)
+        return documents, starts - self.begins_of(documents)
+
+    def last_document(self, sequence: int) -> int:
+        """The document in which a sequence ends."""
+        if self.packing == "document":
+            return int(self.long_documents[sequence])
+        return int(self.documents_at(np.array([(sequence + 1) * self.length - 1]))[0])
+
+    def main_documents(self, first: int, end: int) -> np.ndarray:
+        """The document with most tokens of each of the sequences `first .. end-1`."""
+        if self.packing == "document":
+            return self.long_documents[first:end]
+        start, stop = first * self.length, end * self.length
+        of_first, of_last = self.documents_at(np.array([start, stop - 1])).tolist()
+        documents = of_first + np.flatnonzero(self.n_tokens[of_first : of_last + 1] > 0)
+        begins = self.begins_of(documents)
+        ends = begins + self.n_tokens[documents]
+        # Cut where a document or a sequence begins: each cut is of one document and one sequence.
+        starts = np.arange(start, stop, self.length)
+        cuts = np.union1d(np.maximum(begins, start), starts)  # sorted, each once
+        document = np.searchsorted(begins, cuts, side="right") - 1
+        # A separator behind a document belongs to none, so a cut ends with its document.
+        n_tokens = np.minimum(ends[document], np.append(cuts[1:], stop)) - cuts
+        sequence = (cuts - start) // self.length
+        # Of each sequence the longest cut comes first, of equal ones the earliest.
+        order = np.lexsort((cuts, -n_tokens, sequence))
+        _, firsts = np.unique(sequence[order], return_index=True)
+        return documents[document[order[firsts]]]
 
     # Labels of documents
 
@@ -161,40 +180,16 @@ class DocumentBlock:
         values = self.labels[field_column(column)].take(pa.array(documents)).to_pylist()
         return [None if value is None else as_text(json.loads(value)) for value in values]
 
-    # Joined texts
+    # Tokens
 
-    @cached_property
-    def joined_ends(self) -> np.ndarray:
-        """Where each document ends in the joined text of its source.
-
-        Every document that has tokens is followed by one separator; one without tokens ends where
-        it begins.
-        """
-        ends = np.cumsum(_joined_lengths(self.n_tokens))  # [document]
-        # The sum runs over all texts of the block, so each text has a shift of its own.
-        shifts = [
-            text.joined_before - int(ends[text.begin - 1] if text.begin else 0)
-            for text in self.texts
-        ]
-        lengths = [text.end - text.begin for text in self.texts]
-        return ends + np.repeat(np.array(shifts, np.int64), lengths)
-
-    def begins_of(self, documents: np.ndarray) -> np.ndarray:
-        """Where documents begin in the joined text of their source."""
-        return self.joined_ends[documents] - _joined_lengths(self.n_tokens[documents])
-
-    def documents_at(self, text: JoinedText, tokens: np.ndarray) -> np.ndarray:
-        """The documents that hold some tokens of a joined text."""
-        ends = self.joined_ends[text.begin : text.end]
-        # side="right" finds the first document that ends behind a token, which is the one that
-        # holds it, never one without tokens.
-        return text.begin + np.searchsorted(ends, tokens, side="right")
-
-    def joined_tokens(self, text: JoinedText, start: int, stop: int, separator: int) -> np.ndarray:
-        """The tokens `start .. stop-1` of a joined text, all of which lie in this block."""
-        first, last = self.documents_at(text, np.array([start, stop - 1])).tolist()
-        documents = np.arange(first, last + 1)
-        documents = documents[self.n_tokens[documents] > 0]
+    def tokens(self, first: int, end: int, separator: int | None) -> np.ndarray:
+        """The tokens of the sequences `first .. end-1`, `[sequence length]`."""
+        if self.packing == "document":
+            return self._first_tokens(self.long_documents[first:end])
+        assert separator is not None
+        start, stop = first * self.length, end * self.length
+        of_first, of_last = self.documents_at(np.array([start, stop - 1])).tolist()
+        documents = of_first + np.flatnonzero(self.n_tokens[of_first : of_last + 1] > 0)
         begins = self.first_token[documents]
         ends = begins + self.n_tokens[documents]
         # A document may be far longer than what is wanted of it.
@@ -202,155 +197,130 @@ class DocumentBlock:
         # The end first: `begins[-1]` changes below if the first document is also the last.
         ends[-1] = min(ends[-1], begins[-1] + stop - begin_of_last)
         begins[0] += start - begin_of_first
-        tokens = self._tokens_between(self.piece[documents], begins, ends)
+        tokens = self._tokens_between(self.portion[documents], begins, ends)
         # Numbers of `insert` count in the array before it, so each separator lands behind its
-        # document.
+        # document. Behind the last document stands one that may not be wanted.
         joined = np.insert(tokens, np.cumsum(ends - begins), separator)
-        # Behind the last document stands a separator that may not be wanted.
-        return joined[: stop - start]
+        return joined[: stop - start].reshape(end - first, self.length)
 
-    def _tokens_between(
-        self, pieces: np.ndarray, begins: np.ndarray, ends: np.ndarray
-    ) -> np.ndarray:
-        """Ranges of tokens of pieces, one after the other."""
-        # Documents whose tokens follow one another are read at once.
-        is_gap = (begins[1:] != ends[:-1]) | (pieces[1:] != pieces[:-1])
-        bounds = [0, *(np.flatnonzero(is_gap) + 1).tolist(), len(pieces)]
-        parts = [
-            self._tokens_of_piece(int(pieces[first]), int(begins[first]), int(ends[last - 1]))
-            for first, last in pairwise(bounds)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    # The beginnings of documents
-
-    def first_tokens(self, documents: np.ndarray, count: int) -> np.ndarray:
-        """The first tokens of some documents, `[document count]`."""
-        pieces = self.piece[documents]
+    def _first_tokens(self, documents: np.ndarray) -> np.ndarray:
+        """The first tokens of some documents, `[document length]`."""
+        portions = self.portion[documents]
         begins = self.first_token[documents]
-        lowest, end = int(begins.min()), int(begins.max()) + count
-        is_near = end - lowest <= MOST_READ_PER_TOKEN * count * len(documents)
-        if is_near and (pieces == pieces[0]).all():
+        lowest, end = int(begins.min()), int(begins.max()) + self.length
+        is_near = end - lowest <= MOST_READ_PER_TOKEN * self.length * len(documents)
+        if is_near and (portions == portions[0]).all():
             # Short sequences lie close together. Reading what is between them costs less than a
             # reading for each.
-            tokens = self._tokens_of_piece(int(pieces[0]), lowest, end)
-            return tokens[(begins - lowest)[:, None] + np.arange(count)]  # [document count]
+            tokens = self._tokens_of(int(portions[0]), lowest, end)
+            return tokens[(begins - lowest)[:, None] + np.arange(self.length)]  # [document length]
         rows = [
-            self._tokens_of_piece(piece, begin, begin + count)
-            for piece, begin in zip(pieces.tolist(), begins.tolist(), strict=True)
+            self._tokens_of(portion, begin, begin + self.length)
+            for portion, begin in zip(portions.tolist(), begins.tolist(), strict=True)
         ]
         return np.array(rows)
 
     def token_counts(self, d_vocab: int) -> np.ndarray:
         """How often the documents of the block hold each token: `[token]`."""
-        has_tokens = self.n_tokens > 0
-        if not has_tokens.any():
+        documents = np.flatnonzero(self.n_tokens > 0)
+        if not len(documents):
             return np.zeros(d_vocab, np.int64)
-        begins = self.first_token[has_tokens]
-        ends = begins + self.n_tokens[has_tokens]
-        tokens = self._tokens_between(self.piece[has_tokens], begins, ends)
+        begins = self.first_token[documents]
+        ends = begins + self.n_tokens[documents]
+        tokens = self._tokens_between(self.portion[documents], begins, ends)
         return np.bincount(tokens, minlength=d_vocab)
 
-    def _tokens_of_piece(self, number: int, start: int, stop: int) -> np.ndarray:
-        """Tokens of one of the pieces."""
-        return read_tokens(self.store, self.pieces[number], start, stop).astype(np.int32)
+    def _tokens_between(
+        self, portions: np.ndarray, begins: np.ndarray, ends: np.ndarray
+    ) -> np.ndarray:
+        """Ranges of tokens of portions, one after the other."""
+        # Documents whose tokens follow one another are read at once.
+        is_gap = (begins[1:] != ends[:-1]) | (portions[1:] != portions[:-1])
+        bounds = [0, *(np.flatnonzero(is_gap) + 1).tolist(), len(portions)]
+        parts = [
+            self._tokens_of(int(portions[first]), int(begins[first]), int(ends[last - 1]))
+            for first, last in pairwise(bounds)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _tokens_of(self, portion: int, start: int, stop: int) -> np.ndarray:
+        return read_tokens(self.store, self.portions[portion], start, stop).astype(np.int32)
 
 
-def _joined_lengths(n_tokens: np.ndarray) -> np.ndarray:
-    """Tokens of each document and its separator in a joined text."""
-    return np.where(n_tokens > 0, n_tokens.astype(np.int64) + 1, 0)
-
-
-def block_of_piece(
+def block_of_portion(
     store: TokenStore,
-    piece: Piece,
-    where: PiecePlace,
+    portion: Portion,
+    where: PortionPlace,
     corpus: Corpus,
     length: int,
     documents: int | None = None,
 ) -> DocumentBlock:
-    """The documents that a scan takes from one piece, in the order of the files.
+    """The documents that a scan takes from one portion, in the order of the files.
 
-    `length` is that of the text of a sequence. Only the first `documents` of the piece count, if
+    `length` is that of the text of a sequence. Only the first `documents` of the portion count, if
     that is given.
     """
-    table = read_documents(store, piece).slice(0, documents)
+    table = read_documents(store, portion).slice(0, documents)
     is_taken = _is_taken(table, corpus.choice)
-    all_lengths = table["n_tokens"].to_numpy()
-    token_ends = np.cumsum(np.maximum(all_lengths, 0), dtype=np.int64)
-    first_token = token_ends - np.maximum(all_lengths, 0)
-    source_in_portion = table["source"].to_numpy()
-    row = table["row"].to_numpy() + np.where(source_in_portion == 0, where.rows_before, 0)
-
+    all_lengths = values_of(table["n_tokens"])
+    first_token = np.cumsum(np.maximum(all_lengths, 0), dtype=np.int64) - np.maximum(all_lengths, 0)
+    source_in_extent = values_of(table["source"])
+    row = values_of(table["row"]) + np.where(source_in_extent == 0, where.rows_before, 0)
     n_tokens = all_lengths[is_taken]
     if not corpus.choice.shuffled:
         numbers = where.taken_before + np.arange(len(n_tokens))
         n_tokens = _with_skipped(n_tokens, numbers < corpus.choice.skip)
-    source = (source_in_portion + where.first_source)[is_taken]
-    taken_table = table.filter(pa.array(is_taken))
-    others = table.filter(pa.array(~is_taken))["pile_set_name"].combine_chunks().value_counts()
+    others = table.filter(pa.array(~is_taken))[PART].to_pylist()
+    columns = ["source", "row", "offset", "n_tokens", "content"]
     return DocumentBlock(
         packing=corpus.packing,
         length=length,
         store=store,
-        pieces=(piece,),
-        piece=np.zeros(len(n_tokens), np.int32),
+        portions=(portion,),
+        portion=np.zeros(len(n_tokens), np.int32),
         position=where.documents_before + np.flatnonzero(is_taken),
         first_token=first_token[is_taken],
-        source=source,
+        source=(source_in_extent + where.first_source)[is_taken],
         row=row[is_taken],
         n_tokens=n_tokens,
-        content=taken_table["content"].to_numpy(),
-        labels=taken_table.drop_columns(["source", "row", "n_tokens", "content"]).combine_chunks(),
-        texts=tuple(_joined_texts(source, n_tokens, where)),
+        labels=table.filter(pa.array(is_taken)).drop_columns(columns).combine_chunks(),
         # Documents without a part count under the empty name.
-        others={entry["values"] or "": entry["counts"] for entry in others.to_pylist()},
+        others=Counter(name or "" for name in others),
     )
 
 
 def shuffled_block(blocks: list[DocumentBlock], choice: Choice) -> DocumentBlock:
-    """The documents of all pieces in random order, which depends on the seed alone."""
+    """The documents of all portions in random order, which depends on the seed alone."""
     rng = np.random.default_rng([int(choice.shuffle), SHUFFLE_STREAM])
     order = rng.permutation(sum(len(block) for block in blocks))
 
     def joined(name: str) -> np.ndarray:
         return np.concatenate([getattr(block, name) for block in blocks])[order]
 
-    # `skip` leaves out the first documents of the shuffled order.
-    n_tokens = _with_skipped(joined("n_tokens"), np.arange(len(order)) < choice.skip)
-    piece_numbers = [np.full(len(block), i, np.int32) for i, block in enumerate(blocks)]
-    total = int(_joined_lengths(n_tokens).sum())
-    others: dict[str, int] = {}
-    for block in blocks:
-        for part, count in block.others.items():
-            others[part] = others.get(part, 0) + count
-    # Each piece numbers its parts by itself.
-    labels = pa.concat_tables([block.labels for block in blocks]).unify_dictionaries()
+    portions = [np.full(len(block), i, np.int32) for i, block in enumerate(blocks)]
+    labels = pa.concat_tables([block.labels for block in blocks])
     return replace(
         blocks[0],
-        pieces=tuple(block.pieces[0] for block in blocks),
-        piece=np.concatenate(piece_numbers)[order],
+        portions=tuple(block.portions[0] for block in blocks),
+        portion=np.concatenate(portions)[order],
         position=joined("position"),
         first_token=joined("first_token"),
         source=joined("source"),
         row=joined("row"),
-        n_tokens=n_tokens,
-        content=joined("content"),
+        # `skip` leaves out the first documents of the shuffled order.
+        n_tokens=_with_skipped(joined("n_tokens"), np.arange(len(order)) < choice.skip),
         labels=labels.take(pa.array(order)).combine_chunks(),
-        texts=(JoinedText(-1, 0, len(order), 0, total),),
-        others=others,
+        others=sum((Counter(block.others) for block in blocks), Counter()),
     )
 
 
 def _is_taken(table: pa.Table, choice: Choice) -> np.ndarray:
     """Which documents `where` selects. A row that cannot be read has no fields, and is selected."""
     is_taken = np.ones(len(table), bool)
-    is_bad = table["problem"].is_valid().to_numpy()
     for name, allowed in choice.where:
         is_part = name == PART
-        column = table[name if is_part else field_column(name)].combine_chunks()
-        values = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
         # Many documents have few different values, so each value is looked at once.
+        values = table[name if is_part else field_column(name)].combine_chunks().dictionary_encode()
         fits = [
             value is not None and is_one_of(value if is_part else json.loads(value), allowed)
             for value in values.dictionary.to_pylist()
@@ -358,23 +328,9 @@ def _is_taken(table: pa.Table, choice: Choice) -> np.ndarray:
         # The last entry stands for documents that do not have the field.
         codes = values.indices.fill_null(len(fits)).to_numpy()
         is_taken &= np.array([*fits, False])[codes]
-    return is_taken | is_bad
+    return is_taken | table["problem"].is_valid().to_numpy()
 
 
 def _with_skipped(n_tokens: np.ndarray, is_skipped: np.ndarray) -> np.ndarray:
     """Lengths of documents, those of skipped ones replaced. Bad documents stay bad."""
     return np.where(is_skipped & (n_tokens != BAD), SKIPPED, n_tokens).astype(np.int32)
-
-
-def _joined_texts(
-    source: np.ndarray, n_tokens: np.ndarray, where: PiecePlace
-) -> Iterator[JoinedText]:
-    """The joined text of each source that documents of a piece belong to."""
-    if not len(source):
-        return
-    bounds = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]
-    lengths = np.concatenate([[0], np.cumsum(_joined_lengths(n_tokens))])
-    for begin, end in pairwise(bounds):
-        number = int(source[begin])
-        before = where.joined_before if number == where.joined_source else 0
-        yield JoinedText(number, begin, end, before, before + int(lengths[end] - lengths[begin]))

@@ -1,49 +1,47 @@
-"""Reads and tokenises a portion of a corpus, and commits its pieces to the token store.
+"""Reads and tokenises an extent of a corpus, and commits its portions to the token store.
 
-Whoever prepares a portion goes on behind its last committed piece, so nothing but the piece in
-progress is lost when a preparation is killed. Two may prepare one portion at once: on a disk the
-second waits for the first and takes over its pieces, in a store both write the same pieces.
+A portion holds the next documents with 16 Mi letters of text. Its file is its commit, so a
+preparation that is killed loses the portions in hand. The next one reads past what is committed,
+without parsing it.
 """
+
+# pyarrow has no types.
+# pyright: basic
 
 from __future__ import annotations
 
 import os
-import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from itertools import count, islice, zip_longest
+from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
+import pyarrow as pa
 
-from headcount.schemas.errors import CorpusError
-from headcount.workers.inputs.corpus.documents import Document
-from headcount.workers.inputs.store.portions import Portion, PortionReader, Position
+from headcount.schemas.errors import CorpusError, printable
+from headcount.workers.inputs.corpus.corpus import Tokenizer
+from headcount.workers.inputs.corpus.documents import BLANK, Document, Record
+from headcount.workers.inputs.store.extents import Extent
 from headcount.workers.inputs.store.token_store import (
-    BAD,
-    LOCK_FILE,
-    Piece,
+    Portion,
     TokenStore,
-    chain_of,
-    commit_piece,
-    field_column,
+    commit_portion,
+    forget_open_files,
+    open_portion,
+    read_record,
 )
 
-PIECE_TOKENS = 1 << 23
-"""Tokens of a piece at most, unless a single document has more."""
+PORTION_LETTERS = 16 << 20
+"""Letters of text with which a portion is full."""
 
-PIECE_DOCUMENTS = 1 << 17
-"""Documents of a piece at most."""
+PORTION_DOCUMENTS = 1 << 17
+"""Documents of a portion at most."""
 
-PIECE_CHARACTERS = 1 << 26
-"""Characters that the fields of a piece's documents have at most, its texts not counted."""
-
-BATCH_CHARACTERS = 1 << 20
-"""Characters that are tokenised at once for each core, unless a single document has more."""
+BATCH_LETTERS = 1 << 20
+"""Letters that are tokenised at once for each core, unless a single document has more."""
 
 BATCH_DOCUMENTS = 1 << 12
 """Documents that are tokenised at once."""
@@ -51,51 +49,14 @@ BATCH_DOCUMENTS = 1 << 12
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 """Environment variable that the library tokenizers reads whenever it tokenises."""
 
-CHARACTERS_PER_TOKEN = 4
-"""About how long a token is. It decides how much is read at once for a few tokens."""
 
-LOOK_SECONDS = 1.0
-"""Pause between two looks at what another process has written."""
-
-PATIENCE_SECONDS = 600.0
-"""Time without a new piece after which another process is no longer waited for."""
-
-
-class Tokenizer(Protocol):
-    """What preparation needs of a tokenizer."""
-
-    def encode_many(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of several texts at once."""
-        ...
-
-
-@dataclass(frozen=True)
-class PreparationProgress:
-    """How far a portion is, with the pieces that were there before."""
-
-    documents: int
-    tokens: int
-    bad: int
-    pieces: int
-    """Committed pieces."""
-    waiting: bool = False
-    """Whether another process prepares the portion, so that this one waits for it."""
-
-
-Watch = Callable[[PreparationProgress], None]
-"""Is called after every batch of documents."""
-
-
-def unwatched(progress: PreparationProgress) -> None:
-    """Watch a portion being prepared and show nothing."""
-
-
-def use_one_core() -> None:
-    """Have tokenizers use no more than one core, in a process that has only one.
+def use_cores(cores: int) -> None:
+    """Have tokenizers use so many cores, in a process that has not tokenised before.
 
     Otherwise it starts a thread for every core of the machine.
     """
-    os.environ[PARALLELISM] = "false"
+    os.environ[PARALLELISM] = "false" if cores == 1 else "true"
+    os.environ["RAYON_NUM_THREADS"] = str(cores)
 
 
 def _cores() -> int:
@@ -107,308 +68,198 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
-def prepare_portion(
-    store: TokenStore,
-    portion: Portion,
-    tokenizer: Tokenizer,
-    most_tokens: int | None = None,
-    watch: Watch = unwatched,
-) -> list[Piece]:
-    """Tokenise a portion from behind its committed pieces on, and return all of its pieces.
+class _Documents:
+    """The documents of an extent in order, blank lines left out."""
 
-    Preparation stops after the piece with which it has written `most_tokens`. That piece ends
-    early. None means that the portion is prepared to its end.
-    """
-    preparation = _Preparation(store, portion, tokenizer, watch)
-    preparation.look()
-    # Nothing is locked if there is nothing to do.
-    if not preparation.ended:
-        with _alone(preparation):
-            preparation.run(most_tokens)
-    return preparation.pieces
+    def __init__(self, extent: Extent, store: TokenStore) -> None:
+        self.rows = 0
+        """Rows of the source that were read, blank lines counted."""
+        self.extent = extent
+        self.reading = store.reading
+        self._records = self._read()
 
+    def _read(self) -> Iterator[tuple[int, int, Record]]:
+        begin, source = self.extent.start, 0
+        for number, record in self.extent.records(self.reading):
+            if number != source:
+                source, begin = number, 0
+            elif begin == self.extent.start > 0 and isinstance(record.content, bytes):
+                # The first line of a range begins somewhere behind the range's first byte.
+                begin = record.stop - len(record.content)
+            self.rows = record.row + 1
+            if record.content is not BLANK:
+                yield number, begin, record
+            begin = record.stop
 
-class _Preparation:
-    """The preparation of one portion, as far as it is."""
+    def skip(self, documents: int) -> None:
+        """Go past some documents without parsing them."""
+        deque(islice(self._records, documents), maxlen=0)
 
-    def __init__(
-        self, store: TokenStore, portion: Portion, tokenizer: Tokenizer, watch: Watch
-    ) -> None:
-        self.store = store
-        self.portion = portion
-        self.tokenizer = tokenizer
-        self.watch = watch
-        self.pieces: list[Piece] = []
-        self.later_starts: set[Position] = set()
-        """Where committed pieces begin that lie behind a gap."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the portion is prepared to its end."""
-        return bool(self.pieces) and self.pieces[-1].ended
-
-    @property
-    def position(self) -> Position:
-        """Where the next piece begins."""
-        return self.pieces[-1].stop if self.pieces else Position()
-
-    def look(self) -> None:
-        """Take over the pieces that are committed behind those that are known."""
-        committed = self.store.committed(self.portion.key)
-        self.pieces = chain_of(committed, self.pieces)
-        self.later_starts = {piece.start for piece in committed if piece.start > self.position}
-
-    def run(self, most_tokens: int | None) -> None:
-        """Commit pieces until `most_tokens` are written, or to the end of the portion."""
-        self.look()
-        tokens_left = most_tokens
-        documents = _TokenisedDocuments(self, self.position)
-        while not self.ended and (tokens_left is None or tokens_left > 0):
-            # What another process has written meanwhile is not written again. The names are looked
-            # at first: records need many requests.
-            if self.store.has_piece_at(self.portion.key, self.position):
-                pieces_before = len(self.pieces)
-                self.look()
-                if len(self.pieces) > pieces_before:
-                    documents = _TokenisedDocuments(self, self.position)
-                    continue
-            piece = self._write_piece(documents, tokens_left)
-            self.pieces.append(piece)
-            if tokens_left is not None:
-                tokens_left -= piece.tokens
-
-    def report(self, unfinished: _UnfinishedPiece | None = None, waiting: bool = False) -> None:
-        """Tell the watcher how far the portion is."""
-        parts: list[Any] = [*self.pieces, *([unfinished] if unfinished else [])]
-        progress = PreparationProgress(
-            documents=sum(part.documents for part in parts),
-            tokens=sum(part.tokens for part in parts),
-            bad=sum(part.bad for part in parts),
-            pieces=len(self.pieces),
-            waiting=waiting,
-        )
-        self.watch(progress)
-
-    def _write_piece(self, documents: _TokenisedDocuments, most_tokens: int | None) -> Piece:
-        """Commit the next documents as one piece, of `most_tokens` and one document at most."""
-        unfinished = _UnfinishedPiece(documents.position)
-        try:
-            self._fill(unfinished, documents, most_tokens)
-        except CorpusError:
-            # The portion cannot be read further. What lies before that place is kept.
-            if unfinished.documents:
-                self._commit(unfinished, documents)
-            raise
-        return self._commit(unfinished, documents)
-
-    def _fill(
-        self,
-        unfinished: _UnfinishedPiece,
-        documents: _TokenisedDocuments,
-        most_tokens: int | None,
-    ) -> None:
-        tokens_left = PIECE_TOKENS if most_tokens is None else most_tokens
-        while unfinished.tokens < tokens_left:
-            document = documents.next(tokens_left - unfinished.tokens)
-            if document is None or not unfinished.has_room_for(document):
-                return
-            # Taken only now: one that has no room begins the next piece.
-            documents.take()
-            unfinished.add(document)
-            # A committed piece goes on from here, so this one ends.
-            if documents.position in self.later_starts:
-                return
-            if documents.batch_ended:
-                self.report(unfinished)
-
-    def _commit(self, unfinished: _UnfinishedPiece, documents: _TokenisedDocuments) -> Piece:
-        # A file that changed while it was read may have been read half old and half new.
-        self.portion.check_unchanged()
-        piece = Piece(
-            portion_key=self.portion.key,
-            start=unfinished.start,
-            stop=documents.position,
-            ended=documents.ended,
-            documents=unfinished.documents,
-            tokens=unfinished.tokens,
-            bad=unfinished.bad,
-        )
-        columns = unfinished.columns(self.store.reading.fields)
-        commit_piece(self.store, self.portion, piece, unfinished.token_ids, columns)
-        return piece
+    def __iter__(self) -> Iterator[tuple[int, int, Document]]:
+        """The number of the source within the extent, where the document begins, the document."""
+        for number, offset, record in self._records:
+            yield number, offset, self.extent.sources[number].document_of(record, self.reading)
 
 
-@dataclass(frozen=True)
-class _TokenisedDocument:
-    source: int
-    """Number of its source within the portion."""
-    document: Document
-    token_ids: np.ndarray
-    position: Position
-    """Where reading goes on behind it."""
+@dataclass
+class _Reading:
+    """The documents of a portion, which are tokenised while the next ones are read."""
+
+    documents: list[tuple[int, int, Document]]
+    """As `_Documents` yields them."""
+    token_ids: list[Future[list[np.ndarray]]]
+    rows: int
 
 
-class _TokenisedDocuments:
-    """The documents of a portion from a position on, tokenised in batches."""
-
-    def __init__(self, preparation: _Preparation, position: Position) -> None:
-        self.position = position
-        """Behind the last document that was taken."""
-        self._portion = preparation.portion
-        self._reading = preparation.store.reading
-        self._tokenizer = preparation.tokenizer
-        self._id_type = preparation.store.token_type.to_pandas_dtype()
-        self._reader = PortionReader(self._portion, self._reading, position)
-        self._records = iter(self._reader)
-        self._batch: deque[_TokenisedDocument] = deque()
-
-    @property
-    def batch_ended(self) -> bool:
-        """Whether every document that was tokenised is taken."""
-        return not self._batch
-
-    @property
-    def ended(self) -> bool:
-        """Whether every document is taken."""
-        return self._reader.ended and self.batch_ended
-
-    def next(self, tokens: int) -> _TokenisedDocument | None:
-        """The next document, which is not taken yet; None at the end.
-
-        `tokens` is how many are needed: for a few tokens no large batch is tokenised.
-        """
-        if not self._batch:
-            self._batch.extend(self._tokenised(tokens * CHARACTERS_PER_TOKEN))
-        if not self._batch:
-            # Blank lines may lie behind the last document.
-            self.position = self._reader.position
-            return None
-        return self._batch[0]
-
-    def take(self) -> None:
-        """Go behind the next document."""
-        self.position = self._batch.popleft().position
-
-    def _tokenised(self, characters: int) -> Iterator[_TokenisedDocument]:
-        """The next batch of documents, of about so many characters at most."""
-        batch: list[tuple[int, Document, Position]] = []
-        texts: list[str] = []
-        characters_left = min(characters, BATCH_CHARACTERS * _cores())
-        for number, record in self._records:
-            document = self._portion.sources[number].document_of(record, self._reading)
-            batch.append((number, document, self._reader.position))
-            if document.problem is None:
-                texts.append(document.text)
-                characters_left -= len(document.text)
-            if characters_left <= 0 or len(batch) == BATCH_DOCUMENTS:
-                break
-        token_ids = iter(self._tokenizer.encode_many(texts))
-        for number, document, position in batch:
-            ids = next(token_ids) if document.problem is None else []
-            yield _TokenisedDocument(number, document, np.array(ids, self._id_type), position)
+def _read_portion(
+    documents: _Documents, tokenised: Callable[[list[str]], Future[list[np.ndarray]]]
+) -> _Reading:
+    """The documents of the next portion, none at the end."""
+    letters_at_once = BATCH_LETTERS * _cores()
+    reading = _Reading([], [], 0)
+    texts: list[str] = []
+    letters = letters_of_batch = 0
+    for number, offset, document in documents:
+        reading.documents.append((number, offset, document))
+        if document.problem is None:
+            texts.append(document.text)
+            letters += len(document.text)
+            letters_of_batch += len(document.text)
+        if letters_of_batch >= letters_at_once or len(texts) == BATCH_DOCUMENTS:
+            reading.token_ids.append(tokenised(texts))
+            texts, letters_of_batch = [], 0
+        if letters >= PORTION_LETTERS or len(reading.documents) == PORTION_DOCUMENTS:
+            break
+    reading.token_ids.append(tokenised(texts))
+    reading.rows = documents.rows
+    return reading
 
 
-class _UnfinishedPiece:
-    """The documents of a piece that is not committed yet, in compact arrays."""
+def prepare_extent(store: TokenStore, extent: Extent, tokenizer: Tokenizer) -> Iterator[Portion]:
+    """Commit what is missing of an extent, portion by portion; yields each that is committed."""
+    documents = _Documents(extent, store)
+    id_type = store.token_type.to_pandas_dtype()
+    tokenising = ThreadPoolExecutor(1)
 
-    def __init__(self, start: Position) -> None:
-        self.start = start
-        self.tokens = 0
-        self.bad = 0
-        self.token_ids: list[np.ndarray] = []
-        self._characters = 0
-        self._source = array("i")
-        self._row = array("q")
-        self._n_tokens = array("i")
-        self._content = array("Q")
-        self._pile_set_name: list[str | None] = []
-        self._problem: list[str | None] = []
-        self._fields: list[tuple[str | None, ...]] = []
+    def tokenised(texts: list[str]) -> Future[list[np.ndarray]]:
+        return tokenising.submit(_token_ids, tokenizer, texts, id_type)
 
-    @property
-    def documents(self) -> int:
-        """How many there are, bad ones included."""
-        return len(self._row)
-
-    def has_room_for(self, document: _TokenisedDocument) -> bool:
-        """Whether a document can be added; a first one always can."""
-        if not self.documents:
-            return True
-        return (
-            self.documents < PIECE_DOCUMENTS
-            and self.tokens + len(document.token_ids) <= PIECE_TOKENS
-            and self._characters < PIECE_CHARACTERS
-        )
-
-    def add(self, tokenised: _TokenisedDocument) -> None:
-        """Add a document with its tokens."""
-        document = tokenised.document
-        is_bad = document.problem is not None
-        self.tokens += len(tokenised.token_ids)
-        self.bad += is_bad
-        self.token_ids.append(tokenised.token_ids)
-        self._characters += sum(len(value) for value in document.fields if value is not None)
-        self._source.append(tokenised.source)
-        self._row.append(document.row)
-        self._n_tokens.append(BAD if is_bad else len(tokenised.token_ids))
-        self._content.append(document.content_hash)
-        self._pile_set_name.append(document.pile_set_name)
-        self._problem.append(document.problem)
-        self._fields.append(document.fields)
-
-    def columns(self, fields: tuple[str, ...]) -> dict[str, Any]:
-        """The columns of the documents file."""
-        columns: dict[str, Any] = {
-            "source": np.array(self._source, np.int32),
-            "row": np.array(self._row, np.int64),
-            "n_tokens": np.array(self._n_tokens, np.int32),
-            "content": np.array(self._content, np.uint64),
-            "pile_set_name": self._pile_set_name,
-            "problem": self._problem,
-        }
-        for number, name in enumerate(fields):
-            # A bad document has no fields.
-            columns[field_column(name)] = [
-                values[number] if values else None for values in self._fields
-            ]
-        return columns
-
-
-@contextmanager
-def _alone(preparation: _Preparation) -> Iterator[None]:
-    """Hold the lock of a portion that lies on a disk, so that nobody else does the same work.
-
-    While another process holds it, its pieces are taken over. The lock only spares work: a process
-    that waits for too long, or on a disk without locks, goes on without it.
-    """
-    folder = preparation.store.folder / preparation.portion.key
-    if not isinstance(folder, Path):
-        yield
-        return
-    lock = FileLock(folder / LOCK_FILE)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _wait_for(lock, preparation)
-    except (OSError, NotImplementedError):
-        # If the folder cannot be written, writing a piece says so.
-        pass
-    try:
-        yield
+        # A portion is the last one if nothing follows it, so the next one is read before it ends.
+        unfinished: tuple[int, _Reading] | None = None
+        for number in count():
+            following: _Reading | None = None
+            there = store.find(extent.key, number)
+            try:
+                if there is None:
+                    following = _read_portion(documents, tokenised)
+                elif not there.is_last:
+                    documents.skip(read_record(store, there).documents)
+            except CorpusError:
+                # It cannot be read further. What lies before that place is kept.
+                if unfinished is not None:
+                    yield _commit(store, extent, *unfinished, is_last=False)
+                raise
+            is_end = following is not None and not following.documents
+            if following is not None and is_end:
+                # Blank lines may lie behind the last document.
+                unfinished = unfinished or (number, following)
+                unfinished[1].rows = following.rows
+            if unfinished is not None:
+                yield _commit(store, extent, *unfinished, is_last=is_end)
+            if is_end or (there is not None and there.is_last):
+                return
+            unfinished = following and (number, following)
     finally:
-        lock.release()
+        # Whoever has enough does not wait for what was read ahead.
+        tokenising.shutdown(wait=False, cancel_futures=True)
 
 
-def _wait_for(lock: FileLock, preparation: _Preparation) -> None:
-    """Take the lock, or give up if whoever holds it writes nothing for a long time."""
-    position = preparation.position
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
+def _token_ids(tokenizer: Tokenizer, texts: list[str], id_type: Any) -> list[np.ndarray]:  # noqa: ANN401 (a type of numpy's)
+    return [np.array(ids, id_type) for ids in tokenizer.encode_many(texts)]
+
+
+def is_whole(committed: dict[int, Portion]) -> bool:
+    """Whether the portions of an extent follow one another to its end."""
+    last = committed.get(len(committed) - 1)
+    return last is not None and last.is_last and len(committed) == last.number + 1
+
+
+def _commit(
+    store: TokenStore, extent: Extent, number: int, reading: _Reading, is_last: bool
+) -> Portion:
+    token_ids = (ids for future in reading.token_ids for ids in future.result())
+    nothing = np.empty(0, store.token_type.to_pandas_dtype())
+    # A row that cannot be read has no tokens.
+    tokens = [
+        nothing if document.problem is not None else next(token_ids)
+        for _, _, document in reading.documents
+    ]
+    # A file that changed while it was read may have been read half old and half new.
+    extent.check_unchanged()
+    portion = Portion(extent.key, number, is_last)
+    commit_portion(store, extent, portion, reading.documents, tokens, reading.rows)
+    return portion
+
+
+# Verification
+
+
+def damaged_portions(store: TokenStore, extent: Extent) -> tuple[dict[Portion, str], bool]:
+    """The portions of an extent that do not hold what they should, each with what is wrong.
+
+    Also whether a text is another one than was tokenised. All texts are read again, but none is
+    tokenised.
+    """
+    # Nothing that is already decoded: the files themselves are looked at.
+    forget_open_files()
+    documents = _Documents(extent, store)
+    damages: dict[Portion, str] = {}
+    is_text_changed = False
+    for _, portion in sorted(store.portions().get(extent.key, {}).items()):
         try:
-            lock.acquire(timeout=LOOK_SECONDS)
-            return
-        except Timeout:
-            preparation.look()
-            preparation.report(waiting=True)
-        if preparation.position != position:
-            position = preparation.position
-            deadline = time.monotonic() + PATIENCE_SECONDS
+            file = open_portion(store, portion)
+            table = file.documents()
+            file.tokens(0, file.record.tokens)
+        except CorpusError as error:
+            damages[portion] = str(error)
+            try:
+                documents.skip(read_record(store, portion).documents)
+                continue
+            except CorpusError:
+                # Nothing says which texts the portions behind it hold.
+                break
+        difference = _difference(documents, table)
+        if difference is None and portion.is_last and (more := next(iter(documents), None)):
+            place = _place(extent, more[0], more[2].row)
+            difference = f"{place}: was not there when the corpus was tokenised"
+        if difference is not None:
+            damages[portion] = difference
+            is_text_changed = True
+    return damages, is_text_changed
+
+
+def _difference(documents: _Documents, table: pa.Table) -> str | None:
+    """The first document of a portion that is not as the files have it now. All are read."""
+    columns = [table[name].to_pylist() for name in ("source", "row", "content")]
+    stored = zip(*columns, table["problem"].is_valid().to_pylist(), strict=True)
+    now = [
+        (number, document.row, document.content_hash, document.problem is not None)
+        for number, _, document in islice(documents, len(table))
+    ]
+    differing = ((old, new) for old, new in zip_longest(stored, now) if old != new)
+    old, new = next(differing, (None, None))
+    if old is None:
+        return None
+    number, row = (new or old)[:2]
+    why = "is not what was tokenised" if new else "is not there any more"
+    return f"{_place(documents.extent, number, row)}: {why}"
+
+
+def _place(extent: Extent, number: int, row: int) -> str:
+    """Where a document is, for people."""
+    source = extent.sources[number]
+    if not extent.start:
+        return source.place_of(row)
+    # How many rows lie before the range is not known here.
+    return f"{printable(source.name)}, row {row + 1:,} from {extent.start:,} on"

@@ -1,6 +1,4 @@
-"""What lies in a folder of token stores: which corpora, how much of which files, and how much room
-they take. Stores are deleted here, too.
-"""
+"""What lies in the token stores of a folder, for the commands that list, show and remove them."""
 
 # pyarrow has no types.
 # pyright: basic
@@ -9,56 +7,50 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.fs as pafs
-from filelock import FileLock, Timeout
 
-from headcount.schemas.errors import RunError, printable, unknown
-from headcount.schemas.files.places import Place, StorePath, names, reason, stats
+from headcount.schemas.errors import CorpusError, RunError, printable, unknown
+from headcount.schemas.files.places import Place, names, reason, stats
 from headcount.workers.inputs.corpus.documents import Source
-from headcount.workers.inputs.store.token_files import forget_open_files, values_of
+from headcount.workers.inputs.store.preparation import is_whole
 from headcount.workers.inputs.store.token_store import (
     BAD,
-    LOCK_FILE,
-    READERS,
     STORE_FILE,
-    FilePart,
-    PieceRecord,
+    Portion,
+    PortionRecord,
     TokenStore,
-    chain_of,
-    read_documents,
+    forget_open_files,
+    open_portion,
+    read_record,
+    values_of,
 )
 
 STORE_NAME = re.compile(r"[0-9a-f]{12}")
-PORTION_NAME = re.compile(r"[0-9a-f]{16}")
 
 LISTED_PROBLEMS = 100
 """Bad rows of a file that are listed."""
 
-Result = TypeVar("Result")
+READERS = 16
+"""Portions that are looked at at once: a store of objects answers each request slowly."""
 
 
 @dataclass(frozen=True)
 class StoredCorpus:
-    """What lies in a token store. Pieces that nobody needs any more count as bytes only."""
+    """What lies in a token store."""
 
     key: str
     """Its name in the folder."""
     store: TokenStore | None
     problem: str | None
-    """Why there is no store: another version, or a broken description."""
-    portions: int
-    """Portions of which at least the beginning is prepared."""
-    pieces: int
+    """What cannot be read of it: another version, a broken description, a damaged portion."""
     documents: int
     """Bad ones included."""
     tokens: int
@@ -77,12 +69,12 @@ class StoredFile:
     """Path or address."""
     bytes: int
     """Its size when it was prepared; 0 for a data set."""
-    changed: datetime | None
-    """When it had been changed last; None if that is not known."""
     documents: int = 0
     """Bad ones included."""
     tokens: int = 0
     bad: int = 0
+    empty: int = 0
+    """Documents without a token."""
     whole: bool = False
     """Whether it is prepared from its beginning to its end."""
     problems: list[str] = field(default_factory=list[str])
@@ -98,28 +90,36 @@ def stored_corpora(corpora: Place) -> list[StoredCorpus]:
 def stored_corpus(corpora: Place, key: str) -> StoredCorpus:
     """The token store of that key; refuse a key that the folder does not have."""
     folder = _folder_of(corpora, key)
-    portions = _portion_keys(folder)
-    listings = _for_all(folder, portions, lambda name: _files_in(folder / name))
-    files = [*_files_in(folder), *(file for listing in listings for file in listing)]
+    if isinstance(folder, Path):
+        files = [
+            (status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+            for _, status in stats(folder)
+        ]
+    else:
+        listed = folder.filesystem.get_file_info(pafs.FileSelector(folder.key))
+        files = [(info.size or 0, info.mtime) for info in listed]
+    store = problem = None
+    records: list[PortionRecord] = []
     try:
         store = TokenStore.read(folder)
-        problem = None if store else f"{folder / STORE_FILE}: not there"
-    except RunError as error:
-        store, problem = None, str(error)
-    committed = _for_all(folder, portions, store.committed) if store else []
-    chains = [chain for pieces in committed if (chain := chain_of(pieces))]
-    pieces = [piece for chain in chains for piece in chain]
+        if store is None:
+            problem = f"{folder / STORE_FILE}: not there"
+        else:
+            extents = store.portions().values()
+            portions = [portion for extent in extents for portion in extent.values()]
+            with ThreadPoolExecutor(READERS) as readers:
+                records += readers.map(partial(read_record, store), portions)
+    except (RunError, CorpusError) as error:
+        problem = str(error)
     return StoredCorpus(
         key=key,
         store=store,
         problem=problem,
-        portions=len(chains),
-        pieces=len(pieces),
-        documents=sum(piece.documents for piece in pieces),
-        tokens=sum(piece.tokens for piece in pieces),
-        bad=sum(piece.bad for piece in pieces),
-        bytes=sum(file.bytes for file in files),
-        changed=max((file.changed for file in files), default=None),
+        documents=sum(record.documents for record in records),
+        tokens=sum(record.tokens for record in records),
+        bad=sum(record.bad for record in records),
+        bytes=sum(size for size, _ in files),
+        changed=max((changed for _, changed in files), default=None),
     )
 
 
@@ -129,38 +129,75 @@ def stored_files(corpora: Place, key: str) -> list[StoredFile]:
     store = TokenStore.read(folder)
     if store is None:
         raise RunError(f"{folder / STORE_FILE}: not there; remove this store")
-    stretches: dict[FilePart, dict[int, _Stretch]] = {}
-    for records in _for_all(folder, _portion_keys(folder), store.records):
-        for stretch in _stretches_of(store, records):
-            of_file = stretches.setdefault(stretch.file, {})
-            # A file may have been cut or joined with others in several ways.
-            other = of_file.get(stretch.start)
-            if other is None or other.documents < stretch.documents:
-                of_file[stretch.start] = stretch
-    return [
-        _stored_file(file, [of_file[start] for start in sorted(of_file)])
-        for file, of_file in sorted(stretches.items(), key=lambda item: item[0].name)
-    ]
+    # By the file as it was, and by where a range of it begins. A file may have been read alone and
+    # together with others.
+    found: dict[tuple[str, str, int, int], dict[int, tuple[StoredFile, int | None]]] = {}
+    for portions in store.portions().values():
+        for file, start, part, stop in _parts_of(store, portions):
+            parts = found.setdefault(file, {})
+            if start not in parts or parts[start][0].documents < part.documents:
+                parts[start] = part, stop
+    files: list[StoredFile] = []
+    for (_, name, size, _), parts in sorted(found.items(), key=lambda item: item[0][1]):
+        stored = StoredFile(name, size)
+        end: int | None = 0
+        for start in sorted(parts):
+            part, stop = parts[start]
+            stored.documents += part.documents
+            stored.tokens += part.tokens
+            stored.bad += part.bad
+            stored.empty += part.empty
+            stored.problems += part.problems
+            end = stop if start == end and part.whole else -1
+        stored.whole = end is None
+        del stored.problems[LISTED_PROBLEMS:]
+        files.append(stored)
+    return files
+
+
+def _parts_of(
+    store: TokenStore, portions: dict[int, Portion]
+) -> Iterator[tuple[tuple[str, str, int, int], int, StoredFile, int | None]]:
+    """What the portions of an extent hold of each file, and where the extent begins and ends."""
+    parts: dict[int, StoredFile] = {}
+    files: dict[int, tuple[str, str, int, int]] = {}
+    record = read_record(store, portions[max(portions)])
+    for portion in sorted(portions.values()):
+        file = open_portion(store, portion)
+        documents = file.documents()
+        sources = values_of(documents["source"])
+        for number, (kind, name, size, changed) in file.record.files.items():
+            first, end = np.searchsorted(sources, [int(number), int(number) + 1])
+            of_file = documents.slice(first, end - first)
+            n_tokens = values_of(of_file["n_tokens"])
+            files[int(number)] = kind, name, size, changed
+            part = parts.setdefault(int(number), StoredFile(name, size))
+            part.documents += len(n_tokens)
+            part.tokens += int(np.maximum(n_tokens, 0).sum())
+            part.bad += int((n_tokens == BAD).sum())
+            part.empty += int((n_tokens == 0).sum())
+            bad = of_file.filter(of_file["problem"].is_valid()).slice(0, LISTED_PROBLEMS)
+            for row in bad.select(["row", "offset", "problem"]).to_pylist():
+                place = Source(kind, name, size).place_of(row["row"])
+                if record.start:
+                    # How many lines lie before the range is not known here.
+                    unit = "row" if kind == "parquet" else "byte"
+                    place = f"{printable(name)}, {unit} {row['offset'] + 1:,}"
+                part.problems.append(f"{place} ({printable(row['problem'])})")
+    for number, part in parts.items():
+        # A source is read to its end if a later one is begun.
+        part.whole = is_whole(portions) or number < max(parts)
+        yield files[number], record.start, part, record.stop
 
 
 def remove_corpus(corpora: Place, key: str) -> None:
-    """Delete a token store; refused while a process of this machine prepares a part of it."""
+    """Delete a token store."""
     folder = _folder_of(corpora, key)
-    portions = _portion_keys(folder)
     try:
-        with ExitStack() as locks:
-            if isinstance(folder, Path):
-                for name in portions:
-                    locks.enter_context(FileLock(folder / name / LOCK_FILE, timeout=0))
-            for name in portions:
-                _delete_folder(folder / name)
-        # The description goes last, so that what is left of a store can be removed.
-        _delete_folder(folder)
-    except Timeout:
-        raise RunError(
-            f"{folder}: another process prepares this corpus; wait for it, or stop it and run the "
-            "same command again"
-        ) from None
+        if isinstance(folder, Path):
+            shutil.rmtree(folder)
+        else:
+            folder.filesystem.delete_dir(folder.key)
     except OSError as error:
         raise RunError(
             f"{folder}: cannot be deleted whole ({reason(error)}); mend that, and the same command "
@@ -169,138 +206,8 @@ def remove_corpus(corpora: Place, key: str) -> None:
     forget_open_files()
 
 
-class _Stretch(NamedTuple):
-    """What a portion holds of one file."""
-
-    file: FilePart
-    start: int
-    """Where the portion begins in the file, as `Portion.start`."""
-    stop: int | None
-    ended: bool
-    """Whether the pieces reach to the end of the stretch."""
-    rows: int
-    """Rows of the stretch, if the pieces reach to its end and the portion has one file."""
-    documents: int
-    tokens: int
-    bad: int
-    problems: list[tuple[int, str]]
-    """Rows within the stretch, each with what is wrong with it."""
-
-
-def _stretches_of(store: TokenStore, records: Iterable[PieceRecord]) -> Iterator[_Stretch]:
-    """What the pieces of a portion hold of each of its files."""
-    records_by_piece = {record.piece: record for record in records}
-    chain = chain_of(records_by_piece)
-    if not chain:
-        return
-    columns = ["source", "row", "n_tokens", "problem"]
-    documents = pa.concat_tables([read_documents(store, piece, columns) for piece in chain])
-    source = values_of(documents["source"])
-    files = {part.source: part for piece in chain for part in records_by_piece[piece].files}
-    record, last = records_by_piece[chain[0]], chain[-1]
-    for number, file in files.items():
-        # Sources ascend, so those of one file lie together.
-        first, end = np.searchsorted(source, [number, number + 1])
-        of_file = documents.slice(first, end - first)
-        n_tokens = values_of(of_file["n_tokens"])
-        is_bad = n_tokens == BAD
-        bad_documents = of_file.filter(pa.array(is_bad)).slice(0, LISTED_PROBLEMS)
-        yield _Stretch(
-            # Its number differs from portion to portion.
-            file=replace(file, source=0),
-            start=record.portion_start,
-            stop=record.portion_stop,
-            ended=last.ended or last.stop.source > number,
-            rows=last.stop.row,
-            documents=len(n_tokens),
-            tokens=int(n_tokens[~is_bad].sum()),
-            bad=int(is_bad.sum()),
-            problems=list(
-                zip(
-                    bad_documents["row"].to_pylist(),
-                    bad_documents["problem"].to_pylist(),
-                    strict=True,
-                )
-            ),
-        )
-
-
-def _stored_file(file: FilePart, stretches: list[_Stretch]) -> StoredFile:
-    """Stretches of one file in their order, as what is stored of the file."""
-    stored = StoredFile(
-        file.name, file.bytes, _time_of(file.changed / 1e9) if file.changed else None
-    )
-    source = Source(file.kind, file.name, file.bytes)
-    end: int | None = 0
-    row: int = 0
-    for stretch in stretches:
-        stored.documents += stretch.documents
-        stored.tokens += stretch.tokens
-        stored.bad += stretch.bad
-        # If the file is prepared from its beginning up to here, its rows can be counted.
-        is_next = stretch.start == end
-        for row_of_stretch, problem in stretch.problems:
-            if is_next:
-                place = source.place_of(row + row_of_stretch)
-            else:
-                place = f"{printable(file.name)}, row {row_of_stretch + 1:,} from {stretch.start:,}"
-            stored.problems.append(f"{place} ({printable(problem)})")
-        row += stretch.rows
-        end = stretch.stop if is_next and stretch.ended else -1
-    stored.whole = end is None
-    del stored.problems[LISTED_PROBLEMS:]
-    return stored
-
-
-# Folders
-
-
-class _ListedFile(NamedTuple):
-    bytes: int
-    changed: datetime
-
-
-def _files_in(folder: Place) -> list[_ListedFile]:
-    """Sizes and times of the files in a folder."""
-    if isinstance(folder, Path):
-        return [
-            _ListedFile(status.st_size, _time_of(status.st_mtime))
-            for name, status in stats(folder)
-            if name != LOCK_FILE and not (folder / name).is_dir()
-        ]
-    selector = pafs.FileSelector(folder.key, allow_not_found=True)
-    return [
-        _ListedFile(info.size, info.mtime)
-        for info in folder.filesystem.get_file_info(selector)
-        if info.type is pafs.FileType.File
-    ]
-
-
-def _time_of(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
-
-
 def _folder_of(corpora: Place, key: str) -> Place:
     known = [name for name in names(corpora) if STORE_NAME.fullmatch(name)]
     if key not in known:
         raise RunError(f"{corpora}: {unknown('corpus', key, known)}")
     return corpora / key
-
-
-def _portion_keys(folder: Place) -> list[str]:
-    return sorted(name for name in names(folder) if PORTION_NAME.fullmatch(name))
-
-
-def _for_all(folder: Place, portions: list[str], ask: Callable[[str], Result]) -> list[Result]:
-    """The answers to a question about each portion. A store is asked many at once."""
-    if not isinstance(folder, StorePath):
-        return [ask(name) for name in portions]
-    with ThreadPoolExecutor(READERS) as threads:
-        return list(threads.map(ask, portions))
-
-
-def _delete_folder(folder: Place) -> None:
-    if isinstance(folder, Path):
-        shutil.rmtree(folder)
-    else:
-        folder.filesystem.delete_dir(folder.key)

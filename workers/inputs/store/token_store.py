@@ -1,13 +1,10 @@
-"""The token store: a corpus as one tokenizer reads it, in pieces that are written once.
+"""The token store: a corpus as one tokenizer reads it, in portions that are written once.
 
-corpora/KEY/store.json                               which tokenizer reads which fields
-corpora/KEY/PORTION/START_STOP.tokens.parquet        token ids of all documents, without separators
-corpora/KEY/PORTION/START_STOP.documents.parquet     one row per document; written last
+corpora/KEY/store.json                     which tokenizer reads which fields
+corpora/KEY/EXTENT-NUMBER.parquet          a portion: one row for each document, with its tokens
+corpora/KEY/EXTENT-NUMBER-end.parquet      the last portion of an extent
 
-A corpus is cut into portions, a portion is read from its beginning on, and every few million tokens
-a piece is written whole. A piece is there if and only if its documents file is whole and its tokens
-file has the size that the documents file says. START and STOP are positions in the portion, so
-pieces follow one another without a gap, however often their preparation was killed.
+A portion is there if and only if its file is. Two writers of one portion write the same file.
 
 All documents of the files are kept, also those that a scan does not take. So every scan that reads
 the same files and fields with the same tokenizer finds its tokens here.
@@ -20,11 +17,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -32,54 +32,59 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 
 from headcount.schemas.errors import CorpusError, RunError
+from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.places import (
     Place,
     StorePath,
     names,
-    open_at_once,
     open_whole,
     reason,
-    sizes,
     write_whole,
 )
-from headcount.workers.inputs.corpus.documents import Reading
-from headcount.workers.inputs.store.portions import Portion, Position
-from headcount.workers.inputs.store.token_files import (
-    UNREADABLE,
-    digest_of_array,
-    forget_open_files,
-    guarded,
-    guarded_record,
-    open_token_file,
-    token_bytes,
-    unreadable,
-    values_of,
-)
+from headcount.workers.inputs.corpus.documents import Document, Reading
+from headcount.workers.inputs.store.extents import Extent
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
-FORMAT = 1
+FORMAT = 2
 """Version of the layout. A store of another version has another key."""
 
 BAD = -1
 """Number of tokens of a row that cannot be read."""
 
-TOKENS = ".tokens.parquet"
-DOCUMENTS = ".documents.parquet"
 STORE_FILE = "store.json"
-LOCK_FILE = ".lock"
-"""In the folder of a portion on a disk: held by the process that prepares the portion."""
+PORTION_FILE = re.compile(r"([0-9a-f]{16})-(\d{5,})(-end)?\.parquet")
 
 SMALL_IDS = 1 << 16
 """Tokens of a tokenizer whose ids fit into 16 bits."""
 
-FOOTER_BYTES = 1 << 16
-"""Bytes at the end of a documents file that are read at first. They nearly always hold its record.
-"""
+TOKENS_PER_GROUP = 1 << 16
+"""Tokens of a row group, which are decoded at once: half a millisecond. A document is never cut."""
 
-READERS = 16
-"""Records that are read at once from a store, which answers each request slowly."""
+OPEN_FILES = 8
+"""Portions that a process keeps open."""
+
+DECODED_GROUPS = 32
+"""Row groups that are kept decoded of each open portion: 4 MiB if the ids have 16 bits."""
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, pa.ArrowException)
+"""What is raised of a file that is missing, or whose content is broken."""
+
+
+class Portion(NamedTuple):
+    """A committed portion. It never changes."""
+
+    extent: str
+    """The key of its extent."""
+    number: int
+    """Among the portions of that extent."""
+    is_last: bool
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file in the store."""
+        return f"{self.extent}-{self.number:05}{'-end' if self.is_last else ''}.parquet"
 
 
 @dataclass(frozen=True)
@@ -98,10 +103,38 @@ class TokenStore:
     @classmethod
     def of(cls, corpora: Place, tokenizer: TextTokenizer, reading: Reading) -> TokenStore:
         """The store under `corpora` for what a tokenizer makes of some fields."""
-        key = store_key(tokenizer.fingerprint, tokenizer.library, reading)
+        identity = [FORMAT, tokenizer.fingerprint, tokenizer.library]
+        content = json.dumps([*identity, reading.text_field, reading.fields, reading.before])
+        key = hashlib.sha256(content.encode()).hexdigest()[:12]
         return cls(
             corpora / key, reading, tokenizer.fingerprint, tokenizer.library, tokenizer.ids_end
         )
+
+    @classmethod
+    def read(cls, folder: Place) -> TokenStore | None:
+        """The store in a folder, or None; refuse one of another version, or a broken one."""
+        try:
+            description = json.loads((folder / STORE_FILE).read_bytes())
+            if description.pop("format") != FORMAT:
+                raise ValueError(f"expected format {FORMAT}")
+            reading = description.pop("reading")
+            reading["fields"] = tuple(reading["fields"])
+            return cls(folder=folder, reading=Reading(**reading), **description)
+        except FileNotFoundError:
+            return None
+        except UNREADABLE as error:
+            raise RunError(
+                f"{folder / STORE_FILE}: not the description of a token store ({reason(error)}); "
+                f"remove this store (headcount corpus remove {folder.name}) or choose another "
+                "place with corpora"
+            ) from None
+
+    def create(self) -> None:
+        """Write `store.json` if it is not there."""
+        if TokenStore.read(self.folder) is None:
+            description = asdict(self) | {"format": FORMAT}
+            del description["folder"]
+            write_whole(self.folder / STORE_FILE, json.dumps(description, indent=1).encode())
 
     @property
     def key(self) -> str:
@@ -115,363 +148,334 @@ class TokenStore:
 
     @property
     def schema(self) -> pa.Schema:
-        """Columns of a documents file."""
+        """Columns of a portion."""
         columns = [
-            # Counted within the portion.
+            # Counted within the extent.
             pa.field("source", pa.int32(), nullable=False),
+            # Counted in the extent from the beginning of the source, or of the range of it.
             pa.field("row", pa.int64(), nullable=False),
+            # The byte of the (decompressed) lines, or the row of other sources.
+            pa.field("offset", pa.int64(), nullable=False),
             pa.field("n_tokens", pa.int32(), nullable=False),
             pa.field("content", pa.uint64(), nullable=False),
-            pa.field("pile_set_name", pa.dictionary(pa.int32(), pa.string())),
+            pa.field("pile_set_name", pa.string()),
             pa.field("problem", pa.string()),
+            *(pa.field(field_column(name), pa.string()) for name in self.reading.fields),
+            pa.field(
+                "tokens",
+                pa.list_(pa.field("element", self.token_type, nullable=False)),
+                nullable=False,
+            ),
         ]
-        fields = [pa.field(field_column(name), pa.string()) for name in self.reading.fields]
-        return pa.schema([*columns, *fields])
+        return pa.schema(columns)
 
-    @classmethod
-    def read(cls, folder: Place) -> TokenStore | None:
-        """The store in a folder, or None; refuse one of another version, or a broken one."""
-        file = folder / STORE_FILE
+    def portions(self) -> dict[str, dict[int, Portion]]:
+        """The committed portions by the keys of their extents, and by number."""
+        found: dict[str, dict[int, Portion]] = defaultdict(dict)
         try:
-            description = json.loads(file.read_bytes())
-            if description["format"] != FORMAT:
-                raise _unusable(folder, f"expected format {FORMAT}, got {description['format']}")
-            reading = description["reading"]
-            fields = tuple(reading["fields"])
-            return cls(
-                folder=folder,
-                reading=Reading(reading["text_field"], fields, reading["before"]),
-                tokenizer=description["tokenizer"],
-                library=description["library"],
-                d_vocab=description["d_vocab"],
-            )
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise _unusable(folder, f"cannot be read ({reason(error)})") from None
-        except (ValueError, KeyError, TypeError):
-            raise _unusable(folder, "not the description of a token store") from None
-
-    def create(self) -> None:
-        """Write `store.json` if it is not there; refuse a folder that holds another store."""
-        existing = TokenStore.read(self.folder)
-        if existing is None:
-            description = asdict(self) | {"format": FORMAT}
-            del description["folder"]
-            write_whole(self.folder / STORE_FILE, json.dumps(description, indent=1).encode())
-            return
-        for name in ("tokenizer", "library", "d_vocab", "reading"):
-            expected, actual = getattr(self, name), getattr(existing, name)
-            if expected != actual:
-                raise _unusable(self.folder, f"expected {name} {expected}, got {actual}")
-
-    def pieces(self, portion: Portion, first: Sequence[Piece] = ()) -> list[Piece]:
-        """The committed pieces from the portion's beginning on, in order and without a gap.
-
-        The chain begins with the pieces of `first`, which the caller already reads. Of several that
-        begin at one place the longest follows.
-        """
-        return chain_of(self.committed(portion.key), first)
-
-    def committed(self, portion_key: str) -> list[Piece]:
-        """All committed pieces of a portion, also those that no chain needs, unordered."""
-        return [record.piece for record in self.records(portion_key)]
-
-    def has_piece_at(self, portion_key: str, position: Position) -> bool:
-        """Whether a piece that begins at a position seems to be committed, by its name alone."""
-        beginning = f"{_position_name(position)}_"
-        listed = names(self.folder / portion_key)
-        return any(name.startswith(beginning) and name.endswith(DOCUMENTS) for name in listed)
-
-    def records(self, portion_key: str) -> list[PieceRecord]:
-        """What the committed pieces of a portion say of themselves, unordered."""
-        folder = self.folder / portion_key
-        try:
-            bytes_by_name = dict(sizes(folder))
-            document_files = [name for name in bytes_by_name if name.endswith(DOCUMENTS)]
-            if isinstance(folder, StorePath) and len(document_files) > 1:
-                with ThreadPoolExecutor(READERS) as readers:
-                    jobs = [readers.submit(_read_record, folder, name) for name in document_files]
-                    records = [job.result() for job in jobs]
-            else:
-                records = [_read_record(folder, name) for name in document_files]
+            for name in names(self.folder):
+                if match := PORTION_FILE.fullmatch(name):
+                    portion = Portion(match[1], int(match[2]), match[3] is not None)
+                    found[portion.extent][portion.number] = portion
         except OSError as error:
             raise RunError(
-                f"{folder}: cannot be read ({reason(error)}); mend the access or the store, then "
-                "run the same command again"
+                f"{self.folder}: cannot be read ({reason(error)}); mend the access or the store, "
+                "then run the same command again"
             ) from None
-        return [
-            record
-            for record in records
-            if record is not None
-            and record.store == self.key
-            and record.piece.portion_key == portion_key
-            and record.token_bytes == bytes_by_name.get(record.piece.name + TOKENS)
-        ]
+        return found
 
+    def find(self, extent: str, number: int) -> Portion | None:
+        """A portion of an extent if it is committed. A large store is not listed for it."""
+        for is_last in (False, True):
+            portion = Portion(extent, number, is_last)
+            if (self.folder / portion.file_name).is_file():
+                return portion
+        return None
 
-def store_key(tokenizer: str, library: str, reading: Reading) -> str:
-    """The name of a store: it identifies what becomes of a text."""
-    content = [FORMAT, tokenizer, library, reading.text_field, reading.fields, reading.before]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+    def forget(self, portions: Iterable[Portion]) -> None:
+        """Delete portions, so that they are prepared again."""
+        for portion in portions:
+            file = self.folder / portion.file_name
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise RunError(f"{file}: cannot be deleted ({reason(error)}); delete it") from None
+        forget_open_files()
 
 
 def field_column(name: str) -> str:
-    """The column of a documents file that holds a field of the documents, as JSON."""
+    """The column of a portion that holds a field of the documents, as JSON."""
     return f"field:{name}"
 
 
-def _unusable(folder: Place, why: str) -> RunError:
-    return RunError(
-        f"{folder / STORE_FILE}: {why}; remove this store (headcount corpus remove {folder.name}) "
-        "or choose another place with corpora"
-    )
-
-
-# Pieces
-
-
 @dataclass(frozen=True)
-class Piece:
-    """Committed documents of a portion and their tokens. They never change."""
+class PortionRecord:
+    """What a portion says of itself, in the metadata of its file."""
 
-    portion_key: str
-    start: Position
-    stop: Position
-    ended: bool
-    """Whether it is the portion's last."""
+    store: str
+    extent: str
+    number: int
     documents: int
     """Bad ones included."""
     tokens: int
     bad: int
-
-    @property
-    def name(self) -> str:
-        """Name of its files, without the ending."""
-        return f"{_position_name(self.start)}_{_position_name(self.stop)}"
-
-
-def _position_name(position: Position) -> str:
-    return f"{position.source}-{position.offset}-{position.row}"
-
-
-@dataclass(frozen=True)
-class FilePart:
-    """Of which file a piece has documents, as it was when it was listed."""
-
-    source: int
-    """Its number within the portion."""
-    kind: str
-    name: str
-    """Path or address."""
-    bytes: int
-    changed: int
-    """When it was changed last, in nanoseconds; 0 if that is not known."""
+    rows: int
+    """Rows of its last source that the extent has up to here, blank lines counted."""
+    start: int
+    """Where the extent begins in its only source, as `Extent.start`."""
+    stop: int | None
+    files: dict[str, tuple[str, str, int, int]]
+    """By number within the extent: kind, path or address, bytes, and when it was changed last."""
+    digest: str
+    """Of the columns that say where a document comes from."""
+    groups: tuple[tuple[int, str], ...]
+    """Of each row group: the token at which it ends, and a digest of its tokens."""
 
 
-@dataclass(frozen=True)
-class PieceRecord:
-    """What a committed piece says of itself."""
-
-    store: str
-    piece: Piece
-    token_bytes: int
-    """Size of the tokens file."""
-    portion_start: int
-    """Where the portion begins in its only source, as `Portion.start`."""
-    portion_stop: int | None
-    files: tuple[FilePart, ...]
-    columns: dict[str, str]
-    """A digest of each column of the documents file."""
-
-    @classmethod
-    def read(cls, metadata: Mapping[bytes, bytes] | None) -> PieceRecord:
-        """The record in a file's metadata; raises KeyError, TypeError or ValueError if broken."""
-        fields = guarded_record(metadata)
-        piece = fields.pop("piece")
-        start, stop = Position(**piece.pop("start")), Position(**piece.pop("stop"))
-        files = tuple(FilePart(**part) for part in fields.pop("files"))
-        return cls(**fields, piece=Piece(**piece, start=start, stop=stop), files=files)
+# Writing
 
 
-def chain_of(pieces: Iterable[Piece], first: Sequence[Piece] = ()) -> list[Piece]:
-    """Pieces that follow one another from the portion's beginning on, as far as there are any."""
-    longest: dict[Position, Piece] = {}
-    for piece in pieces:
-        other = longest.get(piece.start)
-        if other is None or (piece.stop, piece.ended) > (other.stop, other.ended):
-            longest[piece.start] = piece
-    chain = list(first)
-    while not chain or not chain[-1].ended:
-        position = chain[-1].stop if chain else Position()
-        following = longest.get(position)
-        # A piece that leads nowhere would be followed by itself.
-        if following is None or (following.stop == position and not following.ended):
-            break
-        chain.append(following)
-    return chain
-
-
-def _read_record(folder: Place, name: str) -> PieceRecord | None:
-    """The record of a documents file; None if the file is gone or not whole.
-
-    OSError is raised only if the file cannot be read, not if its content is wrong.
-    """
-    try:
-        with open_whole(folder / name) as file:
-            size = file.seek(0, os.SEEK_END)
-            tail = _last_bytes(file, size, FOOTER_BYTES)
-            # A Parquet file ends with the length of its footer in 4 bytes, then "PAR1".
-            footer_bytes = int.from_bytes(tail[-8:-4], "little") + 8
-            if len(tail) < footer_bytes <= size:
-                tail = _last_bytes(file, size, footer_bytes)
-    except FileNotFoundError:
-        return None
-    try:
-        record = PieceRecord.read(pq.read_metadata(pa.BufferReader(tail)).metadata)
-    except (*UNREADABLE, TypeError):
-        return None
-    return record if record.piece.name + DOCUMENTS == name else None
-
-
-def _last_bytes(file: Any, size: int, count: int) -> bytes:  # noqa: ANN401 (pyarrow has no types)
-    start = max(0, size - count)
-    file.seek(start)
-    return file.read(size - start)
-
-
-# Writing and deleting
-
-
-def commit_piece(
+def commit_portion(
     store: TokenStore,
+    extent: Extent,
     portion: Portion,
-    piece: Piece,
+    documents: Sequence[tuple[int, int, Document]],
     tokens: Sequence[np.ndarray],
-    documents: Mapping[str, Sequence[Any]],
+    rows: int,
 ) -> None:
-    """Write the files of a piece. Two writers of the same piece write the same files.
-
-    `tokens` are those of the documents, one after the other; `documents` has a list for each column
-    of the store's schema.
-    """
-    folder = store.folder / portion.key
-    token_content = token_bytes(tokens, store.token_type, dict(_token_record(store, piece)))
-    # Tokens first: a piece is committed when its documents file is there.
-    write_whole(folder / (piece.name + TOKENS), token_content)
-    arrays = [pa.array(documents[field.name], field.type) for field in store.schema]
-    table = pa.Table.from_arrays(arrays, schema=store.schema)
-    record = PieceRecord(
+    """Write a portion: of each document the number of its source, its offset and its tokens."""
+    lengths = np.array([len(ids) for ids in tokens], np.int64)
+    ends = np.cumsum(lengths)
+    is_bad = np.array([document.problem is not None for _, _, document in documents], bool)
+    columns: dict[str, Any] = {
+        "source": [source for source, _, _ in documents],
+        "row": [document.row for _, _, document in documents],
+        "offset": [offset for _, offset, _ in documents],
+        "n_tokens": np.where(is_bad, BAD, lengths).astype(np.int32),
+        "content": [document.content_hash for _, _, document in documents],
+        "pile_set_name": [document.pile_set_name for _, _, document in documents],
+        "problem": [document.problem for _, _, document in documents],
+    }
+    for i, name in enumerate(store.reading.fields):
+        # A bad document has no fields.
+        values = [document.fields[i] if document.fields else None for _, _, document in documents]
+        columns[field_column(name)] = values
+    arrays = [pa.array(columns[field.name], field.type) for field in list(store.schema)[:-1]]
+    ids = pa.chunked_array([pa.array(ids) for ids in tokens], store.token_type).combine_chunks()
+    offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
+    lists = pa.ListArray.from_arrays(offsets, ids, type=store.schema.field("tokens").type)
+    table = pa.Table.from_arrays([*arrays, lists], schema=store.schema)
+    # A group begins with the first document that begins in the next `TOKENS_PER_GROUP`.
+    group_of_document = (ends - lengths) // TOKENS_PER_GROUP
+    bounds = [0, *(np.flatnonzero(np.diff(group_of_document)) + 1).tolist(), len(table)]
+    group_ends = [0, *(int(ends[bound - 1]) if bound else 0 for bound in bounds[1:])]
+    record = PortionRecord(
         store=store.key,
-        piece=piece,
-        token_bytes=token_content.size,
-        portion_start=portion.start,
-        portion_stop=portion.stop,
-        files=_files_of(portion, piece),
-        columns={name: _digest_of_column(table[name]) for name in table.column_names},
+        extent=extent.key,
+        number=portion.number,
+        documents=len(table),
+        tokens=group_ends[-1],
+        bad=int(is_bad.sum()),
+        rows=rows,
+        start=extent.start,
+        stop=extent.stop,
+        files={
+            str(number): (
+                extent.sources[number].kind,
+                extent.sources[number].name,
+                extent.files[number].bytes,
+                extent.files[number].changed,
+            )
+            for number in sorted(set(columns["source"]))
+        },
+        digest=_digest_of_documents(table.drop_columns(["tokens"])),
+        groups=tuple(
+            (end, _digest_of_array(values_of(ids.slice(begin, end - begin))))
+            for begin, end in pairwise(group_ends)
+        ),
     )
-    write_whole(folder / (piece.name + DOCUMENTS), _document_bytes(table, record))
-
-
-def _token_record(store: TokenStore, piece: Piece) -> tuple[tuple[str, str], ...]:
-    """What the tokens file of a piece says about itself."""
-    return ("store", store.key), ("portion", piece.portion_key), ("piece", piece.name)
-
-
-def _files_of(portion: Portion, piece: Piece) -> tuple[FilePart, ...]:
-    """The files of which a piece has documents."""
-    numbers = range(piece.start.source, min(piece.stop.source + 1, len(portion.sources)))
-    return tuple(
-        FilePart(
-            number,
-            portion.sources[number].kind,
-            portion.sources[number].name,
-            portion.files[number].bytes,
-            portion.files[number].changed,
-        )
-        for number in numbers
-    )
-
-
-def _document_bytes(table: pa.Table, record: PieceRecord) -> pa.Buffer:
-    # Texts repeat. Numbers of tokens and hashes hardly do.
-    distinct = ("row", "n_tokens", "content")
-    repeating: Any = [name for name in table.column_names if name not in distinct]
+    content = json.dumps(asdict(record))
     sink = pa.BufferOutputStream()
+    # Texts repeat. Rows, hashes and tokens hardly do.
+    repeating: Any = [
+        field.name for field in store.schema if field.name == "source" or field.type == pa.string()
+    ]
+    encodings: Any = {
+        "row": "DELTA_BINARY_PACKED",
+        "offset": "DELTA_BINARY_PACKED",
+        # Parquet has no numbers of 16 bits. Split into bytes, the upper two of four are all 0.
+        "tokens.list.element": "BYTE_STREAM_SPLIT",
+    }
     with pq.ParquetWriter(
         sink,
-        table.schema,
+        store.schema,
         compression="zstd",
         use_dictionary=repeating,
-        column_encoding={"row": "DELTA_BINARY_PACKED"},
-        write_page_checksum=True,
+        column_encoding=encodings,
+        # Nobody looks for a token by its number.
+        write_statistics=False,
     ) as writer:
-        writer.write_table(table)
-        writer.add_key_value_metadata(guarded(asdict(record)))
-    return sink.getvalue()
+        for begin, end in pairwise(bounds):
+            writer.write_table(table.slice(begin, end - begin), row_group_size=max(1, end - begin))
+        writer.add_key_value_metadata({"record": content, "digest": digest_of(content.encode())})
+    write_whole(store.folder / portion.file_name, sink.getvalue())
 
 
-def _digest_of_column(column: pa.ChunkedArray) -> str:
-    """A digest of the values of a column, whichever way Arrow stores them."""
-    if not pa.types.is_string(column.type) and not pa.types.is_dictionary(column.type):
-        return digest_of_array(values_of(column))
-    texts = pa.chunked_array([column.combine_chunks().cast(pa.string())]).combine_chunks()
-    # No text has a length of -1, so NULL and an empty text differ.
-    lengths = values_of(pc.fill_null(pc.binary_length(texts), -1))
-    content = pc.binary_join(pa.ListArray.from_arrays([0, len(texts)], pc.fill_null(texts, "")), "")
-    return digest_of_array(lengths) + digest_of_array(
-        np.frombuffer(content[0].as_buffer(), np.uint8)
-    )
+def _digest_of_documents(table: pa.Table) -> str:
+    """A digest of the values of some columns, whichever way Arrow stores them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for column in table.columns:
+        values = column.combine_chunks()
+        if not pa.types.is_string(values.type):
+            digest.update(np.ascontiguousarray(values_of(values)).data)
+            continue
+        # No text has a length of -1, so NULL and an empty text differ.
+        digest.update(values_of(pc.fill_null(pc.binary_length(values), -1)).data)
+        digest.update("".join(pc.fill_null(values, "").to_pylist()).encode())
+    return digest.hexdigest()
 
 
-def forget(store: TokenStore, pieces: Iterable[Piece]) -> None:
-    """Delete pieces, so that they are prepared again."""
-    for piece in pieces:
-        folder = store.folder / piece.portion_key
-        try:
-            # Without its documents a piece is none, whatever happens to its tokens.
-            (folder / (piece.name + DOCUMENTS)).unlink(missing_ok=True)
-            (folder / (piece.name + TOKENS)).unlink(missing_ok=True)
-        except OSError as error:
-            raise RunError(
-                f"{folder / piece.name}: cannot be deleted ({reason(error)}); delete its two files"
-            ) from None
-    forget_open_files()
+def _digest_of_array(values: np.ndarray) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(values).data, digest_size=8).hexdigest()
+
+
+def values_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """The numbers of a column that has no NULL, without a copy if they lie together.
+
+    Arrow's own `to_numpy` imports pandas, which takes longer than everything else here.
+    """
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    data_type = array.type.to_pandas_dtype()
+    # Buffer 0 would say which values are NULL.
+    content = array.buffers()[1]
+    if content is None or not len(array):
+        return np.empty(0, data_type)
+    return np.frombuffer(content, data_type, len(array), array.offset * array.type.bit_width // 8)
 
 
 # Reading
 
 
-def read_documents(
-    store: TokenStore, piece: Piece, columns: Sequence[str] | None = None
-) -> pa.Table:
-    """The documents of a piece, one row each; `columns` are by default those of the schema."""
-    file = store.folder / piece.portion_key / (piece.name + DOCUMENTS)
-    column_names = store.schema.names if columns is None else list(columns)
-    schema = pa.schema([store.schema.field(name) for name in column_names])
+def read_record(store: TokenStore, portion: Portion) -> PortionRecord:
+    """What a portion says of itself. Only the end of its file is read."""
+    file = store.folder / portion.file_name
     try:
-        with open_at_once(file) as content:
-            parquet = pq.ParquetFile(content, page_checksum_verification=True)
-            record = PieceRecord.read(parquet.metadata.metadata)
+        with open_whole(file) as content:
+            return _checked_record(store, portion, pq.read_metadata(content))
+    except UNREADABLE as error:
+        raise _unreadable(file, error) from None
+
+
+def read_documents(store: TokenStore, portion: Portion) -> pa.Table:
+    """The documents of a portion, one row each, without their tokens."""
+    return open_portion(store, portion).documents()
+
+
+def read_tokens(store: TokenStore, portion: Portion, start: int, stop: int) -> np.ndarray:
+    """Tokens of a portion, counted from its beginning, as an array of the caller's own."""
+    return open_portion(store, portion).tokens(start, stop)
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def open_portion(store: TokenStore, portion: Portion) -> PortionFile:
+    """An open portion. A process keeps the last ones that it used."""
+    return PortionFile(store, portion)
+
+
+def forget_open_files() -> None:
+    """Close the files that this process keeps open, for example because they are deleted."""
+    open_portion.cache_clear()
+
+
+class PortionFile:
+    """A portion that is open for reading. Threads may share it.
+
+    A digest of the values covers all that is returned, so that a flipped bit anywhere in the file
+    is found, also one in a header.
+    """
+
+    def __init__(self, store: TokenStore, portion: Portion) -> None:
+        self._place = store.folder / portion.file_name
+        self._schema = store.schema
+        self._lock = threading.Lock()
+        self._decoded: dict[int, np.ndarray] = {}
+        try:
+            # From a store a portion is fetched whole: a request takes as long as a megabyte. A file
+            # of Python's own would have to be closed.
+            if isinstance(self._place, StorePath):
+                content: Any = pa.BufferReader(self._place.read_bytes())
+            else:
+                content = pa.OSFile(str(self._place))
+            self._parquet = pq.ParquetFile(content)
+            self.record = _checked_record(store, portion, self._parquet.metadata)
+            self._ends = np.array([end for end, _ in self.record.groups], np.int64)
+        except UNREADABLE as error:
+            raise _unreadable(self._place, error) from None
+
+    def documents(self) -> pa.Table:
+        """The documents, one row each, without their tokens."""
+        wanted = self._schema.names[:-1]
+        try:
             # A name that begins a longer one, as `field:meta` and `field:meta.year`, brings both.
-            table = parquet.read(columns=column_names, use_threads=False).select(column_names)
-            table = table.cast(schema)
-            if (record.store, record.piece) != (store.key, piece):
-                raise ValueError("it holds other documents")
-            for name in column_names:
-                if _digest_of_column(table[name]) != record.columns[name]:
-                    raise ValueError("its content is not what was written")
-    except (*UNREADABLE, TypeError) as error:
-        raise unreadable(file, error) from None
-    return table
+            table = self._parquet.read(columns=wanted, use_threads=False).select(wanted)
+            table = table.cast(pa.schema([self._schema.field(name) for name in wanted]))
+            if _digest_of_documents(table) != self.record.digest:
+                raise ValueError("its content is not what was written")
+        except UNREADABLE as error:
+            raise _unreadable(self._place, error) from None
+        return table
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Tokens from `start` to `stop`, as an array of the caller's own."""
+        if start == stop:
+            return np.empty(0, self._schema.field("tokens").type.value_type.to_pandas_dtype())
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
+        with self._lock:
+            groups = [self._group(number) for number in range(first, last + 1)]
+        # The ends are cut before the groups are joined, so that joining is the only copy.
+        groups[-1] = groups[-1][: stop - self._begin(last)]
+        groups[0] = groups[0][start - self._begin(first) :]
+        return groups[0].copy() if first == last else np.concatenate(groups)
+
+    def _begin(self, group: int) -> int:
+        return int(self._ends[group - 1]) if group else 0
+
+    def _group(self, number: int) -> np.ndarray:
+        """The tokens of a row group."""
+        if number in self._decoded:
+            return self._decoded[number]
+        end, digest = self.record.groups[number]
+        try:
+            table = self._parquet.read_row_group(number, columns=["tokens"], use_threads=False)
+            lists = table.column(0).combine_chunks()
+            tokens = values_of(lists.values)
+            if len(tokens) != end - self._begin(number) or _digest_of_array(tokens) != digest:
+                raise ValueError("its content is not what was written")
+        except (*UNREADABLE, AttributeError) as error:
+            raise _unreadable(self._place, error) from None
+        self._decoded[number] = tokens
+        if len(self._decoded) > DECODED_GROUPS:
+            # The one that was decoded first.
+            del self._decoded[next(iter(self._decoded))]
+        return tokens
 
 
-def read_tokens(store: TokenStore, piece: Piece, start: int, stop: int) -> np.ndarray:
-    """Tokens of a piece, counted from its beginning, as an array of the caller's own."""
-    if not 0 <= start <= stop <= piece.tokens:
-        raise CorpusError(
-            f"{store.folder / piece.portion_key / piece.name}: expected tokens within 0 to "
-            f"{piece.tokens:,}, got {start:,} to {stop:,}; the run's index is another corpus's"
-        )
-    file = store.folder / piece.portion_key / (piece.name + TOKENS)
-    return open_token_file(file, piece.tokens, _token_record(store, piece)).read(start, stop)
+def _checked_record(store: TokenStore, portion: Portion, footer: Any) -> PortionRecord:  # noqa: ANN401 (pyarrow has no types)
+    """The record in the metadata of a file; any error of `UNREADABLE` if it is not this portion."""
+    content = (footer.metadata or {})[b"record"]
+    if digest_of(content).encode() != footer.metadata[b"digest"]:
+        raise ValueError("its record is damaged")
+    record = PortionRecord(**json.loads(content))
+    if (record.store, record.extent, record.number) != (store.key, *portion[:2]):
+        raise ValueError("it holds other documents")
+    return record
+
+
+def _unreadable(file: Place, error: BaseException) -> CorpusError:
+    """The error about a portion that is missing or cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return CorpusError(f"{file}: not there; run the same command, which prepares it again")
+    return CorpusError(
+        f"{file}: cannot be read ({reason(error)}); if it is damaged, delete it, then run the same "
+        "command, which prepares it again"
+    )
