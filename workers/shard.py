@@ -21,10 +21,11 @@ import numpy as np
 import pyarrow as pa
 
 from headcount.schemas.errors import HeadcountError, RunError, WriteError
-from headcount.schemas.files.commits import Commit, DataFile, Failure, delete
+from headcount.schemas.files.commit import Commit, DataFile, Failure
+from headcount.schemas.files.commits import delete, read_commit
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, table_of
-from headcount.schemas.files.places import write_whole
+from headcount.schemas.files.places import reason, write_new, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
 from headcount.schemas.files.tables import SEQUENCES, Table, with_partitions
 from headcount.schemas.scans.kinds import TABLES, kinds_of, table_schema
@@ -77,7 +78,7 @@ def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
 
 
 def commit_shard(scan: Scan, run: RunDirectory, measured: MeasuredShard, attempt: int) -> Commit:
-    """Write a measured shard's tables, then its commit; a shard that is committed is left as it is.
+    """Write a measured shard's tables, then its commit; returns the commit that counts.
 
     The files of two attempts have names of their own, and the first commit counts. A late attempt
     takes back what it has written.
@@ -85,13 +86,14 @@ def commit_shard(scan: Scan, run: RunDirectory, measured: MeasuredShard, attempt
     began = time.perf_counter()
     shard = measured.input
     files = _write_tables(scan, run, measured)
-    # As late as possible, because a store cannot refuse a second commit.
-    committed = _committed_meanwhile(scan, run, shard)
-    if committed is not None:
-        # If that fails, whoever finishes the run tries again.
-        with contextlib.suppress(OSError):
-            delete(run.path / file.path for file in files if file not in committed.files)
-        return committed
+    # Only the last shard of a run can be short, and only a short one can grow.
+    if len(shard.tokens) < scan.sequences_per_shard:
+        stop = int(run.manifest().stops(shard.shard))
+        if stop != shard.start + len(shard.tokens):
+            raise RunError(
+                f"{run.run_id}: the run has grown since this attempt began, and shard "
+                f"{shard.shard} goes to sequence {stop}, not {shard.start + len(shard.tokens)}"
+            )
     commit = Commit(
         run_id=run.run_id,
         shard=shard.shard,
@@ -114,8 +116,19 @@ def commit_shard(scan: Scan, run: RunDirectory, measured: MeasuredShard, attempt
         files=files,
     )
     # Last of all, because readers follow commits: until now nobody sees the files.
-    write_whole(run.commit_file(shard.shard), commit.model_dump_json(indent=1).encode())
-    return commit
+    file, content = run.commit_file(shard.shard), commit.model_dump_json(indent=1).encode()
+    if write_new(file, content):
+        return commit
+    committed = committed_shard(scan, run, shard.shard)
+    if committed is None:
+        # What lies there is no commit of this run, or of fewer sequences.
+        write_whole(file, content)
+        return commit
+    # A store may have lost the answer: then this commit is the one that lies there. If the deletion
+    # fails, whoever finishes the run tries again.
+    with contextlib.suppress(OSError):
+        delete(run.path / file.path for file in files if file not in committed.files)
+    return committed
 
 
 def replica_name() -> str:
@@ -123,21 +136,22 @@ def replica_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def _committed_meanwhile(scan: Scan, run: RunDirectory, shard: ShardInput) -> Commit | None:
-    """The commit that another attempt has made of a shard; one of fewer sequences does not count.
+def committed_shard(scan: Scan, run: RunDirectory, shard: int) -> Commit | None:
+    """The commit that a shard has in a file of its own; None without one of all its sequences.
 
     A replica that outlived its driver may have the last shard of a run that has grown since.
     """
-    stop = shard.start + len(shard.tokens)
-    # Only the last shard of a run can be short, and only a short one can grow.
-    if len(shard.tokens) < scan.sequences_per_shard:
-        expected_stop = int(run.manifest().stops(shard.shard))
-        if stop != expected_stop:
-            raise RunError(
-                f"{run.run_id}: the run has grown since this attempt began, and shard "
-                f"{shard.shard} goes to sequence {expected_stop}, not {stop}"
-            )
-    commit = run.loose_commit(shard.shard)
+    file = run.commit_file(shard)
+    try:
+        commit = read_commit(file, run.run_id)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise WriteError(
+            f"{file}: cannot be looked for ({reason(error)}); mend the access or the store, then "
+            "run the same command"
+        ) from None
+    stop = min((shard + 1) * scan.sequences_per_shard, scan.sequences)
     return commit if commit is not None and commit.stop >= stop else None
 
 

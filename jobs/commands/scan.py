@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headcount.jobs.plan.plan import Plan
     from headcount.jobs.plan.scan_runs import ScanCommand
     from headcount.jobs.upkeep.merged_files import MergeGroups
-    from headcount.schemas.files.commits import Failure
+    from headcount.schemas.files.commit import Failure
     from headcount.schemas.files.document_fates import Fates
     from headcount.schemas.scans.scan import Scan
 

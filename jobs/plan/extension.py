@@ -11,7 +11,7 @@ from headcount.jobs.plan.plan import Plan, write_manifest
 from headcount.jobs.upkeep.compaction import clean, merge
 from headcount.jobs.upkeep.merged_files import DamagedShards
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.commits import delete, drop
+from headcount.schemas.files.commits import delete, taken_back, write_segment
 from headcount.schemas.files.run_directory import RunDirectory
 
 
@@ -44,7 +44,7 @@ def check_unchanged(plan: Plan) -> None:
 def take_back(run: RunDirectory, shard: int) -> None:
     """Take a shard out of the commit log, and its rows out of merged files: it is missing again."""
     # The commit file goes first. As long as a segment has the shard, its own file does not count;
-    # once the segment has dropped the shard, the file would count again.
+    # once a segment has taken the shard back, the file would count again.
     run.commit_file(shard).unlink(missing_ok=True)
     commits = {commit.shard: commit for commit in run.commits()}
     if shard in commits:
@@ -57,14 +57,15 @@ def take_back(run: RunDirectory, shard: int) -> None:
         ]
         try:
             if neighbours:
-                # One segment moves the neighbours to a new file and drops the shard. At no moment
-                # does a merged file hold rows that no commit refers to.
+                # One segment moves the neighbours to a new file and takes the shard back. At no
+                # moment does a merged file hold rows that no commit refers to.
                 merge(run, neighbours, dropped=[shard])
             else:
-                drop(run.commits_directory, run.run_id, [shard])
+                write_segment(run.commits_directory, taken_back(run.run_id, [shard]))
         except DamagedShards:
             # The neighbours lie in the same damaged file: all of them are measured again.
             neighbour_shards = [commit.shard for commit in neighbours]
             delete(run.commit_file(neighbour) for neighbour in neighbour_shards)
-            drop(run.commits_directory, run.run_id, [*neighbour_shards, shard])
+            lost = taken_back(run.run_id, [*neighbour_shards, shard])
+            write_segment(run.commits_directory, lost)
     clean(run, run.commit_log())

@@ -46,14 +46,13 @@ from headcount.jobs.upkeep.merged_files import (
     merged_here,
 )
 from headcount.schemas.errors import RunError
+from headcount.schemas.files.commit import COMMITS, Commit
 from headcount.schemas.files.commits import (
-    COMMITS,
     COMMITS_PER_SEGMENT,
-    Commit,
     commit_name,
-    commits_of,
     delete,
-    gather,
+    read_commit_log,
+    taken_back,
     write_segment,
 )
 from headcount.schemas.files.places import names, reason
@@ -261,24 +260,26 @@ def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ())
     Their files may also hold rows of shards that the same segment takes back (`dropped`), and rows
     of shards that no longer count there. Neither is moved.
     """
-    # The order of writes is that of the docstring of this file. `gather` also deletes commit files.
+    # The order of writes is that of the docstring of this file.
     rows = pa.Table.from_pylist([commit.model_dump() for commit in commits], schema=COMMITS)
     moved_rows, old_paths = merge_files(run, run.manifest(), rows)
-    gather(run.commits_directory, list(commits_of(moved_rows)), dropped)
+    write_segment(
+        run.commits_directory, pa.concat_tables([moved_rows, taken_back(run.run_id, dropped)])
+    )
+    delete(run.commit_file(commit.shard) for commit in commits)
     delete(run.path / path for path in old_paths)
 
 
 def _gather_all(run: RunDirectory, examined: set[int]) -> None:
     """Put all commits that count into one segment, and delete the segments before it.
 
-    A commit in a file of its own stays there if its shard was not `examined`: readers look at how
-    files end only while a commit is in its own file (`schemas.files.damage.files_damaged_by_size`).
+    A commit in a file of its own stays there if its shard was not `examined`.
     """
     directory = run.commits_directory
     old_segments = sorted(name for name in names(directory) if name.startswith("segment-"))
     commit_log = run.commit_log()
-    is_gathered = commit_log["gathered"].to_numpy()
     shards = commit_log["shard"].to_numpy()
+    is_gathered = np.isin(shards, _gathered_shards(run))
     is_new = ~is_gathered & np.isin(shards, list(examined))
     if len(old_segments) <= 1 and not is_new.any():
         return
@@ -293,6 +294,11 @@ def _gather_all(run: RunDirectory, examined: set[int]) -> None:
     delete(directory / commit_name(shard) for shard in shards[is_new].tolist())
 
 
+def _gathered_shards(run: RunDirectory) -> np.ndarray:
+    """The shards that segments have."""
+    return read_commit_log(run.commits_directory, run.run_id, [], loose=False)["shard"].to_numpy()
+
+
 def clean(run: RunDirectory, commit_log: pa.Table) -> None:
     """Delete what a killed compaction or a late replica left.
 
@@ -301,7 +307,7 @@ def clean(run: RunDirectory, commit_log: pa.Table) -> None:
     about to commit them.
     """
     done_shards = set(commit_log["shard"].to_pylist())
-    gathered_shards = set(commit_log.filter(commit_log["gathered"])["shard"].to_pylist())
+    gathered_shards = set(_gathered_shards(run).tolist())
     commit_names = list(names(run.commits_directory))
     delete(
         run.commits_directory / name

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from headcount.schemas.files.commits import COMMITS, FILES, READERS, DataFile
+from headcount.schemas.files.commit import COMMITS, FILES, DataFile
+from headcount.schemas.files.commits import READERS
 from headcount.schemas.files.damage import (
     Bounds,
     CommittedFile,

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,16 +85,3 @@ def read_content(file: OpenFile, columns: Sequence[str] | None = None) -> pa.Tab
     content = pq.ParquetFile(file, page_checksum_verification=True)
     # Callers read many files at once, each in a thread of their own.
     return content.read(columns=columns, use_threads=False)
-
-
-def ends_whole(file: Path) -> bool:
-    """Whether a file ends with Parquet's mark.
-
-    After a power cut a file can have its full size and none of its content.
-    """
-    try:
-        with file.open("rb", buffering=0) as content:
-            content.seek(-4, os.SEEK_END)
-            return content.read(4) == b"PAR1"
-    except OSError:
-        return False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.files.commits import Method
+from headcount.schemas.files.commit import Method
 from headcount.schemas.statistics import LAYER_VALUES
 from headcount.workers.engine.attention_scores import (
     MASKED,

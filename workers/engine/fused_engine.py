@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.files.commits import Method
+from headcount.schemas.files.commit import Method
 from headcount.schemas.scans.precision import PRECISIONS
 from headcount.schemas.statistics import LAYER_VALUES
 from headcount.workers.engine.attention_scores import (

@@ -30,7 +30,7 @@ from headcount.jobs.upkeep.merge_processes import merged_by_processes
 from headcount.jobs.upkeep.merge_tasks import merged_by_tasks
 from headcount.schemas.errors import RunError
 from headcount.schemas.files import places
-from headcount.schemas.files.commits import drop, gather
+from headcount.schemas.files.commits import taken_back, write_segment
 from headcount.schemas.files.places import write_whole
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
 from headcount.schemas.scans.kinds import TABLES
@@ -259,7 +259,7 @@ def test_what_a_late_replica_left_is_deleted_and_what_was_taken_back_is_merged_a
     lost.unlink()
     (problem,) = compact(merged, GROUPS).problems
     assert problem.startswith("shards 3 to 5: heads/intervention=none/merged-000003-")
-    drop(merged.commits_directory, merged.run_id, [3, 4, 5])
+    write_segment(merged.commits_directory, taken_back(merged.run_id, [3, 4, 5]))
     compact(merged, GROUPS)
     assert [c.shard for c in merged.commits()] == [0, 1, 2, 6]
     assert_same_and_tidy(merged)
@@ -457,7 +457,7 @@ def test_two_compactions_that_overlapped_are_noticed_and_mended(
     compact(run)
     for table in (*WRITTEN, "rollups", "weights"):
         shutil.copytree(local(compacted.path) / table, local(run.path) / table, dirs_exist_ok=True)
-    gather(run.commits_directory, list(compacted.commits())[:3])
+    write_segment(run.commits_directory, compacted.commit_log().slice(0, 3))
     problem = r"merged-000000-000006-\w+\.parquet: holds the rows of 7 shards, and 4 commits"
     with pytest.raises(RunError, match=problem):
         check_merged(run.commit_log())
