@@ -569,6 +569,12 @@ def _merging(processes: int, address: str | None) -> MergeGroups:
 
 @commands.command()
 def doctor(
+    out: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="OUT", help="Check also whether runs can be written to this path or store."
+        ),
+    ] = None,
     device: Annotated[
         Literal["cpu", "cuda"],
         typer.Option(
@@ -598,7 +604,7 @@ def doctor(
     healthy = True
     # Loading the libraries takes seconds, and so does every model.
     with console.status("loading the libraries, then measuring with every bundled model"):
-        for check in examine():
+        for check in examine(out):
             healthy &= check.ok
             say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.result}")
             if not check.ok and check.advice:
