@@ -157,35 +157,29 @@ def committed_shard(scan: Scan, run: RunDirectory, shard: int) -> Commit | None:
 
 def _write_tables(scan: Scan, run: RunDirectory, measured: MeasuredShard) -> list[DataFile]:
     """Write every table of a shard; the untouched weights are filed under `none`."""
-    number = measured.input.shard
-    files: list[DataFile] = []
-    for intervention, measurements in measured.measured.items():
-        tables = intervention_tables(scan, measured.input, measurements)
-        files += [
-            _write_table(run, name, intervention, number, rows) for name, rows in tables.items()
-        ]
-    files += [
-        _write_table(run, name, "none", number, rows)
-        for name, rows in measured.tables_of_run.items()
+    tables = [
+        (name, intervention, rows)
+        for intervention, measurements in measured.measured.items()
+        for name, rows in intervention_tables(scan, measured.input, measurements).items()
     ]
+    tables += [(name, "none", rows) for name, rows in measured.tables_of_run.items()]
+    files: list[DataFile] = []
+    for name, intervention, rows in tables:
+        content = parquet_bytes(with_partitions(rows, run.run_id, intervention))
+        digest = digest_of(content)
+        path = data_path(name, intervention, shard_file_name(measured.input.shard, digest))
+        write_whole(run.path / path, content)
+        files.append(
+            DataFile(
+                table=name,
+                intervention=intervention,
+                path=path,
+                rows=rows.num_rows,
+                bytes=content.size,
+                digest=digest,
+            )
+        )
     return files
-
-
-def _write_table(
-    run: RunDirectory, table: str, intervention: str, shard: int, rows: pa.Table
-) -> DataFile:
-    content = parquet_bytes(with_partitions(rows, run.run_id, intervention))
-    digest = digest_of(content)
-    path = data_path(table, intervention, shard_file_name(shard, digest))
-    write_whole(run.path / path, content)
-    return DataFile(
-        table=table,
-        intervention=intervention,
-        path=path,
-        rows=rows.num_rows,
-        bytes=len(content),
-        digest=digest,
-    )
 
 
 def intervention_tables(
@@ -218,7 +212,16 @@ def sequence_rows(table: Table, scan: Scan, shard: ShardInput, measured: Measure
     axes = [axis for axis in sizes if table.has(axis)]
     shape = [sizes[axis] for axis in axes]
     indices, existing = numbered(axes, shape, measured.measured_heads)
-    columns: dict[str, Any] = {**indices, **_keys(scan, shard, indices["sequence"])}
+    # One text taken many times: a list of as many Python texts would be slow.
+    family = pa.array([scan.input.family]).dictionary_encode()
+    family = family.take(pa.array(np.zeros(len(indices["sequence"]), np.int32)))
+    columns: dict[str, Any] = {
+        **indices,
+        "input_family": family.cast(pa.string()),
+        "shard": np.full(len(indices["sequence"]), shard.shard),
+        # The index counts within the shard.
+        "sequence": shard.start + indices["sequence"],
+    }
     for name, values in measured.tables.get(table.name, {}).items():
         # Values are `[sequence layer …]`, rows are in the order of the layers.
         in_row_order = values.swapaxes(0, 1) if "layer" in axes else values
@@ -234,24 +237,6 @@ def sequence_rows(table: Table, scan: Scan, shard: ShardInput, measured: Measure
     return table_of(columns, table_schema(table, formulas, carried_fields))
 
 
-def _keys(scan: Scan, shard: ShardInput, sequence: np.ndarray) -> dict[str, Any]:
-    """The columns that say of which sequence a row is; `sequence` counts within the shard."""
-    # One text taken many times: a list of as many Python texts would be slow.
-    one_family = pa.array([scan.input.family]).dictionary_encode()
-    family = one_family.take(pa.array(np.zeros(len(sequence), np.int32)))
-    return {
-        "input_family": family.cast(pa.string()),
-        "shard": np.full(len(sequence), shard.shard),
-        "sequence": shard.start + sequence,
-    }
-
-
-def record_failure(run: RunDirectory, shard: int, attempt: int, error: str) -> None:
-    """Note that an attempt at a shard failed, and why; the shard stays undone."""
-    record = {"attempts": attempt, "error": error}
-    write_whole(run.failure_file(shard), json.dumps(record, indent=1).encode())
-
-
 def failure_of(shard: int, error: Exception) -> Failure:
     """A shard's failure in one line.
 
@@ -264,12 +249,13 @@ def failure_of(shard: int, error: Exception) -> Failure:
 
 
 def note_failure(run: RunDirectory, failure: Failure, attempt: int) -> Failure:
-    """Record a failure for `headcount status`, and return it.
+    """Record a failure for `headcount status`, and return it; the shard stays undone.
 
     If it cannot be recorded, the failure that is returned says so too.
     """
+    record = {"attempts": attempt, "error": failure.error}
     try:
-        record_failure(run, failure.shard, attempt, failure.error)
+        write_whole(run.failure_file(failure.shard), json.dumps(record, indent=1).encode())
     except HeadcountError as error:
         # What does not take a shard does not take the note either, for the same reason.
         if not failure.of_writing:

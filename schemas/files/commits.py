@@ -195,7 +195,7 @@ def _read_segment(file: Place, schema: pa.Schema) -> pa.Table:
         return read_content(pa.BufferReader(content), leaves).select(schema.names)
     except FileNotFoundError:
         raise  # Somebody gathered meanwhile; the directory is listed again.
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, KeyError, pa.ArrowException) as error:
         raise RunError(
             f"{file}: damaged ({reason(error)}); it holds commits. Delete it, and headcount resume "
             f"{file.parent.parent} measures their shards anew; headcount rm deletes the run"

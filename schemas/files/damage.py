@@ -36,9 +36,6 @@ DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"(shard|merged)-[\w-]+\.parquet"
 """Names of the folders and files of data. A commit that names another path is damaged."""
 
-FILE_NAME = "/[^/]*$"
-"""The end of a path that is not its folder."""
-
 BY_SIZE = ["files.path", "files.bytes"]
 """Columns of a commit log that `files_damaged_by_size` reads."""
 
@@ -116,9 +113,15 @@ def is_data_path(path: str) -> bool:
 def data_folders(commit_log: pa.Table) -> list[str]:
     """The directories of the data files of a commit log, relative to the run."""
     paths = pc.struct_field(pc.list_flatten(commit_log["files"]), "path")
-    folders = pc.unique(pc.replace_substring_regex(paths, FILE_NAME, ""))
+    folders = {
+        folder for chunk in paths.chunks for folder in pc.unique(_folders(chunk)).to_pylist()
+    }
     # A damaged commit log may hold any path. Nothing outside the run's tables is listed.
-    return sorted(one for one in folders.to_pylist() if re.fullmatch(DATA_FOLDER, one))
+    return sorted(one for one in folders if re.fullmatch(DATA_FOLDER, one))
+
+
+def _folders(paths: pa.Array) -> pa.Array:
+    return pc.replace_substring_regex(paths, "/[^/]*$", "")
 
 
 def files_damaged_by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage]:
@@ -133,15 +136,13 @@ def files_damaged_by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage
     paths, committed = (pc.struct_field(files, name) for name in ("path", "bytes"))
     is_ours = pc.match_substring_regex(paths, rf"^{DATA_FOLDER}/{DATA_FILE}$").to_numpy()
     found = np.full(len(files), NOT_OURS)
-    folders = data_folders(commit_log)
-    folder_of_path = pc.replace_substring_regex(paths, FILE_NAME, "")
-    folder_of_file = pc.index_in(folder_of_path, pa.array(folders, pa.string())).to_numpy()
-    for number, folder in enumerate(folders):
+    folders = pa.array(data_folders(commit_log), pa.string())
+    # In chunks, because the texts of a million commits take much memory.
+    numbers = [pc.index_in(_folders(chunk), folders) for chunk in paths.chunks]
+    folder_of_file = pa.chunked_array(numbers, pa.int32()).to_numpy()
+    for number, folder in enumerate(folders.to_pylist()):
         here = is_ours & (folder_of_file == number)
-        names = pc.utf8_slice_codeunits(paths.filter(pa.array(here)), len(folder) + 1)
-        listed_names, listed_sizes = _listing(home / folder)
-        place = pc.index_in(names, listed_names).fill_null(len(listed_names)).to_numpy()
-        found[here] = np.append(listed_sizes, GONE)[place]
+        found[here] = _actual_sizes(home / folder, paths.filter(pa.array(here)))
     damages: dict[str, Damage] = {}
     row_of_file = pc.list_parent_indices(commit_log["files"])
     for i in np.flatnonzero(found != committed.to_numpy()).tolist():
@@ -151,15 +152,17 @@ def files_damaged_by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage
     return list(damages.values())
 
 
-def _listing(directory: Place) -> tuple[pa.Array, np.ndarray]:
-    """The names and the sizes of the files in a directory; a million take 50 megabytes."""
+def _actual_sizes(directory: Place, paths: pa.ChunkedArray) -> np.ndarray:
+    """The sizes of files in one directory; `GONE` for one that is not there."""
     entries = sizes(directory)
     names, found = [pa.array([], pa.string())], [np.empty(0, int)]
     # In batches, because Python objects take far more memory than arrays.
     while batch := list(islice(entries, 65_536)):
         names.append(pa.array([name for name, _ in batch]))
         found.append(np.array([size for _, size in batch]))
-    return pa.concat_arrays(names), np.concatenate(found)
+    listed = pa.chunked_array(names)
+    places = pc.index_in(pc.replace_substring_regex(paths, "^.*/", ""), listed)
+    return np.append(np.concatenate(found), GONE)[places.fill_null(len(listed)).to_numpy()]
 
 
 NOT_OURS = -2

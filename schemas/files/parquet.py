@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headcount.schemas.files.places import OpenFile, Place, open_whole
+from headcount.schemas.files.places import OpenFile
 
 
 def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
@@ -69,12 +69,6 @@ def _leaves_without_floats(path: str, data_type: pa.DataType) -> Iterator[str]:
             yield from _leaves_without_floats(f"{path}.{field.name}", field.type)
     elif not pa.types.is_floating(data_type):
         yield path
-
-
-def read_parquet(where: Place, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of a file, with all columns or with some."""
-    with open_whole(where) as file:
-        return read_content(file, columns)
 
 
 def read_content(file: OpenFile, columns: Sequence[str] | None = None) -> pa.Table:

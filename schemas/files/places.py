@@ -294,7 +294,7 @@ def _put_if_absent(where: StorePath, content: bytes) -> bool:
 
 @cache
 def _s3_client(region: str | None, endpoint: str | None) -> Any:  # noqa: ANN401 (made at run time)
-    import boto3
+    from boto3.session import Session
     from botocore.config import Config
 
     config = Config(
@@ -306,7 +306,8 @@ def _s3_client(region: str | None, endpoint: str | None) -> Any:  # noqa: ANN401
         request_checksum_calculation="when_required",
         s3={"addressing_style": "path" if endpoint else "auto"},
     )
-    return boto3.client("s3", region_name=region, endpoint_url=endpoint, config=config)
+    # A session of its own, because boto3's may be made by one thread only.
+    return Session().client("s3", region_name=region, endpoint_url=endpoint, config=config)
 
 
 @contextmanager
@@ -468,12 +469,12 @@ def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
 
 def _matches(path: list[str], pattern: list[str]) -> bool:
     """Whether the parts of a path match those of a glob."""
-    if not pattern:
-        return not path
+    if not pattern or not path:
+        return not path and all(part == "**" for part in pattern)
     if pattern[0] == "**":
         # It matches no part at all, or the first part and then perhaps more.
-        return _matches(path, pattern[1:]) or (bool(path) and _matches(path[1:], pattern))
-    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+        return _matches(path, pattern[1:]) or _matches(path[1:], pattern)
+    return fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 
 
 def reason(error: BaseException) -> str:

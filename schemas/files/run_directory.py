@@ -80,12 +80,10 @@ class RunDirectory:
         return self.index / "fates.json"
 
     def fates(self) -> Fates | None:
-        """What became of the corpus's documents.
-
-        None if the run has no corpus.
-        """
+        """What became of the corpus's documents; None if the run has no corpus."""
         try:
-            return Fates.read(json.loads(self.fates_file.read_bytes()))
+            parts = json.loads(self.fates_file.read_bytes())["parts"]
+            return Fates({name: dict(counts) for name, counts in parts.items()})
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
 
@@ -255,8 +253,13 @@ def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     ['scan.n_ctx (64, now 128)']
     """
     old, new = _flattened(before), _flattened(now)
+
+    def shown(value: object) -> str:
+        text = json.dumps(value)
+        return text if len(text) <= 60 else f"{text[:57]}…"
+
     return [
-        f"{key} ({_shortened_json(old.get(key))}, now {_shortened_json(new.get(key))})"
+        f"{key} ({shown(old.get(key))}, now {shown(new.get(key))})"
         for key in sorted(old | new)
         if old.get(key) != new.get(key)
     ]
@@ -271,8 +274,3 @@ def _flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             values[prefix + key] = value
     return values
-
-
-def _shortened_json(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"

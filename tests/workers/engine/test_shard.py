@@ -20,10 +20,11 @@ from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.jobs.run.loop import measure_in_process, missing_shards
 from headcount.schemas.errors import RunError
+from headcount.schemas.files.commit import Failure
 from headcount.schemas.files.places import write_whole
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.replica import Replica
-from headcount.workers.shard import record_failure, run_shard
+from headcount.workers.shard import note_failure, run_shard
 from tests.toys.toy_runs import data_file, local
 
 
@@ -150,8 +151,8 @@ def test_a_damaged_file_makes_its_shard_missing_again(plan: Plan) -> None:
 
 
 def test_the_last_failure_is_noted(plan: Plan) -> None:
-    record_failure(plan.run, 7, 1, "first reason")
-    record_failure(plan.run, 7, 2, "second reason")
+    note_failure(plan.run, Failure(7, "first reason"), 1)
+    note_failure(plan.run, Failure(7, "second reason"), 2)
     assert plan.run.failure(7) == (2, "second reason")
     assert plan.run.failure(6) is None
     assert plan.run.failed_shards() == [7]
