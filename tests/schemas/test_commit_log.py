@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import headcount.schemas.files.commits as commit_log
 from headcount.jobs.run.lock import locked
 from headcount.jobs.run.loop import followed
-from headcount.jobs.run.spans import Spans
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files.commit import COMMITS, Commit, Failure
 from headcount.schemas.files.commits import gather, taken_back, write_segment
@@ -202,22 +199,6 @@ def test_one_driver_at_a_time(run: RunDirectory):
         pass
     with locked(run):
         pass
-
-
-def test_spans_give_each_shard_once_and_an_owner_goes_forward_except_when_it_steals():
-    rng = np.random.default_rng(0)
-    for size in (1, 2, 7, 1000):
-        open_shards = np.sort(rng.choice(2000, size, replace=False))
-        spans = Spans(open_shards)
-        taken: dict[int, list[int]] = {owner: [] for owner in range(5)}
-        for owner in rng.integers(5, size=10 * size).tolist():
-            if (shard := spans.take(owner)) is not None:
-                taken[owner].append(shard)
-        assert sorted(chain(*taken.values())) == open_shards.tolist()
-        for shards in taken.values():
-            # Each theft halves the longest span, so an owner steals a logarithmic number of times.
-            jumps = np.diff(np.searchsorted(open_shards, shards)) != 1
-            assert jumps.sum() <= 12
 
 
 @pytest.mark.parametrize(("location", "message"), [
