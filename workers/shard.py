@@ -119,7 +119,7 @@ def commit_shard(scan: Scan, run: RunDirectory, measured: MeasuredShard, attempt
     file, content = run.commit_file(shard.shard), commit.model_dump_json(indent=1).encode()
     if write_new(file, content):
         return commit
-    committed = committed_shard(scan, run, shard.shard)
+    committed = committed_shard(run, shard.shard, commit.stop)
     if committed is None:
         # What lies there is no commit of this run, or of fewer sequences.
         write_whole(file, content)
@@ -136,8 +136,8 @@ def replica_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def committed_shard(scan: Scan, run: RunDirectory, shard: int) -> Commit | None:
-    """The commit that a shard has in a file of its own; None without one of all its sequences.
+def committed_shard(run: RunDirectory, shard: int, stop: int) -> Commit | None:
+    """The commit that a shard has in a file of its own; None without one that goes up to `stop`.
 
     A replica that outlived its driver may have the last shard of a run that has grown since.
     """
@@ -151,7 +151,6 @@ def committed_shard(scan: Scan, run: RunDirectory, shard: int) -> Commit | None:
             f"{file}: cannot be looked for ({reason(error)}); mend the access or the store, then "
             "run the same command"
         ) from None
-    stop = min((shard + 1) * scan.sequences_per_shard, scan.sequences)
     return commit if commit is not None and commit.stop >= stop else None
 
 

@@ -37,7 +37,7 @@ import os
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,7 +96,7 @@ def dispatch(
     resources: Resources,
     say: Callable[[str], None],
     replica_class: type[Replica] = Replica,
-) -> Iterator[Commit | Failure]:
+) -> Generator[Commit | Failure, None, None]:
     """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives."""
     dispatcher = _Dispatcher(plan, shards, resources, say, replica_class)
     try:

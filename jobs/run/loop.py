@@ -297,7 +297,7 @@ def measure_in_process(
             continue
         attempt = attempts.failed(shard) + 1
         try:
-            outcome = committed_shard(plan.scan, plan.run, shard)
+            outcome = committed_shard(plan.run, shard, int(plan.manifest.stops(shard)))
             if outcome is None:
                 outcome = run_shard(replica, plan.run, plan.sequences.shard(shard), attempt)
         except Exception as error:

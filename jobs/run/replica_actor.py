@@ -144,7 +144,9 @@ class ReplicaActor:
         with self.leave_notice.call():
             try:
                 # Another driver may have it, or a replica that was only slow.
-                committed = committed_shard(self.replica.scan, self.run, shard)
+                stop = (shard + 1) * self.replica.scan.sequences_per_shard
+                stop = min(stop, len(self.sequences))
+                committed = committed_shard(self.run, shard, stop)
                 if committed is not None:
                     return committed
                 shard_input = self._read(shard)
