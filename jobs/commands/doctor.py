@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.files.places import place, write_new
+from headcount.schemas.files.places import place
 from headcount.schemas.packages import PACKAGE
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import KIND
@@ -115,6 +115,8 @@ def check_out(out: str) -> Check:
 
     A store that does not refuse it does no harm: the files of two attempts have other names.
     """
+    from headcount.workers.first_write import write_new
+
     file = place(out) / f"doctor-{secrets.token_hex(4)}"
     try:
         is_refused = [write_new(file, b""), write_new(file, b"")] == [True, False]

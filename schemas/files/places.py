@@ -1,8 +1,7 @@
 """Where runs and corpora lie: a local path, or a path in an object store.
 
 A store path has the few methods of `pathlib.Path` that we need. A file is written whole or not at
-all: a temporary name, fsync and rename on a disk, a single upload in a store. pyarrow reaches the
-store, and boto3 where a file must not be there yet, which pyarrow cannot say.
+all: a temporary name, fsync and rename on a disk, a single upload in a store.
 """
 
 # pyarrow has no types.
@@ -10,7 +9,6 @@ store, and boto3 where a file must not be there yet, which pyarrow cannot say.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -96,7 +94,7 @@ class StorePath:
     def filesystem(self) -> pafs.FileSystem:
         """The pyarrow file system that reaches it."""
         scheme, _, key = self.url.partition("://")
-        return _filesystem(scheme, key.partition("/")[0], *_region_and_endpoint())
+        return _filesystem(scheme, key.partition("/")[0], *region_and_endpoint())
 
     def is_file(self) -> bool:
         """Whether there is such an object; raises `RunError` if the store does not say."""
@@ -162,7 +160,7 @@ def place(where: str | Place) -> Place:
     return StorePath(re.sub(r"(?<!:)/+", "/", text).rstrip("/"))
 
 
-def _region_and_endpoint() -> tuple[str | None, str | None]:
+def region_and_endpoint() -> tuple[str | None, str | None]:
     """What the environment says of S3; pyarrow does not read these variables by itself."""
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return region, os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -239,79 +237,19 @@ def _require_answer(store: str, address: str) -> None:
 
 def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
     """Make a file visible with all of its content or not at all; raises `WriteError` on failure."""
-    with _explained(where):
+    with explained(where):
         if isinstance(where, StorePath):
             # One call writes everything. Closing a stream publishes what it has received so far,
             # so an error between two calls would publish half of the content.
             with where.filesystem.open_output_stream(where.key, compression=None) as file:
                 file.write(content)
         else:
-            with _temporary(where, content) as temporary:
+            with temporary_file(where, content) as temporary:
                 os.replace(temporary, where)
 
 
-def write_new(where: Place, content: bytes) -> bool:
-    """`write_whole`, only if there is no such file yet; returns whether it was written.
-
-    A store that does not know the condition (`headcount doctor OUT` says it), and a file system
-    without links, replace a file that is there.
-    """
-    if isinstance(where, StorePath):
-        return _put_if_absent(where, content)
-    with _explained(where), _temporary(where, content) as temporary:
-        try:
-            os.link(temporary, where)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-                raise
-            os.replace(temporary, where)
-    return True
-
-
-def _put_if_absent(where: StorePath, content: bytes) -> bool:
-    """Write an object if there is none, by `If-None-Match`; returns whether it was written."""
-    if where.url.startswith("s3://"):
-        # It takes half a second to import, and only what commits to a store needs it.
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        bucket, _, key = where.key.partition("/")
-        try:
-            client = _s3_client(*_region_and_endpoint())
-            client.put_object(Bucket=bucket, Key=key, Body=content, IfNoneMatch="*")
-            return True
-        except ClientError as error:
-            # 409: another one writes it at this moment.
-            if error.response["ResponseMetadata"]["HTTPStatusCode"] in (409, 412):
-                return False
-        except BotoCoreError:
-            pass
-    # The store does not know the condition, or it refuses all. Then this says why.
-    write_whole(where, content)
-    return True
-
-
-@cache
-def _s3_client(region: str | None, endpoint: str | None) -> Any:  # noqa: ANN401 (made at run time)
-    from boto3.session import Session
-    from botocore.config import Config
-
-    config = Config(
-        connect_timeout=CONNECT_SECONDS,
-        read_timeout=REQUEST_SECONDS,
-        # Legacy: the others have a quota. 31 s of pauses at most.
-        retries={"mode": "legacy", "max_attempts": 5},
-        # Stores other than AWS do not know newer ones.
-        request_checksum_calculation="when_required",
-        s3={"addressing_style": "path" if endpoint else "auto"},
-    )
-    # A session of its own, because boto3's may be made by one thread only.
-    return Session().client("s3", region_name=region, endpoint_url=endpoint, config=config)
-
-
 @contextmanager
-def _temporary(where: Path, content: bytes | pa.Buffer) -> Iterator[Path]:
+def temporary_file(where: Path, content: bytes | pa.Buffer) -> Iterator[Path]:
     """A file with the content beside the one that it becomes.
 
     Its name does not end in .parquet or .json, so no glob takes a half-written file for a whole
@@ -332,7 +270,7 @@ def _temporary(where: Path, content: bytes | pa.Buffer) -> Iterator[Path]:
 
 
 @contextmanager
-def _explained(where: Place) -> Iterator[None]:
+def explained(where: Place) -> Iterator[None]:
     """Turn an error of writing into the line about it."""
     try:
         yield
