@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import MeasureError, ModelError, ScanError, counted
-from headcount.schemas.files.commits import Method
+from headcount.schemas.files.commit import Method
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.engine.changes import LABELS

@@ -165,9 +165,8 @@ class RunModel:
 
         It is read from a commit, because the scan may say `auto`.
         """
-        commit = self.run.oldest_commit(["methods"])
-        methods = [] if commit is None else commit["methods"]
-        precisions = {method["precision"] for method in methods}
+        commit = self.run.any_commit()
+        precisions = set() if commit is None else {method.precision for method in commit.methods}
         return precisions.pop() if len(precisions) == 1 else self._scan_fields["precision"]
 
     def _partner(self, scan: Scan, sequence: int) -> np.ndarray | None:

@@ -21,14 +21,16 @@ import numpy as np
 import pyarrow as pa
 
 from headcount.schemas.errors import HeadcountError, RunError, WriteError
-from headcount.schemas.files.commits import Commit, DataFile, Failure, delete
+from headcount.schemas.files.commit import Commit, DataFile, Failure
+from headcount.schemas.files.commits import delete, read_commit
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, table_of
-from headcount.schemas.files.places import write_whole
+from headcount.schemas.files.places import reason, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
 from headcount.schemas.files.tables import SEQUENCES, Table, with_partitions
 from headcount.schemas.scans.kinds import TABLES, kinds_of, table_schema
 from headcount.schemas.scans.scan import Scan
+from headcount.workers.first_write import write_new
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.measurements.results import Measurements
 from headcount.workers.measurements.rows import means_table, numbered
@@ -76,7 +78,7 @@ def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
 
 
 def commit_shard(scan: Scan, run: RunDirectory, measured: MeasuredShard, attempt: int) -> Commit:
-    """Write a measured shard's tables, then its commit; a shard that is committed is left as it is.
+    """Write a measured shard's tables, then its commit; returns the commit that counts.
 
     The files of two attempts have names of their own, and the first commit counts. A late attempt
     takes back what it has written.
@@ -84,13 +86,14 @@ def commit_shard(scan: Scan, run: RunDirectory, measured: MeasuredShard, attempt
     began = time.perf_counter()
     shard = measured.input
     files = _write_tables(scan, run, measured)
-    # As late as possible, because a store cannot refuse a second commit.
-    committed = _committed_meanwhile(scan, run, shard)
-    if committed is not None:
-        # If that fails, whoever finishes the run tries again.
-        with contextlib.suppress(OSError):
-            delete(run.path / file.path for file in files if file not in committed.files)
-        return committed
+    # Only the last shard of a run can be short, and only a short one can grow.
+    if len(shard.tokens) < scan.sequences_per_shard:
+        stop = int(run.manifest().stops(shard.shard))
+        if stop != shard.start + len(shard.tokens):
+            raise RunError(
+                f"{run.run_id}: the run has grown since this attempt began, and shard "
+                f"{shard.shard} goes to sequence {stop}, not {shard.start + len(shard.tokens)}"
+            )
     commit = Commit(
         run_id=run.run_id,
         shard=shard.shard,
@@ -113,8 +116,19 @@ def commit_shard(scan: Scan, run: RunDirectory, measured: MeasuredShard, attempt
         files=files,
     )
     # Last of all, because readers follow commits: until now nobody sees the files.
-    write_whole(run.commit_file(shard.shard), commit.model_dump_json(indent=1).encode())
-    return commit
+    file, content = run.commit_file(shard.shard), commit.model_dump_json(indent=1).encode()
+    if write_new(file, content):
+        return commit
+    committed = committed_shard(run, shard.shard, commit.stop)
+    if committed is None:
+        # What lies there is no commit of this run, or of fewer sequences.
+        write_whole(file, content)
+        return commit
+    # A store may have lost the answer: then this commit is the one that lies there. If the deletion
+    # fails, whoever finishes the run tries again.
+    with contextlib.suppress(OSError):
+        delete(run.path / file.path for file in files if file not in committed.files)
+    return committed
 
 
 def replica_name() -> str:
@@ -122,55 +136,49 @@ def replica_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def _committed_meanwhile(scan: Scan, run: RunDirectory, shard: ShardInput) -> Commit | None:
-    """The commit that another attempt has made of a shard; one of fewer sequences does not count.
+def committed_shard(run: RunDirectory, shard: int, stop: int) -> Commit | None:
+    """The commit that a shard has in a file of its own; None without one that goes up to `stop`.
 
     A replica that outlived its driver may have the last shard of a run that has grown since.
     """
-    stop = shard.start + len(shard.tokens)
-    # Only the last shard of a run can be short, and only a short one can grow.
-    if len(shard.tokens) < scan.sequences_per_shard:
-        expected_stop = int(run.manifest().stops(shard.shard))
-        if stop != expected_stop:
-            raise RunError(
-                f"{run.run_id}: the run has grown since this attempt began, and shard "
-                f"{shard.shard} goes to sequence {expected_stop}, not {stop}"
-            )
-    commit = run.loose_commit(shard.shard)
+    file = run.commit_file(shard)
+    try:
+        commit = read_commit(file, run.run_id)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise WriteError(
+            f"{file}: cannot be looked for ({reason(error)}); mend the access or the store, then "
+            "run the same command"
+        ) from None
     return commit if commit is not None and commit.stop >= stop else None
 
 
 def _write_tables(scan: Scan, run: RunDirectory, measured: MeasuredShard) -> list[DataFile]:
     """Write every table of a shard; the untouched weights are filed under `none`."""
-    number = measured.input.shard
-    files: list[DataFile] = []
-    for intervention, measurements in measured.measured.items():
-        tables = intervention_tables(scan, measured.input, measurements)
-        files += [
-            _write_table(run, name, intervention, number, rows) for name, rows in tables.items()
-        ]
-    files += [
-        _write_table(run, name, "none", number, rows)
-        for name, rows in measured.tables_of_run.items()
+    tables = [
+        (name, intervention, rows)
+        for intervention, measurements in measured.measured.items()
+        for name, rows in intervention_tables(scan, measured.input, measurements).items()
     ]
+    tables += [(name, "none", rows) for name, rows in measured.tables_of_run.items()]
+    files: list[DataFile] = []
+    for name, intervention, rows in tables:
+        content = parquet_bytes(with_partitions(rows, run.run_id, intervention))
+        digest = digest_of(content)
+        path = data_path(name, intervention, shard_file_name(measured.input.shard, digest))
+        write_whole(run.path / path, content)
+        files.append(
+            DataFile(
+                table=name,
+                intervention=intervention,
+                path=path,
+                rows=rows.num_rows,
+                bytes=content.size,
+                digest=digest,
+            )
+        )
     return files
-
-
-def _write_table(
-    run: RunDirectory, table: str, intervention: str, shard: int, rows: pa.Table
-) -> DataFile:
-    content = parquet_bytes(with_partitions(rows, run.run_id, intervention))
-    digest = digest_of(content)
-    path = data_path(table, intervention, shard_file_name(shard, digest))
-    write_whole(run.path / path, content)
-    return DataFile(
-        table=table,
-        intervention=intervention,
-        path=path,
-        rows=rows.num_rows,
-        bytes=len(content),
-        digest=digest,
-    )
 
 
 def intervention_tables(
@@ -200,7 +208,16 @@ def sequence_rows(table: Table, scan: Scan, shard: ShardInput, measured: Measure
     axes = [axis for axis in sizes if table.has(axis)]
     shape = [sizes[axis] for axis in axes]
     indices, existing = numbered(axes, shape, measured.measured_heads)
-    columns: dict[str, Any] = {**indices, **_keys(scan, shard, indices["sequence"])}
+    # One text taken many times: a list of as many Python texts would be slow.
+    family = pa.array([scan.input.family]).dictionary_encode()
+    family = family.take(pa.array(np.zeros(len(indices["sequence"]), np.int32)))
+    columns: dict[str, Any] = {
+        **indices,
+        "input_family": family.cast(pa.string()),
+        "shard": np.full(len(indices["sequence"]), shard.shard),
+        # The index counts within the shard.
+        "sequence": shard.start + indices["sequence"],
+    }
     for name, values in measured.tables.get(table.name, {}).items():
         # Values are `[sequence layer …]`, rows are in the order of the layers.
         in_row_order = values.swapaxes(0, 1) if "layer" in axes else values
@@ -216,24 +233,6 @@ def sequence_rows(table: Table, scan: Scan, shard: ShardInput, measured: Measure
     return table_of(columns, table_schema(table, formulas, carried_fields))
 
 
-def _keys(scan: Scan, shard: ShardInput, sequence: np.ndarray) -> dict[str, Any]:
-    """The columns that say of which sequence a row is; `sequence` counts within the shard."""
-    # One text taken many times: a list of as many Python texts would be slow.
-    one_family = pa.array([scan.input.family]).dictionary_encode()
-    family = one_family.take(pa.array(np.zeros(len(sequence), np.int32)))
-    return {
-        "input_family": family.cast(pa.string()),
-        "shard": np.full(len(sequence), shard.shard),
-        "sequence": shard.start + sequence,
-    }
-
-
-def record_failure(run: RunDirectory, shard: int, attempt: int, error: str) -> None:
-    """Note that an attempt at a shard failed, and why; the shard stays undone."""
-    record = {"attempts": attempt, "error": error}
-    write_whole(run.failure_file(shard), json.dumps(record, indent=1).encode())
-
-
 def failure_of(shard: int, error: Exception) -> Failure:
     """A shard's failure in one line.
 
@@ -246,12 +245,13 @@ def failure_of(shard: int, error: Exception) -> Failure:
 
 
 def note_failure(run: RunDirectory, failure: Failure, attempt: int) -> Failure:
-    """Record a failure for `headcount status`, and return it.
+    """Record a failure for `headcount status`, and return it; the shard stays undone.
 
     If it cannot be recorded, the failure that is returned says so too.
     """
+    record = {"attempts": attempt, "error": failure.error}
     try:
-        record_failure(run, failure.shard, attempt, failure.error)
+        write_whole(run.failure_file(failure.shard), json.dumps(record, indent=1).encode())
     except HeadcountError as error:
         # What does not take a shard does not take the note either, for the same reason.
         if not failure.of_writing:

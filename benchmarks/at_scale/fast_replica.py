@@ -32,7 +32,7 @@ from headcount.jobs.cluster.ray_cluster import Resources, connect
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.dispatch import dispatch
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.commits import Commit
+from headcount.schemas.files.commit import Commit
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.model.files.model_info import ModelInfo

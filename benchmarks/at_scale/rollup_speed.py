@@ -26,7 +26,8 @@ import pyarrow as pa
 
 from headcount.queries.ask.answers import run_query
 from headcount.queries.open.connection import connect
-from headcount.schemas.files.commits import COMMITS, write_segment
+from headcount.schemas.files.commit import COMMITS
+from headcount.schemas.files.commits import write_segment
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.parquet import parquet_bytes, table_of

@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 
 from benchmarks.measured_on import measured_now
@@ -37,16 +36,10 @@ from headcount.jobs.cluster.ray_cluster import Resources, connect
 from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.jobs.run.dispatch import dispatch
-from headcount.jobs.run.loop import missing_shards, say_what_differs
+from headcount.jobs.run.loop import followed, missing_shards
 from headcount.jobs.upkeep.status import read_status
-from headcount.schemas.files.commits import (
-    COMMITS,
-    COMMITS_PER_SEGMENT,
-    DROPPED,
-    Commit,
-    Method,
-    write_segment,
-)
+from headcount.schemas.files.commit import COMMITS, Commit, Method
+from headcount.schemas.files.commits import COMMITS_PER_SEGMENT, write_segment
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.run_directory import data_path, shard_file_name
@@ -215,14 +208,11 @@ def write_million(out: Path, missing: int = 1000) -> Path:
         for shard in done_shards:
             _write_sparse_file(str(plan.run.path / _path(table, int(shard))))
     (run_directory / "commits").mkdir()
-    for number, start in enumerate(range(0, len(done_shards), COMMITS_PER_SEGMENT)):
+    for start in range(0, len(done_shards), COMMITS_PER_SEGMENT):
         commits = [
             _commit(plan, int(shard)) for shard in done_shards[start : start + COMMITS_PER_SEGMENT]
         ]
-        segment = pa.Table.from_pylist(commits, schema=COMMITS)
-        segment = segment.append_column(DROPPED, pa.array([False] * len(segment)))
-        path = run_directory / "commits" / f"segment-{number:06d}-00000000.parquet"
-        pq.write_table(segment, path, compression="zstd")
+        write_segment(plan.run.commits_directory, pa.Table.from_pylist(commits, schema=COMMITS))
     return run_directory
 
 
@@ -363,7 +353,7 @@ def resume(plan: Plan) -> int:
     """How many shards are missing, as `headcount resume` reads it before the first shard."""
     missing = missing_shards(plan)
     assert begun_precisions(plan.run) == {"float32"}
-    assert list(say_what_differs(plan.run, [], print)) == []
+    assert list(followed(plan.run, [], print)) == []
     return len(missing)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headcount.schemas.errors import HeadcountError
+from headcount.schemas.files.places import place
 from headcount.schemas.packages import PACKAGE
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import STATISTICS
@@ -50,8 +52,11 @@ class Check:
     """What to do if it is not ok."""
 
 
-def examine() -> Iterator[Check]:
-    """Check the interpreter, our own code, the libraries, the machine and every bundled model."""
+def examine(out: str | None = None) -> Iterator[Check]:
+    """Check the interpreter, our own code, the libraries, the machine and every bundled model.
+
+    Also the place `out`, where runs are to be written.
+    """
     yield Check("python", True, f"{platform.python_version()} on {platform.platform()}")
     yield Check("code", True, f"from {PACKAGE}")
     is_complete = True
@@ -63,6 +68,8 @@ def examine() -> Iterator[Check]:
         # The other checks import the libraries.
         return
     yield from _check_machine()
+    if out is not None:
+        yield check_out(out)
     from headcount.workers.model.files.bundled_models import BUNDLED
     from headcount.workers.process import prepare_process
 
@@ -101,6 +108,32 @@ def _check_machine() -> Iterator[Check]:
         f"{free / 1e9:.1f} GB free in {Path.cwd()}",
         "free space, or let `out` of the scan be on another disk",
     )
+
+
+def check_out(out: str) -> Check:
+    """Whether runs can be written to a place, and whether it refuses a second commit of a shard.
+
+    A store that does not refuse it does no harm: the files of two attempts have other names.
+    """
+    from headcount.workers.first_write import write_new
+
+    file = place(out) / f"doctor-{secrets.token_hex(4)}"
+    try:
+        is_refused = [write_new(file, b""), write_new(file, b"")] == [True, False]
+        file.unlink()
+    except (HeadcountError, OSError) as error:
+        return Check("out", False, str(error), "mend the access, or choose another place")
+    if is_refused:
+        result = (
+            "writes a file only if there is none: of two attempts at a shard, the second one sees "
+            "the first"
+        )
+    else:
+        result = (
+            "writes over a file that is there: of two attempts at a shard the last one counts, "
+            "which does no harm"
+        )
+    return Check("out", True, f"{out} {result}")
 
 
 def _check_model(name: str) -> Check:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headcount.jobs.plan.plan import Plan
     from headcount.jobs.plan.scan_runs import ScanCommand
     from headcount.jobs.upkeep.merged_files import MergeGroups
-    from headcount.schemas.files.commits import Failure
+    from headcount.schemas.files.commit import Failure
     from headcount.schemas.files.document_fates import Fates
     from headcount.schemas.scans.scan import Scan
 
@@ -570,6 +570,12 @@ def _merging(processes: int, address: str | None) -> MergeGroups:
 
 @commands.command()
 def doctor(
+    out: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="OUT", help="Check also whether runs can be written to this path or store."
+        ),
+    ] = None,
     device: Annotated[
         Literal["cpu", "cuda"],
         typer.Option(
@@ -599,7 +605,7 @@ def doctor(
     healthy = True
     # Loading the libraries takes seconds, and so does every model.
     with console.status("loading the libraries, then measuring with every bundled model"):
-        for check in examine():
+        for check in examine(out):
             healthy &= check.ok
             say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.result}")
             if not check.ok and check.advice:

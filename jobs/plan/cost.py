@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headcount.jobs.plan.plan import Plan
-from headcount.schemas.files.commits import Method
+from headcount.schemas.files.commit import Method
 from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.scans.intervention import Intervention
 from headcount.schemas.scans.kinds import TABLES

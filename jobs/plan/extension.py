@@ -9,7 +9,7 @@ from __future__ import annotations
 from headcount.jobs.corpus.run_corpus import write_corpus
 from headcount.jobs.plan.plan import Plan, write_manifest
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.commits import drop
+from headcount.schemas.files.commits import taken_back, write_segment
 from headcount.schemas.files.run_directory import RunDirectory
 
 
@@ -48,4 +48,4 @@ def take_back(run: RunDirectory, shard: int) -> None:
     # once the segment has dropped the shard, the file would count again.
     run.commit_file(shard).unlink(missing_ok=True)
     if shard in run.commit_log([])["shard"].to_pylist():
-        drop(run.commits_directory, run.run_id, [shard])
+        write_segment(run.commits_directory, taken_back(run.run_id, [shard]))

@@ -74,10 +74,8 @@ def begun_precisions(run: RunDirectory) -> frozenset[str]:
     rows of two precisions never meet in one run. Only a replica can: what `auto` means depends on
     the loaded model.
     """
-    commit = run.oldest_commit(["methods"])
-    if commit is None:
-        return frozenset()
-    return frozenset(method["precision"] for method in commit["methods"])
+    commit = run.any_commit()
+    return frozenset() if commit is None else frozenset(m.precision for m in commit.methods)
 
 
 def changed_identity(

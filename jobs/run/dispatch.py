@@ -37,7 +37,7 @@ import os
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,10 +54,11 @@ from headcount.jobs.resources import Resources
 from headcount.jobs.run.attempts import Attempts
 from headcount.jobs.run.preemption import draining_nodes, node_is_gone
 from headcount.jobs.run.replica_actor import CALLS, DEPTH, ReplicaActor, ReplicaPlace
+from headcount.jobs.run.sharing import GatheredElsewhere, order_of_driver
 from headcount.jobs.run.spans import Spans
 from headcount.jobs.upkeep.metrics import RunMetrics
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.commits import Commit, Failure
+from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.files.places import absolute
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.workers.provenance.code_fingerprint import read_code
@@ -95,7 +96,7 @@ def dispatch(
     resources: Resources,
     say: Callable[[str], None],
     replica_class: type[Replica] = Replica,
-) -> Iterator[Commit | Failure]:
+) -> Generator[Commit | Failure, None, None]:
     """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives."""
     dispatcher = _Dispatcher(plan, shards, resources, say, replica_class)
     try:
@@ -163,7 +164,8 @@ class _Dispatcher:
         self.n_shards = self.open_count = len(shards)
 
         # Where the next shard comes from, in this order.
-        self.spans = Spans(shards)
+        self.spans = Spans(order_of_driver(plan.run, shards))
+        self.elsewhere = GatheredElsewhere(plan.run)
         self.retries: deque[int] = deque()
         self.suspects: deque[int] = deque()
 
@@ -386,9 +388,10 @@ class _Dispatcher:
 
         New shards come first, so that one that fails again and again holds up nobody.
         """
-        shard = self.spans.take(replica)
-        if shard is not None:
-            return shard
+        while (shard := self.spans.take(replica)) is not None:
+            if shard not in self.elsewhere:
+                return shard
+            self._close(shard)
         if self.retries:
             return self.retries.popleft()
         if replica.calls:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from headcount.jobs.console import duration
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import counted
-from headcount.schemas.files.commits import Commit, Failure
+from headcount.schemas.files.commit import Commit, Failure
 
 if TYPE_CHECKING:
     from headcount.jobs.corpus.work import CorpusProgress

@@ -19,7 +19,7 @@ from headcount.jobs.resources import Resources
 from headcount.jobs.run.preemption import LeaveNotice
 from headcount.jobs.upkeep.metrics import ReplicaMetrics, node_name
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.commits import Commit, Failure
+from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import Sequences, ShardInput
@@ -32,6 +32,7 @@ from headcount.workers.replica import Replica, is_device_failure
 from headcount.workers.shard import (
     MeasuredShard,
     commit_shard,
+    committed_shard,
     failure_of,
     measure_shard,
     note_failure,
@@ -142,6 +143,12 @@ class ReplicaActor:
         """
         with self.leave_notice.call():
             try:
+                # Another driver may have it, or a replica that was only slow.
+                stop = (shard + 1) * self.replica.scan.sequences_per_shard
+                stop = min(stop, len(self.sequences))
+                committed = committed_shard(self.run, shard, stop)
+                if committed is not None:
+                    return committed
                 shard_input = self._read(shard)
                 measured = self.computing.submit(self._measure, shard_input).result()
                 return None if measured is None else self._commit(measured, attempt)

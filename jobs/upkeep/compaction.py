@@ -47,7 +47,13 @@ from headcount.jobs.upkeep.merged_files import (
     merged_here,
 )
 from headcount.schemas.errors import HeadcountError, RunError, counted
-from headcount.schemas.files.commits import COMMITS, COMMITS_PER_SEGMENT, delete, write_segment
+from headcount.schemas.files.commit import COMMITS
+from headcount.schemas.files.commits import (
+    COMMITS_PER_SEGMENT,
+    delete,
+    read_commit_log,
+    write_segment,
+)
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import Place, names, reason
 from headcount.schemas.files.run_directory import RunDirectory, pc
@@ -211,11 +217,10 @@ def _gather_all(run: RunDirectory) -> None:
     """Put what all segments say into one, and delete the files that it replaces."""
     directory = run.commits_directory
     file_names = list(names(directory))
-    commit_log = run.commit_log()
-    gathered = commit_log.filter(commit_log["gathered"])
+    gathered = read_commit_log(directory, run.run_id, loose=False)
     old_segments = sorted(name for name in file_names if name.startswith("segment-"))
     if len(old_segments) > 1:
-        write_segment(directory, gathered.select(COMMITS.names))
+        write_segment(directory, gathered)
         # The new segment has the last name and everything that counts, so the older ones say
         # nothing any more. They go oldest first. If a segment that takes a shard back went before
         # the segment that has the shard, and the process was killed in between, the shard would

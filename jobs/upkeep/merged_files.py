@@ -20,7 +20,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from headcount.schemas.files.commits import COMMITS, READERS
+from headcount.schemas.files.commit import COMMITS
+from headcount.schemas.files.commits import READERS
 from headcount.schemas.files.damage import (
     Bounds,
     CommittedFile,

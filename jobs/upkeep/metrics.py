@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from ray.util.metrics import Counter, Gauge
 
-    from headcount.schemas.files.commits import Commit
+    from headcount.schemas.files.commit import Commit
     from headcount.workers.shard import MeasuredShard
 
 IDLE_WINDOW = 20

@@ -14,10 +14,8 @@ itself that a run waits for a replica, and then that it is measured.
 A thread writes the last note to a small file beside the runs, `OUT/.phases/RUN_ID.json`, on a disk
 or in a store, and again every `BEAT_SECONDS`: so a reader knows whether the driver lives. The file
 does not lie in the run's directory, which need not exist yet; nobody takes it for a run. It is
-deleted when the driver ends well. The reason why a job ended is kept, because nobody saw it.
-
-A store has no locks. So a run there is refused to a driver while the note says that another one
-lives.
+deleted when the driver ends well. The reason why a job ended is kept, because nobody saw it. Of two
+drivers of a run in a store, the note is that of the one that wrote last.
 """
 
 from __future__ import annotations
@@ -203,10 +201,7 @@ def note(phase: PhaseName, detail: str = "") -> None:
 
 
 def about(run: RunDirectory) -> None:
-    """Say which run the notes are about. Notes taken before are kept until then.
-
-    Raises `RunError` if another driver is at work on the run, which lies in a store.
-    """
+    """Say which run the notes are about. Notes taken before are kept until then."""
     if _State.notes is not None:
         _State.notes.about(run)
 
@@ -284,9 +279,6 @@ class PhaseNotes:
 
     def about(self, run: RunDirectory) -> None:
         """Say which run the notes are about."""
-        if run != self._run and not isinstance(run.path, Path):
-            # Before the first note of this driver is written over that of another one.
-            _refuse_second_driver(run)
         previous, self._run = self._run, run
         if previous is not None and previous != run:
             # The job was submitted for one run and continues another.
@@ -359,21 +351,6 @@ def _run_of_job() -> RunDirectory | None:
         return RunDirectory(place(metadata["run"]))
     except (ValueError, KeyError, TypeError, AttributeError, HeadcountError):
         return None
-
-
-def _refuse_second_driver(run: RunDirectory) -> None:
-    """Raise `RunError` if another driver of a run was heard of lately."""
-    note = read_note(run)
-    now = _now().timestamp()
-    if note is None or not note.is_alive(now):
-        return
-    if (note.machine, note.process, note.process_started) == _this_process():
-        return
-    raise RunError(
-        f"{run.path}: another driver is at work on this run (process {note.process} on "
-        f"{note.host}, {note.line(now)}); wait for it, or stop it and run the same command again; "
-        f"if it is dead, that works after {PATIENCE_SECONDS:.0f} s, or at once without {_file(run)}"
-    )
 
 
 def _file(run: RunDirectory) -> Place:

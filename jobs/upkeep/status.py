@@ -25,7 +25,7 @@ import pyarrow as pa
 from headcount.jobs.console import duration
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import printable
-from headcount.schemas.files.damage import BY_SIZE, Damage, files_damaged_by_size
+from headcount.schemas.files.damage import BY_SIZE, Damage
 from headcount.schemas.files.document_fates import Fates
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import Place
@@ -39,9 +39,6 @@ PATIENCE_SHARDS = 5.0
 
 PATIENCE_SECONDS = 60.0
 """It is also at work if its last commit is no older than this, however short its shards are."""
-
-SHARDS_AT_ONCE = 10_000
-"""The commit log of a run with more shards is not read with the names of all files in one piece."""
 
 REASONS = 10
 """Failures and damaged files that are read and shown; the others are counted."""
@@ -201,19 +198,8 @@ def done_and_damaged(
 
     A roll-up only repeats rows, so it is not among these files.
     """
-    if manifest.shards <= SHARDS_AT_ONCE:
-        # Reading the commit log once is half the work of a list of a thousand small runs.
-        commit_log = run.commit_log([*columns, *BY_SIZE])
-        try:
-            damages = files_damaged_by_size(run.path, [commit_log])
-        except OSError:
-            damages = run.damaged_by_size()  # It tries again, and explains the error.
-    else:
-        commit_log = run.commit_log(columns)
-        # Sizes are checked in parts, because the names of all files take as much memory as
-        # everything else.
-        damages = run.damaged_by_size()
-    damages = [damage for damage in damages if not damage.is_of_rollup]
+    commit_log = run.commit_log([*columns, *BY_SIZE])
+    damages = [one for one in run.damaged_files([commit_log]) if not one.is_of_rollup]
     damaged_shards = [shard for damage in damages for shard in damage.shards]
     is_whole = ~np.isin(commit_log["shard"].to_numpy(), damaged_shards)
     is_done = holds_whole_shard(manifest, commit_log) & is_whole

@@ -17,13 +17,7 @@ from headcount.queries.open.run import Run, read_run
 from headcount.queries.open.verified_files import CLOCK_TICK_SECONDS
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.damage import data_folders
-from headcount.schemas.files.places import (
-    Fingerprint,
-    Place,
-    fingerprint,
-    fingerprint_of_file,
-    reason,
-)
+from headcount.schemas.files.places import Fingerprint, Place, fingerprint, reason
 from headcount.schemas.files.run_directory import RunDirectory
 
 State = dict[str, Fingerprint]
@@ -76,7 +70,7 @@ class RunMemory:
 def _state(directory: RunDirectory, folders: Iterable[str]) -> State:
     try:
         return {
-            "manifest.json": fingerprint_of_file(directory.manifest_file),
+            "manifest.json": fingerprint(directory.path),
             "commits": fingerprint(directory.commits_directory),
             **{folder: fingerprint(directory.path / folder) for folder in folders},
         }

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from headcount.queries.open.run import Run
-from headcount.schemas.files.commits import COMMITS
+from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.run_directory import holds_whole_shard, pc
 from headcount.schemas.files.tables import Column
 from headcount.schemas.scans.kinds import KINDS, carried_columns, columns_of

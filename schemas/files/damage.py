@@ -16,26 +16,24 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 import pyarrow.parquet as pq
 
-from headcount.schemas.files.commits import READERS, reading_at_once
+from headcount.schemas.files.commits import READERS, pc
 from headcount.schemas.files.digests import digest_of_file
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.parquet import ends_whole
 from headcount.schemas.files.places import OpenFile, Place, open_whole, reason, sizes
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.kinds import TABLES, columns_of
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
-DATA_FILE = r"^(shard|merged)-[\w-]+\.parquet$"
+DATA_FILE = r"(shard|merged)-[\w-]+\.parquet"
 """Names of the folders and files of data. A commit that names another path is damaged."""
 
 BY_SIZE = ["files.path", "files.bytes"]
@@ -46,8 +44,6 @@ BY_CONTENT = ["stop", "files"]
 
 ROUNDING = 0.01
 """How far a value may lie outside its range, as a share of the bound: bfloat16 rounds by 0.4 %."""
-
-pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
 
 class Range(NamedTuple):
@@ -111,47 +107,64 @@ class CommittedFile:
 
 def is_data_path(path: str) -> bool:
     """Whether a run may have a data file there. A damaged commit log may hold any path."""
-    folder, _, name = path.rpartition("/")
-    return bool(re.fullmatch(DATA_FOLDER, folder) and re.fullmatch(DATA_FILE, name))
+    return bool(re.fullmatch(f"{DATA_FOLDER}/{DATA_FILE}", path))
 
 
 def data_folders(commit_log: pa.Table) -> list[str]:
     """The directories of the data files of a commit log, relative to the run."""
     paths = pc.struct_field(pc.list_flatten(commit_log["files"]), "path")
-    folders = pc.unique(
-        pc.list_element(pc.split_pattern(paths, "/", max_splits=1, reverse=True), 0)
-    )
+    folders = {
+        folder for chunk in paths.chunks for folder in pc.unique(_folders(chunk)).to_pylist()
+    }
     # A damaged commit log may hold any path. Nothing outside the run's tables is listed.
-    return sorted(one for one in folders.to_pylist() if re.fullmatch(DATA_FOLDER, one))
+    return sorted(one for one in folders if re.fullmatch(DATA_FOLDER, one))
+
+
+def _folders(paths: pa.Array) -> pa.Array:
+    return pc.replace_substring_regex(paths, "/[^/]*$", "")
 
 
 def files_damaged_by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage]:
     """Committed files that are missing or have another size; `parts` are those of a commit log.
 
-    On a disk a power cut can leave a file with its size but without its content. So the ends of
-    files are read too, until their commits are gathered. A path outside the run's tables is damage.
+    A directory is listed once, instead of asking for each file: in a store a request per file would
+    take hours. A path outside the run's tables is damage.
     """
+    commit_log = pa.concat_tables(parts)
+    # A row of the commit log has a list of files. From here on there is one entry per file.
+    files = pc.list_flatten(commit_log["files"])
+    paths, committed = (pc.struct_field(files, name) for name in ("path", "bytes"))
+    is_ours = pc.match_substring_regex(paths, rf"^{DATA_FOLDER}/{DATA_FILE}$").to_numpy()
+    found = np.full(len(files), NOT_OURS)
+    folders = pa.array(data_folders(commit_log), pa.string())
+    # In chunks, because the texts of a million commits take much memory.
+    numbers = [pc.index_in(_folders(chunk), folders) for chunk in paths.chunks]
+    folder_of_file = pa.chunked_array(numbers, pa.int32()).to_numpy()
+    for number, folder in enumerate(folders.to_pylist()):
+        here = is_ours & (folder_of_file == number)
+        found[here] = _actual_sizes(home / folder, paths.filter(pa.array(here)))
     damages: dict[str, Damage] = {}
-    listings: dict[str, Listing] = {}
-    for part in parts:
-        # A row of the commit log has a list of files. From here on there is one entry per file.
-        row_of_file = pc.list_parent_indices(part["files"]).to_numpy()
-        files = pc.list_flatten(part["files"]).combine_chunks()
-        paths, committed_sizes = pc.struct_field(files, "path"), pc.struct_field(files, "bytes")
-        shards = part["shard"].to_numpy()[row_of_file]
-        is_gathered = part["gathered"].to_numpy()[row_of_file]
-
-        actual_sizes = _actual_sizes(home, paths, listings)
-        differs = actual_sizes != committed_sizes.to_numpy()
-        incomplete = _without_end(home, paths, np.flatnonzero(~differs & ~is_gathered))
-        for i in [*np.flatnonzero(differs), *incomplete]:
-            path, shard = paths[i].as_py(), int(shards[i])
-            if path in damages:
-                damages[path].shards.append(shard)
-            else:
-                why = _size_problem(int(actual_sizes[i]), committed_sizes[i].as_py())
-                damages[path] = Damage(path, [shard], why)
+    row_of_file = pc.list_parent_indices(commit_log["files"])
+    for i in np.flatnonzero(found != committed.to_numpy()).tolist():
+        path, shard = paths[i].as_py(), commit_log["shard"][row_of_file[i].as_py()].as_py()
+        why = _size_problem(int(found[i]), committed[i].as_py())
+        damages.setdefault(path, Damage(path, [], why)).shards.append(shard)
     return list(damages.values())
+
+
+def _actual_sizes(directory: Place, paths: pa.ChunkedArray) -> np.ndarray:
+    """The sizes of files in one directory; `GONE` for one that is not there."""
+    # Names as Python's hashes, of 64 bits: a million take 16 megabytes and not 150.
+    hashed = ((hash(name), size) for name, size in sizes(directory))
+    listed = np.fromiter(hashed, [("name", np.int64), ("size", np.int64)])
+    if not len(listed):
+        return np.full(len(paths), GONE)
+    listed = listed[np.argsort(listed["name"])]
+    names = (path.rpartition("/")[2] for chunk in paths.chunks for path in chunk.to_pylist())
+    wanted = np.fromiter(map(hash, names), np.int64, len(paths))
+    # searchsorted gives the place where a hash would be, present or not.
+    found = listed[np.searchsorted(listed["name"], wanted).clip(max=len(listed) - 1)]
+    return np.where(found["name"] == wanted, found["size"], GONE)
 
 
 NOT_OURS = -2
@@ -166,72 +179,7 @@ def _size_problem(actual: int, committed: int) -> str:
         return "is not a file of this run"
     if actual == GONE:
         return "is gone"
-    if actual == committed:
-        return "does not end as a Parquet file does"
     return f"has {actual:,} bytes where {committed:,} were committed"
-
-
-def _actual_sizes(home: Place, paths: pa.Array, listings: dict[str, Listing]) -> np.ndarray:
-    """The size of each file, `NOT_OURS` or `GONE`.
-
-    `listings` is a cache by directory. Each directory is listed once, instead of asking for every
-    file: in a store a request per file would take hours.
-    """
-    actual_sizes = np.full(len(paths), NOT_OURS)
-    if not len(paths):
-        return actual_sizes
-    folder_and_name = pc.split_pattern(paths, "/", max_splits=1, reverse=True)
-    folders = pc.list_element(folder_and_name, 0).dictionary_encode()
-    file_names = pc.list_element(folder_and_name, 1)
-    is_data_file = pc.match_substring_regex(file_names, DATA_FILE).to_numpy(zero_copy_only=False)
-    folder_codes = folders.indices.to_numpy()
-    for code, folder in enumerate(folders.dictionary.to_pylist()):
-        # A damaged commit log may hold any path. Nothing outside the run's tables is listed.
-        if re.fullmatch(DATA_FOLDER, folder):
-            if folder not in listings:
-                listings[folder] = Listing.of(sizes(home / folder))
-            in_folder = np.flatnonzero((folder_codes == code) & is_data_file)
-            names_in_folder = file_names.take(pa.array(in_folder))
-            actual_sizes[in_folder] = listings[folder].sizes_of(names_in_folder)
-    return actual_sizes
-
-
-def _without_end(home: Place, paths: pa.Array, candidates: np.ndarray) -> np.ndarray:
-    """The `candidates`, as indices of `paths`, that do not end as Parquet files do.
-
-    Files of a store always do, because a store shows an object only when it is whole.
-    """
-    if not isinstance(home, Path):
-        return candidates[:0]
-    with reading_at_once(home, len(candidates)) as map_files:
-        is_whole = map_files(lambda i: ends_whole(home / paths[i].as_py()), candidates.tolist())
-        return candidates[~np.fromiter(is_whole, bool, len(candidates))]
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The files in a data directory and their sizes; a million names take 16 megabytes."""
-
-    hashes: np.ndarray
-    """Python's hashes of the names, of 64 bits, sorted."""
-    sizes: np.ndarray
-
-    @classmethod
-    def of(cls, entries: Iterator[tuple[str, int]]) -> Listing:
-        """The listing of a directory, from names and sizes."""
-        hashed = ((hash(name), size) for name, size in entries)
-        listed = np.fromiter(hashed, [("hash", np.int64), ("size", np.int64)])
-        order = np.argsort(listed["hash"])
-        return cls(listed["hash"][order], listed["size"][order])
-
-    def sizes_of(self, names: pa.Array) -> np.ndarray:
-        """The size of each of some files; `GONE` if it does not exist."""
-        if not len(self.hashes):
-            return np.full(len(names), GONE)
-        wanted = np.fromiter(map(hash, names.to_pylist()), np.int64, len(names))
-        # searchsorted gives the place where a hash would be, present or not.
-        nearest = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
-        return np.where(self.hashes[nearest] == wanted, self.sizes[nearest], GONE)
 
 
 def committed_files(
@@ -239,31 +187,24 @@ def committed_files(
 ) -> Iterator[CommittedFile]:
     """The files of some tables that a commit log (or a part of it) refers to, each once."""
     files = pc.list_flatten(commit_log["files"]).combine_chunks()
-    row_of_file = pc.list_parent_indices(commit_log["files"]).to_numpy()
-    file_columns = {name: pc.struct_field(files, name) for name in files.type.names}
-    shards = commit_log["shard"].to_numpy()[row_of_file]
-    references = pa.table({**file_columns, "shard": shards})
+    shards = commit_log["shard"].take(pc.list_parent_indices(commit_log["files"]).combine_chunks())
+    references = pa.table(
+        {name: pc.struct_field(files, name) for name in files.type.names} | {"shard": shards}
+    )
     references = references.filter(pc.is_in(references["table"], pa.array(tables, pa.string())))
     # One row per file: a merged file has a reference from the commit of each of its shards.
     # One thread, because with several the order of the groups would change from call to call.
     same_in_all = ("table", "intervention", "bytes", "digest", "shards")
     grouped = references.group_by("path", use_threads=False).aggregate(
-        [(name, "first") for name in same_in_all] + [("shard", "list"), ("rows", "sum")]
+        [("shard", "list"), ("rows", "sum"), *((name, "first") for name in same_in_all)]
     )
+    grouped = grouped.rename_columns(["path", "shard_list", "rows", *same_in_all])
     # In batches, because Python objects take far more memory than their Arrow table.
     for batch in grouped.to_batches(READERS * 64):
         for row in batch.to_pylist():
-            shards = row["shard_list"]
-            every_row_counts = len(shards) == row["shards_first"]
-            yield CommittedFile(
-                path=row["path"],
-                table=row["table_first"],
-                intervention=row["intervention_first"],
-                bytes=row["bytes_first"],
-                digest=row["digest_first"],
-                shards=shards,
-                rows=row["rows_sum"] if every_row_counts else None,
-            )
+            shards, in_file = row.pop("shard_list"), row.pop("shards")
+            rows = row.pop("rows")
+            yield CommittedFile(**row, shards=shards, rows=rows if len(shards) == in_file else None)
 
 
 def examined_files(
@@ -275,35 +216,26 @@ def examined_files(
 ) -> Iterator[tuple[CommittedFile, str | None]]:
     """The files of a commit log, each once, with what is wrong with it: None if nothing is."""
     bounds = declared_bounds(manifest)
-    examined_paths: set[str] = set()
-
-    def examine(file: CommittedFile) -> tuple[CommittedFile, str | None]:
-        return file, problem(home, file, bounds)
-
+    files = committed_files(pa.concat_tables(parts), tables)
     with ThreadPoolExecutor(threads) as pool:
-        for part in parts:
-            # A merged file may have commits in several parts.
-            files = committed_files(part, tables)
-            new_files = iter([file for file in files if file.path not in examined_paths])
-            # A few at a time: the pool would read ahead without limit if nobody took its results.
-            while batch := list(islice(new_files, 4 * threads)):
-                examined_paths.update(file.path for file in batch)
-                yield from pool.map(examine, batch)
+        # A few at a time: the pool would read ahead without limit if nobody took its results.
+        while batch := list(islice(files, 4 * threads)):
+            problems = pool.map(lambda file: problem(home, file, bounds), batch)
+            yield from zip(batch, problems, strict=True)
 
 
 def declared_bounds(manifest: Manifest) -> dict[str, Bounds]:
     """The range of each measured column, by table and column."""
-    bounds: dict[str, Bounds] = {}
-    for table, columns in columns_of(manifest.kinds).items():
-        ranges: dict[str, Range] = {}
-        for name, column in columns.items():
-            # JSON does not have infinity: null is an open end.
-            low, high = json.loads(dict(column.facts).get("range", "[null, null]"))
-            ranges[name] = Range(
-                -math.inf if low is None else low, math.inf if high is None else high
-            )
-        bounds[table] = ranges
-    return bounds
+    return {
+        table: {name: _range_of(dict(column.facts)) for name, column in columns.items()}
+        for table, columns in columns_of(manifest.kinds).items()
+    }
+
+
+def _range_of(facts: Mapping[str, str]) -> Range:
+    # JSON does not have infinity: null is an open end.
+    low, high = json.loads(facts.get("range", "[null, null]"))
+    return Range(-math.inf if low is None else low, math.inf if high is None else high)
 
 
 def problem(
@@ -320,31 +252,23 @@ def problem(
     if not is_data_path(file.path):
         return _size_problem(NOT_OURS, file.bytes)
     try:
-        if content is not None:
-            return _content_problem(content, file, bounds.get(file.table, {}))
-        with open_whole(home / file.path) as opened:
-            return _content_problem(opened, file, bounds.get(file.table, {}))
+        with open_whole(home / file.path) if content is None else nullcontext(content) as opened:
+            size = opened.seek(0, os.SEEK_END)
+            if size != file.bytes:
+                return _size_problem(size, file.bytes)
+            if digest_of_file(opened) != file.digest:
+                return "has other content than was committed"
+            # The content is what was written; but what was written may have been wrong.
+            return _range_problem(pq.read_metadata(opened), bounds.get(file.table, {}))
     except FileNotFoundError:
         return _size_problem(GONE, file.bytes)
     except (OSError, ValueError, pa.ArrowException) as error:
         return f"cannot be read ({reason(error)})"
 
 
-def _content_problem(content: OpenFile, file: CommittedFile, bounds: Bounds) -> str | None:
-    size = content.seek(0, os.SEEK_END)
-    if size != file.bytes:
-        return _size_problem(size, file.bytes)
-    if digest_of_file(content) != file.digest:
-        return "has other content than was committed"
-    # The content is what was written; but what was written may have been wrong.
-    return _footer_problem(pq.read_metadata(content), bounds)
-
-
-def _footer_problem(footer: pq.FileMetaData, bounds: Bounds) -> str | None:
+def _range_problem(footer: pq.FileMetaData, bounds: Bounds) -> str | None:
     """The first column whose values, by the file's own statistics, lie outside its range."""
-    if not bounds:
-        return None
-    for group in range(footer.num_row_groups):
+    for group in range(footer.num_row_groups if bounds else 0):
         row_group = footer.row_group(group)
         for i in range(row_group.num_columns):
             chunk = row_group.column(i)
@@ -356,8 +280,7 @@ def _footer_problem(footer: pq.FileMetaData, bounds: Bounds) -> str | None:
                 continue
             allowed = bounds[name]
             # An open end says nothing of the size of the values, so only finite ones give slack.
-            finite_bounds = [abs(bound) for bound in allowed if math.isfinite(bound)]
-            slack = ROUNDING * max([1.0, *finite_bounds])
+            slack = ROUNDING * max([1.0, *(abs(end) for end in allowed if math.isfinite(end))])
             low, high = statistics.min, statistics.max
             # Not the other way round: a NaN is in no range.
             if not (allowed.low - slack <= low and high <= allowed.high + slack):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 FATES = ("used", "too short", "empty", "bad", "skipped", "not needed")
 """What becomes of a document that the scan's `where` selects."""
@@ -39,15 +39,6 @@ class Fates:
         if small:
             shown[f"{len(small):,} other parts"] = _added_up(parts[name] for name in small)
         return cls(shown)
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> Fates:
-        """The fates that `record` describes.
-
-        Any other content raises `ValueError`, `TypeError` or `LookupError`.
-        """
-        parts = cast("dict[str, dict[str, int]]", content["parts"])
-        return cls({name: dict(counts) for name, counts in parts.items()})
 
     @property
     def all(self) -> dict[str, int]:

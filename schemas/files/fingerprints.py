@@ -51,19 +51,19 @@ def _strip_prose(tree: ast.AST, with_errors: bool) -> None:
         if isinstance(body, list):
             statements = cast("list[ast.stmt]", body)
             # In place, because the list belongs to the tree.
-            statements[:] = [statement for statement in statements if not _is_prose(statement)]
+            statements[:] = [
+                statement
+                for statement in statements
+                if not (
+                    isinstance(statement, ast.Expr)
+                    and isinstance(statement.value, ast.Constant)
+                    and isinstance(statement.value.value, str)
+                )
+            ]
         # The words of an error may be mended, and no number is another one for it.
         if not with_errors and isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             node.exc.args = []
             node.exc.keywords = []
-
-
-def _is_prose(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
 
 
 def _canonical(node: object) -> str:
@@ -133,18 +133,10 @@ class _Source(NamedTuple):
 
 @cache
 def _read_function(function: FunctionType) -> _Source:
-    """Read a function's own code. Every plan asks for it, and it never changes."""
-    tree = _parse_function(function)
-    nodes = list(ast.walk(tree))
-    return _Source(
-        text=_canonical(tree),
-        names=frozenset(node.id for node in nodes if isinstance(node, ast.Name)),
-        attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
-    )
+    """A function's own code, without prose, decorators and the ranges of parameters.
 
-
-def _parse_function(function: FunctionType) -> ast.AST:
-    """The syntax tree of a function, without prose, decorators and what its types say of values."""
+    Every plan asks for it, and it never changes.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     _strip_prose(tree, with_errors=False)
     for node in ast.walk(tree):
@@ -160,7 +152,12 @@ def _parse_function(function: FunctionType) -> ast.AST:
             if isinstance(part, ast.Name) and get_origin(alias) is Annotated:
                 plain = get_args(alias)[0]
                 part.id = plain.__forward_arg__ if isinstance(plain, ForwardRef) else plain.__name__
-    return tree
+    nodes = list(ast.walk(tree))
+    return _Source(
+        text=_canonical(tree),
+        names=frozenset(node.id for node in nodes if isinstance(node, ast.Name)),
+        attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
+    )
 
 
 def _unwrapped(value: object) -> object:

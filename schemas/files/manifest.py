@@ -18,7 +18,7 @@ Location = str | list[str]
 """A place, or several of them, as a scan names them."""
 
 
-LAYOUT: Final = 4
+LAYOUT: Final = 5
 """The layout of a run's files; a change after which other code would misread them has the next."""
 
 
@@ -38,7 +38,7 @@ class Manifest(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True)
-    layout: Literal[4]
+    layout: Literal[5]
     """The layout of the run's files, `LAYOUT`."""
     run_id: str
     created: str

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headcount.schemas.files.places import OpenFile, Place, open_whole
+from headcount.schemas.files.places import OpenFile
 
 
 def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
@@ -73,12 +71,6 @@ def _leaves_without_floats(path: str, data_type: pa.DataType) -> Iterator[str]:
         yield path
 
 
-def read_parquet(where: Place, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of a file, with all columns or with some."""
-    with open_whole(where) as file:
-        return read_content(file, columns)
-
-
 def read_content(file: OpenFile, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of an open file; raises OSError if a page does not fit its checksum.
 
@@ -87,16 +79,3 @@ def read_content(file: OpenFile, columns: Sequence[str] | None = None) -> pa.Tab
     content = pq.ParquetFile(file, page_checksum_verification=True)
     # Callers read many files at once, each in a thread of their own.
     return content.read(columns=columns, use_threads=False)
-
-
-def ends_whole(file: Path) -> bool:
-    """Whether a file ends with Parquet's mark.
-
-    After a power cut a file can have its full size and none of its content.
-    """
-    try:
-        with file.open("rb", buffering=0) as content:
-            content.seek(-4, os.SEEK_END)
-            return content.read(4) == b"PAR1"
-    except OSError:
-        return False

@@ -17,6 +17,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -25,7 +26,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeAlias
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import pyarrow as pa
@@ -42,11 +43,13 @@ as the one before. If nothing answers at all, each attempt also waits for `REQUE
 REQUEST_SECONDS = 30
 """Time that a request waits for its answer."""
 
-PROBES = 6
-"""Attempts at finding out whether a store answers at all, before the first request to it."""
+CONNECT_SECONDS = 10
+"""Time that a connection to a store waits."""
 
 PROBE_SECONDS = 8.0
-"""Time that one probe waits for an answer. Requests wait far longer, as a scan can afford to."""
+"""Time that a probe, before the first request to a store, waits for any answer. Requests wait far
+longer, as a scan can afford to.
+"""
 
 PROBING_SECONDS = 20.0
 """Time for all probes together."""
@@ -92,10 +95,7 @@ class StorePath:
     def filesystem(self) -> pafs.FileSystem:
         """The pyarrow file system that reaches it."""
         scheme, _, key = self.url.partition("://")
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        # pyarrow does not read these variables by itself.
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        return _filesystem(scheme, key.partition("/")[0], region, endpoint)
+        return _filesystem(scheme, key.partition("/")[0], *region_and_endpoint())
 
     def is_file(self) -> bool:
         """Whether there is such an object; raises `RunError` if the store does not say."""
@@ -167,6 +167,12 @@ def place(where: str | Place) -> Place:
     return StorePath(re.sub(r"(?<!:)/+", "/", text).rstrip("/"))
 
 
+def region_and_endpoint() -> tuple[str | None, str | None]:
+    """What the environment says of S3; pyarrow does not read these variables by itself."""
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return region, os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+
 @cache
 def _filesystem(
     scheme: str, bucket: str, region: str | None, endpoint: str | None
@@ -190,7 +196,7 @@ def _filesystem(
     return pafs.S3FileSystem(
         region=region,
         endpoint_override=endpoint,
-        connect_timeout=10,
+        connect_timeout=CONNECT_SECONDS,
         request_timeout=REQUEST_SECONDS,
         # AWS's standard strategy has a quota: where 30 % of the answers are 503, it soon repeats
         # nothing any more.
@@ -205,76 +211,79 @@ def _require_answer(store: str, address: str) -> None:
     Any answer will do. Behind a proxy nothing is asked, because the proxy itself would answer.
     """
     url = urlsplit(address if "://" in address else f"http://{address}")
-    if getproxies().get(url.scheme) and not proxy_bypass(url.hostname or ""):
+    host = url.hostname or ""
+    if getproxies().get(url.scheme) and not proxy_bypass(host):
         return
-    problem: Exception | None = None
+    problem: Exception = OSError("no time")
     deadline = time.monotonic() + PROBING_SECONDS
-    for _ in range(PROBES):
-        # A probe that could not end before the deadline is not begun.
-        if time.monotonic() > deadline - PROBE_SECONDS:
-            break
-        problem = _probe(url)
-        if problem is None:
+    # A probe that could not end before the deadline is not begun.
+    while time.monotonic() <= deadline - PROBE_SECONDS:
+        if url.scheme == "https":
+            # Any certificate will do: a probe sends nothing that must be protected.
+            context = ssl.create_default_context()
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+            connection = HTTPSConnection(host, url.port, timeout=PROBE_SECONDS, context=context)
+        else:
+            connection = HTTPConnection(host, url.port, timeout=PROBE_SECONDS)
+        try:
+            connection.request("HEAD", "/")
+            connection.getresponse()
             return
+        except (OSError, HTTPException) as error:
+            problem = error
+        finally:
+            connection.close()
         time.sleep(PAUSE_SECONDS)
     variable = "AWS_ENDPOINT_URL" if store.startswith("s3:") else "STORAGE_EMULATOR_HOST"
     raise RunError(
-        f"{store}: the store at {address} does not answer ({reason(problem or OSError())}); bring "
-        f"it or the network up, or name another address in {variable}, then run the same command"
+        f"{store}: the store at {address} does not answer ({reason(problem)}); bring it or the "
+        f"network up, or name another address in {variable}, then run the same command"
     ) from None
 
 
-def _probe(url: SplitResult) -> Exception | None:
-    """Why a server does not answer; None if it does."""
-    host = url.hostname or ""
-    if url.scheme == "https":
-        # Any certificate will do: a probe sends nothing that must be protected.
-        context = ssl.create_default_context()
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        connection = HTTPSConnection(host, url.port, timeout=PROBE_SECONDS, context=context)
-    else:
-        connection = HTTPConnection(host, url.port, timeout=PROBE_SECONDS)
-    try:
-        connection.request("HEAD", "/")
-        connection.getresponse()
-    except (OSError, HTTPException) as error:
-        return error
-    finally:
-        connection.close()
-    return None
-
-
 def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
-    """Make a file visible with all of its content or not at all; raises `WriteError` on failure.
-
-    On a disk the temporary name does not end in .parquet or .json, so no glob takes a half-written
-    file for a whole one.
-    """
-    try:
+    """Make a file visible with all of its content or not at all; raises `WriteError` on failure."""
+    with explained(where):
         if isinstance(where, StorePath):
             # One call writes everything. Closing a stream publishes what it has received so far,
             # so an error between two calls would publish half of the content.
             with where.filesystem.open_output_stream(where.key, compression=None) as file:
                 file.write(content)
         else:
-            where.parent.mkdir(parents=True, exist_ok=True)
-            # The random part keeps two attempts at the same file apart.
-            temporary = where.with_name(f".{where.name}.{secrets.token_hex(4)}.tmp")
-            try:
-                with temporary.open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    # Without it a power cut can leave the new name with an empty file.
-                    os.fsync(file.fileno())
+            with temporary_file(where, content) as temporary:
                 os.replace(temporary, where)
-            finally:
-                temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def temporary_file(where: Path, content: bytes | pa.Buffer) -> Iterator[Path]:
+    """A file with the content beside the one that it becomes.
+
+    Its name does not end in .parquet or .json, so no glob takes a half-written file for a whole
+    one.
+    """
+    where.parent.mkdir(parents=True, exist_ok=True)
+    # The random part keeps two attempts at the same file apart.
+    temporary = where.with_name(f".{where.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            # Without it a power cut can leave the new name with an empty file.
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def explained(where: Place) -> Iterator[None]:
+    """Turn an error of writing into the line about it."""
+    try:
+        yield
     except OSError as error:
-        if isinstance(where, Path):
-            advice = "free space or choose another place"
-        else:
-            advice = "mend the access or the store"
+        on_disk = isinstance(where, Path)
+        advice = "free space or choose another place" if on_disk else "mend the access or the store"
         raise WriteError(
             f"{where}: cannot be written ({reason(error)}); {advice}, then run the same command"
         ) from None
@@ -316,12 +325,7 @@ def absolute(where: str | Place) -> Place:
 def names(directory: Place) -> Iterator[str]:
     """Names of the files and directories in a directory, unordered; none if it does not exist."""
     if isinstance(directory, StorePath):
-        selector = pafs.FileSelector(directory.key, allow_not_found=True)
-        try:
-            infos = directory.filesystem.get_file_info(selector)
-        except OSError as error:
-            raise RunError(f"{directory}: cannot be read ({reason(error)})") from None
-        yield from (info.base_name for info in infos)
+        yield from (info.base_name for info in _listed(directory))
         return
     try:
         yield from os.listdir(directory)
@@ -332,13 +336,17 @@ def names(directory: Place) -> Iterator[str]:
 def sizes(directory: Place) -> Iterator[tuple[str, int]]:
     """Names and sizes of the files in a directory, unordered; none if it does not exist."""
     if isinstance(directory, StorePath):
-        selector = pafs.FileSelector(directory.key, allow_not_found=True)
-        for info in directory.filesystem.get_file_info(selector):
-            if info.type is pafs.FileType.File:
-                yield info.base_name, info.size
-        return
-    for name, status in stats(directory):
-        yield name, status.st_size
+        files = (info for info in _listed(directory) if info.type is pafs.FileType.File)
+        return ((info.base_name, info.size) for info in files)
+    return ((name, status.st_size) for name, status in stats(directory))
+
+
+def _listed(directory: StorePath) -> list[pafs.FileInfo]:
+    selector = pafs.FileSelector(directory.key, allow_not_found=True)
+    try:
+        return directory.filesystem.get_file_info(selector)
+    except OSError as error:
+        raise RunError(f"{directory}: cannot be read ({reason(error)})") from None
 
 
 def stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -366,42 +374,20 @@ def fingerprint(directory: Place) -> Fingerprint:
     the file system may look the same.
     """
     if isinstance(directory, StorePath):
-        selector = pafs.FileSelector(directory.key, allow_not_found=True)
-        looks = map(_look_of_object, directory.filesystem.get_file_info(selector))
+        looks = ((info.base_name, info.size, info.mtime_ns) for info in _listed(directory))
     else:
-        looks = (_look_of_file(name, status) for name, status in stats(directory))
+        # Nobody can set ctime, the time of the last change of the inode.
+        looks = (
+            (name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+            for name, status in stats(directory)
+        )
     count, total = 0, 0
     # A sum, because the order of a listing is any, and a million names are too many to keep.
-    for entry in looks:
-        total += _number_of(entry)
+    for look in looks:
+        digest = hashlib.blake2b(repr(look).encode(), digest_size=16).digest()
+        total += int.from_bytes(digest)
         count += 1
     return count, total % 2**128
-
-
-def fingerprint_of_file(file: Place) -> Fingerprint:
-    """The same of one file."""
-    if isinstance(file, StorePath):
-        entry = _look_of_object(file.filesystem.get_file_info(file.key))
-    else:
-        try:
-            entry = _look_of_file(file.name, file.stat())
-        except (FileNotFoundError, NotADirectoryError):
-            return 0, 0
-    return 1, _number_of(entry)
-
-
-def _number_of(look: tuple[object, ...]) -> int:
-    """128 bits that stand for a look."""
-    return int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=16).digest())
-
-
-def _look_of_object(info: pafs.FileInfo) -> tuple[object, ...]:
-    return info.base_name, info.type.name, info.size, info.mtime_ns
-
-
-def _look_of_file(name: str, status: os.stat_result) -> tuple[object, ...]:
-    # Nobody can set ctime, the time of the last change of the inode.
-    return name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
@@ -428,12 +414,12 @@ def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
 
 def _matches(path: list[str], pattern: list[str]) -> bool:
     """Whether the parts of a path match those of a glob."""
-    if not pattern:
-        return not path
+    if not pattern or not path:
+        return not path and all(part == "**" for part in pattern)
     if pattern[0] == "**":
         # It matches no part at all, or the first part and then perhaps more.
-        return _matches(path, pattern[1:]) or (bool(path) and _matches(path[1:], pattern))
-    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+        return _matches(path, pattern[1:]) or _matches(path[1:], pattern)
+    return fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 
 
 def reason(error: BaseException) -> str:

@@ -24,28 +24,22 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 from pydantic import ValidationError
 
-from headcount.schemas.errors import OtherRunError, RunError, WriteError, counted
+from headcount.schemas.errors import OtherRunError, RunError, counted
+from headcount.schemas.files.commit import Commit
 from headcount.schemas.files.commits import (
-    Commit,
-    cannot_be_opened,
+    any_commit,
     commit_name,
     commits_of,
-    listed_again,
-    read_commit,
+    pc,
     read_commit_log,
-    read_oldest,
-    read_parts,
 )
-from headcount.schemas.files.damage import BY_SIZE, Damage, examined_files, files_damaged_by_size
+from headcount.schemas.files.damage import Damage, examined_files, files_damaged_by_size
 from headcount.schemas.files.document_fates import Fates
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import Place, names, place, reason
 from headcount.schemas.scans.kinds import TABLES
-
-pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
 
 @dataclass(frozen=True)
@@ -85,12 +79,10 @@ class RunDirectory:
         return self.index / "fates.json"
 
     def fates(self) -> Fates | None:
-        """What became of the corpus's documents.
-
-        None if the run has no corpus.
-        """
+        """What became of the corpus's documents; None if the run has no corpus."""
         try:
-            return Fates.read(json.loads(self.fates_file.read_bytes()))
+            parts = json.loads(self.fates_file.read_bytes())["parts"]
+            return Fates({name: dict(counts) for name, counts in parts.items()})
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
 
@@ -102,19 +94,6 @@ class RunDirectory:
     def commit_file(self, shard: int) -> Place:
         """The file with a shard's commit, until thousands of commits are gathered into one file."""
         return self.commits_directory / commit_name(shard)
-
-    def loose_commit(self, shard: int) -> Commit | None:
-        """The commit that a shard has as a file of its own; None without one of this run."""
-        file = self.commit_file(shard)
-        try:
-            return read_commit(file, self.run_id)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise WriteError(
-                f"{file}: cannot be looked for ({reason(error)}); mend the access or the store, "
-                "then run the same command"
-            ) from None
 
     def failure_file(self, shard: int) -> Place:
         """The file about the last failed attempt at a shard."""
@@ -165,49 +144,16 @@ class RunDirectory:
         return f"; bring back a copy, or headcount rm {self.path} deletes it"
 
     def commit_log(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Some columns of the commits that count, and `gathered`, in shard order."""
-        try:
-            return read_commit_log(self.commits_directory, self.run_id, columns)
-        except (OSError, pa.ArrowException) as error:
-            raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
-
-    def oldest_commit(self, columns: Sequence[str]) -> dict[str, Any] | None:
-        """Some columns of one of the first commits; None before the first commit."""
-        try:
-            return read_oldest(self.commits_directory, self.run_id, columns)
-        except (OSError, pa.ArrowException) as error:
-            raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
-
-    def commit_log_parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """The commits that count, unordered, in parts of bounded size.
-
-        Only for a process that is alone at work on the run: if another one gathers meanwhile, it
-        raises `RunError`.
-        """
-        try:
-            yield from read_parts(self.commits_directory, self.run_id, columns)
-        except FileNotFoundError as error:
-            raise cannot_be_opened(error) from None
-        except (OSError, pa.ArrowException) as error:
-            raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
+        """Some columns of the commits that count, in shard order."""
+        return read_commit_log(self.commits_directory, self.run_id, columns)
 
     def commits(self) -> Iterator[Commit]:
         """The commits that count, in shard order; files that are not commits are ignored."""
         yield from commits_of(self.commit_log())
 
-    def damaged_by_size(self) -> list[Damage]:
-        """Committed files that are gone or have another size.
-
-        Other processes may be at work on the run.
-        """
-        try:
-            return listed_again(
-                lambda: files_damaged_by_size(
-                    self.path, read_parts(self.commits_directory, self.run_id, BY_SIZE)
-                )
-            )
-        except (OSError, pa.ArrowException) as error:
-            raise RunError(f"{self.path}: cannot be read ({reason(error)})") from None
+    def any_commit(self) -> Commit | None:
+        """One of the commits, for facts that are the same in all; None before the first."""
+        return any_commit(self.commits_directory, self.run_id)
 
     def damaged_files(
         self,
@@ -307,8 +253,13 @@ def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     ['scan.n_ctx (64, now 128)']
     """
     old, new = _flattened(before), _flattened(now)
+
+    def shown(value: object) -> str:
+        text = json.dumps(value)
+        return text if len(text) <= 60 else f"{text[:57]}…"
+
     return [
-        f"{key} ({_shortened_json(old.get(key))}, now {_shortened_json(new.get(key))})"
+        f"{key} ({shown(old.get(key))}, now {shown(new.get(key))})"
         for key in sorted(old | new)
         if old.get(key) != new.get(key)
     ]
@@ -323,8 +274,3 @@ def _flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             values[prefix + key] = value
     return values
-
-
-def _shortened_json(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"

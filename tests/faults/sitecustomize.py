@@ -15,7 +15,7 @@ import signal
 import time
 from typing import Any
 
-_replace = os.replace
+_replace, _link = os.replace, os.link
 
 
 def _obey(action: str) -> None:
@@ -51,14 +51,25 @@ def _take_order(point: str) -> str | None:
     return None
 
 
-def replace(source: Any, target: Any, **options: Any) -> None:
-    """os.replace, unless there is an order for it: every file appears by a rename."""
-    point = _point_of(str(target))
+def _meet_order(target: str) -> None:
+    """Obey the order for the point that a process has come to, if there is one."""
+    point = _point_of(target)
     action = _take_order(point) if point is not None else None
     if action is not None:
         _obey(action)
+
+
+def replace(source: Any, target: Any, **options: Any) -> None:
+    """os.replace, unless there is an order for it: every file appears by a rename or a link."""
+    _meet_order(str(target))
     _replace(source, target, **options)
 
 
+def link(source: Any, target: Any, **options: Any) -> None:
+    """os.link, likewise."""
+    _meet_order(str(target))
+    _link(source, target, **options)
+
+
 if "FAULTS" in os.environ:
-    os.replace = replace
+    os.replace, os.link = replace, link

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import headcount.schemas.files.commits as commit_log
 from headcount.jobs.run.lock import locked
-from headcount.jobs.run.loop import gather_commits
-from headcount.jobs.run.spans import Spans
+from headcount.jobs.run.loop import followed
 from headcount.schemas.errors import RunError, ScanError
-from headcount.schemas.files.commits import COMMITS, Commit, Failure, drop, gather
+from headcount.schemas.files.commit import COMMITS, Commit, Failure
+from headcount.schemas.files.commits import gather, taken_back, write_segment
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import StorePath, names, place
 from headcount.schemas.files.run_directory import RunDirectory
@@ -34,7 +32,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def commit_log_files(run: RunDirectory, prefix: str) -> list[str]:
-    """Names of the files of a commit log that begin with `gather-` or `shard-`."""
+    """Names of the files of a commit log that begin with `segment-` or `shard-`."""
     return sorted(name for name in names(run.commits_directory) if name.startswith(prefix))
 
 
@@ -50,8 +48,7 @@ def test_gathering_changes_where_commits_are_and_nothing_else(run: RunDirectory)
     assert len(commit_log_files(run, "segment-")) == 1
     loose = [f"shard-{shard:06d}.json" for shard in (0, 1, 7, 8, 9)]
     assert commit_log_files(run, "shard-") == loose
-    assert run.commit_log([])["gathered"].to_pylist() == [2 <= shard < 7 for shard in range(10)]
-    assert run.commit_log(["rows", "host"]).column_names == ["shard", "rows", "host", "gathered"]
+    assert run.commit_log(["rows", "host"]).column_names == ["shard", "rows", "host"]
 
 
 @pytest.mark.parametrize("deletions", range(4))
@@ -105,7 +102,7 @@ def test_a_late_attempt_at_a_gathered_shard_does_not_count(run: RunDirectory):
 def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(run: RunDirectory):
     commits_before = list(run.commits())
     gather(run.commits_directory, commits_before)
-    drop(run.commits_directory, run.run_id, [3, 5])
+    write_segment(run.commits_directory, taken_back(run.run_id, [3, 5]))
     assert committed_shards(run) == [0, 1, 2, 4, 6, 7, 8, 9]
     second_commit = commits_before[3].model_copy(update={"attempt": 2})
     local(run.commit_file(3)).write_text(second_commit.model_dump_json())
@@ -152,40 +149,48 @@ def test_a_segment_holds_every_field_of_a_commit(run: RunDirectory):
     assert next(run.commits()) == commit
 
 
+def test_a_late_attempt_is_not_gathered_in_place_of_the_commit_that_counts(run: RunDirectory):
+    commits_before = list(run.commits())
+    gather(run.commits_directory, commits_before[:2])
+    late_commit = commits_before[1].model_copy(update={"attempt": 2})
+    local(run.commit_file(1)).write_text(late_commit.model_dump_json())
+    gather(run.commits_directory, [late_commit, commits_before[2]])
+    assert list(run.commits()) == commits_before
+    assert len(commit_log_files(run, "shard-")) == 7
+
+
 def test_a_driver_gathers_while_outcomes_pass(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headcount.jobs.run.loop.COMMITS_PER_SEGMENT", 4)
     commits_before = list(run.commits())
     outcomes: list[Commit | Failure] = [*commits_before]
     outcomes.insert(5, Failure(99, "why"))
-    assert list(gather_commits(run, outcomes)) == outcomes
+    assert list(followed(run, outcomes, print)) == outcomes
     assert len(commit_log_files(run, "segment-")) == 2
     assert commit_log_files(run, "shard-") == ["shard-000008.json", "shard-000009.json"]
     assert list(run.commits()) == commits_before
 
 
 def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory):
-    gather(run.commits_directory, list(run.commits())[:5])
+    for shard in (3, 7):
+        local(data_file(run, "heads", "none", shard)).write_bytes(b"")
     local(data_file(run, "heads", "none", 2)).unlink()
-    local(data_file(run, "heads", "none", 3)).write_bytes(b"")
-    local(data_file(run, "heads", "none", 7)).write_bytes(b"")
-    table = run.commit_log()
+    local(data_file(run, "heads", "none", 4)).write_bytes(bytes(size_of(run, 4)))
+
+    def damages(manifest: Manifest | None = None) -> dict[str, tuple[list[int], str]]:
+        return {d.path: (d.shards, d.why) for d in run.damaged_files([run.commit_log()], manifest)}
+
     heads = "heads/intervention=none/shard-{:06d}.parquet".format
-    sizes = {file.path: file.bytes for commit in run.commits() for file in commit.files}
-
-    def damages(manifest: Manifest | None = None) -> list[tuple[Any, ...]]:
-        """Shards, and what is wrong with their file of heads."""
-        found = run.damaged_files([table], manifest)
-        assert [damage.path for damage in found] == [heads(*damage.shards) for damage in found]
-        return [(*damage.shards, damage.why) for damage in found]
-
-    short = [(n, f"has 0 bytes where {sizes[heads(n)]:,} were committed") for n in (3, 7)]
-    by_size = [(2, "is gone"), *short]
+    by_size = {heads(2): ([2], "is gone")} | {
+        heads(n): ([n], f"has 0 bytes where {size_of(run, n):,} were committed") for n in (3, 7)
+    }
     assert damages() == by_size
-    for shard in (4, 8):
-        local(data_file(run, "heads", "none", shard)).write_bytes(bytes(sizes[heads(shard)]))
-    assert damages() == [*by_size, (8, "does not end as a Parquet file does")]
-    spoilt = [(n, "has other content than was committed") for n in (4, 8)]
-    assert sorted(damages(run.manifest())) == sorted([*by_size, *spoilt])
+    by_content = {heads(4): ([4], "has other content than was committed")}
+    assert damages(run.manifest()) == by_size | by_content
+
+
+def size_of(run: RunDirectory, shard: int) -> int:
+    """Bytes of a shard's file of heads, as committed."""
+    return next(c.files[0].bytes for c in run.commits() if c.shard == shard)
 
 
 def test_one_driver_at_a_time(run: RunDirectory):
@@ -194,22 +199,6 @@ def test_one_driver_at_a_time(run: RunDirectory):
         pass
     with locked(run):
         pass
-
-
-def test_spans_give_each_shard_once_and_an_owner_goes_forward_except_when_it_steals():
-    rng = np.random.default_rng(0)
-    for size in (1, 2, 7, 1000):
-        open_shards = np.sort(rng.choice(2000, size, replace=False))
-        spans = Spans(open_shards)
-        taken: dict[int, list[int]] = {owner: [] for owner in range(5)}
-        for owner in rng.integers(5, size=10 * size).tolist():
-            if (shard := spans.take(owner)) is not None:
-                taken[owner].append(shard)
-        assert sorted(chain(*taken.values())) == open_shards.tolist()
-        for shards in taken.values():
-            # Each theft halves the longest span, so an owner steals a logarithmic number of times.
-            jumps = np.diff(np.searchsorted(open_shards, shards)) != 1
-            assert jumps.sum() <= 12
 
 
 @pytest.mark.parametrize(("location", "message"), [
@@ -240,15 +229,9 @@ def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(
     link = Path(str(run.commits_directory / name))
     link.unlink(missing_ok=True)
     link.symlink_to("nowhere")
-    for read in (
-        run.commit_log,
-        run.damaged_by_size,
-        lambda: run.oldest_commit(["methods"]),
-        lambda: list(run.commit_log_parts(["stop"])),
-    ):
-        assert refused(RunError, read) == (
-            f"{link}: is listed and cannot be opened (No such file or directory); delete it, and "
-            "headcount resume measures anew the shards that it committed"
-        )
+    assert refused(RunError, run.commit_log) == (
+        f"{link}: is listed and cannot be opened (No such file or directory); delete it, and "
+        "headcount resume measures anew the shards that it committed"
+    )
     link.unlink()
     assert len(committed_shards(run)) == (9 if "shard" in name else 10)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -28,7 +29,7 @@ from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files import damage
 from headcount.schemas.files.commits import gather
 from headcount.schemas.files.digests import digest_of
-from headcount.schemas.files.parquet import parquet_bytes, read_parquet
+from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.run_directory import RunDirectory
 from tests.toys.refusals import refused
 from tests.toys.toy_runs import Entry, Row, copy_of, data_file, flip_middle_bit, local, write_run
@@ -370,7 +371,7 @@ def rewrite_file(run: RunDirectory, shard: int, change: Change) -> None:
     """Write other rows into a file, and commit its size."""
     commit = {c.shard: c for c in run.commits()}[shard]
     path = f"heads/intervention=none/shard-{shard:06d}.parquet"
-    table = read_parquet(run.path / path)
+    table = pq.ParquetFile(local(run.path) / path).read()
     content = parquet_bytes(change(table).replace_schema_metadata(table.schema.metadata))
     (local(run.path) / path).write_bytes(content)
     files = [

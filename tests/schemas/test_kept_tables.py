@@ -13,10 +13,9 @@ import pytest
 
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.run.loop import missing_shards
-from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
 from headcount.queries.open.connection import connect as connect_eagerly
-from headcount.schemas.errors import QueryError, RunError, ScanError
+from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.files.tables import CURVES as CURVES_TABLE
 from headcount.schemas.profiles import PROFILES
@@ -25,7 +24,7 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import begun, measured
-from tests.toys.toy_runs import copy_of, data_file, local, read_manifest, write_run
+from tests.toys.toy_runs import data_file, local, write_run
 
 # All questions here go through `run_query`, which makes the views that they name.
 connect = partial(connect_eagerly, lazily=True)
@@ -144,23 +143,6 @@ def test_sql_finds_the_heads_of_a_list(plan: Plan):
     assert (rows, entries) == (2 * SEQUENCES * LAYERS * HEADS, T)
 
 
-def test_compacting_keeps_every_row_and_leaves_the_weights(plan: Plan, tmp_path: Path):
-    run = copy_of(plan.run, tmp_path)
-
-    def rows(view: str) -> list[tuple[Any, ...]]:
-        return sorted(ask(run.path, view), key=str)
-
-    before = {view: rows(view) for view in (*KEPT, "profile_means")}
-    for _ in range(2):
-        assert compact(run).problems == []
-        files = {table: len(list(local(run.path).glob(f"{table}/*/*.parquet"))) for table in KEPT}
-        # The last shard is short, and stays alone.
-        assert files == {"profiles": 4, "curves": 4, "weights": 1}
-        assert {view: rows(view) for view in KEPT} == {view: before[view] for view in KEPT}
-    means = [pytest.approx(row[15]) for row in before["profile_means"]]
-    assert [row[15] for row in rows("profile_means")] == means
-
-
 def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt2: Path):
     """The scan has an intervention alone; weights are of the untouched model."""
     fields = {"interventions": ["zero_query_bias"], "weight_statistics": ["query_bias_norm"]}
@@ -235,19 +217,6 @@ def test_sql_merges_exactly(tmp_path: Path):
     by_lag = ("attention_by_lag", 0, 1, "L0H1", None, None, 2, *[None] * 4, 5, mean, sd, error, 5)
     by_key = ("resid_pre_norm_by_key", 0, *[None] * 3, 0, *[None] * 5, 1, 7.0, None, None, 1)
     assert ask(run.path, "profile_means") == [(*keys, *by_lag), (*keys, *by_key)]
-
-
-def test_two_formulas_of_one_profile_are_refused(tmp_path: Path):
-    runs = [
-        write_run(tmp_path, n, {"sink_mass": lambda row: 0.5}, profiles=lambda _: [ENTRY])
-        for n in ("a", "b")
-    ]
-    manifest = local(runs[1].manifest_file)
-    fingerprint = read_manifest(runs[1])["kinds"]["profiles"]["attention_by_lag"]["fingerprint"]
-    manifest.write_text(manifest.read_text().replace(fingerprint, "other"))
-    message = r"profile 'attention_by_lag' has one formula in run a \(\w+\) and another in run b"
-    with pytest.raises(QueryError, match=message):
-        connect(tmp_path)
 
 
 def test_what_cannot_be_kept_is_refused():

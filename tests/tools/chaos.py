@@ -29,7 +29,6 @@ from ray.cluster_utils import Cluster
 
 from headcount.jobs.cluster.ray_cluster import SYSTEM_CONFIG
 from headcount.jobs.plan.plan import make_plan, prepare_run
-from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.checking import check_run
 from headcount.schemas.files.places import StorePath, names
 from headcount.schemas.files.run_directory import RunDirectory, shard_file_name
@@ -323,8 +322,6 @@ def head_lost(world: World) -> None:
 def second_driver(world: World) -> None:
     """The same command is given twice at once."""
     first = world.driver
-    # In a store it would be refused. Both may also have begun at the same moment.
-    phases.forget(world.run)
     world.second_drivers.append(world.start_driver())
     world.driver = first
 

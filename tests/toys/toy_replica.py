@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from headcount.schemas.files.commits import Method
+from headcount.schemas.files.commit import Method
 from headcount.schemas.files.tables import uniform_column
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.measured_heads import MeasuredHeads

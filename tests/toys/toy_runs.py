@@ -20,7 +20,7 @@ import pytest
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase
 from headcount.queries.open.connection import OPENED, OpenedRuns, connect
-from headcount.schemas.files.commits import Commit, DataFile, Method, Version
+from headcount.schemas.files.commit import Commit, DataFile, Method, Version
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.parquet import parquet_bytes

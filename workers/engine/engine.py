@@ -10,7 +10,7 @@ from typing import Literal, NotRequired, Self, TypedDict
 
 from torch import Tensor
 
-from headcount.schemas.files.commits import Method
+from headcount.schemas.files.commit import Method
 from headcount.schemas.statistics import LAYER_VALUES
 from headcount.workers.engine.changes import Changes
 from headcount.workers.engine.dense_pattern import DensePattern

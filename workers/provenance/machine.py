@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from headcount.schemas.files.commits import Version
+from headcount.schemas.files.commit import Version
 
 MEASURING_LIBRARIES = (
     "torch",

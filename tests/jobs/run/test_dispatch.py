@@ -12,9 +12,7 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -343,48 +341,6 @@ def test_a_replica_in_this_process_and_a_cluster_contradict_each_other() -> None
         RunError, match=r"--replicas 0 measures in this process, --address here:6379 on a cluster"
     ):
         Resources(0, address="here:6379")
-
-
-# A file system of a size that can be changed, which ends with the process.
-SMALL_DISK = """
-import subprocess, sys
-from tests.jobs.run.test_dispatch import *
-from tests.toys.toy_runs import local
-
-disk = sys.argv[1]
-
-def resize(options):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], check=True)
-
-resize("size=256k")
-plan = make_plan(parse_scan(IDLE_SCAN | {"out": disk}), "idle")
-prepare_run(plan, "")
-with pytest.raises(RunError, match="3 shards in a row could not be .*No space left on device"):
-    run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica)
-assert len(done_shards(plan)) < 60
-assert not list(local(plan.run.path).rglob("*.tmp"))
-assert plan.run.damaged_files([plan.run.commit_log()]) == []
-# No shard was committed half, so more room is all that is missing.
-resize("size=16m,remount")
-assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []
-assert done_shards(plan) == list(range(60))
-"""
-
-
-@pytest.mark.long
-def test_a_full_disk_leaves_whole_shards_and_more_room_completes_the_run(tmp_path: Path) -> None:
-    as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    own_mounts = ["unshare", *as_root, "--mount"]
-    tried = [*own_mounts, "mount", "-t", "tmpfs", "tmpfs", tmp_path]
-    if not shutil.which("unshare") or subprocess.run(tried, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    ended = subprocess.run(
-        [*own_mounts, sys.executable, "-c", SMALL_DISK, tmp_path],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr
 
 
 def drive_until_the_head_dies() -> None:

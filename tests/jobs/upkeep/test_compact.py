@@ -30,7 +30,7 @@ from headcount.jobs.upkeep.merge_workers import merged_by_tasks
 from headcount.jobs.upkeep.merged_files import Group, Merged, merged_here
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.commits import drop, gather
+from headcount.schemas.files.commits import taken_back, write_segment
 from headcount.schemas.files.places import names
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
 from headcount.schemas.scans.kinds import TABLES
@@ -252,7 +252,7 @@ def test_what_a_late_replica_left_is_deleted_and_what_was_taken_back_is_merged_a
     assert read_rows(merged) == expected
     compact(merged, GROUPS)
     assert_same_and_tidy(merged, expected)
-    drop(merged.commits_directory, merged.run_id, [3, 4, 5])
+    write_segment(merged.commits_directory, taken_back(merged.run_id, [3, 4, 5]))
     compact(merged, GROUPS)
     assert [c.shard for c in merged.commits()] == [0, 1, 2, 6]
     assert_same_and_tidy(merged)
@@ -474,7 +474,8 @@ def test_a_scan_and_a_compaction_at_once_in_a_store_are_noticed_and_mended(
 ):
     compact(run)
     copy_shards(original, run, (0, 1, 2))
-    gather(run.commits_directory, list(original.commits())[:3])
+    # A driver that read the commit log before the compaction, and gathers after it.
+    write_segment(run.commits_directory, original.commit_log().slice(0, 3))
     with pytest.raises(RunError, match=r"parquet: holds the rows of 7 shards, and \d commits"):
         check_merged(run.commit_log())
     compact(run)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from filelock import FileLock
 from typer.testing import CliRunner
@@ -23,7 +22,8 @@ from typer.testing import CliRunner
 from headcount import app
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.commits import COMMITS, COMMITS_PER_SEGMENT, DROPPED
+from headcount.schemas.files.commit import COMMITS
+from headcount.schemas.files.commits import COMMITS_PER_SEGMENT, write_segment
 from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.run_directory import RunDirectory
 from tests import ROOT
@@ -59,20 +59,19 @@ def gather_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None
         "finished": NOW - timedelta(seconds=5), "host": "one", "replica": "one-7", "attempt": 1,
         "code": "c0de", "device": "cpu toy", "versions": [], "methods": [], "bad_rows": [],
     } | columns  # fmt: skip
-    # A hundred thousand empty lists, without a loop over them.
-    no_files = pa.ListArray.from_arrays(
-        np.zeros(count + 1, np.int32), pa.array([], COMMITS.field("files").type.value_type)
-    )
+    # A row without files would take its shard back. All of them have one empty file.
+    file = local(run.path) / "heads/intervention=none/merged-0.parquet"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    record = {"path": str(file.relative_to(local(run.path))), "bytes": 0}
+    one_file = pa.array([[record]], COMMITS.field("files").type)
     arrays: list[Any] = []
     for field in COMMITS:
         value = values.get(field.name)
         array = value if isinstance(value, np.ndarray) else [value] * count
-        arrays.append(no_files if field.name == "files" else pa.array(array, field.type))
-    table = pa.table(arrays, schema=COMMITS).append_column(DROPPED, pa.array(np.zeros(count, bool)))
-    directory = local(run.commits_directory)
-    directory.mkdir(exist_ok=True)
-    number = len(list(directory.glob("segment-*")))
-    pq.write_table(table, directory / f"segment-{number:06d}-0123abcd.parquet", compression="zstd")
+        of_files = one_file.take(pa.array(np.zeros(count, int)))
+        arrays.append(of_files if field.name == "files" else pa.array(array, field.type))
+    write_segment(run.commits_directory, pa.table(arrays, schema=COMMITS))
 
 
 def note_failure(run: RunDirectory, shard: int, error: str) -> None:
