@@ -46,10 +46,11 @@ REQUEST_SECONDS = 30
 CONNECT_SECONDS = 10
 """Time that a connection to a store waits."""
 
+PROBES = 6
+"""Probes before the first request to a store that does not answer."""
+
 PROBE_SECONDS = 8.0
-"""Time that a probe, before the first request to a store, waits for any answer. Requests wait far
-longer, as a scan can afford to.
-"""
+"""Time that a probe waits for any answer. Requests wait far longer, as a scan can afford to."""
 
 PROBING_SECONDS = 20.0
 """Time for all probes together."""
@@ -216,8 +217,10 @@ def _require_answer(store: str, address: str) -> None:
         return
     problem: Exception = OSError("no time")
     deadline = time.monotonic() + PROBING_SECONDS
-    # A probe that could not end before the deadline is not begun.
-    while time.monotonic() <= deadline - PROBE_SECONDS:
+    for _ in range(PROBES):
+        # A probe that could not end before the deadline is not begun.
+        if time.monotonic() > deadline - PROBE_SECONDS:
+            break
         if url.scheme == "https":
             # Any certificate will do: a probe sends nothing that must be protected.
             context = ssl.create_default_context()

@@ -93,8 +93,15 @@ def imports() -> dict[Path, frozenset[str]]:
     }
 
 
-def imports_of(file: Path) -> Iterator[str]:
+def imports_of(file: Path, with_types: bool = True) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if (
+            isinstance(node, ast.If)
+            and ast.unparse(node.test) == "TYPE_CHECKING"
+            and not with_types
+        ):
+            # Its parts come later in this walk.
+            node.body = []
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

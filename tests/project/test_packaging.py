@@ -228,10 +228,10 @@ print(json.dumps([
 
 
 def imported(paths: Sequence[Path]) -> dict[str, list[str]]:
-    """The files that import a library, by its top-level name."""
+    """The files that import a library when they run, by its top-level name."""
     found: dict[str, list[str]] = {}
     for path in paths:
-        for name in {name.partition(".")[0] for name in imports_of(path)}:
+        for name in {name.partition(".")[0] for name in imports_of(path, with_types=False)}:
             found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
     ours = {"headcount", "tests", "benchmarks", "docs", "conftest"}
     return {
