@@ -94,14 +94,13 @@ def imports() -> dict[Path, frozenset[str]]:
 
 
 def imports_of(file: Path, with_types: bool = True) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if (
-            isinstance(node, ast.If)
-            and ast.unparse(node.test) == "TYPE_CHECKING"
-            and not with_types
-        ):
-            # Its parts come later in this walk.
-            node.body = []
+    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    branches = [node for node in nodes if isinstance(node, ast.If)]
+    of_types = [each for each in branches if ast.unparse(each.test) == "TYPE_CHECKING"]
+    left_out = set() if with_types else {part for branch in of_types for part in branch.body}
+    for node in nodes:
+        if node in left_out:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
