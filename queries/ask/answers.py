@@ -91,8 +91,6 @@ class Answer:
 
     patience: Patience
     reader: pa.RecordBatchReader
-    ask_again: Callable[[], pa.RecordBatchReader]
-    """The same rows from the first one on, out of the files of now."""
     facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     """Metadata of columns, by name, for files that carry some."""
     rows_read: int = 0
@@ -104,18 +102,12 @@ class Answer:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as Arrow batches."""
-        attempts_left = ATTEMPTS
         while True:
             try:
                 # DuckDB computes while it is read, so every batch may fail or take too long.
                 batch = self.patience.wait(lambda: next(iter(self.reader), None))
             except (duckdb.Error, pa.ArrowException, OSError) as error:
-                attempts_left -= 1
-                # Rows that were handed over cannot be taken back.
-                if self.rows_read or not attempts_left or not is_of_gone_file(str(error)):
-                    raise query_error(error) from None
-                self.reader = self.ask_again()
-                continue
+                raise query_error(error) from None
             if batch is None:
                 return
             self.rows_read += batch.num_rows
@@ -167,22 +159,16 @@ def run_query(
         cursor.execute("BEGIN TRANSACTION READ ONLY")
         return cursor.sql(f"{explain}{subquery}{limit_clause}").to_arrow_reader(BATCH_ROWS)
 
-    def ask() -> pa.RecordBatchReader:
-        for attempt in range(1, ATTEMPTS + 1):
-            hold_to_commits(connection, subquery)
-            try:
-                return patience.wait(start)
-            except duckdb.Error as error:
-                if attempt == ATTEMPTS or not is_of_gone_file(str(error)):
-                    raise explained(error, connection, subquery) from None
-                cursor.rollback()
-        raise AssertionError
-
-    def ask_again() -> pa.RecordBatchReader:
-        cursor.rollback()
-        return ask()
-
-    return Answer(patience, ask(), ask_again)
+    for attempt in range(1, ATTEMPTS + 1):
+        hold_to_commits(connection, subquery)
+        try:
+            return Answer(patience, patience.wait(start))
+        except duckdb.Error as error:
+            # Files may be merged into others after they were compared with their commits.
+            if attempt == ATTEMPTS or not is_of_gone_file(str(error)):
+                raise explained(error, connection, subquery) from None
+            cursor.rollback()
+    raise AssertionError
 
 
 def _one_query(text: str) -> tuple[str, str]:

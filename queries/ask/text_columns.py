@@ -68,7 +68,6 @@ def with_text(answer: Answer, models: RunModels, run_ids: list[str]) -> TextAnsw
     return TextAnswer(
         answer.patience,
         answer.reader,
-        answer.ask_again,
         answer.facts,
         models=models,
         only_run=only_run,

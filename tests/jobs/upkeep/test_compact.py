@@ -28,7 +28,9 @@ from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.compaction import compact, merge_finished
 from headcount.jobs.upkeep.merge_workers import merged_by_tasks
 from headcount.jobs.upkeep.merged_files import Group, Merged, merged_here
-from headcount.queries.open.connection import connect
+from headcount.queries.ask import answers
+from headcount.queries.ask.answers import run_query
+from headcount.queries.open.connection import connect, hold_to_commits
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import taken_back, write_segment
 from headcount.schemas.files.places import names
@@ -487,6 +489,23 @@ def test_a_compaction_of_a_run_in_use_changes_nothing(run: RunDirectory):
     with locked(run), pytest.raises(RunError, match="another process is at work on this run"):
         compact(run)
     assert list(names(run.commits_directory)) == files
+
+
+def test_a_query_whose_files_are_merged_before_it_reads_them_has_every_row(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    connection = connect(run.path, lazily=True)
+    sql = "SELECT count(*), count(entropy), max(entropy) FROM heads"
+    before = list(run_query(connection, sql).rows())
+    unmerged = [run]
+
+    def hold_and_merge(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
+        hold_to_commits(connection, sql)
+        if unmerged:
+            compact(unmerged.pop())
+
+    monkeypatch.setattr(answers, "hold_to_commits", hold_and_merge)
+    assert list(run_query(connection, sql).rows()) == before
 
 
 # Runs that are complete
