@@ -89,7 +89,7 @@ scale: .venv/.tools
 	$(BIN)/python -m benchmarks.at_scale.fast_replica
 
 chaos: .venv/.tools
-	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -q tests/schemas/test_damage.py -k no_damage_is_returned
+	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -m '' tests/schemas/test_damage.py -k no_damage_is_read
 	@$(BIN)/python -m tests.tools.chaos --schedules $(SCHEDULES) --seed $(SEED)
 
 controls: .venv/.tools
