@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -32,6 +32,8 @@ REPLICATIONS = Path(__file__).parent / "replications"
 
 TEXT = "$text"
 """Stands for the user's text, or for the default text of the replication, in a scan's input."""
+
+M = TypeVar("M", bound=BaseModel)
 
 MODEL_FIELDS = tuple(field.name for field in dataclass_fields(ModelInfo))
 
@@ -256,9 +258,14 @@ def replications() -> dict[str, Replication]:
 
 def read_replication(file: Path) -> Replication:
     """Read one replication's file."""
+    return read_toml(file, Replication)
+
+
+def read_toml(file: Path, model: type[M]) -> M:
+    """What a file of TOML holds; raises `ScanError` with one line."""
     try:
         fields = tomllib.loads(file.read_text(encoding="utf-8"))
-        return Replication.model_validate(fields, context={"directory": file.parent})
+        return model.model_validate(fields, context={"directory": file.parent})
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScanError(f"{file}: cannot be read ({reason(error)})") from None
     except ValidationError as error:

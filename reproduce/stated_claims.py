@@ -17,16 +17,13 @@ claim may have `shown_by` and `left_out`, if a part is left out.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from headcount.reproduce.replication import Replication, replications
-from headcount.schemas.errors import ScanError
-from headcount.schemas.files.places import reason
+from headcount.reproduce.replication import Replication, read_toml, replications
 
 CLAIMS = Path(__file__).parent / "claims"
 
@@ -80,19 +77,7 @@ class Source(BaseModel):
 
 def sources(directory: Path = CLAIMS) -> dict[str, Source]:
     """Every source with its claims, by name of the file."""
-    return {file.stem: read_source(file) for file in sorted(directory.glob("*.toml"))}
-
-
-def read_source(file: Path) -> Source:
-    """Read the claims of one source."""
-    try:
-        return Source.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ScanError(f"{file}: cannot be read ({reason(error)})") from None
-    except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise ScanError(f"{file}: {place}: {problem['msg']}") from None
+    return {file.stem: read_toml(file, Source) for file in sorted(directory.glob("*.toml"))}
 
 
 def problems(directory: Path = CLAIMS) -> list[str]:

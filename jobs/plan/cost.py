@@ -151,11 +151,6 @@ class Rehearsal:
         )
 
 
-def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
-    """What a plan costs on this machine, with one replica."""
-    return Rehearsal(plan.scan, plan.info).measure(plan, passes, patience)
-
-
 def _measured_speed(
     replica: Replica,
     first_shard: ShardInput,

@@ -33,6 +33,7 @@ from headcount.schemas.errors import RunError, counted
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.files.commits import (
     COMMITS_PER_SEGMENT,
+    Segments,
     delete,
     gather,
     gather_loose,
@@ -215,6 +216,7 @@ def followed(
     # By whether it was written: sets, because a shard that fails three times is one shard.
     failed_in_a_row: dict[bool, set[int]] = {True: set(), False: set()}
     ungathered: list[Commit] = []
+    segments: Segments = {}
     # A segment is written in the background, because a store may take seconds for it. The next one
     # waits for it: so there is one at a time, and an error of a segment is raised and not lost.
     gathering: Future[None] | None = None
@@ -235,7 +237,9 @@ def followed(
                 if len(ungathered) == COMMITS_PER_SEGMENT:
                     if gathering is not None:
                         gathering.result()
-                    gathering = background.submit(gather, run.commits_directory, ungathered)
+                    gathering = background.submit(
+                        gather, run.commits_directory, ungathered, segments
+                    )
                     ungathered = []
             else:
                 failed_in_a_row[outcome.of_writing].add(outcome.shard)

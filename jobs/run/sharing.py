@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headcount.schemas.files.commits import read_commit_log
-from headcount.schemas.files.places import names
+from headcount.schemas.files.commits import Segments, gathered_shards
 from headcount.schemas.files.run_directory import RunDirectory
 
 SPANS = 64
@@ -43,17 +42,12 @@ class GatheredElsewhere:
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
         self.shards: set[int] = set()
-        self._segments: set[str] | None = None
+        self._segments: Segments = {}
         self._last_look = time.monotonic()
 
     def __contains__(self, shard: int) -> bool:
         in_store = not isinstance(self.run.path, Path)
         if in_store and time.monotonic() - self._last_look >= LOOK_SECONDS:
-            directory = self.run.commits_directory
-            segments = {name for name in names(directory) if name.startswith("segment-")}
-            if segments != self._segments:
-                gathered = read_commit_log(directory, self.run.run_id, [], loose=False)
-                self.shards = set(gathered["shard"].to_pylist())
-                self._segments = segments
+            self.shards = gathered_shards(self.run.commits_directory, self._segments)
             self._last_look = time.monotonic()
         return shard in self.shards

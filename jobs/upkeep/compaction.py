@@ -55,7 +55,7 @@ from headcount.schemas.files.commits import (
     write_segment,
 )
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import Place, names, reason
+from headcount.schemas.files.places import Place, listed, names, reason
 from headcount.schemas.files.run_directory import RunDirectory, pc
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.kinds import TABLES
@@ -286,9 +286,8 @@ def _times(directory: Place) -> dict[str, datetime]:
     """When each file was written, by the clock of the store. On a disk it does not matter."""
     if isinstance(directory, Path):
         return dict.fromkeys(names(directory), LONG_AGO)
-    selector = pafs.FileSelector(directory.key, allow_not_found=True)
-    infos = directory.filesystem.get_file_info(selector)
-    return {info.base_name: info.mtime for info in infos if info.type is pafs.FileType.File}
+    files = [info for info in listed(directory) if info.type is pafs.FileType.File]
+    return {file.base_name: file.mtime for file in files}
 
 
 SHARD_FILE = re.compile(r"shard-(\d+)(-[0-9a-f]+)?\.(json|parquet)")

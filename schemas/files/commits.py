@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -65,28 +65,35 @@ LISTING_PAUSE = 0.1
 
 T = TypeVar("T")
 
+Segments: TypeAlias = dict[str, Any]
+"""Tables of segments by name. Whoever reads again and again keeps them: a segment never changes."""
+
 
 def read_commit_log(
-    directory: Place, run_id: str, columns: Sequence[str] | None = None, loose: bool = True
+    directory: Place,
+    run_id: str,
+    columns: Sequence[str] | None = None,
+    loose: bool = True,
+    segments: Segments | None = None,
 ) -> pa.Table:
     """The commits that count: a row for each shard that is done, in shard order.
 
     It has the column `shard` and `columns` (default: all). A column `files.path` is `files` with
-    only that field. Without `loose` commits, only segments are read. Raises `RunError` if the
-    commit log cannot be read.
+    only that field. Without `loose` commits, only segments are read. A caller that reads again and
+    again keeps them in `segments`, by name. Raises `RunError` if the commit log cannot be read.
     """
     wanted = ["shard", *(COMMITS.names if columns is None else columns)]
     has_files = any(name.startswith("files") for name in wanted)
     schema = _schema_of(wanted if has_files else [*wanted, "files.rows"])
-    segments: dict[str, pa.Table] = {}
+    known = {} if segments is None else segments
 
     def read(listed: list[str]) -> pa.Table:
         commits = _read_loose(directory, run_id, _loose(listed) if loose else [], schema)
         # A segment never changes, so none is read twice, however often the directory is listed.
-        new = [name for name in _segments(listed) if name not in segments]
+        new = [name for name in _segments(listed) if name not in known]
         tables = _at_once(directory, lambda name: _read_segment(directory / name, schema), new)
-        segments.update(zip(new, tables, strict=True))
-        gathered = [segments[name] for name in _segments(listed)]
+        known.update(zip(new, tables, strict=True))
+        gathered = [known[name] for name in _segments(listed)]
         # Rules 1 and 2.
         kept = _last_rows(gathered)
         table = pa.concat_tables([*gathered, commits])
@@ -100,7 +107,8 @@ def read_commit_log(
         return table if is_in_order else table.take(pa.array(rows))
 
     table = _unchanged_meanwhile(directory, read)
-    segments.clear()
+    if segments is None:
+        known.clear()
     # What reading took beside the table: half as much again for a million commits.
     pa.default_memory_pool().release_unused()
     return table if has_files else table.drop_columns("files")
@@ -255,10 +263,19 @@ def taken_back(run_id: str, shards: Iterable[int]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=COMMITS)
 
 
-def gather(directory: Place, commits: Sequence[Commit]) -> None:
-    """Put commits into one segment, then delete the files of their own."""
+def gathered_shards(directory: Place, segments: Segments | None = None) -> set[int]:
+    """The shards whose commits are in segments; `segments` as in `read_commit_log`."""
+    gathered = read_commit_log(directory, "", [], loose=False, segments=segments)
+    return set(gathered["shard"].to_pylist())
+
+
+def gather(directory: Place, commits: Sequence[Commit], segments: Segments | None = None) -> None:
+    """Put commits into one segment, then delete the files of their own.
+
+    `segments` as in `read_commit_log`: a driver of a million shards gathers 245 times.
+    """
     # A shard that another driver has gathered counts as that one has it (rule 3).
-    gathered = set(read_commit_log(directory, "", [], loose=False)["shard"].to_pylist())
+    gathered = gathered_shards(directory, segments)
     new = [commit.model_dump() for commit in commits if commit.shard not in gathered]
     # In this order: a shard that is in the segment and in a file counts once, one in neither is
     # lost.

@@ -328,7 +328,7 @@ def absolute(where: str | Place) -> Place:
 def names(directory: Place) -> Iterator[str]:
     """Names of the files and directories in a directory, unordered; none if it does not exist."""
     if isinstance(directory, StorePath):
-        yield from (info.base_name for info in _listed(directory))
+        yield from (info.base_name for info in listed(directory))
         return
     try:
         yield from os.listdir(directory)
@@ -339,12 +339,13 @@ def names(directory: Place) -> Iterator[str]:
 def sizes(directory: Place) -> Iterator[tuple[str, int]]:
     """Names and sizes of the files in a directory, unordered; none if it does not exist."""
     if isinstance(directory, StorePath):
-        files = (info for info in _listed(directory) if info.type is pafs.FileType.File)
+        files = (info for info in listed(directory) if info.type is pafs.FileType.File)
         return ((info.base_name, info.size) for info in files)
     return ((name, status.st_size) for name, status in stats(directory))
 
 
-def _listed(directory: StorePath) -> list[pafs.FileInfo]:
+def listed(directory: StorePath) -> list[pafs.FileInfo]:
+    """What lies in a directory of a store; nothing if it does not exist."""
     selector = pafs.FileSelector(directory.key, allow_not_found=True)
     try:
         return directory.filesystem.get_file_info(selector)
@@ -377,7 +378,7 @@ def fingerprint(directory: Place) -> Fingerprint:
     the file system may look the same.
     """
     if isinstance(directory, StorePath):
-        looks = ((info.base_name, info.size, info.mtime_ns) for info in _listed(directory))
+        looks = ((info.base_name, info.size, info.mtime_ns) for info in listed(directory))
     else:
         # Nobody can set ctime, the time of the last change of the inode.
         looks = (
