@@ -93,7 +93,7 @@ chaos: .venv/.tools
 	@$(BIN)/python -m tests.tools.chaos --schedules $(SCHEDULES) --seed $(SEED)
 
 controls: .venv/.tools
-	$(BIN)/python -m headcount.reproduce.controls $(REPLICATION)
+	$(BIN)/python -m tests.reproduce.controls $(REPLICATION)
 
 docs: .venv/.tools
 	$(BIN)/python -m docs.pages

@@ -56,7 +56,7 @@ Reasons = str | dict[str, str]
 class ControlledQuery(BaseModel):
     """SQL whose rows the controls try, and why some cannot fail.
 
-    `python -m headcount.reproduce.controls` demands that every row fails for random weights, and
+    `python -m tests.reproduce.controls` demands that every row fails for random weights, and
     for interventions that do nothing, unless it says why here.
     """
 

@@ -16,14 +16,12 @@ claim may have `shown_by` and `left_out`, if a part is left out.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from headcount.reproduce.replication import Replication, read_toml, replications
+from headcount.reproduce.replication import read_toml
 
 CLAIMS = Path(__file__).parent / "claims"
 
@@ -78,43 +76,6 @@ class Source(BaseModel):
 def sources(directory: Path = CLAIMS) -> dict[str, Source]:
     """Every source with its claims, by name of the file."""
     return {file.stem: read_toml(file, Source) for file in sorted(directory.glob("*.toml"))}
-
-
-def problems(directory: Path = CLAIMS) -> list[str]:
-    """What claims name that is not there; one line each."""
-    names_by_replication = {name: _names_of(one) for name, one in replications().items()}
-    words_of_names = known_words()
-    lines: list[str] = []
-    for file, source in sources(directory).items():
-        for claim in source.claim:
-            where = f"{file}.toml: {claim.text[:60]!r}"
-            lines += [f"{where}: {line}" for line in _problems_of(claim, names_by_replication)]
-            words = set(re.findall(r"\w+", claim.covered_by))
-            if claim.covered_by and not words & words_of_names:
-                lines.append(f"{where}: covered_by names no column, intervention, input or view")
-    return lines
-
-
-def _problems_of(
-    claim: StatedClaim, names_by_replication: Mapping[str, Iterable[str]]
-) -> list[str]:
-    """What a claim is shown by that is not there."""
-    lines: list[str] = []
-    for place in claim.shown_by:
-        replication, _, beginning = place.partition(": ")
-        names = names_by_replication.get(replication)
-        if names is None:
-            lines.append(f"there is no replication {replication!r}")
-        elif not any(name.startswith(beginning) for name in names):
-            lines.append(f"nothing in {replication} has a name that begins with {beginning!r}")
-    return lines
-
-
-def _names_of(replication: Replication) -> list[str]:
-    """What may show a claim: published values, claims and figures of a replication."""
-    names = [value.full_name for value in replication.published_values]
-    names += [claim.words for claim in replication.claim]
-    return names + [figure.title for figure in replication.figure]
 
 
 def known_words() -> set[str]:

@@ -36,10 +36,10 @@ from headcount.schemas.files.commit import Commit
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.model.files.model_info import ModelInfo
-from headcount.workers.model.random_model import UNTRAINED, write_random_model
 from headcount.workers.replica import InterventionMeasurements
 from headcount.workers.shard import MeasuredShard, commit_shard, measure_shard
 from tests.s3.s3_server import S3Server
+from tests.toys.random_model import UNTRAINED, write_random_model
 
 RESULTS = Path(__file__).parent.parent / "results" / "fast_replica.json"
 

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headcount.reproduce.control_runs import (
+from headcount.reproduce.published_values import PublishedValue
+from headcount.reproduce.replication import replications
+from headcount.reproduce.replication_runs import open_replication_runs
+from tests.reproduce.control_runs import (
     FULL,
     QUICK,
     ControlRuns,
@@ -21,16 +24,13 @@ from headcount.reproduce.control_runs import (
     short_replication,
     with_untouched,
 )
-from headcount.reproduce.controls import (
+from tests.reproduce.controls import (
     Control,
     ReplicationControls,
     passing_share,
     scatter_problems,
 )
-from headcount.reproduce.published_values import PublishedValue
-from headcount.reproduce.replication import replications
-from headcount.reproduce.replication_runs import open_replication_runs
-from headcount.workers.model.random_model import LIVELY
+from tests.toys.random_model import LIVELY
 from tests.toys.toy_replications import toy_replication
 
 REPLICATIONS = replications()

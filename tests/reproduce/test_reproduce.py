@@ -18,8 +18,6 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.reproduce import control_runs
-from headcount.reproduce.controls import has_interventions, null_claims
 from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import (
     Check,
@@ -39,6 +37,8 @@ from headcount.schemas.errors import ScanError
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import find_model
+from tests.reproduce import control_runs
+from tests.reproduce.controls import has_interventions, null_claims
 from tests.toys import published
 from tests.toys import toy_models as toy
 from tests.toys.toy_replications import replication_text, toy_replication

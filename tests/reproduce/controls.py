@@ -13,7 +13,7 @@ round, a model that is right must pass: the scatter that the authors give is dra
   a percentage, and is compared so. Any other value becomes that of a figure that depends on no
   intervention, the untouched model's: its published value is compared.
 
-`python -m headcount.reproduce.controls [NAME …]`, or `make controls` for all.
+`python -m tests.reproduce.controls [NAME …]`, or `make controls` for all.
 """
 
 from __future__ import annotations
@@ -30,19 +30,6 @@ from pathlib import Path
 import numpy as np
 
 from headcount.queries.ask.asking import RunDatabase
-from headcount.reproduce.control_runs import (
-    FULL,
-    QUICK,
-    ControlRuns,
-    RunsShown,
-    ShortReplication,
-    as_if_untouched,
-    as_measured,
-    measure_run,
-    short_replication,
-    stand_in_files,
-    with_untouched,
-)
 from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import (
     Check,
@@ -55,8 +42,21 @@ from headcount.reproduce.replication_runs import open_replication_runs, plan_rep
 from headcount.reproduce.verdicts import Result, finite_number, judge, measured_by_name, rows_of
 from headcount.schemas.errors import HeadcountError, QueryError, RunError
 from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.model.random_model import LIVELY, UNTRAINED
 from headcount.workers.process import prepare_process
+from tests.reproduce.control_runs import (
+    FULL,
+    QUICK,
+    ControlRuns,
+    RunsShown,
+    ShortReplication,
+    as_if_untouched,
+    as_measured,
+    measure_run,
+    short_replication,
+    stand_in_files,
+    with_untouched,
+)
+from tests.toys.random_model import LIVELY, UNTRAINED
 
 DRAWS = 20_000
 """Pairs of a published and a measured value that are drawn for the scatter of one figure."""
@@ -396,9 +396,7 @@ def scatter_problems(name: str, replication: Replication) -> list[Control]:
 
 def main(words: Sequence[str]) -> int:
     """Print which figures and claims pass that must not; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m headcount.reproduce.controls", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.reproduce.controls", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="replications; none means all")
     parser.add_argument("--reasons", action="store_true", help="also print those with a reason")
     parser.add_argument("--quick", action="store_true", help="as short as the tests measure")

@@ -1,7 +1,7 @@
 """Short runs of a replication on random weights, and the views of interventions that do nothing.
 
-The controls (`reproduce.controls`) ask them. All runs of a replication lie in one directory and
-are opened once; `RunsShown` says which of them its SQL sees.
+The controls (`tests.reproduce.controls`) ask them. All runs of a replication lie in one directory
+and are opened once; `RunsShown` says which of them its SQL sees.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headcount.schemas.scans.kinds import TABLES
 from headcount.workers.inputs.corpus.text_files import located
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import ModelInfo
-from headcount.workers.model.random_model import MOST_POSITIONS, miniature_steps, write_random_model
+from tests.toys.random_model import MOST_POSITIONS, miniature_steps, write_random_model
 
 CHARACTERS = string.ascii_letters + string.digits + " .,"
 """Characters of a text that stands for another: 65, as many as the models of characters have."""
@@ -427,7 +427,7 @@ def _short_scan(
     return fields | {"sequences": few if published == "all" else min(few, published)}
 
 
-def _field(replication: Replication, entry: Mapping[str, Any], field: str, default: Any) -> Any:  # noqa: ANN401 (what TOML holds)
+def _field(replication: Replication, entry: Mapping[str, Any], field: str, default: Any) -> Any:
     return entry.get(field, replication.defaults.get(field, default))
 
 
