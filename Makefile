@@ -3,7 +3,7 @@
 # make precision: how far each precision drifts.  make docs: the pages that registries write.
 # make controls: which figures pass for random weights, or for interventions that do nothing.
 # make constraints: the versions of every install, anew.
-# make chaos SCHEDULES=200 SEED=7: a thousand damages; runs under random faults, rows lost and doubled.  make scale: shards a second, a million shards.
+# make chaos SCHEDULES=200 SEED=7: a thousand damages; runs under random deaths and faults, rows lost and doubled.  make scale: shards a second, a million shards.
 PYTHON ?= python3
 BIN := .venv/bin
 RUNS ?= runs/demo
@@ -90,6 +90,8 @@ scale: .venv/.tools
 
 chaos: .venv/.tools
 	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -m '' tests/schemas/test_damage.py -k no_damage_is_read
+	@$(BIN)/python -m tests.tools.random_deaths --schedules $(SCHEDULES) --seed $(SEED)
+	@$(BIN)/python -m tests.tools.random_deaths --schedules $(SCHEDULES) --seed $(SEED) --store
 	@$(BIN)/python -m tests.tools.chaos --schedules $(SCHEDULES) --seed $(SEED)
 
 controls: .venv/.tools

@@ -5,9 +5,10 @@ It needs neither PyTorch nor Ray, which take seconds to import.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from headcount.schemas.files.run_directory import RunDirectory
@@ -17,12 +18,16 @@ KEYS = ["sequence", "layer", "head"]
 
 def rows_of(run: RunDirectory) -> pa.Table:
     """Every row of `heads` that a reader who follows the commits finds."""
-    tables: list[pa.Table] = []
+    # Shards that were merged share a file, in which others may have been taken back since.
+    shards_by_path: defaultdict[str, list[int]] = defaultdict(list)
     for commit in run.commits():
         for file in commit.files:
             if file.table == "heads":
-                content = (run.path / file.path).read_bytes()
-                tables.append(pq.ParquetFile(pa.BufferReader(content)).read())
+                shards_by_path[file.path].append(commit.shard)
+    tables: list[pa.Table] = []
+    for path, shards in shards_by_path.items():
+        rows = pq.ParquetFile(pa.BufferReader((run.path / path).read_bytes())).read()
+        tables.append(rows.filter(pc.is_in(rows["shard"], pa.array(shards, rows["shard"].type))))
     return (
         pa.concat_tables(tables)
         .drop_columns("run_id")  # The runs that are compared have names of their own.
