@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,17 +21,11 @@ from headcount.jobs.commands.scan import (
     Overrides,
 )
 from headcount.jobs.console import say
-from headcount.queries.commands.query import tell_user, warn_of_damage
 from headcount.schemas.errors import RunError, ScanError, counted, unknown
 
 if TYPE_CHECKING:
     from headcount.reproduce.replication import Replication
-    from headcount.reproduce.reproduction import (
-        PlannedReplication,
-        Reproduction,
-        SkippedReplication,
-    )
-    from headcount.reproduce.verdicts import Result
+    from headcount.reproduce.reproduction import Attempt
 
 SOMETHING_SKIPPED = 3
 """Exit code if no result failed, but a replication that fits the model could not be measured."""
@@ -136,7 +128,7 @@ def reproduce(
     # These import torch, which takes seconds: a mistake above is answered without it.
     from headcount.jobs.resources import Resources
     from headcount.reproduce.replication_runs import check_overrides
-    from headcount.reproduce.reproduction import Reproduction
+    from headcount.reproduce.reproduction import Reproduction, progress_of, write_results
     from headcount.workers.model.files.known_models import KnownModels
     from headcount.workers.process import prepare_process
 
@@ -159,47 +151,23 @@ def reproduce(
     if model is not None:
         # A model that is not there is one mistake, and not a reason to skip every replication.
         reproduction.models.describe(model)
-    results, skipped = _measure_and_judge(reproduction, selection, file, console)
-    _end(results, skipped, len(selection), console)
-
-
-def _measure_and_judge(
-    reproduction: Reproduction,
-    selection: Mapping[str, Replication],
-    file: Path | None,
-    console: Console,
-) -> tuple[list[Result], list[SkippedReplication]]:
-    """Measure the replications one after another, and keep the results so far in a file."""
-    results: list[Result] = []
-    skipped: list[SkippedReplication] = []
-
-    def judge(planned: PlannedReplication) -> None:
-        results.extend(_judge(planned))
-        write()
-
-    def skip(replication: SkippedReplication) -> None:
-        say(console, f"{replication.replication}: skipped: {replication.reason}")
-        skipped.append(replication)
-        write()
-
-    def write() -> None:
-        # After every replication, so that a command that is stopped leaves the results so far.
-        if file is None:
-            return
-        so_far = [*results, *(replication.result for replication in skipped)]
-        content = json.dumps([asdict(result) for result in so_far], indent=1)
+    attempts = reproduction.plan(selection)
+    write_results(attempts, file)
+    all_runs = progress_of(attempts)
+    for attempt in attempts:
+        if attempt.skipped:
+            continue
         try:
-            file.write_text(f"{content}\n", encoding="utf-8")
-        except OSError as error:
-            raise RunError(f"{file}: cannot be written ({error.strerror})") from None
-
-    # All are planned first: what cannot be measured is said at once, and the time left is known.
-    planned_replications, unplanned = reproduction.plan(selection)
-    for replication in unplanned:
-        skip(replication)
-    write()
-    reproduction.measure(planned_replications, judge, skip)
-    return results, skipped
+            reproduction.measure(attempt, all_runs)
+            page = attempt.judge()
+            _print_results(attempt)
+            if page:
+                typer.echo(f"figures in {page}")
+        # One replication that cannot be measured says nothing about the others.
+        except Exception as error:
+            attempt.skip(error, console)
+        write_results(attempts, file)
+    _end(attempts, console)
 
 
 def texts_of_replications(
@@ -233,21 +201,17 @@ def texts_of_replications(
     return files
 
 
-def _end(
-    results: Sequence[Result],
-    skipped: Sequence[SkippedReplication],
-    replications: int,
-    console: Console,
-) -> None:
+def _end(attempts: Sequence[Attempt], console: Console) -> None:
     """Say how many results have which verdict, and end with the code that belongs to them."""
+    skipped = [attempt for attempt in attempts if attempt.skipped]
     # Of one replication nothing else can be said.
-    if replications == 1 and skipped and skipped[0].error is not None:
-        raise skipped[0].error
-    if len(skipped) == replications:
+    if len(attempts) == 1 and attempts[0].error is not None:
+        raise attempts[0].error
+    if len(skipped) == len(attempts):
         raise RunError("no replication could be measured; each line above says why")
-    counts = Counter(result.verdict for result in results)
+    counts = Counter(result.verdict for attempt in attempts for result in attempt.results)
     verdicts = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in VERDICT_ORDER)
-    measured = counted(replications - len(skipped), "replication")
+    measured = counted(len(attempts) - len(skipped), "replication")
     say(console, f"{measured} measured, {len(skipped)} skipped; results: {verdicts}")
     failures = counts["fail"]
     if failures:
@@ -255,50 +219,19 @@ def _end(
             f"{failures} of {failures + counts['pass']} results differ from what was published "
             "or must hold"
         )
-    if any(replication.fits for replication in skipped):
+    if any(attempt.error is not None for attempt in skipped):
         raise typer.Exit(SOMETHING_SKIPPED)
-
-
-def _judge(planned: PlannedReplication) -> list[Result]:
-    """Print the results on the runs of a replication, and write its page beside the runs.
-
-    There is no page if the runs lie in an object store.
-    """
-    from headcount.reproduce.replication_figures import Heading, write_page
-    from headcount.reproduce.replication_runs import open_replication_runs
-    from headcount.reproduce.verdicts import judge, warning
-    from headcount.schemas.files.places import place
-
-    name, replication, model = planned.name, planned.replication, planned.model
-    database = open_replication_runs(replication, planned.directory, tell_user)
-    warn_of_damage(database)
-    results = judge(name, replication, planned.info, model, database, planned.has_text)
-    _print_results(planned, results)
-    # Beside the directory, not in it: it is no file of a run.
-    page = place(f"{planned.directory}.html")
-    if isinstance(page, Path):
-        heading = Heading(
-            replication=name,
-            title=replication.title,
-            source=replication.source,
-            model=model,
-            runs=page.stem,
-            warning=warning(replication, planned.info, model),
-        )
-        write_page(page, heading, results, replication.figure, database)
-        typer.echo(f"figures in {page}")
-    return results
 
 
 VERDICT_ORDER = ("fail", "pass", "not comparable")
 """The order in which results are printed."""
 
 
-def _print_results(planned: PlannedReplication, results: Sequence[Result]) -> None:
-    replication = planned.replication
+def _print_results(attempt: Attempt) -> None:
+    replication, results = attempt.replication, attempt.results
     title = (
-        f"{planned.name}: {replication.title} ({replication.source})\n"
-        f"model {planned.model}, runs in {planned.directory}"
+        f"{attempt.name}: {replication.title} ({replication.source})\n"
+        f"model {attempt.model}, runs in {attempt.directory}"
     )
     table = Table(
         "name", "published", "measured", "tolerance", "verdict", title=title, title_justify="left"

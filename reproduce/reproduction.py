@@ -1,73 +1,94 @@
-"""One command's replications: what fits the model, what is skipped, and why."""
+"""The replications of one command: each is planned, measured and judged, or skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 
+from headcount.jobs.console import say
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.progress import WholeProgress, watch_index
+from headcount.queries.commands.query import tell_user, warn_of_damage
 from headcount.reproduce.published_texts import how_to_get
 from headcount.reproduce.replication import Replication
+from headcount.reproduce.replication_figures import Heading, write_page
 from headcount.reproduce.replication_runs import (
     measure_runs,
+    open_replication_runs,
     overrides_of_replication,
     plan_replication,
     tokens_to_measure,
 )
-from headcount.reproduce.verdicts import Result, has_sizes
-from headcount.schemas.errors import HeadcountError
-from headcount.schemas.files.places import reason
+from headcount.reproduce.verdicts import Result, has_sizes, judge, warning
+from headcount.schemas.errors import HeadcountError, RunError
+from headcount.schemas.files.places import place, reason
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import ModelInfo
 
 
-@dataclass(frozen=True)
-class SkippedReplication:
-    """A replication that was not measured."""
-
-    replication: str
-    model: str
-    reason: str
-    fits: bool
-    """Whether it was published for such a model, so that something could be done about it."""
-    error: Exception | None = None
-    """What stopped it."""
-
-    @property
-    def result(self) -> Result:
-        """The replication's only line among the results."""
-        return Result(
-            replication=self.replication,
-            name="",
-            published=None,
-            measured=None,
-            tolerance=None,
-            verdict="skipped",
-            model=self.model,
-            reason=self.reason,
-        )
-
-
-@dataclass(frozen=True)
-class PlannedReplication:
-    """A replication whose runs are planned."""
+@dataclass
+class Attempt:
+    """One replication of a command, and what became of it."""
 
     name: str
     replication: Replication
     model: str
-    info: ModelInfo
-    plans: list[Plan]
-    has_text: bool
-    """Whether its runs read the user's text instead of the one that stands for it."""
+    text: str | None = None
+    """The file of the authors' text, if the user gave one."""
+    plans: list[Plan] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    skipped: str = ""
+    """Why it was not measured."""
+    error: Exception | None = None
+    """What stopped it. None if it was published for other models."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model that it is measured on."""
+        return self.plans[0].info
 
     @property
     def directory(self) -> str:
-        """All runs of a replication lie in one directory."""
+        """All its runs lie in one directory."""
         return self.plans[0].scan.out
+
+    def skip(self, why: Exception | str, console: Console) -> None:
+        """Say why it is not measured. That is its only line among the results."""
+        self.skipped = why if isinstance(why, str) else _line(why)
+        self.error = None if isinstance(why, str) else why
+        say(console, f"{self.name}: skipped: {self.skipped}")
+        nothing = ("", None, None, None, "skipped")
+        self.results = [Result(self.name, *nothing, self.model, reason=self.skipped)]
+
+    def judge(self) -> str:
+        """Compare what its runs measured, and write its page beside them; the path of the page.
+
+        There is no page if the runs lie in an object store.
+        """
+        replication = self.replication
+        database = open_replication_runs(replication, self.directory, tell_user)
+        warn_of_damage(database)
+        has_text = self.text is not None
+        self.results = judge(self.name, replication, self.info, self.model, database, has_text)
+        # Beside the directory, not in it: it is no file of a run.
+        page = place(f"{self.directory}.html")
+        if not isinstance(page, Path):
+            return ""
+        heading = Heading(
+            replication=self.name,
+            title=replication.title,
+            source=replication.source,
+            model=self.model,
+            runs=page.stem,
+            warning=warning(replication, self.info, self.model),
+        )
+        write_page(page, heading, self.results, replication.figure, database)
+        return str(page)
 
 
 @dataclass(frozen=True)
@@ -87,68 +108,58 @@ class Reproduction:
     models: KnownModels
     console: Console
 
-    def plan(
-        self, selection: Mapping[str, Replication]
-    ) -> tuple[list[PlannedReplication], list[SkippedReplication]]:
-        """Plan every replication; what cannot be planned is skipped, with its reason."""
-        planned: list[PlannedReplication] = []
-        skipped: list[SkippedReplication] = []
+    def plan(self, selection: Mapping[str, Replication]) -> list[Attempt]:
+        """Plan every replication: what cannot be measured is said before anything is."""
+        attempts: list[Attempt] = []
         for name, replication in selection.items():
-            outcome = self._plan_one(name, replication)
-            if isinstance(outcome, PlannedReplication):
-                planned.append(outcome)
-            else:
-                skipped.append(outcome)
-        return planned, skipped
-
-    def measure(
-        self,
-        planned: Sequence[PlannedReplication],
-        judge: Callable[[PlannedReplication], None],
-        skip: Callable[[SkippedReplication], None],
-    ) -> None:
-        """Measure the replications one after the other. Each is handed to `judge`, or to `skip`."""
-        all_runs = WholeProgress(sum(tokens_to_measure(each.plans) for each in planned))
-        for each in planned:
+            model = self.model or replication.bundled_model
+            attempt = Attempt(name, replication, model, self.texts.get(name))
+            attempts.append(attempt)
             try:
-                measure_runs(
-                    each.plans,
-                    self.resources,
-                    self.console,
-                    self.allow_other_code,
-                    models=self.models,
-                    all_runs=all_runs,
-                )
-                judge(each)
-            # One replication that cannot be measured says nothing about the others.
+                misfit = _misfit(replication, self.models.describe(model), model)
+                if misfit and self.only_fitting:
+                    attempt.skip(misfit, self.console)
+                    continue
+                with watch_index(self.console) as watch:
+                    attempt.plans = plan_replication(
+                        replication,
+                        model,
+                        f"{self.out.rstrip('/')}/{name}",
+                        overrides_of_replication(self.overrides, replication),
+                        watch,
+                        text=attempt.text,
+                        models=self.models,
+                    )
             except Exception as error:
-                skip(
-                    SkippedReplication(each.name, each.model, _line(error), fits=True, error=error)
-                )
+                attempt.skip(error, self.console)
+        return attempts
 
-    def _plan_one(
-        self, name: str, replication: Replication
-    ) -> PlannedReplication | SkippedReplication:
-        model = self.model or replication.bundled_model
-        try:
-            info = self.models.describe(model)
-            misfit = _misfit(replication, info, model) if self.only_fitting else ""
-            if misfit:
-                return SkippedReplication(name, model, misfit, fits=False)
-            with watch_index(self.console) as watch:
-                plans = plan_replication(
-                    replication,
-                    model,
-                    f"{self.out.rstrip('/')}/{name}",
-                    overrides_of_replication(self.overrides, replication),
-                    watch,
-                    text=self.texts.get(name),
-                    models=self.models,
-                )
-        except Exception as error:
-            return SkippedReplication(name, model, _line(error), fits=True, error=error)
-        has_text = name in self.texts
-        return PlannedReplication(name, replication, model, info, plans, has_text)
+    def measure(self, attempt: Attempt, all_runs: WholeProgress) -> None:
+        """Measure what is missing of its runs."""
+        measure_runs(
+            attempt.plans,
+            self.resources,
+            self.console,
+            self.allow_other_code,
+            models=self.models,
+            all_runs=all_runs,
+        )
+
+
+def progress_of(attempts: Sequence[Attempt]) -> WholeProgress:
+    """How far all of them are."""
+    return WholeProgress(sum(tokens_to_measure(attempt.plans) for attempt in attempts))
+
+
+def write_results(attempts: Sequence[Attempt], file: Path | None) -> None:
+    """Write the results so far: a command that is stopped leaves them."""
+    if file is None:
+        return
+    results = [asdict(result) for attempt in attempts for result in attempt.results]
+    try:
+        file.write_text(f"{json.dumps(results, indent=1)}\n", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{file}: cannot be written ({error.strerror})") from None
 
 
 def _misfit(replication: Replication, info: ModelInfo, model: str) -> str:

@@ -23,8 +23,7 @@ from headcount.queries.report.html_page import unpacked
 from headcount.reproduce.replication import Figure, replications
 from headcount.reproduce.replication_figures import Heading, write_page
 from headcount.reproduce.replication_runs import plan_replication
-from headcount.reproduce.reproduce_commands import _judge
-from headcount.reproduce.reproduction import PlannedReplication
+from headcount.reproduce.reproduction import Attempt
 from headcount.reproduce.verdicts import Result
 from headcount.schemas.errors import QueryError, RunError
 from tests.pages.browser import chromium, requested_urls
@@ -170,8 +169,9 @@ def test_only_runs_on_a_disk_have_a_page(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (plan, *_) = plan_replication(replication, replication.bundled_model, str(tmp_path / "plans"))
     for home in (str(tmp_path / "1234abcd"), "s3://bucket/previous_token/1234abcd"):
         moved = replace(plan, scan=plan.scan.model_copy(update={"out": home}))
-        facts = (replication.bundled_model, plan.info, [moved], False)
-        assert _judge(PlannedReplication("t", replication, *facts)) == []
+        attempt = Attempt("t", replication, replication.bundled_model, plans=[moved])
+        attempt.judge()
+        assert attempt.results == []
     assert [path.name for path in tmp_path.glob("*.html")] == ["1234abcd.html"]
 
 
