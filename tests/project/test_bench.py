@@ -6,20 +6,16 @@ import json
 import math
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import cases, measure
-from benchmarks.bench import write
+from benchmarks import cases
 from benchmarks.cases import FULL, QUICK, Cell, cells
-from benchmarks.measure import best_batch, weigh_run
-from benchmarks.page import draw
+from benchmarks.measure import weigh_run
 from benchmarks.targets import (
     PEAK_FLOPS,
     CellMeasurements,
@@ -29,7 +25,7 @@ from benchmarks.targets import (
     slope,
     targets,
 )
-from benchmarks.ways import STANDARD, WAYS, Run, draw_tokens, make_gpt2_small
+from benchmarks.ways import STANDARD, WAYS, draw_tokens, make_gpt2_small
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 from tests import ROOT
 from tests.tools.processes import Command
@@ -87,38 +83,6 @@ def test_a_quick_run_measures_the_rows_of_its_device_and_names_others(
             assert entry["peak"] is None
 
 
-@pytest.mark.long
-def test_page_and_plots_show_every_row(quick: Path, record: dict[str, Any], tmp_path: Path) -> None:
-    page = (quick / "RESULTS.md").read_text(encoding="utf-8")
-    for row in record["rows"]:
-        columns = ("row", "baseline", "reach", "measured", "verdict")
-        assert f"| {' | '.join(row[name] for name in columns)} |" in page
-    for cell in record["cells"]:
-        assert f"| {cell['way']} | " in page
-        assert f" | {cell['batch']} × {cell['n_ctx']} | " in page
-    assert record["machine"]["commit"] in page
-    assert "torch " + record["machine"]["versions"]["torch"] in page
-    printed = (quick / "stdout").read_text(encoding="utf-8")
-    for verdict in ("met", "missed", "not measured", "–"):
-        shown = [row for row in record["rows"] if row["verdict"] == verdict]
-        assert printed.count(f"│ {verdict:<12} │\n") == len(shown)
-    # A further run adds a line and draws the same.
-    write(record, tmp_path)
-    write(record | {"rounds": 7}, tmp_path)
-    history = (tmp_path / "history.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["rounds"] for line in history] == [1, 7]
-    assert (tmp_path / "plots/n_ctx.svg").read_bytes() == (quick / "plots/n_ctx.svg").read_bytes()
-    assert "7 rounds" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    # A curve against the batch needs two of them.
-    of_gpt2 = [cell for cell in record["cells"] if cell["model"] == "gpt2"]
-    twice = [cell | {"batch": 2 * cell["batch"]} for cell in of_gpt2]
-    drawn = draw(record | {"cells": record["cells"] + twice}, tmp_path)
-    assert [path.name for path in drawn] == ["batch.svg", "n_ctx.svg"]
-    text = drawn[0].read_text(encoding="utf-8")
-    for word in ("fused", "bare", "run_with_cache", "tokens/s", "peak memory, GB"):
-        assert word in text
-
-
 def test_a_verdict_is_met_or_missed_or_not_measured() -> None:
     for at_least, at_most, value, verdict in (
         (0.95, None, 0.95, "met"), (0.95, None, 0.9499, "missed"), (0.95, None, 3, "met"),
@@ -128,17 +92,6 @@ def test_a_verdict_is_met_or_missed_or_not_measured() -> None:
     ):  # fmt: skip
         target = Target("row", "baseline", lambda _: None, at_least, at_most)
         assert target.verdict(value) == verdict, (at_least, at_most, value)
-
-
-def test_values_are_shown_with_their_units_and_small_ratios_as_fractions() -> None:
-    target = Target("row", "baseline", lambda _: None, at_least=4)
-    small, at_most = {"at_least": None, "at_most": 1 / 6}, "1/8 ×"
-    for changes, value, shown in (
-        ({}, 4.5521, "4.55 ×"), ({}, 0.25, "0.25 ×"), ({}, None, "not measured"),
-        (small, 0.125, at_most), (small, 0.75, "0.75 ×"),
-        ({"unit": "tokens/s"}, 1234567.8, "1,234,568 tokens/s"), ({"unit": ""}, 1.08, "1.08"),
-    ):  # fmt: skip
-        assert replace(target, **changes).show(value) == shown
 
 
 def cell(way: str, batch: int, n_ctx: int, model: str = "gpt2", precision: str = "float32") -> Cell:
@@ -197,22 +150,6 @@ def test_gpu_rows_follow_from_the_best_batches() -> None:
     assert {target.value(Results("cpu", measurements)) for target in targets(FULL)} == {None}
 
 
-def test_the_best_batch_is_doubled_while_it_gains_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def simulated(seconds: Any, run: Run, tokens: torch.Tensor) -> float:
-        if len(tokens) not in seconds:
-            raise torch.OutOfMemoryError
-        return seconds[len(tokens)]
-
-    for seconds, expected in (
-        ({1: 1, 2: 1, 4: 1, 8: 2}, 4),  # 8 gains nothing
-        ({1: 1, 2: 1, 4: 1.97}, 2),  # 4 gains less than 2 %
-        ({1: 1, 2: 1}, 2),  # 4 does not fit
-        ({}, 0),
-    ):
-        monkeypatch.setattr(measure, "seconds_of", partial(simulated, seconds))
-        assert best_batch(len, lambda size: torch.zeros(size, 3), 1) == expected
-
-
 @pytest.mark.skipif(not CAN_WEIGH, reason="memory is read from Linux's /proc")
 def test_what_a_run_holds_for_a_moment_is_weighed() -> None:
     def run(tokens: torch.Tensor) -> None:
@@ -221,18 +158,6 @@ def test_what_a_run_holds_for_a_moment_is_weighed() -> None:
     torch.ones(256 * MB, dtype=torch.uint8)  # An earlier peak does not count.
     loaded, peak = weigh_run(run, torch.zeros(1, 17))
     assert 60 * MB < peak - loaded < 80 * MB
-
-
-def test_what_this_machine_cannot_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ways() -> set[str]:
-        return {cell.way for cell in cells("speed", FULL)}
-
-    monkeypatch.setattr(cases.shutil, "which", lambda _: "g++")
-    monkeypatch.setattr(cases.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 30))
-    assert ways() == {"bare", "fused", "compiled", "run_with_cache", "product"}
-    monkeypatch.setattr(cases.shutil, "which", lambda _: None)
-    monkeypatch.setattr(cases.psutil, "virtual_memory", lambda: SimpleNamespace(available=4 << 30))
-    assert ways() == {"bare", "fused", "product"}
 
 
 @pytest.mark.long
