@@ -106,7 +106,8 @@ class Schedules:
             if error == "hangs" or error.startswith("Traceback") or (error and not mortal):
                 self.bad.append(error)
             elif error:
-                self.said[error[:100]] += 1
+                # Behind the place, which differs.
+                self.said[error.partition(": ")[2][:100]] += 1
             else:
                 returned.append(value)
         if self.store is not None:
