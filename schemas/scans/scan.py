@@ -24,7 +24,6 @@ from headcount.schemas.scans.measured_heads import (
     Head,
     MeasuredHeads,
     ModelSize,
-    check_named,
     find_heads,
 )
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, PRECISIONS
@@ -306,7 +305,14 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     Traceback (most recent call last):
     headcount.schemas.errors.ScanError: n_ctx: expected 1 or more, got 0
     """
-    _refuse_control_characters(fields)
+    # No file name or terminal line can hold control characters and surrogates.
+    lines = [
+        f"{key}: expected text without control characters, got {text!a}"
+        for key, text in _texts(fields)
+        if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
+    ]
+    if lines:
+        raise ScanError("\n".join(lines))
     try:
         # As JSON, because only there does pydantic's strict mode take an array for a tuple.
         scan = Scan.model_validate_json(json.dumps(fields, default=str))
@@ -320,23 +326,10 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     for kind in KINDS:
         kind.check(scan.names(kind))
     _check_formulas(scan)
-    check_named(scan.layers, scan.heads)
-    _check_interventions(scan)
-    _check_shards(scan)
+    _check_named(scan)
     _check_paths(scan)
     _check_precision(scan)
     return scan
-
-
-def _refuse_control_characters(fields: dict[str, Any]) -> None:
-    """Refuse control characters and surrogates: no file name or terminal line can hold them."""
-    lines = [
-        f"{key}: expected text without control characters, got {text!a}"
-        for key, text in _texts(fields)
-        if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
-    ]
-    if lines:
-        raise ScanError("\n".join(lines))
 
 
 def _check_formulas(scan: Scan) -> None:
@@ -361,8 +354,19 @@ def _check_formulas(scan: Scan) -> None:
         )
 
 
-def _check_interventions(scan: Scan) -> None:
-    """Refuse interventions that are named twice, and texts too long for a directory's name."""
+def _check_named(scan: Scan) -> None:
+    """Refuse heads, layers and interventions named twice, and more of them than can be kept."""
+    for field, chosen in {"layers": scan.layers, "heads": scan.heads}.items():
+        if not isinstance(chosen, str) and (not chosen or len(set(chosen)) < len(chosen)):
+            raise ScanError(
+                f'{field}: expected "all", or at least one {field[:-1]} and each once, got '
+                f"[{', '.join(map(str, chosen))}]"
+            )
+    if scan.layers != "all" and scan.heads != "all":
+        raise ScanError(
+            "heads: these imply their layers, so layers and heads exclude each other; "
+            "leave one of them out"
+        )
     texts = tuple(map(str, scan.interventions))
     check_names("interventions", texts, required=True)
     for text in texts:
@@ -371,12 +375,7 @@ def _check_interventions(scan: Scan) -> None:
                 f"interventions: expected at most {LONGEST_INTERVENTION} characters, for it names "
                 f"a directory, got {len(text)}: {text[:60]}…"
             )
-
-
-def _check_shards(scan: Scan) -> None:
-    if scan.sequences == "all":
-        return
-    shards = -(-scan.sequences // scan.sequences_per_shard)  # rounded up
+    shards = 0 if scan.sequences == "all" else -(-scan.sequences // scan.sequences_per_shard)
     if shards > MOST_SHARDS:
         raise ScanError(
             f"sequences: {scan.sequences:,} make {shards:,} shards, expected at most "
