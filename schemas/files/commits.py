@@ -21,9 +21,6 @@ and of two attempts at a shard the second finds that there is a commit. So two d
 work at once, and a straggler that finishes when its shard is in a segment changes nothing.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import time

@@ -5,9 +5,6 @@ a million files in seconds. By content: every file is read and compared with the
 commit and with the declared ranges of its columns.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import json

@@ -1,8 +1,5 @@
 """The digest by which a commit knows the content of a file."""
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import hashlib

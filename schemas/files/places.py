@@ -4,9 +4,6 @@ A store path has the few methods of `pathlib.Path` that we need. A file is writt
 all: a temporary name, fsync and rename on a disk, a single upload in a store.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import errno

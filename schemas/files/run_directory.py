@@ -12,9 +12,6 @@ runs/run_id=NAME-HASH/
                                    the commit log (commits.py)
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import json

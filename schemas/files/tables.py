@@ -4,9 +4,6 @@ A table is an object. `schemas.scans.kinds.TABLES` lists all of them. Each kind 
 one.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import inspect

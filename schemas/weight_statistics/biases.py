@@ -1,8 +1,5 @@
 """The query bias: the coordinates and the positions that it makes every query look for."""
 
-# torch gives `norm` no types.
-# pyright: basic
-
 from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.decomposition import has_fixed_positions
