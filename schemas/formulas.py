@@ -192,11 +192,8 @@ class Kind(Registry[Formula]):
     """Whether the mean and spread over a shard's sequences are stored instead of the values."""
     named_by: str | None = None
     """Column that holds the names of formulas; if there is none, every formula is a column."""
-    sets: Mapping[str, Callable[[Formula], bool]] = dataclasses.field(
-        default_factory=dict[str, Callable[[Formula], bool]]
-    )
-    """Words that a scan may write in place of a list of names, or in the list, and which formulas
-    each means.
+    sets: tuple[str, ...] = ()
+    """Words that a scan may write in place of a list of names, or in the list: all, and standard.
     """
     default: str | tuple[str, ...] = ()
     """What a scan without the field measures. If it is empty, the scan's list may be empty too."""
@@ -274,7 +271,7 @@ class Kind(Registry[Formula]):
         return replace(formula, arguments=tuple(options.items()))
 
     def _in_set(self, word: str) -> list[Formula]:
-        return [formula for formula in self.values() if self.sets[word](formula)]
+        return [formula for formula in self.values() if formula.standard or word == "all"]
 
     def select(self, names: str | Iterable[str]) -> tuple[Formula, ...]:
         """The formulas that a scan names, in registry order.

@@ -79,9 +79,14 @@ def read_commit_log(
     only that field. Without `loose` commits, only segments are read. A caller that reads again and
     again keeps them in `segments`, by name. Raises `RunError` if the commit log cannot be read.
     """
-    wanted = ["shard", *(COMMITS.names if columns is None else columns)]
+    wanted = {"shard", *(COMMITS.names if columns is None else columns)}
     has_files = any(name.startswith("files") for name in wanted)
-    schema = _schema_of(wanted if has_files else [*wanted, "files.rows"])
+    # Without any file, a row takes its shard back.
+    part = [f for f in FILES if f"files.{f.name}" in (wanted if has_files else {"files.rows"})]
+    fields = [field for field in COMMITS if field.name in wanted]
+    if part and "files" not in wanted:
+        fields.append(pa.field("files", pa.list_(pa.struct(part))))
+    schema = pa.schema(fields)
     known = {} if segments is None else segments
 
     def read(listed: list[str]) -> pa.Table:
@@ -173,16 +178,6 @@ def _last_rows(segments: Sequence[pa.Table]) -> np.ndarray:
     _, places_from_end = np.unique(rows["shard"].to_numpy()[::-1], return_index=True)
     last = len(rows) - 1 - places_from_end
     return last[pc.fill_null(pc.list_value_length(rows["files"]), 0).to_numpy()[last] > 0]
-
-
-def _schema_of(wanted: Iterable[str]) -> pa.Schema:
-    """The schema of some columns, where `files.path` and the like are fields of `files`."""
-    wanted = set(wanted)
-    part = [field for field in FILES if f"files.{field.name}" in wanted]
-    fields = [field for field in COMMITS if field.name in wanted]
-    if part and "files" not in wanted:
-        fields.append(pa.field("files", pa.list_(pa.struct(part))))
-    return pa.schema(fields)
 
 
 def _read_segment(file: Place, schema: pa.Schema) -> pa.Table:

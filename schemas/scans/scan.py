@@ -143,7 +143,7 @@ def _with_kinds(base: type[Setting]) -> type[Setting]:
     fields: dict[str, Any] = {}
     for kind in KINDS:
         # A kind may also take a word for some of its formulas, such as "standard".
-        written = Literal[tuple(kind.sets)] | names if kind.sets else names
+        written = Literal[kind.sets] | names if kind.sets else names
         annotation = Annotated[written, AfterValidator(kind.canonical)]
         fields[kind.field] = (annotation, Field(kind.default, description=kind.meaning))
     return create_model("Measured", __base__=base, __module__=__name__, **fields)
