@@ -5,7 +5,6 @@ computed, kept or written.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from copy import copy
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from headcount.jobs.plan.plan import Plan, make_plan, replan
+from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
@@ -23,13 +22,12 @@ from headcount.queries.ask.asking import open_runs
 from headcount.queries.open.connection import connect
 from headcount.queries.report.html_page import unpacked
 from headcount.queries.report.report import write_report
-from headcount.schemas.errors import MeasureError, RunError
+from headcount.schemas.errors import MeasureError
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.inputs.sequences import ShardInput
-from headcount.workers.interventions import INTERVENTIONS, intervention, intervention_registry
 from headcount.workers.shard import intervention_tables
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import begun, measured
@@ -167,28 +165,6 @@ def test_a_pass_ends_after_the_last_layer_that_something_needs(gpt2: Path):
     assert changed.method.built_layers == [0, 1]
 
 
-def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intervention_registry, "INTERVENTIONS", copy(INTERVENTIONS))
-
-    @intervention
-    def patch_layers(z: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-        """The outputs of all heads come from the partner."""
-        return partner
-
-    replica = toy.replica(gpt2, n_ctx=T, layers=[1])
-    assert blocks_run(replica, TOKENS, "patch_layers", partner=TOKENS) == [0, 1] * 2
-
-
-@both_engines
-def test_only_measured_layers_are_shown(gpt2: Path, engine: str):
-    replica = toy.replica(gpt2, n_ctx=T, engine=engine)
-    layers_shown: list[int] = []
-    tokens = torch.from_numpy(TOKENS).long()
-    with torch.inference_mode():
-        replica.engine.run(tokens, {}, lambda layer, _: layers_shown.append(layer), (), layers=[1])
-    assert set(layers_shown) == {1}
-
-
 def test_the_pattern_of_a_layer_between_is_not_asked(gpt2: Path, monkeypatch: pytest.MonkeyPatch):
     replica = toy.replica(gpt2, n_ctx=T, layers=[0, 2], statistics="standard")
     replica.measure(TOKENS)
@@ -259,13 +235,6 @@ def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path):
     assert part.identity["scan"]["heads"] == ["L0H3", "L2H1"]
 
 
-def test_a_run_of_other_heads_is_not_gone_on_with(tmp_path: Path, gpt2: Path):
-    plan = begin(tmp_path, gpt2, layers=[1])
-    assert replan(plan.run).scan.layers == (1,)
-    with pytest.raises(RunError, match="measured something else: layers"):
-        make_plan(parse_scan(fields_of(tmp_path, gpt2)), "toy", plan.run.run_id)
-
-
 def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path):
     fields = {"heads": ["L2H0", "L0H1", "L2H3"], "profiles": ["key_norm_by_key"]}
     plan = finished(tmp_path, gpt2, **fields)
@@ -322,10 +291,3 @@ def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2
         assert [value is None for value in series["y"]] == [False, True, False]
     assert section["facts"]["measured_heads"] == "L0H1, L2H0, L2H3"
     assert section["heads"] == 3
-
-
-@pytest.mark.long
-def test_a_report_of_one_head_of_each_layer_draws_cells(tmp_path: Path, gpt2: Path):
-    section = reported(tmp_path, finished(tmp_path, gpt2, heads=["L0H1", "L1H2"]))
-    kinds = [values["kind"] for values in section["values"].values()]
-    assert kinds.count("heads") > 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -95,16 +94,6 @@ def test_scores_of_ten_thousand_stay_finite_and_entropy_stays_positive():
     assert [answer.max().item() for answer in attention if answer.max() > 1] == []
 
 
-def test_all_attention_on_one_key_has_no_entropy():
-    k = torch.zeros(1, 1, 9, 2)
-    k[..., 0, 0] = 50
-    q = torch.zeros(1, 1, 9, 2)
-    q[..., 0] = 50
-    pattern = FusedPattern(q, k, k, AttentionFacts(1.0), {})
-    assert pattern.entropy().tolist() == [[[0.0] * 9]]
-    assert pattern.key(0).tolist() == [[[1.0] * 9]]
-
-
 class Largest(TorchDispatchMode):
     """Records the largest tensor that any operation returns."""
 
@@ -187,43 +176,41 @@ def grouped_inputs(n_ctx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @cache
 def defined_by_hand(name: str, n_ctx: int) -> dict[str, Tensor]:
-    """Every answer in float64 with a mask written by hand, one query head at a time."""
+    """Every answer in float64 from the whole matrices, with a mask written by hand."""
     q, k, v, tokens = grouped_inputs(n_ctx)
     facts, group = FACTS[name], q.shape[1] // k.shape[1]
     window = n_ctx if facts.window is None else facts.window
     seen = torch.tensor([[0 <= i - j < window for j in range(n_ctx)] for i in range(n_ctx)])
     behind = torch.arange(n_ctx)[:, None] - torch.arange(n_ctx)
-    patterns: list[Tensor] = []
-    scores: list[Tensor] = []
-    for head in range(q.shape[1]):
-        s = q[:, head].double() @ k[:, head // group].double().mT * facts.scale
-        if facts.soft_cap is not None:
-            s = facts.soft_cap * (s / facts.soft_cap).tanh()
-        if facts.slopes is not None:
-            s = s - facts.slopes[head].double() * behind
-        s = s.masked_fill(~seen, -torch.inf)
-        exponentials = s.exp()
-        total = exponentials.sum(-1, keepdim=True)
-        if facts.sink is not None:
-            total = total + facts.sink[head].double().exp()
-        patterns.append(exponentials / total)
-        scores.append(s)
-    A, S = torch.stack(patterns, 1), torch.stack(scores, 1)
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    S = q.double() @ k.mT * facts.scale
+    if facts.soft_cap is not None:
+        S = facts.soft_cap * (S / facts.soft_cap).tanh()
+    if facts.slopes is not None:
+        S = S - facts.slopes.double()[:, None, None] * behind
+    S = S.masked_fill(~seen, -torch.inf)
+    total = S.exp().sum(-1, keepdim=True)
+    if facts.sink is not None:
+        total = total + facts.sink.double().exp()[:, None, None]
+    A = S.exp() / total
     past = seen | (behind < 0)  # What lies behind the window is NaN, the future is not.
     shown = A.masked_fill(~past, torch.nan)
-    n_seen = seen.sum(0)
-    answers = {f"key {key}": shown[..., key] for key in range(min(4, n_ctx))}
-    answers |= {f"lag {d}": shown.diagonal(-d, dim1=-2, dim2=-1) for d in range(min(3, n_ctx))}
-    by_lag = [shown.diagonal(-d, dim1=-2, dim2=-1).mean(-1) for d in range(n_ctx)]
+    keys, queries = masks(n_ctx, len(A))
+    by_lag = [shown.diagonal(-d, dim1=-2, dim2=-1) for d in range(n_ctx)]
     earlier = [S[..., i, 1:i].mean(-1) for i in range(2, n_ctx)]
-    v = v.double().repeat_interleave(group, 1)
+    answers = {f"key {key}": shown[..., key] for key in range(min(4, n_ctx))}
+    answers |= {f"lag {d}": by_lag[d] for d in range(min(3, n_ctx))}
+    for sink, recent in DISTANT:
+        distant = seen & (behind >= recent) & (torch.arange(n_ctx) >= sink)
+        mass = (A * distant).sum(-1).masked_fill(~distant.any(-1), torch.nan)
+        answers[f"distant {sink} {recent}"] = mass
     return answers | {
         "copies": (A * ((tokens[:, :, None] == tokens[:, None]) & (behind > 0))[:, None]).sum(-1),
         "entropy": -torch.xlogy(A, A).sum(-1),
         "distance": (A * behind).sum(-1),
         "score 0": S[..., 0].masked_fill(~seen[:, 0], torch.nan),
-        "received": A.sum(-2) / n_seen,
-        "by lag": torch.stack(by_lag, -1),
+        "received": A.sum(-2) / seen.sum(0),
+        "by lag": torch.stack([diagonal.mean(-1) for diagonal in by_lag], -1),
         "row": shown[..., n_ctx // 2, :],
         "rows": A[..., max(n_ctx - 5, 0) :, :],
         "row scores": S[..., n_ctx - 1, :].masked_fill(~seen[-1], torch.nan),
@@ -231,28 +218,11 @@ def defined_by_hand(name: str, n_ctx: int) -> dict[str, Tensor]:
         "gate": 1 - A.sum(-1),
         "matrix": shown,
         "z": A @ v,
-        **{f"distant {s} {r}": distant_by_hand(A, seen, s, r) for s, r in DISTANT},
-        **labelled_by_hand(A, seen),
         "largest score": S.amax(-1),
+        "labelled mass": torch.einsum("bhqk,bk,bq->bhq", A, keys.double(), queries.double()),
+        "strongest key": A.argmax(-1) * queries[:, None],
+        "labelled seen": (seen.tril()[None] & keys[:, None]).sum(-1),
     }
-
-
-def distant_by_hand(A: Tensor, seen: Tensor, sink: int, recent: int) -> Tensor:
-    """The mass on distant keys, one query at a time."""
-    masses: list[Tensor] = []
-    for query in range(len(seen)):
-        keys = [k for k in range(sink, query - recent + 1) if seen[query, k]]
-        masses.append(A[:, :, query, keys].sum(-1) if keys else A[:, :, 0, 0] * math.nan)
-    return torch.stack(masses, -1)
-
-
-def labelled_by_hand(A: Tensor, seen: Tensor) -> dict[str, Tensor]:
-    """What is asked of some keys and of some queries."""
-    keys, queries = masks(len(seen), len(A))
-    mass = torch.einsum("bhqk,bk,bq->bhq", A, keys.double(), queries.double())
-    strongest = A.argmax(-1) * queries[:, None]
-    counts = (seen.tril()[None] & keys[:, None]).sum(-1)
-    return {"labelled mass": mass, "strongest key": strongest, "labelled seen": counts}
 
 
 def assert_close(answer: Tensor, expected: Tensor, question: str) -> None:
