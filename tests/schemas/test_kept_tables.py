@@ -133,16 +133,6 @@ def test_every_column_of_every_view_is_described(plan: Plan):
         assert described[view, "layer" if view == "weights" else "head"].endswith(end), view
 
 
-def test_sql_finds_the_heads_of_a_list(plan: Plan):
-    question = """
-        SELECT max(abs(list_avg(sink_attention_by_query) - sink_alpha)), count(*),
-            min(len(score_shift_by_key))
-        FROM curves JOIN heads USING (run_id, intervention, sequence, layer, head)"""
-    ((error, rows, entries),) = ask(plan.run.path, question)
-    assert error < 1e-6
-    assert (rows, entries) == (2 * SEQUENCES * LAYERS * HEADS, T)
-
-
 def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt2: Path):
     """The scan has an intervention alone; weights are of the untouched model."""
     fields = {"interventions": ["zero_query_bias"], "weight_statistics": ["query_bias_norm"]}

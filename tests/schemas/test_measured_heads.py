@@ -34,7 +34,8 @@ from tests.toys.runs_here import begun, measured
 
 T = 12
 TOKENS = toy.repeating_tokens(T, batch=3)
-ALL_INTERVENTIONS = ["none", "mask_keys(0,1)", "zero_random_heads(entropy,1.2)"]
+PARTNERS = (TOKENS * 7 + 1) % toy.D_VOCAB
+ALL_INTERVENTIONS = ["none", "mask_keys(0,1)", "zero_random_heads(entropy,1.2)", "patch_head(0,1)"]
 SUBSETS: dict[str, dict[str, Any]] = {
     "first layer": {"layers": [0]},
     "two layers": {"layers": [2, 0]},
@@ -47,6 +48,7 @@ EVERYTHING: dict[str, Any] = {
     "profiles": list(PROFILES),
     "curves": [profile.name for profile in PROFILES.values() if profile.axis != "pair"],
     "weight_statistics": list(WEIGHT_STATISTICS),
+    "predictions": ["loss", "final_logits"],
 }
 
 
@@ -59,7 +61,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tables(replica: toy.TextReplica, intervention: str) -> dict[str, pa.Table]:
     """Every table that a shard of the tokens would be written to."""
     shard = ShardInput(0, 0, TOKENS, {}, [])
-    measurements = replica.measure(TOKENS, intervention)
+    measurements = replica.measure(TOKENS, intervention, partner=PARTNERS)
     return intervention_tables(replica.scan, shard, measurements) | replica.weights()
 
 
@@ -115,30 +117,6 @@ def test_every_number_of_some_heads_is_that_of_the_whole_scan(
             assert all(tables_of_part[table].num_rows for table in ("heads", "curves", "profiles"))
             for table, rows in tables_of_part.items():
                 assert_same(rows, chosen(expected[name][table], subset), "layers" in subset)
-
-
-both_engines = pytest.mark.parametrize("engine", ["fused", "dense"])
-
-
-@both_engines
-def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, engine: str):
-    fields = {"n_ctx": T, "engine": engine, "predictions": ["loss", "final_logits"]}
-    whole = toy.replica(gpt2, **fields).measure(TOKENS, "zero_head(2,1)")
-    part = toy.replica(gpt2, **fields, layers=[0]).measure(TOKENS, "zero_head(2,1)")
-    for name, values in whole.sequences.items():
-        assert np.array_equal(part.sequences[name], values, equal_nan=True), name
-    for name, values in part.heads.items():
-        assert np.array_equal(values, whole.heads[name][:, :1], equal_nan=True), name
-
-
-@both_engines
-def test_a_patched_head_of_a_measured_layer_shows_in_the_next(gpt2: Path, engine: str):
-    partner = (TOKENS * 7 + 1) % toy.D_VOCAB
-    name, fields = "patch_head(0,1)", {"n_ctx": T, "engine": engine}
-    whole = toy.replica(gpt2, **fields).measure(TOKENS, name, partner=partner)
-    part = toy.replica(gpt2, **fields, layers=[1]).measure(TOKENS, name, partner=partner)
-    for name, values in part.heads.items():
-        assert np.array_equal(values, whole.heads[name][:, 1:2], equal_nan=True), name
 
 
 def blocks_run(replica: toy.TextReplica, *arguments: Any, **options: Any) -> list[int]:
