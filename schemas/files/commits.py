@@ -48,17 +48,13 @@ COMMITS_PER_SEGMENT = 4096
 READERS = 16
 """Files read or deleted at once. A store answers each request slowly, but many at a time."""
 
-DISK_READERS = 4
-"""Files of a disk that are read at once."""
+DISK_READERS, FEW_FILES = 4, 64
+"""Files of a disk that are read at once; of so few, one after the other before threads start."""
 
-FEW_FILES = 64
-"""So many files of a disk are read one after another before threads for them would have started."""
-
-LISTINGS = 20
-"""Times that a commit log which changes meanwhile is listed."""
-
-LISTING_PAUSE = 0.1
-"""Seconds between two listings: whoever gathers deletes thousands of files."""
+LISTINGS, LISTING_PAUSE = 20, 0.1
+"""Times that a commit log which changes meanwhile is listed, and seconds between two: whoever
+gathers deletes thousands of files.
+"""
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -92,9 +93,8 @@ def _named(given: object) -> Head:
 class MeasuredHeads:
     """The heads that are measured, by layer, in ascending order.
 
-    Their values are arrays `[… layer head …]`. Index i of the axis `layer` is the i-th measured
-    layer, and index j of the axis `head` is the j-th measured head of that layer. `numbers` says
-    which head of the model that is.
+    Their values are arrays `[… layer head …]`: of the i-th measured layer, the j-th measured head.
+    `numbers` says which head of the model that is.
     """
 
     n_heads: int
@@ -110,10 +110,8 @@ class MeasuredHeads:
     @classmethod
     def of(cls, n_heads: int, heads: Iterable[Head]) -> MeasuredHeads:
         """The given heads of a model."""
-        by_layer: dict[int, tuple[int, ...]] = {}
-        for head in sorted(heads):
-            by_layer[head.layer] = (*by_layer.get(head.layer, ()), head.head)
-        return cls(n_heads, by_layer)
+        of_layers = groupby(sorted(heads), lambda head: head.layer)
+        return cls(n_heads, {layer: tuple(head.head for head in own) for layer, own in of_layers})
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -123,11 +121,7 @@ class MeasuredHeads:
     @property
     def heads(self) -> tuple[Head, ...]:
         """All measured heads."""
-        return tuple(
-            Head(layer, head)
-            for layer, heads_of_layer in self.by_layer.items()
-            for head in heads_of_layer
-        )
+        return tuple(Head(layer, head) for layer, own in self.by_layer.items() for head in own)
 
     @cached_property
     def places(self) -> dict[int, int]:

@@ -59,9 +59,6 @@ LONGEST_FILE_NAME = 255
 LONGEST_INTERVENTION = 240
 """Longest text of an intervention, in bytes: it names a directory, after `intervention=`."""
 
-SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-"""Names that directories, addresses, jobs and SQL all take without changes."""
-
 PARTITION_PREFIXES = ("run_id=", "intervention=")
 """Beginnings of directory names that readers turn into columns, wherever they are in a path."""
 
@@ -185,12 +182,9 @@ class Scan(Measured):
         return kind.select(self.names(kind))
 
     def kinds(self, computed: Computed | None = None) -> list[Kind]:
-        """The kinds with a formula that the scan measures.
-
-        With `computed`, only those that are computed at that time.
-        """
+        """The kinds with a formula that the scan measures: all, or those computed at a time."""
         used = [kind for kind in KINDS if self.names(kind)]
-        return [kind for kind in used if computed is None or kind.computed == computed]
+        return [kind for kind in used if computed in (None, kind.computed)]
 
     def measured_heads(self, model: ModelSize) -> MeasuredHeads:
         """The heads that the scan measures; raises `ScanError` if the model lacks one of them."""
@@ -208,13 +202,12 @@ class Scan(Measured):
         So a list of all layers is the same run as "all".
         """
         measured = self.measured_heads(model)
-        layers: Any = "all"
-        heads: Any = "all"
+        shortest: dict[str, Any] = {"layers": "all", "heads": "all"}
         if any(measured.part(layer) is not None for layer in measured.layers):
-            heads = measured.heads
+            shortest["heads"] = measured.heads
         elif len(measured.layers) < len(model.attention_layers_or_all):
-            layers = measured.layers
-        return self.model_copy(update={"layers": layers, "heads": heads})
+            shortest["layers"] = measured.layers
+        return self.model_copy(update=shortest)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -287,11 +280,11 @@ def read_fields(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         raise ScanError(
             f"{path}: cannot be read ({error.strerror}); expected a TOML scan file"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ScanError(f"{path}: not valid TOML: {error}") from None
-    # The two errors above are ValueErrors too. What is left is Python's limit on the digits of int.
-    except ValueError:
-        raise ScanError(f"{path}: not valid TOML: an integer has too many digits") from None
+    except ValueError as error:
+        is_known = isinstance(error, tomllib.TOMLDecodeError | UnicodeDecodeError)
+        # What is left is Python's limit on the digits of an integer.
+        problem = error if is_known else "an integer has too many digits"
+        raise ScanError(f"{path}: not valid TOML: {problem}") from None
     except RecursionError:
         raise ScanError(f"{path}: not valid TOML: nested too deeply") from None
     return override_fields(fields, overrides)
@@ -398,15 +391,16 @@ def _check_precision(scan: Scan) -> None:
 
 def _check_paths(scan: Scan) -> None:
     """Refuse names that no file system takes, and directories that cannot hold runs."""
-    directories = {"out": scan.out} | ({} if scan.corpora is None else {"corpora": scan.corpora})
-    for key, path in {"model": scan.model, **directories}.items():
+    paths = {"model": scan.model, "out": scan.out, "corpora": scan.corpora or "corpora"}
+    for key, path in paths.items():
         longest = max(path.split("/"), key=len)
         if len(longest.encode()) > LONGEST_FILE_NAME:
             raise ScanError(
                 f"{key}: expected names of at most {LONGEST_FILE_NAME} bytes, got "
                 f"{shortened(repr(longest), 60)}"
             )
-    for key, path in directories.items():
+    del paths["model"]
+    for key, path in paths.items():
         # After expansion, a "~" at the start is the home of a user who does not exist.
         if not path.strip() or str(place(path)).startswith(("~", "bundled:")):
             raise ScanError(f"{key}: expected a directory that can be written, got {path!r}")
@@ -492,7 +486,6 @@ def _expected(key: str) -> str:
     if key == "input.family":
         return "the name of an input family"
     field = Scan.model_fields.get(key)
-    description = field.description if field and field.description else "a value"
     # The first sentence says what it is; the others say more about it.
-    meaning = " ".join(description.split()).partition(". ")[0]
+    meaning = " ".join(((field and field.description) or "a value").split()).partition(". ")[0]
     return meaning[0].lower() + meaning[1:].rstrip(".")
