@@ -1,23 +1,9 @@
-"""The residual stream at position 0, and norms of vectors, position by position."""
+"""Norms of vectors, position by position."""
 
 from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.head_results import result_norms
-from headcount.schemas.units import Coordinate, Norm
-
-
-@profile("Ran-Milo et al. 2026, arXiv 2604.14722", axis="dimension")
-def sink_resid_post_by_dimension(resid_post: Tensor) -> Coordinate:
-    """The residual stream after the layer at position 0; the same for all heads.
-
-    resid_post[0,d]
-
-    The spread over sequences says how much of the vector depends on the token.
-
-    >>> sink_resid_post_by_dimension(stream([3, -4], [0, 1])).tolist()
-    [[3.0, -4.0]]
-    """
-    return resid_post[:, 0]
+from headcount.schemas.units import Norm
 
 
 @profile("Gu et al. 2024, arXiv 2410.10781", axis="key")

@@ -1,15 +1,14 @@
-"""How much a head reads of what an earlier head writes, and whether it copies tokens.
+"""How much of what an earlier head writes a head reads: by its keys, its queries or its values.
 
-A head reads by its keys, its queries or its values. An earlier head writes with X = read_V W_O. A
-head reads with W_QK = read_Q read_Kᵀ and moves with W_OV = read_V W_O. *read* is a projection with
-the norm before it folded in. A composition is 0 if the head reads nothing of X, and about
-1/√d_model for random matrices.
+An earlier head writes with X = read_V W_O. A head reads with W_QK = read_Q read_Kᵀ and moves with
+W_OV = read_V W_O. *read* is a projection with the norm before it folded in. A composition is 0 if
+the head reads nothing of X, and about 1/√d_model for random matrices.
 """
 
 from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.decomposition import has_fixed_positions
-from headcount.schemas.units import FrobeniusNorm, Share, ShareOfNorm
+from headcount.schemas.units import FrobeniusNorm, ShareOfNorm
 
 ELHAGE = "Elhage et al. 2021"
 
@@ -114,18 +113,3 @@ def columns_squared(matrix: Tensor) -> Tensor:
 def product_norm(left_squared: Tensor, right_squared: Tensor) -> Tensor:
     """`‖A Bᵀ‖_F` from `AᵀA` and `BᵀB`, because its square is the trace of their product."""
     return (left_squared * right_squared).sum(-1).sum(-1).sqrt()
-
-
-@weight(ELHAGE, axis="none", of_directions=True)
-def copying_score(copying_eigenvalues: Tensor) -> Share:
-    """How much attending to a token raises its own logit, from -1 (always lowers) to 1 (copies).
-
-    Σ_i Re λ_i / Σ_i |λ_i|, λ the eigenvalues of W_E read_V W_O read_U
-
-    read_V and read_U hold the norms before them.
-
-    >>> copying_score(head([[3, 3], [0, 1]])).tolist()
-    [0.75]
-    """
-    real_parts, sizes = copying_eigenvalues[..., 0], copying_eigenvalues[..., 1]
-    return real_parts.sum(-1) / sizes.sum(-1)
