@@ -344,9 +344,7 @@ def check_names(field: str, names: tuple[str, ...], required: bool) -> None:
 
 # `schemas` does not know torch, but its callers pass torch tensors in and get one back.
 def evaluate(
-    function: Callable[..., Tensor],
-    activations: Mapping[str, Any],
-    arguments: Arguments = (),
+    function: Callable[..., Tensor], activations: Mapping[str, Any], arguments: Arguments = ()
 ) -> Any:  # noqa: ANN401
     """The value of a formula, or of its `defined` rule, on the activations that it names.
 

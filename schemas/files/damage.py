@@ -223,10 +223,7 @@ def declared_bounds(manifest: Manifest) -> dict[str, Bounds]:
 
 
 def problem(
-    home: Place,
-    file: CommittedFile,
-    bounds: Mapping[str, Bounds],
-    content: OpenFile | None = None,
+    home: Place, file: CommittedFile, bounds: Mapping[str, Bounds], content: OpenFile | None = None
 ) -> str | None:
     """What is wrong with a committed file, as words that follow its path; None if nothing is.
 

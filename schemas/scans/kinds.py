@@ -25,13 +25,7 @@ from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 # A curve is a profile that is stored for every sequence.
 CURVES.update(PROFILES)
 
-KINDS: tuple[Kind, ...] = (
-    STATISTICS,
-    PREDICTIONS,
-    CURVES,
-    PROFILES,
-    WEIGHT_STATISTICS,
-)
+KINDS: tuple[Kind, ...] = (STATISTICS, PREDICTIONS, CURVES, PROFILES, WEIGHT_STATISTICS)
 
 WORDS = {kind.field: kind.word for kind in KINDS} | {
     "inputs": "input family",

@@ -20,12 +20,7 @@ from headcount.schemas.formula_kinds import CURVES, PROFILES, WEIGHT_STATISTICS
 from headcount.schemas.formulas import Computed, Formula, Kind, check_names
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.kinds import KINDS
-from headcount.schemas.scans.measured_heads import (
-    Head,
-    MeasuredHeads,
-    ModelSize,
-    find_heads,
-)
+from headcount.schemas.scans.measured_heads import Head, MeasuredHeads, ModelSize, find_heads
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, PRECISIONS
 from headcount.schemas.scans.values import (
     LARGEST_INTEGER,

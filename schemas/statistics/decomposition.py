@@ -12,6 +12,8 @@ from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions
 from headcount.schemas.units import Cosine, Probability, ScaledLogitLead, ScaledLogits
 
+MAHMOOD = "Mahmood's reproduction of Ran-Milo et al. 2026"
+
 
 def has_fixed_positions(rotary: bool) -> bool:
     """queries and keys are not rotated."""
@@ -148,11 +150,7 @@ def has_two_effective_positions(effective: Tensor) -> Tensor:
     return has_effective_positions(effective) & (len(effective) > 1)
 
 
-@statistic(
-    "Mahmood's reproduction of Ran-Milo et al. 2026",
-    defined=has_effective_positions,
-    of_directions=True,
-)
+@statistic(MAHMOOD, defined=has_effective_positions, of_directions=True)
 def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Cosine:
     """Mean cosine of queries without their bias and the key of effective position 0, over the
     second half of the queries.
@@ -166,11 +164,7 @@ def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor)
     return content_cosine(q, b_Q, effective[:1] @ W_K)
 
 
-@statistic(
-    "Mahmood's reproduction of Ran-Milo et al. 2026",
-    defined=has_two_effective_positions,
-    of_directions=True,
-)
+@statistic(MAHMOOD, defined=has_two_effective_positions, of_directions=True)
 def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Cosine:
     """Mean cosine of queries without their bias and the keys of the other effective positions, over
     the second half of the queries.

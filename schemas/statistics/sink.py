@@ -4,6 +4,8 @@ from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor, first_of_largest
 from headcount.schemas.units import Position, Probability
 
+RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
+
 
 def has_two_positions(pattern: Pattern) -> bool:
     """the sequence has at least two tokens."""
@@ -34,7 +36,7 @@ def sink_alpha(pattern: Pattern) -> Probability:
     return pattern.key(0)[..., : pattern.window].mean(-1)
 
 
-@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", uniform_baseline=True, standard=True)
+@statistic(RAN_MILO, uniform_baseline=True, standard=True)
 def sink_mass_late(pattern: Pattern) -> Probability:
     """Mean attention to key 0 over the second half of the queries.
 
@@ -83,9 +85,7 @@ def sink_mass_first8(pattern: Pattern) -> Probability:
     return late_mass(pattern, 0, 7)
 
 
-@statistic(
-    "after Ran-Milo et al. 2026, arXiv 2604.14722", uniform_baseline=True, defined=has_two_positions
-)
+@statistic(f"after {RAN_MILO}", uniform_baseline=True, defined=has_two_positions)
 def next4_mass_late(pattern: Pattern) -> Probability:
     """Mean attention to the keys 1 to 4 together, over the second half of the queries.
 
@@ -97,9 +97,7 @@ def next4_mass_late(pattern: Pattern) -> Probability:
     return late_mass(pattern, 1, 4)
 
 
-@statistic(
-    "Ran-Milo et al. 2026, arXiv 2604.14722", uniform_baseline=True, defined=has_two_positions
-)
+@statistic(RAN_MILO, uniform_baseline=True, defined=has_two_positions)
 def second_key_mass_late(pattern: Pattern) -> Probability:
     """Mean attention to key 1 over the second half of the queries: the sink's place after positions
     0 and 1 are swapped.
