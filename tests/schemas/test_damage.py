@@ -312,16 +312,6 @@ def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory):
         assert [line[:26] for line in warnings] == ["warning: run a-1: shard 3:"], question
 
 
-def test_a_connection_continues_after_a_compaction(run: RunDirectory):
-    database = open_runs(run.path)
-    before = database.rows("FROM heads ORDER BY ALL")
-    commits = list(run.commits())
-    compact_in_groups(run)
-    assert database.rows("FROM heads ORDER BY ALL") == before
-    assert database.damage() == []
-    assert commits != list(run.commits())
-
-
 def test_a_long_check_is_announced(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verified_files, "SECONDS_BEFORE_NOTICE", 0.0)
     warnings: list[str] = []
