@@ -137,13 +137,11 @@ class Formula(Entry):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What columns, comments and manifests say about it.
-
-        JSON does not have infinity, so an open end of the range is null.
-        """
+        """What columns, comments and manifests say about it."""
         names = ("unit", "source", "meaning", "formula", "description", *self.kind.facts)
         facts = {name: getattr(self, name) for name in names}
         if "range" in facts:
+            # JSON does not have infinity.
             facts["range"] = [bound if math.isfinite(bound) else None for bound in self.range]
         return facts
 
@@ -208,10 +206,7 @@ class Kind(Registry[Formula]):
         source: str,
         **facts: Any,  # noqa: ANN401 - fields of `Formula`, which refuses others
     ) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
-        """Register a function with a source and other fields of `Formula`.
-
-        A function that breaks the rules of its kind raises `ValueError`.
-        """
+        """Register a function; one that breaks the rules of its kind raises `ValueError`."""
 
         def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
             options = tuple((o.name, o.default) for o in options_of(function).values())

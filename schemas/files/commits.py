@@ -113,10 +113,7 @@ def read_commit_log(
 
 
 def any_commit(directory: Place, run_id: str) -> Commit | None:
-    """A commit of a run, for facts that are the same in all of them; None without any.
-
-    A million commits take a gigabyte. This reads one file.
-    """
+    """A commit of a run, from one file, for facts that are the same in all; None without any."""
 
     def read(listed: list[str]) -> Commit | None:
         for name in _segments(listed):
@@ -243,10 +240,7 @@ def commits_of(table: pa.Table) -> Iterator[Commit]:
 
 
 def taken_back(run_id: str, shards: Iterable[int]) -> pa.Table:
-    """Rows of a segment that take shards back.
-
-    The shards must not have files of their own, because these would count again.
-    """
+    """Rows of a segment that take shards back; files of their own would count again."""
     rows = [{"run_id": run_id, "shard": shard, "files": []} for shard in shards]
     return pa.Table.from_pylist(rows, schema=COMMITS)
 

@@ -57,10 +57,8 @@ def columns_of(
 def table_schema(
     table: Table, formulas: Mapping[str, Iterable[Formula]], carried: Iterable[str] = ()
 ) -> pa.Schema:
-    """The schema of a table's files.
-
-    `formulas` are those of a scan, by field. `carried` are the fields of documents that the table
-    `sequences` carries.
+    """The schema of a table's files, from the formulas of a scan by field; `carried` are the fields
+    of documents that `sequences` carries.
     """
     facts = {
         field: {formula.name: formula.facts for formula in formulas_of_kind}

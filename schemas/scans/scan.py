@@ -192,10 +192,7 @@ class Scan(Measured):
         return self.measured_heads(model).layers[-1] + 1
 
     def for_model(self, model: ModelSize) -> Self:
-        """The same scan with the shortest description of its layers and heads.
-
-        So a list of all layers is the same run as "all".
-        """
+        """The same scan with its layers and heads in short: a list of all layers becomes "all"."""
         measured = self.measured_heads(model)
         shortest: dict[str, Any] = {"layers": "all", "heads": "all"}
         if any(measured.part(layer) is not None for layer in measured.layers):
@@ -255,10 +252,7 @@ def scan_name(run_id: str) -> str:
 
 
 def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
-    """Read and validate a scan file.
-
-    Each of `overrides` is `key=value` with a dotted key and a TOML value.
-    """
+    """Read and validate a scan file; an override is `key=value` with a dotted key, in TOML."""
     fields = read_fields(path, overrides)
     try:
         return parse_scan(fields)
