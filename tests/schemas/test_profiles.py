@@ -85,17 +85,6 @@ def test_a_number_that_is_not_finite_is_an_error_that_says_where(
         check_finite(columns, EVERY, first=8, sequences=3)
 
 
-def test_weights_that_are_not_numbers_are_an_error(gpt2: Path, tmp_path: Path):
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        weights["transformer.h.2.mlp.c_proj.bias"][:] = math.inf
-
-    spoilt = toy.copy_of(gpt2, tmp_path / "spoilt", lambda path: toy.change_weights(path, spoil))
-    fields = {"profiles": ["resid_post_norm_by_key"], "statistics": ["sink_alpha"]}
-    message = "layer 2: resid_post_norm_by_key is not finite at key 0"
-    with pytest.raises(MeasureError, match=message):
-        toy.measure(spoilt, TOKENS, **fields)
-
-
 def test_the_batch_size_changes_nothing(gpt2: Path):
     whole, by_four = (profiles_of(gpt2, batch_size=size) for size in (11, 4))
     for name, (count, mean, m2) in whole.items():
@@ -117,9 +106,6 @@ def test_an_entry_without_a_value_is_no_part_of_the_moments():
     one_head = MeasuredHeads.every(1, 1)
     table = means_table(PROFILES, 0, {"value_norm_by_key": batches[0]}, one_head)
     assert [table[name].to_pylist() for name in ("mean", "m2")] == [[2, 5, None], [2, 0, None]]
-
-
-# Columns and diagonals
 
 
 # Moments of queries
