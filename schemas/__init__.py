@@ -1,3 +1,1 @@
-"""What the data means: scans, statistics, tables, run directories and errors. Imports nothing else
-of ours.
-"""
+"""What the data means: scans, statistics, tables, run directories and errors."""

@@ -1,15 +1,4 @@
-"""Every error that a user can meet, and helpers for their texts.
-
-HeadcountError
-├── ScanError       a scan file, an override or an option
-├── ModelError      a model, its tokenizer or its weights
-├── CorpusError     files of text
-├── MeasureError    a number that is not one
-├── RunError        a run directory, its manifest, shards and commits
-│   ├── OtherRunError   a run that measured something else
-│   └── WriteError      a disk or a store that does not take what was measured
-└── QueryError      SQL, query names, output formats
-"""
+"""Every error that a user can meet, and helpers for their texts."""
 
 from __future__ import annotations
 
@@ -45,10 +34,7 @@ class RunError(HeadcountError):
 
 
 class OtherRunError(RunError):
-    """A run that cannot be continued; a new run is needed.
-
-    It measured something else, or too little of it is left.
-    """
+    """A run that cannot be continued: it measured something else, or too little of it is left."""
 
 
 class WriteError(RunError):
@@ -69,7 +55,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The text of an error about an unknown name, with the known name that comes nearest.
+    """The text of an error about an unknown name, with the nearest of the known ones.
 
     >>> unknown("statistic", "sink_mas", ["sink_mass", "entropy"])
     "unknown statistic 'sink_mas': did you mean 'sink_mass'? Known: entropy, sink_mass"
@@ -90,9 +76,5 @@ def printable(text: str) -> str:
     >>> printable("Pile-CC"), printable("a\\x1b[2Jb\\nc")
     ('Pile-CC', 'a\\\\x1b[2Jb\\\\nc')
     """
-    if text.isprintable():
-        return text
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
+    letters = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(letters)

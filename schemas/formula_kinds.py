@@ -107,7 +107,7 @@ STATISTICS = Kind(
     reads=LAYER_VALUES,
     facts=("range", "uniform_baseline"),
     may_have_options=True,
-    sets={"standard": lambda statistic: statistic.standard, "all": lambda _: True},
+    sets=("standard", "all"),
     default="standard",
     page="statistics.md",
 )

@@ -40,7 +40,7 @@ from headcount.schemas.registry import (
     prose_of,
 )
 from headcount.schemas.scans.values import problem_of
-from headcount.schemas.units import Values, values_of
+from headcount.schemas.units import values_of
 
 Arguments: TypeAlias = tuple[tuple[str, Argument], ...]
 """The options of a formula with their values, in order: whole numbers and names."""
@@ -67,7 +67,7 @@ class Formula(Entry):
     """What its values run over; "none" if it is one number in a table of such values."""
     uniform_baseline: bool = False
     """Whether the table `sequences` also stores what uniform attention would score."""
-    standard: bool = True
+    standard: bool = False
     """Whether a scan that does not name statistics measures it."""
     per_token: bool = False
     """Whether it is a list with a value for each of `tokens`."""
@@ -100,22 +100,16 @@ class Formula(Entry):
         """The second paragraph of the docstring."""
         return prose_of(self.function).split("\n\n")[1]
 
-    @cached_property
-    def values(self) -> Values:
-        """The unit and the bounds of its values."""
-        values = values_of(self.function)
-        assert values is not None, f"{self.function_name} returns no type of schemas.units"
-        return values
-
     @property
     def unit(self) -> str:
         """The unit of its values."""
-        return self.values.unit
+        return values_of(self.function).unit
 
     @property
     def range(self) -> tuple[float, float]:
         """The bounds of its values."""
-        return self.values.low, self.values.high
+        values = values_of(self.function)
+        return values.low, values.high
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -125,13 +119,11 @@ class Formula(Entry):
     @property
     def undefined_when(self) -> str:
         """When it has no value, in words; empty if it always has one."""
-        rules: list[str] = []
+        rules = ["NULL if a vector is zero"] if self.of_directions else []
         if self.defined is not None:
             # The rule's docstring is the end of the sentence "NULL unless …".
             stored = "NULL" if not self.axis else "no rows"
-            rules.append(f"{stored} unless {first_paragraph(self.defined).rstrip('.')}")
-        if self.of_directions:
-            rules.append("NULL if a vector is zero")
+            rules.insert(0, f"{stored} unless {first_paragraph(self.defined).rstrip('.')}")
         if self.missing:
             rules.append(f"NULL if {self.missing}")
         return "; ".join(rules)
@@ -139,20 +131,17 @@ class Formula(Entry):
     @property
     def description(self) -> str:
         """Meaning, formula and when it has no value, on one line, for Parquet and SQL."""
-        meaning_and_formula = f"{self.meaning} {' '.join(self.formula.split())}"
         options = ", ".join(f"{name} = {value}" for name, value in self.arguments)
-        texts = (meaning_and_formula, options, self.undefined_when)
-        return "; ".join(text for text in texts if text)
+        texts = (f"{self.meaning} {' '.join(self.formula.split())}", options, self.undefined_when)
+        return "; ".join(filter(None, texts))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What columns, comments and manifests say about it.
-
-        JSON does not have infinity, so an open end of the range is null.
-        """
+        """What columns, comments and manifests say about it."""
         names = ("unit", "source", "meaning", "formula", "description", *self.kind.facts)
         facts = {name: getattr(self, name) for name in names}
         if "range" in facts:
+            # JSON does not have infinity.
             facts["range"] = [bound if math.isfinite(bound) else None for bound in self.range]
         return facts
 
@@ -201,11 +190,8 @@ class Kind(Registry[Formula]):
     """Whether the mean and spread over a shard's sequences are stored instead of the values."""
     named_by: str | None = None
     """Column that holds the names of formulas; if there is none, every formula is a column."""
-    sets: Mapping[str, Callable[[Formula], bool]] = dataclasses.field(
-        default_factory=dict[str, Callable[[Formula], bool]]
-    )
-    """Words that a scan may write in place of a list of names, or in the list, and which formulas
-    each means.
+    sets: tuple[str, ...] = ()
+    """Words that a scan may write in place of a list of names, or in the list: all, and standard.
     """
     default: str | tuple[str, ...] = ()
     """What a scan without the field measures. If it is empty, the scan's list may be empty too."""
@@ -220,10 +206,7 @@ class Kind(Registry[Formula]):
         source: str,
         **facts: Any,  # noqa: ANN401 - fields of `Formula`, which refuses others
     ) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
-        """Register a function with a source and other fields of `Formula`.
-
-        A function that breaks the rules of its kind raises `ValueError`.
-        """
+        """Register a function; one that breaks the rules of its kind raises `ValueError`."""
 
         def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
             options = tuple((o.name, o.default) for o in options_of(function).values())
@@ -252,10 +235,9 @@ class Kind(Registry[Formula]):
                 return unknown("parameter", parameter, self.reads)
         if formula.axis not in self.axes:
             return unknown("axis", formula.axis, self.axes)
-        if values_of(formula.function) is None:
-            return "expected a type of schemas.units, which says the unit, as what it returns"
         if "\n\n" not in prose_of(formula.function):
             return "its docstring needs a first line (meaning) and a formula paragraph"
+        values_of(formula.function)
         return None
 
     def _by_function(self) -> dict[str, Formula]:
@@ -268,8 +250,8 @@ class Kind(Registry[Formula]):
         if the kind has this column. A name that does not exist and wrong options raise `ScanError`.
         """
         by_function = self._by_function()
-        if text in self or text in by_function:
-            return self.get(text) or by_function[text]
+        if known := self.get(text) or by_function.get(text):
+            return known
         name = text.partition("(")[0].strip()
         if name not in by_function:
             raise ScanError(f"{self.field}: {unknown(self.word, name or text, by_function)}")
@@ -283,6 +265,9 @@ class Kind(Registry[Formula]):
         options = self.bind(formula, call.arguments, call.named, field=self.field)
         return replace(formula, arguments=tuple(options.items()))
 
+    def _in_set(self, word: str) -> list[Formula]:
+        return [formula for formula in self.values() if formula.standard or word == "all"]
+
     def select(self, names: str | Iterable[str]) -> tuple[Formula, ...]:
         """The formulas that a scan names, in registry order.
 
@@ -290,28 +275,18 @@ class Kind(Registry[Formula]):
         """
         selected: dict[str, Formula] = {}
         for name in [names] if isinstance(names, str) else names:
-            if name in self.sets:
-                selected |= {formula.name: formula for formula in self._in_set(name)}
-                continue
-            formula = self.find(name)
-            # An option may hold an underscore, so two choices of options can make one name.
-            other = selected.setdefault(formula.name, formula)
-            if other.arguments != formula.arguments:
-                raise ScanError(
-                    f"{self.field}: {other.text} and {formula.text} would have one column, "
-                    f"{formula.name}; leave one of them out"
-                )
-        order_of = {formula.function_name: order for order, formula in enumerate(self.values())}
+            for formula in self._in_set(name) if name in self.sets else [self.find(name)]:
+                # An option may hold an underscore, so two choices of options can make one name.
+                other = selected.setdefault(formula.name, formula)
+                if other.arguments != formula.arguments:
+                    raise ScanError(
+                        f"{self.field}: {other.text} and {formula.text} would have one column, "
+                        f"{formula.name}; leave one of them out"
+                    )
+        order = list(self._by_function())
         return tuple(
-            sorted(
-                selected.values(),
-                key=lambda formula: (order_of[formula.function_name], formula.name),
-            )
+            sorted(selected.values(), key=lambda one: (order.index(one.function_name), one.name))
         )
-
-    def _in_set(self, word: str) -> list[Formula]:
-        is_in_set = self.sets[word]
-        return [formula for formula in self.values() if is_in_set(formula)]
 
     def canonical(self, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
         """The same choice in one way of writing, because a scan's text decides which run it is.
@@ -322,17 +297,15 @@ class Kind(Registry[Formula]):
         if isinstance(names, str):
             return names
         words = [name for name in names if name in self.sets]
-        in_words = {formula.name for word in words for formula in self._in_set(word)}
+        in_words = {formula.text for word in words for formula in self._in_set(word)}
         texts: list[str] = []
         for name in names:
             try:
-                formula = None if name in words else self.find(name)
+                text = name if name in words else self.find(name).text
             except ScanError:
-                formula = None
-            if formula is None:
-                texts.append(name)
-            elif formula.name not in in_words:
-                texts.append(formula.text)
+                text = name
+            if text not in in_words:
+                texts.append(text)
         # ["standard"] is "standard".
         return words[0] if texts == words[:1] and words else tuple(texts)
 
@@ -366,9 +339,7 @@ def check_names(field: str, names: tuple[str, ...], required: bool) -> None:
 
 # `schemas` does not know torch, but its callers pass torch tensors in and get one back.
 def evaluate(
-    function: Callable[..., Tensor],
-    activations: Mapping[str, Any],
-    arguments: Arguments = (),
+    function: Callable[..., Tensor], activations: Mapping[str, Any], arguments: Arguments = ()
 ) -> Any:  # noqa: ANN401
     """The value of a formula, or of its `defined` rule, on the activations that it names.
 

@@ -14,6 +14,9 @@ others. Statistics and profiles see a pattern only through this protocol.
   is everything computed from them. `A[q, k]` is 0 there.
 """
 
+# A question of a protocol has a docstring and no body.
+# pyright: reportReturnType=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -46,7 +49,6 @@ class Pairs(Protocol):
     @property
     def count(self) -> Tensor:
         """Number of keys of each query, `[batch query]`."""
-        ...
 
 
 class Pattern(Protocol):
@@ -55,104 +57,67 @@ class Pattern(Protocol):
     @property
     def n_ctx(self) -> int:
         """T, the number of queries and of keys."""
-        ...
 
     @property
     def window(self) -> int:
         """How many keys the last query sees, its own among them: T if there is no window."""
-        ...
 
     @property
     def is_partial(self) -> bool:
         """Whether some query does not see all keys before it: `window < n_ctx`."""
-        ...
 
     def is_finite(self) -> Tensor:
         """Whether every row is made of numbers: one bool. NaN answers then mean "undefined"."""
-        ...
 
     def key(self, k: int) -> Tensor:
-        """`A[q, k]` for one key, 0 if `q < k`, NaN if the key is behind the window:
-        `[batch head query]`.
-        """
-        ...
+        """`A[q, k]` for one key, 0 if `q < k`, NaN if the key is behind the window."""
 
     def lag(self, d: int) -> Tensor:
         """`A[q, q-d]` for the queries `q >= d`, NaN if `d >= window`: `[batch head query-d]`."""
-        ...
 
     def mass(self, pairs: Pairs) -> Tensor:
-        """`Σ_{k in pairs[q]} A[q, k]`: `[batch head query]`."""
-        ...
+        """`Σ_{k in pairs[q]} A[q, k]`."""
 
     def distance(self) -> Tensor:
-        """`Σ_k A[q, k] (q-k)`: `[batch head query]`."""
-        ...
+        """`Σ_k A[q, k] (q-k)`."""
 
     def entropy(self) -> Tensor:
-        """`-Σ_k A[q, k] ln A[q, k]` over the keys, in nats: `[batch head query]`.
-
-        A learned sink is no key, so its own term is not in the sum.
-        """
-        ...
+        """`-Σ_k A[q, k] ln A[q, k]` over the keys, of which a learned sink is none, in nats."""
 
     def distant(self, sink: int, recent: int) -> Tensor:
-        """`Σ A[q, k]` over the keys `k >= sink` with `q - k >= recent`: `[batch head query]`.
-
-        NaN for a query that sees no such key.
-        """
-        ...
+        """`Σ A[q, k]` over the keys `k >= sink` with `q - k >= recent`; NaN if it sees none."""
 
     def labelled_mass(self, keys: Tensor, queries: Tensor) -> Tensor:
-        """`Σ A[q, k]` over the keys of a mask `[batch pos]`, for the queries of another mask; 0 for
-        the other queries: `[batch head query]`.
-        """
-        ...
+        """`Σ A[q, k]` over the keys of a mask `[batch pos]`, for the queries of another, else 0."""
 
     def labelled_seen(self, keys: Tensor) -> Tensor:
         """How many of the keys of a mask `[batch pos]` query q sees: `[batch query]`."""
-        ...
 
     def strongest_key(self, queries: Tensor) -> Tensor:
         """The key with the largest `A[q, k]`, as an integer, for the queries of a mask
-        `[batch pos]`; 0 for the other queries: `[batch head query]`.
-
-        Of keys that tie (`first_of_largest`), the first.
+        `[batch pos]`, else 0; of keys that tie (`first_of_largest`), the first.
         """
-        ...
 
     def gate(self) -> Tensor:
         """`1 - Σ_k A[q, k]`, the share that a learned sink takes; NaN if the layer has none."""
-        ...
 
     def seen(self, pairs: Pairs) -> Tensor:
         """How many of the keys `pairs[q]` query q sees: `[batch query]`."""
-        ...
 
     @property
     def scale(self) -> float:
         """The factor of `q·k` in `S`, before cap and bias: 1/√d_head in most models."""
-        ...
 
     def score(self, k: int) -> Tensor:
-        """`S[q, k]` for one key, meaningless if `q < k`, NaN if the key is behind the window:
-        `[batch head query]`.
-        """
-        ...
+        """`S[q, k]` for one key, meaningless if `q < k`, NaN if the key is behind the window."""
 
     def largest_score(self) -> Tensor:
-        """The largest `S[q, k]` of the keys that a query sees, hidden ones left out:
-        `[batch head query]`.
-        """
-        ...
+        """The largest `S[q, k]` of the keys that a query sees, hidden ones left out."""
 
     def earlier_score(self) -> Tensor:
-        """Mean of `S[q, k]` over the keys `1 <= k < q`: `[batch head query]`.
-
-        NaN if one of these keys is hidden or behind the window. Entries of queries `q < 2` are
-        meaningless.
+        """Mean of `S[q, k]` over the keys `1 <= k < q`, NaN if one of these is hidden or behind the
+        window, meaningless if `q < 2`.
         """
-        ...
 
     def without(self, b_Q: Tensor) -> Pattern:
         """The pattern of queries without their bias `b_Q [head d_head]`.
@@ -161,50 +126,35 @@ class Pattern(Protocol):
         ALiBi's bias, a learned sink, and changes of scores and of the pattern are left out: it asks
         what the products alone would do.
         """
-        ...
 
     def received(self) -> Tensor:
-        """Mean of `A[q, k]` over the queries that see the key: `[batch head key]`.
-
-        `1/min(T-k, window) Σ_{k<=q<k+window} A[q, k]`
+        """`1/min(T-k, window) Σ_{k<=q<k+window} A[q, k]`, the mean over the queries that see the
+        key: `[batch head key]`.
         """
-        ...
 
     def by_lag(self) -> Tensor:
-        """`1/(T-d) Σ_{q>=d} A[q, q-d]` for every lag d, NaN if `d >= window`:
-        `[batch head lag]`.
-        """
-        ...
+        """`1/(T-d) Σ_{q>=d} A[q, q-d]` by lag d, NaN if `d >= window`: `[batch head lag]`."""
 
     def row(self, q: int) -> Tensor:
         """`A[q, k]` for one query, 0 if `k > q`, NaN behind the window: `[batch head key]`."""
-        ...
 
     def rows(self, first: int) -> Tensor:
         """`A[q, k]` for the queries `q >= first`, 0 where the query does not see the key, in the
         future or behind the window: `[batch head query-first key]`.
         """
-        ...
 
     def row_scores(self, q: int) -> Tensor:
-        """`S[q, k]` for one query, meaningless if `k > q`, NaN behind the window:
-        `[batch head key]`.
-        """
-        ...
+        """`S[q, k]` of one query, meaningless if `k > q`, NaN behind the window, as in `row`."""
 
     def dense(self) -> Tensor:
-        """The matrix `A` itself, 0 in the future, NaN behind the window: `[batch head query key]`.
-
+        """The matrix `A` itself, 0 in the future, NaN behind the window: `[batch head query key]`;
         T² numbers, so only for small T.
         """
-        ...
 
     def dense_scores(self) -> Tensor:
         """The matrix `S` itself, meaningless if `k > q`, NaN behind the window:
         `[batch head query key]`.
         """
-        ...
 
     def positions(self) -> Tensor:
         """`0 .. T-1` as float32 on the pattern's device: `[query]`."""
-        ...

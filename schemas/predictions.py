@@ -13,6 +13,8 @@ from headcount.schemas.formula_kinds import prediction
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Cosine, Length, Logit, Nats, Norm, Probability
 
+RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
+
 
 def has_second_token(tokens: Tensor) -> bool:
     """there are at least two tokens."""
@@ -101,10 +103,7 @@ def final_logits(final_logit: Tensor) -> Logit:
 
 
 @prediction(
-    "Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
-    per_token=True,
-    defined=has_known_positions,
-    of_directions=True,
+    f"{RAN_MILO}, figure 3", per_token=True, defined=has_known_positions, of_directions=True
 )
 def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Cosine:
     """Cosine of each effective position and the change that the position makes after the first MLP.
@@ -119,10 +118,7 @@ def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Cosine
 
 
 @prediction(
-    "Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
-    per_token=True,
-    defined=has_known_positions,
-    of_directions=True,
+    f"{RAN_MILO}, figure 3", per_token=True, defined=has_known_positions, of_directions=True
 )
 def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Cosine:
     """Cosine of each effective position and the change that positions make after the first layer.
@@ -136,7 +132,7 @@ def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Co
     return _cosine(effective, position_after_layer)
 
 
-@prediction("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_known_positions)
+@prediction(RAN_MILO, defined=has_known_positions)
 def first_mlp_norm(first_mlp_out: Tensor) -> Norm:
     """Norm of what the first MLP adds to the residual stream at position 0.
 
@@ -148,11 +144,7 @@ def first_mlp_norm(first_mlp_out: Tensor) -> Norm:
     return first_mlp_out.norm(dim=-1)
 
 
-@prediction(
-    "Ran-Milo et al. 2026, arXiv 2604.14722, intervention d",
-    defined=has_known_positions,
-    of_directions=True,
-)
+@prediction(f"{RAN_MILO}, intervention d", defined=has_known_positions, of_directions=True)
 def first_mlp_position_part(first_mlp_out: Tensor, effective: Tensor) -> Length:
     """Part of what the first MLP adds at position 0 that lies along the first effective position,
     which `swap_effective_positions` moves.

@@ -56,21 +56,20 @@ def parse_call(text: str) -> Call:
     Call(name='distant_mass', arguments=(4,), named={'recent': 64})
     """
     match = CALL.fullmatch(text)
-    if match is None:
-        raise ValueError(f"not a name with options: {text!r}")
-    name, inside = match.groups()
     arguments: list[Argument] = []
     named: dict[str, Argument] = {}
-    for word in inside.split(",") if inside else []:
+    for word in match[2].split(",") if match and match[2] else []:
         option, equals, value = (part.strip() for part in word.rpartition("="))
         # An option by name stands behind those without, once.
         if not value or bool(equals) != bool(option) or option in named or (named and not equals):
-            raise ValueError(f"not a name with options: {text!r}")
-        if equals:
+            match = None
+        elif equals:
             named[option] = read_argument(value)
         else:
             arguments.append(read_argument(value))
-    return Call(name, tuple(arguments), named)
+    if match is None:
+        raise ValueError(f"not a name with options: {text!r}")
+    return Call(match[1], tuple(arguments), named)
 
 
 def call_text(name: str, arguments: Iterable[object]) -> str:

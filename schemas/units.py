@@ -55,7 +55,12 @@ SquaredComponent = Annotated["Tensor", Values("squared component", *ANY)]
 Tokens = Annotated["Tensor", Values("tokens")]
 
 
-def values_of(function: Callable[..., Any]) -> Values | None:
-    """The values that a function returns; None if its type does not say them."""
-    returned = inspect.signature(function, eval_str=True).return_annotation
-    return next((part for part in get_args(returned) if isinstance(part, Values)), None)
+def values_of(function: Callable[..., Any]) -> Values:
+    """The values that a function returns; raises `ValueError` if its type does not say them."""
+    for part in get_args(inspect.signature(function, eval_str=True).return_annotation):
+        if isinstance(part, Values):
+            return part
+    raise ValueError(
+        f"{function.__name__}: expected a type of schemas.units, which says the unit, as what it "
+        "returns"
+    )

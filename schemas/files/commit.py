@@ -1,8 +1,5 @@
 """The record that makes a shard done, as JSON in a file of its own and as a row of a segment."""
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 from dataclasses import dataclass

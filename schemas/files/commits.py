@@ -21,9 +21,6 @@ and of two attempts at a shard the second finds that there is a commit. So two d
 work at once, and a straggler that finishes when its shard is in a segment changes nothing.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import time
@@ -51,17 +48,13 @@ COMMITS_PER_SEGMENT = 4096
 READERS = 16
 """Files read or deleted at once. A store answers each request slowly, but many at a time."""
 
-DISK_READERS = 4
-"""Files of a disk that are read at once."""
+DISK_READERS, FEW_FILES = 4, 64
+"""Files of a disk that are read at once; of so few, one after the other before threads start."""
 
-FEW_FILES = 64
-"""So many files of a disk are read one after another before threads for them would have started."""
-
-LISTINGS = 20
-"""Times that a commit log which changes meanwhile is listed."""
-
-LISTING_PAUSE = 0.1
-"""Seconds between two listings: whoever gathers deletes thousands of files."""
+LISTINGS, LISTING_PAUSE = 20, 0.1
+"""Times that a commit log which changes meanwhile is listed, and seconds between two: whoever
+gathers deletes thousands of files.
+"""
 
 T = TypeVar("T")
 
@@ -82,9 +75,14 @@ def read_commit_log(
     only that field. Without `loose` commits, only segments are read. A caller that reads again and
     again keeps them in `segments`, by name. Raises `RunError` if the commit log cannot be read.
     """
-    wanted = ["shard", *(COMMITS.names if columns is None else columns)]
+    wanted = {"shard", *(COMMITS.names if columns is None else columns)}
     has_files = any(name.startswith("files") for name in wanted)
-    schema = _schema_of(wanted if has_files else [*wanted, "files.rows"])
+    # Without any file, a row takes its shard back.
+    part = [f for f in FILES if f"files.{f.name}" in (wanted if has_files else {"files.rows"})]
+    fields = [field for field in COMMITS if field.name in wanted]
+    if part and "files" not in wanted:
+        fields.append(pa.field("files", pa.list_(pa.struct(part))))
+    schema = pa.schema(fields)
     known = {} if segments is None else segments
 
     def read(listed: list[str]) -> pa.Table:
@@ -115,10 +113,7 @@ def read_commit_log(
 
 
 def any_commit(directory: Place, run_id: str) -> Commit | None:
-    """A commit of a run, for facts that are the same in all of them; None without any.
-
-    A million commits take a gigabyte. This reads one file.
-    """
+    """A commit of a run, from one file, for facts that are the same in all; None without any."""
 
     def read(listed: list[str]) -> Commit | None:
         for name in _segments(listed):
@@ -176,16 +171,6 @@ def _last_rows(segments: Sequence[pa.Table]) -> np.ndarray:
     _, places_from_end = np.unique(rows["shard"].to_numpy()[::-1], return_index=True)
     last = len(rows) - 1 - places_from_end
     return last[pc.fill_null(pc.list_value_length(rows["files"]), 0).to_numpy()[last] > 0]
-
-
-def _schema_of(wanted: Iterable[str]) -> pa.Schema:
-    """The schema of some columns, where `files.path` and the like are fields of `files`."""
-    wanted = set(wanted)
-    part = [field for field in FILES if f"files.{field.name}" in wanted]
-    fields = [field for field in COMMITS if field.name in wanted]
-    if part and "files" not in wanted:
-        fields.append(pa.field("files", pa.list_(pa.struct(part))))
-    return pa.schema(fields)
 
 
 def _read_segment(file: Place, schema: pa.Schema) -> pa.Table:
@@ -255,10 +240,7 @@ def commits_of(table: pa.Table) -> Iterator[Commit]:
 
 
 def taken_back(run_id: str, shards: Iterable[int]) -> pa.Table:
-    """Rows of a segment that take shards back.
-
-    The shards must not have files of their own, because these would count again.
-    """
+    """Rows of a segment that take shards back; files of their own would count again."""
     rows = [{"run_id": run_id, "shard": shard, "files": []} for shard in shards]
     return pa.Table.from_pylist(rows, schema=COMMITS)
 

@@ -5,9 +5,6 @@ a million files in seconds. By content: every file is read and compared with the
 commit and with the declared ranges of its columns.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import json
@@ -19,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -46,15 +42,8 @@ ROUNDING = 0.01
 """How far a value may lie outside its range, as a share of the bound: bfloat16 rounds by 0.4 %."""
 
 
-class Range(NamedTuple):
-    """The smallest and the largest value that may be, or that is."""
-
-    low: float
-    high: float
-
-
-Bounds = Mapping[str, Range]
-"""The possible values of each measured column of a table."""
+Bounds = Mapping[str, tuple[float, float]]
+"""The smallest and the largest possible value of each measured column of a table."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +156,8 @@ def _actual_sizes(directory: Place, paths: pa.ChunkedArray) -> np.ndarray:
     return np.where(found["name"] == wanted, found["size"], GONE)
 
 
-NOT_OURS = -2
-"""Stands for the size of a path that no file of a run has."""
-
-GONE = -1
-"""Stands for the size of a file that does not exist."""
+NOT_OURS, GONE = -2, -1
+"""Stand for the size of a path that no file of a run has, and of a file that does not exist."""
 
 
 def _size_problem(actual: int, committed: int) -> str:
@@ -202,9 +188,9 @@ def committed_files(
     # In batches, because Python objects take far more memory than their Arrow table.
     for batch in grouped.to_batches(READERS * 64):
         for row in batch.to_pylist():
-            shards, in_file = row.pop("shard_list"), row.pop("shards")
-            rows = row.pop("rows")
-            yield CommittedFile(**row, shards=shards, rows=rows if len(shards) == in_file else None)
+            counted, in_file = row.pop("shard_list"), row.pop("shards")
+            row["rows"] = row["rows"] if len(counted) == in_file else None
+            yield CommittedFile(**row, shards=counted)
 
 
 def examined_files(
@@ -226,23 +212,18 @@ def examined_files(
 
 def declared_bounds(manifest: Manifest) -> dict[str, Bounds]:
     """The range of each measured column, by table and column."""
-    return {
-        table: {name: _range_of(dict(column.facts)) for name, column in columns.items()}
-        for table, columns in columns_of(manifest.kinds).items()
-    }
-
-
-def _range_of(facts: Mapping[str, str]) -> Range:
-    # JSON does not have infinity: null is an open end.
-    low, high = json.loads(facts.get("range", "[null, null]"))
-    return Range(-math.inf if low is None else low, math.inf if high is None else high)
+    bounds: dict[str, dict[str, tuple[float, float]]] = {table: {} for table in TABLES}
+    for table, columns in columns_of(manifest.kinds).items():
+        for name, column in columns.items():
+            # JSON does not have infinity: null is an open end.
+            low, high = json.loads(dict(column.facts).get("range", "[null, null]"))
+            ends = (-math.inf if low is None else low, math.inf if high is None else high)
+            bounds[table][name] = ends
+    return {**bounds}
 
 
 def problem(
-    home: Place,
-    file: CommittedFile,
-    bounds: Mapping[str, Bounds],
-    content: OpenFile | None = None,
+    home: Place, file: CommittedFile, bounds: Mapping[str, Bounds], content: OpenFile | None = None
 ) -> str | None:
     """What is wrong with a committed file, as words that follow its path; None if nothing is.
 
@@ -278,14 +259,13 @@ def _range_problem(footer: pq.FileMetaData, bounds: Bounds) -> str | None:
             # A column that is all NULL has neither a smallest nor a largest value.
             if name not in bounds or statistics is None or not statistics.has_min_max:
                 continue
-            allowed = bounds[name]
+            low, high = bounds[name]
             # An open end says nothing of the size of the values, so only finite ones give slack.
-            slack = ROUNDING * max([1.0, *(abs(end) for end in allowed if math.isfinite(end))])
-            low, high = statistics.min, statistics.max
+            slack = ROUNDING * max([1.0, *(abs(end) for end in (low, high) if math.isfinite(end))])
             # Not the other way round: a NaN is in no range.
-            if not (allowed.low - slack <= low and high <= allowed.high + slack):
+            if not (low - slack <= statistics.min and statistics.max <= high + slack):
                 return (
-                    f"has {name} from {low:.6g} to {high:.6g}, outside of its range from "
-                    f"{allowed.low:g} to {allowed.high:g}"
+                    f"has {name} from {statistics.min:.6g} to {statistics.max:.6g}, outside of its "
+                    f"range from {low:g} to {high:g}"
                 )
     return None

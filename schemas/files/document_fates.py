@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headcount.schemas.errors import counted
+
 FATES = ("used", "too short", "empty", "bad", "skipped", "not needed")
 """What becomes of a document that the scan's `where` selects."""
 
@@ -31,12 +33,10 @@ class Fates:
     @classmethod
     def of_parts(cls, parts: Mapping[str, Mapping[str, int]]) -> Fates:
         """The fates of a corpus, from counts by part and fate."""
-        totals = {name: sum(counts.values()) for name, counts in parts.items()}
-        largest_first = sorted(totals, key=lambda name: (-totals[name], name))
+        largest_first = sorted(parts, key=lambda name: (-sum(parts[name].values()), name))
         # A corpus may name a part per document. Its counts must stay a small file.
-        large, small = largest_first[:SHOWN_PARTS], largest_first[SHOWN_PARTS:]
-        shown = {name: dict(parts[name]) for name in large}
-        if small:
+        shown = {name: dict(parts[name]) for name in largest_first[:SHOWN_PARTS]}
+        if small := largest_first[SHOWN_PARTS:]:
             shown[f"{len(small):,} other parts"] = _added_up(parts[name] for name in small)
         return cls(shown)
 
@@ -59,9 +59,8 @@ class Fates:
         '1,203 documents: 1,200 used, 3 empty'
         """
         counts = ", ".join(f"{count:,} {fate}" for fate, count in self.all.items())
-        total = sum(self.all.values())
-        noun = "document" if total == 1 else "documents"
-        return f"{total:,} {noun}{': ' if counts else ''}{counts}"
+        total = counted(sum(self.all.values()), "document")
+        return f"{total}: {counts}" if counts else total
 
 
 def _added_up(counts_of_parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -17,7 +17,6 @@ Meanings = dict[str, dict[str, str]]
 Location = str | list[str]
 """A place, or several of them, as a scan names them."""
 
-
 LAYOUT: Final = 5
 """The layout of a run's files; a change after which other code would misread them has the next."""
 
@@ -46,14 +45,11 @@ class Manifest(BaseModel):
     """What the rows mean, apart from the code: the scan, the model and the corpus."""
     shards: int
     sequences: int
+    # The last settings of what does not change any row.
     batch_size: int | Literal["auto"] = "auto"
-    """The last setting; it does not change any row."""
     bad_rows: float = 0.01
-    """The last setting; it does not change any row."""
     bad_rows_in_a_row: int = 100
-    """The last setting; it does not change any row."""
     corpora: str | None = None
-    """The last setting; it does not change any row."""
     kinds: Records
     """What each formula is, by field of the scan (`schemas.scans.kinds.KINDS`) and name."""
     inputs: dict[str, dict[str, Any]] = {}
@@ -84,9 +80,7 @@ class Manifest(BaseModel):
     def meanings(self, code: str) -> Meanings | None:
         """The fingerprints of every name in some code; None if the run did not use that code."""
         # The code that began the run is described by the records, the others only by fingerprints.
-        if code == self.code:
-            return fingerprints(self.records)
-        return self.other_codes.get(code)
+        return fingerprints(self.records) if code == self.code else self.other_codes.get(code)
 
     @property
     def codes(self) -> list[str]:

@@ -1,8 +1,5 @@
 """Parquet files in memory, on disks and in stores."""
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence

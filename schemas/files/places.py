@@ -4,9 +4,6 @@ A store path has the few methods of `pathlib.Path` that we need. A file is writt
 all: a temporary name, fsync and rename on a disk, a single upload in a store.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import errno
@@ -17,10 +14,9 @@ import secrets
 import ssl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from io import BufferedReader
@@ -40,29 +36,19 @@ ATTEMPTS = 10
 as the one before. If nothing answers at all, each attempt also waits for `REQUEST_SECONDS`.
 """
 
-REQUEST_SECONDS = 30
-"""Time that a request waits for its answer."""
+REQUEST_SECONDS, CONNECT_SECONDS = 30, 10
+"""Time that a request waits for its answer, and for a connection."""
 
-CONNECT_SECONDS = 10
-"""Time that a connection to a store waits."""
+PROBES, PAUSE_SECONDS = 6, 0.5
+"""Probes before the first request to a store that does not answer, and the pause between two."""
 
-PROBES = 6
-"""Probes before the first request to a store that does not answer."""
-
-PROBE_SECONDS = 8.0
-"""Time that a probe waits for any answer. Requests wait far longer, as a scan can afford to."""
-
-PROBING_SECONDS = 20.0
-"""Time for all probes together."""
-
-PAUSE_SECONDS = 0.5
-"""Pause between two probes."""
+PROBE_SECONDS, PROBING_SECONDS = 8.0, 20.0
+"""Time that a probe waits for any answer, and all together. Requests wait far longer, as a scan can
+afford to.
+"""
 
 OpenFile: TypeAlias = BufferedReader
-"""A file that is open for reading: on a disk, in a store or in memory.
-
-pyarrow has no types; its files have the methods of this one.
-"""
+"""A file that is open for reading; pyarrow's files have its methods, but no types."""
 
 
 @dataclass(frozen=True, order=True)
@@ -95,8 +81,8 @@ class StorePath:
     @property
     def filesystem(self) -> pafs.FileSystem:
         """The pyarrow file system that reaches it."""
-        scheme, _, key = self.url.partition("://")
-        return _filesystem(scheme, key.partition("/")[0], *region_and_endpoint())
+        scheme, bucket = self.url.split("/")[:3:2]
+        return _filesystem(scheme[:-1], bucket, *region_and_endpoint())
 
     def is_file(self) -> bool:
         """Whether there is such an object; raises `RunError` if the store does not say."""
@@ -215,34 +201,33 @@ def _require_answer(store: str, address: str) -> None:
     host = url.hostname or ""
     if getproxies().get(url.scheme) and not proxy_bypass(host):
         return
+    # Any certificate will do: a probe sends nothing that must be protected.
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     problem: Exception = OSError("no time")
-    deadline = time.monotonic() + PROBING_SECONDS
+    begun = time.monotonic()
     for _ in range(PROBES):
-        # A probe that could not end before the deadline is not begun.
-        if time.monotonic() > deadline - PROBE_SECONDS:
+        # A probe that could not end in time is not begun.
+        if time.monotonic() > begun + PROBING_SECONDS - PROBE_SECONDS:
             break
         if url.scheme == "https":
-            # Any certificate will do: a probe sends nothing that must be protected.
-            context = ssl.create_default_context()
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-            connection = HTTPSConnection(host, url.port, timeout=PROBE_SECONDS, context=context)
+            probe = HTTPSConnection(host, url.port, timeout=PROBE_SECONDS, context=context)
         else:
-            connection = HTTPConnection(host, url.port, timeout=PROBE_SECONDS)
-        try:
-            connection.request("HEAD", "/")
-            connection.getresponse()
-            return
-        except (OSError, HTTPException) as error:
-            problem = error
-        finally:
-            connection.close()
+            probe = HTTPConnection(host, url.port, timeout=PROBE_SECONDS)
+        with closing(probe):
+            try:
+                probe.request("HEAD", "/")
+                probe.getresponse()
+                return
+            except (OSError, HTTPException) as error:
+                problem = error
         time.sleep(PAUSE_SECONDS)
     variable = "AWS_ENDPOINT_URL" if store.startswith("s3:") else "STORAGE_EMULATOR_HOST"
     raise RunError(
         f"{store}: the store at {address} does not answer ({reason(problem)}); bring it or the "
         f"network up, or name another address in {variable}, then run the same command"
-    ) from None
+    )
 
 
 def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
@@ -325,15 +310,14 @@ def absolute(where: str | Place) -> Place:
     return Path(os.path.abspath(location)) if isinstance(location, Path) else location
 
 
-def names(directory: Place) -> Iterator[str]:
+def names(directory: Place) -> list[str]:
     """Names of the files and directories in a directory, unordered; none if it does not exist."""
     if isinstance(directory, StorePath):
-        yield from (info.base_name for info in listed(directory))
-        return
+        return [info.base_name for info in listed(directory)]
     try:
-        yield from os.listdir(directory)
+        return os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return []
 
 
 def sizes(directory: Place) -> Iterator[tuple[str, int]]:
@@ -388,9 +372,8 @@ def fingerprint(directory: Place) -> Fingerprint:
     count, total = 0, 0
     # A sum, because the order of a listing is any, and a million names are too many to keep.
     for look in looks:
-        digest = hashlib.blake2b(repr(look).encode(), digest_size=16).digest()
-        total += int.from_bytes(digest)
         count += 1
+        total += int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=16).digest())
     return count, total % 2**128
 
 
@@ -400,30 +383,21 @@ def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
     `*` stays within one part of the path, `**/` spans several. Everything below the part before the
     first wildcard is listed.
     """
-    parts = pattern.key.split("/")
-    has_wildcard = (i for i, part in enumerate(parts) if re.search(r"[*?[]", part))
-    fixed_parts = next(has_wildcard, len(parts))
-    if fixed_parts == len(parts):
+    from fsspec.utils import glob_translate
+
+    fixed = re.split(r"[*?[]", pattern.key)[0]
+    if fixed == pattern.key:
         info = pattern.filesystem.get_file_info(pattern.key)
         return [(pattern, info.size)] if info.type is pafs.FileType.File else []
-    directory = "/".join(parts[:fixed_parts])
-    selector = pafs.FileSelector(directory, allow_not_found=True, recursive=True)
+    # Two asterisks that are not a whole part mean the same as one.
+    matches = re.compile(glob_translate(re.sub(r"(?<=[^/])\*\*|\*\*(?=[^/])", "*", pattern.key)))
+    selector = pafs.FileSelector(fixed.rpartition("/")[0], allow_not_found=True, recursive=True)
     scheme = pattern.url.partition("://")[0]
     return [
         (StorePath(f"{scheme}://{info.path}"), info.size)
         for info in pattern.filesystem.get_file_info(selector)
-        if info.type is pafs.FileType.File and _matches(info.path.split("/"), parts)
+        if info.type is pafs.FileType.File and matches.fullmatch(info.path)
     ]
-
-
-def _matches(path: list[str], pattern: list[str]) -> bool:
-    """Whether the parts of a path match those of a glob."""
-    if not pattern or not path:
-        return not path and all(part == "**" for part in pattern)
-    if pattern[0] == "**":
-        # It matches no part at all, or the first part and then perhaps more.
-        return _matches(path, pattern[1:]) or _matches(path[1:], pattern)
-    return fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 
 
 def reason(error: BaseException) -> str:

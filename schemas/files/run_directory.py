@@ -12,15 +12,13 @@ runs/run_id=NAME-HASH/
                                    the commit log (commits.py)
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,13 +26,7 @@ from pydantic import ValidationError
 
 from headcount.schemas.errors import OtherRunError, RunError, counted
 from headcount.schemas.files.commit import Commit
-from headcount.schemas.files.commits import (
-    any_commit,
-    commit_name,
-    commits_of,
-    pc,
-    read_commit_log,
-)
+from headcount.schemas.files.commits import any_commit, commit_name, commits_of, pc, read_commit_log
 from headcount.schemas.files.damage import Damage, examined_files, files_damaged_by_size
 from headcount.schemas.files.document_fates import Fates
 from headcount.schemas.files.manifest import Manifest
@@ -109,18 +101,20 @@ class RunDirectory:
 
     def failed_shards(self) -> list[int]:
         """Shards with a failed attempt, whether or not a later one succeeded."""
-        files = [n for n in names(self.path / "failures") if n.startswith("shard-")]
-        numbers = [name.removeprefix("shard-").removesuffix(".json") for name in files]
         # Other files, for example copies that somebody made, are ignored.
-        return sorted(int(number) for number in numbers if number.isdecimal())
+        files = map(re.compile(r"shard-(\d+)\.json").fullmatch, names(self.path / "failures"))
+        return sorted(int(file[1]) for file in files if file)
 
     def manifest(self) -> Manifest:
         """Read the manifest."""
+        # What to do about a broken run, as the end of an error.
+        is_run = self.path.name.startswith("run_id=")
+        remedy = f"; bring back a copy, or headcount rm {self.path} deletes it" if is_run else ""
         try:
             return Manifest.model_validate_json(self.manifest_file.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             raise RunError(
-                f"{self.path}: no manifest.json; expected the directory of a run{self._removal}"
+                f"{self.path}: no manifest.json; expected the directory of a run{remedy}"
             ) from None
         except OSError as error:
             raise RunError(f"{self.manifest_file}: cannot be read ({reason(error)})") from None
@@ -132,16 +126,8 @@ class RunDirectory:
                     f"read it with the version that wrote it (before layouts were numbered: 0.3)"
                 ) from None
             problems = counted(error.error_count(), "problem")
-            raise OtherRunError(
-                f"{self.manifest_file}: not a manifest ({problems}){self._removal}"
-            ) from None
-
-    @property
-    def _removal(self) -> str:
-        """What to do about a broken run, as the end of an error; empty if this is not a run."""
-        if not self.path.name.startswith("run_id="):
-            return ""
-        return f"; bring back a copy, or headcount rm {self.path} deletes it"
+            why = f"{self.manifest_file}: not a manifest ({problems}){remedy}"
+            raise OtherRunError(why) from None
 
     def commit_log(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Some columns of the commits that count, in shard order."""
@@ -149,7 +135,7 @@ class RunDirectory:
 
     def commits(self) -> Iterator[Commit]:
         """The commits that count, in shard order; files that are not commits are ignored."""
-        yield from commits_of(self.commit_log())
+        return commits_of(self.commit_log())
 
     def any_commit(self) -> Commit | None:
         """One of the commits, for facts that are the same in all; None before the first."""
@@ -212,10 +198,10 @@ def check_merged(commit_log: pa.Table) -> None:
     references = pa.table({name: pc.struct_field(files, name) for name in ("path", "shards")})
     # `shards` is the number of shards in the file, so it is the same in every reference to it.
     counts = references.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
-    counted_twice = counts.filter(pc.not_equal(counts["shards_count"], counts["shards_max"]))
-    if not len(counted_twice):
+    twice = counts.filter(pc.not_equal(counts["shards_count"], counts["shards_max"]))
+    if not len(twice):
         return
-    first = counted_twice.slice(0, 1).to_pylist()[0]
+    first = twice.slice(0, 1).to_pylist()[0]
     raise RunError(
         f"{first['path']}: holds the rows of {first['shards_max']} shards, and "
         f"{first['shards_count']} commits refer to it; expected as many, or rows would be "
@@ -252,25 +238,21 @@ def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     >>> differing_keys({"scan": {"n_ctx": 64, "seed": 0}}, {"scan": {"n_ctx": 128, "seed": 0}})
     ['scan.n_ctx (64, now 128)']
     """
-    old, new = _flattened(before), _flattened(now)
+
+    def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            if isinstance(value, Mapping):
+                yield from flattened(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
 
     def shown(value: object) -> str:
         text = json.dumps(value)
         return text if len(text) <= 60 else f"{text[:57]}…"
 
+    old, new = dict(flattened(before)), dict(flattened(now))
     return [
         f"{key} ({shown(old.get(key))}, now {shown(new.get(key))})"
         for key in sorted(old | new)
         if old.get(key) != new.get(key)
     ]
-
-
-def _flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by dotted key."""
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            values |= _flattened(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
-        else:
-            values[prefix + key] = value
-    return values

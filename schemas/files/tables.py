@@ -4,19 +4,20 @@ A table is an object. `schemas.scans.kinds.TABLES` lists all of them. Each kind 
 one.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+
+COLUMN = re.compile(r"^(\w+) \((\w+)(\[\])?\): (.+(?:\n .+)*)", re.MULTILINE)
+"""A column in a text: its name, its type and its description, which further lines may go on."""
 
 Written = Literal["every shard", "where asked for", "once", "when shards are merged"]
 """When a table is written.
@@ -44,6 +45,20 @@ class Column:
         """The column as a field of a Parquet schema."""
         metadata = {"description": self.description, **dict(self.facts)}
         return pa.field(self.name, self.type, nullable=self.nullable, metadata=metadata)
+
+
+def described(text: str) -> tuple[Column, ...]:
+    """Columns that may be NULL, from lines `name (type): description`; `int32[]` is a list.
+
+    >>> described("labels (string[]): Role of each token.")[0].type
+    ListType(list<item: string>)
+    """
+    columns: list[Column] = []
+    for name, alias, is_list, description in COLUMN.findall(inspect.cleandoc(text)):
+        item = pa.type_for_alias(alias)
+        column_type = pa.list_(item) if is_list else item
+        columns.append(Column(name, column_type, " ".join(description.split())))
+    return tuple(columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,56 +109,38 @@ def measured_column(name: str, facts: Mapping[str, Any]) -> Column:
     if axis := facts.get("axis"):
         # The column is a list. Its description must say what the index is.
         description = f"By {axis}, from 0: {description}"
-    return Column(name, column_type, description, facts=_column_facts(facts))
+    metadata = [(fact, facts[fact]) for fact in ("unit", "source") if fact in facts]
+    if facts.get("range"):
+        metadata.append(("range", json.dumps(facts["range"])))
+    return Column(name, column_type, description, facts=tuple(metadata))
 
 
-COMPONENT = Column(
-    "component",
-    pa.int16(),
-    "Component of a head's queries, from 0, of values along components or pairs of them; NULL for "
-    "the others.",
-)
+COMPONENT = described("""
+    component (int16): Component of a head's queries, from 0, of values along components or pairs of
+        them; NULL for the others.
+""")
 
 OPTIONAL_PLACES: dict[str, tuple[Column, ...]] = {
-    "dimension": (
-        Column(
-            "dimension",
-            pa.int32(),
-            "Coordinate of the residual stream, from 0, of values along coordinates; NULL for the "
-            "others.",
-        ),
-    ),
-    "component": (COMPONENT,),
-    "pair of components": (
-        COMPONENT,
-        Column(
-            "other_component",
-            pa.int16(),
-            "The other component, never before the first one, of values along pairs of components; "
-            "NULL for the others.",
-        ),
-    ),
-    "candidate": (
-        Column(
-            "candidate",
-            pa.int16(),
-            "Candidate of a search, from 0, in the order that the profile's formula lists; NULL "
-            "for the others.",
-        ),
-    ),
-    "earlier head": (
-        Column(
-            "earlier_layer",
-            pa.int16(),
-            "Layer of the earlier head, from 0, of values by pair of heads; NULL for the others.",
-        ),
-        Column(
-            "earlier_head",
-            pa.int16(),
-            "The earlier head within its layer, from 0, of values by pair of heads; NULL for the "
-            "others.",
-        ),
-    ),
+    "dimension": described("""
+        dimension (int32): Coordinate of the residual stream, from 0, of values along coordinates;
+            NULL for the others.
+    """),
+    "component": COMPONENT,
+    "pair of components": COMPONENT
+    + described("""
+        other_component (int16): The other component, never before the first one, of values along
+            pairs of components; NULL for the others.
+    """),
+    "candidate": described("""
+        candidate (int16): Candidate of a search, from 0, in the order that the profile's formula
+            lists; NULL for the others.
+    """),
+    "earlier head": described("""
+        earlier_layer (int16): Layer of the earlier head, from 0, of values by pair of heads; NULL
+            for the others.
+        earlier_head (int16): The earlier head within its layer, from 0, of values by pair of heads;
+            NULL for the others.
+    """),
 }
 """Columns that say where a value lies on an axis, by axis.
 
@@ -160,7 +157,7 @@ def uniform_column(statistic: str) -> str:
 def measured_uniform(name: str, facts: Mapping[str, Any]) -> Column:
     """The column of `sequences` with what uniform attention would score as a statistic."""
     description = f"What uniform attention would score as {name}."
-    return Column(uniform_column(name), pa.float32(), description, facts=_column_facts(facts))
+    return measured_column(uniform_column(name), {**facts, "description": description})
 
 
 def carried_name(field: str) -> str:
@@ -179,14 +176,6 @@ def carried_column(field: str) -> Column:
         "has none."
     )
     return Column(carried_name(field), pa.string(), description)
-
-
-def _column_facts(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """What Parquet's metadata says about a formula, besides its description."""
-    column_facts = [(name, facts[name]) for name in ("unit", "source") if name in facts]
-    if facts.get("range"):
-        column_facts.append(("range", json.dumps(facts["range"])))
-    return tuple(column_facts)
 
 
 WORD = pa.dictionary(pa.int32(), pa.string())
@@ -221,23 +210,18 @@ def with_partitions(rows: pa.Table, run_id: str, intervention: str) -> pa.Table:
     return pa.Table.from_arrays([*partitions, *rows.columns], schema=schema)
 
 
-INPUT_FAMILY = Column(
-    "input_family", pa.string(), "Family of inputs that the sequence comes from.", nullable=False
+INPUT_FAMILY, SHARD, SEQUENCE, LAYER, HEAD, STATISTIC = (
+    replace(column, nullable=False)
+    for column in described("""
+        input_family (string): Family of inputs that the sequence comes from.
+        shard (int32): Shard that the sequence belongs to: the unit of work and of commit.
+        sequence (int64): Index of the sequence in the scan; with the seed and the options it
+            determines the tokens.
+        layer (int16): Layer, from 0.
+        head (int16): Head within the layer, from 0.
+        statistic (string): Statistic: a column of heads.
+    """)
 )
-SHARD = Column(
-    "shard",
-    pa.int32(),
-    "Shard that the sequence belongs to: the unit of work and of commit.",
-    nullable=False,
-)
-SEQUENCE = Column(
-    "sequence",
-    pa.int64(),
-    "Index of the sequence in the scan; with the seed and the options it determines the tokens.",
-    nullable=False,
-)
-LAYER = Column("layer", pa.int16(), "Layer, from 0.", nullable=False)
-HEAD = Column("head", pa.int16(), "Head within the layer, from 0.", nullable=False)
 
 OF_SEQUENCE = (INPUT_FAMILY, SHARD, SEQUENCE)
 """Keys of a table with a row per sequence."""
@@ -260,39 +244,20 @@ SEQUENCES = Table(
     content="where it came from, its tokens, what uniform attention would score, what the model "
     "predicts.",
     keys=OF_SEQUENCE,
-    columns=(
-        Column("file", pa.string(), "File that the text comes from; NULL for synthetic input."),
-        Column(
-            "row",
-            pa.int64(),
-            "Row (line) of the file that holds the first token of the text, from 0.",
-        ),
-        Column("offset", pa.int32(), "Token of that row at which the sequence starts, from 0."),
-        Column(
-            "document",
-            pa.int64(),
-            "Document with most tokens of the text, of equal ones the first: its number in the "
-            "corpus, from 0, in the order of the files. Standard errors take documents for "
-            "independent. NULL for synthetic input, where every sequence counts as a document.",
-        ),
-        Column(
-            "pile_set_name",
-            pa.string(),
-            "Subset of the Pile that the row belongs to; NULL if the corpus does not say.",
-        ),
-        Column(
-            "n_tokens",
-            pa.int32(),
-            "Tokens in the sequence, the beginning-of-sequence token included.",
-        ),
-        Column("tokens", pa.list_(pa.int32()), "Token ids, as the model saw them."),
-        Column(
-            "labels",
-            pa.list_(pa.string()),
-            "Role of each token in the layout of the input family, '' if it has none; NULL if the "
-            "family does not label tokens.",
-        ),
-    ),
+    columns=described("""
+        file (string): File that the text comes from; NULL for synthetic input.
+        row (int64): Row (line) of the file that holds the first token of the text, from 0.
+        offset (int32): Token of that row at which the sequence starts, from 0.
+        document (int64): Document with most tokens of the text, of equal ones the first: its number
+            in the corpus, from 0, in the order of the files. Standard errors take documents for
+            independent. NULL for synthetic input, where every sequence counts as a document.
+        pile_set_name (string): Subset of the Pile that the row belongs to; NULL if the corpus does
+            not say.
+        n_tokens (int32): Tokens in the sequence, the beginning-of-sequence token included.
+        tokens (int32[]): Token ids, as the model saw them.
+        labels (string[]): Role of each token in the layout of the input family, '' if it has none;
+            NULL if the family does not label tokens.
+    """),
     order=("sequence",),
     written="every shard",
 )
@@ -311,34 +276,16 @@ PROFILES = Table(
     grain=("shard", "layer", "head", "profile", "entry"),
     content="means over the shard's sequences.",
     keys=(SHARD, LAYER),
-    columns=(
-        Column(
-            "head",
-            pa.int16(),
-            "Head within the layer, from 0; NULL if all heads of a layer share the values.",
-        ),
-        Column(
-            "profile",
-            pa.string(),
-            "Name of the profile, which was averaged over the sequences of the shard.",
-        ),
-        Column(
-            "query",
-            pa.int32(),
-            "Query, from 0, of profiles along queries or pairs; NULL for the others.",
-        ),
-        Column(
-            "key",
-            pa.int32(),
-            "Key, from 0, of profiles along keys or pairs; NULL for the others.",
-        ),
-        Column("lag", pa.int32(), "Lag, query - key, of profiles along lags; NULL for the others."),
-        Column("count", pa.int64(), "Number of sequences."),
-        Column("mean", pa.float64(), "Mean over the sequences."),
-        Column(
-            "m2", pa.float64(), "Sum over the sequences of the squared deviation from the mean."
-        ),
-    ),
+    columns=described("""
+        head (int16): Head within the layer, from 0; NULL if all heads of a layer share the values.
+        profile (string): Name of the profile, which was averaged over the sequences of the shard.
+        query (int32): Query, from 0, of profiles along queries or pairs; NULL for the others.
+        key (int32): Key, from 0, of profiles along keys or pairs; NULL for the others.
+        lag (int32): Lag, query - key, of profiles along lags; NULL for the others.
+        count (int64): Number of sequences.
+        mean (double): Mean over the sequences.
+        m2 (double): Sum over the sequences of the squared deviation from the mean.
+    """),
     order=("profile", "layer", "head", "query", "key", "lag", "shard"),
     written="where asked for",
 )
@@ -348,31 +295,15 @@ WEIGHTS = Table(
     grain=("layer", "head", "weight statistic", "index"),
     content="what the weights say without any input.",
     keys=(),
-    columns=(
-        Column("layer", pa.int16(), "Layer, from 0; NULL for values that a model has only once."),
-        Column(
-            "head",
-            pa.int16(),
-            "Head within the layer, from 0; NULL if heads share the values.",
-        ),
-        Column(
-            "weight",
-            pa.string(),
-            "Name of the weight statistic, which was computed from the weights alone.",
-        ),
-        Column(
-            "position",
-            pa.int32(),
-            "Position, from 0, of statistics along positions; NULL for the others.",
-        ),
-        Column(
-            "dimension",
-            pa.int32(),
-            "Coordinate of the residual stream, from 0, of statistics along coordinates; NULL for "
-            "the others.",
-        ),
-        Column("value", pa.float64(), "Value; NULL if it is not defined."),
-    ),
+    columns=described("""
+        layer (int16): Layer, from 0; NULL for values that a model has only once.
+        head (int16): Head within the layer, from 0; NULL if heads share the values.
+        weight (string): Name of the weight statistic, which was computed from the weights alone.
+        position (int32): Position, from 0, of statistics along positions; NULL for the others.
+        dimension (int32): Coordinate of the residual stream, from 0, of statistics along
+            coordinates; NULL for the others.
+        value (double): Value; NULL if it is not defined.
+    """),
     order=("weight", "layer", "head", "position", "dimension"),
     written="once",
 )
@@ -383,59 +314,32 @@ ROLLUPS = Table(
     content="moments and histogram of the values in heads, over the shards that were merged "
     "together; the views head_summaries, subset_summaries, distributions and head_quantiles add "
     "them up.",
-    keys=(
-        INPUT_FAMILY,
-        Column("statistic", pa.string(), "Statistic: a column of heads.", nullable=False),
-        LAYER,
-        HEAD,
-    ),
-    columns=(
-        Column(
-            "by_subset",
-            pa.bool_(),
-            "Whether the row is of one subset of the Pile, and not of all sequences.",
-        ),
-        Column(
-            "pile_set_name",
-            pa.string(),
-            "Subset of the Pile that the sequences belong to; NULL if the corpus does not say, or "
-            "if the row is of all sequences.",
-        ),
-        Column(
-            "document",
-            pa.int64(),
-            "Document of the sequences, if it may have others in shards that were not merged with "
-            "these; NULL if the row is of all other documents.",
-        ),
-        Column("count", pa.int32(), "Number of sequences on which the statistic is defined."),
-        Column("undefined", pa.int32(), "Number of sequences on which it is NULL."),
-        Column("mean", pa.float64(), "Mean of the defined values; NULL if there are none."),
-        Column("m2", pa.float64(), "Sum of the squared deviations from the mean."),
-        Column("documents", pa.int32(), "Number of documents with a defined value."),
-        Column(
-            "document_m2",
-            pa.float64(),
-            "Sum over documents d of t_d², where t_d is the sum of d's deviations from the mean.",
-        ),
-        Column(
-            "document_product",
-            pa.float64(),
-            "Sum over documents d of t_d n_d, where n_d is the number of d's defined values.",
-        ),
-        Column("document_squares", pa.float64(), "Sum over documents d of n_d²."),
-        Column("minimum", pa.float32(), "Smallest value."),
-        Column("maximum", pa.float32(), "Largest value."),
-        Column(
-            "range_low",
-            pa.float64(),
-            "Smallest possible value. If it and range_high are finite, the 256 bins between them "
-            "are equal. Otherwise bin b > 0 goes from 2^((b-1)/16 - 40) to 2^(b/16 - 40), bin -b "
-            "is its mirror image, and bin 0 is what lies between.",
-        ),
-        Column("range_high", pa.float64(), "Largest possible value."),
-        Column("bins", pa.list_(pa.int16()), "Numbers of the bins with a value, ascending."),
-        Column("counts", pa.list_(pa.int32()), "Number of values in each of these bins."),
-    ),
+    keys=(INPUT_FAMILY, STATISTIC, LAYER, HEAD),
+    columns=described("""
+        by_subset (bool): Whether the row is of one subset of the Pile, and not of all sequences.
+        pile_set_name (string): Subset of the Pile that the sequences belong to; NULL if the corpus
+            does not say, or if the row is of all sequences.
+        document (int64): Document of the sequences, if it may have others in shards that were not
+            merged with these; NULL if the row is of all other documents.
+        count (int32): Number of sequences on which the statistic is defined.
+        undefined (int32): Number of sequences on which it is NULL.
+        mean (double): Mean of the defined values; NULL if there are none.
+        m2 (double): Sum of the squared deviations from the mean.
+        documents (int32): Number of documents with a defined value.
+        document_m2 (double): Sum over documents d of t_d², where t_d is the sum of d's deviations
+            from the mean.
+        document_product (double): Sum over documents d of t_d n_d, where n_d is the number of d's
+            defined values.
+        document_squares (double): Sum over documents d of n_d².
+        minimum (float): Smallest value.
+        maximum (float): Largest value.
+        range_low (double): Smallest possible value. If it and range_high are finite, the 256 bins
+            between them are equal. Otherwise bin b > 0 goes from 2^((b-1)/16 - 40) to 2^(b/16 -
+            40), bin -b is its mirror image, and bin 0 is what lies between.
+        range_high (double): Largest possible value.
+        bins (int16[]): Numbers of the bins with a value, ascending.
+        counts (int32[]): Number of values in each of these bins.
+    """),
     # Few rows are of all sequences. Of the others, dashboards ask for those of one head.
     order=("by_subset", "layer", "head", "statistic", "pile_set_name", "document"),
     written="when shards are merged",

@@ -1,6 +1,4 @@
-"""The profiles of the `profiles` table, a file per family; importing this package registers them
-all.
-"""
+"""The profiles of the `profiles` table, a file per family; importing this registers them all."""
 
 from headcount.schemas.formula_kinds import PROFILES as PROFILES
 from headcount.schemas.registry import import_files

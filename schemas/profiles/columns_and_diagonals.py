@@ -3,9 +3,6 @@
 MInference computes only some columns and diagonals of a long pattern, and chooses them so.
 """
 
-# torch gives `norm` no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import math

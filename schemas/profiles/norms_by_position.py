@@ -1,8 +1,5 @@
 """Norms of vectors, position by position."""
 
-# torch gives `norm` no types.
-# pyright: basic
-
 from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.head_results import result_norms

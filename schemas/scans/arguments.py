@@ -43,9 +43,8 @@ Location: TypeAlias = Annotated[str | Path, AfterValidator(_in_a_line)]
 def checked(
     error: type[HeadcountError], **advice: str
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Compare what a function is called with to its annotations, and raise `error`.
-
-    `advice` names arguments that the function does not take, and says what to do instead.
+    """Compare what a function is called with to its annotations, and raise `error`; `advice` says
+    what to do instead of arguments that the function does not take.
     """
 
     def checking(function: Callable[P, T]) -> Callable[P, T]:
@@ -58,10 +57,10 @@ def checked(
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             parameters = called_as().parameters
             takes_others = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
-            unknown_names = [name for name in kwargs if name not in parameters and not takes_others]
-            for name in unknown_names:
-                known = [known for known in parameters if known != "self"]
-                raise error(f"{name}: {advice.get(name) or unknown('argument', name, known)}")
+            for name in kwargs:
+                if name not in parameters and not takes_others:
+                    known = parameters.keys() - {"self"}
+                    raise error(f"{name}: {advice.get(name) or unknown('argument', name, known)}")
             bound = called_as().bind(*args, **kwargs)
             for name, value in bound.arguments.items():
                 annotation = parameters[name].annotation

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from headcount.schemas.errors import ScanError
@@ -43,16 +42,10 @@ class Intervention:
         return "+".join(map(str, self.parts))
 
     @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Tell pydantic to read and write an intervention as its text."""
-        text = core_schema.no_info_after_validator_function(_parsed, core_schema.str_schema())
-        return core_schema.json_or_python_schema(
-            json_schema=text,
-            python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), text]),
-            serialization=core_schema.to_string_ser_schema(when_used="always"),
-        )
+    def __get_pydantic_core_schema__(cls, *_: object) -> CoreSchema:
+        """Tell pydantic to read and write it as its text."""
+        text = core_schema.to_string_ser_schema(when_used="always")
+        return core_schema.no_info_plain_validator_function(_parsed, serialization=text)
 
 
 def parse_intervention(text: str) -> Intervention:
@@ -72,11 +65,15 @@ def parse_intervention(text: str) -> Intervention:
         raise ScanError(f"interventions: {error}, got {text!r}") from None
 
 
-def _parsed(text: str) -> Intervention:
+def _parsed(given: object) -> Intervention:
+    if isinstance(given, Intervention):
+        return given
+    if not isinstance(given, str):
+        raise PydanticCustomError("string_type", "expected a string")
     # Split at plus signs outside of parentheses. One inside belongs to a number, as in
     # scale_query_bias(1e+3).
     try:
-        calls = [parse_call(part) for part in re.split(r"\+(?![^()]*\))", text)]
+        calls = [parse_call(part) for part in re.split(r"\+(?![^()]*\))", given)]
     except ValueError:
         calls = []
     # Which options there are, and so their order, is not known here.

@@ -25,13 +25,7 @@ from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 # A curve is a profile that is stored for every sequence.
 CURVES.update(PROFILES)
 
-KINDS: tuple[Kind, ...] = (
-    STATISTICS,
-    PREDICTIONS,
-    CURVES,
-    PROFILES,
-    WEIGHT_STATISTICS,
-)
+KINDS: tuple[Kind, ...] = (STATISTICS, PREDICTIONS, CURVES, PROFILES, WEIGHT_STATISTICS)
 
 WORDS = {kind.field: kind.word for kind in KINDS} | {
     "inputs": "input family",
@@ -63,10 +57,8 @@ def columns_of(
 def table_schema(
     table: Table, formulas: Mapping[str, Iterable[Formula]], carried: Iterable[str] = ()
 ) -> pa.Schema:
-    """The schema of a table's files.
-
-    `formulas` are those of a scan, by field. `carried` are the fields of documents that the table
-    `sequences` carries.
+    """The schema of a table's files, from the formulas of a scan by field; `carried` are the fields
+    of documents that `sequences` carries.
     """
     facts = {
         field: {formula.name: formula.facts for formula in formulas_of_kind}

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
-from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from headcount.schemas.errors import ScanError
@@ -48,9 +48,6 @@ class ModelSize(Protocol):
         ...
 
 
-EXPECTED = "expected a layer and a head in it, as L5H1"
-
-
 class Head(NamedTuple):
     """A head. Its text is the same in scans and in the column `label`.
 
@@ -75,26 +72,20 @@ class Head(NamedTuple):
         return cls(int(match[1]), int(match[2])) if match else None
 
     @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Tell pydantic to read and write a head as its text."""
-        text = core_schema.no_info_after_validator_function(_head, core_schema.str_schema())
-        return core_schema.json_or_python_schema(
-            json_schema=text,
-            python_schema=core_schema.union_schema(
-                [core_schema.is_instance_schema(cls), text],
-                custom_error_type="head",
-                custom_error_message=EXPECTED,
-            ),
-            serialization=core_schema.to_string_ser_schema(when_used="always"),
-        )
+    def __get_pydantic_core_schema__(cls, *_: object) -> CoreSchema:
+        """Tell pydantic to read and write it as its text."""
+        text = core_schema.to_string_ser_schema(when_used="always")
+        return core_schema.no_info_plain_validator_function(_named, serialization=text)
 
 
-def _head(text: str) -> Head:
-    match = NAME.fullmatch(text)
+def _named(given: object) -> Head:
+    if isinstance(given, Head):
+        return given
+    if not isinstance(given, str):
+        raise PydanticCustomError("string_type", "expected a string")
+    match = NAME.fullmatch(given)
     if match is None:
-        raise PydanticCustomError("head", EXPECTED)
+        raise PydanticCustomError("head", "expected a layer and a head in it, as L5H1")
     return Head(int(match[1]), int(match[2]))
 
 
@@ -102,9 +93,8 @@ def _head(text: str) -> Head:
 class MeasuredHeads:
     """The heads that are measured, by layer, in ascending order.
 
-    Their values are arrays `[… layer head …]`. Index i of the axis `layer` is the i-th measured
-    layer, and index j of the axis `head` is the j-th measured head of that layer. `numbers` says
-    which head of the model that is.
+    Their values are arrays `[… layer head …]`: of the i-th measured layer, the j-th measured head.
+    `numbers` says which head of the model that is.
     """
 
     n_heads: int
@@ -120,10 +110,8 @@ class MeasuredHeads:
     @classmethod
     def of(cls, n_heads: int, heads: Iterable[Head]) -> MeasuredHeads:
         """The given heads of a model."""
-        by_layer: dict[int, tuple[int, ...]] = {}
-        for head in sorted(heads):
-            by_layer[head.layer] = (*by_layer.get(head.layer, ()), head.head)
-        return cls(n_heads, by_layer)
+        of_layers = groupby(sorted(heads), lambda head: head.layer)
+        return cls(n_heads, {layer: tuple(head.head for head in own) for layer, own in of_layers})
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -133,11 +121,7 @@ class MeasuredHeads:
     @property
     def heads(self) -> tuple[Head, ...]:
         """All measured heads."""
-        return tuple(
-            Head(layer, head)
-            for layer, heads_of_layer in self.by_layer.items()
-            for head in heads_of_layer
-        )
+        return tuple(Head(layer, head) for layer, own in self.by_layer.items() for head in own)
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -172,57 +156,34 @@ class MeasuredHeads:
         return None if len(heads) == self.n_heads else heads
 
 
-def check_named(layers: tuple[int, ...] | str, heads: tuple[Head, ...] | str) -> None:
-    """Refuse a list that is empty or names something twice, and lists of both layers and heads."""
-    for field, chosen, noun in (("layers", layers, "layer"), ("heads", heads, "head")):
-        if isinstance(chosen, str):
-            continue
-        if not chosen or len(set(chosen)) < len(chosen):
-            shown = ", ".join(map(str, chosen))
-            raise ScanError(
-                f'{field}: expected "all", or at least one {noun} and each once, got [{shown}]'
-            )
-    if layers != "all" and heads != "all":
-        raise ScanError(
-            "heads: these imply their layers, so layers and heads exclude each other; "
-            "leave one of them out"
-        )
-
-
 def find_heads(
     layers: tuple[int, ...] | str, heads: tuple[Head, ...] | str, model: ModelSize
 ) -> MeasuredHeads:
     """The heads that a scan names; raises `ScanError` if the model lacks one of them."""
+    for head in heads if isinstance(heads, tuple) else ():
+        if problem := _problem(head, model):
+            raise ScanError(f"heads: '{head}': {problem}")
+    for layer in layers if isinstance(layers, tuple) else ():
+        if problem := _problem(Head(layer, 0), model):
+            raise ScanError(f"layers: {problem}")
     if isinstance(heads, tuple):
-        for head in heads:
-            if head.layer >= model.n_layers:
-                missing = _lacks(model, "layer", head.layer, model.n_layers)
-                raise ScanError(f"heads: '{head}': {missing}")
-            if head.layer not in model.attention_layers_or_all:
-                raise ScanError(f"heads: '{head}': {_does_not_attend(model, head.layer)}")
-            if head.head >= model.n_heads:
-                missing = _lacks(model, "head", head.head, model.n_heads)
-                raise ScanError(f"heads: '{head}': {missing}")
         return MeasuredHeads.of(model.n_heads, heads)
-    if isinstance(layers, tuple):
-        every_head = tuple(range(model.n_heads))
-        for layer in layers:
-            if layer >= model.n_layers:
-                raise ScanError(f"layers: {_lacks(model, 'layer', layer, model.n_layers)}")
-            if layer not in model.attention_layers_or_all:
-                raise ScanError(f"layers: {_does_not_attend(model, layer)}")
-        return MeasuredHeads(model.n_heads, dict.fromkeys(sorted(layers), every_head))
-    every_head = tuple(range(model.n_heads))
-    return MeasuredHeads(model.n_heads, dict.fromkeys(model.attention_layers_or_all, every_head))
+    chosen = sorted(layers) if isinstance(layers, tuple) else model.attention_layers_or_all
+    return MeasuredHeads(model.n_heads, dict.fromkeys(chosen, tuple(range(model.n_heads))))
 
 
-def _does_not_attend(model: ModelSize, layer: int) -> str:
-    attending = ", ".join(map(str, model.attention_layers_or_all))
-    return f"layer {layer} of {model.name} has no softmax attention; layers {attending} have"
-
-
-def _lacks(model: ModelSize, noun: str, number: int, count: int) -> str:
-    return (
-        f"{noun} {number} of {model.name}, which has {count}; expected {noun}s from 0 to "
-        f"{count - 1}"
-    )
+def _problem(head: Head, model: ModelSize) -> str | None:
+    """Why a model does not have a head; None if it has."""
+    counts = {"layer": model.n_layers, "head": model.n_heads}
+    for (noun, count), number in zip(counts.items(), head, strict=True):
+        if number >= count:
+            return (
+                f"{noun} {number} of {model.name}, which has {count}; expected {noun}s from 0 to "
+                f"{count - 1}"
+            )
+    if head.layer not in (attending := model.attention_layers_or_all):
+        return (
+            f"layer {head.layer} of {model.name} has no softmax attention; layers "
+            f"{', '.join(map(str, attending))} have"
+        )
+    return None

@@ -20,13 +20,7 @@ from headcount.schemas.formula_kinds import CURVES, PROFILES, WEIGHT_STATISTICS
 from headcount.schemas.formulas import Computed, Formula, Kind, check_names
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.kinds import KINDS
-from headcount.schemas.scans.measured_heads import (
-    Head,
-    MeasuredHeads,
-    ModelSize,
-    check_named,
-    find_heads,
-)
+from headcount.schemas.scans.measured_heads import Head, MeasuredHeads, ModelSize, find_heads
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, PRECISIONS
 from headcount.schemas.scans.values import (
     LARGEST_INTEGER,
@@ -59,9 +53,6 @@ LONGEST_FILE_NAME = 255
 
 LONGEST_INTERVENTION = 240
 """Longest text of an intervention, in bytes: it names a directory, after `intervention=`."""
-
-SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-"""Names that directories, addresses, jobs and SQL all take without changes."""
 
 PARTITION_PREFIXES = ("run_id=", "intervention=")
 """Beginnings of directory names that readers turn into columns, wherever they are in a path."""
@@ -144,7 +135,7 @@ def _with_kinds(base: type[Setting]) -> type[Setting]:
     fields: dict[str, Any] = {}
     for kind in KINDS:
         # A kind may also take a word for some of its formulas, such as "standard".
-        written = Literal[tuple(kind.sets)] | names if kind.sets else names
+        written = Literal[kind.sets] | names if kind.sets else names
         annotation = Annotated[written, AfterValidator(kind.canonical)]
         fields[kind.field] = (annotation, Field(kind.default, description=kind.meaning))
     return create_model("Measured", __base__=base, __module__=__name__, **fields)
@@ -186,12 +177,9 @@ class Scan(Measured):
         return kind.select(self.names(kind))
 
     def kinds(self, computed: Computed | None = None) -> list[Kind]:
-        """The kinds with a formula that the scan measures.
-
-        With `computed`, only those that are computed at that time.
-        """
+        """The kinds with a formula that the scan measures: all, or those computed at a time."""
         used = [kind for kind in KINDS if self.names(kind)]
-        return [kind for kind in used if computed is None or kind.computed == computed]
+        return [kind for kind in used if computed in (None, kind.computed)]
 
     def measured_heads(self, model: ModelSize) -> MeasuredHeads:
         """The heads that the scan measures; raises `ScanError` if the model lacks one of them."""
@@ -204,18 +192,14 @@ class Scan(Measured):
         return self.measured_heads(model).layers[-1] + 1
 
     def for_model(self, model: ModelSize) -> Self:
-        """The same scan with the shortest description of its layers and heads.
-
-        So a list of all layers is the same run as "all".
-        """
+        """The same scan with its layers and heads in short: a list of all layers becomes "all"."""
         measured = self.measured_heads(model)
-        layers: Any = "all"
-        heads: Any = "all"
+        shortest: dict[str, Any] = {"layers": "all", "heads": "all"}
         if any(measured.part(layer) is not None for layer in measured.layers):
-            heads = measured.heads
+            shortest["heads"] = measured.heads
         elif len(measured.layers) < len(model.attention_layers_or_all):
-            layers = measured.layers
-        return self.model_copy(update={"layers": layers, "heads": heads})
+            shortest["layers"] = measured.layers
+        return self.model_copy(update=shortest)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -268,10 +252,7 @@ def scan_name(run_id: str) -> str:
 
 
 def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
-    """Read and validate a scan file.
-
-    Each of `overrides` is `key=value` with a dotted key and a TOML value.
-    """
+    """Read and validate a scan file; an override is `key=value` with a dotted key, in TOML."""
     fields = read_fields(path, overrides)
     try:
         return parse_scan(fields)
@@ -288,11 +269,11 @@ def read_fields(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         raise ScanError(
             f"{path}: cannot be read ({error.strerror}); expected a TOML scan file"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ScanError(f"{path}: not valid TOML: {error}") from None
-    # The two errors above are ValueErrors too. What is left is Python's limit on the digits of int.
-    except ValueError:
-        raise ScanError(f"{path}: not valid TOML: an integer has too many digits") from None
+    except ValueError as error:
+        is_known = isinstance(error, tomllib.TOMLDecodeError | UnicodeDecodeError)
+        # What is left is Python's limit on the digits of an integer.
+        problem = error if is_known else "an integer has too many digits"
+        raise ScanError(f"{path}: not valid TOML: {problem}") from None
     except RecursionError:
         raise ScanError(f"{path}: not valid TOML: nested too deeply") from None
     return override_fields(fields, overrides)
@@ -306,7 +287,14 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     Traceback (most recent call last):
     headcount.schemas.errors.ScanError: n_ctx: expected 1 or more, got 0
     """
-    _refuse_control_characters(fields)
+    # No file name or terminal line can hold control characters and surrogates.
+    lines = [
+        f"{key}: expected text without control characters, got {text!a}"
+        for key, text in _texts(fields)
+        if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
+    ]
+    if lines:
+        raise ScanError("\n".join(lines))
     try:
         # As JSON, because only there does pydantic's strict mode take an array for a tuple.
         scan = Scan.model_validate_json(json.dumps(fields, default=str))
@@ -320,23 +308,10 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     for kind in KINDS:
         kind.check(scan.names(kind))
     _check_formulas(scan)
-    check_named(scan.layers, scan.heads)
-    _check_interventions(scan)
-    _check_shards(scan)
+    _check_named(scan)
     _check_paths(scan)
     _check_precision(scan)
     return scan
-
-
-def _refuse_control_characters(fields: dict[str, Any]) -> None:
-    """Refuse control characters and surrogates: no file name or terminal line can hold them."""
-    lines = [
-        f"{key}: expected text without control characters, got {text!a}"
-        for key, text in _texts(fields)
-        if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
-    ]
-    if lines:
-        raise ScanError("\n".join(lines))
 
 
 def _check_formulas(scan: Scan) -> None:
@@ -361,8 +336,19 @@ def _check_formulas(scan: Scan) -> None:
         )
 
 
-def _check_interventions(scan: Scan) -> None:
-    """Refuse interventions that are named twice, and texts too long for a directory's name."""
+def _check_named(scan: Scan) -> None:
+    """Refuse heads, layers and interventions named twice, and more of them than can be kept."""
+    for field, chosen in {"layers": scan.layers, "heads": scan.heads}.items():
+        if not isinstance(chosen, str) and (not chosen or len(set(chosen)) < len(chosen)):
+            raise ScanError(
+                f'{field}: expected "all", or at least one {field[:-1]} and each once, got '
+                f"[{', '.join(map(str, chosen))}]"
+            )
+    if scan.layers != "all" and scan.heads != "all":
+        raise ScanError(
+            "heads: these imply their layers, so layers and heads exclude each other; "
+            "leave one of them out"
+        )
     texts = tuple(map(str, scan.interventions))
     check_names("interventions", texts, required=True)
     for text in texts:
@@ -371,12 +357,7 @@ def _check_interventions(scan: Scan) -> None:
                 f"interventions: expected at most {LONGEST_INTERVENTION} characters, for it names "
                 f"a directory, got {len(text)}: {text[:60]}…"
             )
-
-
-def _check_shards(scan: Scan) -> None:
-    if scan.sequences == "all":
-        return
-    shards = -(-scan.sequences // scan.sequences_per_shard)  # rounded up
+    shards = 0 if scan.sequences == "all" else -(-scan.sequences // scan.sequences_per_shard)
     if shards > MOST_SHARDS:
         raise ScanError(
             f"sequences: {scan.sequences:,} make {shards:,} shards, expected at most "
@@ -399,15 +380,16 @@ def _check_precision(scan: Scan) -> None:
 
 def _check_paths(scan: Scan) -> None:
     """Refuse names that no file system takes, and directories that cannot hold runs."""
-    directories = {"out": scan.out} | ({} if scan.corpora is None else {"corpora": scan.corpora})
-    for key, path in {"model": scan.model, **directories}.items():
+    paths = {"model": scan.model, "out": scan.out, "corpora": scan.corpora or "corpora"}
+    for key, path in paths.items():
         longest = max(path.split("/"), key=len)
         if len(longest.encode()) > LONGEST_FILE_NAME:
             raise ScanError(
                 f"{key}: expected names of at most {LONGEST_FILE_NAME} bytes, got "
                 f"{shortened(repr(longest), 60)}"
             )
-    for key, path in directories.items():
+    del paths["model"]
+    for key, path in paths.items():
         # After expansion, a "~" at the start is the home of a user who does not exist.
         if not path.strip() or str(place(path)).startswith(("~", "bundled:")):
             raise ScanError(f"{key}: expected a directory that can be written, got {path!r}")
@@ -493,7 +475,6 @@ def _expected(key: str) -> str:
     if key == "input.family":
         return "the name of an input family"
     field = Scan.model_fields.get(key)
-    description = field.description if field and field.description else "a value"
     # The first sentence says what it is; the others say more about it.
-    meaning = " ".join(description.split()).partition(". ")[0]
+    meaning = " ".join(((field and field.description) or "a value").split()).partition(". ")[0]
     return meaning[0].lower() + meaning[1:].rstrip(".")

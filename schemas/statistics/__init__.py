@@ -1,6 +1,4 @@
-"""The statistics of the `heads` table, a file per family; importing this package registers them
-all.
-"""
+"""The statistics of the `heads` table, a file per family; importing this registers them all."""
 
 from headcount.schemas.formula_kinds import LAYER_VALUES as LAYER_VALUES
 from headcount.schemas.formula_kinds import STATISTICS as STATISTICS

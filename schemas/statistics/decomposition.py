@@ -7,13 +7,12 @@ and learned sinks are left out. Effective positions are known if the model adds 
 first MLP is a module of its own; MLP_0 takes W_pos[j] without the norm before it.
 """
 
-# torch gives `norm` no types.
-# pyright: basic
-
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.statistics.sink import has_two_positions
 from headcount.schemas.units import Cosine, Probability, ScaledLogitLead, ScaledLogits
+
+MAHMOOD = "Mahmood's reproduction of Ran-Milo et al. 2026"
 
 
 def has_fixed_positions(rotary: bool) -> bool:
@@ -32,7 +31,7 @@ def shifts(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     return (k * b_Q).sum(-1) - (b_Q * b_K).sum(-1)
 
 
-@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, standard=False)
+@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions)
 def score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     """Mean over the keys of what the query bias adds to the score of a key.
 
@@ -44,7 +43,7 @@ def score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     return shifts(b_Q, k.mean(1, keepdim=True), b_K)[:, 0]
 
 
-@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, standard=False)
+@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions)
 def sink_score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     """What the query bias adds to the score of key 0.
 
@@ -56,7 +55,7 @@ def sink_score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     return shifts(b_Q, k[:, :1], b_K)[:, 0]
 
 
-@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, standard=False)
+@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions)
 def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogitLead:
     """How much more the query bias adds to the score of key 0 than to the lowest of all keys.
 
@@ -69,9 +68,7 @@ def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogitLea
     return shift[:, 0] - shift.amin(1)
 
 
-@statistic(
-    "after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, standard=False
-)
+@statistic("after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions)
 def sink_shift_advantage(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     """How much more the query bias adds to the score of key 0 than to the mean key, over the second
     half of the queries.
@@ -90,9 +87,7 @@ def sink_shift_advantage(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) 
     return lead[:, pattern.n_ctx // 2 : pattern.window].mean(1)
 
 
-@statistic(
-    "after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, standard=False
-)
+@statistic("after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions)
 def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> ScaledLogits:
     """How much q·k of key 0 exceeds that of the mean key, over the second half of the queries.
 
@@ -110,11 +105,7 @@ def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> ScaledLogits
     return (q * (k[:, :, :1] - mean)).sum(-1).mean(-1)
 
 
-@statistic(
-    "after Ran-Milo et al. 2026, arXiv 2604.14722",
-    defined=has_fixed_positions_and_two,
-    standard=False,
-)
+@statistic("after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions_and_two)
 def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> Probability:
     """Mean attention to key 0 over the second half of the queries, if scores were only what the
     query bias adds.
@@ -132,11 +123,7 @@ def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) 
     return mass[:, pattern.n_ctx // 2 : pattern.window].mean(1)
 
 
-@statistic(
-    "after Ran-Milo et al. 2026, arXiv 2604.14722",
-    defined=has_fixed_positions_and_two,
-    standard=False,
-)
+@statistic("after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions_and_two)
 def sink_mass_content_only(pattern: Pattern, b_Q: Tensor) -> Probability:
     """Mean attention to key 0 over the second half of the queries, if queries had no bias.
 
@@ -163,12 +150,7 @@ def has_two_effective_positions(effective: Tensor) -> Tensor:
     return has_effective_positions(effective) & (len(effective) > 1)
 
 
-@statistic(
-    "Mahmood's reproduction of Ran-Milo et al. 2026",
-    defined=has_effective_positions,
-    of_directions=True,
-    standard=False,
-)
+@statistic(MAHMOOD, defined=has_effective_positions, of_directions=True)
 def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Cosine:
     """Mean cosine of queries without their bias and the key of effective position 0, over the
     second half of the queries.
@@ -182,12 +164,7 @@ def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor)
     return content_cosine(q, b_Q, effective[:1] @ W_K)
 
 
-@statistic(
-    "Mahmood's reproduction of Ran-Milo et al. 2026",
-    defined=has_two_effective_positions,
-    of_directions=True,
-    standard=False,
-)
+@statistic(MAHMOOD, defined=has_two_effective_positions, of_directions=True)
 def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Cosine:
     """Mean cosine of queries without their bias and the keys of the other effective positions, over
     the second half of the queries.

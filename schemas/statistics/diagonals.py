@@ -23,9 +23,7 @@ def after_copy(pattern: Pattern) -> Tensor:
     return pattern.lag(max(pattern.n_ctx // 2 - 1, 0))
 
 
-@statistic(
-    "TransformerLens demos", uniform_baseline=True, defined=has_repeated_half, standard=False
-)
+@statistic("TransformerLens demos", uniform_baseline=True, defined=has_repeated_half)
 def induction_diagonal(pattern: Pattern) -> Probability:
     """Mean attention along the whole induction diagonal of a repeated block.
 
@@ -40,7 +38,7 @@ def induction_diagonal(pattern: Pattern) -> Probability:
     return after_copy(pattern).mean(-1)
 
 
-@statistic("Olsson et al. 2022", uniform_baseline=True, defined=has_repeated_half, standard=False)
+@statistic("Olsson et al. 2022", uniform_baseline=True, defined=has_repeated_half)
 def induction_diagonal_strict(pattern: Pattern) -> Probability:
     """Mean attention of the second copy of a block to the token after the same place in the first
     copy.
@@ -54,9 +52,7 @@ def induction_diagonal_strict(pattern: Pattern) -> Probability:
     return after_copy(pattern)[..., -(pattern.n_ctx // 2) :].mean(-1)
 
 
-@statistic(
-    "TransformerLens demos", uniform_baseline=True, defined=has_repeated_half, standard=False
-)
+@statistic("TransformerLens demos", uniform_baseline=True, defined=has_repeated_half)
 def duplicate_diagonal(pattern: Pattern) -> Probability:
     """Mean attention of the second copy of a block to the same place in the first copy.
 

@@ -1,8 +1,5 @@
 """Norms of what a head writes to the residual stream: vectors after W_O."""
 
-# torch gives `norm` no types.
-# pyright: basic
-
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Norm
@@ -16,7 +13,7 @@ def result_norms(x: Tensor, W_O: Tensor) -> Tensor:
     return ((x @ (W_O @ W_O.mT)) * x).sum(-1).clamp(min=0).sqrt()
 
 
-@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False)
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889")
 def head_output_norm_last(z: Tensor) -> Norm:
     """Norm of the head's output at the last query, before W_O.
 
@@ -28,7 +25,7 @@ def head_output_norm_last(z: Tensor) -> Norm:
     return z[:, -1].norm(dim=-1)
 
 
-@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False)
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889")
 def head_result_norm(z: Tensor, W_O: Tensor) -> Norm:
     """Mean norm of what the head writes to the residual stream.
 
@@ -40,7 +37,7 @@ def head_result_norm(z: Tensor, W_O: Tensor) -> Norm:
     return result_norms(z, W_O).mean(-1)
 
 
-@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False)
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889")
 def head_result_norm_last(z: Tensor, W_O: Tensor) -> Norm:
     """Norm of what the head writes to the residual stream at the last query.
 
@@ -52,7 +49,7 @@ def head_result_norm_last(z: Tensor, W_O: Tensor) -> Norm:
     return result_norms(z[:, -1:], W_O)[..., 0]
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835", standard=False)
+@statistic("Guo et al. 2024, arXiv 2410.13835")
 def value_result_norm(v: Tensor, W_O: Tensor) -> Norm:
     """Mean norm of the value vectors after W_O, position 0 included.
 
@@ -64,7 +61,7 @@ def value_result_norm(v: Tensor, W_O: Tensor) -> Norm:
     return result_norms(v, W_O).mean(-1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835", standard=False)
+@statistic("Guo et al. 2024, arXiv 2410.13835")
 def sink_value_result_norm(v: Tensor, W_O: Tensor) -> Norm:
     """Norm of the value vector at position 0 after W_O.
 

@@ -39,9 +39,7 @@ def mean_at_triggers(mass: Tensor, labels: Labels, others: bool = False) -> Tens
     return (mass * selected).sum(-1) / selected.sum(-1)
 
 
-@statistic(
-    "Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_triggers, standard=False
-)
+@statistic("Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_triggers)
 def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Probability:
     """Mean attention to key 0 of the queries that are labelled "trigger".
 
@@ -54,9 +52,7 @@ def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Probability:
     return mean_at_triggers(pattern.key(0)[..., 1 : pattern.window], labels)
 
 
-@statistic(
-    "Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_triggers, standard=False
-)
+@statistic("Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_triggers)
 def sink_mass_others(pattern: Pattern, labels: Labels) -> Probability:
     """Mean attention to key 0 of the queries that are not labelled "trigger".
 
@@ -69,9 +65,7 @@ def sink_mass_others(pattern: Pattern, labels: Labels) -> Probability:
     return mean_at_triggers(pattern.key(0)[..., 1 : pattern.window], labels, others=True)
 
 
-@statistic(
-    "Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_triggers, standard=False
-)
+@statistic("Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_triggers)
 def previous_token_triggers(pattern: Pattern, labels: Labels) -> Probability:
     """Mean attention of the queries that are labelled "trigger" to the token just before them.
 
@@ -99,10 +93,7 @@ def sees_labelled_key(
 
 
 @statistic(
-    "after Zhang et al. 2025, arXiv 2506.09944",
-    uniform_baseline=True,
-    defined=sees_labelled_key,
-    standard=False,
+    "after Zhang et al. 2025, arXiv 2506.09944", uniform_baseline=True, defined=sees_labelled_key
 )
 def labelled_key_mass(
     pattern: Pattern, labels: Labels, *, keys: Label = "gold", queries: Label = "query"
@@ -133,7 +124,7 @@ def has_answers(labels: Labels) -> Tensor | bool:
     return labels["answer"][:, 1:].any(-1) & labels["gold"].any(-1)
 
 
-@statistic("Wu et al. 2024, arXiv 2404.15574, teacher forced", defined=has_answers, standard=False)
+@statistic("Wu et al. 2024, arXiv 2404.15574, teacher forced", defined=has_answers)
 def retrieval_score(pattern: Pattern, labels: Labels, tokens: Tensor) -> ShareOfTokens:
     """Share of the tokens labelled "answer" that the head copies: the key with the largest
     attention of the query before is labelled "gold" and holds the same token.

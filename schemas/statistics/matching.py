@@ -23,7 +23,7 @@ def mean_over_matched(pattern: Pattern, pairs: Pairs) -> Tensor:
     return (pattern.mass(pairs) * matched[:, None]).sum(-1) / matched.sum(-1)[:, None]
 
 
-@statistic("Elhage et al. 2021", uniform_baseline=True, defined=has_two_positions)
+@statistic("Elhage et al. 2021", uniform_baseline=True, defined=has_two_positions, standard=True)
 def previous_token_score(pattern: Pattern) -> Probability:
     """Mean attention to the token just before.
 
@@ -35,7 +35,7 @@ def previous_token_score(pattern: Pattern) -> Probability:
     return pattern.lag(1).mean(-1)
 
 
-@statistic("Farrell 2023", uniform_baseline=True, defined=has_three_positions)
+@statistic("Farrell 2023", uniform_baseline=True, defined=has_three_positions, standard=True)
 def lookback_two_score(pattern: Pattern) -> Probability:
     """Mean attention to the token two positions back.
 
@@ -47,7 +47,7 @@ def lookback_two_score(pattern: Pattern) -> Probability:
     return pattern.lag(2).mean(-1)
 
 
-@statistic("TransformerLens head_detector", uniform_baseline=True)
+@statistic("TransformerLens head_detector", uniform_baseline=True, standard=True)
 def self_attention(pattern: Pattern) -> Probability:
     """Mean attention of a token to itself.
 
@@ -59,7 +59,7 @@ def self_attention(pattern: Pattern) -> Probability:
     return pattern.lag(0).mean(-1)
 
 
-@statistic("Olsson et al. 2022", uniform_baseline=True, defined=has_copies)
+@statistic("Olsson et al. 2022", uniform_baseline=True, defined=has_copies, standard=True)
 def induction_score(pattern: Pattern, successors: Pairs) -> Probability:
     """Mean attention to the keys that follow an earlier copy of the query's token.
 
@@ -75,7 +75,9 @@ def induction_score(pattern: Pattern, successors: Pairs) -> Probability:
     return mean_over_matched(pattern, successors)
 
 
-@statistic("TransformerLens head_detector", uniform_baseline=True, defined=has_copies)
+@statistic(
+    "TransformerLens head_detector", uniform_baseline=True, defined=has_copies, standard=True
+)
 def duplicate_score(pattern: Pattern, copies: Pairs) -> Probability:
     """Mean attention to earlier copies of the query's own token.
 
@@ -88,7 +90,7 @@ def duplicate_score(pattern: Pattern, copies: Pairs) -> Probability:
     return mean_over_matched(pattern, copies)
 
 
-@statistic("headcount")
+@statistic("headcount", standard=True)
 def match_coverage(copies: Pairs) -> ShareOfQueries:
     """Share of the queries whose token has an earlier copy.
 
@@ -100,7 +102,7 @@ def match_coverage(copies: Pairs) -> ShareOfQueries:
     return (copies.count > 0).float().mean(-1)
 
 
-@statistic("headcount", standard=False)
+@statistic("headcount")
 def match_count(copies: Pairs) -> Keys:
     """Mean number of earlier copies of the query's token.
 

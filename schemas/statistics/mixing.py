@@ -19,7 +19,7 @@ def squared_deviations(vectors: Tensor) -> Tensor:
     return (from_first - from_first.mean(1, keepdim=True)).square().sum(-1)
 
 
-@statistic(BARBERO, standard=False)
+@statistic(BARBERO)
 def resid_post_spread(resid_post: Tensor) -> Norm:
     """Root mean square distance of positions from their mean in the residual stream after the
     layer; the same for all heads.
@@ -32,7 +32,7 @@ def resid_post_spread(resid_post: Tensor) -> Norm:
     return squared_deviations(resid_post).mean(-1).sqrt()
 
 
-@statistic("after " + BARBERO, defined=has_three_positions, of_directions=True, standard=False)
+@statistic("after " + BARBERO, defined=has_three_positions, of_directions=True)
 def resid_post_spread_share(resid_post: Tensor) -> ShareOfSquaredNorm:
     """Share of the residual stream after the layer that distinguishes positions, without position
     0: 0 if all are alike; the same for all heads.
@@ -48,7 +48,7 @@ def resid_post_spread_share(resid_post: Tensor) -> ShareOfSquaredNorm:
     return squared_deviations(others).sum(-1) / others.square().sum(-1).sum(-1)
 
 
-@statistic(BARBERO, standard=False)
+@statistic(BARBERO)
 def value_spread(v: Tensor) -> Norm:
     """Root mean square distance of the values from their mean.
 

@@ -1,8 +1,5 @@
 """Norms of queries, keys, values, head outputs and the residual stream."""
 
-# torch gives `norm` no types.
-# pyright: basic
-
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import AbsoluteValue, Norm
@@ -17,7 +14,7 @@ def largest_size(vectors: Tensor) -> Tensor:
     return largest.maximum(-smallest)
 
 
-@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889")
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=True)
 def value_norm(v: Tensor) -> Norm:
     """Mean norm of the value vectors.
 
@@ -29,7 +26,7 @@ def value_norm(v: Tensor) -> Norm:
     return v.norm(dim=-1).mean(1)
 
 
-@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889")
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=True)
 def sink_value_norm(v: Tensor) -> Norm:
     """Norm of the value vector at position 0.
 
@@ -41,7 +38,7 @@ def sink_value_norm(v: Tensor) -> Norm:
     return v[:, 0].norm(dim=-1)
 
 
-@statistic("Gu et al. 2024, arXiv 2410.10781")
+@statistic("Gu et al. 2024, arXiv 2410.10781", standard=True)
 def key_norm(k: Tensor) -> Norm:
     """Mean norm of the key vectors.
 
@@ -53,7 +50,7 @@ def key_norm(k: Tensor) -> Norm:
     return k.norm(dim=-1).mean(1)
 
 
-@statistic("Gu et al. 2024, arXiv 2410.10781")
+@statistic("Gu et al. 2024, arXiv 2410.10781", standard=True)
 def sink_key_norm(k: Tensor) -> Norm:
     """Norm of the key vector at position 0.
 
@@ -65,7 +62,7 @@ def sink_key_norm(k: Tensor) -> Norm:
     return k[:, 0].norm(dim=-1)
 
 
-@statistic("Gu et al. 2024, arXiv 2410.10781")
+@statistic("Gu et al. 2024, arXiv 2410.10781", standard=True)
 def query_norm(q: Tensor) -> Norm:
     """Mean norm of the query vectors.
 
@@ -77,7 +74,7 @@ def query_norm(q: Tensor) -> Norm:
     return q.norm(dim=-1).mean(1)
 
 
-@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889")
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=True)
 def head_output_norm(z: Tensor) -> Norm:
     """Mean norm of the head's output before W_O.
 
@@ -89,7 +86,7 @@ def head_output_norm(z: Tensor) -> Norm:
     return z.norm(dim=-1).mean(1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835")
+@statistic("Guo et al. 2024, arXiv 2410.13835", standard=True)
 def resid_pre_norm(resid_pre: Tensor) -> Norm:
     """Mean norm of the residual stream before the layer, position 0 included; the same for all
     heads.
@@ -102,7 +99,7 @@ def resid_pre_norm(resid_pre: Tensor) -> Norm:
     return resid_pre.norm(dim=-1).mean(1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835")
+@statistic("Guo et al. 2024, arXiv 2410.13835", standard=True)
 def sink_resid_pre_norm(resid_pre: Tensor) -> Norm:
     """Norm of the residual stream before the layer at position 0; the same for all heads.
 
@@ -114,7 +111,7 @@ def sink_resid_pre_norm(resid_pre: Tensor) -> Norm:
     return resid_pre[:, 0].norm(dim=-1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835")
+@statistic("Guo et al. 2024, arXiv 2410.13835", standard=True)
 def resid_post_norm(resid_post: Tensor) -> Norm:
     """Mean norm of the residual stream after the layer, position 0 included; the same for all
     heads.
@@ -127,7 +124,7 @@ def resid_post_norm(resid_post: Tensor) -> Norm:
     return resid_post.norm(dim=-1).mean(1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835")
+@statistic("Guo et al. 2024, arXiv 2410.13835", standard=True)
 def sink_resid_post_norm(resid_post: Tensor) -> Norm:
     """Norm of the residual stream after the layer at position 0; the same for all heads.
 
@@ -139,7 +136,7 @@ def sink_resid_post_norm(resid_post: Tensor) -> Norm:
     return resid_post[:, 0].norm(dim=-1)
 
 
-@statistic(CACHED, standard=False)
+@statistic(CACHED)
 def query_absmax(q: Tensor) -> AbsoluteValue:
     """Largest absolute value of a component of the queries, after any rotation.
 
@@ -151,7 +148,7 @@ def query_absmax(q: Tensor) -> AbsoluteValue:
     return largest_size(q)
 
 
-@statistic(CACHED, standard=False)
+@statistic(CACHED)
 def key_absmax(k: Tensor) -> AbsoluteValue:
     """Largest absolute value of a component of the keys as a cache stores them, after any rotation.
 
@@ -163,7 +160,7 @@ def key_absmax(k: Tensor) -> AbsoluteValue:
     return largest_size(k)
 
 
-@statistic(CACHED, standard=False)
+@statistic(CACHED)
 def value_absmax(v: Tensor) -> AbsoluteValue:
     """Largest absolute value of a component of the values as a cache stores them.
 

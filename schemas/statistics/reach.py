@@ -15,10 +15,7 @@ def has_distant_keys(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -
 
 
 @statistic(
-    "after Xiao et al. 2024, arXiv 2410.10819",
-    uniform_baseline=True,
-    defined=has_distant_keys,
-    standard=False,
+    "after Xiao et al. 2024, arXiv 2410.10819", uniform_baseline=True, defined=has_distant_keys
 )
 def distant_mass(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> Probability:
     """Mean attention to the keys that are neither among the first `sink` nor among the last
@@ -34,10 +31,7 @@ def distant_mass(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> Pr
 
 
 @statistic(
-    "after Xiao et al. 2024, arXiv 2410.10819",
-    uniform_baseline=True,
-    defined=has_distant_keys,
-    standard=False,
+    "after Xiao et al. 2024, arXiv 2410.10819", uniform_baseline=True, defined=has_distant_keys
 )
 def distant_mass_last(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> Probability:
     """Attention of the last query to the keys that are neither among the first `sink` nor among the

@@ -8,7 +8,7 @@ from headcount.schemas.statistics.sink import has_two_positions
 from headcount.schemas.units import Cosine, Logits, LogitSpread
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835", defined=has_three_positions)
+@statistic("Guo et al. 2024, arXiv 2410.13835", defined=has_three_positions, standard=True)
 def sink_logit_margin(pattern: Pattern) -> Logits:
     """How much the score of key 0 exceeds the mean score of the other earlier keys, on average.
 
@@ -21,7 +21,7 @@ def sink_logit_margin(pattern: Pattern) -> Logits:
     return (pattern.score(0) - pattern.earlier_score())[..., 2 : pattern.window].mean(-1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835", defined=has_two_positions, standard=False)
+@statistic("Guo et al. 2024, arXiv 2410.13835", defined=has_two_positions)
 def sink_logit_spread(pattern: Pattern) -> LogitSpread:
     """Standard deviation over the queries of the score of key 0.
 
@@ -34,7 +34,7 @@ def sink_logit_spread(pattern: Pattern) -> LogitSpread:
     return (scores - scores.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
-@statistic("after Zhai et al. 2023, arXiv 2303.06296", standard=False)
+@statistic("after Zhai et al. 2023, arXiv 2303.06296")
 def score_max(pattern: Pattern) -> Logits:
     """Largest score of a query and a key that it sees.
 
@@ -53,12 +53,7 @@ def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
     return not rotary and has_three_positions(pattern)
 
 
-@statistic(
-    "Gu et al. 2024, arXiv 2410.10781",
-    defined=has_fixed_positions,
-    of_directions=True,
-    standard=False,
-)
+@statistic("Gu et al. 2024, arXiv 2410.10781", defined=has_fixed_positions, of_directions=True)
 def sink_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Cosine:
     """Mean cosine of the angle between the queries and key 0.
 
@@ -72,10 +67,7 @@ def sink_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Cosine:
 
 
 @statistic(
-    "Gu et al. 2024, arXiv 2410.10781",
-    defined=has_fixed_positions_and_three,
-    of_directions=True,
-    standard=False,
+    "Gu et al. 2024, arXiv 2410.10781", defined=has_fixed_positions_and_three, of_directions=True
 )
 def earlier_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Cosine:
     """Mean cosine of the angle between the queries and the earlier keys other than key 0.

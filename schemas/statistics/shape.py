@@ -11,7 +11,7 @@ def largest_entropy(pattern: Pattern) -> Tensor:
     return (pattern.positions() + 1).clamp(max=pattern.window).log()
 
 
-@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", uniform_baseline=True)
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", uniform_baseline=True, standard=True)
 def entropy(pattern: Pattern) -> Nats:
     """Mean entropy of the attention rows.
 
@@ -25,7 +25,12 @@ def entropy(pattern: Pattern) -> Nats:
     return pattern.entropy().mean(-1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_two_positions)
+@statistic(
+    "Guo et al. 2024, arXiv 2410.13835",
+    uniform_baseline=True,
+    defined=has_two_positions,
+    standard=True,
+)
 def entropy_normalised(pattern: Pattern) -> ShareOfMaximum:
     """Mean entropy of the attention rows, each divided by the entropy of uniform attention.
 
@@ -39,10 +44,7 @@ def entropy_normalised(pattern: Pattern) -> ShareOfMaximum:
 
 
 @statistic(
-    "after Ran-Milo et al. 2026, arXiv 2604.14722",
-    uniform_baseline=True,
-    defined=has_two_positions,
-    standard=False,
+    "after Ran-Milo et al. 2026, arXiv 2604.14722", uniform_baseline=True, defined=has_two_positions
 )
 def entropy_normalised_late(pattern: Pattern) -> ShareOfMaximum:
     """Mean entropy of the rows of the second half of the queries, each divided by the entropy of
@@ -58,7 +60,7 @@ def entropy_normalised_late(pattern: Pattern) -> ShareOfMaximum:
     return (pattern.entropy() / largest_entropy(pattern))[..., late].mean(-1)
 
 
-@statistic("common", uniform_baseline=True)
+@statistic("common", uniform_baseline=True, standard=True)
 def mean_distance(pattern: Pattern) -> Tokens:
     """Mean number of tokens that attention looks back.
 

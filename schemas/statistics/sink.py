@@ -4,13 +4,15 @@ from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor, first_of_largest
 from headcount.schemas.units import Position, Probability
 
+RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
+
 
 def has_two_positions(pattern: Pattern) -> bool:
     """the sequence has at least two tokens."""
     return pattern.n_ctx >= 2
 
 
-@statistic("headcount", uniform_baseline=True, defined=has_two_positions)
+@statistic("headcount", uniform_baseline=True, defined=has_two_positions, standard=True)
 def sink_mass(pattern: Pattern) -> Probability:
     """Mean attention to key 0 over the queries that see other keys.
 
@@ -22,7 +24,7 @@ def sink_mass(pattern: Pattern) -> Probability:
     return pattern.key(0)[..., 1 : pattern.window].mean(-1)
 
 
-@statistic("Gu et al. 2024, arXiv 2410.10781", uniform_baseline=True)
+@statistic("Gu et al. 2024, arXiv 2410.10781", uniform_baseline=True, standard=True)
 def sink_alpha(pattern: Pattern) -> Probability:
     """Mean attention to key 0 over all queries, the first included.
 
@@ -34,7 +36,7 @@ def sink_alpha(pattern: Pattern) -> Probability:
     return pattern.key(0)[..., : pattern.window].mean(-1)
 
 
-@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", uniform_baseline=True)
+@statistic(RAN_MILO, uniform_baseline=True, standard=True)
 def sink_mass_late(pattern: Pattern) -> Probability:
     """Mean attention to key 0 over the second half of the queries.
 
@@ -46,7 +48,7 @@ def sink_mass_late(pattern: Pattern) -> Probability:
     return pattern.key(0)[..., pattern.n_ctx // 2 : pattern.window].mean(-1)
 
 
-@statistic("Xiao et al. 2023, arXiv 2309.17453", uniform_baseline=True)
+@statistic("Xiao et al. 2023, arXiv 2309.17453", uniform_baseline=True, standard=True)
 def sink_mass_first4(pattern: Pattern) -> Probability:
     """Mean attention to the first four keys together, over the second half of the queries.
 
@@ -71,7 +73,7 @@ def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:
     return total.mean(-1)
 
 
-@statistic("Xiao et al. 2023, arXiv 2309.17453", uniform_baseline=True, standard=False)
+@statistic("Xiao et al. 2023, arXiv 2309.17453", uniform_baseline=True)
 def sink_mass_first8(pattern: Pattern) -> Probability:
     """Mean attention to the first eight keys together, over the second half of the queries.
 
@@ -83,12 +85,7 @@ def sink_mass_first8(pattern: Pattern) -> Probability:
     return late_mass(pattern, 0, 7)
 
 
-@statistic(
-    "after Ran-Milo et al. 2026, arXiv 2604.14722",
-    uniform_baseline=True,
-    defined=has_two_positions,
-    standard=False,
-)
+@statistic(f"after {RAN_MILO}", uniform_baseline=True, defined=has_two_positions)
 def next4_mass_late(pattern: Pattern) -> Probability:
     """Mean attention to the keys 1 to 4 together, over the second half of the queries.
 
@@ -100,12 +97,7 @@ def next4_mass_late(pattern: Pattern) -> Probability:
     return late_mass(pattern, 1, 4)
 
 
-@statistic(
-    "Ran-Milo et al. 2026, arXiv 2604.14722",
-    uniform_baseline=True,
-    defined=has_two_positions,
-    standard=False,
-)
+@statistic(RAN_MILO, uniform_baseline=True, defined=has_two_positions)
 def second_key_mass_late(pattern: Pattern) -> Probability:
     """Mean attention to key 1 over the second half of the queries: the sink's place after positions
     0 and 1 are swapped.
@@ -118,7 +110,7 @@ def second_key_mass_late(pattern: Pattern) -> Probability:
     return late_mass(pattern, 1, 1)
 
 
-@statistic("gpt-oss, arXiv 2508.10925", missing="the layer has no learned sink", standard=False)
+@statistic("gpt-oss, arXiv 2508.10925", missing="the layer has no learned sink")
 def sink_gate(pattern: Pattern) -> Probability:
     """Mean share of attention that the learned sink of a head takes.
 
@@ -142,7 +134,7 @@ def received_by_candidates(pattern: Pattern) -> Tensor:
     return pattern.received()[..., : pattern.n_ctx - enough + 1]
 
 
-@statistic("after Gu et al. 2024, arXiv 2410.10781", standard=False)
+@statistic("after Gu et al. 2024, arXiv 2410.10781")
 def sink_position(pattern: Pattern) -> Position:
     """Position of the key that receives the largest mean attention of the queries that see it.
 
@@ -158,7 +150,7 @@ def sink_position(pattern: Pattern) -> Position:
     return first_of_largest(received_by_candidates(pattern)).float()
 
 
-@statistic("after Gu et al. 2024, arXiv 2410.10781", standard=False)
+@statistic("after Gu et al. 2024, arXiv 2410.10781")
 def sink_position_mass(pattern: Pattern) -> Probability:
     """Largest mean attention that a key receives of the queries that see it, at `sink_position`.
 

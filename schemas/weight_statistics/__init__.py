@@ -1,6 +1,4 @@
-"""The statistics of the `weights` table, a file per family; importing this package registers them
-all.
-"""
+"""The statistics of the `weights` table, a file per family; importing this registers them all."""
 
 from headcount.schemas.formula_kinds import WEIGHT_STATISTICS as WEIGHT_STATISTICS
 from headcount.schemas.registry import import_files

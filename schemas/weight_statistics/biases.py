@@ -1,15 +1,14 @@
 """The query bias: the coordinates and the positions that it makes every query look for."""
 
-# torch gives `norm` no types.
-# pyright: basic
-
 from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.statistics.decomposition import has_fixed_positions
 from headcount.schemas.units import Cosine, Norm, ScaledLogits
 
+RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
 
-@weight("after Ran-Milo et al. 2026, arXiv 2604.14722", axis="none")
+
+@weight(f"after {RAN_MILO}", axis="none")
 def query_bias_norm(b_Q: Tensor) -> Norm:
     """Norm of the query bias.
 
@@ -21,11 +20,7 @@ def query_bias_norm(b_Q: Tensor) -> Norm:
     return b_Q.norm(dim=-1)
 
 
-@weight(
-    "Ran-Milo et al. 2026, arXiv 2604.14722, figure 4",
-    axis="dimension",
-    defined=has_fixed_positions,
-)
+@weight(f"{RAN_MILO}, figure 4", axis="dimension", defined=has_fixed_positions)
 def bias_key_coupling(b_Q: Tensor, W_K: Tensor) -> ScaledLogits:
     """How much one unit of a coordinate of a key's input adds to that key's score, for every query.
 
@@ -39,12 +34,7 @@ def bias_key_coupling(b_Q: Tensor, W_K: Tensor) -> ScaledLogits:
     return (W_K @ b_Q[..., None])[..., 0]
 
 
-@weight(
-    "Ran-Milo et al. 2026, arXiv 2604.14722, figure 2",
-    axis="position",
-    defined=has_fixed_positions,
-    of_directions=True,
-)
+@weight(f"{RAN_MILO}, figure 2", axis="position", defined=has_fixed_positions, of_directions=True)
 def bias_position_cosine(b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Cosine:
     """Cosine of the query bias and the key that an effective position makes.
 

@@ -4,9 +4,6 @@ w[j] is `W_pos[j]` less the mean of its coordinates: what a LayerNorm sees, and 
 TransformerLens's default loading leaves.
 """
 
-# torch gives `norm` no types.
-# pyright: basic
-
 from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Coordinate, DotProduct, Norm

@@ -1,8 +1,5 @@
 """Embeddings of positions, and what the first MLP makes of them."""
 
-# torch gives `norm` no types.
-# pyright: basic
-
 from headcount.schemas.formula_kinds import weight
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Coordinate, Norm

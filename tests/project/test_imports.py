@@ -48,7 +48,7 @@ ONLY_IN = {
     "aiohttp": ("jobs/cluster/submission.py", "queries/explore/server.py"),
     "datasets": ("workers/inputs/corpus/documents.py", "reproduce/published_texts.py"),
     "duckdb": ("queries/",),
-    "fsspec": ("queries/open/stores.py",),
+    "fsspec": ("queries/open/stores.py", "schemas/files/places.py"),
     "huggingface_hub": ("workers/model/files/model_info.py", "reproduce/published_texts.py"),
     "jinja2": ("queries/report/html_page.py",),
     "psutil": ("jobs/cluster/ray_cluster.py", "workers/memory.py"),

@@ -1,4 +1,4 @@
-"""The catalogue in long sequences, with folded weights, and against scores of other tools."""
+"""Columns give the scores of other tools, as the pages say."""
 
 from __future__ import annotations
 
@@ -9,41 +9,7 @@ import numpy as np
 import torch
 from transformers import GPT2LMHeadModel
 
-from headcount.schemas.statistics import STATISTICS
-from headcount.workers.model.files.model_info import find_model
-from tests.reference.definitions import definitions
 from tests.toys import toy_models as toy
-
-
-def repeated(period: int, batch: int = 3, d_vocab: int = toy.D_VOCAB) -> np.ndarray:
-    """A block of random tokens twice, after one more token."""
-    block = np.random.default_rng(period).integers(2, d_vocab, size=(batch, period))
-    return np.concatenate([block[:, :1] * 0, block, block], axis=1).astype(np.int32)
-
-
-def test_columns_of_many_tiles_equal_their_definitions():
-    path = find_model("bundled:gpt2-mini")
-    tokens = repeated(100, batch=1, d_vocab=256)
-    heads = toy.measure(path, tokens).heads
-    for name, values in definitions(path, tokens).items():
-        scale = 1 if STATISTICS[name].range == (0, 1) else np.maximum(1, np.abs(values))
-        np.testing.assert_array_equal(np.isnan(heads[name]), np.isnan(values), name)
-        assert np.nan_to_num(np.abs(heads[name] - values) / scale).max() <= 1e-5, name
-
-
-def test_raw_and_folded_weights_write_the_same_and_split_scores_differently(gpt2: Path):
-    tokens = repeated(10)
-    raw, folded = (
-        toy.measure(gpt2, tokens, weight_processing=weights, engine="dense").heads
-        for weights in ("raw", "folded")
-    )
-    tolerances: dict[str, dict[str, Any]] = {
-        "second_key_mass_late": {"atol": 1e-5},
-        "sink_score_advantage": {"rtol": 1e-4, "atol": 1e-4},
-    }
-    for name, close in tolerances.items():
-        np.testing.assert_allclose(folded[name], raw[name], **close)
-    assert np.abs(folded["sink_shift_advantage"] - raw["sink_shift_advantage"]).max() > 0.1
 
 
 def test_formulas_of_the_catalogue_follow_from_columns(gpt2: Path):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import headcount.schemas.files.commits as commit_log
-from headcount.jobs.run.lock import locked
 from headcount.jobs.run.loop import followed
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files.commit import COMMITS, Commit, Failure
@@ -191,14 +190,6 @@ def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory
 def size_of(run: RunDirectory, shard: int) -> int:
     """Bytes of a shard's file of heads, as committed."""
     return next(c.files[0].bytes for c in run.commits() if c.shard == shard)
-
-
-def test_one_driver_at_a_time(run: RunDirectory):
-    at_work = "another process is at work on this run"
-    with locked(run), pytest.raises(RunError, match=at_work), locked(run):
-        pass
-    with locked(run):
-        pass
 
 
 @pytest.mark.parametrize(("location", "message"), [

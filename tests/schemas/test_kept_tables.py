@@ -11,16 +11,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from headcount.jobs.plan.plan import Plan, make_plan
+from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.loop import missing_shards
 from headcount.queries.ask.answers import run_query
 from headcount.queries.open.connection import connect as connect_eagerly
-from headcount.schemas.errors import RunError, ScanError
+from headcount.schemas.errors import ScanError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.files.tables import CURVES as CURVES_TABLE
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.kinds import schema_of_rows, table_schema
-from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import begun, measured
@@ -133,16 +132,6 @@ def test_every_column_of_every_view_is_described(plan: Plan):
         assert described[view, "layer" if view == "weights" else "head"].endswith(end), view
 
 
-def test_sql_finds_the_heads_of_a_list(plan: Plan):
-    question = """
-        SELECT max(abs(list_avg(sink_attention_by_query) - sink_alpha)), count(*),
-            min(len(score_shift_by_key))
-        FROM curves JOIN heads USING (run_id, intervention, sequence, layer, head)"""
-    ((error, rows, entries),) = ask(plan.run.path, question)
-    assert error < 1e-6
-    assert (rows, entries) == (2 * SEQUENCES * LAYERS * HEADS, T)
-
-
 def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt2: Path):
     """The scan has an intervention alone; weights are of the untouched model."""
     fields = {"interventions": ["zero_query_bias"], "weight_statistics": ["query_bias_norm"]}
@@ -157,24 +146,6 @@ def test_lost_weights_make_their_shard_missing_and_come_back(tmp_path: Path, gpt
     assert ask(plan.run.path, "weights") == []
     measured(plan)
     assert file.read_bytes() == before
-
-
-@pytest.mark.parametrize(("field", "names", "word"), [
-    ("profiles", ["attention_by_lag"], "profile"),
-    ("curves", ["attention_by_lag"], "profile"),
-    ("weight_statistics", ["query_bias_norm"], "weight statistic"),
-])  # fmt: skip
-def test_a_run_that_kept_something_else_is_not_gone_on_with(
-    field: str, names: list[str], word: str, tmp_path: Path, gpt2: Path
-):
-    first = begin(tmp_path, gpt2, **{field: names})
-    assert begin(tmp_path, gpt2, **{field: names}).run.run_id == first.run.run_id
-    other = parse_scan(first.scan.model_dump(mode="json") | {field: []})
-    assert field not in other.record
-    assert other.fingerprint != first.scan.fingerprint
-    problem = rf"{word} {names[0]} \(no longer\), {field} \(\[\"{names[0]}\"\], now null"
-    with pytest.raises(RunError, match=problem):
-        make_plan(other, "toy", first.run.run_id)
 
 
 def test_runs_that_kept_different_things_are_read_together(tmp_path: Path):

@@ -5,7 +5,6 @@ computed, kept or written.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from copy import copy
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from headcount.jobs.plan.plan import Plan, make_plan, replan
+from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
@@ -23,20 +22,20 @@ from headcount.queries.ask.asking import open_runs
 from headcount.queries.open.connection import connect
 from headcount.queries.report.html_page import unpacked
 from headcount.queries.report.report import write_report
-from headcount.schemas.errors import MeasureError, RunError
+from headcount.schemas.errors import MeasureError
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.inputs.sequences import ShardInput
-from headcount.workers.interventions import INTERVENTIONS, intervention, intervention_registry
 from headcount.workers.shard import intervention_tables
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import begun, measured
 
 T = 12
 TOKENS = toy.repeating_tokens(T, batch=3)
-ALL_INTERVENTIONS = ["none", "mask_keys(0,1)", "zero_random_heads(entropy,1.2)"]
+PARTNERS = (TOKENS * 7 + 1) % toy.D_VOCAB
+ALL_INTERVENTIONS = ["none", "mask_keys(0,1)", "zero_random_heads(entropy,1.2)", "patch_head(0,1)"]
 SUBSETS: dict[str, dict[str, Any]] = {
     "first layer": {"layers": [0]},
     "two layers": {"layers": [2, 0]},
@@ -49,6 +48,7 @@ EVERYTHING: dict[str, Any] = {
     "profiles": list(PROFILES),
     "curves": [profile.name for profile in PROFILES.values() if profile.axis != "pair"],
     "weight_statistics": list(WEIGHT_STATISTICS),
+    "predictions": ["loss", "final_logits"],
 }
 
 
@@ -61,7 +61,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tables(replica: toy.TextReplica, intervention: str) -> dict[str, pa.Table]:
     """Every table that a shard of the tokens would be written to."""
     shard = ShardInput(0, 0, TOKENS, {}, [])
-    measurements = replica.measure(TOKENS, intervention)
+    measurements = replica.measure(TOKENS, intervention, partner=PARTNERS)
     return intervention_tables(replica.scan, shard, measurements) | replica.weights()
 
 
@@ -119,30 +119,6 @@ def test_every_number_of_some_heads_is_that_of_the_whole_scan(
                 assert_same(rows, chosen(expected[name][table], subset), "layers" in subset)
 
 
-both_engines = pytest.mark.parametrize("engine", ["fused", "dense"])
-
-
-@both_engines
-def test_predictions_of_a_scan_of_one_layer_are_those_of_the_model(gpt2: Path, engine: str):
-    fields = {"n_ctx": T, "engine": engine, "predictions": ["loss", "final_logits"]}
-    whole = toy.replica(gpt2, **fields).measure(TOKENS, "zero_head(2,1)")
-    part = toy.replica(gpt2, **fields, layers=[0]).measure(TOKENS, "zero_head(2,1)")
-    for name, values in whole.sequences.items():
-        assert np.array_equal(part.sequences[name], values, equal_nan=True), name
-    for name, values in part.heads.items():
-        assert np.array_equal(values, whole.heads[name][:, :1], equal_nan=True), name
-
-
-@both_engines
-def test_a_patched_head_of_a_measured_layer_shows_in_the_next(gpt2: Path, engine: str):
-    partner = (TOKENS * 7 + 1) % toy.D_VOCAB
-    name, fields = "patch_head(0,1)", {"n_ctx": T, "engine": engine}
-    whole = toy.replica(gpt2, **fields).measure(TOKENS, name, partner=partner)
-    part = toy.replica(gpt2, **fields, layers=[1]).measure(TOKENS, name, partner=partner)
-    for name, values in part.heads.items():
-        assert np.array_equal(values, whole.heads[name][:, 1:2], equal_nan=True), name
-
-
 def blocks_run(replica: toy.TextReplica, *arguments: Any, **options: Any) -> list[int]:
     """The layers that a measurement begins, in order."""
     layers_run: list[int] = []
@@ -165,28 +141,6 @@ def test_a_pass_ends_after_the_last_layer_that_something_needs(gpt2: Path):
     assert blocks_run(predicting, TOKENS) == [0, 1, 2]
     changed = toy.replica(gpt2, n_ctx=T, layers=[1]).measure(TOKENS, "mask_keys(0,1)")
     assert changed.method.built_layers == [0, 1]
-
-
-def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intervention_registry, "INTERVENTIONS", copy(INTERVENTIONS))
-
-    @intervention
-    def patch_layers(z: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-        """The outputs of all heads come from the partner."""
-        return partner
-
-    replica = toy.replica(gpt2, n_ctx=T, layers=[1])
-    assert blocks_run(replica, TOKENS, "patch_layers", partner=TOKENS) == [0, 1] * 2
-
-
-@both_engines
-def test_only_measured_layers_are_shown(gpt2: Path, engine: str):
-    replica = toy.replica(gpt2, n_ctx=T, engine=engine)
-    layers_shown: list[int] = []
-    tokens = torch.from_numpy(TOKENS).long()
-    with torch.inference_mode():
-        replica.engine.run(tokens, {}, lambda layer, _: layers_shown.append(layer), (), layers=[1])
-    assert set(layers_shown) == {1}
 
 
 def test_the_pattern_of_a_layer_between_is_not_asked(gpt2: Path, monkeypatch: pytest.MonkeyPatch):
@@ -259,13 +213,6 @@ def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path):
     assert part.identity["scan"]["heads"] == ["L0H3", "L2H1"]
 
 
-def test_a_run_of_other_heads_is_not_gone_on_with(tmp_path: Path, gpt2: Path):
-    plan = begin(tmp_path, gpt2, layers=[1])
-    assert replan(plan.run).scan.layers == (1,)
-    with pytest.raises(RunError, match="measured something else: layers"):
-        make_plan(parse_scan(fields_of(tmp_path, gpt2)), "toy", plan.run.run_id)
-
-
 def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path):
     fields = {"heads": ["L2H0", "L0H1", "L2H3"], "profiles": ["key_norm_by_key"]}
     plan = finished(tmp_path, gpt2, **fields)
@@ -322,10 +269,3 @@ def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2
         assert [value is None for value in series["y"]] == [False, True, False]
     assert section["facts"]["measured_heads"] == "L0H1, L2H0, L2H3"
     assert section["heads"] == 3
-
-
-@pytest.mark.long
-def test_a_report_of_one_head_of_each_layer_draws_cells(tmp_path: Path, gpt2: Path):
-    section = reported(tmp_path, finished(tmp_path, gpt2, heads=["L0H1", "L1H2"]))
-    kinds = [values["kind"] for values in section["values"].values()]
-    assert kinds.count("heads") > 10

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -95,16 +95,6 @@ def test_scores_of_ten_thousand_stay_finite_and_entropy_stays_positive():
     assert [answer.max().item() for answer in attention if answer.max() > 1] == []
 
 
-def test_all_attention_on_one_key_has_no_entropy():
-    k = torch.zeros(1, 1, 9, 2)
-    k[..., 0, 0] = 50
-    q = torch.zeros(1, 1, 9, 2)
-    q[..., 0] = 50
-    pattern = FusedPattern(q, k, k, AttentionFacts(1.0), {})
-    assert pattern.entropy().tolist() == [[[0.0] * 9]]
-    assert pattern.key(0).tolist() == [[[1.0] * 9]]
-
-
 class Largest(TorchDispatchMode):
     """Records the largest tensor that any operation returns."""
 
@@ -187,43 +177,41 @@ def grouped_inputs(n_ctx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @cache
 def defined_by_hand(name: str, n_ctx: int) -> dict[str, Tensor]:
-    """Every answer in float64 with a mask written by hand, one query head at a time."""
+    """Every answer in float64 from the whole matrices, with a mask written by hand."""
     q, k, v, tokens = grouped_inputs(n_ctx)
     facts, group = FACTS[name], q.shape[1] // k.shape[1]
     window = n_ctx if facts.window is None else facts.window
     seen = torch.tensor([[0 <= i - j < window for j in range(n_ctx)] for i in range(n_ctx)])
     behind = torch.arange(n_ctx)[:, None] - torch.arange(n_ctx)
-    patterns: list[Tensor] = []
-    scores: list[Tensor] = []
-    for head in range(q.shape[1]):
-        s = q[:, head].double() @ k[:, head // group].double().mT * facts.scale
-        if facts.soft_cap is not None:
-            s = facts.soft_cap * (s / facts.soft_cap).tanh()
-        if facts.slopes is not None:
-            s = s - facts.slopes[head].double() * behind
-        s = s.masked_fill(~seen, -torch.inf)
-        exponentials = s.exp()
-        total = exponentials.sum(-1, keepdim=True)
-        if facts.sink is not None:
-            total = total + facts.sink[head].double().exp()
-        patterns.append(exponentials / total)
-        scores.append(s)
-    A, S = torch.stack(patterns, 1), torch.stack(scores, 1)
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    S = q.double() @ k.mT * facts.scale
+    if facts.soft_cap is not None:
+        S = facts.soft_cap * (S / facts.soft_cap).tanh()
+    if facts.slopes is not None:
+        S = S - facts.slopes.double()[:, None, None] * behind
+    S = S.masked_fill(~seen, -torch.inf)
+    total = S.exp().sum(-1, keepdim=True)
+    if facts.sink is not None:
+        total = total + facts.sink.double().exp()[:, None, None]
+    A = S.exp() / total
     past = seen | (behind < 0)  # What lies behind the window is NaN, the future is not.
     shown = A.masked_fill(~past, torch.nan)
-    n_seen = seen.sum(0)
-    answers = {f"key {key}": shown[..., key] for key in range(min(4, n_ctx))}
-    answers |= {f"lag {d}": shown.diagonal(-d, dim1=-2, dim2=-1) for d in range(min(3, n_ctx))}
-    by_lag = [shown.diagonal(-d, dim1=-2, dim2=-1).mean(-1) for d in range(n_ctx)]
+    keys, queries = masks(n_ctx, len(A))
+    by_lag = [shown.diagonal(-d, dim1=-2, dim2=-1) for d in range(n_ctx)]
     earlier = [S[..., i, 1:i].mean(-1) for i in range(2, n_ctx)]
-    v = v.double().repeat_interleave(group, 1)
+    answers = {f"key {key}": shown[..., key] for key in range(min(4, n_ctx))}
+    answers |= {f"lag {d}": by_lag[d] for d in range(min(3, n_ctx))}
+    for sink, recent in DISTANT:
+        distant = seen & (behind >= recent) & (torch.arange(n_ctx) >= sink)
+        mass = (A * distant).sum(-1).masked_fill(~distant.any(-1), torch.nan)
+        answers[f"distant {sink} {recent}"] = mass
     return answers | {
         "copies": (A * ((tokens[:, :, None] == tokens[:, None]) & (behind > 0))[:, None]).sum(-1),
         "entropy": -torch.xlogy(A, A).sum(-1),
         "distance": (A * behind).sum(-1),
         "score 0": S[..., 0].masked_fill(~seen[:, 0], torch.nan),
-        "received": A.sum(-2) / n_seen,
-        "by lag": torch.stack(by_lag, -1),
+        "received": A.sum(-2) / seen.sum(0),
+        "by lag": torch.stack([diagonal.mean(-1) for diagonal in by_lag], -1),
         "row": shown[..., n_ctx // 2, :],
         "rows": A[..., max(n_ctx - 5, 0) :, :],
         "row scores": S[..., n_ctx - 1, :].masked_fill(~seen[-1], torch.nan),
@@ -231,28 +219,11 @@ def defined_by_hand(name: str, n_ctx: int) -> dict[str, Tensor]:
         "gate": 1 - A.sum(-1),
         "matrix": shown,
         "z": A @ v,
-        **{f"distant {s} {r}": distant_by_hand(A, seen, s, r) for s, r in DISTANT},
-        **labelled_by_hand(A, seen),
         "largest score": S.amax(-1),
+        "labelled mass": torch.einsum("bhqk,bk,bq->bhq", A, keys.double(), queries.double()),
+        "strongest key": A.argmax(-1) * queries[:, None],
+        "labelled seen": (seen.tril()[None] & keys[:, None]).sum(-1),
     }
-
-
-def distant_by_hand(A: Tensor, seen: Tensor, sink: int, recent: int) -> Tensor:
-    """The mass on distant keys, one query at a time."""
-    masses: list[Tensor] = []
-    for query in range(len(seen)):
-        keys = [k for k in range(sink, query - recent + 1) if seen[query, k]]
-        masses.append(A[:, :, query, keys].sum(-1) if keys else A[:, :, 0, 0] * math.nan)
-    return torch.stack(masses, -1)
-
-
-def labelled_by_hand(A: Tensor, seen: Tensor) -> dict[str, Tensor]:
-    """What is asked of some keys and of some queries."""
-    keys, queries = masks(len(seen), len(A))
-    mass = torch.einsum("bhqk,bk,bq->bhq", A, keys.double(), queries.double())
-    strongest = A.argmax(-1) * queries[:, None]
-    counts = (seen.tril()[None] & keys[:, None]).sum(-1)
-    return {"labelled mass": mass, "strongest key": strongest, "labelled seen": counts}
 
 
 def assert_close(answer: Tensor, expected: Tensor, question: str) -> None:
@@ -274,21 +245,6 @@ def tiles_as_kernel(
     pattern = FusedPattern(q, k, v, facts, pairs, {"entropy", *pairs})
     masses = tuple(pattern.mass(pair) for pair in pairs.values())
     return Swept(pattern.z, pattern.lse, pattern.distance(), pattern.entropy(), masses)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.long][n in ("window", "all") :]) for n in FACTS]
-)
-def test_what_a_kernel_does_not_answer_is_answered_after_it(name: str):
-    q, k, v, tokens = grouped_inputs(131)
-    facts, expected = FACTS[name], defined_by_hand(name, 131)
-    matches = {"copies": find_matches(tokens)["copies"]}
-    questions: set[str] = set()
-    for _ in range(2):  # The second time, the questions are known before the sweep.
-        pattern = FusedPattern(q, k, v, facts, matches, questions, sweep=tiles_as_kernel)
-        for question, answer in all_answers(pattern, matches).items():
-            assert_close(answer, expected[question], question)
-    assert {"largest score", "received", "distant 4 3"} <= questions
 
 
 def test_a_tiny_distant_mass_is_exact():
@@ -319,7 +275,14 @@ def test_both_patterns_answer_by_the_facts_of_a_layer(name: str, n_ctx: int):
     dense = DensePattern.of(q.double(), k.double(), facts)
     every = [0, 1, 2, 3]
     assert fused.window == dense.window == min(facts.window or n_ctx, n_ctx)
-    for heads, pattern in ((every, fused), (every, dense), ([3, 1], fused.only([3, 1]))):
+    patterns = [(every, fused), (every, dense), ([3, 1], fused.only([3, 1]))]
+    # The second time, the questions are known before the sweep.
+    questions: set[str] = set()
+    swept_by_kernel = (
+        (every, FusedPattern(q, k, v, facts, matches, questions, sweep=tiles_as_kernel))
+        for _ in range(2)
+    )
+    for heads, pattern in chain(patterns, swept_by_kernel):
         answers = all_answers(pattern, matches)
         answers |= {"gate": pattern.gate(), "matrix": pattern.dense(), "z": fused.z[:, heads]}
         assert set(answers) == set(expected)
@@ -332,6 +295,7 @@ def test_both_patterns_answer_by_the_facts_of_a_layer(name: str, n_ctx: int):
             assert_close(answer, of_heads, question)
         n_seen = pattern.seen(matches["copies"])
         assert (n_seen > 0).equal(expected["copies"].sum(1) > 0)
+    assert {"largest score", "received", "distant 4 3"} <= questions
 
 
 def test_the_tiles_of_a_window_hold_no_keys_behind_it():

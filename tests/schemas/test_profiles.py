@@ -16,14 +16,11 @@ from headcount.schemas.files.tables import CURVES, HEADS, Table
 from headcount.schemas.files.tables import PROFILES as MEANS
 from headcount.schemas.formulas import Formula
 from headcount.schemas.profiles import PROFILES
-from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.statistics import STATISTICS
-from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.measurements.moments import count_mean_m2, merged_moments
 from headcount.workers.measurements.results import Column, check_finite
 from headcount.workers.measurements.rows import means_table
-from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.rotations import Rotation
 from tests.toys import toy_models as toy
 
@@ -88,17 +85,6 @@ def test_a_number_that_is_not_finite_is_an_error_that_says_where(
         check_finite(columns, EVERY, first=8, sequences=3)
 
 
-def test_weights_that_are_not_numbers_are_an_error(gpt2: Path, tmp_path: Path):
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        weights["transformer.h.2.mlp.c_proj.bias"][:] = math.inf
-
-    spoilt = toy.copy_of(gpt2, tmp_path / "spoilt", lambda path: toy.change_weights(path, spoil))
-    fields = {"profiles": ["resid_post_norm_by_key"], "statistics": ["sink_alpha"]}
-    message = "layer 2: resid_post_norm_by_key is not finite at key 0"
-    with pytest.raises(MeasureError, match=message):
-        toy.measure(spoilt, TOKENS, **fields)
-
-
 def test_the_batch_size_changes_nothing(gpt2: Path):
     whole, by_four = (profiles_of(gpt2, batch_size=size) for size in (11, 4))
     for name, (count, mean, m2) in whole.items():
@@ -120,53 +106,6 @@ def test_an_entry_without_a_value_is_no_part_of_the_moments():
     one_head = MeasuredHeads.every(1, 1)
     table = means_table(PROFILES, 0, {"value_norm_by_key": batches[0]}, one_head)
     assert [table[name].to_pylist() for name in ("mean", "m2")] == [[2, 5, None], [2, 0, None]]
-
-
-# Columns and diagonals
-
-
-def random_pattern(n_ctx: int) -> DensePattern:
-    """A pattern of two sequences and three heads, some of whose columns and diagonals are heavy."""
-    generator = torch.Generator().manual_seed(n_ctx)
-    scores = torch.randn(2, 3, n_ctx, n_ctx, generator=generator, dtype=torch.float64) * 2
-    scores[:, 0, :, n_ctx // 3] += 6
-    scores[:, 1] += torch.diag_embed(torch.full((n_ctx - 9,), 6.0, dtype=torch.float64), -9)
-    future = torch.ones(n_ctx, n_ctx).triu(1).bool()
-    rows = scores.masked_fill(future, -math.inf).softmax(-1)
-    keys = torch.eye(n_ctx, dtype=rows.dtype).expand_as(rows)
-    return DensePattern(rows, rows, rows, keys, AttentionFacts(1.0))
-
-
-def chosen(masses: np.ndarray, count: int, always: int, n_ctx: int) -> set[int]:
-    """The heaviest places, the first of which are always chosen."""
-    scaled_count, first = (max(1, round(n * n_ctx / 30_000)) for n in (count, always))
-    order = np.argsort(-masses).tolist()
-    rest = [place for place in order if place >= first]
-    return {*range(first), *rest[: max(scaled_count - first, 0)]}
-
-
-def test_columns_and_diagonals_are_those_of_the_definition():
-    n_ctx = 700
-    pattern = random_pattern(n_ctx)
-    by_lag = PROFILES["tail_attention_by_lag"].function(pattern)
-    by_key = PROFILES["tail_attention_by_key"].function(pattern)
-    shares = PROFILES["column_diagonal_attention_by_candidate"].function(pattern)
-    n = min(64, n_ctx)
-    queries, keys = np.arange(n_ctx - n, n_ctx)[:, None], np.arange(n_ctx)
-    for sequence, head in np.ndindex(2, 3):
-        rows = pattern.pattern[sequence, head, n_ctx - n :].numpy()
-        columns = rows.sum(0)
-        lags = np.array([rows[queries - keys == lag].sum() for lag in range(n_ctx)])
-        np.testing.assert_allclose(by_lag[sequence, head], lags / n, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(by_key[sequence, head], columns / n, rtol=1e-9, atol=1e-12)
-        for candidate, (n_columns, n_diagonals) in enumerate(CANDIDATES):
-            in_column = np.isin(keys, list(chosen(columns, n_columns, 30, n_ctx)))
-            on_diagonal = np.isin(queries - keys, list(chosen(lags, n_diagonals, 100, n_ctx)))
-            share = rows[in_column | on_diagonal].sum() / n
-            assert shares[sequence, head, candidate].item() == pytest.approx(share, rel=1e-6)
-    # The first head looks at one column, and more columns than diagonals are of no use to the
-    # second.
-    assert by_lag[:, 1].argmax(-1).tolist() == [9, 9]
 
 
 # Moments of queries

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2LMHeadModel
 
 import headcount
 from headcount.queries.open.connection import connect
-from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, load_scan, parse_scan
 from tests.toys import toy_models as toy
 
@@ -45,17 +43,6 @@ def test_a_minimal_scan_has_these_defaults():
         "predictions": (), "sequences": 3, "sequences_per_shard": 256, "batch_size": "auto",
         "seed": 0, "bad_rows": 0.01, "bad_rows_in_a_row": 100, "out": "runs", "corpora": None,
     }  # fmt: skip
-
-
-def test_a_scan_without_profiles_has_no_profiles_in_its_record():
-    assert "profiles" not in parse_scan(MINIMAL | {"profiles": []}).record
-    pairs = parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 256})
-    assert pairs.record["profiles"] == ["score_by_pair"]
-    assert pairs.names(PROFILES) == ("score_by_pair",)
-
-
-def test_options_of_the_input_are_kept_as_written(scan_file: Path):
-    assert load_scan(scan_file).input.options == {"files": ["a.jsonl", "b.jsonl"]}
 
 
 @pytest.mark.parametrize(("override", "key", "value"), [
@@ -117,13 +104,6 @@ def test_the_bridge_computes_in_float32_or_float64(bridged: dict[str, str]):
         assert parse_scan(MINIMAL | bridged | {"precision": precision}).precision == precision
 
 
-def test_the_run_id_is_the_name_and_the_fingerprint():
-    scan = parse_scan(MINIMAL)
-    assert len(scan.fingerprint) == 8
-    assert int(scan.fingerprint, 16) >= 0
-    assert scan.run_id("toy") == f"toy-{scan.fingerprint}"
-
-
 # Statistics with options
 
 
@@ -155,13 +135,6 @@ def test_a_scan_with_options_is_measured_extended_and_asked_in_sql(tmp_path: Pat
         )
         with connect(first) as connection:
             assert "sink = 1, recent = 3" in connection.execute(comment).fetchall()[0][0]
-
-
-def test_measure_takes_options_too(gpt2: Path):
-    model = GPT2LMHeadModel.from_pretrained(gpt2)
-    rows = headcount.measure(model, [[5, 6, 7, 8, 9, 5, 6, 7]], ["distant_mass(1,3)"])
-    shares = rows["distant_mass_1_3"].to_pylist()
-    assert [0 < share < 1 for share in shares] == [True] * 12
 
 
 def test_parse_scan_takes_what_it_writes():
