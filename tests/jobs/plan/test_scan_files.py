@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headcount.jobs.plan.checkpoints import scans_of
+from headcount.jobs.plan.scan_files import scans_of
 from headcount.schemas.errors import ScanError
 from tests.toys.refusals import refused
 
