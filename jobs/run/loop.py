@@ -21,10 +21,9 @@ from headcount.jobs.endings import finishing_work_in_hand, is_finishing, work_be
 from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan, extend
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.attempts import Attempts
 from headcount.jobs.run.lock import locked
 from headcount.jobs.run.progress import WholeProgress, show_progress
-from headcount.jobs.run.sharing import GatheredElsewhere, order_of_driver
+from headcount.jobs.run.shards import Attempts, GatheredElsewhere, order_of_driver
 from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.compaction import clean
 from headcount.jobs.upkeep.removal import removed_if_it_never_began
