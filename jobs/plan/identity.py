@@ -117,11 +117,11 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
     identity = json.loads(json.dumps(resolved.identity))
     # The files come first: a changed configuration explains what follows.
     changes = _changed_files(manifest.model.get("files", {}), dict(resolved.info.files))
-    changes += differing_keys(_values(manifest.identity), _values(identity))
     # Of formulas only the names are compared in any case.
     before, now = (_measured(records) for records in (manifest.records, resolved.records))
     changes += [f"{name} (no longer)" for name in sorted(before.keys() - now.keys())]
     changes += [f"{name} (not before)" for name in sorted(now.keys() - before.keys())]
+    changes += differing_keys(_values(manifest.identity), _values(identity))
     # A corpus (which has `sources`) may grow or be mended: `jobs.corpus.run_corpus` checks it by
     # document. The text that a synthetic family takes its statistics from may not.
     corpus = identity["corpus"]
