@@ -301,9 +301,9 @@ def scan(
                     scan_plan = make_plan(requested.scan, name, run, preparation, new)
             except HeadcountError as error:
                 # Of several scans, the error says which one it is about.
-                words = [f"--set {override}" for override in requested.overrides]
-                name = f"{' '.join([str(requested.file), *words])}: " if len(scans) > 1 else ""
-                raise type(error)(f"{name}{error}") from None
+                words = [word for each in requested.overrides for word in ("--set", each)]
+                about = f"{shlex.join([str(requested.file), *words])}: " if scans[1:] else ""
+                raise type(error)(f"{about}{error}") from None
             prepare_run(scan_plan, requested.text)
             if new:
                 # The same command would start one more.

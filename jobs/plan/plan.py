@@ -215,9 +215,9 @@ def _manifest(
 ) -> Manifest:
     """The manifest of a run that begins, or continues, here and now with `total` sequences."""
     scan = resolved.scan
-    settings: dict[str, Any] = {field: getattr(scan, field) for field in REMEMBERED}
-    size = {"sequences": total, "shards": -(-total // scan.sequences_per_shard)}  # Rounded up.
-    places = {"places": places_of(scan), "begun_in": os.getcwd()}
+    changes: dict[str, Any] = {field: getattr(scan, field) for field in REMEMBERED}
+    changes |= {"sequences": total, "shards": -(-total // scan.sequences_per_shard)}  # Rounded up.
+    places: dict[str, Any] = {"places": places_of(scan), "begun_in": os.getcwd()}
     if previous is None:
         return Manifest(
             layout=LAYOUT,
@@ -230,9 +230,9 @@ def _manifest(
             kinds=resolved.kinds,
             inputs=resolved.inputs,
             interventions=resolved.interventions,
-            **settings | size | places,
+            **changes,
+            **places,
         )
-    changes = settings | size
     if has_new_index or total > previous.sequences:
         # Through JSON, as a manifest that is read has it: otherwise a manifest would differ from
         # itself.
