@@ -10,6 +10,18 @@ import logging
 import os
 import sys
 
+TRIM_THRESHOLD = -1
+"""Number of glibc's option for how much free memory at the end of the heap it keeps (malloc.h)."""
+
+MMAP_THRESHOLD = -3
+"""Number of its option for the size from which memory is mapped, outside the heap."""
+
+LARGEST_ON_HEAP = 32 << 20
+"""Bytes up to which memory comes from the heap: the most that glibc takes for `MMAP_THRESHOLD`."""
+
+LARGEST_INT = (1 << 31) - 1
+"""The largest number that `mallopt` takes."""
+
 OBJECTS_BETWEEN_COLLECTIONS = 20_000
 """How many more objects there must be before Python looks for garbage again; 700 by default."""
 
@@ -61,14 +73,12 @@ def keep_freed_memory() -> None:
     Otherwise it gives every batch's tensors back to the kernel, which zeroes and maps them page by
     page anew for the next batch.
     """
-    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-    mallopt = getattr(library, "mallopt", None)  # musl does not have it.
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl does not have it.
     if mallopt is not None:
-        # Options of glibc's malloc.h, at their largest: from which size on memory is mapped outside
-        # of the heap, and how much free memory at its end is kept.
-        m_mmap_threshold, m_trim_threshold = -3, -1
-        mallopt(m_mmap_threshold, 32 << 20)
-        mallopt(m_trim_threshold, (1 << 31) - 1)
+        mallopt(MMAP_THRESHOLD, LARGEST_ON_HEAP)
+        mallopt(TRIM_THRESHOLD, LARGEST_INT)
 
 
 def _quieten_libraries() -> None:
