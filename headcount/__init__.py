@@ -27,7 +27,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - who imports a clone asks no inst
     raise ImportError(_needed)
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,12 +47,14 @@ if TYPE_CHECKING:
 __all__ = ["open", "measure", "scan", "bundled", "MeasureCallback", "Error"]
 
 NAMES = {
+    "open": ("queries.api", "Runs"),
+    "scan": ("jobs.api", "run_scan"),
     "measure": ("workers.measure_api", "measure"),
     "bundled": ("workers.model.files.bundled_models", "BUNDLED"),
     "MeasureCallback": ("workers.trainer_callback", "MeasureCallback"),
     "Error": ("schemas.errors", "HeadcountError"),
 }
-"""Where each name for notebooks comes from: a module, and the name there."""
+"""Where each name for notebooks comes from, or what it calls: a module, and the name there."""
 
 
 def __getattr__(name: str) -> object:
@@ -69,26 +71,26 @@ def __getattr__(name: str) -> object:
             return "not installed"
     if name not in NAMES:
         raise AttributeError(f"module 'headcount' has no attribute {name!r}")
+    globals()[name] = value = _imported(name)
+    return value
+
+
+def _imported(name: str) -> Any:  # noqa: ANN401 - each is of another type
+    """What a name stands for; an error says which extra of ours brings a missing library."""
     module, name_there = NAMES[name]
     try:
-        value: object = getattr(import_module(f"headcount.{module}"), name_there)
+        return getattr(import_module(f"headcount.{module}"), name_there)
     except ModuleNotFoundError as error:
-        raise _missing_library(name, error) from None
-    globals()[name] = value
-    return value
+        extra = "." if name == "open" else ".[scan]"
+        raise ModuleNotFoundError(
+            f"headcount.{name} needs {error.name}, which is not installed: pip install -e "
+            f"'{extra}'",
+            name=error.name,
+        ) from None
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _missing_library(name: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Say which extra of ours brings a library that is not installed."""
-    extra = "." if name == "open" else ".[scan]"
-    return ModuleNotFoundError(
-        f"headcount.{name} needs {error.name}, which is not installed: pip install -e '{extra}'",
-        name=error.name,
-    )
 
 
 def open(  # noqa: A001 - that is what it does
@@ -99,12 +101,7 @@ def open(  # noqa: A001 - that is what it does
     `code` reads only the shards that this code measured. `memory` is what a query may take:
     `4GB`, or a share of the machine's, `50%`. It needs neither torch nor Ray.
     """
-    try:
-        from headcount.queries.api import Runs
-    except ModuleNotFoundError as error:
-        raise _missing_library("open", error) from None
-
-    return Runs(path, code=code, memory=memory)
+    return _imported("open")(path, code=code, memory=memory)
 
 
 def scan(
@@ -125,12 +122,7 @@ def scan(
     `scan("texts.toml", sequences=500)`. `name` names the run of a dict. By default the model runs
     in this process; `replicas` starts as many on Ray. `new` starts another run of the same scan.
     """
-    try:
-        from headcount.jobs.api import run_scan
-    except ModuleNotFoundError as error:
-        raise _missing_library("scan", error) from None
-
-    path = run_scan(
+    path = _imported("scan")(
         source,
         fields,
         name=name,

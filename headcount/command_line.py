@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 
@@ -16,37 +14,28 @@ def _leave_at_once(number: int, _: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-@contextmanager
-def _leaving_at_interrupts() -> Iterator[None]:
-    """Within it an interrupt ends the process at once: nothing is started or written yet.
-
-    A program that handles interrupts itself is left alone.
-    """
+def main() -> None:
+    """Run the command line; every error is a line and not a stack trace."""
+    # A program that handles interrupts itself is left alone.
     hears_interrupts = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )
-    if not hears_interrupts:
-        yield
-        return
-    signal.signal(signal.SIGINT, _leave_at_once)
-    yield
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def main() -> None:
-    """Run the command line; every error is a line and not a stack trace."""
+    # Until everything is imported, nothing is started or written that would have to be ended.
+    if hears_interrupts:
+        signal.signal(signal.SIGINT, _leave_at_once)
     # OpenMP's threads wait for one another in a loop, and take cores from those they wait for.
     # Beside other programs a scan on all cores was ten times slower than on one. Torch reads the
     # variable when it is loaded; a value of the user's stays.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with _leaving_at_interrupts():
-        from headcount import commands
-        from headcount.jobs.endings import ended_in_lines
-        from headcount.workers.process import collect_garbage_rarely
+    from headcount import commands
+    from headcount.jobs.endings import ended_in_lines
+    from headcount.workers.process import collect_garbage_rarely
 
-        # Before anything large is imported.
-        collect_garbage_rarely()
-        app = commands.command_line()
+    # Before anything large is imported.
+    collect_garbage_rarely()
+    app = commands.command_line()
+    if hears_interrupts:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with ended_in_lines():
         app(prog_name="headcount")

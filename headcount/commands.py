@@ -17,7 +17,7 @@ PANELS = {
         "plan": "jobs.commands.scan",
         "scan": "jobs.commands.scan",
         "corpus": "jobs.commands.corpus",
-        "doctor": "jobs.commands.scan",
+        "doctor": "jobs.commands.upkeep",
     },
     "Ask": {
         "query": "queries.commands.query",
@@ -31,9 +31,9 @@ PANELS = {
         "list": "jobs.commands.cluster",
         "status": "jobs.commands.cluster",
         "resume": "jobs.commands.cluster",
-        "check": "jobs.commands.check",
-        "compact": "jobs.commands.scan",
-        "rm": "jobs.commands.scan",
+        "check": "jobs.commands.upkeep",
+        "compact": "jobs.commands.upkeep",
+        "rm": "jobs.commands.upkeep",
     },
     "Cluster": {
         "submit": "jobs.commands.cluster",

@@ -17,7 +17,7 @@ from rich.console import Console
 from headcount.jobs.console import say
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.plan.plan import make_plan, prepare_run
-from headcount.jobs.plan.scan_runs import UNKNOWN, ScanCommand
+from headcount.jobs.plan.scan_files import ScanOfCheckpoint
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.run.progress import watch_index
@@ -50,7 +50,7 @@ def run_scan(
     `fields` override those of the scan; a dotted name reaches into a table: `input.files`. `name`
     names the run of a dict. The others mean what they mean for `headcount scan`.
     """
-    scan, name, text, command = _read(source, fields, name)
+    scan, name, text = _read(source, fields, name)
     prepare_process()
     console = _console(quiet)
     resources = Resources(replicas, cores, device, address)
@@ -59,7 +59,7 @@ def run_scan(
         phases.note("loading the model")
         with watch_index(console) as watch:
             preparation = Preparation(resources, watch, False, lambda line: say(console, line))
-            plan = make_plan(scan, name, None, preparation, command, new)
+            plan = make_plan(scan, name, None, preparation, new)
         prepare_run(plan, text)
         failures = run_to_end(plan, resources, console)
     if failures:
@@ -72,19 +72,17 @@ def run_scan(
 
 def _read(
     source: str | Path | Mapping[str, object], fields: Mapping[str, object], name: str
-) -> tuple[Scan, str, str, ScanCommand]:
-    """A scan, its name, its text for the run's directory, and the command that would ask for it."""
+) -> tuple[Scan, str, str]:
+    """A scan, its name, and its text for the run's directory."""
     overrides = [f"{key}={_toml(value)}" for key, value in fields.items()]
     if isinstance(source, Mapping):
         changed = override_fields(dict(source), overrides)
         # There is no file that the run could keep, so what the dict says is written as one.
         text = "".join(f"{key} = {_toml(value)}\n" for key, value in changed.items())
-        return parse_scan(changed), name, text, UNKNOWN
+        return parse_scan(changed), name, text
     file = Path(source)
-    scan = load_scan(file, overrides)
-    comments = "".join(f"\n# --set {override}" for override in overrides)
-    text = file.read_text(encoding="utf-8") + comments
-    return scan, file.stem, text, ScanCommand.typed(file, overrides)
+    requested = ScanOfCheckpoint(file, tuple(overrides), load_scan(file, overrides))
+    return requested.scan, file.stem, requested.text
 
 
 def _toml(value: object) -> str:

@@ -3,9 +3,9 @@
 Exit codes: 2 for an error, 128 + the signal's number if a signal stopped the command, 1 if the
 reader of stdout closed it.
 
-Why lines: people read them, logs keep them and programs compare them, while a stack trace tells a
-user nothing. An interrupt may come anywhere: during an import, inside a library that turns it into
-an error of its own, or where Python can raise nothing. So one place catches everything.
+An interrupt may come anywhere: during an import, inside a library that turns it into an error of
+its own, or where Python can raise nothing. So one handler hears all signals, and one place catches
+everything.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from headcount.schemas.errors import HeadcountError, printable
 
@@ -30,6 +30,11 @@ CONTINUABLE = ("scan", "resume", "compact", "reproduce")
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command: from a terminal, from a scheduler, and after a lost connection."""
+
+INTERRUPTED = {128 + signal.SIGINT: signal.SIGINT, int(signal.SIGTERM): signal.SIGTERM}
+"""Exit codes that stand for a signal: of an interrupt in the command line library, and of SIGTERM
+in Ray, while it starts.
+"""
 
 FINISHING_SECONDS = 25.0
 """After a first SIGTERM, work in hand is waited for so long. Schedulers kill after 30 s."""
@@ -65,12 +70,8 @@ class _ProcessState:
     """The signal that asked this process to end; none if none did."""
     has_children = False
     """Whether this process has started others, which must be ended with it."""
-    may_finish = False
-    """Whether this process is in a block that can finish its work in hand before it ends."""
-    has_work_in_hand = False
-    """Whether there is such work now."""
-    is_finishing = False
-    """Whether SIGTERM has come and the work in hand is being finished."""
+    work: Literal["idle", "in hand", "finishing"] | None = None
+    """What a block has in hand that can finish it before the process ends; none outside of one."""
     time_limit: threading.Timer | None = None
     """Ends the work in hand if it takes too long."""
 
@@ -95,14 +96,13 @@ def finishing_work_in_hand() -> Iterator[None]:
     The block says `work_begins`, asks `is_finishing` and ends by itself. Then `Stopped` is raised,
     as it is when the time is over and at a second signal.
     """
-    _ProcessState.may_finish = True
-    _ProcessState.has_work_in_hand = _ProcessState.is_finishing = False
+    _ProcessState.work = "idle"
     try:
         yield
-        if _ProcessState.is_finishing:
+        if _ProcessState.work == "finishing":
             raise Stopped(signal.SIGTERM)
     finally:
-        _ProcessState.may_finish = False
+        _ProcessState.work = None
         if _ProcessState.time_limit is not None:
             _ProcessState.time_limit.cancel()
             _ProcessState.time_limit = None
@@ -110,12 +110,13 @@ def finishing_work_in_hand() -> Iterator[None]:
 
 def work_begins() -> None:
     """Say that from here on there is work in hand that is worth finishing."""
-    _ProcessState.has_work_in_hand = _ProcessState.may_finish
+    if _ProcessState.work == "idle":
+        _ProcessState.work = "in hand"
 
 
 def is_finishing() -> bool:
     """Whether SIGTERM has come, so that the work in hand is finished and no other is begun."""
-    return _ProcessState.may_finish and _ProcessState.is_finishing
+    return _ProcessState.work == "finishing"
 
 
 @contextlib.contextmanager
@@ -133,14 +134,15 @@ def ended_in_lines() -> Iterator[None]:
         finally:
             # What is printed may fail only now: on a full disk, or to a closed pipe.
             sys.stdout.flush()
-    except (KeyboardInterrupt, Stopped, SystemExit) as end:
-        number = _signal_of(end)
-        if number is None:
-            raise
-        _end_stopped(number)
+    except (KeyboardInterrupt, Stopped) as end:
+        _end_stopped(end.number if isinstance(end, Stopped) else signal.SIGINT)
+    except SystemExit as end:
+        if end.code in INTERRUPTED:
+            _end_stopped(INTERRUPTED[end.code])
+        raise
     except BrokenPipeError:
         # The reader has enough, as `head` has.
-        _close_stdout()
+        _drop_unwritable_output()
         sys.exit(1)
     except Exception as error:
         _end_failed(error)
@@ -152,20 +154,16 @@ def ended_in_lines() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _signal_of(end: BaseException) -> int | None:
-    """The signal behind the end of a command; none for an ordinary exit."""
-    if isinstance(end, Stopped):
-        return end.number
-    if isinstance(end, KeyboardInterrupt):
-        return signal.SIGINT
-    if isinstance(end, SystemExit):
-        # The command line library makes exit code 130 of an interrupt. Ray makes exit code 15 of
-        # SIGTERM while it starts.
-        if end.code == 128 + signal.SIGINT:
-            return signal.SIGINT
-        if end.code == signal.SIGTERM:
-            return signal.SIGTERM
-    return None
+def _open_standard_streams() -> None:
+    """Let stdout and stderr accept everything that is printed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            # A closed stream swallows what is printed. It stays open as long as the process lives.
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure") and stream.errors == "strict":
+            # A stream in ASCII shows a character that it lacks as \\u….
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _end_failed(error: Exception) -> NoReturn:
@@ -175,11 +173,10 @@ def _end_failed(error: Exception) -> NoReturn:
         _end_stopped(_ProcessState.stop_signal)
     if os.environ.get(DEBUG) and not isinstance(error, HeadcountError):
         raise error
-    _close_stdout_if_it_fails()
+    _drop_unwritable_output()
     for line in lines_of(error):
         # An indented line belongs to the one before, for example a scan that would do.
-        prefix = "" if line.startswith("    ") else "error: "
-        _say(f"{prefix}{printable(line)}".rstrip())
+        _say(f"{'' if line.startswith('    ') else 'error: '}{printable(line)}".rstrip())
     sys.exit(2)
 
 
@@ -196,44 +193,38 @@ def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
     for number in STOPPING:
         handler = signal.getsignal(number)
         # None is a handler that a library set in C, which Python could not put back.
-        if handler is signal.SIG_IGN or handler is None:
-            continue
-        previous[number] = handler  # pyright: ignore[reportArgumentType]
-        signal.signal(number, _stop)
+        if handler is not signal.SIG_IGN and handler is not None:
+            previous[number] = handler  # pyright: ignore[reportArgumentType]
+            signal.signal(number, _stop)
     return previous
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
     """Unwind the command, or leave at once during an import if there is nothing to end."""
     _ProcessState.stop_signal = number
-    can_finish = _ProcessState.may_finish and _ProcessState.has_work_in_hand
-    if number == signal.SIGTERM and can_finish and not _ProcessState.is_finishing:
-        _ProcessState.is_finishing = True
+    if number == signal.SIGTERM and _ProcessState.work == "in hand":
+        _ProcessState.work = "finishing"
         main_thread = threading.main_thread().ident
         assert main_thread is not None
         # A second SIGTERM when the time is over, to the main thread: it must interrupt what that
         # thread waits for.
         second_signal = (main_thread, int(signal.SIGTERM))
-        timer = threading.Timer(FINISHING_SECONDS, signal.pthread_kill, second_signal)
-        timer.daemon = True
-        timer.start()
-        _ProcessState.time_limit = timer
+        _ProcessState.time_limit = _timer(FINISHING_SECONDS, signal.pthread_kill, *second_signal)
         return
-    if not _ProcessState.has_children and _is_importing(frame):
-        _leave(number)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise Stopped(number)
+    # Libraries turn an interrupt during an import into other errors.
+    while frame is not None and not _ProcessState.has_children:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            _leave(number)
+        frame = frame.f_back
+    raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
 
-def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported: libraries turn an interrupt there into other errors."""
-    caller = frame
-    while caller is not None:
-        if caller.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        caller = caller.f_back
-    return False
+def _timer(seconds: float, call: Callable[..., object], *arguments: object) -> threading.Timer:
+    """A call some seconds from now, which keeps no process alive."""
+    timer = threading.Timer(seconds, call, arguments)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _repeat_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
@@ -248,7 +239,7 @@ def _repeat_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
     if not _ProcessState.has_children:
         _leave(number)
     # A moment later, when the destructor has ended.
-    threading.Timer(0.01, signal.raise_signal, [number]).start()
+    _timer(0.01, signal.raise_signal, number)
 
 
 def _end_stopped(number: int) -> NoReturn:
@@ -259,10 +250,8 @@ def _end_stopped(number: int) -> NoReturn:
         signal.signal(other, signal.SIG_IGN)
     if _ProcessState.has_children:
         # A process that does not answer must not keep the command from ending.
-        watchdog = threading.Timer(CLEANING_SECONDS, os._exit, [128 + number])
-        watchdog.daemon = True
-        watchdog.start()
-    _close_stdout_if_it_fails()
+        _timer(CLEANING_SECONDS, os._exit, 128 + number)
+    _drop_unwritable_output()
     sys.exit(128 + number)
 
 
@@ -299,63 +288,41 @@ def lines_of(error: Exception) -> list[str]:
             ]
     if isinstance(error, MemoryError):
         return ["the memory of this machine ran out; scan with a smaller batch_size or n_ctx"]
-    if (advice := _machine_advice(error)) is not None:
-        return [advice]
-    return [_bug_line(error)]
-
-
-def _machine_advice(error: Exception) -> str | None:
-    """What to do if the system refused something; none if it is an error of ours."""
     # A library may have wrapped the error with which the system refused space or access.
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in SCARCE | DENIED:
-            break
+            return [_refused_by_system(cause)]
         cause = cause.__cause__ or cause.__context__
-    cause = error if cause is None else cause
-    if not isinstance(cause, OSError):
-        return None
-    from headcount.schemas.files.places import reason
-
-    name = f"{cause.filename}: " if cause.filename is not None else ""
-    problem = f"{name}{reason(cause)}"
-    if cause.errno in TOO_MANY_FILES:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"{problem}; this process may open {most} files: allow more with ulimit -n 1024"
-    if cause.errno in SCARCE:
-        where = "" if name else ", on the disk or in the file that stdout goes to"
-        return f"{problem}{where}; free space there, or set TMPDIR to a directory with space"
-    if cause.errno in DENIED:
-        return f"{problem}; allow it, or set HOME and TMPDIR to directories that can be written"
-    return problem
-
-
-def _bug_line(error: Exception) -> str:
-    """One line for an error that nobody foresaw. Its stack trace is kept in a file."""
-    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, OSError):
+        return [_refused_by_system(error)]
+    # Nobody foresaw it. Its stack trace is kept in a file.
     what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="headcount-error-", suffix=".txt", delete=False, encoding="utf-8"
         ) as file:
-            file.write(trace)
+            file.write("".join(traceback.format_exception(error)))
+        trace = f"its stack trace is in {file.name}"
     except OSError:
-        return f"this is a mistake in headcount ({what}); {DEBUG}=1 shows its stack trace"
-    return f"this is a mistake in headcount ({what}); its stack trace is in {file.name}"
+        trace = f"{DEBUG}=1 shows its stack trace"
+    return [f"this is a mistake in headcount ({what}); {trace}"]
 
 
-def _open_standard_streams() -> None:
-    """Let stdout and stderr accept everything that is printed.
+def _refused_by_system(error: OSError) -> str:
+    """What the system refused, and what to do."""
+    from headcount.schemas.files.places import reason
 
-    A closed stream swallows it. A stream in ASCII shows a character that it lacks as \\u….
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            # It stays open as long as the process lives.
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif hasattr(stream, "reconfigure") and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
+    problem = f"{error.filename}: {reason(error)}" if error.filename is not None else reason(error)
+    if error.errno in TOO_MANY_FILES:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"{problem}; this process may open {most} files: allow more with ulimit -n 1024"
+    if error.errno in SCARCE:
+        where = "" if error.filename else ", on the disk or in the file that stdout goes to"
+        return f"{problem}{where}; free space there, or set TMPDIR to a directory with space"
+    if error.errno in DENIED:
+        return f"{problem}; allow it, or set HOME and TMPDIR to directories that can be written"
+    return problem
 
 
 def _say(line: str) -> None:
@@ -363,15 +330,13 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _close_stdout_if_it_fails() -> None:
-    """Drop what stdout cannot write, for example on a full disk."""
+def _drop_unwritable_output() -> None:
+    """Drop what stdout cannot write, for example on a full disk.
+
+    Python would try again at exit and print a stack trace.
+    """
     try:
         sys.stdout.flush()
     except OSError:
-        _close_stdout()
-
-
-def _close_stdout() -> None:
-    """Drop what could not be written. Python would try again at exit and print a stack trace."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

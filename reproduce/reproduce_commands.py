@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from typer.core import TyperGroup
 
-from headcount.jobs.commands.scan import (
+from headcount.jobs.commands.options import (
     AllowOtherCode,
     Cores,
     DeviceOption,

@@ -31,7 +31,7 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 from headcount.jobs.cluster.job_interpreter import SETUP_HOOK, command_line
 from headcount.jobs.cluster.ray_cluster import last_line, staged_code
-from headcount.jobs.plan.scan_runs import last_run, next_run
+from headcount.jobs.plan.identity import last_run, next_run
 from headcount.jobs.resources import Resources
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import HeadcountError, RunError, unknown

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 from rich.console import Console
 
-from headcount.jobs.commands.scan import (
+from headcount.jobs.commands.options import (
     AllowOtherCode,
     CommandOfAScan,
     Cores,
@@ -33,7 +33,7 @@ from headcount.jobs.commands.scan import (
     VerifyCorpus,
 )
 from headcount.jobs.console import print_table, print_terms, say
-from headcount.schemas.errors import RunError, counted, unknown
+from headcount.schemas.errors import RunError, unknown
 
 if TYPE_CHECKING:
     from headcount.jobs.cluster.submission import Job, JobClient, Submission
@@ -98,8 +98,7 @@ def submit(
     """
     from headcount.jobs.cluster.submission import JobClient
     from headcount.jobs.cluster.submission import submit as submit_scan
-    from headcount.jobs.plan.checkpoints import scans_of
-    from headcount.jobs.plan.portable_scan import portable_scan
+    from headcount.jobs.plan.scan_files import portable_scan, scans_of
     from headcount.jobs.resources import Resources
     from headcount.workers.process import prepare_process
 
@@ -425,10 +424,8 @@ def _resume_here(
 ) -> None:
     """Continue a run with this process as its driver."""
     from headcount.jobs.corpus.preparation import Preparation
-    from headcount.jobs.plan.model_places import where_begun
-    from headcount.jobs.plan.plan import replan
-    from headcount.jobs.plan.scan_runs import ScanCommand, resumption
-    from headcount.jobs.run.loop import run_to_end
+    from headcount.jobs.plan.plan import replan, where_begun
+    from headcount.jobs.run.loop import refuse_failures, run_to_end
     from headcount.jobs.run.progress import watch_index
     from headcount.jobs.upkeep import phases
     from headcount.workers.process import prepare_process
@@ -436,7 +433,6 @@ def _resume_here(
     prepare_process()
     resources.check_here()
     console = Console(highlight=False, stderr=True)
-    command = ScanCommand.of_run(directory.manifest())
     # Relative names of the scan are meant from where the run was begun.
     with phases.taken(), where_begun(directory, overrides) as absolute_overrides:
         phases.about(directory)
@@ -445,14 +441,10 @@ def _resume_here(
             preparation = Preparation(
                 resources, watch, verify_corpus, lambda line: say(console, line)
             )
-            plan = replan(directory, absolute_overrides, command, preparation)
+            plan = replan(directory, absolute_overrides, preparation)
         failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
     print(directory.path)
-    if failures:
-        raise RunError(
-            f"{counted(len(failures), 'shard')} failed, all others are committed; mend the cause, "
-            f"then {resumption(directory)} continues it, {plan.alternative}"
-        )
+    refuse_failures({directory: failures})
 
 
 def _run_directory(run: str, runs: str) -> RunDirectory:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from headcount.jobs.commands.scan import Overrides, VerifyCorpus
+from headcount.jobs.commands.options import ClusterAddress, Overrides, VerifyCorpus
 from headcount.jobs.console import duration, in_bytes, print_table, say
 from headcount.schemas.errors import CorpusError, RunError, ScanError, counted, printable
 
@@ -53,21 +53,14 @@ def prepare(
     cores: Annotated[
         int, typer.Option(min=0, help="CPU cores of this machine that Ray takes. 0 means all.")
     ] = 0,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Ray cluster that this machine belongs to, which needs no GPUs. By default Ray is "
-            "started here.",
-        ),
-    ] = None,
+    address: ClusterAddress = None,
     verify_corpus: VerifyCorpus = False,
 ) -> None:
     """Prepare the tokens that a scan reads, so that it can begin to measure at once.
 
     Nothing is measured, and no GPU is needed. If it is stopped or killed, the same command goes on.
     """
-    from headcount.jobs.plan.checkpoints import scans_of
+    from headcount.jobs.plan.scan_files import scans_of
 
     # Checkpoints of one model read the same tokens.
     scan = scans_of(scan_file, overrides or ())[0].scan

@@ -1,11 +1,11 @@
-"""Check that a machine can run scans: its code, its libraries, its devices and its numbers."""
+"""What `headcount doctor` checks: this machine, a model, or the kernel of a GPU."""
 
 from __future__ import annotations
 
 import platform
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +20,8 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import STATISTICS
 
 if TYPE_CHECKING:
+    from headcount.workers.engine.kernel.kernel_check import FactNames, Shape
+    from headcount.workers.engine.kernel.sweep_kernel import Sweep
     from headcount.workers.replica import Replica
 
 READING = ("duckdb", "pyarrow", "numpy", "pydantic")
@@ -45,11 +47,57 @@ class Check:
     """The result of checking one thing."""
 
     name: str
-    ok: bool
+    ok: bool | None
+    """None if there is nothing to judge."""
     result: str
     """What was found, in words."""
     advice: str = ""
     """What to do if it is not ok."""
+
+
+def check_model(name: str) -> Iterator[Check]:
+    """How a model would be measured; one that cannot be measured raises `ModelError`."""
+    from headcount.jobs.commands.model_report import report_model
+    from headcount.workers.process import prepare_process
+
+    prepare_process()
+    for word, text in report_model(name):
+        yield Check(word, None, text)
+
+
+def check_kernel(
+    device: str = "cuda",
+    sweep: Sweep | None = None,
+    layers: Sequence[tuple[Shape, FactNames]] | None = None,
+) -> Iterator[Check]:
+    """Compare the GPU's kernel with the tiles with every shape, fact and format of factors.
+
+    Both sweep over the same scores. The tiles are the reference: they run everywhere and are tested
+    everywhere. The kernel is faster and runs only on a GPU.
+    """
+    import torch
+
+    from headcount.workers.engine.kernel import sweep_kernel
+    from headcount.workers.engine.kernel.kernel_check import ALLOWED, compare, every_layer, in_words
+
+    if sweep is None and not torch.cuda.is_available():
+        yield Check("kernel", False, "no CUDA device is here, so there is no kernel to compare")
+        return
+    # A GPU alone is not enough.
+    if sweep is None and not sweep_kernel.available(torch.device("cuda")):
+        needs = "the kernel needs triton and compute capability 8.0; tiles measure instead"
+        yield Check("kernel", False, f"{torch.cuda.get_device_name()}: {needs}")
+        return
+    for shape, facts in every_layer() if layers is None else layers:
+        for factors in ALLOWED:
+            # A kernel that does not compile has no difference to show.
+            found = compare(
+                sweep or sweep_kernel.sweep, shape, factors, torch.device(device), facts
+            )
+            result = found.error or f"differs by {found.difference:.1e}"
+            layer = in_words(found.shape, found.facts)
+            text = f"{layer}: {result} (allowed {found.allowed:.1e})"
+            yield Check(found.factors, found.agrees, text)
 
 
 def examine(out: str | None = None) -> Iterator[Check]:
@@ -59,38 +107,16 @@ def examine(out: str | None = None) -> Iterator[Check]:
     """
     yield Check("python", True, f"{platform.python_version()} on {platform.platform()}")
     yield Check("code", True, f"from {PACKAGE}")
-    is_complete = True
-    for library in (*READING, *MEASURING):
-        check = check_library(library)
-        is_complete &= check.ok
-        yield check
-    if not is_complete:
+    libraries = [check_library(library) for library in (*READING, *MEASURING)]
+    yield from libraries
+    if not all(check.ok for check in libraries):
         # The other checks import the libraries.
         return
-    yield from _check_machine()
-    if out is not None:
-        yield check_out(out)
-    from headcount.workers.model.files.bundled_models import BUNDLED
-    from headcount.workers.process import prepare_process
-
-    prepare_process()
-    for name in BUNDLED:
-        yield _check_model(name)
-
-
-def check_library(library: str) -> Check:
-    """Whether a library is installed."""
-    try:
-        return Check(library, True, version(library))
-    except PackageNotFoundError:
-        return Check(library, False, "not installed", INSTALL)
-
-
-def _check_machine() -> Iterator[Check]:
-    """Check the devices, the memory and the disk."""
     import torch
 
     from headcount.workers.memory import available_cores, total_memory
+    from headcount.workers.model.files.bundled_models import BUNDLED
+    from headcount.workers.process import prepare_process
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield Check("device", True, ", ".join(gpus) or f"CPU, {available_cores()} cores")
@@ -108,6 +134,18 @@ def _check_machine() -> Iterator[Check]:
         f"{free / 1e9:.1f} GB free in {Path.cwd()}",
         "free space, or let `out` of the scan be on another disk",
     )
+    if out is not None:
+        yield check_out(out)
+    prepare_process()
+    yield from map(_check_bundled_model, BUNDLED)
+
+
+def check_library(library: str) -> Check:
+    """Whether a library is installed."""
+    try:
+        return Check(library, True, version(library))
+    except PackageNotFoundError:
+        return Check(library, False, "not installed", INSTALL)
 
 
 def check_out(out: str) -> Check:
@@ -136,7 +174,7 @@ def check_out(out: str) -> Check:
     return Check("out", True, f"{out} {result}")
 
 
-def _check_model(name: str) -> Check:
+def _check_bundled_model(name: str) -> Check:
     """Measure two sequences with both engines, which must agree.
 
     Two independent ways to the same numbers show a broken library or processor.

@@ -10,13 +10,12 @@ import torch
 
 from headcount.schemas.errors import HeadcountError, counted
 from headcount.schemas.formulas import Formula
-from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.measurements.undefined import defined_or_nan, where_defined
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
 from headcount.workers.model.model import Model
 from headcount.workers.replica import Replica
@@ -36,13 +35,39 @@ def report_model(name: str) -> Iterator[tuple[str, str]]:
     yield "model", f"{info.name}: {heads}, d_head {info.d_head}, up to {info.n_ctx:,} tokens"
 
     model = models.load(info, "raw", "cpu")
-    scan = _trial(name, info, "fused" if model.attention_problem is None else "dense")
-    replica = Replica(info, scan, "cpu", models.load)
-    tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, scan.n_ctx))
-    replica.measure(tokens.astype(np.int32))
-    yield "engine", _engines(model, _trial(name, info, "dense"), tokens.astype(np.int32), models)
+    fields = {
+        "model": name,
+        "n_ctx": min(TRIAL_TOKENS, info.n_ctx),
+        "sequences": 2,
+        "input": {"family": "uniform_random"},
+    }
+    tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, fields["n_ctx"]))
 
-    for layers, facts in _layers_by_facts(model):
+    def try_engine(engine: str) -> None:
+        # Only measuring tells: the bridge may show patterns that are not finite.
+        replica = Replica(info, parse_scan(fields | {"engine": engine}), "cpu", models.load)
+        replica.measure(tokens.astype(np.int32))
+
+    try_engine("fused" if model.attention_problem is None else "dense")
+    engines = "fused, and dense"
+    if model.attention_problem is not None:
+        engines = f"dense alone: {model.attention_problem}"
+    elif not model.has_bridge:
+        engines = (
+            f"fused alone: {model.bridge_problem}; so no engine = 'dense', no folded weights, "
+            "and no intervention that needs them"
+        )
+    else:
+        try:
+            try_engine("dense")
+        except HeadcountError as error:
+            engines = f"fused alone: {error}"
+    yield "engine", engines
+
+    by_facts: dict[str, list[int]] = {}
+    for layer in range(info.n_layers):
+        by_facts.setdefault(_facts_in_words(model, layer), []).append(layer)
+    for facts, layers in by_facts.items():
         yield "attention", f"{_listed_layers(layers)}: {facts}"
     for reason, formulas in _undefined(model).items():
         names = ", ".join(formula.name for formula in formulas)
@@ -50,55 +75,22 @@ def report_model(name: str) -> Iterator[tuple[str, str]]:
     yield from _undefined_by_windows(model)
 
 
-def _trial(name: str, info: ModelInfo, engine: str) -> Scan:
-    """The smallest scan of a model."""
-    fields = {
-        "model": name,
-        "n_ctx": min(TRIAL_TOKENS, info.n_ctx),
-        "sequences": 2,
-        "engine": engine,
-        "input": {"family": "uniform_random"},
-    }
-    return parse_scan(fields)
-
-
-def _engines(model: Model, dense_trial: Scan, tokens: np.ndarray, models: KnownModels) -> str:
-    """Which engines measure the model, and why another does not."""
-    if model.attention_problem is not None:
-        return f"dense alone: {model.attention_problem}"
-    if not model.has_bridge:
-        return (
-            f"fused alone: {model.bridge_problem}; so no engine = 'dense', no folded weights, "
-            "and no intervention that needs them"
-        )
-    try:
-        # Only measuring tells: the bridge may show patterns that are not finite.
-        Replica(model.info, dense_trial, "cpu", models.load).measure(tokens)
-    except HeadcountError as error:
-        return f"fused alone: {error}"
-    return "fused, and dense"
-
-
-def _layers_by_facts(model: Model) -> list[tuple[list[int], str]]:
-    """What the attention of layers is, in words, with the layers of which it is true."""
-    by_facts: dict[str, list[int]] = {}
-    for layer in range(model.info.n_layers):
-        if layer not in model.info.attention_layers_or_all:
-            words = ["none, so no rows"]
-        elif (facts := model.facts(layer)) is None:
-            words = ["not known to the fused engine"]
-        else:
-            words = [f"scale {facts.scale:.4g}"]
-            if facts.window is not None:
-                words.append(f"window of {counted(facts.window, 'token')}")
-            if facts.soft_cap is not None:
-                words.append(f"scores capped at {facts.soft_cap:g}")
-            if facts.slopes is not None:
-                words.append("ALiBi")
-            if facts.sink is not None:
-                words.append("learned sinks")
-        by_facts.setdefault(", ".join(words), []).append(layer)
-    return [(layers, words) for words, layers in by_facts.items()]
+def _facts_in_words(model: Model, layer: int) -> str:
+    """What the attention of a layer is."""
+    if layer not in model.info.attention_layers_or_all:
+        return "none, so no rows"
+    if (facts := model.facts(layer)) is None:
+        return "not known to the fused engine"
+    words = [f"scale {facts.scale:.4g}"]
+    if facts.window is not None:
+        words.append(f"window of {counted(facts.window, 'token')}")
+    if facts.soft_cap is not None:
+        words.append(f"scores capped at {facts.soft_cap:g}")
+    if facts.slopes is not None:
+        words.append("ALiBi")
+    if facts.sink is not None:
+        words.append("learned sinks")
+    return ", ".join(words)
 
 
 def _listed_layers(layers: Sequence[int]) -> str:
@@ -185,16 +177,16 @@ def undefined_behind(window: int) -> list[str]:
         }
         for size in (None, window)
     )
+
+    def has_value(statistic: Formula, activations: dict[str, Any]) -> bool:
+        value = defined_or_nan(statistic, activations)
+        is_defined = where_defined(statistic, activations, value)
+        return bool((value.isfinite() & is_defined).all())
+
     return [
         statistic.name
         for statistic in STATISTICS.select("all")
         if {*statistic.parameters, *statistic.conditions} <= with_window.keys()
-        and _has_value(statistic, without_window)
-        and not _has_value(statistic, with_window)
+        and has_value(statistic, without_window)
+        and not has_value(statistic, with_window)
     ]
-
-
-def _has_value(statistic: Formula, activations: dict[str, Any]) -> bool:
-    value = defined_or_nan(statistic, activations)
-    is_defined = where_defined(statistic, activations, value)
-    return bool((value.isfinite() & is_defined).all())

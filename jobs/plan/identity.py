@@ -1,4 +1,7 @@
-"""Whether a run measures what a scan asks for; if not, an error says in words what differs.
+"""Which run a scan is: the newest of its runs that measures the same, or one of its own.
+
+The first run of a scan is called NAME-HASH. Those that `headcount scan --new` starts are called
+NAME-HASH-2, NAME-HASH-3, …
 
 A run's identity is what its rows mean. Places do not belong to it: the content of a model, of a
 tokenizer and of texts does, by fingerprint.
@@ -7,22 +10,21 @@ tokenizer and of texts does, by fingerprint.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from headcount.jobs.plan.model_places import FILE_OPTIONS
 from headcount.jobs.plan.resolved_scan import ResolvedScan
-from headcount.schemas.errors import OtherRunError
-from headcount.schemas.files.manifest import Manifest, Meanings
+from headcount.schemas.errors import OtherRunError, RunError
+from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.places import names, reason
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys
 from headcount.schemas.scans.kinds import WORDS
 
-Records = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""The description of each name, by field."""
-
-CONFIG = "config.json"
+FILE_OPTIONS = ("files", "text")
+"""Options of input families that name files."""
 
 LIBRARIES = (
     "torch",
@@ -36,35 +38,128 @@ LIBRARIES = (
 """Libraries whose versions a manifest records."""
 
 
+def runs_of(first_run: RunDirectory) -> list[RunDirectory]:
+    """The runs of the scan whose first run is, or would be, `first_run`; the newest first."""
+    runs = sorted(_runs_there(first_run).items(), reverse=True)
+    # A directory without a manifest is half deleted.
+    return [run for _, run in runs if run.manifest_file.is_file()]
+
+
+def next_run(first_run: RunDirectory, other_run_ids: Iterable[str] = ()) -> RunDirectory:
+    """The run after all others of the scan.
+
+    Half deleted runs count, so that nobody writes among their remains. `other_run_ids` are of runs
+    that lie elsewhere.
+    """
+    runs = _runs_there(first_run) | _runs_with_ids(first_run, other_run_ids)
+    if not runs:
+        return first_run
+    return RunDirectory(first_run.path.parent / f"{first_run.path.name}-{max(runs) + 1}")
+
+
+def last_run(first_run: RunDirectory, other_run_ids: Iterable[str]) -> RunDirectory:
+    """The newest run of the scan, here and elsewhere; `first_run` if there is none."""
+    begun = {n: run for n, run in _runs_there(first_run).items() if run.manifest_file.is_file()}
+    begun |= _runs_with_ids(first_run, other_run_ids)
+    return begun[max(begun)] if begun else first_run
+
+
+def _runs_there(first_run: RunDirectory) -> dict[int, RunDirectory]:
+    directory = first_run.path.parent
+    try:
+        return _by_number(first_run, names(directory))
+    except OSError as error:
+        raise RunError(f"{directory}: cannot be read ({reason(error)})") from None
+
+
+def _runs_with_ids(first_run: RunDirectory, run_ids: Iterable[str]) -> dict[int, RunDirectory]:
+    return _by_number(first_run, (f"run_id={run_id}" for run_id in run_ids))
+
+
+def _by_number(first_run: RunDirectory, directories: Iterable[str]) -> dict[int, RunDirectory]:
+    """Those directories that are runs of the scan, by number; the first run has number 1."""
+    # -1 and -01 are no numbers of runs: the first run has none.
+    pattern = re.compile(rf"{re.escape(first_run.path.name)}(?:-([2-9]|[1-9]\d+))?")
+    matches = [match for name in directories if (match := pattern.fullmatch(name))]
+    return {int(m[1] or 1): RunDirectory(first_run.path.parent / m[0]) for m in matches}
+
+
+def find_run(resolved: ResolvedScan, first_run: RunDirectory, new: bool = False) -> RunDirectory:
+    """The newest of a scan's runs that measures the same; `first_run` if the scan has no runs.
+
+    With `new`, a run that is not there yet. If no run fits, the error is about the newest.
+    """
+    if new:
+        return next_run(first_run)
+    # An older run may fit although the newest does not, if a mistaken change was undone.
+    refusals: list[RunError] = []
+    for run in runs_of(first_run):
+        try:
+            check_same_identity(run, run.manifest(), resolved)
+            return run
+        except OtherRunError as error:
+            refusals.append(with_advice(run, error))
+    if refusals:
+        raise refusals[0]
+    return first_run
+
+
+def with_advice(run: RunDirectory, error: OtherRunError) -> RunError:
+    """The error that a run cannot continue, with what a user can do instead."""
+    # The error of a broken manifest says itself that the run can be deleted.
+    removal = "" if "headcount rm" in str(error) else f", headcount rm {run.path} deletes this one"
+    return RunError(f"{error}; headcount scan --new starts another run{removal}")
+
+
 def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: ResolvedScan) -> None:
-    """Refuse to continue a run that measured something else."""
+    """Refuse to continue a run that measured something else; the error says what differs."""
     # A manifest holds what JSON makes of an identity: tuples became lists.
     identity = json.loads(json.dumps(resolved.identity))
-    changes = changed_identity(manifest, identity, resolved.records, resolved.info.record)
-    run_meanings = manifest.meanings(resolved.code)
+    # The files come first: a changed configuration explains what follows.
+    changes = _changed_files(manifest.model.get("files", {}), dict(resolved.info.files))
+    # Of formulas only the names are compared in any case.
+    before, now = (_measured(records) for records in (manifest.records, resolved.records))
+    changes += [f"{name} (no longer)" for name in sorted(before.keys() - now.keys())]
+    changes += [f"{name} (not before)" for name in sorted(now.keys() - before.keys())]
+    changes += differing_keys(_values(manifest.identity), _values(identity))
+    # A corpus (which has `sources`) may grow or be mended: `jobs.corpus.run_corpus` checks it by
+    # document. The text that a synthetic family takes its statistics from may not.
+    corpus = identity["corpus"]
+    if "sources" not in corpus:
+        run_corpus = manifest.identity.get("corpus") or {}
+        changes += differing_keys({"its text's": run_corpus}, {"its text's": corpus})
     # Other code may give a name another fingerprint for harmless reasons: whether such a run is
     # continued is asked elsewhere (`--allow-other-code`). Within one code it is another formula.
-    if not changes and run_meanings is not None:
-        changes = changed_meanings(run_meanings, resolved.meanings)
+    meanings = manifest.meanings(resolved.code)
+    if not changes and meanings is not None:
+        lines = differing_keys(_measured(meanings), _measured(resolved.meanings))
+        changes = [f"the code of {line}" for line in lines]
     if changes:
         raise OtherRunError(f"{run.path}: this run measured something else: {', '.join(changes)}")
-    _check_same_text(run, manifest.identity.get("corpus") or {}, identity["corpus"])
 
 
-def _check_same_text(
-    run: RunDirectory, run_corpus: Mapping[str, Any], corpus: Mapping[str, Any]
-) -> None:
-    """Refuse another text than the one that a synthetic family took its statistics from.
+def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Which files of a model differ: its configuration, its weights, or both."""
+    return [
+        f"the model's {'configuration' if name == 'config.json' else 'weights'} "
+        f"({name}: {before.get(name, 'not there')}, now {now.get(name, 'not there')})"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
 
-    A corpus (which has `sources`) may grow or be mended: `jobs.corpus.run_corpus` checks it by
-    document.
-    """
-    differences = differing_keys({"corpus": run_corpus}, {"corpus": corpus})
-    if "sources" not in corpus and differences:
-        raise OtherRunError(
-            f"{run.path}: the text is not the one that the run was begun with: "
-            f"{', '.join(differences)}"
-        )
+
+def _values(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an identity that is compared by value, by words; places are no part of it."""
+    scan = {k: v for k, v in identity["scan"].items() if k not in ("model", "revision")}
+    scan["input"] = {k: v for k, v in scan.get("input", {}).items() if k not in FILE_OPTIONS}
+    model = identity.get("model", {})
+    sizes = {f"the model's {k}": v for k, v in model.items() if k not in ("name", "sha256")}
+    return scan | sizes | {"the tokenizer": identity.get("tokenizer")}
+
+
+def _measured(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What records say of each name, by words such as `statistic entropy`."""
+    return {f"{WORDS[field]} {name}": of[name] for field, of in records.items() for name in of}
 
 
 def begun_precisions(run: RunDirectory) -> frozenset[str]:
@@ -78,37 +173,10 @@ def begun_precisions(run: RunDirectory) -> frozenset[str]:
     return frozenset() if commit is None else frozenset(m.precision for m in commit.methods)
 
 
-def changed_identity(
-    manifest: Manifest, identity: Mapping[str, Any], records: Records, model: Mapping[str, Any]
-) -> list[str]:
-    """What differs between an identity and a run's, apart from the corpus; one phrase each.
-
-    `model` is the full record of the model, of which an identity holds only a part.
-    """
-    run_identity = _without_places(manifest.identity, manifest.records)
-    here_identity = _without_places(identity, records)
-    changes = [_in_words(line) for line in differing_keys(run_identity, here_identity)]
-    run_sha256 = manifest.identity.get("model", {}).get("sha256")
-    if run_sha256 != model["sha256"]:
-        run_files = manifest.model.get("files", {})
-        # The files come first: a changed configuration explains what follows.
-        changes = _changed_files(run_sha256, run_files, model) + changes
-    return changes
-
-
-def changed_meanings(run_meanings: Meanings, meanings: Meanings) -> list[str]:
-    """Names whose code changed although the code as a whole has the same fingerprint."""
-    return [f"the code of {_in_words(line)}" for line in differing_keys(run_meanings, meanings)]
-
-
 def changed_versions(manifest: Manifest) -> list[str]:
     """One line that names the libraries of another version than at the run's begin, or no line."""
-    # A manifest of older code may name libraries that no longer take part.
-    run_versions = {
-        library: release for library, release in manifest.versions.items() if library in LIBRARIES
-    }
-    versions = {library: installed_version(library) for library in run_versions}
-    differences = differing_keys(run_versions, versions)
+    known = {name: release for name, release in manifest.versions.items() if name in LIBRARIES}
+    differences = differing_keys(known, {name: installed_version(name) for name in known})
     return [f"begun with other libraries: {', '.join(differences)}"] if differences else []
 
 
@@ -116,59 +184,3 @@ def changed_versions(manifest: Manifest) -> list[str]:
 def installed_version(library: str) -> str:
     """The version of a library; to look it up reads files, and systems plan many runs."""
     return version(library)
-
-
-def _without_places(identity: Mapping[str, Any], records: Records) -> dict[str, Any]:
-    """The part of an identity that is compared by value.
-
-    Places are left out, because content counts. Of formulas only the names are compared here: their
-    fingerprints depend on the code (`changed_meanings`). The model's files are compared one by one.
-    """
-    scan = _without_keys(identity.get("scan", {}), "model", "revision")
-    scan["input"] = _without_keys(scan.get("input", {}), *FILE_OPTIONS)
-    return {
-        "scan": scan,
-        "model": _without_keys(identity.get("model", {}), "name", "sha256"),
-        "tokenizer": identity.get("tokenizer"),
-        "measured": {field: dict.fromkeys(names, True) for field, names in records.items()},
-    }
-
-
-def _without_keys(fields: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key not in keys}
-
-
-def _changed_files(
-    run_sha256: str | None, run_files: Mapping[str, str], model: Mapping[str, Any]
-) -> list[str]:
-    """Which files of a model differ: its configuration, its weights, or both."""
-    files: Mapping[str, str] = model["files"]
-    # Runs of older code recorded one fingerprint for the model and none for its files.
-    names = {*run_files, *files} if run_files else set[str]()
-    changed_names = sorted(name for name in names if run_files.get(name) != files.get(name))
-    if not changed_names:
-        return [f"the model's files ({run_sha256}, now {model['sha256']})"]
-    return [
-        f"the model's {'configuration' if name == CONFIG else 'weights'} ({name}: "
-        f"{run_files.get(name, 'not there')}, now {files.get(name, 'not there')})"
-        for name in changed_names
-    ]
-
-
-def _in_words(difference: str) -> str:
-    """A line of `differing_keys`, such as "scan.n_ctx (64, now 128)", as people say it."""
-    key, _, values = difference.partition(" (")
-    field, _, name = key.partition(".")
-    match field:
-        case "scan":
-            return f"{name} ({values}"
-        case "model":
-            return f"the model's {name} ({values}"
-        case "measured":
-            kind, _, name = name.partition(".")
-            is_gone = values.startswith("true")
-            return f"{WORDS[kind]} {name} ({'no longer' if is_gone else 'not before'})"
-        case "tokenizer":
-            return f"the tokenizer ({values}"
-        case _:
-            return f"{WORDS[field]} {name} ({values}"

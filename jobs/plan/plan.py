@@ -1,16 +1,19 @@
 """From a scan to a run: which run it is, and how that run's manifest will read.
 
 Everything is resolved and checked here, before anything is paid for. Planning changes nothing in a
-run's directory: `prepare_run` creates a new run, `jobs.plan.extension` changes one that exists.
+run's directory: `prepare_run` creates a new run, and `extend` lets one grow that is there.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from headcount.jobs.corpus.estimate import CorpusEstimate, estimate_corpus
@@ -22,29 +25,34 @@ from headcount.jobs.corpus.run_corpus import (
     write_corpus,
 )
 from headcount.jobs.plan.identity import (
+    FILE_OPTIONS,
     LIBRARIES,
     changed_versions,
     check_same_identity,
+    find_run,
     installed_version,
+    with_advice,
 )
-from headcount.jobs.plan.model_places import PLACES, any_relative, placed_fields, places_of
 from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
-from headcount.jobs.plan.scan_runs import (
-    UNKNOWN,
-    ScanCommand,
-    naming_the_alternative,
-    next_run,
-    removal,
-    runs_of,
-)
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import OtherRunError, RunError, ScanError, counted
-from headcount.schemas.files.manifest import LAYOUT, Manifest
-from headcount.schemas.files.places import names, write_whole
+from headcount.schemas.files.commits import taken_back, write_segment
+from headcount.schemas.files.manifest import LAYOUT, Location, Manifest
+from headcount.schemas.files.places import names, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
-from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, parse_scan
+from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, override_fields, parse_scan
+from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.files.model_info import ModelInfo
+
+REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
+"""Fields that change no row; a manifest holds the values that were set last."""
+
+PLACES = ("model", *(f"input.{option}" for option in FILE_OPTIONS))
+"""Fields of a scan that say where something lies. What lies there is known by its content."""
+
+SETTABLE = (*REMEMBERED, *PLACES)
+"""Fields of a scan that may change when a run continues. More sequences extend it."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,6 @@ class Plan:
     """Fingerprint of the code here, which may differ from the code that began the run."""
     requested_sequences: int
     """How many sequences were asked for; the run may have more."""
-    alternative: str = ""
-    """A command that measures the scan in another run, and what it does, in words."""
     corpus: RunCorpus | None = None
     """What the run keeps of its corpus; none if it has none, or if it is only estimated."""
     has_new_index: bool = False
@@ -79,12 +85,6 @@ class Plan:
     def tokens(self) -> int:
         """Tokens that go through the model, over all interventions."""
         return self.manifest.sequences * self.scan.n_ctx * len(self.scan.interventions)
-
-    @property
-    def rows(self) -> int:
-        """Rows of the `heads` table."""
-        heads = self.scan.measured_heads(self.info).count
-        return self.manifest.sequences * heads * len(self.scan.interventions)
 
     @property
     def needs_permission(self) -> bool:
@@ -128,7 +128,6 @@ def make_plan(
     name: str,
     run_id: str | None = None,
     preparation: Preparation = HERE,
-    command: ScanCommand = UNKNOWN,
     new: bool = False,
 ) -> Plan:
     """Plan the newest run of a scan that measures the same, or a run of its own if there is none.
@@ -140,206 +139,110 @@ def make_plan(
     if run_id is not None:
         run = RunDirectory.of(scan.out, run_id)
     else:
-        first_run = RunDirectory.of(scan.out, resolved.scan.run_id(name))
-        run = find_run(resolved, first_run, command, new)
+        run = find_run(resolved, RunDirectory.of(scan.out, resolved.scan.run_id(name)), new)
     phases.about(run)
-    must_exist = run_id is not None
-    return plan_run(resolved, run, must_exist, preparation=preparation, command=command)
-
-
-def find_run(
-    resolved: ResolvedScan,
-    first_run: RunDirectory,
-    command: ScanCommand = UNKNOWN,
-    new: bool = False,
-) -> RunDirectory:
-    """The newest of a scan's runs that measures the same; `first_run` if the scan has no runs.
-
-    With `new`, a run that is not there yet. If no run fits, the error is about the newest.
-    """
-    if new:
-        return next_run(first_run)
-    # An older run may fit although the newest does not, if a mistaken change was undone.
-    refusals: list[OtherRunError] = []
-    for run in runs_of(first_run):
-        try:
-            check_same_identity(run, run.manifest(), resolved)
-            return run
-        except OtherRunError as error:
-            refusals.append(error)
-    if refusals:
-        raise RunError(f"{refusals[0]}; {command.alternative(first_run)}")
-    return first_run
+    if run_id is not None and not run.manifest_file.is_file():
+        raise RunError(f"{run.path}: no such run to continue; without --run the scan starts one")
+    return plan_run(resolved, run, preparation)
 
 
 def plan_run(
     resolved: ResolvedScan,
     run: RunDirectory,
-    must_exist: bool = False,
     preparation: Preparation = HERE,
-    command: ScanCommand = UNKNOWN,
+    is_estimate: bool = False,
 ) -> Plan:
-    """Plan one run, which fits what lies in its directory already."""
+    """Plan one run, which fits what lies in its directory already.
+
+    An estimate is not for measuring: of a corpus whose tokens are not there, only a portion is
+    read. If the token store has all that the scan needs, it is exact.
+    """
+    scan, sequences, corpora = resolved.scan, resolved.sequences, corpora_of(resolved.scan)
     previous = run.manifest() if run.manifest_file.is_file() else None
-    # Refused before tokens are prepared, which may take hours.
-    command = _check_run(resolved, run, previous, must_exist, command)
-    sequences = resolved.sequences
-    corpora = corpora_of(resolved.scan)
-    corpus, has_new_index = None, False
-    with naming_the_alternative(run, command):
+    corpus, has_new_index, estimate = None, False, None
+    # `rm` deletes the manifest first. If it was killed then, commits are left, and a new run would
+    # count their rows as its own.
+    if previous is None and any(True for _ in names(run.commits_directory)):
+        raise RunError(
+            f"{run.path}: holds commits and no manifest.json, so nothing says what they measured; "
+            f"headcount rm {run.path} deletes it, and then the same command starts anew"
+        )
+    try:
+        # Refused before tokens are prepared, which may take hours.
+        if previous is not None:
+            check_same_identity(run, previous, resolved)
+            sequences.least_sequences = previous.sequences
         if sequences.corpus is None:
             sequences.shard(0)  # Impossible options show when the first sequences are drawn.
+        elif is_estimate and (estimate := estimate_corpus(sequences, corpora)) is not None:
+            sequences = estimate.sample
         elif previous is None:
             corpus = index_new_run(sequences, corpora, preparation)
         else:
             corpus, has_new_index = index_continued_run(
                 run, previous, sequences, corpora, preparation
             )
+    except OtherRunError as error:
+        raise with_advice(run, error) from None
 
     # Of a corpus, this is known only now that it has an index.
-    requested = len(sequences)
-    if previous is None:
-        manifest = _new_manifest(run, resolved, requested, command)
-    else:
-        # A run never shrinks: a scan that asks for fewer sequences measures only those.
-        total = max(requested, previous.sequences)
-        sequences.scan = resolved.scan.model_copy(update={"sequences": total})
-        manifest = _continued_manifest(previous, resolved, total, has_new_index)
+    requested = len(sequences) if estimate is None else estimate.sequences
+    # A run never shrinks: a scan that asks for fewer sequences measures only those.
+    total = requested if previous is None else max(requested, previous.sequences)
+    if previous is not None and estimate is None:
+        sequences.scan = scan = scan.model_copy(update={"sequences": total})
     return Plan(
-        scan=resolved.scan if previous is None else sequences.scan,
+        scan=scan,
         info=resolved.info,
         sequences=sequences,
         run=run,
-        manifest=manifest,
+        manifest=_manifest(run, resolved, previous, total, has_new_index),
         previous_manifest=previous,
         code=resolved.code,
         requested_sequences=requested,
-        alternative=command.alternative(run),
         corpus=corpus,
         has_new_index=has_new_index,
-    )
-
-
-def estimated_plan(
-    resolved: ResolvedScan, run: RunDirectory, command: ScanCommand = UNKNOWN
-) -> Plan:
-    """Plan one run to say what it will cost: of a corpus without tokens, only a portion is read.
-
-    Such a plan is not for measuring. If the token store has all that the scan needs, it is exact.
-    """
-    sequences = resolved.sequences
-    if sequences.corpus is None:
-        return plan_run(resolved, run, command=command)
-    previous = run.manifest() if run.manifest_file.is_file() else None
-    if previous is not None:
-        sequences.least_sequences = previous.sequences
-    estimate = estimate_corpus(sequences, corpora_of(resolved.scan))
-    if estimate is None:
-        return plan_run(resolved, run, command=command)
-    command = _check_run(resolved, run, previous, False, command)
-    total = estimate.sequences
-    if previous is None:
-        manifest = _new_manifest(run, resolved, total, command)
-    else:
-        manifest = _continued_manifest(previous, resolved, max(total, previous.sequences), False)
-    return Plan(
-        scan=resolved.scan,
-        info=resolved.info,
-        sequences=estimate.sample,
-        run=run,
-        manifest=manifest,
-        previous_manifest=previous,
-        code=resolved.code,
-        requested_sequences=total,
-        alternative=command.alternative(run),
         estimate=estimate,
     )
 
 
-def _check_run(
-    resolved: ResolvedScan,
+def _manifest(
     run: RunDirectory,
+    resolved: ResolvedScan,
     previous: Manifest | None,
-    must_exist: bool,
-    command: ScanCommand,
-) -> ScanCommand:
-    """Refuse a run that the scan does not fit; returns the command that errors advise."""
-    if previous is not None:
-        if not command.words:
-            # Advice in errors then names the command that began the run.
-            command = ScanCommand.of_run(previous)
-        with naming_the_alternative(run, command):
-            check_same_identity(run, previous, resolved)
-        return command
-    if must_exist:
-        start = f"; {command.text()} starts one" if command.words else ""
-        raise RunError(f"{run.path}: no such run to continue{start}")
-    # `rm` deletes the manifest first. If it was killed then, commits are left, and a new run would
-    # count their rows as its own.
-    if any(True for _ in names(run.commits_directory)):
-        raise RunError(
-            f"{run.path}: holds commits and no manifest.json, so nothing says what they measured; "
-            f"{removal(run)} deletes it, and then the same command starts anew"
+    total: int,
+    has_new_index: bool,
+) -> Manifest:
+    """The manifest of a run that begins, or continues, here and now with `total` sequences."""
+    scan = resolved.scan
+    changes: dict[str, Any] = {field: getattr(scan, field) for field in REMEMBERED}
+    changes |= {"sequences": total, "shards": -(-total // scan.sequences_per_shard)}  # Rounded up.
+    places: dict[str, Any] = {"places": places_of(scan), "begun_in": os.getcwd()}
+    if previous is None:
+        return Manifest(
+            layout=LAYOUT,
+            run_id=run.run_id,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            identity=resolved.identity,
+            model=resolved.info.record,
+            code=resolved.code,
+            versions={library: installed_version(library) for library in LIBRARIES},
+            kinds=resolved.kinds,
+            inputs=resolved.inputs,
+            interventions=resolved.interventions,
+            **changes,
+            **places,
         )
-    return command
-
-
-def _new_manifest(
-    run: RunDirectory, resolved: ResolvedScan, total_sequences: int, command: ScanCommand
-) -> Manifest:
-    """The manifest of a run that begins here and now."""
-    scan = resolved.scan
-    return Manifest(
-        layout=LAYOUT,
-        run_id=run.run_id,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        identity=resolved.identity,
-        shards=-(-total_sequences // scan.sequences_per_shard),  # Rounded up.
-        sequences=total_sequences,
-        batch_size=scan.batch_size,
-        model=resolved.info.record,
-        code=resolved.code,
-        versions={library: installed_version(library) for library in LIBRARIES},
-        kinds=resolved.kinds,
-        inputs=resolved.inputs,
-        interventions=resolved.interventions,
-        begun_in=os.getcwd(),
-        begun_with=command.words,
-        places=places_of(scan),
-        bad_rows=scan.bad_rows,
-        bad_rows_in_a_row=scan.bad_rows_in_a_row,
-        corpora=scan.corpora,
-    )
-
-
-def _continued_manifest(
-    previous: Manifest, resolved: ResolvedScan, total_sequences: int, has_new_index: bool
-) -> Manifest:
-    """The manifest of a run that continues.
-
-    It may have more sequences, a mended corpus, another batch size, other places or other code.
-    """
-    scan = resolved.scan
-    changes: dict[str, Any] = {
-        "batch_size": scan.batch_size,
-        "bad_rows": scan.bad_rows,
-        "bad_rows_in_a_row": scan.bad_rows_in_a_row,
-        "corpora": scan.corpora,
-    }
-    is_extended = total_sequences > previous.sequences
-    if has_new_index or is_extended:
+    if has_new_index or total > previous.sequences:
         # Through JSON, as a manifest that is read has it: otherwise a manifest would differ from
         # itself.
         corpus = json.loads(json.dumps(resolved.identity["corpus"]))
         changes["identity"] = previous.identity | {"corpus": corpus}
-    if is_extended:
-        shards = -(-total_sequences // scan.sequences_per_shard)
-        changes |= {"sequences": total_sequences, "shards": shards}
-    places = places_of(scan)
     # A relative name means another place in another directory, even if it reads the same.
-    has_moved = previous.begun_in != os.getcwd() and any_relative(places)
-    if has_moved or places != previous.places:
-        changes |= {"places": places, "begun_in": os.getcwd()}
+    paths = [_on_disk(name) for where in places_of(scan).values() for name in _names_in(where)]
+    is_relative = any(path is not None and not path.is_absolute() for path in paths)
+    if places["places"] != previous.places or (is_relative and os.getcwd() != previous.begun_in):
+        changes |= places
     # Whether it may is asked when something is measured (`jobs.run.loop`). From then on the run
     # knows what every name means in this code.
     if resolved.code not in previous.codes:
@@ -358,73 +261,154 @@ def prepare_run(plan: Plan, scan_text: str) -> None:
     write_whole(plan.run.scan_file, scan_text.encode())
     if plan.corpus is not None:
         write_corpus(plan.run, plan.corpus, plan.sequences)
-    write_manifest(plan)
+    _write_manifest(plan)
 
 
-def write_manifest(plan: Plan) -> None:
-    """Write the run's manifest as the plan has it, all at once."""
+def extend(plan: Plan) -> None:
+    """Write a run's manifest as the plan has it; the caller has the run's lock.
+
+    It is written last. If the process is killed before, the run still has its old size and perhaps
+    misses a shard, which readers know already. The same command extends it again.
+    """
+    run, previous = plan.run, plan.previous_manifest
+    if run.manifest().sequences != (previous or plan.manifest).sequences:
+        raise RunError(
+            f"{run.path}: another process has extended this run meanwhile; run the same command "
+            "again"
+        )
+    if previous is None or (plan.manifest == previous and not plan.has_new_index):
+        return
+    is_longer = plan.manifest.sequences > previous.sequences
+    last_shard = previous.shards - 1
+    # A last shard that was short is now a longer one. It is measured again instead of being
+    # completed: its data files would stand beside the commit of the shorter shard for a moment.
+    # Its files hold no rows of other shards, also after a compaction.
+    if is_longer and plan.manifest.stops(last_shard) > previous.sequences:
+        # The commit file goes first. As long as a segment has the shard, its own file does not
+        # count; once the segment has dropped the shard, the file would count again.
+        run.commit_file(last_shard).unlink(missing_ok=True)
+        if last_shard in run.commit_log([])["shard"].to_pylist():
+            write_segment(run.commits_directory, taken_back(run.run_id, [last_shard]))
+    if plan.corpus is not None and (is_longer or plan.has_new_index):
+        write_corpus(run, plan.corpus, plan.sequences)
+    _write_manifest(plan)
+
+
+def _write_manifest(plan: Plan) -> None:
     write_whole(plan.run.manifest_file, plan.manifest.model_dump_json(indent=1).encode())
 
 
-REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
-"""Fields that change no row; a manifest holds the values that were set last."""
+# A run continues from its directory alone. The names of its model and its files are meant from the
+# directory where it was begun, so that `sequences.file` says them as it did.
 
-SETTABLE = (*REMEMBERED, *PLACES)
-"""Fields of a scan that may change when a run continues. More sequences extend it. A place may
-change because what lies there is known by its content.
-"""
 
-SCAN_FILE = "SCAN"
-"""Stands for the scan file in advice if nobody knows its name."""
+def places_of(scan: Scan) -> dict[str, Location]:
+    """The places that a scan names, by field: a model's directory, and files."""
+    places: dict[str, Location] = {}
+    if (directory := _on_disk(scan.model)) is not None and directory.is_dir():
+        places["model"] = scan.model
+    options = scan.input.options
+    return places | {f"input.{o}": options[o] for o in FILE_OPTIONS if options.get(o) is not None}
+
+
+def _names_in(location: Location) -> Sequence[str]:
+    """The names in a place: `input.files` may be one pattern or a list of them."""
+    return [location] if isinstance(location, str) else location
+
+
+def _on_disk(name: str) -> Path | None:
+    """The path of a name that can only mean something on this machine's disk."""
+    where = None if name.startswith(BUNDLED_PREFIX) else place(name)
+    return where if isinstance(where, Path) else None
+
+
+@contextmanager
+def where_begun(run: RunDirectory, overrides: Sequence[str]) -> Iterator[list[str]]:
+    """Work in the directory that a run's names are meant from; yields the overrides.
+
+    If it is gone, they are meant from the working directory. Overrides are the user's, so the names
+    in them are made absolute first.
+    """
+    absolute_overrides = list(map(_absolute_override, overrides))
+    begun_in = run.manifest().begun_in
+    with chdir(begun_in if os.path.isdir(begun_in) else os.getcwd()):
+        yield absolute_overrides
+
+
+def _absolute_override(override: str) -> str:
+    """An override with absolute names, so that it means the same in another directory."""
+    field = override.partition("=")[0].strip()
+    if field not in PLACES:
+        return override
+    # The value is parsed as in a scan file, then followed along the dots of the field.
+    value: Any = override_fields({}, [override])
+    for key in field.split("."):
+        value = value[key]
+    places: list[Any] = []
+    for name in value if isinstance(value, list) else [value]:
+        path = _on_disk(name) if isinstance(name, str) else None
+        # A model that is no directory here may be one of the Hub.
+        is_place = path is not None and (field != "model" or path.is_dir())
+        places.append(os.path.abspath(path) if path is not None and is_place else name)
+    return f"{field}={json.dumps(places if isinstance(value, list) else places[0])}"
 
 
 def replan(
-    run: RunDirectory,
-    overrides: Sequence[str] = (),
-    command: ScanCommand | None = None,
-    preparation: Preparation = HERE,
+    run: RunDirectory, overrides: Sequence[str] = (), preparation: Preparation = HERE
 ) -> Plan:
     """Plan a run from its manifest alone; `overrides` may set what changes no row.
 
-    Relative names are meant from the working directory: the caller moves there
-    (`jobs.plan.model_places.where_begun`). `command` is the one that began the run. `preparation`
-    makes the tokens of a corpus ready.
+    Relative names are meant from the working directory: the caller moves to `where_begun`.
+    `preparation` makes the tokens of a corpus ready.
     """
     manifest = run.manifest()
-    command = command or ScanCommand.of_run(manifest)
-    if not command.words:
-        command = ScanCommand((SCAN_FILE,))
-    check_overrides(run, overrides, command)
+    check_overrides(run, overrides)
     # Commits hold the run's id, so readers would pass over all commits of a renamed directory.
     if manifest.run_id != run.run_id:
         raise RunError(
             f"{run.path}: this is run {manifest.run_id}; call its directory "
             f"run_id={manifest.run_id} again"
         )
-    if not isinstance(manifest.identity.get("scan"), dict):
-        raise RunError(
-            f"{run.manifest_file}: not a manifest (no scan in it); put the run's own file back, or "
-            f"start anew: {removal(run)} deletes the run"
-        )
+    _check_places(run, manifest, overrides)
+    scan_begun = manifest.identity["scan"]
+    places = [f"{field}={json.dumps(value)}" for field, value in manifest.places.items()]
     # An identity leaves these out, because they change no row.
     remembered = {field: getattr(manifest, field) for field in REMEMBERED}
-    fields = placed_fields(run, manifest, remembered, overrides)
+    fields = override_fields(override_fields(scan_begun, places) | remembered, overrides)
+    if fields["model"] != scan_begun["model"]:
+        # A revision belongs to a model of the Hub. Fingerprints say whether this is the same model.
+        fields["revision"] = None
     # A manifest does not record where the run lies, because a run may be moved.
     scan = parse_scan(fields | {"out": str(run.path.parent)})
-    return make_plan(scan, run.run_id, run.run_id, preparation, command)
+    return make_plan(scan, run.run_id, run.run_id, preparation)
 
 
-def check_overrides(
-    run: RunDirectory, overrides: Sequence[str], command: ScanCommand | None = None
-) -> None:
-    """Refuse to set anything that would change rows of a run; `command` began it."""
-    command = command or ScanCommand((SCAN_FILE,))
+def _check_places(run: RunDirectory, manifest: Manifest, overrides: Sequence[str]) -> None:
+    """Refuse places at which nothing lies any more; the error names all of them."""
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    gone: dict[str, str] = {}
+    for field in manifest.places.keys() - overridden:
+        for name in _names_in(manifest.places[field]):
+            # A store or a bundled text does not move. A directory may have brackets in its name, so
+            # the name itself is looked for first.
+            path = _on_disk(name)
+            if path and not path.exists() and not glob.glob(str(path), recursive=True):
+                gone.setdefault(field, name)
+    if gone:
+        named = ", ".join(f"{field} = {name!r}" for field, name in sorted(gone.items()))
+        words = " ".join(f"--set {field}=PATH" for field in sorted(gone))
+        raise RunError(
+            f"{run.path}: not there, seen from {os.getcwd()}: {named}; say where that lies: "
+            f"headcount resume {run.path} {words}"
+        )
+
+
+def check_overrides(run: RunDirectory, overrides: Sequence[str]) -> None:
+    """Refuse to set anything that would change rows of a run."""
     for override in overrides:
-        field = override.partition("=")[0].strip()
-        if field not in SETTABLE:
+        if override.partition("=")[0].strip() not in SETTABLE:
             raise ScanError(
                 f"--set {override}: when {run.run_id} continues, only "
                 f"{', '.join(SETTABLE[:-1])} or {SETTABLE[-1]} can change, because they change no "
-                f"row of it; "
-                f"{command.text('--set', override)} makes a run of its own"
+                "row of it; a scan with another value makes a run of its own"
             )

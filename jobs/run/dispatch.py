@@ -10,7 +10,7 @@ twice is always safe, and the driver may do so whenever it is in doubt.
 Where a replica's next shard comes from, in this order (`_next_shard`):
 
 1. Its own span of new shards, so that it reads the corpus's files forward. If the span is used up,
-   it steals half of the longest span of another replica (`jobs.run.spans`).
+   it steals half of the longest span of another replica (`jobs.run.shards`).
 2. The retries: shards that failed once, so that they hold up nobody.
 3. The suspects and the stragglers, for an idle replica only.
 
@@ -51,11 +51,9 @@ from headcount.jobs.endings import is_finishing, work_begins
 from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.attempts import Attempts
 from headcount.jobs.run.preemption import draining_nodes, node_is_gone
 from headcount.jobs.run.replica_actor import CALLS, DEPTH, ReplicaActor, ReplicaPlace
-from headcount.jobs.run.sharing import GatheredElsewhere, order_of_driver
-from headcount.jobs.run.spans import Spans
+from headcount.jobs.run.shards import Attempts, GatheredElsewhere, Spans, order_of_driver
 from headcount.jobs.upkeep.metrics import RunMetrics
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commit import Commit, Failure

@@ -20,7 +20,7 @@ def locked(run: RunDirectory) -> Iterator[None]:
     """Hold the lock of a run that lies on a disk; refuse if another process holds it.
 
     The system releases the lock when the process ends, however it ends, so a stale lock file locks
-    nobody out. A store has no locks: there, drivers share the shards (`jobs.run.sharing`).
+    nobody out. A store has no locks: there, drivers share the shards (`jobs.run.shards`).
     """
     if not isinstance(run.path, Path):
         # A store that takes nothing is to refuse this, before anything is measured.

@@ -7,7 +7,7 @@ shards come from `dispatch` or `measure_in_process`, pass through `followed`, an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -18,14 +18,12 @@ from rich.console import Console
 
 from headcount.jobs.console import say
 from headcount.jobs.endings import finishing_work_in_hand, is_finishing, work_begins
-from headcount.jobs.plan.extension import check_unchanged, extend
 from headcount.jobs.plan.identity import begun_precisions
-from headcount.jobs.plan.plan import Plan
+from headcount.jobs.plan.plan import Plan, extend
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.attempts import Attempts
 from headcount.jobs.run.lock import locked
 from headcount.jobs.run.progress import WholeProgress, show_progress
-from headcount.jobs.run.sharing import GatheredElsewhere, order_of_driver
+from headcount.jobs.run.shards import Attempts, GatheredElsewhere, order_of_driver
 from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.compaction import clean
 from headcount.jobs.upkeep.removal import removed_if_it_never_began
@@ -84,22 +82,29 @@ def run_to_end(
     """
     resources.check_here()
     tell = partial(say, console)
-    run_id, is_new = plan.run.run_id, plan.previous_manifest is None
-    with removed_if_it_never_began(plan.run) if is_new else nullcontext(), locked(plan.run):
-        # The plan was made before the lock was held.
-        check_unchanged(plan)
-        if plan.needs_permission and not allow_other_code:
-            _refuse_to_measure(plan, verify)
-        else:
+    run, previous = plan.run, plan.previous_manifest
+    with removed_if_it_never_began(run) if previous is None else nullcontext(), locked(run):
+        is_refused = plan.needs_permission and not allow_other_code
+        if not is_refused:
             extend(plan)
         missing = missing_shards(plan, verify)
         # A run may miss shards beyond what this command asks for.
-        requested = _requested_shards(plan, missing)
+        requested = missing[missing * plan.scan.sequences_per_shard < plan.requested_sequences]
+        # A run that is complete is not refused: after an update, the same command still says that
+        # nothing is missing.
+        is_longer = previous is not None and plan.manifest.sequences > previous.sequences
+        if is_refused and (len(requested) or is_longer):
+            assert previous is not None
+            raise RunError(
+                f"{run.run_id}: begun with code {previous.code}, and the code here is {plan.code}, "
+                "which may measure something else; --allow-other-code continues it, and every "
+                "shard says which code measured it; or headcount scan --new starts another run"
+            )
         shards = plan.manifest.shards
         for note in plan.notes:
-            tell(f"{run_id}: {note}")
+            tell(f"{run.run_id}: {note}")
         tell(
-            f"{run_id}: {counted(plan.tokens, 'token')}, {counted(shards, 'shard')}, "
+            f"{run.run_id}: {counted(plan.tokens, 'token')}, {counted(shards, 'shard')}, "
             f"{shards - len(missing):,} of them done"
         )
         failures: list[Failure] = []
@@ -119,15 +124,15 @@ def run_to_end(
             # An error keeps a generator alive. Closed here, replicas end while there is still a
             # Ray. Nothing is measured before `show_progress` asks for outcomes.
             with closing(measured), finishing_work_in_hand():
-                outcomes = followed(plan.run, phases.of_outcomes(measured), tell, stop_at_failure)
+                outcomes = followed(run, phases.of_outcomes(measured), tell, stop_at_failure)
                 failures = show_progress(outcomes, plan.tokens, tokens_done, console, all_runs)
         if not failures and len(requested) == len(missing):
             try:
                 # Then a bare glob is right, too.
-                clean(plan.run, tell)
+                clean(run, tell)
             except OSError as error:
                 tell(
-                    f"warning: {plan.run.path} is complete, but files of lost attempts cannot be "
+                    f"warning: {run.path} is complete, but files of lost attempts cannot be "
                     f"deleted ({reason(error)}): a bare glob counts their rows twice, headcount "
                     "query does not"
                 )
@@ -135,39 +140,27 @@ def run_to_end(
         tell(f"shard {failure.shard} failed: {failure.error}")
     if len(failures) > FAILURES_SHOWN:
         more = len(failures) - FAILURES_SHOWN
-        tell(f"and {more:,} more shards failed: headcount status {plan.run.path}")
+        tell(f"and {more:,} more shards failed: headcount status {run.path}")
     return failures
 
 
-def _refuse_to_measure(plan: Plan, verify: bool) -> None:
-    """Refuse to measure with code that has no part in the run yet.
-
-    A run that is complete is not refused: after an update, the same command still says that nothing
-    is missing.
-    """
-    assert plan.previous_manifest is not None
-    is_extended = plan.manifest.sequences > plan.previous_manifest.sequences
-    if is_extended or len(_requested_shards(plan, missing_shards(plan, verify))):
+def refuse_failures(failures: Mapping[RunDirectory, list[Failure]]) -> None:
+    """Raise an error if shards of some runs failed; it says how each of these runs continues."""
+    if count := sum(map(len, failures.values())):
+        failed = [run for run, of_run in failures.items() if of_run]
+        advice = "; ".join(f"headcount resume {run.path} continues it" for run in failed)
         raise RunError(
-            f"{plan.run.run_id}: begun with code {plan.previous_manifest.code}, and the code here "
-            f"is {plan.code}, which may measure something else; --allow-other-code continues it, "
-            f"and every shard says which code measured it; or {plan.alternative}"
+            f"{counted(count, 'shard')} failed, all others are committed; mend the cause, then "
+            f"{advice}"
         )
-
-
-def _requested_shards(plan: Plan, shards: np.ndarray) -> np.ndarray:
-    """Those of some shards that begin before the last sequence that was asked for."""
-    return shards[shards * plan.scan.sequences_per_shard < plan.requested_sequences]
 
 
 def tokens_of(plan: Plan, shards: np.ndarray) -> int:
     """Tokens that some shards send through the model, over all interventions."""
-    size = plan.scan.sequences_per_shard
     # The last shard of a run may be short.
-    starts = shards * size
-    stops = np.minimum(starts + size, len(plan.sequences))
-    sequences = int((stops - starts).sum())
-    return sequences * plan.scan.n_ctx * len(plan.scan.interventions)
+    starts = shards * plan.scan.sequences_per_shard
+    stops = np.minimum(starts + plan.scan.sequences_per_shard, len(plan.sequences))
+    return int((stops - starts).sum()) * plan.scan.n_ctx * len(plan.scan.interventions)
 
 
 def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
@@ -225,7 +218,11 @@ def followed(
             if isinstance(outcome, Commit):
                 failed_in_a_row = {True: set(), False: set()}
                 begun = begun or outcome
-                differences = differing_keys(_versions(begun), _versions(outcome))
+                versions, now = (
+                    {entry.library: entry.version for entry in each.versions}
+                    for each in (begun, outcome)
+                )
+                differences = differing_keys(versions, now)
                 if outcome.device != begun.device:
                     differences.insert(0, f"{outcome.device}, begun on {begun.device}")
                 line = f"{run.run_id}: measured on {outcome.host} with {', '.join(differences)}"
@@ -243,7 +240,8 @@ def followed(
                     ungathered = []
             else:
                 failed_in_a_row[outcome.of_writing].add(outcome.shard)
-                _check_failure(run, outcome, failed_in_a_row, stop_at_failure)
+                in_a_row = len(failed_in_a_row[outcome.of_writing])
+                _check_failure(run.run_id, outcome, in_a_row, stop_at_failure)
                 if not outcome.is_last:
                     continue
             yield outcome
@@ -251,30 +249,20 @@ def followed(
             gathering.result()
 
 
-def _check_failure(
-    run: RunDirectory, failure: Failure, in_a_row: dict[bool, set[int]], stop_at_failure: bool
-) -> None:
+def _check_failure(run_id: str, failure: Failure, in_a_row: int, stop_at_failure: bool) -> None:
     """Raise `RunError` if other shards need not be tried after a failure."""
-    most = MOST_UNWRITTEN if failure.of_writing else MOST_FAILURES
-    if len(in_a_row[failure.of_writing]) >= most:
+    advice = "; mend the cause and run the same command again"
+    most, what = MOST_FAILURES, "measured"
+    if failure.of_writing:
         # An error of writing says itself what to do.
-        what, advice = "measured", "; mend the cause and run the same command again"
-        if failure.of_writing:
-            what, advice = "written", ""
+        most, what, advice = MOST_UNWRITTEN, "written", ""
+    if in_a_row >= most:
         raise RunError(
-            f"{run.run_id}: stopped, because {most} shards in a row could not be {what}, the last "
+            f"{run_id}: stopped, because {most} shards in a row could not be {what}, the last "
             f"with: {failure.error}{advice}"
         )
     if stop_at_failure and failure.is_last:
-        raise RunError(
-            f"{run.run_id}: shard {failure.shard} failed: {failure.error}; mend the cause and run "
-            "the same command again"
-        )
-
-
-def _versions(commit: Commit) -> dict[str, str]:
-    """The version of each library that measured a shard."""
-    return {entry.library: entry.version for entry in commit.versions}
+        raise RunError(f"{run_id}: shard {failure.shard} failed: {failure.error}{advice}")
 
 
 def measure_in_process(

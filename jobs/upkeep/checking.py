@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headcount.schemas.errors import RunError
+from headcount.schemas.errors import RunError, counted
 from headcount.schemas.files.damage import BY_CONTENT, Damage, examined_files
 from headcount.schemas.files.places import names, reason
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
@@ -57,3 +57,31 @@ def check_run(run: RunDirectory) -> Checked:
         damaged=sorted(damaged, key=lambda damage: (min(damage.shards), damage.path)),
         unreferenced=unreferenced,
     )
+
+
+def findings(run: RunDirectory, checked: Checked) -> list[str]:
+    """What a check has found, and which command mends it, in lines."""
+    lines = [str(damage) for damage in checked.damaged]
+    if checked.unreferenced:
+        # Not an error: a killed process left them, and no reader sees them.
+        lines.append(
+            f"{counted(checked.unreferenced, 'file')} that no commit refers to; headcount compact "
+            f"{run.path} deletes what it may"
+        )
+    size = f"{counted(checked.files, 'file')}, {checked.bytes / 1e6:,.1f} MB"
+    if not checked.damaged:
+        return [*lines, f"{counted(checked.shards, 'shard')}, {size}, as committed"]
+    # Rows are measured again, but roll-ups only repeat rows: two commands mend two damages.
+    if rollups := sum(damage.is_of_rollup for damage in checked.damaged):
+        lines.append(
+            f"{counted(rollups, 'roll-up')} damaged, in {size}; headcount compact {run.path} "
+            "writes them again from their rows"
+        )
+    if shards := {
+        shard for damage in checked.damaged if not damage.is_of_rollup for shard in damage.shards
+    }:
+        lines.append(
+            f"{counted(len(shards), 'shard')} of {checked.shards:,} damaged, in {size}; headcount "
+            f"resume {run.path} --verify measures them anew"
+        )
+    return lines

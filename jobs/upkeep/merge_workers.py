@@ -12,11 +12,24 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import islice
 
-from headcount.jobs.upkeep.merged_files import Group, Merged, merge_group, merged_here
+from headcount.jobs.upkeep.merged_files import (
+    Group,
+    Merged,
+    MergeGroups,
+    merge_group,
+    merged_here,
+)
 from headcount.schemas.errors import RunError
 
 PROCESS_BYTES = 1e9
 """Memory that a process needs for a group of two million rows of GPT-2's statistics."""
+
+
+def merging(processes: int, address: str | None) -> MergeGroups:
+    """How a compaction merges: in processes of this machine, or on a cluster."""
+    if address is not None:
+        return partial(merged_by_tasks, address)
+    return partial(merged_by_processes, processes)
 
 
 def merged_by_processes(processes: int, groups: Iterable[Group]) -> Iterator[Merged]:

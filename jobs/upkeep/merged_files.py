@@ -127,38 +127,41 @@ def _merge_files(group: Group) -> Merged:
     """
     run, bounds = group.run, declared_bounds(group.run.manifest())
     shards = group.commits["shard"].to_pylist()
-    old_files: dict[tuple[str, str], list[CommittedFile]] = {}
+    old_files: dict[str, dict[str, list[CommittedFile]]] = {}
     for file in committed_files(group.commits):
-        old_files.setdefault((file.table, file.intervention), []).append(file)
+        of_intervention = old_files.setdefault(file.intervention, {})
+        of_intervention.setdefault(file.table, []).append(file)
     new_files: dict[tuple[str, str], dict[str, Any]] = {}
-    rolled_up_rows: dict[str, dict[str, pa.Table]] = {}
-    for (table, intervention), files in old_files.items():
-        if table == ROLLUPS.name:
-            continue  # They are made anew, from the rows.
-        # What stays is read all the same: what is damaged must not be committed again.
-        rows = _read_rows(run, files, bounds)
-        if TABLES[table].written == "once" or (len(files) == 1 and files[0].rows is not None):
-            # The weights are in a file of shard 0. Now all shards of the group name it.
-            new_files[table, intervention] = {
-                "path": files[0].path, "bytes": files[0].bytes, "digest": files[0].digest,
-            }  # fmt: skip
-        else:
-            keys = [(key, "ascending") for key in TABLES[table].order]
-            rows = rows.take(pc.sort_indices(rows, sort_keys=keys))
-            new_files[table, intervention] = _write(run, table, intervention, shards, rows)
-        if table in (HEADS.name, SEQUENCES.name):
-            tables = rolled_up_rows.setdefault(intervention, {})
-            tables[table] = rows
-            # Roll-ups need the rows of both tables.
-            if len(tables) == 2:
-                del rolled_up_rows[intervention]
-                rollups = _rollups(tables, bounds[HEADS.name])
-                rollups = with_partitions(rollups, run.run_id, intervention)
-                new_files[ROLLUPS.name, intervention] = _write(
-                    run, ROLLUPS.name, intervention, shards, rollups
-                )
+    old_paths: set[str] = set()
+    for intervention, tables in old_files.items():
+        rolled_up_rows: dict[str, pa.Table] = {}
+        for table, files in tables.items():
+            old_paths |= {file.path for file in files}
+            if table == ROLLUPS.name:
+                continue  # They are made anew, from the rows.
+            # What stays is read all the same: what is damaged must not be committed again.
+            rows = _read_rows(run, files, bounds)
+            if TABLES[table].written == "once" or (len(files) == 1 and files[0].rows is not None):
+                # The weights are in a file of shard 0. Now all shards of the group name it.
+                new_files[table, intervention] = {
+                    "path": files[0].path, "bytes": files[0].bytes, "digest": files[0].digest,
+                }  # fmt: skip
+            else:
+                keys = [(key, "ascending") for key in TABLES[table].order]
+                rows = rows.take(pc.sort_indices(rows, sort_keys=keys))
+                new_files[table, intervention] = _write(run, table, intervention, shards, rows)
+            if table in (HEADS.name, SEQUENCES.name):
+                rolled_up_rows[table] = rows
+        if len(rolled_up_rows) == 2:
+            heads, sequences = rolled_up_rows[HEADS.name], rolled_up_rows[SEQUENCES.name]
+            # A damaged manifest may name more. Whoever opens the run hears of it.
+            ends_of = bounds[HEADS.name]
+            axes = {n: Axis(*ends) for n, ends in ends_of.items() if n in heads.column_names}
+            rollups = with_partitions(rolled_up(heads, sequences, axes), run.run_id, intervention)
+            new_files[ROLLUPS.name, intervention] = _write(
+                run, ROLLUPS.name, intervention, shards, rollups
+            )
     new_paths = {file["path"] for file in new_files.values()}
-    old_paths = {file.path for files in old_files.values() for file in files}
     return Merged(_naming(group.commits, new_files), sorted(old_paths - new_paths), {})
 
 
@@ -175,14 +178,6 @@ def _write(
     # The old files are deleted later, so the new name must survive a power cut.
     settle((run.path / path).parent)
     return {"path": path, "bytes": content.size, "digest": digest}
-
-
-def _rollups(tables: Mapping[str, pa.Table], bounds: Bounds) -> pa.Table:
-    """The roll-ups of merged rows under one intervention."""
-    heads = tables[HEADS.name]
-    # A damaged manifest may name more. Whoever opens the run hears of it.
-    axes = {name: Axis(*ends) for name, ends in bounds.items() if name in heads.column_names}
-    return rolled_up(heads, tables[SEQUENCES.name], axes)
 
 
 def _naming(commits: pa.Table, new_files: Mapping[tuple[str, str], dict[str, Any]]) -> pa.Table:

@@ -62,8 +62,6 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     begun_in: str = ""
     """Working directory in which the run began; relative paths in the scan start from it."""
-    begun_with: tuple[str, ...] = ()
-    """The words after `headcount scan` that began it: the scan file, and what was set."""
     places: dict[str, Location] = {}
     """Where the model and the input files lie, by dotted field of the scan: the last setting."""
 

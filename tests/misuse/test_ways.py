@@ -1,4 +1,4 @@
-"""What a run is, and which command is advised if a run cannot be continued."""
+"""What a run is, what refuses to continue it, and what is advised then."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from headcount.jobs.plan.identity import last_run, next_run, runs_of
 from headcount.jobs.plan.plan import make_plan, prepare_run
-from headcount.jobs.plan.portable_scan import portable_scan
-from headcount.jobs.plan.scan_runs import last_run, next_run, runs_of
+from headcount.jobs.plan.scan_files import portable_scan
 from headcount.jobs.upkeep.removal import remove
 from headcount.schemas.errors import ModelError, RunError
 from headcount.schemas.files.run_directory import RunDirectory
@@ -111,18 +111,20 @@ def change_code(home: Path) -> None:
      "the model's configuration (config.json: X, now X)"),
     (change_code, 'the code of statistic entropy ("X", now "X")'),
 ])  # fmt: skip
-def test_a_change_is_named_and_the_command_that_starts_another_run(
+def test_a_change_is_named_and_what_can_be_done_instead(
     home: Path, command: Command, change: Callable[[Path], None], phrase: str
 ):
     run = without_last_commit(scan_here(command, "--set", "seed=3"))
     change(home)
-    expected = (
-        f"{run.name}: this run measured something else: {phrase}; headcount scan toy.toml "
-        "--set seed=3 --new starts another run"
-    )
-    for words in (("scan", "toy.toml", "--set", "seed=3"), ("resume", run)):
+    for words, path in (
+        (("scan", "toy.toml", "--set", "seed=3"), f"runs/{run.name}"),
+        (("resume", run), run),
+    ):
         line = refusal(command, *words)
-        assert re.sub(r"\b[0-9a-f]{12,16}\b", "X", line).endswith(expected)
+        assert re.sub(r"\b[0-9a-f]{12,16}\b", "X", line) == (
+            f"error: {path}: this run measured something else: {phrase}; headcount scan --new "
+            f"starts another run, headcount rm {path} deletes this one"
+        )
 
 
 def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command: Command):
@@ -204,8 +206,8 @@ def test_new_runs_have_numbers_and_the_newest_that_fits_is_continued(home: Path,
     assert scan_here(command).name == names[1]
     for name in names:
         (home / "runs" / name / "manifest.json").write_text("{")
-    phrase = "deletes it; headcount scan toy.toml --new starts"
-    assert phrase in refusal(command, "scan", "toy.toml")
+    phrase = "deletes it; headcount scan --new starts another run"
+    assert refusal(command, "scan", "toy.toml").endswith(phrase)
 
 
 def test_the_remains_of_a_run_are_not_continued(home: Path, command: Command):
@@ -225,22 +227,22 @@ def test_a_run_goes_on_from_anywhere(home: Path, command: Command, monkeypatch: 
     run = scan_here(command, "--new")
     elsewhere = home.parent / "elsewhere"
     elsewhere.mkdir()
-
-    def continues(directory: Path | str, *words: str | Path) -> None:
+    # The scan continues elsewhere: its relative names mean other places with the same content.
+    there = ("scan", "toy.toml", "--set", f"out={home}/runs")
+    for directory, words in (
+        (elsewhere, ("resume", run)),
+        (elsewhere, there),
+        ("/", ("resume", run)),
+    ):
+        if words == there:
+            for name in ("bytes", "a.jsonl", "toy.toml"):
+                shutil.move(home / name, elsewhere / name)
         without_last_commit(run)
         monkeypatch.chdir(directory)
         code, lines = command(*words, *IN_PROCESS)
         assert code == 0, lines
         assert len(list((run / "commits").iterdir())) == 2
         assert rows(run) == expected
-
-    continues(elsewhere, "resume", run)
-    # The scan continues elsewhere: its relative names mean other places with the same content.
-    for name in ("bytes", "a.jsonl", "toy.toml"):
-        shutil.move(home / name, elsewhere / name)
-    continues(elsewhere, "scan", "toy.toml", "--set", f"out={home}/runs")
-    # From now on the names are meant from there.
-    continues("/", "resume", run)
 
 
 def test_what_was_moved_is_set(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch):
@@ -249,15 +251,12 @@ def test_what_was_moved_is_set(home: Path, command: Command, monkeypatch: pytest
     for folder in ("new place", "texts"):
         (home / folder).mkdir()
     shutil.move("bytes", "new place/moved")
+    shutil.move("a.jsonl", "texts/a.jsonl")
     monkeypatch.chdir(home / "new place")
     assert refusal(command, "resume", run) == (
-        f"error: {run}: not there, seen from {home}: model = 'bytes'; resume the run from where "
-        f"that lies, or say where: headcount resume {run} --set model=PATH"
+        f"error: {run}: not there, seen from {home}: input.files = '*.jsonl', model = 'bytes'; say "
+        f"where that lies: headcount resume {run} --set input.files=PATH --set model=PATH"
     )
-    shutil.move("../a.jsonl", "../texts/a.jsonl")
-    code, (line, *_) = command("resume", run, "--set", "model=moved", *IN_PROCESS)
-    assert code == 2
-    assert line.startswith(f"error: {run}: not there, seen from {home}: input.files = '*.jsonl'; ")
     places = ("--set", "model=moved", "--set", "input.files=../texts/*")
     code, lines = command("resume", run, *places, *IN_PROCESS)
     assert code == 0, lines
@@ -269,12 +268,10 @@ def test_what_was_moved_is_set(home: Path, command: Command, monkeypatch: pytest
     # A model counts by its content, not by its name.
     toy.change_config(home / "new place" / "moved", layer_norm_epsilon=1e-3)
     without_last_commit(run)
-    line = refusal(command, "resume", run)
-    assert "the model's configuration (config.json: " in line
-    assert line.endswith(f"cd {home} && headcount scan toy.toml --new starts another run")
+    assert "the model's configuration (config.json: " in refusal(command, "resume", run)
 
 
-def test_a_run_whose_directory_is_gone_says_so_and_continues_beside_its_files(
+def test_a_run_whose_directory_was_moved_asks_where_its_model_lies(
     home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ):
     scan_here(command)
@@ -282,25 +279,23 @@ def test_a_run_whose_directory_is_gone_says_so_and_continues_beside_its_files(
     shutil.move(home, home.parent / "moved")
     (run,) = (home.parent / "moved" / "runs").glob("run_id=*")
     without_last_commit(run)
-    assert refusal(command, "resume", run) == (
-        f"error: {run}: not there, seen from {home.parent} ({home}, where it was begun, is gone): "
-        "model = 'bytes', input.files = '*.jsonl'; resume the run from where that lies, or say "
-        f"where: headcount resume {run} --set model=PATH --set input.files=PATH"
-    )
-    for directory in (home.parent / "moved", "/"):
-        monkeypatch.chdir(directory)
-        assert command("resume", run, *IN_PROCESS)[0] == 0
-        without_last_commit(run)
+    line = refusal(command, "resume", run)
+    assert line.endswith(f"headcount resume {run} --set input.files=PATH --set model=PATH")
+    monkeypatch.chdir(home.parent / "moved")
+    assert command("resume", run, *IN_PROCESS)[0] == 0
+    # From now on the names are meant from there.
+    without_last_commit(run)
+    monkeypatch.chdir("/")
+    assert command("resume", run, *IN_PROCESS)[0] == 0
 
 
 def test_fields_that_change_rows_cannot_be_set(home: Path, command: Command):
-    run = scan_here(command, "--set", "seed=1")
+    run = scan_here(command)
     for setting in ("n_ctx=16", "input.packing=concat", "out=elsewhere"):
         assert refusal(command, "resume", run, "--set", setting) == (
             f"error: --set {setting}: when {run.name[7:]} continues, only batch_size, sequences, "
             "corpora, bad_rows, bad_rows_in_a_row, model, input.files or input.text can change, "
-            "because they change no row of it; "
-            f"headcount scan toy.toml --set seed=1 --set {setting} makes a run of its own"
+            "because they change no row of it; a scan with another value makes a run of its own"
         )
 
 

@@ -62,7 +62,7 @@ ONLY_IN = {
     "safetensors": ("workers/model/", "models/", "exports/safetensors_file.py"),
     "tokenizers": ("workers/model/", "models/"),
     "torch": (
-        "workers/", "models/", "jobs/commands/doctor.py", "jobs/commands/kernel_table.py",
+        "workers/", "models/", "jobs/commands/doctor.py",
         "jobs/commands/model_report.py",
         "schemas/pattern.py",  # For its types alone.
     ),
@@ -73,8 +73,9 @@ ONLY_IN = {
     "triton": ("workers/engine/kernel/sweep_kernel.py",),
     "typer": (
         "headcount/", "exports/commands.py", "reproduce/reproduce_commands.py",
-        "jobs/commands/check.py", "jobs/commands/cluster.py", "jobs/commands/corpus.py",
-        "jobs/commands/scan.py", "queries/commands/explore.py", "queries/commands/query.py",
+        "jobs/commands/cluster.py", "jobs/commands/corpus.py",
+        "jobs/commands/options.py", "jobs/commands/scan.py", "jobs/commands/upkeep.py",
+        "queries/commands/explore.py", "queries/commands/query.py",
         "queries/commands/text.py", "queries/commands/views.py",
     ),
 }  # fmt: skip

@@ -216,7 +216,7 @@ def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path):
 def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path):
     fields = {"heads": ["L2H0", "L0H1", "L2H3"], "profiles": ["key_norm_by_key"]}
     plan = finished(tmp_path, gpt2, **fields)
-    assert plan.rows == 4 * 3 == len(ask(plan.run.path, "heads"))
+    assert len(ask(plan.run.path, "heads")) == 4 * 3
     heads = [(0, 1), (2, 0), (2, 3)]
     for _ in range(2):
         assert ask(plan.run.path, "SELECT DISTINCT layer, head FROM heads ORDER BY ALL") == heads

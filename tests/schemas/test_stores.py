@@ -403,7 +403,7 @@ class PacedReplica(ToyReplica):
 
 def test_two_drivers_of_a_run_share_its_shards(store: S3Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headcount.jobs.run.loop.COMMITS_PER_SEGMENT", 8)
-    monkeypatch.setattr("headcount.jobs.run.sharing.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("headcount.jobs.run.shards.LOOK_SECONDS", 0.2)
     plan = small_plan("shared", sequences=60)
     store.clear()
 

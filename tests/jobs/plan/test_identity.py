@@ -123,7 +123,7 @@ def test_two_meanings_under_one_name_are_neither_continued_nor_mixed(
     manifest = json.loads(file.read_text())
     manifest[kind][name]["fingerprint"] = "0" * 12
     file.write_text(json.dumps(manifest))
-    code = rf'the code of {word} {name} \("000000000000", now "\w+"\); headcount rm '
+    code = rf'the code of {word} {name} \("000000000000", now "\w+"\); headcount scan --new '
     with pytest.raises(RunError, match=code):
         planned(tmp_path, "b")
     problem = (

@@ -51,13 +51,13 @@ def test_the_cost_is_that_of_the_scan(tmp_path: Path):
 
     run_here(plan, Replica)
     rows_written: Counter[str] = Counter()
-    bytes_written: Counter[str] = Counter()
-    for file in (file for commit in plan.run.commits() for file in commit.files):
+    files = [file for commit in plan.run.commits() for file in commit.files]
+    for file in files:
         rows_written[file.table] += file.rows
-        bytes_written[file.table] += file.bytes
-    assert {table.table: table.rows for table in cost.tables} == rows_written
-    for table in cost.tables:
-        assert table.bytes == pytest.approx(bytes_written[table.table], rel=0.25), table.table
+    bytes_written = sum(file.bytes for file in files)
+    assert cost.rows == rows_written
+    # A batch is half of a shard, so its files have twice as many footers for their rows.
+    assert bytes_written < cost.bytes < 2 * bytes_written
 
 
 def plan(scan: str, *options: str) -> Result:

@@ -39,8 +39,8 @@ from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.jobs.endings import Stopped, listen_to_signals
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run import dispatch
-from headcount.jobs.run.attempts import ATTEMPTS
 from headcount.jobs.run.loop import MOST_FAILURES, run_to_end, tokens_of
+from headcount.jobs.run.shards import ATTEMPTS
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import find_runs
 from headcount.schemas.scans.scan import parse_scan

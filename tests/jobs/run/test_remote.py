@@ -29,7 +29,7 @@ import pytest
 
 from headcount.jobs.cluster.submission import JobClient, _forwarded
 from headcount.jobs.plan.plan import make_plan, prepare_run, replan
-from headcount.jobs.plan.portable_scan import portable_scan
+from headcount.jobs.plan.scan_files import portable_scan
 from headcount.jobs.upkeep.phases import PhaseName
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files.run_directory import RunDirectory

@@ -18,7 +18,7 @@ from headcount.jobs.commands import cluster as cluster_commands
 from headcount.jobs.commands.cluster import list_runs
 from headcount.jobs.commands.cluster import status as print_status
 from headcount.jobs.endings import Stopped
-from headcount.jobs.plan.scan_runs import next_run
+from headcount.jobs.plan.identity import next_run
 from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.removal import check_removable, remove
 from headcount.jobs.upkeep.status import as_lines, read_status, read_status_before

@@ -20,7 +20,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.jobs.commands.kernel_table import COMPARISON_HEAD, compare_kernel, comparison_line
+from headcount.jobs.commands.doctor import check_kernel
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.kernel import sweep_kernel
 from headcount.workers.engine.kernel.kernel_check import (
@@ -271,23 +271,21 @@ def test_the_doctor_compares_every_shape_in_every_format() -> None:
     assert {shape.d_v for shape in shapes} > {None}
     assert {shape.n_ctx for shape in shapes} == {1, 37, 257, 1024}
     good, bad = (
-        list(compare_kernel("cpu", s, [(SHAPE, FactNames({SINK}))]))
+        list(check_kernel("cpu", s, [(SHAPE, FactNames({SINK}))]))
         for s in (by_definition, failing_kernel)
     )
-    assert [c.factors for c in good] == ["float32", "tf32", "float16", "bfloat16"]
-    assert COMPARISON_HEAD.split() == [
-        "layer", "precision", "compiled", "difference", "allowed", "verdict",
-    ]  # fmt: skip
-    line = comparison_line(good[0])
-    assert line.startswith("heads 4/2, n_ctx 37, d_head 24, a learned sink")
-    assert line.split()[9:11] == ["float32", "yes"]
-    assert line.endswith("2.0e-05  ok")
-    assert comparison_line(bad[0]).endswith("FAIL RuntimeError: ptxas: out of registers")
-    assert comparison_line(bad[0]).split()[9:11] == ["float32", "no"]
+    assert [(c.name, c.ok) for c in good] == [
+        (factors, True) for factors in ("float32", "tf32", "float16", "bfloat16")
+    ]
+    assert good[0].result.startswith("heads 4/2, n_ctx 37, d_head 24, a learned sink: differs by ")
+    assert good[0].result.endswith(" (allowed 2.0e-05)")
+    assert not bad[0].ok
+    assert ": RuntimeError: ptxas: out of registers (allowed" in bad[0].result
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_doctor_says_in_one_line_that_there_is_no_gpu() -> None:
     answer = CliRunner().invoke(app, ["doctor", "--device", "cuda"])
     assert answer.exit_code == 1
-    assert answer.output == "no CUDA device is here, so there is no kernel to compare\n"
+    line = "FAIL  kernel           no CUDA device is here, so there is no kernel to compare\n"
+    assert answer.output == line

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,10 @@ def saved(family: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unbridged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that TransformerLens has no bridge for."""
-    return saved("dbrx", tmp_path_factory.mktemp("models"))
+def shelf_of_families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny models by family, each saved once."""
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda family: saved(family, folder))
 
 
 def replica_of(path: Path, change: dict[str, Any]) -> Replica:
@@ -102,52 +106,38 @@ def test_a_model_that_only_the_bridge_measures_says_why(tmp_path: Path) -> None:
 def test_the_command_prints_the_report_or_one_line(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["doctor", "--model", "bundled:attn-only-2l-mini"])
     assert answer.exit_code == 0, answer.output
-    assert [line.split()[0] for line in answer.output.splitlines()][:3] == [
-        "model", "engine", "attention",
-    ]  # fmt: skip
+    words = [line.split()[0] for line in answer.output.splitlines()]
+    assert words[:3] == ["model", "engine", "attention"]
     refused = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path)])
     assert str(refused.exception) == (
         f"{tmp_path}: no readable config.json; expected a model directory"
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"engine": "dense"},
-            "interventions: 'none' needs the dense engine (engine is 'dense'), and dbrx has none: "
-            "TransformerLens has no bridge for DbrxForCausalLM",
-        ),
-        (
-            {"weight_processing": "folded"},
-            "dbrx: TransformerLens has no bridge for DbrxForCausalLM, which folds weights",
-        ),
-        (
-            {"interventions": ["zero_query_bias"]},
-            "dbrx: layer 0 has no b_Q for zero_query_bias to change",
-        ),
-    ],
-)
-def test_what_needs_a_bridge_is_refused_where_there_is_none(
-    unbridged: Path, change: dict[str, Any], message: str
+@pytest.mark.parametrize(("family", "change", "message"), [
+    ("dbrx", {"engine": "dense"},
+     "interventions: 'none' needs the dense engine (engine is 'dense'), and dbrx has none: "
+     "TransformerLens has no bridge for DbrxForCausalLM"),
+    ("dbrx", {"weight_processing": "folded"},
+     "dbrx: TransformerLens has no bridge for DbrxForCausalLM, which folds weights"),
+    ("dbrx", {"interventions": ["zero_query_bias"]},
+     "dbrx: layer 0 has no b_Q for zero_query_bias to change"),
+    ("gpt_oss", {"precision": "float64"}, "…transformers cannot run it in float64 (…"),
+])  # fmt: skip
+def test_what_a_model_cannot_do_is_refused_with_that_word(
+    shelf_of_families: Callable[[str], Path], family: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(HeadcountError) as caught:
-        replica_of(unbridged, change)
-    assert str(caught.value) == message
+        replica_of(shelf_of_families(family), change)
+    pattern = re.escape(message).replace("…", ".*")
+    assert re.fullmatch(pattern, str(caught.value), re.DOTALL), caught.value
 
 
-@pytest.mark.parametrize(
-    ("family", "engine"),
-    [
-        (
-            "openai-gpt",
-            "fused alone: statistics: sink_mass reads pattern, and this engine does",
-        ),
-        ("jetmoe", "fused alone: jetmoe: TransformerLens does not show q, k and pattern"),
-        ("qwen3_next", "fused, and dense"),
-    ],
-)
+@pytest.mark.parametrize(("family", "engine"), [
+    ("openai-gpt", "fused alone: statistics: sink_mass reads pattern, and this engine does"),
+    ("jetmoe", "fused alone: jetmoe: TransformerLens does not show q, k and pattern"),
+    ("qwen3_next", "fused, and dense"),
+])  # fmt: skip
 def test_the_dense_engine_is_named_where_it_measures(
     tmp_path: Path, family: str, engine: str
 ) -> None:
@@ -157,28 +147,16 @@ def test_the_dense_engine_is_named_where_it_measures(
     assert is_gated == (family == "qwen3_next")
 
 
-def test_a_model_that_float64_alone_cannot_run_is_refused_with_that_word(tmp_path: Path) -> None:
-    path = saved("gpt_oss", tmp_path)
-    with pytest.raises(HeadcountError, match=r"transformers cannot run it in float64 \("):
-        replica_of(path, {"precision": "float64"})
-
-
-@pytest.mark.parametrize(
-    ("family", "is_known"),
-    [
-        # Its modules have names of their own.
-        ("dbrx", False),
-        # It multiplies z by a gate, so z W_O is not what a head writes.
-        ("qwen3_next", False),
-        # Its keys come from a latent space, and its heads write as others do.
-        ("deepseek_v3", True),
-    ],
-)
+@pytest.mark.parametrize(("family", "is_known"), [
+    ("dbrx", False),  # Its modules have names of their own.
+    ("qwen3_next", False),  # It multiplies z by a gate, so z W_O is not what a head writes.
+    ("deepseek_v3", True),  # Its keys come from a latent space, and its heads write as others do.
+])  # fmt: skip
 def test_statistics_of_unknown_weights_are_null(
-    tmp_path: Path, family: str, is_known: bool
+    shelf_of_families: Callable[[str], Path], family: str, is_known: bool
 ) -> None:
     columns = ["head_result_norm", "score_shift", "head_output_norm"]
-    replica = replica_of(saved(family, tmp_path), {"statistics": columns})
+    replica = replica_of(shelf_of_families(family), {"statistics": columns})
     tokens = np.random.default_rng(0).integers(64, size=(2, 16)).astype(np.int32)
     heads = replica.measure(tokens).heads
     assert np.isfinite(heads["head_result_norm"]).all() == is_known

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headcount.jobs.plan.checkpoints import scans_of
-from headcount.schemas.errors import ScanError
-from tests.toys.refusals import refused
+from headcount.jobs.plan.scan_files import scans_of
 
 REST = 'n_ctx = 8\nsequences = 4\n[input]\nfamily = "uniform_random"\n'
 
@@ -56,20 +54,3 @@ def test_a_pattern_means_directories_with_a_model_in_the_order_of_their_numbers(
     # A directory whose name looks like a pattern is itself.
     (one,) = scans_of(scan_file(tmp_path, f'model = "{tmp_path}/step-[9]"'))
     assert one.scan.model == f"{tmp_path}/step-[9]"
-
-
-@pytest.mark.parametrize(("beginning", "message"), [
-    ("model = []", "model: expected a text, or a list of texts, got []"),
-    ("model = [1]", "model: expected a text, or a list of texts, got [1]"),
-    ('model = ["a", "a"]', "model: expected each checkpoint once, got a twice"),
-    ('model = ["a", "b"]\nrevision = ["x", "y"]',
-     "model and revision are both lists; expected one list, of models or of the revisions "
-     "of one model"),
-    ('model = "/nowhere/step-*"',
-     "model: no directory with a config.json matches '/nowhere/step-*' (in {here})"),
-    ('model = ["a", "b"]\nn_ctx2 = 1', "unknown key 'n_ctx2': did you mean 'n_ctx'?"),
-])  # fmt: skip
-def test_wrong_lists_are_one_line(beginning: str, message: str, tmp_path: Path):
-    file = scan_file(tmp_path, beginning)
-    line = refused(ScanError, scans_of, file)
-    assert line.startswith(f"{file}: {message.format(here=Path.cwd())}")

@@ -1,0 +1,108 @@
+"""The options that several commands share, and what a mistaken one is answered."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer.core import TyperCommand
+
+from headcount.schemas.errors import ScanError
+
+ScanFile = Annotated[Path, typer.Argument(metavar="SCAN", help="A scan file (TOML).")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the scan."),
+]
+Replicas = Annotated[
+    int, typer.Option(min=1, help="Number of replicas. Each is one model in a process of its own.")
+]
+LocalReplicas = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Number of replicas. Each is one model in a process of its own. 0 measures in this "
+        "process, without Ray.",
+    ),
+]
+MaybeReplicas = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Number of replicas. Each is one model in a process of its own. 0 measures in this "
+        "process, without Ray. By default one for each GPU here, 0 without a GPU, and 1 on a "
+        "cluster.",
+    ),
+]
+Cores = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="CPU cores of each replica. 0 divides the cores of this machine; on a cluster it "
+        "means 1.",
+    ),
+]
+DeviceOption = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    typer.Option(help="Device of the replicas. auto uses GPUs if there are enough."),
+]
+ClusterAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Ray cluster that this machine belongs to. By default Ray is started here.",
+    ),
+]
+New = Annotated[
+    bool,
+    typer.Option(
+        "--new",
+        help="Start another run of the scan, NAME-HASH-2, -3 …, beside the existing runs.",
+    ),
+]
+AllowOtherCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-other-code",
+        help="Continue a run that other measuring code began. Every shard records which code "
+        "measured it.",
+    ),
+]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="Read every file of the shards that are done, and measure damaged shards again.",
+    ),
+]
+VerifyCorpus = Annotated[
+    bool,
+    typer.Option(
+        "--verify-corpus",
+        help="Read the texts of the corpus again and compare them with their tokens; prepare again "
+        "what differs.",
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
+
+
+class CommandOfAScan(TyperCommand):
+    """A command that says how a field of a scan is set, if somebody writes it as an option."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Read the command line."""
+        names = [name for each in self.params for name in (*each.opts, *each.secondary_opts)]
+        for word, following in zip(args, [*args[1:], "VALUE"], strict=False):
+            flag, _, value = word.partition("=")
+            if not flag.startswith("--") or flag in (*names, *ctx.help_option_names):
+                continue
+            # Only a mistake waits for this import.
+            from headcount.schemas.scans.scan import Scan
+
+            key = flag.removeprefix("--").replace("-", "_")
+            if key.partition(".")[0] in Scan.model_fields:
+                advice = shlex.join(["--set", f"{key}={value or following}"])
+                raise ScanError(f"{flag}: a field of a scan, and no option; write {advice}")
+        return super().parse_args(ctx, args)

@@ -1,0 +1,193 @@
+"""The subcommands `check`, `compact` and `rm` for the files of runs, and `doctor` for a machine."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from headcount.jobs.commands.options import Yes
+from headcount.jobs.console import duration, in_bytes, say
+from headcount.schemas.errors import RunError, counted
+
+commands = typer.Typer(rich_markup_mode=None)
+
+
+@commands.command()
+def check(
+    runs: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUNS",
+            help="A run directory, or a directory that holds runs; a path, or an address in a "
+            "store.",
+        ),
+    ],
+) -> None:
+    """Compare every file of runs with its commit.
+
+    Files that are not as committed are named. Nothing is changed.
+    """
+    from headcount.jobs.upkeep.checking import check_run, findings
+    from headcount.schemas.files.places import absolute
+    from headcount.schemas.files.run_directory import find_runs
+
+    console = Console(highlight=False)
+    all_whole = True
+    for run in find_runs(absolute(runs)):
+        try:
+            checked = check_run(run)
+            lines, is_whole = findings(run, checked), not checked.damaged
+        except RunError as error:
+            # One run that cannot be read does not keep the others from being checked.
+            lines, is_whole = [str(error)], False
+        all_whole &= is_whole
+        for line in lines:
+            say(console, f"{run.run_id}: {line}")
+    if not all_whole:
+        sys.exit(1)
+
+
+@commands.command()
+def compact(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="A run directory, or one that holds runs; a path or an address."
+        ),
+    ],
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Processes that merge, each with about 1 GB of memory. 0: one for each core, as "
+            "far as the memory goes.",
+        ),
+    ] = 0,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Merge on the cores of this Ray cluster, which this machine belongs to and whose "
+            "machines all reach the run.",
+        ),
+    ] = None,
+) -> None:
+    """Merge the small files of a run into few large ones.
+
+    If it is stopped or killed, the same command continues. In a store, what was merged stays for an
+    hour, until the same command deletes it. A store has no locks: do not compact a run there during
+    a scan of it.
+    """
+    from headcount.jobs.upkeep.compaction import compact
+    from headcount.jobs.upkeep.merge_workers import merging
+    from headcount.schemas.files.places import absolute
+    from headcount.schemas.files.run_directory import find_runs
+
+    def tell(line: str) -> None:
+        say(console, line)
+
+    if address is not None and processes:
+        raise RunError(
+            f"--processes {processes} merges on this machine, --address {address} on a cluster; "
+            "leave out one"
+        )
+    console = Console(highlight=False, stderr=True)
+    problems: list[str] = []
+    for run in find_runs(absolute(path)):
+        try:
+            result = compact(run, tell=tell, merge_groups=merging(processes, address))
+        except RunError as error:
+            # One run that cannot be compacted does not keep the others from it.
+            problems.append(str(error))
+            continue
+        files_before = result.before.files
+        verb = "is" if files_before == 1 else "are"
+        files = f"{counted(files_before, 'file')} {verb} now {result.after.files:,}"
+        size = f"{in_bytes(result.before.bytes)} are now {in_bytes(result.after.bytes)}"
+        tell(f"{run.run_id}: {files}, {size}, in {duration(result.seconds)}")
+        problems += [f"{run.run_id}: {problem}" for problem in result.problems]
+        print(run.path)
+    if problems:
+        raise RunError("\n".join(problems))
+
+
+@commands.command()
+def rm(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run directories, or their addresses in a store."),
+    ],
+    yes: Yes = False,
+) -> None:
+    """Delete runs.
+
+    A store has no locks: before you delete a run there, make sure that nobody is at work on it.
+    """
+    from headcount.jobs.upkeep.removal import check_removable, describe_run, remove
+
+    console = Console(highlight=False, stderr=True)
+    # All are checked before the first is deleted.
+    run_directories = [check_removable(location) for location in runs]
+    if not yes and not sys.stdin.isatty():
+        raise RunError(
+            "headcount rm asks before it deletes, and stdin is no terminal; "
+            f"{shlex.join(['headcount', 'rm', *runs, '--yes'])} does not ask"
+        )
+    for run in run_directories:
+        if yes or typer.confirm(f"Delete {describe_run(run)}?", err=True):
+            remove(run)
+            say(console, f"deleted {run.path}")
+
+
+@commands.command()
+def doctor(
+    out: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="OUT", help="Check also whether runs can be written to this path or store."
+        ),
+    ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"],
+        typer.Option(
+            help="cpu checks the installation. cuda compares the GPU's kernel with the tiles of "
+            "the CPU's code, in all shapes."
+        ),
+    ] = "cpu",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Say instead how this model would be measured: its engine, the attention of its "
+            "layers, and the statistics that are NULL.",
+        ),
+    ] = None,
+) -> None:
+    """Check that this machine can run scans, and print what it has."""
+    from headcount.jobs.commands.doctor import check_kernel, check_model, examine
+
+    # Loading the libraries takes seconds, and a large model takes minutes.
+    if model is not None:
+        checks, waiting = check_model(model), "loading the model, then measuring two sequences"
+    elif device == "cuda":
+        checks, waiting = check_kernel(), "comparing the kernel with tiles"
+    else:
+        checks, waiting = examine(out), "loading the libraries, then measuring with every model"
+    console = Console(highlight=False)
+    healthy = True
+    with console.status(waiting):
+        for check in checks:
+            mark = "" if check.ok is None else "ok    " if check.ok else "FAIL  "
+            say(console, f"{mark}{check.name:<{16 if mark else 10}} {check.result}")
+            if check.ok is False:
+                healthy = False
+                if check.advice:
+                    say(console, f"{'':<23}{check.advice}")
+            # The next check may take seconds.
+            sys.stdout.flush()
+    if not healthy:
+        sys.exit(1)

@@ -1,0 +1,165 @@
+"""The scans that a scan file means, read and checked.
+
+A `model` or `revision` that is a list means a scan for each checkpoint. Each is a run of its own,
+so all that holds for a run holds for each: it is committed, continued and extended by itself. Its
+scan is the file's with one more `--set model=…`.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headcount.schemas.errors import ScanError
+from headcount.schemas.files.places import StorePath, place
+from headcount.schemas.scans.scan import Scan, load_scan, read_fields
+from headcount.schemas.scans.values import shortened
+from headcount.workers.model.files.bundled_models import BUNDLED_MODELS
+
+BUNDLED = "bundled:"
+
+
+@dataclass(frozen=True)
+class ScanOfCheckpoint:
+    """One of the scans that a scan file means."""
+
+    file: Path
+    overrides: tuple[str, ...]
+    """What was set, and which checkpoint this is."""
+    scan: Scan
+
+    @property
+    def text(self) -> str:
+        """What the run keeps of the scan: the file as it is, and what was set as comments."""
+        comments = "".join(f"\n# --set {override}" for override in self.overrides)
+        return self.file.read_text(encoding="utf-8") + comments
+
+
+def scans_of(scan_file: Path, overrides: Sequence[str] = ()) -> list[ScanOfCheckpoint]:
+    """The scans that a file means: one, or one for each checkpoint that it lists."""
+    fields = read_fields(scan_file, overrides)
+    listed = [field for field in ("model", "revision") if isinstance(fields.get(field), list)]
+    if len(listed) > 1:
+        raise ScanError(
+            f"{scan_file}: model and revision are both lists; expected one list, of models or of "
+            "the revisions of one model"
+        )
+    field = listed[0] if listed else "model"
+    checkpoints = _checkpoints(scan_file, field, fields.get(field))
+    settings = [tuple(overrides)]
+    if checkpoints is not None:
+        # A text is quoted in JSON as in TOML.
+        texts = [json.dumps(checkpoint, ensure_ascii=False) for checkpoint in checkpoints]
+        settings = [(*overrides, f"{field}={text}") for text in texts]
+    return [ScanOfCheckpoint(scan_file, each, load_scan(scan_file, each)) for each in settings]
+
+
+def _checkpoints(scan_file: Path, field: str, value: object) -> list[str] | None:
+    """The checkpoints that a field lists, patterns filled in; None if it names one."""
+    if isinstance(value, str):
+        # A directory may have brackets in its name.
+        is_pattern = field == "model" and glob.has_magic(value) and not os.path.exists(value)
+        return _directories(scan_file, value) if is_pattern else None
+    if not isinstance(value, list):
+        return None
+    checkpoints: list[str] = []
+    for text in value:
+        if not isinstance(text, str) or not text:
+            checkpoints = []
+            break
+        # A text of the list may be a pattern, too.
+        checkpoints += _checkpoints(scan_file, field, text) or [text]
+    if not checkpoints:
+        raise ScanError(
+            f"{scan_file}: {field}: expected a text, or a list of texts, got "
+            f"{shortened(repr(value), 60)}"
+        )
+    twice = sorted({text for text in checkpoints if checkpoints.count(text) > 1})
+    if twice:
+        raise ScanError(
+            f"{scan_file}: {field}: expected each checkpoint once, got {twice[0]} twice"
+        )
+    return checkpoints
+
+
+def _directories(scan_file: Path, pattern: str) -> list[str]:
+    """The model directories that a pattern fits, in the order of the numbers in their names."""
+    prefix, root = (BUNDLED, BUNDLED_MODELS) if pattern.startswith(BUNDLED) else ("", Path())
+    matches = glob.glob(os.path.expanduser(pattern.removeprefix(prefix)), root_dir=root)
+    # A directory without a configuration is no model: logs often lie beside checkpoints.
+    directories = [f"{prefix}{path}" for path in matches if (root / path / "config.json").is_file()]
+    if not directories:
+        raise ScanError(
+            f"{scan_file}: model: no directory with a config.json matches {pattern!r} (in "
+            f"{Path.cwd()}); expected directories of models, such as steps/step-*"
+        )
+    return sorted(directories, key=_by_numbers)
+
+
+def _by_numbers(path: str) -> tuple[bool, list[int], str]:
+    """A key that sorts step-1000 behind step-200, and a name without a number last.
+
+    >>> sorted(["final", "step-1000", "step-200"], key=_by_numbers)
+    ['step-200', 'step-1000', 'final']
+    """
+    numbers = [int(digits) for digits in re.findall(r"\d+", path)]
+    has_own_number = re.search(r"\d", Path(path).name) is not None
+    return not has_own_number, numbers, path
+
+
+def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
+    """Read a scan that other machines will run; refuse mistakes, as far as this one can know.
+
+    Places that the nodes of a cluster cannot reach are refused, too. The corpus is not opened,
+    because this machine may not see it.
+    """
+    # Torch takes seconds to import, and whoever reads a scan file first wants to hear of mistakes.
+    from headcount.jobs.plan.identity import FILE_OPTIONS
+    from headcount.jobs.plan.resolved_scan import check_scan
+    from headcount.workers.inputs.sequences import Sequences
+    from headcount.workers.interventions import needs_partners
+    from headcount.workers.model.files.model_info import describe, find_model
+
+    scan = load_scan(scan_file, overrides)
+    _check_everywhere("out", scan.out, "--set out=s3://BUCKET/runs")
+    if scan.corpora is not None:
+        _check_everywhere("corpora", scan.corpora, "--set corpora=s3://BUCKET/corpora")
+    for option in FILE_OPTIONS:
+        value = scan.input.options.get(option)
+        for file in value if isinstance(value, list) else [value]:
+            # A value of another type is an error of the family's check below.
+            if isinstance(file, str) and not file.startswith(BUNDLED):
+                _check_everywhere(
+                    f"input.{option}", file, "an absolute path that every node mounts, or s3://"
+                )
+    # `a/b` may be a directory here, and may be a model of the Hub.
+    is_directory_here = not os.path.isabs(scan.model) and Path(scan.model).is_dir()
+    if scan.model.startswith((".", "~")) or is_directory_here:
+        raise ScanError(
+            f"model: {scan.model} is a directory of this machine; expected bundled:NAME, a Hub id "
+            "or an absolute path that every node mounts"
+        )
+    check_scan(scan)
+    # Bundled models are small and on this machine, so more can be checked.
+    if scan.model.startswith(BUNDLED):
+        info = describe(find_model(scan.model))
+        scan = scan.for_model(info)
+        sequences = Sequences(scan, info, partners=needs_partners(scan.interventions))
+        if sequences.family.synthetic:
+            sequences.shard(0)  # Impossible options show when the first sequences are drawn.
+    return scan
+
+
+def _check_everywhere(key: str, location: str, example: str) -> None:
+    """Refuse a location that means another place on every node, such as one in a home directory."""
+    where = None if location.startswith("~") else place(location)
+    if where is None or not (isinstance(where, StorePath) or where.is_absolute()):
+        raise ScanError(
+            f"{key}: {location} means another place on every node; expected a store or an absolute "
+            f"path ({example})"
+        )
