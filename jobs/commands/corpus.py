@@ -91,7 +91,7 @@ def prepare(
     began = time.monotonic()
     with watch_index(console) as watch:
         preparation = Preparation(resources, watch, verify_corpus, lambda line: say(console, line))
-        index = preparation.prepared(sequences, corpora_of(scan)).index
+        index = preparation.prepared(sequences, corpora_of(scan))
     sequences.use_index(index)
     # As a scan would refuse it.
     sequences.check_index()

@@ -122,10 +122,10 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
             for reference in ended:
                 _check_end(reference, running.pop(reference))
             if ended or time.monotonic() - last_look > LOOK_SECONDS:
-                before = work.builder.place
+                before = work.index.documents
                 work.look()
                 last_look = time.monotonic()
-                if ended or work.builder.place != before:
+                if ended or work.index.documents > before:
                     last_news = last_look
             if time.monotonic() - last_news > STARTING_NOTICE:
                 lack = lack_of_room(replace(resources, device="cpu", cores=1))

@@ -10,11 +10,11 @@ from functools import lru_cache
 
 from headcount.jobs.upkeep import metrics
 from headcount.schemas.files.places import Place
-from headcount.workers.inputs.corpus.file_content import content_bytes_of
+from headcount.workers.inputs.corpus.documents import content_bytes_of
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.extents import Extent, extents_of
 from headcount.workers.inputs.store.preparation import PORTION_LETTERS, is_whole, prepare_extent
-from headcount.workers.inputs.store.token_store import Portion, TokenStore, read_documents
+from headcount.workers.inputs.store.token_store import Portion, open_portion
 
 LETTERS_PER_TOKEN = 4
 """About how long a token is."""
@@ -56,17 +56,17 @@ class CorpusWork:
         assert sequences.corpus is not None
         self.sequences = sequences
         self.watch = watch
-        self.store: TokenStore = sequences.store(corpora)
+        self.store = sequences.store(corpora)
         self.extents = extents_of(sequences.corpus.sources)
         self.total_bytes = sum(extent.bytes for extent in self.extents)
         self.began = time.monotonic()
         self.start_again()
-        self.tokens_before = self.builder.place.tokens_before
+        self.tokens_before = self.index.tokens
         """Tokens that earlier preparations left."""
 
     def start_again(self) -> None:
         """Add what the store has, from the beginning of the corpus on."""
-        self.builder = self.sequences.index_builder(self.store)
+        self.index = self.sequences.new_index(self.store)
         self.frontier = 0
         """The number of the first extent that is not in the index with all its portions."""
         self.added = 0
@@ -80,38 +80,46 @@ class CorpusWork:
         if committed is None:
             self.portions = self.store.portions()
         else:
-            self.portions.setdefault(committed.extent, {})[committed.number] = committed
-        tokens_before = self.builder.place.tokens_before
+            self.portions[committed.extent][committed.number] = committed
+        tokens_before = self.index.tokens
         self._add_in_order()
-        metrics.tokens_prepared(self.builder.place.tokens_before - tokens_before)
+        metrics.tokens_prepared(self.index.tokens - tokens_before)
         self.show()
+
+    def _add_in_order(self) -> None:
+        while not self.is_done:
+            extent = self.extents[self.frontier]
+            portion = self.portions[extent.key].get(self.added)
+            if portion is None:
+                return
+            self.index.add(extent.first_source, portion)
+            self.added += 1
+            if portion.is_last:
+                self.frontier += 1
+                self.added = 0
 
     @property
     def is_done(self) -> bool:
         """Whether the index has all that the scan needs, or so many bad rows that it ends."""
-        return self.builder.may_stop or self.frontier == len(self.extents)
+        return self.index.may_stop or self.frontier == len(self.extents)
 
     def missing(self) -> list[Extent]:
         """The extents that are not prepared to their ends, from the frontier on."""
-        return [
-            extent
-            for extent in self.extents[self.frontier :]
-            if not is_whole(self.portions.get(extent.key, {}))
-        ]
+        return [e for e in self.extents[self.frontier :] if not is_whole(self.portions[e.key])]
 
     def letters_wanted(self) -> float:
         """About how many letters of text the scan still needs, if it takes every document."""
-        if self.builder.enough is None or self.builder.corpus.is_read_whole:
+        index = self.index
+        if index.enough is None or index.corpus.is_read_whole:
             return math.inf
-        missing = self.builder.enough - self.builder.sequences
-        return missing * self.builder.length * LETTERS_PER_TOKEN
+        return (index.enough - len(index)) * index.length * LETTERS_PER_TOKEN
 
     def covered_bytes(self) -> float:
         """About how many stored bytes the portions in the index are made of."""
         covered = float(sum(extent.bytes for extent in self.extents[: self.frontier]))
         if self.added:
             extent = self.extents[self.frontier]
-            documents = read_documents(self.store, self.builder.portions[-1])
+            documents = open_portion(self.store, self.index.portions[-1]).documents()
             # The offset counts bytes of lines, and rows of other sources, which are fewer than
             # their letters.
             last_offset = documents["offset"][-1].as_py() - extent.start
@@ -120,36 +128,18 @@ class CorpusWork:
             covered += extent.bytes * min(1.0, content / max(1, stored))
         return covered
 
-    def _add_in_order(self) -> None:
-        """Add portions to the index, up to the first that is missing."""
-        while not self.is_done:
-            extent = self.extents[self.frontier]
-            portion = self.portions.get(extent.key, {}).get(self.added)
-            if portion is None:
-                return
-            self.builder.add(extent, portion)
-            self.added += 1
-            if portion.is_last:
-                self.frontier += 1
-                self.added = 0
-
     def show(self) -> None:
         """Tell how far the preparation is."""
-        place = self.builder.place
-        share = None
-        if self.builder.enough is not None and not self.builder.corpus.is_read_whole:
-            share = min(1.0, self.builder.sequences / self.builder.enough)
+        index = self.index
+        share = speed = left = None
+        if index.enough is not None and not index.corpus.is_read_whole:
+            share = min(1.0, len(index) / index.enough)
         elif self.total_bytes:
             share = self.covered_bytes() / self.total_bytes
-        speed = left = None
-        if prepared := place.tokens_before - self.tokens_before:
+        if prepared := index.tokens - self.tokens_before:
             speed = prepared / (time.monotonic() - self.began)
-            left = place.tokens_before * (1 - share) / share / speed if share else None
-        self.watch(
-            CorpusProgress(
-                place.documents_before, place.tokens_before, place.bad_before, share, speed, left
-            )
-        )
+            left = index.tokens * (1 - share) / share / speed if share else None
+        self.watch(CorpusProgress(index.documents, index.tokens, index.bad, share, speed, left))
 
 
 def prepare_here(work: CorpusWork, most: int | None = None) -> None:
@@ -161,6 +151,6 @@ def prepare_here(work: CorpusWork, most: int | None = None) -> None:
             prepared += 1
             if work.is_done or prepared == most:
                 return
-        if not is_whole(work.portions.get(extent.key, {})):
+        if not is_whole(work.portions[extent.key]):
             # Somebody else has prepared a part of it meanwhile.
             work.look()

@@ -96,13 +96,13 @@ def make_index(sequences: Sequences) -> None:
     assert sequences.corpus is not None
     store = sequences.store(Path(CORPORA.name))
     store.create()
-    builder = sequences.index_builder(store)
+    index = sequences.new_index(store)
     for extent in extents_of(sequences.corpus.sources):
         list(prepare_extent(store, extent, sequences.tokenizer))
         for _, portion in sorted(store.portions()[extent.key].items()):
-            if not builder.may_stop:
-                builder.add(extent, portion)
-    sequences.use_index(builder.index())
+            if not index.may_stop:
+                index.add(extent.first_source, portion)
+    sequences.use_index(index.ended())
 
 
 def all_tokens(sequences: Sequences) -> list[list[int]]:

@@ -27,9 +27,9 @@ from headcount.workers.inputs.corpus.documents import (
     Document,
     Reading,
     Source,
-    Stretch,
+    content_bytes_of,
+    document_of,
 )
-from headcount.workers.inputs.corpus.file_content import content_bytes_of
 from tests.s3.s3_server import ROOT
 from tests.toys.object_stores import object_store
 from tests.toys.refusals import refused
@@ -76,11 +76,11 @@ def read(
     found: list[Document] = []
     rows_before = 0
     for start, stop in pairwise([*cuts, None]):
-        records = list(source.records(reading, Stretch(start or 0, stop)))
+        records = list(source.records(reading, start or 0, stop))
         assert [record.row for record in records] == list(range(len(records)))
         for record in records:
             if record.content is not BLANK:
-                document = source.document_of(record, reading)
+                document = document_of(record, reading)
                 found.append(replace(document, row=rows_before + record.row))
         rows_before += len(records)
     return found
@@ -150,8 +150,7 @@ def test_a_source_that_can_be_entered_and_ends_early_has_changed(tmp_path: Path)
         (lines, f"ends at byte {len(LINES)}, expected {len(LINES) + 9} or more"),
         (table, f"has 7 rows, expected {len(LINES) + 9} or more"),
     ]:
-        stretch = Stretch(3, len(LINES) + 9)
-        refusal = problem(lambda s=source, r=stretch: list(s.records(stretch=r)))
+        refusal = problem(lambda s=source: list(s.records(start=3, stop=len(LINES) + 9)))
         assert refusal == f"{source.path}: {told}; {CHANGED}"
 
 
@@ -178,10 +177,10 @@ def test_the_size_of_the_content_is_estimated_from_the_beginning(tmp_path: Path,
 
 PEAK = """
 import resource, sys
-from headcount.workers.inputs.corpus.documents import Source, Stretch
+from headcount.workers.inputs.corpus.documents import Source
 source = Source("jsonl", sys.argv[1], 1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-records = source.records(stretch=Stretch(int(sys.argv[2])))
+records = source.records(start=int(sys.argv[2]))
 lengths = [len(record.content) for record in records]
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, *lengths)
 """

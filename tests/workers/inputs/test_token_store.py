@@ -27,7 +27,7 @@ from headcount.schemas.errors import CorpusError, RunError
 from headcount.schemas.files.places import place
 from headcount.workers.inputs.corpus.documents import Reading, Source
 from headcount.workers.inputs.store import extents, preparation, token_store
-from headcount.workers.inputs.store.extents import Extent, extents_of, file_states
+from headcount.workers.inputs.store.extents import Extent, extents_of, sources_now
 from headcount.workers.inputs.store.preparation import damaged_portions, is_whole, prepare_extent
 from headcount.workers.inputs.store.stored_corpora import (
     remove_corpus,
@@ -477,23 +477,21 @@ def test_verification_finds_texts_and_files_that_differ(tmp_path: Path):
     corpus = corpus_of(tmp_path, source_of(file))
     (extent,) = corpus.extents
     portions = corpus.prepare()
-    assert damaged_portions(corpus.store, extent) == ({}, False)
+    assert damaged_portions(corpus.store, extent) == {}
     # A bit of the tokens.
     path = corpus.folder / portions[2].file_name
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 1
     path.write_bytes(content)
-    damages, is_text_changed = damaged_portions(corpus.store, extent)
+    damages = damaged_portions(corpus.store, extent)
     assert list(damages) == portions[2:3]
     assert damages[portions[2]].startswith(f"{path}: cannot be read (")
-    assert not is_text_changed
     # Another text of the same size at the same time.
     times = file.stat()
     file.write_text(file.read_text().replace("text 50 ", "test 50 "))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    damages, is_text_changed = damaged_portions(corpus.store, extent)
+    damages = damaged_portions(corpus.store, extent)
     assert f"{file}, line 51: is not what was tokenised" in damages.values()
-    assert is_text_changed
     assert len(damages) == 2
     corpus.store.forget(damages)
     corpus.prepare()
@@ -505,7 +503,7 @@ def test_verification_finds_texts_and_files_that_differ(tmp_path: Path):
         ([*TEXTS, "more"], ", line 101: was not there when the corpus was tokenised"),
     ]:
         file.write_bytes(lines_of(lines).replace(b"text 50 ", b"test 50 "))
-        assert list(damaged_portions(corpus.store, extent)[0].values()) == [f"{file}{what}"]
+        assert list(damaged_portions(corpus.store, extent).values()) == [f"{file}{what}"]
 
 
 # Lists, and stores of objects
@@ -577,7 +575,7 @@ def test_a_store_of_objects_holds_the_same_and_is_asked_little(
         sources = [
             Source("jsonl", f"s3://bucket/small/{number:02}.jsonl", 0) for number in range(20)
         ]
-        assert [state.bytes for state in file_states(sources)] == [16 * i for i in range(20)]
+        assert [state.bytes for state in sources_now(sources)] == [16 * i for i in range(20)]
         assert len([request for request in server.requests() if "list-type" in str(request)]) == 1
         monkeypatch.setattr(extents, "PORTION_BYTES", 100)
         corpus.extents = extents_of(sources[-2:])

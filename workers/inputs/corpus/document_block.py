@@ -7,36 +7,33 @@ is cut every `length` tokens; what is left at its end is not measured. So the le
 documents alone say where a sequence lies.
 """
 
+# pyarrow has no types.
+# pyright: basic
+
 from __future__ import annotations
 
 import json
 import zlib
 from collections import Counter
-from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from headcount.workers.inputs.corpus.corpus import PART, Choice, Corpus
-from headcount.workers.inputs.corpus.documents import as_text, is_one_of
+from headcount.workers.inputs.corpus.corpus import PART, Corpus
+from headcount.workers.inputs.corpus.documents import is_one_of
 from headcount.workers.inputs.store.token_store import (
     BAD,
     Portion,
     TokenStore,
     field_column,
-    read_documents,
-    read_tokens,
+    open_portion,
     values_of,
 )
 
 SKIPPED = -2
 """Number of tokens of a document that `skip` leaves out."""
-
-MOST_READ_PER_TOKEN = 16
-"""Tokens that are read at most for each one that is wanted, if documents are read together."""
 
 SHUFFLE_STREAM = zlib.crc32(b"shuffle")
 """Keeps the order of shuffled documents apart from what else is drawn with the seed of a scan."""
@@ -45,60 +42,130 @@ SHUFFLE_STREAM = zlib.crc32(b"shuffle")
 class PortionPlace(NamedTuple):
     """Where a portion lies in its corpus: what the portions before it hold."""
 
-    first_source: int
+    first_source: int = 0
     """Number in the corpus of its extent's first source."""
-    rows_before: int
+    rows_before: int = 0
     """Rows of that source in earlier extents."""
-    taken_before: int
+    taken_before: int = 0
     """Documents that `where` selects, bad and skipped ones included."""
-    documents_before: int
+    documents_before: int = 0
     """All documents; tokens and bad documents are counted likewise."""
-    tokens_before: int
-    bad_before: int
+    tokens_before: int = 0
+    bad_before: int = 0
 
 
-@dataclass(frozen=True)
 class DocumentBlock:
     """Documents that a scan takes. The arrays have one entry for each."""
 
-    packing: str
-    length: int
-    """Text tokens of a sequence."""
-    store: TokenStore
-    portions: tuple[Portion, ...]
-    portion: np.ndarray
-    """The number of its portion in `portions`."""
-    position: np.ndarray
-    """Its number among all documents of the corpus, in the order of the files."""
-    first_token: np.ndarray
-    """Where its tokens begin in its portion."""
-    source: np.ndarray
-    """The number of its source in the corpus."""
-    row: np.ndarray
-    """Its row in the source."""
-    n_tokens: np.ndarray
-    """`BAD` if the row cannot be read, `SKIPPED` if it is left out, 0 if the text is empty."""
-    labels: pa.Table
-    """Its `pile_set_name`, its `problem` and the fields that are kept."""
-    others: dict[str, int]
-    """By part: how many documents of the portions `where` does not select."""
+    def __init__(
+        self,
+        store: TokenStore,
+        corpus: Corpus,
+        length: int,
+        portions: list[Portion],
+        table: pa.Table,
+        others: Counter[str],
+    ) -> None:
+        self.store = store
+        self.corpus = corpus
+        self.length = length
+        """Text tokens of a sequence."""
+        self.portions = portions
+        self.table = table
+        """The arrays below, and `pile_set_name`, `problem` and the fields that are kept."""
+        self.others = others
+        """By part: how many documents of the portions `where` does not select."""
+        self.portion = values_of(table["portion"])
+        """The number of its portion in `portions`."""
+        self.position = values_of(table["position"])
+        """Its number among all documents of the corpus, in the order of the files."""
+        self.first_token = values_of(table["first_token"])
+        """Where its tokens begin in its portion."""
+        self.source = values_of(table["source"])
+        """The number of its source in the corpus."""
+        self.row = values_of(table["row"])
+        """Its row in the source."""
+        self.n_tokens = values_of(table["n_tokens"])
+        """`BAD` if the row cannot be read, `SKIPPED` if it is left out, 0 if the text is empty."""
+
+    @classmethod
+    def of_portion(
+        cls,
+        store: TokenStore,
+        portion: Portion,
+        where: PortionPlace,
+        corpus: Corpus,
+        length: int,
+        documents: int | None = None,
+    ) -> DocumentBlock:
+        """The documents that a scan takes from one portion, in the order of the files.
+
+        Only the first `documents` of the portion count, if that is given.
+        """
+        table = open_portion(store, portion).documents().slice(0, documents)
+        is_taken = np.ones(len(table), bool)
+        for name, allowed in corpus.choice.where:
+            column = table[name if name == PART else field_column(name)]
+            # Many documents have few different values, so each value is looked at once.
+            codes = column.combine_chunks().dictionary_encode()
+            fits = [
+                value is not None
+                and is_one_of(value if name == PART else json.loads(value), allowed)
+                for value in codes.dictionary.to_pylist()
+            ]
+            # The last entry stands for documents that do not have the field.
+            is_taken &= np.array([*fits, False])[codes.indices.fill_null(len(fits)).to_numpy()]
+        # A row that cannot be read has no fields, and is taken.
+        is_taken |= table["problem"].is_valid().to_numpy()
+        n_tokens = values_of(table["n_tokens"])
+        if not corpus.choice.shuffled:
+            numbers = where.taken_before + np.cumsum(is_taken) - 1
+            n_tokens = _with_skipped(n_tokens, numbers < corpus.choice.skip)
+        lengths = np.maximum(values_of(table["n_tokens"]), 0)
+        source = values_of(table["source"])
+        numbers = {
+            "portion": np.zeros(len(table), np.int32),
+            "position": where.documents_before + np.arange(len(table)),
+            "first_token": np.cumsum(lengths, dtype=np.int64) - lengths,
+            "source": where.first_source + source,
+            "row": values_of(table["row"]) + np.where(source == 0, where.rows_before, 0),
+            "n_tokens": n_tokens,
+        }
+        labels = table.drop_columns(["source", "row", "offset", "n_tokens", "content"])
+        mask = pa.array(is_taken)
+        # Documents without a part count under the empty name.
+        others = table[PART].filter(pa.array(~is_taken)).to_pylist()
+        columns = numbers | dict(zip(labels.column_names, labels.columns, strict=True))
+        taken = pa.table(columns).filter(mask).combine_chunks()
+        return cls(store, corpus, length, [portion], taken, Counter(name or "" for name in others))
+
+    @classmethod
+    def shuffled(cls, blocks: list[DocumentBlock]) -> DocumentBlock:
+        """The documents of all portions in random order, which depends on the seed alone."""
+        corpus = blocks[0].corpus
+        tables = [
+            _with_column(block.table, "portion", np.full(len(block), i, np.int32))
+            for i, block in enumerate(blocks)
+        ]
+        table = pa.concat_tables(tables)
+        rng = np.random.default_rng([int(corpus.choice.shuffle), SHUFFLE_STREAM])
+        table = table.take(pa.array(rng.permutation(len(table)))).combine_chunks()
+        # `skip` leaves out the first documents of the shuffled order.
+        is_skipped = np.arange(len(table)) < corpus.choice.skip
+        n_tokens = _with_skipped(values_of(table["n_tokens"]), is_skipped)
+        return cls(
+            blocks[0].store,
+            corpus,
+            blocks[0].length,
+            [block.portions[0] for block in blocks],
+            _with_column(table, "n_tokens", n_tokens),
+            sum((block.others for block in blocks), Counter()),
+        )
 
     def __len__(self) -> int:
         return len(self.row)
 
     # Sequences
-
-    @property
-    def sequences(self) -> int:
-        """How many sequences the block has."""
-        if self.packing == "document":
-            return len(self.long_documents)
-        return self.joined_length // self.length
-
-    @property
-    def unmeasured(self) -> int:
-        """Tokens and separators at the end of joined documents that make no sequence."""
-        return 0 if self.packing == "document" else self.joined_length % self.length
 
     @cached_property
     def long_documents(self) -> np.ndarray:
@@ -115,15 +182,18 @@ class DocumentBlock:
         return np.cumsum(np.where(self.n_tokens > 0, self.n_tokens.astype(np.int64) + 1, 0))
 
     @property
-    def joined_length(self) -> int:
-        """Tokens and separators of the joined text."""
-        return int(self.joined_ends[-1]) if len(self) else 0
+    def sequences(self) -> int:
+        """How many sequences the block has."""
+        if self.corpus.packing == "document":
+            return len(self.long_documents)
+        return int(self.joined_ends[-1]) // self.length if len(self) else 0
 
-    def documents_at(self, tokens: np.ndarray) -> np.ndarray:
-        """The documents that hold some tokens of the joined text."""
-        # side="right" finds the first document that ends behind a token, which is the one that
-        # holds it, never one without tokens.
-        return np.searchsorted(self.joined_ends, tokens, side="right")
+    @property
+    def unmeasured(self) -> int:
+        """Tokens and separators at the end of joined documents that make no sequence."""
+        if self.corpus.packing == "document" or not len(self):
+            return 0
+        return int(self.joined_ends[-1]) % self.length
 
     def begins_of(self, documents: np.ndarray) -> np.ndarray:
         """Where documents with tokens begin in the joined text."""
@@ -131,26 +201,33 @@ class DocumentBlock:
 
     def beginnings(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Of the sequences `first .. end-1`: the document, and its token, that each begins with."""
-        if self.packing == "document":
+        if self.corpus.packing == "document":
             documents = self.long_documents[first:end]
             return documents, np.zeros_like(documents)
         starts = np.arange(first, end) * self.length
-        documents = self.documents_at(starts)
+        # side="right" finds the first document that ends behind a token, which is the one that
+        # holds it, never one without tokens.
+        documents = np.searchsorted(self.joined_ends, starts, side="right")
         return documents, starts - self.begins_of(documents)
 
     def last_document(self, sequence: int) -> int:
         """The document in which a sequence ends."""
-        if self.packing == "document":
+        if self.corpus.packing == "document":
             return int(self.long_documents[sequence])
-        return int(self.documents_at(np.array([(sequence + 1) * self.length - 1]))[0])
+        return int(self._joined(sequence, sequence + 1)[-1])
+
+    def _joined(self, first: int, end: int) -> np.ndarray:
+        """The documents with tokens in the sequences `first .. end-1` of the joined text."""
+        ends = [first * self.length, end * self.length - 1]
+        of_first, of_last = np.searchsorted(self.joined_ends, ends, side="right").tolist()
+        return of_first + np.flatnonzero(self.n_tokens[of_first : of_last + 1] > 0)
 
     def main_documents(self, first: int, end: int) -> np.ndarray:
         """The document with most tokens of each of the sequences `first .. end-1`."""
-        if self.packing == "document":
+        if self.corpus.packing == "document":
             return self.long_documents[first:end]
         start, stop = first * self.length, end * self.length
-        of_first, of_last = self.documents_at(np.array([start, stop - 1])).tolist()
-        documents = of_first + np.flatnonzero(self.n_tokens[of_first : of_last + 1] > 0)
+        documents = self._joined(first, end)
         begins = self.begins_of(documents)
         ends = begins + self.n_tokens[documents]
         # Cut where a document or a sequence begins: each cut is of one document and one sequence.
@@ -165,31 +242,18 @@ class DocumentBlock:
         _, firsts = np.unique(sequence[order], return_index=True)
         return documents[document[order[firsts]]]
 
-    # Labels of documents
-
-    def pile_set_names(self, documents: np.ndarray) -> list[str | None]:
-        """The subset of the Pile that each document says it belongs to."""
-        return self.labels[PART].take(pa.array(documents)).to_pylist()
-
-    def problem(self, document: int) -> str:
-        """What is wrong with a bad document."""
-        return self.labels["problem"][document].as_py() or ""
-
-    def carried(self, documents: np.ndarray, column: str) -> list[str | None]:
-        """A field of some documents as a run keeps it."""
-        values = self.labels[field_column(column)].take(pa.array(documents)).to_pylist()
-        return [None if value is None else as_text(json.loads(value)) for value in values]
-
     # Tokens
 
     def tokens(self, first: int, end: int, separator: int | None) -> np.ndarray:
         """The tokens of the sequences `first .. end-1`, `[sequence length]`."""
-        if self.packing == "document":
-            return self._first_tokens(self.long_documents[first:end])
+        if self.corpus.packing == "document":
+            documents = self.long_documents[first:end]
+            begins = self.first_token[documents]
+            tokens = self._tokens_between(documents, begins, begins + self.length)
+            return tokens.reshape(-1, self.length)
         assert separator is not None
         start, stop = first * self.length, end * self.length
-        of_first, of_last = self.documents_at(np.array([start, stop - 1])).tolist()
-        documents = of_first + np.flatnonzero(self.n_tokens[of_first : of_last + 1] > 0)
+        documents = self._joined(first, end)
         begins = self.first_token[documents]
         ends = begins + self.n_tokens[documents]
         # A document may be far longer than what is wanted of it.
@@ -197,140 +261,44 @@ class DocumentBlock:
         # The end first: `begins[-1]` changes below if the first document is also the last.
         ends[-1] = min(ends[-1], begins[-1] + stop - begin_of_last)
         begins[0] += start - begin_of_first
-        tokens = self._tokens_between(self.portion[documents], begins, ends)
+        tokens = self._tokens_between(documents, begins, ends)
         # Numbers of `insert` count in the array before it, so each separator lands behind its
         # document. Behind the last document stands one that may not be wanted.
         joined = np.insert(tokens, np.cumsum(ends - begins), separator)
         return joined[: stop - start].reshape(end - first, self.length)
 
-    def _first_tokens(self, documents: np.ndarray) -> np.ndarray:
-        """The first tokens of some documents, `[document length]`."""
-        portions = self.portion[documents]
-        begins = self.first_token[documents]
-        lowest, end = int(begins.min()), int(begins.max()) + self.length
-        is_near = end - lowest <= MOST_READ_PER_TOKEN * self.length * len(documents)
-        if is_near and (portions == portions[0]).all():
-            # Short sequences lie close together. Reading what is between them costs less than a
-            # reading for each.
-            tokens = self._tokens_of(int(portions[0]), lowest, end)
-            return tokens[(begins - lowest)[:, None] + np.arange(self.length)]  # [document length]
-        rows = [
-            self._tokens_of(portion, begin, begin + self.length)
-            for portion, begin in zip(portions.tolist(), begins.tolist(), strict=True)
-        ]
-        return np.array(rows)
-
     def token_counts(self, d_vocab: int) -> np.ndarray:
         """How often the documents of the block hold each token: `[token]`."""
         documents = np.flatnonzero(self.n_tokens > 0)
-        if not len(documents):
-            return np.zeros(d_vocab, np.int64)
         begins = self.first_token[documents]
-        ends = begins + self.n_tokens[documents]
-        tokens = self._tokens_between(self.portion[documents], begins, ends)
+        tokens = self._tokens_between(documents, begins, begins + self.n_tokens[documents])
         return np.bincount(tokens, minlength=d_vocab)
 
     def _tokens_between(
-        self, portions: np.ndarray, begins: np.ndarray, ends: np.ndarray
+        self, documents: np.ndarray, begins: np.ndarray, ends: np.ndarray
     ) -> np.ndarray:
-        """Ranges of tokens of portions, one after the other."""
-        # Documents whose tokens follow one another are read at once.
-        is_gap = (begins[1:] != ends[:-1]) | (portions[1:] != portions[:-1])
-        bounds = [0, *(np.flatnonzero(is_gap) + 1).tolist(), len(portions)]
-        parts = [
-            self._tokens_of(int(portions[first]), int(begins[first]), int(ends[last - 1]))
-            for first, last in pairwise(bounds)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _tokens_of(self, portion: int, start: int, stop: int) -> np.ndarray:
-        return read_tokens(self.store, self.portions[portion], start, stop).astype(np.int32)
-
-
-def block_of_portion(
-    store: TokenStore,
-    portion: Portion,
-    where: PortionPlace,
-    corpus: Corpus,
-    length: int,
-    documents: int | None = None,
-) -> DocumentBlock:
-    """The documents that a scan takes from one portion, in the order of the files.
-
-    `length` is that of the text of a sequence. Only the first `documents` of the portion count, if
-    that is given.
-    """
-    table = read_documents(store, portion).slice(0, documents)
-    is_taken = _is_taken(table, corpus.choice)
-    all_lengths = values_of(table["n_tokens"])
-    first_token = np.cumsum(np.maximum(all_lengths, 0), dtype=np.int64) - np.maximum(all_lengths, 0)
-    source_in_extent = values_of(table["source"])
-    row = values_of(table["row"]) + np.where(source_in_extent == 0, where.rows_before, 0)
-    n_tokens = all_lengths[is_taken]
-    if not corpus.choice.shuffled:
-        numbers = where.taken_before + np.arange(len(n_tokens))
-        n_tokens = _with_skipped(n_tokens, numbers < corpus.choice.skip)
-    others = table.filter(pa.array(~is_taken))[PART].to_pylist()
-    columns = ["source", "row", "offset", "n_tokens", "content"]
-    return DocumentBlock(
-        packing=corpus.packing,
-        length=length,
-        store=store,
-        portions=(portion,),
-        portion=np.zeros(len(n_tokens), np.int32),
-        position=where.documents_before + np.flatnonzero(is_taken),
-        first_token=first_token[is_taken],
-        source=(source_in_extent + where.first_source)[is_taken],
-        row=row[is_taken],
-        n_tokens=n_tokens,
-        labels=table.filter(pa.array(is_taken)).drop_columns(columns).combine_chunks(),
-        # Documents without a part count under the empty name.
-        others=Counter(name or "" for name in others),
-    )
-
-
-def shuffled_block(blocks: list[DocumentBlock], choice: Choice) -> DocumentBlock:
-    """The documents of all portions in random order, which depends on the seed alone."""
-    rng = np.random.default_rng([int(choice.shuffle), SHUFFLE_STREAM])
-    order = rng.permutation(sum(len(block) for block in blocks))
-
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(block, name) for block in blocks])[order]
-
-    portions = [np.full(len(block), i, np.int32) for i, block in enumerate(blocks)]
-    labels = pa.concat_tables([block.labels for block in blocks])
-    return replace(
-        blocks[0],
-        portions=tuple(block.portions[0] for block in blocks),
-        portion=np.concatenate(portions)[order],
-        position=joined("position"),
-        first_token=joined("first_token"),
-        source=joined("source"),
-        row=joined("row"),
-        # `skip` leaves out the first documents of the shuffled order.
-        n_tokens=_with_skipped(joined("n_tokens"), np.arange(len(order)) < choice.skip),
-        labels=labels.take(pa.array(order)).combine_chunks(),
-        others=sum((Counter(block.others) for block in blocks), Counter()),
-    )
-
-
-def _is_taken(table: pa.Table, choice: Choice) -> np.ndarray:
-    """Which documents `where` selects. A row that cannot be read has no fields, and is selected."""
-    is_taken = np.ones(len(table), bool)
-    for name, allowed in choice.where:
-        is_part = name == PART
-        # Many documents have few different values, so each value is looked at once.
-        values = table[name if is_part else field_column(name)].combine_chunks().dictionary_encode()
-        fits = [
-            value is not None and is_one_of(value if is_part else json.loads(value), allowed)
-            for value in values.dictionary.to_pylist()
-        ]
-        # The last entry stands for documents that do not have the field.
-        codes = values.indices.fill_null(len(fits)).to_numpy()
-        is_taken &= np.array([*fits, False])[codes]
-    return is_taken | table["problem"].is_valid().to_numpy()
+        """Ranges of tokens in the portions of some documents, one after the other."""
+        portions = self.portion[documents]
+        stops = np.cumsum(ends - begins)
+        tokens = np.empty(stops[-1] if len(stops) else 0, np.int32)
+        # Tokens that follow one another are read at once.
+        is_first = np.ones(len(documents), bool)
+        is_first[1:] = (begins[1:] != ends[:-1]) | (portions[1:] != portions[:-1])
+        firsts = np.flatnonzero(is_first)
+        lasts = np.append(firsts[1:], len(documents)) - 1
+        # In the order of the files, so that each is opened, and each of its parts decoded, once.
+        order = np.lexsort((begins[firsts], portions[firsts]))
+        for first, last in zip(firsts[order].tolist(), lasts[order].tolist(), strict=True):
+            file = open_portion(self.store, self.portions[portions[first]])
+            begin, end, stop = int(begins[first]), int(ends[last]), int(stops[last])
+            tokens[stop - (end - begin) : stop] = file.tokens(begin, end)
+        return tokens
 
 
 def _with_skipped(n_tokens: np.ndarray, is_skipped: np.ndarray) -> np.ndarray:
     """Lengths of documents, those of skipped ones replaced. Bad documents stay bad."""
     return np.where(is_skipped & (n_tokens != BAD), SKIPPED, n_tokens).astype(np.int32)
+
+
+def _with_column(table: pa.Table, name: str, values: np.ndarray) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, pa.array(values))

@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -22,11 +22,18 @@ import pyarrow.parquet as pq
 
 from headcount.schemas.errors import CorpusError, counted, printable
 from headcount.schemas.files.places import open_whole, place, reason
-from headcount.workers.inputs.corpus.file_content import (
-    COMPRESSED,
-    begins_an_array,
-    open_content,
-)
+
+COMPRESSED = (".zst", ".gz")
+"""Endings of compressed files. The ending before it says what the file contains."""
+
+STORE_BUFFER = 4 << 20
+"""Bytes that are requested at once from a file in a store. A request waits 20 to 100 ms."""
+
+CONTENT_BUFFER = 1 << 20
+"""Bytes of a compressed file's content that are held at once."""
+
+SAMPLE_BYTES = 1 << 20
+"""Compressed bytes that are read to see how well a file is compressed."""
 
 LARGEST_RECORD = 32 << 20
 """Bytes of the largest line or text that is read. Tokenising takes 120 to 135 bytes of memory for
@@ -101,17 +108,6 @@ class Record(NamedTuple):
     """Where the next record begins: a byte of the content of lines, or a row of the source."""
 
 
-class Stretch(NamedTuple):
-    """A range of a source: bytes of the (decompressed) content of lines, rows of other sources."""
-
-    start: int = 0
-    stop: int | None = None
-    """None is the end of the source. Lines belong to the range that their first byte lies in."""
-
-
-EVERYTHING = Stretch()
-
-
 @dataclass(frozen=True)
 class Document:
     """One row of a source: its text, or the problem that it has instead."""
@@ -141,9 +137,14 @@ class Source:
     """`jsonl`, `json`, `parquet`, `csv`, `text`, `flowing text` or `hub`."""
     path: str
     bytes: int
+    """This, `changed` and `version` are what the source was like when it was looked at last."""
     split: str = "train"
     part: int = 0
     parts: int = 1
+    changed: int = 0
+    """When the file was changed last, in nanoseconds; 0 if that is not known."""
+    version: str = ""
+    """Identifies what a data set holds; empty for files."""
 
     @property
     def name(self) -> str:
@@ -167,46 +168,45 @@ class Source:
         """Whether it holds an object in each line. A .json file is opened to see it."""
         if self.kind == "json":
             with refusing_unreadable(self), open_content(self.path) as file:
-                return not begins_an_array(file)
+                # A byte order mark may stand before the array.
+                beginning = file.peek(1).removeprefix(b"\xef\xbb\xbf").lstrip()
+                return not beginning.startswith(b"[")
         return self.kind == "jsonl"
 
     @property
     def can_be_entered(self) -> bool:
-        """Whether a stretch is read without what lies before it. It must then end in the source."""
+        """Whether a range is read without what lies before it. It must then end in the source."""
         return self.kind == "parquet" or (not self.path.endswith(COMPRESSED) and self.has_lines)
 
     def documents(self, reading: Reading = EVERY_DOCUMENT) -> Iterator[Document]:
         """The documents in order. A problem of the whole file raises `CorpusError`."""
         for record in self.records(reading):
             if record.content is not BLANK:
-                yield self.document_of(record, reading)
+                yield document_of(record, reading)
 
     def records(
-        self, reading: Reading = EVERY_DOCUMENT, stretch: Stretch = EVERYTHING
+        self, reading: Reading = EVERY_DOCUMENT, start: int = 0, stop: int | None = None
     ) -> Iterator[Record]:
-        """The records of a stretch in order, and a record for each blank line.
+        """The records of a range in order, and a record for each blank line.
 
-        A source that cannot be entered is read from its beginning, and may end before the stretch;
-        what lies before the stretch is not made into documents.
+        The range is of bytes of the (decompressed) content of lines, and a line belongs to the one
+        that its first byte lies in; of other sources it is a range of rows. A source that cannot be
+        entered is read from its beginning, and may end before the range.
         """
-        start, stop = stretch
         with refusing_unreadable(self):
             if self.has_lines:
-                yield from _read_lines(self, stretch)
+                yield from _read_lines(self, start, stop)
                 return
             if self.kind == "parquet":
-                rows = _read_parquet(self, reading, stretch)
+                rows = _read_parquet(self, reading, start, stop)
             elif self.kind == "hub":
                 rows = _read_hub(self, reading, start)
             else:
-                rows = islice(ROW_READERS[self.kind](self, reading), start, None)
+                read = {"json": _read_array, "csv": _read_csv}.get(self.kind, _read_text)
+                rows = islice(read(self, reading), start, None)
             wanted = None if stop is None else max(0, stop - start)
             for row, content in enumerate(islice(rows, wanted)):
                 yield Record(row, content, start + row + 1)
-
-    def document_of(self, record: Record, reading: Reading) -> Document:
-        """The document that a record holds, or a document that names the record's problem."""
-        return _document_of(record, reading)
 
 
 @contextmanager
@@ -224,16 +224,59 @@ def refusing_unreadable(source: Source) -> Iterator[None]:
         ) from None
 
 
+@contextmanager
+def open_content(path: str, start: int = 0) -> Iterator[io.BufferedReader]:
+    """The content of a file from a byte on, decompressed if the file's name says so.
+
+    A compressed file is read from its beginning, and what lies before that byte is dropped. A file
+    that ends before it is open at its end. Memory does not depend on the file's size.
+    """
+    with open_whole(place(path)) as file:
+        # A file in a store is Arrow's, which cannot peek or iterate over lines.
+        stored = io.BufferedReader(file, STORE_BUFFER) if isinstance(file, pa.NativeFile) else file
+        if not path.endswith(COMPRESSED):
+            stored.seek(start)
+            yield stored
+            return
+        stream = _decompressed(path, pa.PythonFile(stored, mode="r"))
+        content = io.BufferedReader(stream, CONTENT_BUFFER)
+        while start > 0 and (dropped := content.read(min(start, CONTENT_BUFFER))):
+            start -= len(dropped)
+        yield content
+
+
+def _decompressed(path: str, stored: Any) -> Any:  # noqa: ANN401 (pyarrow has no types)
+    # Arrow's streams go on behind the first frame of a file, hold one window and one block however
+    # large a frame is, and raise where a file ends inside a frame, which the libraries zstandard
+    # and gzip do not all do.
+    return pa.CompressedInputStream(stored, "zstd" if path.endswith(".zst") else "gzip")
+
+
+def content_bytes_of(path: str, stored_bytes: int) -> int:
+    """About how many bytes a file holds when it is decompressed, by a sample of its beginning."""
+    if not path.endswith(COMPRESSED):
+        return stored_bytes
+    with open_whole(place(path)) as file:
+        sample = file.read(SAMPLE_BYTES)
+    content_bytes = 0
+    # A broken file is refused by whoever reads it.
+    with suppress(OSError):
+        stream = _decompressed(path, pa.BufferReader(sample))
+        # In small pieces, because the last one, which the end of the sample cuts, is lost.
+        while piece := stream.read(1 << 14):
+            content_bytes += len(piece)
+    return stored_bytes * content_bytes // max(1, len(sample))
+
+
 # Readers: of lines, and of rows
 
 
-def _read_lines(source: Source, stretch: Stretch) -> Iterator[Record]:
-    """The lines that begin in a stretch of a file.
+def _read_lines(source: Source, start: int, end: int | None) -> Iterator[Record]:
+    """The lines that begin in a range of a file.
 
     pyarrow.json is not used: it refuses a block of lines for a broken one, counts no blank lines,
     and gives one type to all values of a field.
     """
-    start, end = stretch
     # The line that holds the byte before a range began in the range before it, or ends there.
     offset = max(0, start - 1)
     row = 0
@@ -289,13 +332,14 @@ def _read_array(source: Source, reading: Reading) -> Iterator[object]:
         ) from None
 
 
-def _read_parquet(source: Source, reading: Reading, stretch: Stretch) -> Iterator[object]:
-    """The rows of a stretch of a Parquet file, and perhaps some behind it."""
+def _read_parquet(
+    source: Source, reading: Reading, start: int, stop: int | None
+) -> Iterator[object]:
+    """The rows of a range of a Parquet file, and perhaps some behind it."""
     with open_whole(place(source.path)) as content, pq.ParquetFile(content) as file:
         names: list[str] = file.schema_arrow.names
         _check_text_column(source.path, reading, names)
-        start, stop = stretch.start, stretch.stop or 0
-        if stop > file.metadata.num_rows:
+        if stop is not None and stop > file.metadata.num_rows:
             raise CorpusError(
                 f"{printable(source.path)}: has {file.metadata.num_rows:,} rows, expected "
                 f"{stop:,} or more; {CHANGED}"
@@ -379,15 +423,6 @@ def flowing(text: str) -> str:
     return " ".join(text.split())
 
 
-ROW_READERS = {
-    "json": _read_array,
-    "csv": _read_csv,
-    "text": _read_text,
-    "flowing text": _read_text,
-}
-"""Readers of files that are read from their beginning."""
-
-
 def _read_hub(source: Source, reading: Reading, start: int) -> Iterator[object]:
     """The rows of one part of a Hub data set from one on."""
     rows = open_hub(source.path, source.split)
@@ -458,9 +493,11 @@ def _check_text_column(source: str, reading: Reading, columns: Sequence[str]) ->
 # Fields of a record
 
 
-def _document_of(record: Record, reading: Reading) -> Document:
-    row, content, _ = record
-    fields = _parse_line(content) if isinstance(content, bytes) else content
+def document_of(record: Record, reading: Reading) -> Document:
+    """The document that a record holds, or a document that names the record's problem."""
+    row, fields, _ = record
+    if isinstance(fields, bytes):
+        fields = _parse_line(fields)
     if isinstance(fields, Problem):
         return Document(row, problem=fields)
     if not isinstance(fields, dict):
@@ -483,7 +520,12 @@ def _document_of(record: Record, reading: Reading) -> Document:
     fields = fields | {"meta": _parse_embedded_json(fields.get("meta"))}
     part = field_of(fields, "pile_set_name")
     try:
-        kept = tuple(_as_json(field_of(fields, field)) for field in reading.fields)
+        found = (field_of(fields, field) for field in reading.fields)
+        # As JSON in ASCII.
+        kept = tuple(
+            None if value is MISSING or value is None else json.dumps(value, default=str)
+            for value in found
+        )
     except RecursionError:
         return Document(row, problem="has a field that is nested too deeply")
     part = part if isinstance(part, str) and _is_unicode(part) else None
@@ -497,13 +539,6 @@ def _parse_line(line: bytes) -> object:
         return Problem("not UTF-8")
     except (ValueError, RecursionError):
         return Problem("invalid JSON")
-
-
-def _as_json(value: object) -> str | None:
-    """A field of a document as JSON in ASCII; None if it is missing or null."""
-    if value is MISSING or value is None:
-        return None
-    return json.dumps(value, default=str)
 
 
 def _listed(names: Iterable[str]) -> str:
