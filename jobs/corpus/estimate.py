@@ -12,7 +12,7 @@ from time import perf_counter
 
 import numpy as np
 
-from headcount.jobs.corpus.work import CorpusWork, prepare_here
+from headcount.jobs.corpus.preparation import CorpusWork, prepare_here
 from headcount.schemas.errors import CorpusError, counted
 from headcount.schemas.files.places import Place, sizes
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex

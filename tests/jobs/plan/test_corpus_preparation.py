@@ -24,8 +24,7 @@ from typer.testing import CliRunner, Result
 
 import headcount
 from headcount.jobs.corpus import preparation as corpus_preparation
-from headcount.jobs.corpus.preparation import Preparation, corpora_of
-from headcount.jobs.corpus.work import CorpusProgress
+from headcount.jobs.corpus.preparation import CorpusProgress, Preparation, corpora_of
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.resources import Resources
 from headcount.jobs.run import progress

@@ -93,23 +93,21 @@ def rows_and_texts(found: Iterable[Document]) -> list[tuple[int, str | None]]:
 # Stretches
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.zst", "a.jsonl.gz"])
-def test_stretches_of_any_size_hold_every_line_once(tmp_path: Path, name: str):
-    for content in (LINES, LINES + b"\n", LINES + b"\n \n\n"):
-        source = write(tmp_path / name, content)
-        assert source.can_be_entered is (name in ("a.jsonl", "a.json"))
-        for size in (1, 2, 7, 16, 30, 60, len(content) - 1, len(content), 1000):
-            assert rows_and_texts(read(source, range(0, len(content), size))) == FOUND, size
-        # How much a compressed file holds is an estimate.
-        if not source.can_be_entered:
-            assert rows_and_texts(read(source, (0, 70, 5 * len(content)))) == FOUND
+def test_ranges_of_any_size_hold_every_line_once(tmp_path: Path):
+    for name in ("a.jsonl", "a.json", "a.jsonl.zst", "a.jsonl.gz"):
+        for content in (LINES, LINES + b"\n", LINES + b"\n \n\n"):
+            source = write(tmp_path / name, content)
+            assert source.can_be_entered is (name in ("a.jsonl", "a.json"))
+            sizes = (1, 2, 7, 16, 30, 60, len(content) - 1, len(content), 1000)
+            for size in sizes if source.can_be_entered else (1000,):
+                assert rows_and_texts(read(source, range(0, len(content), size))) == FOUND, size
 
 
 TEXTS = ["before it", "x" * 3000, "behind it", "é" * 990, "", "y" * 1001, "z" * 900]
 
 
 def texts_in(path: Path) -> Source:
-    """The texts in a file of the kind that its name says, or in a local data set."""
+    """The texts in a file of the kind that its name says."""
     match path.name.split(".")[1]:
         case "jsonl":
             return write(path, b"".join(b"%s\n" % json.dumps({"text": t}).encode() for t in TEXTS))
@@ -117,10 +115,6 @@ def texts_in(path: Path) -> Source:
             return write(path, json.dumps([{"text": text} for text in TEXTS]).encode())
         case "csv":
             return texts_in_csv(path, TEXTS)
-        case "hub":
-            path.mkdir()
-            texts_in(path / "train.parquet")
-            return Source("hub", str(path), 0)
         case _:
             rows: list[Row] = [(text, None) for text in TEXTS]
             return source_of(write_parquet(path, rows, row_group_size=3))
@@ -132,16 +126,15 @@ def texts_in_csv(path: Path, texts: list[str]) -> Source:
     return write(path, path.read_bytes())
 
 
-@pytest.mark.parametrize(
-    "name", ["a.json", "a.json.gz", "a.csv", "a.csv.zst", "a.parquet", "a.hub"]
-)
-def test_stretches_of_any_size_hold_every_row_once(tmp_path: Path, name: str):
-    source = texts_in(tmp_path / name)
-    assert source.can_be_entered is (name == "a.parquet")
+def test_ranges_of_any_size_hold_every_row_once(tmp_path: Path):
+    source = texts_in(tmp_path / "a.parquet")
+    assert source.can_be_entered
     for size in (1, 2, 3, 5, 7):
         assert rows_and_texts(read(source, range(0, 7, size))) == list(enumerate(TEXTS))
-    if not source.can_be_entered:
-        assert rows_and_texts(read(source, (0, 4, 50, 90))) == list(enumerate(TEXTS))
+    for name in ("a.json", "a.json.gz", "a.csv", "a.csv.zst"):
+        source = texts_in(tmp_path / name)
+        assert not source.can_be_entered
+        assert rows_and_texts(read(source)) == list(enumerate(TEXTS))
 
 
 def test_a_source_that_can_be_entered_and_ends_early_has_changed(tmp_path: Path):
@@ -161,7 +154,7 @@ def test_files_in_a_store_hold_the_same_documents(monkeypatch: pytest.MonkeyPatc
             content = Path(here.path).read_bytes()
             assert store.request("PUT", f"/bucket/{name}", content)[0] == 200
             there = replace(here, path=f"s3://bucket/{name}")
-            for cuts in ((0,), (0, 3, 5)):
+            for cuts in ((0,), (0, 3, 5))[: 1 + there.can_be_entered]:
                 assert rows_and_texts(read(there, cuts)) == list(enumerate(TEXTS))
 
 
@@ -180,9 +173,8 @@ import resource, sys
 from headcount.workers.inputs.corpus.documents import Source
 source = Source("jsonl", sys.argv[1], 1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-records = source.records(start=int(sys.argv[2]))
-lengths = [len(record.content) for record in records]
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, *lengths)
+lengths = [len(record.content) for record in source.records()]
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, *lengths[-3:])
 """
 
 
@@ -196,7 +188,7 @@ def test_one_frame_of_any_size_and_a_line_of_any_length_take_little_memory(tmp_p
         for piece in [*[line] * 150, *[line[:-1]] * 150, b"\n" + line]:
             file.write(one_frame.compress(piece))
         file.write(one_frame.flush())
-    command = [sys.executable, "-c", PEAK, str(path), str(149 * len(line))]
+    command = [sys.executable, "-c", PEAK, str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     mebibytes, *lengths = map(int, done.stdout.split())
     assert lengths == [len(line), len(documents.TOO_LARGE), len(line)]

@@ -31,6 +31,7 @@ from headcount.workers.inputs.store.extents import Extent, extents_of, sources_n
 from headcount.workers.inputs.store.preparation import damaged_portions, is_whole, prepare_extent
 from headcount.workers.inputs.store.stored_corpora import (
     remove_corpus,
+    store_folder,
     stored_corpora,
     stored_corpus,
     stored_files,
@@ -40,8 +41,6 @@ from headcount.workers.inputs.store.token_store import (
     TokenStore,
     forget_open_files,
     open_portion,
-    read_documents,
-    read_tokens,
 )
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from tests.toys.object_stores import object_store
@@ -108,9 +107,9 @@ class Corpus:
         rows: list[tuple[int, int, str | None]] = []
         for extent in self.extents:
             for _, portion in sorted(self.store.portions()[extent.key].items()):
-                table = read_documents(self.store, portion)
+                table = open_portion(self.store, portion).documents()
                 ends = np.cumsum(np.maximum(table["n_tokens"].to_numpy(), 0)).tolist()
-                tokens = read_tokens(self.store, portion, 0, ends[-1] if ends else 0)
+                tokens = open_portion(self.store, portion).tokens(0, ends[-1] if ends else 0)
                 for row, part in zip(table.to_pylist(), np.split(tokens, ends[:-1]), strict=False):
                     text = None if row["problem"] else part.astype(np.uint8).tobytes().decode()
                     rows.append((extent.first_source + row["source"], row["row"], text))
@@ -226,7 +225,9 @@ def test_offsets_lead_to_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(corpus.extents) > 9
     content = file.read_bytes()
     offsets = [
-        offset for p in portions for offset in read_documents(corpus.store, p)["offset"].to_pylist()
+        offset
+        for p in portions
+        for offset in open_portion(corpus.store, p).documents()["offset"].to_pylist()
     ]
     assert [json.loads(content[at:].split(b"\n")[0])["text"] for at in offsets] == TEXTS
 
@@ -268,7 +269,7 @@ def test_the_key_of_an_extent_says_what_is_in_its_files(
 
 def test_documents_keep_what_was_read_of_them(corpus: Corpus):
     portions = corpus.prepare()
-    rows = [row for p in portions for row in read_documents(corpus.store, p).to_pylist()]
+    rows = [row for p in portions for row in open_portion(corpus.store, p).documents().to_pylist()]
     (source,) = corpus.extents[0].sources
     for i, document in enumerate(source.documents(READING)):
         del rows[i]["offset"]
@@ -293,7 +294,7 @@ def test_any_range_of_tokens_is_read_and_the_callers_own(corpus: Corpus):
     for start in (0, 1, 63, 64, 65, 250, len(expected) - 1, len(expected)):
         for length in (0, 1, 64, 130, 640):
             stop = min(start + length, len(expected))
-            tokens = read_tokens(corpus.store, portion, start, stop)
+            tokens = open_portion(corpus.store, portion).tokens(start, stop)
             assert tokens.tolist() == expected[start:stop].tolist()
             assert tokens.dtype == np.uint16
             # What was read before must not change by this.
@@ -304,7 +305,7 @@ def test_the_type_of_the_ids_is_the_narrowest(corpus: Corpus):
     large = replace(corpus.store, d_vocab=(1 << 16) + 1)
     assert replace(large, d_vocab=1 << 16).token_type == corpus.store.token_type == pa.uint16()
     corpus.store = large
-    assert read_tokens(large, corpus.prepare()[0], 1, 3).dtype == np.uint32
+    assert open_portion(large, corpus.prepare()[0]).tokens(1, 3).dtype == np.uint32
 
 
 # Who prepares, and what is lost
@@ -450,8 +451,8 @@ def test_a_flipped_bit_is_found_or_changes_nothing(corpus: Corpus):
         path.write_bytes(damage)
         forget_open_files()
         try:
-            is_same = read_documents(store, portion).equals(documents)
-            is_same &= read_tokens(store, portion, 0, len(tokens)).tolist() == tokens
+            is_same = open_portion(store, portion).documents().equals(documents)
+            is_same &= open_portion(store, portion).tokens(0, len(tokens)).tolist() == tokens
         except CorpusError:
             found += 1
         else:
@@ -460,7 +461,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(corpus: Corpus):
     path.unlink()
     forget_open_files()
     with pytest.raises(CorpusError, match="not there; run the same command, which prepares it"):
-        read_tokens(store, portion, 0, 1)
+        open_portion(store, portion).tokens(0, 1)
 
 
 def test_a_portion_is_not_taken_for_another(corpus: Corpus):
@@ -468,7 +469,7 @@ def test_a_portion_is_not_taken_for_another(corpus: Corpus):
     shutil.copy(corpus.folder / second.file_name, corpus.folder / first.file_name)
     forget_open_files()
     with pytest.raises(CorpusError, match="holds other documents"):
-        read_tokens(corpus.store, first, 0, 1)
+        open_portion(corpus.store, first).tokens(0, 1)
 
 
 def test_verification_finds_texts_and_files_that_differ(tmp_path: Path):
@@ -530,7 +531,7 @@ def test_lists_what_is_stored_and_what_was_left_out_of_each_file(
     assert stored.bytes == sum(map(len, corpus.files().values()))
     assert stored.changed is not None
     corpus.store.forget(portions[3 : len(corpus.store.portions()[of_texts[0].key])])
-    files = {Path(file.name).name: file for file in stored_files(corpora, key)}
+    files = {Path(file.name).name: file for file in stored_files(corpora / key)}
     counts = [(name, f.documents, f.bad, f.empty, f.whole) for name, f in files.items()]
     assert counts[:2] == [("bad.jsonl", 3, 1, 1, True), ("large.jsonl", 101, 1, 15, True)]
     assert files["texts.jsonl.zst"].whole is False
@@ -539,12 +540,12 @@ def test_lists_what_is_stored_and_what_was_left_out_of_each_file(
     offset = large.read_bytes().index(b"\n{\n") + 2
     assert files["large.jsonl"].problems == [f"{large}, byte {offset:,} (invalid JSON)"]
     (corpus.folder / portions[0].file_name).write_bytes(b"")
-    assert f"{portions[0].file_name}: cannot be read" in str(stored_corpus(corpora, key).problem)
+    assert f"{portions[0].file_name}: cannot be read" in str(stored_corpus(corpora / key).problem)
     (corpus.folder / "store.json").write_text("{")
-    assert "not the description" in str(stored_corpus(corpora, key).problem)
+    assert "not the description" in str(stored_corpus(corpora / key).problem)
     with pytest.raises(RunError, match=f"did you mean '{key}'"):
-        remove_corpus(corpora, key[:-1] + "_")
-    remove_corpus(corpora, key)
+        store_folder(corpora, key[:-1] + "_")
+    remove_corpus(store_folder(corpora, key[:6]))
     assert stored_corpora(corpora) == []
 
 
@@ -564,8 +565,8 @@ def test_a_store_of_objects_holds_the_same_and_is_asked_little(
         forget_open_files()
         server.clear()
         for start in range(250):
-            read_tokens(corpus.store, portions[0], start, start + 1)
-        read_documents(corpus.store, portions[0])
+            open_portion(corpus.store, portions[0]).tokens(start, start + 1)
+        open_portion(corpus.store, portions[0]).documents()
         assert len(server.requests()) <= 2
         # Sources in a store are listed once, and read by ranges.
         for number in range(20):
@@ -582,5 +583,5 @@ def test_a_store_of_objects_holds_the_same_and_is_asked_little(
         assert len(corpus.extents) == 3 + 4
         corpus.prepare()
         assert len(corpus.rows()) == 18 + 19
-        remove_corpus(corpora, corpus.store.key)
+        remove_corpus(corpora / corpus.store.key)
         assert stored_corpora(corpora) == []

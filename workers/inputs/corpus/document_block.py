@@ -55,7 +55,9 @@ class PortionPlace(NamedTuple):
 
 
 class DocumentBlock:
-    """Documents that a scan takes. The arrays have one entry for each."""
+    """Documents that a scan takes. `table` has a row for each, with the numbers that are arrays
+    here, its `pile_set_name`, its `problem` and the fields that are kept.
+    """
 
     def __init__(
         self,
@@ -72,21 +74,18 @@ class DocumentBlock:
         """Text tokens of a sequence."""
         self.portions = portions
         self.table = table
-        """The arrays below, and `pile_set_name`, `problem` and the fields that are kept."""
         self.others = others
         """By part: how many documents of the portions `where` does not select."""
+        # The number of its portion in `portions`; its own among all documents of the corpus, in the
+        # order of the files; where its tokens begin in its portion.
         self.portion = values_of(table["portion"])
-        """The number of its portion in `portions`."""
         self.position = values_of(table["position"])
-        """Its number among all documents of the corpus, in the order of the files."""
         self.first_token = values_of(table["first_token"])
-        """Where its tokens begin in its portion."""
+        # The number of its source in the corpus, and its row there.
         self.source = values_of(table["source"])
-        """The number of its source in the corpus."""
         self.row = values_of(table["row"])
-        """Its row in the source."""
+        # `BAD` if the row cannot be read, `SKIPPED` if it is left out, 0 if the text is empty.
         self.n_tokens = values_of(table["n_tokens"])
-        """`BAD` if the row cannot be read, `SKIPPED` if it is left out, 0 if the text is empty."""
 
     @classmethod
     def of_portion(

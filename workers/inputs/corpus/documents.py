@@ -187,11 +187,10 @@ class Source:
     def records(
         self, reading: Reading = EVERY_DOCUMENT, start: int = 0, stop: int | None = None
     ) -> Iterator[Record]:
-        """The records of a range in order, and a record for each blank line.
+        """The records in order, and a record for each blank line.
 
-        The range is of bytes of the (decompressed) content of lines, and a line belongs to the one
-        that its first byte lies in; of other sources it is a range of rows. A source that cannot be
-        entered is read from its beginning, and may end before the range.
+        A source that can be entered has ranges: of rows, or of bytes of lines. A line belongs to
+        the range that its first byte lies in.
         """
         with refusing_unreadable(self):
             if self.has_lines:
@@ -199,13 +198,11 @@ class Source:
                 return
             if self.kind == "parquet":
                 rows = _read_parquet(self, reading, start, stop)
-            elif self.kind == "hub":
-                rows = _read_hub(self, reading, start)
+                rows = islice(rows, None if stop is None else stop - start)
             else:
-                read = {"json": _read_array, "csv": _read_csv}.get(self.kind, _read_text)
-                rows = islice(read(self, reading), start, None)
-            wanted = None if stop is None else max(0, stop - start)
-            for row, content in enumerate(islice(rows, wanted)):
+                readers = {"hub": _read_hub, "json": _read_array, "csv": _read_csv}
+                rows = readers.get(self.kind, _read_text)(self, reading)
+            for row, content in enumerate(rows):
                 yield Record(row, content, start + row + 1)
 
 
@@ -228,21 +225,17 @@ def refusing_unreadable(source: Source) -> Iterator[None]:
 def open_content(path: str, start: int = 0) -> Iterator[io.BufferedReader]:
     """The content of a file from a byte on, decompressed if the file's name says so.
 
-    A compressed file is read from its beginning, and what lies before that byte is dropped. A file
-    that ends before it is open at its end. Memory does not depend on the file's size.
+    A compressed file is read from its beginning. Memory does not depend on the file's size.
     """
     with open_whole(place(path)) as file:
         # A file in a store is Arrow's, which cannot peek or iterate over lines.
         stored = io.BufferedReader(file, STORE_BUFFER) if isinstance(file, pa.NativeFile) else file
-        if not path.endswith(COMPRESSED):
+        if path.endswith(COMPRESSED):
+            stream = _decompressed(path, pa.PythonFile(stored, mode="r"))
+            yield io.BufferedReader(stream, CONTENT_BUFFER)
+        else:
             stored.seek(start)
             yield stored
-            return
-        stream = _decompressed(path, pa.PythonFile(stored, mode="r"))
-        content = io.BufferedReader(stream, CONTENT_BUFFER)
-        while start > 0 and (dropped := content.read(min(start, CONTENT_BUFFER))):
-            start -= len(dropped)
-        yield content
 
 
 def _decompressed(path: str, stored: Any) -> Any:  # noqa: ANN401 (pyarrow has no types)
@@ -286,9 +279,7 @@ def _read_lines(source: Source, start: int, end: int | None) -> Iterator[Record]
         while end is None or offset < end:
             line, stop = _next_line(file, offset)
             if stop == offset:
-                # How much a compressed file holds is an estimate, so its ranges may lie behind its
-                # end. Any other file has become shorter.
-                if end is not None and not source.path.endswith(COMPRESSED):
+                if end is not None:
                     raise CorpusError(
                         f"{printable(source.path)}: ends at byte {offset:,}, expected {end:,} or "
                         f"more; {CHANGED}"
@@ -423,15 +414,14 @@ def flowing(text: str) -> str:
     return " ".join(text.split())
 
 
-def _read_hub(source: Source, reading: Reading, start: int) -> Iterator[object]:
-    """The rows of one part of a Hub data set from one on."""
+def _read_hub(source: Source, reading: Reading) -> Iterator[object]:
+    """The rows of one part of a Hub data set."""
     rows = open_hub(source.path, source.split)
     if source.parts > 1:
         rows = rows.shard(source.parts, source.part, contiguous=True)
-    row = start
+    row = 0
     try:
-        # Whole tables are skipped, without making Python objects of their rows.
-        for fields in rows.skip(start):
+        for fields in rows:
             _check_text_column(f"data set {source.name!r}", reading, list(fields))
             yield fields
             row += 1
