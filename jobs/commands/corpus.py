@@ -121,7 +121,9 @@ def list_stores(corpora: Corpora = DEFAULT) -> None:
             f"{absolute(corpora)}: no token store here; expected the directory `corpora` of a scan "
             "(beside its runs, if the scan names no other), as headcount corpus prepare fills it"
         )
-    rows = [("corpus", "tokenizer", "text", "documents", "tokens", "bad", "size", "changed")]
+    rows: list[tuple[str, ...]] = [
+        ("corpus", "tokenizer", "text", "documents", "tokens", "bad", "size", "changed")
+    ]
     for stored in all_stored:
         # A store whose own record cannot be read still takes space, so it is listed.
         tokenizer = text = "?"
@@ -147,7 +149,9 @@ def show(key: Key, corpora: CorporaOption = DEFAULT) -> None:
     from headcount.workers.inputs.store.stored_corpora import store_folder, stored_files
 
     files = stored_files(store_folder(absolute(corpora), key))
-    rows = [("file", "size", "documents", "tokens", "bad", "empty", "prepared")]
+    rows: list[tuple[str, ...]] = [
+        ("file", "size", "documents", "tokens", "bad", "empty", "prepared")
+    ]
     for file in files:
         size = in_bytes(file.bytes) if file.bytes else "?"
         counts = [f"{n:,}" for n in (file.documents, file.tokens, file.bad, file.empty)]

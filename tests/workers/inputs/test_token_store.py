@@ -19,8 +19,6 @@ from typing import Any
 
 import duckdb
 import numpy as np
-import psutil
-import pyarrow as pa
 import pytest
 
 from headcount.schemas.errors import CorpusError, RunError
@@ -301,22 +299,7 @@ def test_any_range_of_tokens_is_read_and_the_callers_own(corpus: Corpus):
             tokens += 1
 
 
-def test_the_type_of_the_ids_is_the_narrowest(corpus: Corpus):
-    large = replace(corpus.store, d_vocab=(1 << 16) + 1)
-    assert replace(large, d_vocab=1 << 16).token_type == corpus.store.token_type == pa.uint16()
-    corpus.store = large
-    assert open_portion(large, corpus.prepare()[0]).tokens(1, 3).dtype == np.uint32
-
-
 # Who prepares, and what is lost
-
-
-def test_a_task_of_one_core_starts_no_threads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    assert preparation._cores() == len(psutil.Process().cpu_affinity() or [0])
-    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
-    preparation.use_cores(1)
-    assert preparation._cores() == 1
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])

@@ -10,8 +10,7 @@ import numpy as np
 from headcount.schemas.errors import CorpusError, printable
 from headcount.schemas.files.document_fates import FATES, OTHER, Fates
 from headcount.workers.inputs.corpus.corpus import PART, Corpus
-from headcount.workers.inputs.corpus.document_block import SKIPPED
-from headcount.workers.inputs.corpus.sequence_index import BadRun, SequenceIndex
+from headcount.workers.inputs.corpus.sequence_index import SKIPPED, BadRun, SequenceIndex
 from headcount.workers.inputs.store.token_store import BAD, field_column, values_of
 
 LISTED_PARTS = 20

@@ -77,14 +77,6 @@ class Reading:
     before: str = ""
     """What is put before every text."""
 
-    @property
-    def column_names(self) -> set[str]:
-        """Columns of a Parquet file that are read if the file has them."""
-        fields = [self.text_field, *self.fields]
-        # `body.plain` may be a column of that name, or a field of the column `body`.
-        outer_fields = [name.partition(".")[0] for name in fields]
-        return {"meta", "pile_set_name", *fields, *outer_fields}
-
 
 EVERY_DOCUMENT = Reading()
 
@@ -330,6 +322,10 @@ def _read_parquet(
     with open_whole(place(source.path)) as content, pq.ParquetFile(content) as file:
         names: list[str] = file.schema_arrow.names
         _check_text_column(source.path, reading, names)
+        fields = [reading.text_field, *reading.fields]
+        # `body.plain` may be a column of that name, or a field of the column `body`.
+        outer_fields = [name.partition(".")[0] for name in fields]
+        wanted = {"meta", "pile_set_name", *fields, *outer_fields}
         if stop is not None and stop > file.metadata.num_rows:
             raise CorpusError(
                 f"{printable(source.path)}: has {file.metadata.num_rows:,} rows, expected "
@@ -347,7 +343,7 @@ def _read_parquet(
             for batch in file.iter_batches(
                 batch_size=min(PARQUET_BATCH, max(1, BATCH_BYTES // row_bytes)),
                 row_groups=[number],
-                columns=[name for name in names if name in reading.column_names],
+                columns=[name for name in names if name in wanted],
             ):
                 yield from _rows_of(batch.slice(min(to_drop, len(batch))))
                 to_drop = max(0, to_drop - len(batch))

@@ -241,45 +241,45 @@ def commit_portion(
     rows: int,
 ) -> None:
     """Write a portion: of each document the number of its source, its offset and its tokens."""
-    lengths = np.array([len(ids) for ids in tokens], np.int64)
+    fields = [field_column(name) for name in store.reading.fields]
+    content = [
+        {
+            "source": source,
+            "row": document.row,
+            "offset": offset,
+            "n_tokens": len(ids) if document.problem is None else BAD,
+            "content": document.content_hash,
+            "pile_set_name": document.pile_set_name,
+            "problem": document.problem,
+            "tokens": ids,
+            # A bad document has no fields.
+            **dict(zip(fields, document.fields, strict=False)),
+        }
+        for (source, offset, document), ids in zip(documents, tokens, strict=True)
+    ]
+    table = pa.Table.from_pylist(content, store.schema)
+    ids = table["tokens"].combine_chunks().values
+    lengths = np.array([len(each) for each in tokens], np.int64)
     ends = np.cumsum(lengths)
-    is_bad = np.array([document.problem is not None for _, _, document in documents], bool)
-    columns: dict[str, Any] = {
-        "source": [source for source, _, _ in documents],
-        "row": [document.row for _, _, document in documents],
-        "offset": [offset for _, offset, _ in documents],
-        "n_tokens": np.where(is_bad, BAD, lengths).astype(np.int32),
-        "content": [document.content_hash for _, _, document in documents],
-        "pile_set_name": [document.pile_set_name for _, _, document in documents],
-        "problem": [document.problem for _, _, document in documents],
-    }
-    for i, name in enumerate(store.reading.fields):
-        # A bad document has no fields.
-        values = [document.fields[i] if document.fields else None for _, _, document in documents]
-        columns[field_column(name)] = values
-    arrays = [pa.array(columns[field.name], field.type) for field in list(store.schema)[:-1]]
-    ids = pa.chunked_array([pa.array(ids) for ids in tokens], store.token_type).combine_chunks()
-    offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
-    lists = pa.ListArray.from_arrays(offsets, ids, type=store.schema.field("tokens").type)
-    table = pa.Table.from_arrays([*arrays, lists], schema=store.schema)
     # A group begins with the first document that begins in the next `TOKENS_PER_GROUP`.
     group_of_document = (ends - lengths) // TOKENS_PER_GROUP
     bounds = [0, *(np.flatnonzero(np.diff(group_of_document)) + 1).tolist(), len(table)]
     group_ends = [0, *(int(ends[bound - 1]) if bound else 0 for bound in bounds[1:])]
-    sources = [(number, extent.sources[number]) for number in sorted(set(columns["source"]))]
+    numbers = {source for source, _, _ in documents}
     record = PortionRecord(
         store=store.key,
         extent=extent.key,
         number=portion.number,
         documents=len(table),
         tokens=group_ends[-1],
-        bad=int(is_bad.sum()),
+        bad=sum(document.problem is not None for _, _, document in documents),
         rows=rows,
         start=extent.start,
         stop=extent.stop,
         files={
             str(number): (source.kind, source.name, source.bytes, source.changed)
-            for number, source in sources
+            for number, source in enumerate(extent.sources)
+            if number in numbers
         },
         digest=_digest_of_documents(table.drop_columns(["tokens"])),
         groups=tuple(
@@ -287,7 +287,7 @@ def commit_portion(
             for begin, end in pairwise(group_ends)
         ),
     )
-    content = json.dumps(asdict(record))
+    record_text = json.dumps(asdict(record))
     sink = pa.BufferOutputStream()
     # Texts repeat. Rows, hashes and tokens hardly do.
     repeating: Any = [
@@ -310,7 +310,9 @@ def commit_portion(
     ) as writer:
         for begin, end in pairwise(bounds):
             writer.write_table(table.slice(begin, end - begin), row_group_size=max(1, end - begin))
-        writer.add_key_value_metadata({"record": content, "digest": digest_of(content.encode())})
+        writer.add_key_value_metadata(
+            {"record": record_text, "digest": digest_of(record_text.encode())}
+        )
     write_whole(store.folder / portion.file_name, sink.getvalue())
 
 
