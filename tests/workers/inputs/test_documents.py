@@ -245,25 +245,6 @@ def test_a_text_file_that_is_too_large_is_a_bad_row(tmp_path: Path, kind: str):
     assert found == [None, documents.TOO_LARGE, None]
 
 
-@pytest.mark.usefixtures("small_records")
-def test_the_end_of_a_csv_row_that_is_too_large_is_found(tmp_path: Path):
-    # Quotes, line ends within quotes and blank lines around the rows.
-    long_texts = [
-        "word\n" * 500,
-        "\n\n" + "x" * 3000 + "\r\n\r\n",
-        'a "quoted, text"\n' * 200,
-        "x" * 995 + '"\n"' + "y" * 100,
-    ]
-    for text in long_texts:
-        source = texts_in_csv(tmp_path / "a.csv", ["first", text, 'the "last"\none'])
-        content = Path(source.path).read_bytes()
-        for with_blanks in (content, content.replace(b'\r\n1,"', b'\r\n\r\n\n1,"')):
-            Path(source.path).write_bytes(with_blanks)
-            found = read(source)
-            assert rows_and_texts(found) == [(0, "first"), (1, None), (2, 'the "last"\none')]
-            assert found[1].problem == documents.TOO_LARGE
-
-
 # Fields
 
 

@@ -109,6 +109,7 @@ class SequenceIndex:
         self._blocks: deque[tuple[int, DocumentBlock]] = deque(maxlen=BLOCKS_IN_MEMORY)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Neither a copy nor another process gets the blocks.
         return self.__dict__ | {"_blocks": deque(maxlen=BLOCKS_IN_MEMORY)}
 
     def __len__(self) -> int:
@@ -177,7 +178,6 @@ class SequenceIndex:
         """The index when its last portion was added: it ends with the last sequence needed."""
         if self.corpus.choice.shuffled and self.portions:
             index = copy.copy(self)
-            index._blocks = deque(maxlen=BLOCKS_IN_MEMORY)
             index.ends = [index.block(0).sequences]
             index.unmeasured = index.block(0).unmeasured
             return index
@@ -197,7 +197,6 @@ class SequenceIndex:
         documents = int(block.position[block.last_document(sequence)]) + 1
         left_over = sum(self.block(i).unmeasured for i in range(last, len(self.portions)))
         index = copy.copy(self)
-        index._blocks = deque(maxlen=BLOCKS_IN_MEMORY)
         index.portions = self.portions[: last + 1]
         index.contents = self.contents[: last + 1]
         index.places = self.places[: last + 2]
