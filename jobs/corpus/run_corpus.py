@@ -87,14 +87,6 @@ class RunCorpus:
                 f"{file}: damaged, so nothing says which corpus the run was begun with"
             ) from None
 
-    @property
-    def content(self) -> bytes:
-        """The record as a file."""
-        sources = [astuple(source) for source in self.sources]
-        content: dict[str, Any] = {"format": NEWEST_FORMAT, "store": self.store}
-        content |= {"sources": sources, "portions": self.portions}
-        return json.dumps(content, ensure_ascii=False).encode()
-
 
 def index_new_run(sequences: Sequences, corpora: Place, preparation: Preparation) -> RunCorpus:
     """Give the sequences of a run that is about to begin an index of their corpus."""
@@ -134,7 +126,10 @@ def index_continued_run(
 
 def write_corpus(run: RunDirectory, corpus: RunCorpus, sequences: Sequences) -> None:
     """Keep with the run what it reads of its corpus, and what becomes of each document."""
-    write_whole(_record_file(run), corpus.content)
+    sources = [astuple(source) for source in corpus.sources]
+    record: dict[str, Any] = {"format": NEWEST_FORMAT, "store": corpus.store}
+    record |= {"sources": sources, "portions": corpus.portions}
+    write_whole(_record_file(run), json.dumps(record, ensure_ascii=False).encode())
     assert sequences.fates is not None
     fates = json.dumps(sequences.fates.record, indent=1, ensure_ascii=False)
     write_whole(run.fates_file, fates.encode())

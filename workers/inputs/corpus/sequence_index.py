@@ -310,22 +310,25 @@ class SequenceIndex:
         return np.concatenate(tokens), origin
 
     def bad_rows(self, start: int, stop: int) -> list[str]:
-        """The bad rows between the beginning of sequence `start` and that of sequence `stop`."""
-        # The first sequence also answers for bad rows before it, the last for those after it.
-        first_block, first_document = self._beginning_of(start) if start else (0, 0)
-        blocks = len(self.ends)
-        last_block, end = (blocks, 0) if stop >= len(self) else self._beginning_of(stop)
+        """The bad rows between the beginning of sequence `start` and that of sequence `stop`.
+
+        The first sequence also answers for bad rows before it, the last for those after it.
+        """
+        first, end = self._beginning_of(start), self._beginning_of(stop)
         bad_rows: list[str] = []
-        for number in range(first_block, min(last_block + 1, blocks)):
+        for number in range(first[0], min(end[0] + 1, len(self.ends))):
             block = self.block(number)
-            begin = first_document if number == first_block else 0
-            lengths = block.n_tokens[begin : end if number == last_block else None]
-            bad_documents = begin + np.flatnonzero(lengths == BAD)
-            bad_rows += [self.problem_of(block, i) for i in bad_documents.tolist()]
+            bad_documents = np.flatnonzero(block.n_tokens == BAD).tolist()
+            in_range = (i for i in bad_documents if first <= (number, i) < end)
+            bad_rows += [self.problem_of(block, i) for i in in_range]
         return bad_rows
 
     def _beginning_of(self, sequence: int) -> tuple[int, int]:
-        """The block and the document that a sequence begins in."""
+        """The block and the document that a sequence begins in; the ends of all for the first one
+        and for one behind the last.
+        """
+        if sequence == 0 or sequence >= len(self):
+            return (len(self.ends) if sequence else 0), 0
         ((number, first, end),) = self._in_blocks(sequence, sequence + 1)
         return number, int(self.block(number).beginnings(first, end)[0][0])
 

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 
 from headcount.schemas.errors import CorpusError, RunError, printable, unknown
-from headcount.schemas.files.places import Place, names, reason, stats
+from headcount.schemas.files.places import Place, listed, names, reason, stats
 from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.inputs.store.preparation import is_whole
 from headcount.workers.inputs.store.token_store import (
@@ -101,8 +100,7 @@ def stored_corpus(folder: Place) -> StoredCorpus:
             for _, status in stats(folder)
         ]
     else:
-        listed = folder.filesystem.get_file_info(pafs.FileSelector(folder.key))
-        files = [(info.size or 0, info.mtime) for info in listed]
+        files = [(info.size or 0, info.mtime) for info in listed(folder)]
     store = problem = None
     records: list[PortionRecord] = []
     try:
