@@ -10,8 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from headcount.jobs.corpus.preparation import FOLDER, Preparation
-from headcount.jobs.corpus.work import Watch, unwatched
+from headcount.jobs.corpus.preparation import FOLDER, Preparation, Watch, unwatched
 from headcount.jobs.plan.plan import Plan, plan_run, prepare_run
 from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
 from headcount.jobs.resources import Resources

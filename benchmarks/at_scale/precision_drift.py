@@ -196,7 +196,7 @@ def measure_case(fields: dict[str, Any], sequences: int, precisions: Sequence[st
     source = Sequences(parse_scan(fields), info)
     with tempfile.TemporaryDirectory() as corpora:
         if source.corpus is not None:
-            source.use_index(HERE.prepared(source, Path(corpora)).index)
+            source.use_index(HERE.prepared(source, Path(corpora)))
         shard = source.shard(0)
 
     def measure(precision: str) -> dict[str, np.ndarray]:

@@ -38,9 +38,7 @@ from headcount.workers.inputs.store.token_store import (
     TokenStore,
     forget_open_files,
     open_portion,
-    read_documents,
     read_record,
-    read_tokens,
 )
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from tests.s3.s3_server import S3Server
@@ -139,7 +137,7 @@ def measure_reading(corpora: Place, tokenizer: TextTokenizer, large: Path) -> di
     )
     listing_seconds = min(timed(store.portions, clock)[0] for _ in range(ATTEMPTS))
     forget_open_files()
-    document_seconds = timed(lambda: read_documents(store, portion), clock)[0]
+    document_seconds = timed(lambda: open_portion(store, portion).documents(), clock)[0]
     seeks = [cold_seek(store, portion, record.tokens, seed, clock) for seed in range(ATTEMPTS)]
     starts = np.random.default_rng(0).integers(0, record.tokens - SEQUENCE, 100).tolist()
 
@@ -147,7 +145,7 @@ def measure_reading(corpora: Place, tokenizer: TextTokenizer, large: Path) -> di
         for start in starts:
             # Nothing is kept decoded, as if each were in another portion.
             open_portion(store, portion)._decoded.clear()
-            read_tokens(store, portion, start, start + SEQUENCE)
+            open_portion(store, portion).tokens(start, start + SEQUENCE)
 
     return {
         "tokens": record.tokens,
@@ -165,18 +163,18 @@ def read_forward(store: TokenStore, portion: Portion, tokens: int) -> None:
     """Read a portion shard by shard, nothing of it being open or decoded before."""
     forget_open_files()
     for start in range(0, tokens, SHARD):
-        read_tokens(store, portion, start, min(start + SHARD, tokens))
+        open_portion(store, portion).tokens(start, min(start + SHARD, tokens))
 
 
 COLD = """
 import pickle, sys, time
 clock = getattr(time, sys.argv[2])
 begin = clock()
-from headcount.workers.inputs.store.token_store import read_tokens
+from headcount.workers.inputs.store.token_store import open_portion
 import pyarrow.fs
 store, portion, start, stop = pickle.loads(bytes.fromhex(sys.argv[1]))
 imported = clock()
-tokens = read_tokens(store, portion, start, stop)
+tokens = open_portion(store, portion).tokens(start, stop)
 print(clock() - imported, imported - begin, len(tokens))
 """
 

@@ -84,7 +84,7 @@ def prepare(
     began = time.monotonic()
     with watch_index(console) as watch:
         preparation = Preparation(resources, watch, verify_corpus, lambda line: say(console, line))
-        index = preparation.prepared(sequences, corpora_of(scan)).index
+        index = preparation.prepared(sequences, corpora_of(scan))
     sequences.use_index(index)
     # As a scan would refuse it.
     sequences.check_index()
@@ -108,42 +108,30 @@ def list_stores(corpora: Corpora = DEFAULT) -> None:
     from headcount.schemas.files.places import absolute
     from headcount.workers.inputs.store.stored_corpora import stored_corpora
 
-    rows = [("corpus", "tokenizer", "text", "documents", "tokens", "bad", "size", "changed")]
-    problems: list[str] = []
     all_stored = stored_corpora(absolute(corpora))
     if not all_stored:
         raise CorpusError(
             f"{absolute(corpora)}: no token store here; expected the directory `corpora` of a scan "
             "(beside its runs, if the scan names no other), as headcount corpus prepare fills it"
         )
+    rows: list[tuple[str, ...]] = [
+        ("corpus", "tokenizer", "text", "documents", "tokens", "bad", "size", "changed")
+    ]
     for stored in all_stored:
-        if stored.problem is not None:
-            problems.append(stored.problem)
-        changed = "" if stored.changed is None else f"{stored.changed:%Y-%m-%d %H:%M}"
         # A store whose own record cannot be read still takes space, so it is listed.
         tokenizer = text = "?"
         if stored.store is not None:
             tokenizer = f"{stored.store.tokenizer[:8]}, {stored.store.library}"
             reading = stored.store.reading
             text = reading.text_field
-            if reading.before:
-                text += f" behind {reading.before!r}"
-            if reading.fields:
-                text += f", with {', '.join(reading.fields)}"
-        rows.append(
-            (
-                stored.key,
-                tokenizer,
-                printable(text),
-                f"{stored.documents:,}",
-                f"{stored.tokens:,}",
-                f"{stored.bad:,}",
-                in_bytes(stored.bytes),
-                changed,
-            )
-        )
+            text += f" behind {reading.before!r}" if reading.before else ""
+            text += f", with {', '.join(reading.fields)}" if reading.fields else ""
+        counts = [f"{count:,}" for count in (stored.documents, stored.tokens, stored.bad)]
+        changed = "" if stored.changed is None else f"{stored.changed:%Y-%m-%d %H:%M}"
+        size = in_bytes(stored.bytes)
+        rows.append((stored.key, tokenizer, printable(text), *counts, size, changed))
     print_table(rows)
-    for problem in problems:
+    for problem in filter(None, (stored.problem for stored in all_stored)):
         say(Console(highlight=False, stderr=True), problem)
 
 
@@ -151,26 +139,20 @@ def list_stores(corpora: Corpora = DEFAULT) -> None:
 def show(key: Key, corpora: CorporaOption = DEFAULT) -> None:
     """Print what a token store holds of each file, and the bad rows that were found."""
     from headcount.schemas.files.places import absolute
-    from headcount.workers.inputs.store.stored_corpora import stored_files
+    from headcount.workers.inputs.store.stored_corpora import store_folder, stored_files
 
-    rows = [("file", "size", "documents", "tokens", "bad", "empty", "prepared")]
-    problems: list[str] = []
-    for file in stored_files(absolute(corpora), _full_key(corpora, key)):
-        rows.append(
-            (
-                printable(file.name),
-                in_bytes(file.bytes) if file.bytes else "?",
-                f"{file.documents:,}",
-                f"{file.tokens:,}",
-                f"{file.bad:,}",
-                f"{file.empty:,}",
-                "whole" if file.whole else "in part",
-            )
-        )
-        problems += file.problems
+    files = stored_files(store_folder(absolute(corpora), key))
+    rows: list[tuple[str, ...]] = [
+        ("file", "size", "documents", "tokens", "bad", "empty", "prepared")
+    ]
+    for file in files:
+        size = in_bytes(file.bytes) if file.bytes else "?"
+        counts = [f"{n:,}" for n in (file.documents, file.tokens, file.bad, file.empty)]
+        rows.append((printable(file.name), size, *counts, "whole" if file.whole else "in part"))
     print_table(rows)
-    for problem in problems:
-        print(problem)
+    for file in files:
+        for problem in file.problems:
+            print(problem)
 
 
 @commands.command()
@@ -181,10 +163,13 @@ def remove(
 ) -> None:
     """Delete a token store. Scans that read it prepare their tokens again."""
     from headcount.schemas.files.places import absolute
-    from headcount.workers.inputs.store.stored_corpora import remove_corpus, stored_corpus
+    from headcount.workers.inputs.store.stored_corpora import (
+        remove_corpus,
+        store_folder,
+        stored_corpus,
+    )
 
-    directory = absolute(corpora)
-    full_key = _full_key(corpora, key)
+    folder = store_folder(absolute(corpora), key)
     if not yes:
         if not sys.stdin.isatty():
             words = ["headcount", "corpus", "remove", key, "--corpora", corpora, "--yes"]
@@ -192,18 +177,9 @@ def remove(
                 "headcount corpus remove asks before it deletes, and stdin is no terminal; "
                 f"{shlex.join(words)} does not ask"
             )
-        stored = stored_corpus(directory, full_key)
+        stored = stored_corpus(folder)
         tokens = counted(stored.tokens, "token")
-        query = f"Delete {directory / full_key} ({tokens}, {in_bytes(stored.bytes)})?"
-        if not typer.confirm(query, err=True):
+        if not typer.confirm(f"Delete {folder} ({tokens}, {in_bytes(stored.bytes)})?", err=True):
             return
-    remove_corpus(directory, full_key)
-    say(Console(highlight=False, stderr=True), f"deleted {directory / full_key}")
-
-
-def _full_key(corpora: str, beginning: str) -> str:
-    """The one key that begins so; the beginning itself if there is none or there are several."""
-    from headcount.schemas.files.places import absolute, names
-
-    keys = [name for name in names(absolute(corpora)) if name.startswith(beginning)]
-    return keys[0] if len(keys) == 1 else beginning
+    remove_corpus(folder)
+    say(Console(highlight=False, stderr=True), f"deleted {folder}")

@@ -12,12 +12,12 @@ from time import perf_counter
 
 import numpy as np
 
-from headcount.jobs.corpus.work import CorpusWork, prepare_here
+from headcount.jobs.corpus.preparation import CorpusWork, prepare_here
 from headcount.schemas.errors import CorpusError, counted
 from headcount.schemas.files.places import Place, sizes
-from headcount.workers.inputs.corpus.sequence_index import IndexBuilder
+from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.inputs.store.token_store import read_record, read_tokens
+from headcount.workers.inputs.store.token_store import open_portion
 
 MOST_PORTIONS = 8
 """Portions that are prepared at most to find a first sequence."""
@@ -64,63 +64,60 @@ def estimate_corpus(sequences: Sequences, corpora: Place) -> CorpusEstimate | No
     for _ in range(MOST_PORTIONS):
         if work.is_done:
             return None
-        builder = IndexBuilder(corpus, work.store, sequences.text_length, None, None)
-        for extent in work.extents[: work.frontier + 1]:
-            for portion in sorted(work.portions.get(extent.key, {}).values()):
-                if len(builder.portions) < len(work.builder.portions):
-                    builder.add(extent, portion)
-        if builder.sequences:
-            return _scaled(work, builder)
+        there = work.index
+        index = SequenceIndex(work.store, corpus, there.length, there.separator)
+        for place, portion in zip(there.places, there.portions, strict=False):
+            index.add(place.first_source, portion)
+        if len(index):
+            return _scaled(work, index)
         work.store.create()
         prepare_here(work, most=1)
     raise CorpusError(
         f"input: no sequence of {counted(sequences.text_length, 'token')} in the first "
-        f"{builder.place.tokens_before:,} tokens of the corpus; lower n_ctx, or look at where and "
+        f"{index.tokens:,} tokens of the corpus; lower n_ctx, or look at where and "
         "files; headcount corpus prepare SCAN reads all of it"
     )
 
 
-def _scaled(work: CorpusWork, builder: IndexBuilder) -> CorpusEstimate:
+def _scaled(work: CorpusWork, index: SequenceIndex) -> CorpusEstimate:
     """The numbers of the first portions, scaled to the corpus."""
-    sequences, index, there = work.sequences, builder.index(), builder.place
-    assert sequences.corpus is not None
+    sequences, store = work.sequences, work.store
     is_least = not work.total_bytes
     scale = 1.0 if is_least else work.total_bytes / max(1.0, work.covered_bytes())
-    documents_taken = max(1.0, scale * there.taken_before)
-    share_left = 1 - min(1.0, sequences.corpus.choice.skip / documents_taken)
-    available = max(1, round(scale * index.sequences * share_left))
+    documents_taken = max(1.0, scale * index.places[-1].taken_before)
+    share_left = 1 - min(1.0, work.index.corpus.choice.skip / documents_taken)
+    available = max(1, round(scale * len(index) * share_left))
     total = available if sequences.enough is None else sequences.enough
     if not is_least and not sequences.is_drawn:
         total = min(total, available)
-    needs_all = sequences.enough is None or sequences.corpus.is_read_whole
+    needs_all = sequences.enough is None or work.index.corpus.is_read_whole
     share_needed = 1.0 if needs_all else min(1.0, total / available)
-    missing = max(0, round(scale * there.tokens_before * share_needed) - there.tokens_before)
+    missing = max(0, round(scale * index.tokens * share_needed) - index.tokens)
     # The text of some tokens takes as long as other text of the corpus.
-    portion = max(index.portions, key=lambda portion: read_record(index.store, portion).tokens)
-    count = min(TIMED_TOKENS, read_record(index.store, portion).tokens)
-    texts = [
-        sequences.tokenizer.text(ids.tolist())
-        for ids in np.array_split(read_tokens(index.store, portion, 0, count), 256)
-    ]
+    files = (open_portion(store, portion) for portion in index.portions)
+    largest = max(files, key=lambda file: file.record.tokens)
+    some_tokens = largest.tokens(0, min(TIMED_TOKENS, largest.record.tokens))
+    parts = np.array_split(some_tokens, 256)
+    texts = [sequences.tokenizer.text(ids.tolist()) for ids in parts]
     began = perf_counter()
     sequences.tokenizer.encode_many(texts)
-    tokens_per_second = count / (perf_counter() - began)
-    bytes_by_name = dict(sizes(index.store.folder))
+    tokens_per_second = len(some_tokens) / (perf_counter() - began)
+    bytes_by_name = dict(sizes(store.folder))
     stored = sum(bytes_by_name[portion.file_name] for portion in index.portions)
     scan = sequences.scan
     # The sample holds fewer sequences than the scan asks for: all of them are used.
     if not sequences.is_drawn:
         scan = scan.model_copy(update={"sequences": "all"})
     return CorpusEstimate(
-        sample=Sequences(scan, sequences.info, index, builder.corpus, sequences.partners),
+        sample=Sequences(scan, sequences.info, index, index.corpus, sequences.partners),
         sequences=total,
-        documents=round(scale * there.documents_before),
-        tokens=round(scale * there.tokens_before),
-        bad=round(scale * there.bad_before),
+        documents=round(scale * index.documents),
+        tokens=round(scale * index.tokens),
+        bad=round(scale * index.bad),
         unmeasured=round(scale * index.unmeasured),
-        tokens_there=there.tokens_before,
+        tokens_there=index.tokens,
         tokens_missing=missing,
         seconds=missing / tokens_per_second,
-        bytes=round(missing * stored / max(1, there.tokens_before)),
+        bytes=round(missing * stored / max(1, index.tokens)),
         is_least=is_least,
     )

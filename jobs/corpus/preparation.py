@@ -2,26 +2,48 @@
 
 The portions that the token store has are taken as they are. The others are prepared in the order of
 the corpus until there is enough, by Ray tasks or here. A portion is there if its file is, so nobody
-who prepares a corpus need hear of others that do.
+who prepares a corpus need hear of others that do, and a task returns nothing: what it committed
+lies in the store.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from headcount.jobs.corpus.work import CorpusWork, Watch, prepare_here, unwatched
-from headcount.schemas.errors import RunError, counted
-from headcount.schemas.files.places import Place, absolute, place
+from headcount.jobs.upkeep import metrics
+from headcount.schemas.errors import HeadcountError, RunError, counted, printable
+from headcount.schemas.files.places import Place, absolute, place, reason
 from headcount.schemas.scans.scan import Scan
+from headcount.workers.inputs.corpus.documents import content_bytes_of
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.inputs.store.extents import Extent
-from headcount.workers.inputs.store.preparation import damaged_portions
-from headcount.workers.inputs.store.token_store import Portion
+from headcount.workers.inputs.store.extents import Extent, extents_of
+from headcount.workers.inputs.store.preparation import (
+    PORTION_LETTERS,
+    damaged_portions,
+    is_whole,
+    prepare_extent,
+    use_cores,
+)
+from headcount.workers.inputs.store.token_store import Portion, TokenStore, open_portion
+from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.workers.provenance.code_fingerprint import (
+    Code,
+    code_fingerprint,
+    learn_fingerprint,
+    read_code,
+)
 
 if TYPE_CHECKING:
+    import ray
+
     from headcount.jobs.resources import Resources
 
 FOLDER = "corpora"
@@ -32,12 +54,42 @@ LEAST_BYTES_ON_RAY = 1 << 24
 several to start.
 """
 
-Tell = Callable[[str], None]
-"""Is called with a line for the user."""
+LETTERS_PER_TOKEN = 4
+"""About how long a token is."""
+
+TASK_MEMORY = 1 << 30
+"""Bytes of memory that a task asks Ray for."""
+
+DEATHS = 3
+"""How often the task of one extent may die."""
+
+LOOK_SECONDS = 5.0
+"""Time between two looks at what is committed, if no task ends."""
+
+STARTING_NOTICE = 30.0
+"""Seconds without a new portion after which a line says why nothing happens."""
 
 
-def untold(line: str) -> None:
-    """Tell a line to nobody."""
+@dataclass(frozen=True)
+class CorpusProgress:
+    """How far the preparation of a corpus is, what was there before included."""
+
+    documents: int
+    tokens: int
+    bad: int
+    share: float | None
+    """Share of what the scan needs; None if nobody knows how much that is."""
+    tokens_per_second: float | None
+    """None until something was prepared."""
+    seconds_left: float | None
+
+
+Watch = Callable[[CorpusProgress], None]
+"""Is called with every portion that is prepared."""
+
+
+def unwatched(progress: CorpusProgress) -> None:
+    """Watch a corpus being prepared and show nothing."""
 
 
 def corpora_of(scan: Scan) -> Place:
@@ -45,17 +97,6 @@ def corpora_of(scan: Scan) -> Place:
     if scan.corpora is not None:
         return absolute(place(scan.corpora))
     return absolute(place(scan.out) / FOLDER)
-
-
-@dataclass(frozen=True)
-class PreparedCorpus:
-    """A corpus whose tokens are ready, as far as a scan needs them."""
-
-    index: SequenceIndex
-    extents: list[Extent]
-    """All extents of the corpus, as they were listed."""
-    changed_texts: frozenset[str] = frozenset()
-    """Keys of extents whose texts were others than their portions said, when they were verified."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +108,30 @@ class Preparation:
     watch: Watch = unwatched
     verify: bool = False
     """Whether portions that are there are compared with the texts first."""
-    tell: Tell = untold
+    tell: Callable[[str], None] = lambda line: None
+    """Is called with a line for the user."""
 
-    def prepared(self, sequences: Sequences, corpora: Place) -> PreparedCorpus:
-        """Prepare what the token store lacks for some sequences."""
+    def prepared(self, sequences: Sequences, corpora: Place) -> SequenceIndex:
+        """Prepare what the token store lacks for some sequences; returns their index."""
         work = CorpusWork(sequences, corpora, self.watch)
-        changed = self._verify(work) if self.verify else frozenset[str]()
+        if self.verify:
+            # The extents whose portions are in the index.
+            damages: dict[Portion, str] = {}
+            for extent in work.extents[: work.frontier + 1]:
+                damages |= damaged_portions(work.store, extent)
+            for problem in damages.values():
+                self.tell(problem)
+            if damages:
+                self.tell(f"{counted(len(damages), 'portion')} differed and will be prepared again")
+                work.store.forget(damages)
+                work.start_again()
         if not work.is_done:
             work.store.create()
             work.show()
             resources = self.resources
-            on_ray = resources is not None and (resources.replicas or resources.ray_prepares)
             bytes_missing = sum(extent.bytes for extent in work.missing())
-            if on_ray and min(bytes_missing, work.letters_wanted()) >= LEAST_BYTES_ON_RAY:
-                # Ray takes a second to import, and most commands that prepare nothing do without.
-                from headcount.jobs.corpus.preparation_on_ray import prepare_on_ray
-
-                assert resources is not None
+            is_large = min(bytes_missing, work.letters_wanted()) >= LEAST_BYTES_ON_RAY
+            if is_large and resources and (resources.replicas or resources.ray_prepares):
                 prepare_on_ray(work, resources, self.tell)
             else:
                 prepare_here(work)
@@ -92,29 +140,248 @@ class Preparation:
                     f"{work.store.folder}: somebody deletes portions while they are prepared; run "
                     "the same command again"
                 )
-        return PreparedCorpus(work.builder.index(), work.extents, changed)
-
-    def _verify(self, work: CorpusWork) -> frozenset[str]:
-        """Compare what is there with the texts, and forget the portions that differ.
-
-        Returns the keys of the extents whose texts changed.
-        """
-        damaged: list[Portion] = []
-        changed: set[str] = set()
-        # Those whose portions are in the index.
-        for extent in work.extents[: work.frontier + 1]:
-            damages, is_text_changed = damaged_portions(work.store, extent)
-            for problem in damages.values():
-                self.tell(problem)
-            damaged += damages
-            if is_text_changed:
-                changed.add(extent.key)
-        if damaged:
-            self.tell(f"{counted(len(damaged), 'portion')} differed and will be prepared again")
-            work.store.forget(damaged)
-            work.start_again()
-        return frozenset(changed)
+        return work.index.ended()
 
 
 HERE = Preparation()
 """Prepare in this process, and show nothing."""
+
+_content_bytes = lru_cache(content_bytes_of)
+"""A sample of a compressed file is read once."""
+
+
+class CorpusWork:
+    """What is there of a corpus, and what is still to be prepared.
+
+    Portions are added to the index in the order of the corpus, up to the first that is missing.
+    """
+
+    def __init__(self, sequences: Sequences, corpora: Place, watch: Watch = unwatched) -> None:
+        assert sequences.corpus is not None
+        self.sequences = sequences
+        self.watch = watch
+        self.store = sequences.store(corpora)
+        self.extents = extents_of(sequences.corpus.sources)
+        self.total_bytes = sum(extent.bytes for extent in self.extents)
+        self.began = time.monotonic()
+        self.start_again()
+        self.tokens_before = self.index.tokens
+        """Tokens that earlier preparations left."""
+
+    def start_again(self) -> None:
+        """Add what the store has, from the beginning of the corpus on."""
+        self.index = self.sequences.new_index(self.store)
+        self.frontier = 0
+        """The number of the first extent that is not in the index with all its portions."""
+        self.added = 0
+        """Portions of that extent that are in the index."""
+        self.portions = self.store.portions()
+        """The committed portions, by the keys of their extents and by number."""
+        self._add_in_order()
+
+    def look(self, committed: Portion | None = None) -> None:
+        """Take in a portion that was committed now, or all that are in the store."""
+        if committed is None:
+            self.portions = self.store.portions()
+        else:
+            self.portions[committed.extent][committed.number] = committed
+        tokens_before = self.index.tokens
+        self._add_in_order()
+        metrics.tokens_prepared(self.index.tokens - tokens_before)
+        self.show()
+
+    def _add_in_order(self) -> None:
+        while not self.is_done:
+            extent = self.extents[self.frontier]
+            portion = self.portions[extent.key].get(self.added)
+            if portion is None:
+                return
+            self.index.add(extent.first_source, portion)
+            self.added += 1
+            if portion.is_last:
+                self.frontier += 1
+                self.added = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the index has all that the scan needs, or so many bad rows that it ends."""
+        return self.index.may_stop or self.frontier == len(self.extents)
+
+    def missing(self) -> list[Extent]:
+        """The extents that are not prepared to their ends, from the frontier on."""
+        return [e for e in self.extents[self.frontier :] if not is_whole(self.portions[e.key])]
+
+    def letters_wanted(self) -> float:
+        """About how many letters of text the scan still needs, if it takes every document."""
+        index = self.index
+        if index.enough is None or index.corpus.is_read_whole:
+            return math.inf
+        return (index.enough - len(index)) * index.length * LETTERS_PER_TOKEN
+
+    def covered_bytes(self) -> float:
+        """About how many stored bytes the portions in the index are made of."""
+        covered = float(sum(extent.bytes for extent in self.extents[: self.frontier]))
+        if self.added:
+            extent = self.extents[self.frontier]
+            documents = open_portion(self.store, self.index.portions[-1]).documents()
+            # The offset counts bytes of lines, and rows of other sources, which are fewer than
+            # their letters.
+            last_offset = documents["offset"][-1].as_py() - extent.start
+            content = max(self.added * PORTION_LETTERS, last_offset)
+            stored = _content_bytes(extent.sources[0].path, extent.bytes)
+            covered += extent.bytes * min(1.0, content / max(1, stored))
+        return covered
+
+    def show(self) -> None:
+        """Tell how far the preparation is."""
+        index = self.index
+        share = speed = left = None
+        if index.enough is not None and not index.corpus.is_read_whole:
+            share = min(1.0, len(index) / index.enough)
+        elif self.total_bytes:
+            share = self.covered_bytes() / self.total_bytes
+        if prepared := index.tokens - self.tokens_before:
+            speed = prepared / (time.monotonic() - self.began)
+            left = index.tokens * (1 - share) / share / speed if share else None
+        self.watch(CorpusProgress(index.documents, index.tokens, index.bad, share, speed, left))
+
+
+def prepare_here(work: CorpusWork, most: int | None = None) -> None:
+    """Prepare portions until there is enough, `most` at most; the tokenizer takes all cores."""
+    prepared = 0
+    for extent in work.missing():
+        for portion in prepare_extent(work.store, extent, work.sequences.tokenizer):
+            work.look(portion)
+            prepared += 1
+            if work.is_done or prepared == most:
+                return
+        if not is_whole(work.portions[extent.key]):
+            # Somebody else has prepared a part of it meanwhile.
+            work.look()
+
+
+def prepare_on_node(
+    code: Code,
+    directory: str | None,
+    store: TokenStore,
+    extent: Extent,
+    tokenizer: TextTokenizer,
+    cores: int,
+) -> HeadcountError | None:
+    """Prepare an extent; returns why it cannot be prepared, on this node or any other.
+
+    `code` and `directory` are the driver's; names of files are meant from its directory, if it is
+    on this machine. Other code and another library may tokenise otherwise.
+    """
+    try:
+        if directory is not None:
+            os.chdir(directory)
+        learn_fingerprint(code)
+        local_code = code_fingerprint()
+        if local_code != code.fingerprint:
+            raise RunError(
+                f"this node runs code {local_code}, the driver {code.fingerprint}; remove the copy "
+                "of headcount that is installed there"
+            )
+        if tokenizer.library != store.library:
+            raise RunError(
+                f"this node has {tokenizer.library}, and the driver {store.library}; install the "
+                "same version"
+            )
+        # Other tasks have the other cores.
+        use_cores(cores)
+        for _ in prepare_extent(store, extent, tokenizer):
+            pass
+    except HeadcountError as error:
+        return error
+    except Exception as error:
+        # Without this, Ray would try again what fails everywhere.
+        return RunError(f"{extent.sources[0].name}: cannot be prepared ({reason(error)})")
+    return None
+
+
+def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str], None]) -> None:
+    """Prepare the extents that are missing, in their order, until there is enough.
+
+    Ray gives a task that dies with its node to another one, which goes on behind the portions that
+    are there.
+    """
+    # Ray takes a second to import, and most commands that prepare nothing do without.
+    import ray
+    import ray.exceptions
+
+    from headcount.jobs.cluster.ray_cluster import connect, lack_of_room, last_line
+
+    is_for_replicas = resources.replicas > 0
+    resources = connect(replace(resources, replicas=max(1, resources.replicas)))
+    # Names of files may be relative to this directory; another machine does not have it.
+    directory = None if resources.cluster else os.getcwd()
+    code = read_code()
+    tokenizer = ray.put(work.sequences.tokenizer)
+    waiting = deque(work.missing())
+    extents = len(waiting)
+    running: dict[ray.ObjectRef[HeadcountError | None], Extent] = {}
+    last_news = time.monotonic()
+
+    def start_tasks() -> None:
+        nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+        cores = max(1, int(sum(nodes)))
+        # No more tasks than the scan probably needs. A file that is read from its beginning is one
+        # task, which then has several cores.
+        tasks = min(extents, 1 + work.letters_wanted() // PORTION_LETTERS)
+        cores_of_task = max(1, min(int(cores // tasks), int(max(nodes, default=1))))
+        # As many again wait, so that a cluster sees that it may grow.
+        while waiting and len(running) < min(tasks, 2 * cores // cores_of_task):
+            extent = waiting.popleft()
+            task = ray.remote(prepare_on_node).options(
+                num_cpus=cores_of_task,
+                memory=TASK_MEMORY,
+                scheduling_strategy="SPREAD",
+                max_retries=DEATHS - 1,
+            )
+            arguments = (code, directory, work.store, extent, tokenizer, cores_of_task)
+            running[task.remote(*arguments)] = extent
+
+    try:
+        while (waiting or running) and not work.is_done:
+            start_tasks()
+            ended, _ = ray.wait(list(running), num_returns=1, timeout=LOOK_SECONDS)
+            for reference in ended:
+                _check_end(reference, running.pop(reference))
+            documents_before = work.index.documents
+            work.look()
+            if ended or work.index.documents > documents_before:
+                last_news = time.monotonic()
+            if time.monotonic() - last_news > STARTING_NOTICE:
+                lack = lack_of_room(replace(resources, device="cpu", cores=1))
+                tell(lack or "no news of the tokens yet: all cores are taken")
+                last_news = time.monotonic()
+    except ray.exceptions.RayError as error:
+        raise RunError(
+            f"the preparation of the corpus: Ray gave up ({last_line(str(error))}); the same "
+            "command continues where it stopped"
+        ) from None
+    finally:
+        # What the tasks that are left have committed stays.
+        for reference in running:
+            ray.cancel(reference, force=True)
+        if not is_for_replicas:
+            # This process will measure, and then has all cores and all memory.
+            ray.shutdown()
+
+
+def _check_end(reference: ray.ObjectRef[HeadcountError | None], extent: Extent) -> None:
+    """Raise what kept a task from its end."""
+    import ray.exceptions
+
+    from headcount.jobs.cluster.ray_cluster import last_line
+
+    try:
+        error = ray.get(reference)
+    except ray.exceptions.RayError as death:
+        raise RunError(
+            f"{printable(extent.sources[0].name)}: its task died {DEATHS} times "
+            f"({last_line(str(death))}); what it has prepared stays, and the same command continues"
+        ) from None
+    if error is not None:
+        raise error

@@ -16,7 +16,7 @@ from headcount.schemas.errors import counted
 from headcount.schemas.files.commit import Commit, Failure
 
 if TYPE_CHECKING:
-    from headcount.jobs.corpus.work import CorpusProgress
+    from headcount.jobs.corpus.preparation import CorpusProgress
 
 QUIET_SECONDS = 10.0
 """Seconds between two lines if the console is not a terminal."""

@@ -55,7 +55,7 @@ ONLY_IN = {
     "ray": (
         "jobs/run/dispatch.py", "jobs/run/preemption.py", "jobs/run/replica_actor.py",
         "jobs/upkeep/merge_workers.py", "jobs/upkeep/metrics.py",
-        "jobs/corpus/preparation_on_ray.py",
+        "jobs/corpus/preparation.py",
         "jobs/cluster/ray_cluster.py", "jobs/cluster/submission.py",
     ),
     "pyiceberg": ("exports/formats/iceberg.py", "exports/in_memory/held_files.py"),

@@ -46,23 +46,21 @@ def document(number: int, length: int) -> Row:
     return text, [None, "ArXiv", "Pile-CC"][number % 3]
 
 
-def documents(*lengths: int, first: int = 0) -> list[Row]:
-    """Documents of these lengths, numbered from `first` on."""
-    return [document(first + i, length) for i, length in enumerate(lengths)]
+def documents(*lengths: int) -> list[Row]:
+    """Documents of these lengths."""
+    return [document(i, length) for i, length in enumerate(lengths)]
 
 
-def as_json(rows: Iterable[Row]) -> list[str]:
-    return [
-        json.dumps(
-            {"text": text} | ({"meta": {"pile_set_name": pile_set_name}} if pile_set_name else {}),
-            ensure_ascii=False,
-        )
-        for text, pile_set_name in rows
+def plain_bytes(rows: Iterable[Row]) -> bytes:
+    """Documents as lines of JSON."""
+    fields = [
+        {"text": text} | ({"meta": {"pile_set_name": name}} if name else {}) for text, name in rows
     ]
+    return "".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in fields).encode()
 
 
 def write_jsonl(path: Path, rows: Iterable[Row]) -> Path:
-    path.write_text("".join(f"{line}\n" for line in as_json(rows)), encoding="utf-8")
+    path.write_bytes(plain_bytes(rows))
     return path
 
 
@@ -96,13 +94,13 @@ def make_index(sequences: Sequences) -> None:
     assert sequences.corpus is not None
     store = sequences.store(Path(CORPORA.name))
     store.create()
-    builder = sequences.index_builder(store)
+    index = sequences.new_index(store)
     for extent in extents_of(sequences.corpus.sources):
         list(prepare_extent(store, extent, sequences.tokenizer))
         for _, portion in sorted(store.portions()[extent.key].items()):
-            if not builder.may_stop:
-                builder.add(extent, portion)
-    sequences.use_index(builder.index())
+            if not index.may_stop:
+                index.add(extent.first_source, portion)
+    sequences.use_index(index.ended())
 
 
 def all_tokens(sequences: Sequences) -> list[list[int]]:
@@ -187,16 +185,12 @@ def packed(name: str, content: bytes) -> bytes:
 
 
 def parquet_bytes(rows: Iterable[Row], meta: str = "struct", **options: Any) -> bytes:
-    """A Parquet file whose column meta is a struct, JSON, or absent."""
+    """A Parquet file whose column meta is a struct or JSON."""
     texts, names = zip(*rows, strict=True)
-    metas: dict[str, list[Any]] = {
-        "struct": [{"pile_set_name": name} for name in names],
-        "json": [json.dumps({"pile_set_name": name}) for name in names],
-        "absent": [],
-    }
-    columns: dict[str, list[Any]] = {"id": list(range(len(texts))), "text": list(texts)}
-    if metas[meta]:
-        columns["meta"] = metas[meta]
+    metas: list[Any] = [{"pile_set_name": name} for name in names]
+    if meta == "json":
+        metas = [json.dumps(fields) for fields in metas]
+    columns = {"id": list(range(len(texts))), "text": list(texts), "meta": metas}
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file, **options)
     return file.getvalue()
@@ -205,7 +199,3 @@ def parquet_bytes(rows: Iterable[Row], meta: str = "struct", **options: Any) -> 
 def write_parquet(path: Path, rows: Iterable[Row], meta: str = "struct", **options: Any) -> Path:
     path.write_bytes(parquet_bytes(rows, meta, **options))
     return path
-
-
-def plain_bytes(rows: Iterable[Row]) -> bytes:
-    return "".join(f"{line}\n" for line in as_json(rows)).encode()

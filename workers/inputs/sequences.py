@@ -27,8 +27,7 @@ from headcount.workers.inputs.corpus.corpus_findings import (
     check_choice,
     findings,
 )
-from headcount.workers.inputs.corpus.sequence_index import IndexBuilder, SequenceIndex
-from headcount.workers.inputs.corpus.sequence_reader import Origin, SequenceReader
+from headcount.workers.inputs.corpus.sequence_index import Origin, SequenceIndex
 from headcount.workers.inputs.corpus.text_files import check_bundled, text_record
 from headcount.workers.inputs.families.bigram_backcopy import BUNDLED_TEXT
 from headcount.workers.inputs.store.token_store import TokenStore
@@ -56,7 +55,7 @@ class ShardInput:
 class Sequences:
     """Sequences `0 .. len-1` of a scan.
 
-    A corpus needs an `index`, which an `index_builder` makes. A `corpus` is given if its files were
+    A corpus needs an `index`, which `new_index` begins. A `corpus` is given if its files were
     listed before. `partners` says whether partner sequences are drawn too,
     for interventions that take something from them.
     """
@@ -213,20 +212,25 @@ class Sequences:
         assert self.corpus is not None
         return TokenStore.of(corpora, self.tokenizer, self.corpus.reading)
 
-    def index_builder(self, store: TokenStore) -> IndexBuilder:
-        """What makes the index of the sequences while the portions of the store become ready."""
+    def new_index(self, store: TokenStore) -> SequenceIndex:
+        """An index of the sequences, to which the portions of the store are still to be added."""
         assert self.corpus is not None
+        # The token that joins documents: end of text, else beginning of sequence.
+        separator = self.info.eos_token_id
+        separator = self.info.bos_token_id if separator is None else separator
         # Refused before anything is tokenised.
-        self._check_separator()
-        return IndexBuilder(
-            self.corpus, store, self.text_length, self.enough, self.bad_rows.in_a_row
-        )
+        if self.corpus.packing == "concat" and separator is None:
+            raise ModelError(
+                f"{no_token(self.info, 'eos_token_id', 'end-of-text')} to join documents with; "
+                "pack by document"
+            )
+        most_bad = self.bad_rows.in_a_row
+        return SequenceIndex(store, self.corpus, self.text_length, separator, self.enough, most_bad)
 
     def use_index(self, index: SequenceIndex | None) -> None:
         """Read the corpus by another index; None means that one is still to be made."""
         self.index = index
         # What is cached belongs to the index of before.
-        self.__dict__.pop("reader", None)
         self.__dict__.pop("_frequencies", None)
         self._last_findings = None
 
@@ -237,33 +241,12 @@ class Sequences:
             self.bad_rows.check(found)
             check_choice(found, self.corpus)
 
-    @cached_property
-    def reader(self) -> SequenceReader:
-        """The sequences of the corpus, by the index."""
-        assert self.corpus is not None
+    @property
+    def reader(self) -> SequenceIndex:
+        """The index, which is there."""
         if self.index is None:
             raise RuntimeError("the corpus has no index yet")
-        return self.reader_of(self.index, self.corpus)
-
-    def reader_of(self, index: SequenceIndex, corpus: Corpus) -> SequenceReader:
-        """Sequences of this scan by another index of its corpus."""
-        self._check_separator()
-        return SequenceReader(corpus, index, self._separator)
-
-    @property
-    def _separator(self) -> int | None:
-        """The token that joins documents: end of text, else beginning of sequence."""
-        end_of_text = self.info.eos_token_id
-        return self.info.bos_token_id if end_of_text is None else end_of_text
-
-    def _check_separator(self) -> None:
-        """Refuse to join documents for a model that has no token for it."""
-        assert self.corpus is not None
-        if self.corpus.packing == "concat" and self._separator is None:
-            raise ModelError(
-                f"{no_token(self.info, 'eos_token_id', 'end-of-text')} to join documents with; "
-                "pack by document"
-            )
+        return self.index
 
     @property
     def findings(self) -> Findings | None:
@@ -408,7 +391,7 @@ class Sequences:
         """The tokens that may be drawn, and the probability of each."""
         assert self.corpus is not None
         assert self.corpus.counted is not None
-        counts = self.reader.index.token_counts
+        counts = self.reader.token_counts
         assert counts is not None
         low, high = self.corpus.counted.low, self.corpus.counted.high
         ids = self._draw_of(0).ids(low, high)

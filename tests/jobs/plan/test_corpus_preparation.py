@@ -24,8 +24,7 @@ from typer.testing import CliRunner, Result
 
 import headcount
 from headcount.jobs.corpus import preparation as corpus_preparation
-from headcount.jobs.corpus.preparation import Preparation, corpora_of
-from headcount.jobs.corpus.work import CorpusProgress
+from headcount.jobs.corpus.preparation import CorpusProgress, Preparation, corpora_of
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.resources import Resources
 from headcount.jobs.run import progress
@@ -88,7 +87,7 @@ def prepared(fields: dict[str, Any], *options: Any, **named: Any) -> SequenceInd
     """The index of a scan whose tokens are prepared."""
     sequences = sequences_of(fields)
     preparation = Preparation(*options, **named)
-    return preparation.prepared(sequences, corpora_of(sequences.scan)).index
+    return preparation.prepared(sequences, corpora_of(sequences.scan))
 
 
 def tokens_of(index: SequenceIndex) -> list[int]:
@@ -148,21 +147,21 @@ def test_a_scan_of_few_sequences_prepares_few_portions(
 ):
     monkeypatch.setattr(store_preparation, "PORTION_LETTERS", 20_000)
     write_corpus(tmp_path, 3, 1000)
-    assert prepared(fields_of(model, tmp_path, sequences=4)).sequences == 4
+    assert len(prepared(fields_of(model, tmp_path, sequences=4))) == 4
     (first_portion,) = portion_files(tmp_path)
     # More sequences go on behind that portion.
     said: list[CorpusProgress] = []
     index = prepared(fields_of(model, tmp_path, sequences=6000), watch=said.append)
-    assert index.sequences == 6000
+    assert len(index) == 6000
     assert portion_files(tmp_path) > {first_portion}
     assert said[-1].share == 1
     assert 48_000 < said[-1].tokens < 48_000 + 2 * 20_000
     # Documents that come first are not taken, so more are needed.
     options = {"skip": 1500, "packing": "document"}
-    assert prepared(fields_of(model, tmp_path, sequences=4, input=options)).sequences == 4
+    assert len(prepared(fields_of(model, tmp_path, sequences=4, input=options))) == 4
     assert len(portion_files(tmp_path)) < 7
     # Any document of a shuffled corpus may come first.
-    assert prepared(fields_of(model, tmp_path, sequences=4, input={"shuffle": 1})).sequences > 4
+    assert len(prepared(fields_of(model, tmp_path, sequences=4, input={"shuffle": 1}))) > 4
     assert len(portion_files(tmp_path)) == 8
 
 

@@ -31,7 +31,7 @@ from headcount.schemas.files.commits import gather
 from headcount.schemas.files.places import write_whole
 from headcount.schemas.files.run_directory import RunDirectory, pc
 from headcount.schemas.scans.scan import parse_scan
-from headcount.workers.inputs.corpus.sequence_reader import SequenceReader
+from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.store.token_store import forget_open_files
 from headcount.workers.shard import commit_shard, measure_shard
 from tests.tools.deaths import killed_after
@@ -324,7 +324,7 @@ def reverse_text(file: Path, row: int) -> None:
     file.write_text("".join(lines))
 
 
-def rows_of_sequence(reader: SequenceReader, sequence: int) -> list[int]:
+def rows_of_sequence(reader: SequenceIndex, sequence: int) -> list[int]:
     """The rows of the documents that a sequence is made of."""
     block = reader.block(0)
     first = int(block.beginnings(sequence, sequence + 1)[0][0])
@@ -373,7 +373,7 @@ def put_a_file_before(file: Path, run: RunDirectory) -> None:
 def write_again_without_tokens(file: Path, run: RunDirectory) -> None:
     shutil.rmtree(local(run.path).parent / "corpora")
     forget_open_files()
-    os.utime(file, (1, 1))
+    reverse_text(file, 7)
 
 
 def record_of(run: RunDirectory) -> Path:
@@ -419,7 +419,7 @@ def test_a_change_that_keeps_size_and_time_is_found_if_the_corpus_is_verified(tm
     local(run.commit_file(2)).unlink()
     lines: list[str] = []
     preparation = Preparation(verify=True, tell=lines.append)
-    with pytest.raises(RunError, match=r"b\.jsonl holds other texts, although its time did not"):
+    with pytest.raises(RunError, match=r"b\.jsonl is not as it was, and the tokens that the run"):
         plan_of(tmp_path / "out", "all", preparation=preparation, **fields)
     assert re.search(r"b\.jsonl, line 8", lines[0])
     assert lines[-1] == "1 portion differed and will be prepared again"

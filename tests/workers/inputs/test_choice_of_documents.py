@@ -75,13 +75,6 @@ def test_documents_are_taken_and_carried_by_their_fields(tmp_path: Path, form: s
     ]
 
 
-def test_a_number_fits_its_text_in_a_table_of_texts(tmp_path: Path):
-    lines = [b"n,text", *(b"%d,document %02d of a table" % (i % 4, i) for i in range(12))]
-    file = write_lines(tmp_path / "a.csv", lines)
-    sequences = choose(file, family="csv_texts", where={"n": 3})
-    assert taken(sequences) == [3, 7, 11]
-
-
 def test_shuffled_documents_have_one_order(tmp_path: Path):
     orders = [
         taken(choose(write_fields(tmp_path, form), shuffle=5, sequences_per_shard=size))
@@ -96,15 +89,6 @@ def test_shuffled_documents_have_one_order(tmp_path: Path):
     # The seed 0 shuffles, too.
     assert taken(choose(file, shuffle=0)) != list(range(30))
     assert taken(choose(file, shuffle=False)) == list(range(30))
-
-
-def test_skipped_documents_are_the_first_of_those_taken(tmp_path: Path):
-    file = write_fields(tmp_path)
-    github = {"pile_set_name": "Github"}
-    assert taken(choose(file, skip=4, where=github)) == list(range(12, 30, 3))
-    sequences = choose(file, skip=4, shuffle=2, where=github)
-    assert taken(sequences) == taken(choose(file, shuffle=2, where=github))[4:]
-    assert fates_of(sequences).parts["Github"] == {"used": 6, "skipped": 4}
 
 
 def test_bad_rows_keep_their_problem_in_another_order(tmp_path: Path):

@@ -22,10 +22,8 @@ from headcount.workers.inputs.store import preparation
 from tests.toys.refusals import refused
 from tests.toys.toy_corpora import (
     LENGTH,
-    Row,
     all_origins,
     all_tokens,
-    byte_info,
     byte_model,
     cut,
     documents,
@@ -40,7 +38,6 @@ from tests.toys.toy_corpora import (
     texts_of,
     write_jsonl,
     write_lines,
-    write_parquet,
 )  # fmt: skip
 from tests.toys.toy_models import toy_info, toy_scan
 
@@ -112,13 +109,6 @@ def test_a_file_reads_the_same_whatever_its_form(tmp_path: Path, name: str, cont
     sequences = open_corpus(path, input=options)
     assert all_tokens(sequences) == cut([ROWS], "concat")
     assert fates_of(sequences).all == {"used": len(ROWS)}
-
-
-def test_a_parquet_file_needs_no_meta_and_counts_rows_across_batches(tmp_path: Path):
-    path = write_parquet(tmp_path / "a.parquet", documents(*[7] * 600), "absent")
-    origins = all_origins(open_corpus(path))
-    assert origins["row"] == list(range(600))
-    assert set(origins["pile_set_name"]) == {None}
 
 
 def test_a_text_file_is_one_document(tmp_path: Path):
@@ -321,18 +311,6 @@ def test_too_many_bad_rows_in_a_row_end_reading(tmp_path: Path, monkeypatch: pyt
 # What became of the documents
 
 
-def test_text_that_the_tokenizer_drops_is_empty(tmp_path: Path):
-    info = byte_info(tmp_path)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    content["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    rows: list[Row] = [("abcdefgh", None), ("  \n ", None), ("ijklmnop", None)]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    sequences = open_corpus(path, "concat", info=info)
-    assert all_tokens(sequences) == cut([[rows[0], rows[2]]], "concat")
-    assert fates_of(sequences).all == {"used": 2, "empty": 1}
-
-
 def test_every_document_has_one_fate_and_the_parts_add_up(tmp_path: Path):
     # Parts by document: none, ArXiv, Pile-CC, none, …
     rows = documents(8, 3, 8, 2, 9, 8, 8, 4, 5)
@@ -348,27 +326,6 @@ def test_every_document_has_one_fate_and_the_parts_add_up(tmp_path: Path):
     }
     everything = {"used": 5, "too short": 4, "bad": 1, "empty": 1}
     assert fates_of(open_corpus(path, bad_rows=0.2)).all == everything
-
-
-def test_joined_documents_are_used_or_not_needed(tmp_path: Path):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(3, 1, 4, 8, 8))
-    cases: tuple[tuple[dict[str, Any], dict[str, int]], ...] = (
-        # 3 + 1, 1 + 1 are the first six tokens, 4 + 1 and one of the fourth document the next.
-        ({"sequences": 2}, {"used": 4}),
-        # One sequence of 14 of 29 tokens ends in the fourth document, two in the last.
-        ({"n_ctx": 14}, {"used": 5}),
-        ({"n_ctx": 20}, {"used": 4, "not needed": 1}),
-    )
-    for fields, expected in cases:
-        assert fates_of(open_corpus(path, "concat", **fields)).all == expected, fields
-
-
-def test_small_parts_are_counted_together(tmp_path: Path):
-    rows: list[Row] = [("abcdefgh", f"part {i % 60:02}") for i in range(100)]
-    sequences = open_corpus(write_jsonl(tmp_path / "a.jsonl", rows))
-    parts = fates_of(sequences).parts
-    others, first = parts["10 other parts"], parts["part 00"]
-    assert (len(parts), others, first) == (51, {"used": 10}, {"used": 2})
 
 
 # What cannot be used

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headcount.workers.inputs.corpus import document_block
-from headcount.workers.inputs.corpus.document_block import PortionPlace
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store import extents, preparation
+from headcount.workers.inputs.store.token_store import PortionFile
 from tests.toys.toy_corpora import (
     LENGTH,
     Row,
@@ -128,7 +127,7 @@ def test_every_token_of_a_portion_but_those_at_its_end_is_in_one_sequence(
     sequences = open_corpus(tmp_path / "*", "concat")
     index = sequences.index
     assert index is not None
-    ends = index.places[1:, PortionPlace._fields.index("documents_before")].tolist()
+    ends = [place.documents_before for place in index.places[1:]]
     documents = [row for rows in files for row in rows]
     portions = [documents[first:end] for first, end in pairwise([0, *ends])]
     assert len(portions) > 12
@@ -189,12 +188,12 @@ def test_a_document_far_longer_than_a_sequence_is_not_read_whole(
     fields = {"family": "text", "n_ctx": 100, "sequences_per_shard": 10}
     sequences = open_corpus(tmp_path / "a.txt", "concat", **fields)
     read: list[int] = []
-    read_tokens = document_block.read_tokens
+    tokens = PortionFile.tokens
 
-    def watched(store: Any, portion: Any, start: int, stop: int) -> np.ndarray:
+    def watched(file: PortionFile, start: int, stop: int) -> np.ndarray:
         read.append(stop - start)
-        return read_tokens(store, portion, start, stop)
+        return tokens(file, start, stop)
 
-    monkeypatch.setattr(document_block, "read_tokens", watched)
+    monkeypatch.setattr(PortionFile, "tokens", watched)
     assert sequences.shard(100).tokens.tolist() == [list(text[:100].encode())] * 10
     assert read == [1000]

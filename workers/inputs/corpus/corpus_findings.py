@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +10,8 @@ import numpy as np
 from headcount.schemas.errors import CorpusError, printable
 from headcount.schemas.files.document_fates import FATES, OTHER, Fates
 from headcount.workers.inputs.corpus.corpus import PART, Corpus
-from headcount.workers.inputs.corpus.document_block import SKIPPED, DocumentBlock
-from headcount.workers.inputs.corpus.sequence_index import BadRun
-from headcount.workers.inputs.corpus.sequence_reader import SequenceReader
-from headcount.workers.inputs.store.token_store import BAD, field_column
+from headcount.workers.inputs.corpus.sequence_index import SKIPPED, BadRun, SequenceIndex
+from headcount.workers.inputs.store.token_store import BAD, field_column, values_of
 
 LISTED_PARTS = 20
 """Parts of a corpus that an error message lists."""
@@ -45,70 +43,50 @@ class Findings:
         return sum(self.fates.all.values())
 
 
-def findings(reader: SequenceReader, sequences: int) -> Findings:
+def findings(index: SequenceIndex, sequences: int) -> Findings:
     """What became of the documents, in a run of the first `sequences` of a corpus."""
-    corpus = reader.corpus
-    is_everything = sequences >= len(reader)
-    index = reader.index if is_everything else reader.index.up_to(sequences, corpus)
+    index = index.up_to(sequences) if sequences < len(index) else index
+    corpus = index.corpus
     sequences_left = sequences
-    fates: dict[str, Counter[str]] = {}
+    fates: dict[str, Counter[str]] = defaultdict(Counter)
     bad_run = BadRun()
     problems: list[str] = []
     carried = np.zeros(len(corpus.choice.columns), np.int64)
     for number in range(len(index.ends)):
-        block = index.block(number, corpus)
-        _count_fates(fates, block, _fate_of_each(block, sequences_left))
+        block = index.block(number)
+        # For each document the position of its fate in `FATES`. Later lines overrule earlier ones:
+        # an empty document between two used ones is empty.
+        n_tokens = block.n_tokens
+        fate = np.full(len(block), FATES.index("not needed"))
+        if corpus.packing == "document":
+            fate[n_tokens < block.length] = FATES.index("too short")
+            fate[block.long_documents[:sequences_left]] = FATES.index("used")
+        else:
+            used_end = min(sequences_left, block.sequences) * block.length
+            fate[block.begins_of(np.arange(len(block))) < used_end] = FATES.index("used")
+        fate[n_tokens == 0] = FATES.index("empty")
+        fate[n_tokens == BAD] = FATES.index("bad")
+        fate[n_tokens == SKIPPED] = FATES.index("skipped")
         sequences_left = max(0, sequences_left - block.sequences)
+        # Documents that do not say their part count under the empty name.
+        parts = block.table[PART].fill_null("").combine_chunks().dictionary_encode()
+        counts = np.zeros((len(parts.dictionary), len(FATES)), np.int64)
+        np.add.at(counts, (values_of(parts.indices), fate), 1)
+        for name, counts_of_part in zip(parts.dictionary.to_pylist(), counts.tolist(), strict=True):
+            fates[name] += Counter(dict(zip(FATES, counts_of_part, strict=True)))
+        for name, count in block.others.items():
+            fates[name][OTHER] += count
         # In the order of the files, even if the documents are shuffled.
-        bad_documents = np.flatnonzero(block.n_tokens == BAD)
+        bad_documents = np.flatnonzero(n_tokens == BAD)
         bad_documents = bad_documents[np.argsort(block.position[bad_documents])]
         bad_run.add(block.position[bad_documents])
         room = NAMED_PROBLEMS - len(problems)
-        problems += [reader.problem_of(block, i) for i in bad_documents[:room].tolist()]
+        problems += [index.problem_of(block, i) for i in bad_documents[:room].tolist()]
         for i, column in enumerate(corpus.choice.columns):
-            values = block.labels[field_column(column)]
-            carried[i] += len(values) - values.null_count
+            carried[i] += len(block) - block.table[field_column(column)].null_count
     return Findings(
-        fates=Fates.of_parts(fates),
-        bad_in_a_row=bad_run.longest,
-        problems=tuple(problems),
-        carried=tuple(carried.tolist()),
+        Fates.of_parts(fates), bad_run.longest, tuple(problems), tuple(carried.tolist())
     )
-
-
-def _fate_of_each(block: DocumentBlock, sequences: int) -> np.ndarray:
-    """For each document, the position of its fate in `FATES`, if so many sequences are measured.
-
-    Later lines overrule earlier ones: an empty document between two used ones is empty.
-    """
-    n_tokens = block.n_tokens
-    fate = np.full(len(n_tokens), FATES.index("not needed"))
-    if block.packing == "document":
-        fate[n_tokens < block.length] = FATES.index("too short")
-        fate[block.long_documents[:sequences]] = FATES.index("used")
-    else:
-        used_end = min(sequences, block.sequences) * block.length
-        fate[block.begins_of(np.arange(len(block))) < used_end] = FATES.index("used")
-    fate[n_tokens == 0] = FATES.index("empty")
-    fate[n_tokens == BAD] = FATES.index("bad")
-    fate[n_tokens == SKIPPED] = FATES.index("skipped")
-    return fate
-
-
-def _count_fates(fates: dict[str, Counter[str]], block: DocumentBlock, fate: np.ndarray) -> None:
-    """Add the documents of a block to the counts by part and fate."""
-    parts = block.labels[PART].combine_chunks().dictionary_encode()
-    # The first name is that of documents that do not say their part.
-    names = ["", *parts.dictionary.to_pylist()]
-    part_numbers = parts.indices.fill_null(-1).to_numpy(zero_copy_only=False) + 1
-    counts = np.zeros((len(names), len(FATES)), np.int64)
-    np.add.at(counts, (part_numbers, fate), 1)
-    for name, counts_of_part in zip(names, counts.tolist(), strict=True):
-        of_part = Counter(dict(zip(FATES, counts_of_part, strict=True)))
-        if of_part := +of_part:  # Without zeros.
-            fates.setdefault(name, Counter()).update(of_part)
-    for name, count in block.others.items():
-        fates.setdefault(name, Counter())[OTHER] += count
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -22,11 +22,18 @@ import pyarrow.parquet as pq
 
 from headcount.schemas.errors import CorpusError, counted, printable
 from headcount.schemas.files.places import open_whole, place, reason
-from headcount.workers.inputs.corpus.file_content import (
-    COMPRESSED,
-    begins_an_array,
-    open_content,
-)
+
+COMPRESSED = (".zst", ".gz")
+"""Endings of compressed files. The ending before it says what the file contains."""
+
+STORE_BUFFER = 4 << 20
+"""Bytes that are requested at once from a file in a store. A request waits 20 to 100 ms."""
+
+CONTENT_BUFFER = 1 << 20
+"""Bytes of a compressed file's content that are held at once."""
+
+SAMPLE_BYTES = 1 << 20
+"""Compressed bytes that are read to see how well a file is compressed."""
 
 LARGEST_RECORD = 32 << 20
 """Bytes of the largest line or text that is read. Tokenising takes 120 to 135 bytes of memory for
@@ -70,14 +77,6 @@ class Reading:
     before: str = ""
     """What is put before every text."""
 
-    @property
-    def column_names(self) -> set[str]:
-        """Columns of a Parquet file that are read if the file has them."""
-        fields = [self.text_field, *self.fields]
-        # `body.plain` may be a column of that name, or a field of the column `body`.
-        outer_fields = [name.partition(".")[0] for name in fields]
-        return {"meta", "pile_set_name", *fields, *outer_fields}
-
 
 EVERY_DOCUMENT = Reading()
 
@@ -99,17 +98,6 @@ class Record(NamedTuple):
     """A line of bytes, the parsed fields, or the `Problem` that the reader met."""
     stop: int
     """Where the next record begins: a byte of the content of lines, or a row of the source."""
-
-
-class Stretch(NamedTuple):
-    """A range of a source: bytes of the (decompressed) content of lines, rows of other sources."""
-
-    start: int = 0
-    stop: int | None = None
-    """None is the end of the source. Lines belong to the range that their first byte lies in."""
-
-
-EVERYTHING = Stretch()
 
 
 @dataclass(frozen=True)
@@ -141,9 +129,14 @@ class Source:
     """`jsonl`, `json`, `parquet`, `csv`, `text`, `flowing text` or `hub`."""
     path: str
     bytes: int
+    """This, `changed` and `version` are what the source was like when it was looked at last."""
     split: str = "train"
     part: int = 0
     parts: int = 1
+    changed: int = 0
+    """When the file was changed last, in nanoseconds; 0 if that is not known."""
+    version: str = ""
+    """Identifies what a data set holds; empty for files."""
 
     @property
     def name(self) -> str:
@@ -167,46 +160,42 @@ class Source:
         """Whether it holds an object in each line. A .json file is opened to see it."""
         if self.kind == "json":
             with refusing_unreadable(self), open_content(self.path) as file:
-                return not begins_an_array(file)
+                # A byte order mark may stand before the array.
+                beginning = file.peek(1).removeprefix(b"\xef\xbb\xbf").lstrip()
+                return not beginning.startswith(b"[")
         return self.kind == "jsonl"
 
     @property
     def can_be_entered(self) -> bool:
-        """Whether a stretch is read without what lies before it. It must then end in the source."""
+        """Whether a range is read without what lies before it. It must then end in the source."""
         return self.kind == "parquet" or (not self.path.endswith(COMPRESSED) and self.has_lines)
 
     def documents(self, reading: Reading = EVERY_DOCUMENT) -> Iterator[Document]:
         """The documents in order. A problem of the whole file raises `CorpusError`."""
         for record in self.records(reading):
             if record.content is not BLANK:
-                yield self.document_of(record, reading)
+                yield document_of(record, reading)
 
     def records(
-        self, reading: Reading = EVERY_DOCUMENT, stretch: Stretch = EVERYTHING
+        self, reading: Reading = EVERY_DOCUMENT, start: int = 0, stop: int | None = None
     ) -> Iterator[Record]:
-        """The records of a stretch in order, and a record for each blank line.
+        """The records in order, and a record for each blank line.
 
-        A source that cannot be entered is read from its beginning, and may end before the stretch;
-        what lies before the stretch is not made into documents.
+        A source that can be entered has ranges: of rows, or of bytes of lines. A line belongs to
+        the range that its first byte lies in.
         """
-        start, stop = stretch
         with refusing_unreadable(self):
             if self.has_lines:
-                yield from _read_lines(self, stretch)
+                yield from _read_lines(self, start, stop)
                 return
             if self.kind == "parquet":
-                rows = _read_parquet(self, reading, stretch)
-            elif self.kind == "hub":
-                rows = _read_hub(self, reading, start)
+                rows = _read_parquet(self, reading, start, stop)
+                rows = islice(rows, None if stop is None else stop - start)
             else:
-                rows = islice(ROW_READERS[self.kind](self, reading), start, None)
-            wanted = None if stop is None else max(0, stop - start)
-            for row, content in enumerate(islice(rows, wanted)):
+                readers = {"hub": _read_hub, "json": _read_array, "csv": _read_csv}
+                rows = readers.get(self.kind, _read_text)(self, reading)
+            for row, content in enumerate(rows):
                 yield Record(row, content, start + row + 1)
-
-    def document_of(self, record: Record, reading: Reading) -> Document:
-        """The document that a record holds, or a document that names the record's problem."""
-        return _document_of(record, reading)
 
 
 @contextmanager
@@ -224,16 +213,55 @@ def refusing_unreadable(source: Source) -> Iterator[None]:
         ) from None
 
 
+@contextmanager
+def open_content(path: str, start: int = 0) -> Iterator[io.BufferedReader]:
+    """The content of a file from a byte on, decompressed if the file's name says so.
+
+    A compressed file is read from its beginning. Memory does not depend on the file's size.
+    """
+    with open_whole(place(path)) as file:
+        # A file in a store is Arrow's, which cannot peek or iterate over lines.
+        stored = io.BufferedReader(file, STORE_BUFFER) if isinstance(file, pa.NativeFile) else file
+        if path.endswith(COMPRESSED):
+            stream = _decompressed(path, pa.PythonFile(stored, mode="r"))
+            yield io.BufferedReader(stream, CONTENT_BUFFER)
+        else:
+            stored.seek(start)
+            yield stored
+
+
+def _decompressed(path: str, stored: Any) -> Any:  # noqa: ANN401 (pyarrow has no types)
+    # Arrow's streams go on behind the first frame of a file, hold one window and one block however
+    # large a frame is, and raise where a file ends inside a frame, which the libraries zstandard
+    # and gzip do not all do.
+    return pa.CompressedInputStream(stored, "zstd" if path.endswith(".zst") else "gzip")
+
+
+def content_bytes_of(path: str, stored_bytes: int) -> int:
+    """About how many bytes a file holds when it is decompressed, by a sample of its beginning."""
+    if not path.endswith(COMPRESSED):
+        return stored_bytes
+    with open_whole(place(path)) as file:
+        sample = file.read(SAMPLE_BYTES)
+    content_bytes = 0
+    # A broken file is refused by whoever reads it.
+    with suppress(OSError):
+        stream = _decompressed(path, pa.BufferReader(sample))
+        # In small pieces, because the last one, which the end of the sample cuts, is lost.
+        while piece := stream.read(1 << 14):
+            content_bytes += len(piece)
+    return stored_bytes * content_bytes // max(1, len(sample))
+
+
 # Readers: of lines, and of rows
 
 
-def _read_lines(source: Source, stretch: Stretch) -> Iterator[Record]:
-    """The lines that begin in a stretch of a file.
+def _read_lines(source: Source, start: int, end: int | None) -> Iterator[Record]:
+    """The lines that begin in a range of a file.
 
     pyarrow.json is not used: it refuses a block of lines for a broken one, counts no blank lines,
     and gives one type to all values of a field.
     """
-    start, end = stretch
     # The line that holds the byte before a range began in the range before it, or ends there.
     offset = max(0, start - 1)
     row = 0
@@ -243,9 +271,7 @@ def _read_lines(source: Source, stretch: Stretch) -> Iterator[Record]:
         while end is None or offset < end:
             line, stop = _next_line(file, offset)
             if stop == offset:
-                # How much a compressed file holds is an estimate, so its ranges may lie behind its
-                # end. Any other file has become shorter.
-                if end is not None and not source.path.endswith(COMPRESSED):
+                if end is not None:
                     raise CorpusError(
                         f"{printable(source.path)}: ends at byte {offset:,}, expected {end:,} or "
                         f"more; {CHANGED}"
@@ -289,13 +315,18 @@ def _read_array(source: Source, reading: Reading) -> Iterator[object]:
         ) from None
 
 
-def _read_parquet(source: Source, reading: Reading, stretch: Stretch) -> Iterator[object]:
-    """The rows of a stretch of a Parquet file, and perhaps some behind it."""
+def _read_parquet(
+    source: Source, reading: Reading, start: int, stop: int | None
+) -> Iterator[object]:
+    """The rows of a range of a Parquet file, and perhaps some behind it."""
     with open_whole(place(source.path)) as content, pq.ParquetFile(content) as file:
         names: list[str] = file.schema_arrow.names
         _check_text_column(source.path, reading, names)
-        start, stop = stretch.start, stretch.stop or 0
-        if stop > file.metadata.num_rows:
+        fields = [reading.text_field, *reading.fields]
+        # `body.plain` may be a column of that name, or a field of the column `body`.
+        outer_fields = [name.partition(".")[0] for name in fields]
+        wanted = {"meta", "pile_set_name", *fields, *outer_fields}
+        if stop is not None and stop > file.metadata.num_rows:
             raise CorpusError(
                 f"{printable(source.path)}: has {file.metadata.num_rows:,} rows, expected "
                 f"{stop:,} or more; {CHANGED}"
@@ -312,7 +343,7 @@ def _read_parquet(source: Source, reading: Reading, stretch: Stretch) -> Iterato
             for batch in file.iter_batches(
                 batch_size=min(PARQUET_BATCH, max(1, BATCH_BYTES // row_bytes)),
                 row_groups=[number],
-                columns=[name for name in names if name in reading.column_names],
+                columns=[name for name in names if name in wanted],
             ):
                 yield from _rows_of(batch.slice(min(to_drop, len(batch))))
                 to_drop = max(0, to_drop - len(batch))
@@ -379,24 +410,14 @@ def flowing(text: str) -> str:
     return " ".join(text.split())
 
 
-ROW_READERS = {
-    "json": _read_array,
-    "csv": _read_csv,
-    "text": _read_text,
-    "flowing text": _read_text,
-}
-"""Readers of files that are read from their beginning."""
-
-
-def _read_hub(source: Source, reading: Reading, start: int) -> Iterator[object]:
-    """The rows of one part of a Hub data set from one on."""
+def _read_hub(source: Source, reading: Reading) -> Iterator[object]:
+    """The rows of one part of a Hub data set."""
     rows = open_hub(source.path, source.split)
     if source.parts > 1:
         rows = rows.shard(source.parts, source.part, contiguous=True)
-    row = start
+    row = 0
     try:
-        # Whole tables are skipped, without making Python objects of their rows.
-        for fields in rows.skip(start):
+        for fields in rows:
             _check_text_column(f"data set {source.name!r}", reading, list(fields))
             yield fields
             row += 1
@@ -458,9 +479,11 @@ def _check_text_column(source: str, reading: Reading, columns: Sequence[str]) ->
 # Fields of a record
 
 
-def _document_of(record: Record, reading: Reading) -> Document:
-    row, content, _ = record
-    fields = _parse_line(content) if isinstance(content, bytes) else content
+def document_of(record: Record, reading: Reading) -> Document:
+    """The document that a record holds, or a document that names the record's problem."""
+    row, fields, _ = record
+    if isinstance(fields, bytes):
+        fields = _parse_line(fields)
     if isinstance(fields, Problem):
         return Document(row, problem=fields)
     if not isinstance(fields, dict):
@@ -483,7 +506,12 @@ def _document_of(record: Record, reading: Reading) -> Document:
     fields = fields | {"meta": _parse_embedded_json(fields.get("meta"))}
     part = field_of(fields, "pile_set_name")
     try:
-        kept = tuple(_as_json(field_of(fields, field)) for field in reading.fields)
+        found = (field_of(fields, field) for field in reading.fields)
+        # As JSON in ASCII.
+        kept = tuple(
+            None if value is MISSING or value is None else json.dumps(value, default=str)
+            for value in found
+        )
     except RecursionError:
         return Document(row, problem="has a field that is nested too deeply")
     part = part if isinstance(part, str) and _is_unicode(part) else None
@@ -497,13 +525,6 @@ def _parse_line(line: bytes) -> object:
         return Problem("not UTF-8")
     except (ValueError, RecursionError):
         return Problem("invalid JSON")
-
-
-def _as_json(value: object) -> str | None:
-    """A field of a document as JSON in ASCII; None if it is missing or null."""
-    if value is MISSING or value is None:
-        return None
-    return json.dumps(value, default=str)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,178 +1,167 @@
-"""The index of a corpus: which sequences lie in which portion of the token store.
+"""Where the sequences of a corpus lie in the portions of the token store, and what they hold.
 
-It has a few numbers for each portion and none for a document, so a corpus of any size has a small
-index. The index says where to look; the documents of a portion are read when a sequence in it is.
+The index has a few numbers for each portion and none for a document, so a corpus of any size has a
+small index. It says where to look; the documents of a portion, a block, are read when a sequence in
+it is. The portions of a shuffled corpus are one block together.
 """
+
+# pyarrow has no types.
+# pyright: basic
 
 from __future__ import annotations
 
-from array import array
+import copy
+import json
+import zlib
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import xxhash
 
-from headcount.workers.inputs.corpus.corpus import Corpus
-from headcount.workers.inputs.corpus.document_block import (
-    DocumentBlock,
-    PortionPlace,
-    block_of_portion,
-    shuffled_block,
+from headcount.schemas.errors import printable
+from headcount.schemas.files.tables import carried_name
+from headcount.workers.inputs.corpus.corpus import PART, Corpus
+from headcount.workers.inputs.corpus.documents import as_text, is_one_of
+from headcount.workers.inputs.store.token_store import (
+    BAD,
+    Portion,
+    TokenStore,
+    field_column,
+    open_portion,
+    values_of,
 )
-from headcount.workers.inputs.store.extents import Extent
-from headcount.workers.inputs.store.token_store import BAD, Portion, TokenStore, open_portion
+
+BLOCKS_IN_MEMORY = 4
+"""Blocks of documents that are kept. They hold no tokens. A shard seldom spans more than two."""
+
+SKIPPED = -2
+"""Number of tokens of a document that `skip` leaves out."""
+
+SHUFFLE_STREAM = zlib.crc32(b"shuffle")
+"""Keeps the order of shuffled documents apart from what else is drawn with the seed of a scan."""
 
 
-@dataclass(frozen=True)
+Origin = dict[str, list[Any]]
+"""Where sequences came from: columns of the table `sequences`, by name."""
+
+
+class PortionPlace(NamedTuple):
+    """Where a portion lies in its corpus: what the portions before it hold."""
+
+    first_source: int = 0
+    """Number in the corpus of its extent's first source."""
+    rows_before: int = 0
+    """Rows of that source in earlier extents."""
+    taken_before: int = 0
+    """Documents that `where` selects, bad and skipped ones included."""
+    documents_before: int = 0
+    """All documents; tokens and bad documents are counted likewise."""
+    tokens_before: int = 0
+    bad_before: int = 0
+
+
 class SequenceIndex:
-    """The portions of a corpus that a scan reads, and where its sequences lie in them."""
+    """Sequences `0 .. len-1` of the portions that were added, in the order of the corpus.
 
-    store: TokenStore
-    length: int
-    """Text tokens of a sequence."""
-    portions: tuple[Portion, ...]
-    places: np.ndarray
-    """Of each portion: the fields of its `PortionPlace`, in a row. One row more says what comes
-    behind the last portion.
+    They are read in any order, and fastest one after the other.
     """
-    ends: np.ndarray
-    """Of each block: how many sequences it has with those before it. A portion is a block, but the
-    portions of a shuffled corpus are one block together.
-    """
-    unmeasured: int = 0
-    """Tokens at the ends of portions that are left over when joined documents are cut."""
-    last_documents: int | None = None
-    """How many documents of the last portion count; None means all."""
-    token_counts: np.ndarray | None = None
-    """`[token]`, how often the scan's documents have each; None unless tokens are drawn so."""
 
-    @property
-    def sequences(self) -> int:
-        """How many sequences the portions hold."""
-        return int(self.ends[-1]) if len(self.ends) else 0
+    def __init__(
+        self,
+        store: TokenStore,
+        corpus: Corpus,
+        length: int,
+        separator: int | None,
+        enough: int | None = None,
+        most_bad_in_a_row: int | None = None,
+    ) -> None:
+        """`length` is that of a sequence's text; `separator` is the token that joins documents.
+
+        `enough` sequences are needed; None means all.
+        """
+        self.store = store
+        self.corpus = corpus
+        self.length = length
+        self.separator = separator
+        self.enough = enough
+        self.most_bad_in_a_row = most_bad_in_a_row
+        self.portions: list[Portion] = []
+        self.contents: list[str] = []
+        """Of each portion: identifies its documents and tokens, wherever its files lie."""
+        self.places = [PortionPlace()]
+        """Of each portion where it lies in the corpus, and of what would come behind the last."""
+        self.ends: list[int] = []
+        """Of each block: how many sequences it has with those before it."""
+        self.unmeasured = 0
+        """Tokens at the ends of portions that are left over when joined documents are cut."""
+        self.last_documents: int | None = None
+        """How many documents of the last portion count; None means all."""
+        self.token_counts: np.ndarray | None = None
+        """`[token]`, how often the documents have each; None unless tokens are drawn so."""
+        if corpus.counted is not None:
+            self.token_counts = np.zeros(store.d_vocab, np.int64)
+        self._bad_run = BadRun()
+        self._blocks: deque[tuple[int, DocumentBlock]] = deque(maxlen=BLOCKS_IN_MEMORY)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither a copy nor another process gets the blocks.
+        return self.__dict__ | {"_blocks": deque(maxlen=BLOCKS_IN_MEMORY)}
+
+    def __len__(self) -> int:
+        """How many sequences there are; those of a shuffled corpus are known when it is `ended`."""
+        return self.ends[-1] if self.ends else 0
 
     @property
     def documents(self) -> int:
         """Documents in the portions, those that the scan does not take included."""
-        return self.place(len(self.portions)).documents_before
+        return self.places[-1].documents_before
 
     @property
     def tokens(self) -> int:
         """Tokens of these documents."""
-        return self.place(len(self.portions)).tokens_before
+        return self.places[-1].tokens_before
 
     @property
     def bad(self) -> int:
         """How many of these documents are bad."""
-        return self.place(len(self.portions)).bad_before
+        return self.places[-1].bad_before
 
-    def place(self, portion: int) -> PortionPlace:
-        """Where a portion lies in the corpus."""
-        return PortionPlace(*self.places[portion].tolist())
+    # Making it
 
-    def in_blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The blocks of some sequences, each with the numbers in it of the first and the last.
-
-        The last is one behind.
-        """
-        while start < stop:
-            number = int(np.searchsorted(self.ends, start, side="right"))
-            before = int(self.ends[number - 1]) if number else 0
-            stop_here = min(stop, int(self.ends[number]))
-            yield number, start - before, stop_here - before
-            start = stop_here
-
-    def block(self, number: int, corpus: Corpus) -> DocumentBlock:
-        """The documents of a block."""
-        if not corpus.choice.shuffled:
-            return self._portion_block(number, corpus)
-        blocks = [self._portion_block(portion, corpus) for portion in range(len(self.portions))]
-        return shuffled_block(blocks, corpus.choice)
-
-    def _portion_block(self, number: int, corpus: Corpus) -> DocumentBlock:
-        is_last = number == len(self.portions) - 1
-        documents = self.last_documents if is_last else None
-        return block_of_portion(
-            self.store, self.portions[number], self.place(number), corpus, self.length, documents
-        )
-
-    def up_to(self, sequences: int, corpus: Corpus) -> SequenceIndex:
-        """The index of the first `sequences`, without the documents behind the last of them.
-
-        Such documents lie in the store because another scan needed them. What a run says of its
-        corpus must not depend on that.
-        """
-        # Of a shuffled corpus every document is needed, because any may come first.
-        if corpus.is_read_whole or not 0 < sequences <= self.sequences:
-            return self
-        ((last, sequence, _),) = self.in_blocks(sequences - 1, sequences)
-        block = self.block(last, corpus)
-        documents = int(block.position[block.last_document(sequence)]) + 1
-        left_over = sum(self.block(i, corpus).unmeasured for i in range(last, len(self.portions)))
-        return replace(
-            self,
-            portions=self.portions[: last + 1],
-            places=self.places[: last + 2],
-            ends=np.minimum(self.ends[: last + 1], sequences),
-            unmeasured=self.unmeasured - left_over,
-            last_documents=documents - self.place(last).documents_before,
-        )
-
-
-class IndexBuilder:
-    """Makes the index of a corpus while its portions become ready, in their order."""
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        store: TokenStore,
-        length: int,
-        enough: int | None,
-        most_bad_in_a_row: int | None,
-    ) -> None:
-        """`enough` sequences are needed; None means all. `length` is that of their text."""
-        self.corpus = corpus
-        self.store = store
-        self.length = length
-        self.enough = enough
-        self.most_bad_in_a_row = most_bad_in_a_row
-        self.portions: list[Portion] = []
-        self.place = PortionPlace(0, 0, 0, 0, 0, 0)
-        """Of the next portion."""
-        self.sequences = 0
-        """Sequences in the portions so far; unknown and 0 if documents are shuffled."""
-        self._places = array("q")
-        self._ends = array("q")
-        self._unmeasured = 0
-        self._token_counts = None if corpus.counted is None else np.zeros(store.d_vocab, np.int64)
-        self._bad_run = BadRun()
-
-    def add(self, extent: Extent, portion: Portion) -> None:
-        """Add the next portion of the corpus."""
-        if not extent.start:
-            self.place = self.place._replace(rows_before=0)
-        place = self.place = self.place._replace(first_source=extent.first_source)
-        block = block_of_portion(self.store, portion, place, self.corpus, self.length)
+    def add(self, first_source: int, portion: Portion) -> None:
+        """Add the next portion of the corpus; `first_source` is that of its extent."""
         record = open_portion(self.store, portion).record
+        place = self.places[-1]._replace(first_source=first_source)
+        if not record.start:
+            place = place._replace(rows_before=0)
+        self.places[-1] = place
         self.portions.append(portion)
-        self._places.extend(place)
+        files = [(kind, name.rpartition("/")[2]) for kind, name, _, _ in record.files.values()]
+        content = json.dumps([first_source, record.start, files, record.digest, record.groups])
+        self.contents.append(xxhash.xxh3_64_hexdigest(content.encode()))
+        block = self._portion_block(len(self.portions) - 1)
         self._bad_run.add(block.position[block.n_tokens == BAD])
-        if self._token_counts is not None:
-            self._token_counts += block.token_counts(self.store.d_vocab)
-        # The sequences of a shuffled corpus are known only when all of it is there.
+        if self.token_counts is not None:
+            self.token_counts = self.token_counts + block.token_counts(self.store.d_vocab)
         if not self.corpus.choice.shuffled:
-            self.sequences += block.sequences
-            self._unmeasured += block.unmeasured
-            self._ends.append(self.sequences)
-        self.place = PortionPlace(
-            first_source=extent.first_source,
-            # Rows are counted from the beginning of an extent, and the next one may go on with the
-            # same source.
-            rows_before=place.rows_before + (record.rows if portion.is_last else 0),
-            taken_before=place.taken_before + len(block),
-            documents_before=place.documents_before + record.documents,
-            tokens_before=place.tokens_before + record.tokens,
-            bad_before=place.bad_before + record.bad,
+            self.unmeasured += block.unmeasured
+            self.ends.append(len(self) + block.sequences)
+        self.places.append(
+            PortionPlace(
+                first_source,
+                # Rows are counted from the beginning of an extent, and the next one may go on with
+                # the same source.
+                place.rows_before + (record.rows if portion.is_last else 0),
+                place.taken_before + len(block),
+                place.documents_before + record.documents,
+                place.tokens_before + record.tokens,
+                place.bad_before + record.bad,
+            )
         )
 
     @property
@@ -183,25 +172,170 @@ class IndexBuilder:
         # Any document of a shuffled corpus may come first, so all are needed.
         if self.corpus.is_read_whole or self.enough is None:
             return False
-        return self.sequences >= self.enough
+        return len(self) >= self.enough
 
-    def index(self) -> SequenceIndex:
-        """The index of the portions that were added."""
-        places = np.array([*self._places, *self.place], np.int64).reshape(-1, len(self.place))
-        index = SequenceIndex(
-            store=self.store,
-            length=self.length,
-            portions=tuple(self.portions),
-            places=places,
-            ends=np.array(self._ends, np.int64),
-            unmeasured=self._unmeasured,
-            token_counts=self._token_counts,
-        )
+    def ended(self) -> SequenceIndex:
+        """The index when its last portion was added: it ends with the last sequence needed."""
         if self.corpus.choice.shuffled and self.portions:
-            block = index.block(0, self.corpus)
-            ends = np.array([block.sequences], np.int64)
-            return replace(index, ends=ends, unmeasured=block.unmeasured)
-        return index if self.enough is None else index.up_to(self.enough, self.corpus)
+            index = copy.copy(self)
+            index.ends = [index.block(0).sequences]
+            index.unmeasured = index.block(0).unmeasured
+            return index
+        return self if self.enough is None else self.up_to(self.enough)
+
+    def up_to(self, sequences: int) -> SequenceIndex:
+        """The index of the first `sequences`, without the documents behind the last of them.
+
+        Such documents lie in the store because another scan needed them. What a run says of its
+        corpus must not depend on that.
+        """
+        # Of a shuffled corpus every document is needed, because any may come first.
+        if self.corpus.is_read_whole or not 0 < sequences <= len(self):
+            return self
+        ((last, sequence, _),) = self._in_blocks(sequences - 1, sequences)
+        block = self.block(last)
+        documents = int(block.position[block.last_document(sequence)]) + 1
+        left_over = sum(self.block(i).unmeasured for i in range(last, len(self.portions)))
+        index = copy.copy(self)
+        index.portions = self.portions[: last + 1]
+        index.contents = self.contents[: last + 1]
+        index.places = self.places[: last + 2]
+        index.ends = [*self.ends[:last], sequences]
+        index.unmeasured = self.unmeasured - left_over
+        index.last_documents = documents - self.places[last].documents_before
+        return index
+
+    # Reading it
+
+    def block(self, number: int) -> DocumentBlock:
+        """The documents of a block."""
+        for known, block in self._blocks:
+            if known == number:
+                return block
+        is_shuffled = self.corpus.choice.shuffled
+        block = self._shuffled_block() if is_shuffled else self._portion_block(number)
+        self._blocks.append((number, block))
+        return block
+
+    def _portion_block(self, number: int) -> DocumentBlock:
+        """The documents that the scan takes from one portion, in the order of the files."""
+        place, choice = self.places[number], self.corpus.choice
+        is_last = number == len(self.portions) - 1
+        table = open_portion(self.store, self.portions[number]).documents()
+        table = table.slice(0, self.last_documents if is_last else None)
+        is_taken = np.ones(len(table), bool)
+        for name, allowed in choice.where:
+            column = table[name if name == PART else field_column(name)]
+            # Many documents have few different values, so each value is looked at once.
+            codes = column.combine_chunks().dictionary_encode()
+            fits = [
+                value is not None
+                and is_one_of(value if name == PART else json.loads(value), allowed)
+                for value in codes.dictionary.to_pylist()
+            ]
+            # The last entry stands for documents that do not have the field.
+            is_taken &= np.array([*fits, False])[codes.indices.fill_null(len(fits)).to_numpy()]
+        # A row that cannot be read has no fields, and is taken.
+        is_taken |= table["problem"].is_valid().to_numpy()
+        source, n_tokens = values_of(table["source"]), values_of(table["n_tokens"])
+        lengths = np.maximum(n_tokens, 0)
+        if not choice.shuffled:
+            numbers = place.taken_before + np.cumsum(is_taken) - 1
+            n_tokens = _with_skipped(n_tokens, numbers < choice.skip)
+        columns = {
+            "portion": np.zeros(len(table), np.int32),
+            "position": place.documents_before + np.arange(len(table)),
+            "first_token": np.cumsum(lengths, dtype=np.int64) - lengths,
+            "source": place.first_source + source,
+            "row": values_of(table["row"]) + np.where(source == 0, place.rows_before, 0),
+            "n_tokens": n_tokens,
+        }
+        # Documents without a part count under the empty name.
+        others = table[PART].filter(pa.array(~is_taken)).to_pylist()
+        labels = table.drop_columns(["source", "row", "offset", "n_tokens", "content"])
+        columns |= dict(zip(labels.column_names, labels.columns, strict=True))
+        taken = pa.table(columns).filter(pa.array(is_taken)).combine_chunks()
+        return DocumentBlock(
+            self, [self.portions[number]], taken, Counter(name or "" for name in others)
+        )
+
+    def _shuffled_block(self) -> DocumentBlock:
+        """The documents of all portions in random order, which depends on the seed alone."""
+        blocks = [self._portion_block(number) for number in range(len(self.portions))]
+        table = pa.concat_tables(
+            _with_column(block.table, "portion", np.full(len(block), number, np.int32))
+            for number, block in enumerate(blocks)
+        )
+        rng = np.random.default_rng([int(self.corpus.choice.shuffle), SHUFFLE_STREAM])
+        table = table.take(pa.array(rng.permutation(len(table)))).combine_chunks()
+        # `skip` leaves out the first documents of the shuffled order.
+        is_skipped = np.arange(len(table)) < self.corpus.choice.skip
+        n_tokens = _with_skipped(values_of(table["n_tokens"]), is_skipped)
+        others = sum((block.others for block in blocks), Counter())
+        return DocumentBlock(self, self.portions, _with_column(table, "n_tokens", n_tokens), others)
+
+    def _in_blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The blocks of some sequences, each with the numbers in it of the first and the last.
+
+        The last is one behind.
+        """
+        while start < stop:
+            number = bisect_right(self.ends, start)
+            before = self.ends[number - 1] if number else 0
+            stop_here = min(stop, self.ends[number])
+            yield number, start - before, stop_here - before
+            start = stop_here
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, Origin]:
+        """Tokens `[sequence length]` of the sequences `start .. stop-1`, and their origin."""
+        carried = {carried_name(name): field_column(name) for name in self.corpus.choice.columns}
+        names = ("file", "row", "offset", "pile_set_name", *carried, "document")
+        origin: Origin = {name: [] for name in names}
+        tokens: list[np.ndarray] = []
+        for number, first, end in self._in_blocks(start, stop):
+            block = self.block(number)
+            documents, offsets = block.beginnings(first, end)
+            labels = block.table.take(documents)
+            origin["file"] += [self.corpus.sources[i].name for i in block.source[documents]]
+            origin["row"] += block.row[documents].tolist()
+            origin["offset"] += offsets.tolist()
+            origin["pile_set_name"] += labels[PART].to_pylist()
+            for name, column in carried.items():
+                origin[name] += [
+                    None if value is None else as_text(json.loads(value))
+                    for value in labels[column].to_pylist()
+                ]
+            origin["document"] += block.position[block.main_documents(first, end)].tolist()
+            tokens.append(block.tokens(first, end, self.separator))
+        return np.concatenate(tokens), origin
+
+    def bad_rows(self, start: int, stop: int) -> list[str]:
+        """The bad rows between the beginning of sequence `start` and that of sequence `stop`.
+
+        The first sequence also answers for bad rows before it, the last for those after it.
+        """
+        first, end = self._beginning_of(start), self._beginning_of(stop)
+        bad_rows: list[str] = []
+        for number in range(first[0], min(end[0] + 1, len(self.ends))):
+            block = self.block(number)
+            bad_documents = np.flatnonzero(block.n_tokens == BAD).tolist()
+            in_range = (i for i in bad_documents if first <= (number, i) < end)
+            bad_rows += [self.problem_of(block, i) for i in in_range]
+        return bad_rows
+
+    def _beginning_of(self, sequence: int) -> tuple[int, int]:
+        """The block and the document that a sequence begins in; the ends of all for the first one
+        and for one behind the last.
+        """
+        if sequence == 0 or sequence >= len(self):
+            return (len(self.ends) if sequence else 0), 0
+        ((number, first, end),) = self._in_blocks(sequence, sequence + 1)
+        return number, int(self.block(number).beginnings(first, end)[0][0])
+
+    def problem_of(self, block: DocumentBlock, document: int) -> str:
+        """A bad document, with its place and its problem."""
+        place = self.corpus.sources[block.source[document]].place_of(int(block.row[document]))
+        return f"{place} ({printable(block.table['problem'][document].as_py() or '')})"
 
 
 class BadRun:
@@ -219,3 +353,176 @@ class BadRun:
             self._current = self._current + 1 if follows else 1
             self._last_position = position
             self.longest = max(self.longest, self._current)
+
+
+class DocumentBlock:
+    """Documents that a scan takes, in the order in which they become sequences.
+
+    With packing by document a sequence is the first tokens of one document. Joined documents, each
+    followed by a separator, make one long text, which is cut every `length` tokens; what is left at
+    its end is not measured. So the lengths of the documents alone say where a sequence lies.
+    """
+
+    def __init__(
+        self, index: SequenceIndex, portions: list[Portion], table: pa.Table, others: Counter[str]
+    ) -> None:
+        """`table` has a row for each document: the arrays below, and what else is kept of it."""
+        self.store = index.store
+        self.is_joined = index.corpus.packing == "concat"
+        self.length = index.length
+        """Text tokens of a sequence."""
+        self.portions = portions
+        self.table = table
+        self.others = others
+        """By part: how many documents of the portions `where` does not select."""
+        # The number of its portion in `portions`; its own among all documents of the corpus, in the
+        # order of the files; where its tokens begin in its portion.
+        self.portion = values_of(table["portion"])
+        self.position = values_of(table["position"])
+        self.first_token = values_of(table["first_token"])
+        # The number of its source in the corpus, and its row there.
+        self.source = values_of(table["source"])
+        self.row = values_of(table["row"])
+        # `BAD` if the row cannot be read, `SKIPPED` if it is left out, 0 if the text is empty.
+        self.n_tokens = values_of(table["n_tokens"])
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    # Sequences
+
+    @cached_property
+    def long_documents(self) -> np.ndarray:
+        """The documents that are long enough for a sequence."""
+        return np.flatnonzero(self.n_tokens >= self.length)
+
+    @cached_property
+    def joined_ends(self) -> np.ndarray:
+        """Where each document ends in the joined text.
+
+        Every document that has tokens is followed by one separator; one without tokens ends where
+        it begins.
+        """
+        return np.cumsum(np.where(self.n_tokens > 0, self.n_tokens.astype(np.int64) + 1, 0))
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences the block has."""
+        if not self.is_joined:
+            return len(self.long_documents)
+        return int(self.joined_ends[-1]) // self.length if len(self) else 0
+
+    @property
+    def unmeasured(self) -> int:
+        """Tokens and separators at the end of joined documents that make no sequence."""
+        if not self.is_joined or not len(self):
+            return 0
+        return int(self.joined_ends[-1]) % self.length
+
+    def begins_of(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents with tokens begin in the joined text."""
+        return self.joined_ends[documents] - self.n_tokens[documents] - 1
+
+    def beginnings(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the sequences `first .. end-1`: the document, and its token, that each begins with."""
+        if not self.is_joined:
+            documents = self.long_documents[first:end]
+            return documents, np.zeros_like(documents)
+        starts = np.arange(first, end) * self.length
+        # side="right" finds the first document that ends behind a token, which is the one that
+        # holds it, never one without tokens.
+        documents = np.searchsorted(self.joined_ends, starts, side="right")
+        return documents, starts - self.begins_of(documents)
+
+    def last_document(self, sequence: int) -> int:
+        """The document in which a sequence ends."""
+        if not self.is_joined:
+            return int(self.long_documents[sequence])
+        return int(self._joined(sequence, sequence + 1)[-1])
+
+    def _joined(self, first: int, end: int) -> np.ndarray:
+        """The documents with tokens in the sequences `first .. end-1` of the joined text."""
+        ends = [first * self.length, end * self.length - 1]
+        of_first, of_last = np.searchsorted(self.joined_ends, ends, side="right").tolist()
+        return of_first + np.flatnonzero(self.n_tokens[of_first : of_last + 1] > 0)
+
+    def main_documents(self, first: int, end: int) -> np.ndarray:
+        """The document with most tokens of each of the sequences `first .. end-1`."""
+        if not self.is_joined:
+            return self.long_documents[first:end]
+        start, stop = first * self.length, end * self.length
+        documents = self._joined(first, end)
+        begins = self.begins_of(documents)
+        ends = begins + self.n_tokens[documents]
+        # Cut where a document or a sequence begins: each cut is of one document and one sequence.
+        starts = np.arange(start, stop, self.length)
+        cuts = np.union1d(np.maximum(begins, start), starts)  # sorted, each once
+        document = np.searchsorted(begins, cuts, side="right") - 1
+        # A separator behind a document belongs to none, so a cut ends with its document.
+        n_tokens = np.minimum(ends[document], np.append(cuts[1:], stop)) - cuts
+        sequence = (cuts - start) // self.length
+        # Of each sequence the longest cut comes first, of equal ones the earliest.
+        order = np.lexsort((cuts, -n_tokens, sequence))
+        _, firsts = np.unique(sequence[order], return_index=True)
+        return documents[document[order[firsts]]]
+
+    # Tokens
+
+    def tokens(self, first: int, end: int, separator: int | None) -> np.ndarray:
+        """The tokens of the sequences `first .. end-1`, `[sequence length]`."""
+        if not self.is_joined:
+            documents = self.long_documents[first:end]
+            begins = self.first_token[documents]
+            tokens = self._tokens_between(documents, begins, begins + self.length)
+            return tokens.reshape(-1, self.length)
+        assert separator is not None
+        start, stop = first * self.length, end * self.length
+        documents = self._joined(first, end)
+        begins = self.first_token[documents]
+        ends = begins + self.n_tokens[documents]
+        # A document may be far longer than what is wanted of it.
+        begin_of_first, begin_of_last = self.begins_of(documents[[0, -1]]).tolist()
+        # The end first: `begins[-1]` changes below if the first document is also the last.
+        ends[-1] = min(ends[-1], begins[-1] + stop - begin_of_last)
+        begins[0] += start - begin_of_first
+        tokens = self._tokens_between(documents, begins, ends)
+        # Numbers of `insert` count in the array before it, so each separator lands behind its
+        # document. Behind the last document stands one that may not be wanted.
+        joined = np.insert(tokens, np.cumsum(ends - begins), separator)
+        return joined[: stop - start].reshape(end - first, self.length)
+
+    def token_counts(self, d_vocab: int) -> np.ndarray:
+        """How often the documents of the block hold each token: `[token]`."""
+        documents = np.flatnonzero(self.n_tokens > 0)
+        begins = self.first_token[documents]
+        tokens = self._tokens_between(documents, begins, begins + self.n_tokens[documents])
+        return np.bincount(tokens, minlength=d_vocab)
+
+    def _tokens_between(
+        self, documents: np.ndarray, begins: np.ndarray, ends: np.ndarray
+    ) -> np.ndarray:
+        """Ranges of tokens in the portions of some documents, one after the other."""
+        portions = self.portion[documents]
+        stops = np.cumsum(ends - begins)
+        tokens = np.empty(stops[-1] if len(stops) else 0, np.int32)
+        # Tokens that follow one another are read at once.
+        is_first = np.ones(len(documents), bool)
+        is_first[1:] = (begins[1:] != ends[:-1]) | (portions[1:] != portions[:-1])
+        firsts = np.flatnonzero(is_first)
+        lasts = np.append(firsts[1:], len(documents)) - 1
+        # In the order of the files, so that each is opened, and each of its parts decoded, once.
+        order = np.lexsort((begins[firsts], portions[firsts]))
+        for first, last in zip(firsts[order].tolist(), lasts[order].tolist(), strict=True):
+            file = open_portion(self.store, self.portions[portions[first]])
+            begin, end, stop = int(begins[first]), int(ends[last]), int(stops[last])
+            tokens[stop - (end - begin) : stop] = file.tokens(begin, end)
+        return tokens
+
+
+def _with_skipped(n_tokens: np.ndarray, is_skipped: np.ndarray) -> np.ndarray:
+    """Lengths of documents, those of skipped ones replaced. Bad documents stay bad."""
+    return np.where(is_skipped & (n_tokens != BAD), SKIPPED, n_tokens).astype(np.int32)
+
+
+def _with_column(table: pa.Table, name: str, values: np.ndarray) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, pa.array(values))

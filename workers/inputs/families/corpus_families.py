@@ -162,7 +162,15 @@ def _sources(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...
     for pattern in patterns:
         path = place(located(pattern))
         if isinstance(path, StorePath):
-            size_of |= {str(key): size for key, size in _matching_objects(path)}
+            try:
+                objects = matching(path)
+            except OSError as error:
+                raise CorpusError(
+                    f"input.files: {path} cannot be listed ({reason(error)})"
+                ) from None
+            if not objects:
+                raise CorpusError(f"input.files: no object matches {str(path)!r}")
+            size_of |= {str(key): size for key, size in objects}
             continue
         for file in _matching_files(str(path), pattern):
             # Two patterns, or two links, may lead to one file. The path that comes first counts.
@@ -198,14 +206,3 @@ def _matching_files(path: str, pattern: str) -> list[str]:
     if not files:
         raise CorpusError(f"input.files: no file matches {pattern!r} (in {Path.cwd()})")
     return files
-
-
-def _matching_objects(pattern: StorePath) -> list[tuple[StorePath, int]]:
-    """The objects of a store that match, each with its size in bytes."""
-    try:
-        objects = matching(pattern)
-    except OSError as error:
-        raise CorpusError(f"input.files: {pattern} cannot be listed ({reason(error)})") from None
-    if not objects:
-        raise CorpusError(f"input.files: no object matches {str(pattern)!r}")
-    return objects

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -26,7 +26,6 @@ from headcount.workers.inputs.corpus.documents import (
     Reading,
     Record,
     Source,
-    Stretch,
     hub_version,
     refusing_unreadable,
 )
@@ -48,77 +47,52 @@ rather than a request made for each file.
 """
 
 
-class FileState(NamedTuple):
-    """What a source was like when it was listed."""
-
-    name: str
-    bytes: int
-    changed: int
-    """When the file was changed last, in nanoseconds; 0 if that is not known."""
-    version: str = ""
-    """Identifies what a data set holds; empty for files."""
-
-    def is_same_file(self, now: FileState) -> bool:
-        """Whether nothing tells a file from what it was; what is not known fits everything."""
-        same_content = (self.name, self.bytes) == (now.name, now.bytes)
-        same_version = self.changed in (0, now.changed) and self.version in ("", now.version)
-        return same_content and same_version
-
-
-def file_states(sources: Sequence[Source]) -> list[FileState]:
-    """Sources as they are now.
+def sources_now(sources: Sequence[Source]) -> list[Source]:
+    """Sources as they are now: their sizes, when they were changed, the versions of data sets.
 
     A data set is looked at once for all its parts, a directory of a store once for all its files.
     """
     data_sets = {(source.path, source.split) for source in sources if source.kind == "hub"}
     versions = {data_set: hub_version(*data_set) for data_set in data_sets}
-    objects = _listed_objects(sources)
-    states: list[FileState] = []
+    objects = _objects_now([s.path for s in sources if s.kind != "hub" and "://" in s.path])
+    now: list[Source] = []
     for source in sources:
         if source.kind == "hub":
             version = versions[source.path, source.split]
-            states.append(FileState(source.file_name, 0, 0, version))
-        elif source.path in objects:
-            states.append(FileState(source.file_name, *objects[source.path]))
-        else:
-            states.append(FileState(source.file_name, *_size_and_time(source)))
-    return states
-
-
-def _listed_objects(sources: Sequence[Source]) -> dict[str, tuple[int, int]]:
-    """Sizes and times of objects by URL, in the directories of stores that hold many sources."""
-    urls = [source.path for source in sources if source.kind != "hub" and "://" in source.path]
-    directories = Counter(url.rpartition("/")[0] for url in urls)
-    objects: dict[str, tuple[int, int]] = {}
-    for directory, files in directories.items():
-        path = place(directory)
-        if files < FILES_WORTH_A_LISTING or not isinstance(path, StorePath):
+            now.append(replace(source, bytes=0, changed=0, version=version))
             continue
+        size, changed = objects.get(source.path, (0, 0))
+        if "://" not in source.path:
+            # No place is made: of a million paths that would take as long as `os.stat`.
+            try:
+                status = os.stat(os.path.expanduser(source.path))
+                size, changed = status.st_size, status.st_mtime_ns
+            except OSError:
+                pass  # Whoever reads a file that is not there says so.
+        now.append(replace(source, bytes=size, changed=changed))
+    return now
+
+
+def _objects_now(urls: list[str]) -> dict[str, tuple[int, int]]:
+    """Sizes and times of objects in stores, by URL; none of an object that is not there."""
+    objects: dict[str, tuple[int, int]] = {}
+    names: dict[str, list[str]] = defaultdict(list)
+    for url in urls:
+        directory, _, name = url.rpartition("/")
+        names[directory].append(name)
+    for directory, names_in_it in names.items():
+        path = place(directory)
+        assert isinstance(path, StorePath)
+        wanted: Any = [f"{path.key}/{name}" for name in names_in_it]
+        if len(wanted) >= FILES_WORTH_A_LISTING:
+            wanted = pafs.FileSelector(path.key)
         try:
-            listed = path.filesystem.get_file_info(pafs.FileSelector(path.key))
+            listed = path.filesystem.get_file_info(wanted)
         except OSError as error:
-            raise CorpusError(f"{directory}: cannot be listed ({reason(error)})") from None
+            raise CorpusError(f"{directory}: cannot be read ({reason(error)})") from None
         for info in listed:
             objects[f"{directory}/{info.base_name}"] = (info.size or 0, info.mtime_ns or 0)
     return objects
-
-
-def _size_and_time(source: Source) -> tuple[int, int]:
-    """The size of a file and when it was changed; zeros if there is no such file."""
-    # A place is made of addresses only: of a million paths it would take as long as `os.stat`.
-    path = place(source.path) if "://" in source.path else os.path.expanduser(source.path)
-    if isinstance(path, StorePath):
-        try:
-            info = path.filesystem.get_file_info(path.key)
-        except OSError as error:
-            raise CorpusError(f"{path}: cannot be read ({reason(error)})") from None
-        return info.size or 0, info.mtime_ns or 0
-    try:
-        status = os.stat(path)
-    except OSError:
-        # Whoever reads a file that is not there says so.
-        return 0, 0
-    return status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -128,8 +102,7 @@ class Extent:
     first_source: int
     """The number of its first source in the corpus."""
     sources: tuple[Source, ...]
-    files: tuple[FileState, ...]
-    """The state of each source when it was listed."""
+    """As they were when they were listed."""
     start: int = 0
     """Where the range of its only source begins: a byte of the content of lines, or a row."""
     stop: int | None = None
@@ -141,31 +114,27 @@ class Extent:
     def key(self) -> str:
         """Identifies what the extent holds: its files as they were, and the range."""
         digest = hashlib.sha256()
-        for source, state in zip(self.sources, self.files, strict=True):
+        for source in self.sources:
             path = source.path
             # URLs and names on the Hub are the same from every directory.
-            is_local = "://" not in path and (source.kind != "hub" or os.path.isdir(path))
-            if is_local:
+            if "://" not in path and (source.kind != "hub" or os.path.isdir(path)):
                 path = os.path.abspath(os.path.expanduser(path))
-            identity = (source.kind, path, source.split, source.part, source.parts)
-            # The name of a file's state is a part of its path.
-            content = [*identity, *state[1:], self.start, self.stop]
-            digest.update(f"{json.dumps(content)}\n".encode())
+            identity = [source.kind, path, source.split, source.part, source.parts]
+            state = [source.bytes, source.changed, source.version]
+            digest.update(f"{json.dumps([*identity, *state, self.start, self.stop])}\n".encode())
         return digest.hexdigest()[:16]
 
     def check_unchanged(self) -> None:
         """Refuse an extent of which a file is not as it was when it was listed."""
-        states = zip(self.sources, self.files, file_states(self.sources), strict=True)
-        for source, before, now in states:
-            if not before.is_same_file(now):
+        for source, now in zip(self.sources, sources_now(self.sources), strict=True):
+            if source != now:
                 raise CorpusError(f"{printable(source.name)}: {CHANGED}")
 
     def records(self, reading: Reading) -> Iterator[tuple[int, Record]]:
         """The records in order, blank lines too, each with the number of its source here."""
-        stretch = Stretch(self.start, self.stop)
         try:
             for number, source in enumerate(self.sources):
-                for record in source.records(reading, stretch):
+                for record in source.records(reading, self.start, self.stop):
                     yield number, record
         except CorpusError:
             # A file that changed is often unreadable first. What changed it is the better reason.
@@ -175,45 +144,35 @@ class Extent:
 
 def extents_of(sources: Sequence[Source]) -> list[Extent]:
     """The extents of a corpus in order. Every source is covered exactly once."""
-    states = file_states(sources)
-    large = [
-        number
-        for number, (source, state) in enumerate(zip(sources, states, strict=True))
-        if state.bytes > PORTION_BYTES and source.can_be_entered
-    ]
+    sources = sources_now(sources)
+    large = [s for s in sources if s.bytes > PORTION_BYTES and s.can_be_entered]
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        found = pool.map(lambda number: _cuts_of(sources[number], states[number]), large)
-        cuts = dict(zip(large, found, strict=True))
+        cuts = dict(zip(large, pool.map(_cuts_of, large), strict=True))
+    groups: list[list[Source]] = []
+    room = -1
+    """Bytes of small sources that the last group still takes; negative if it takes none."""
+    for source in sources:
+        is_alone = source.kind == "hub" or len(cuts.get(source, ())) > 1
+        if is_alone or source.bytes > room or len(groups[-1]) == FILES_IN_EXTENT:
+            groups.append([])
+            room = PORTION_BYTES
+        groups[-1].append(source)
+        room = -1 if is_alone else room - source.bytes
     extents: list[Extent] = []
     first = 0
-    while first < len(sources):
-        stop = first + 1
-        stored_bytes = states[first].bytes
-        starts = cuts.get(first, [0])
+    for group in groups:
+        starts = cuts.get(group[0], [0])
+        some_bytes = sum(source.bytes for source in group) // len(starts)
         # The last range is open: it goes to the end of the source, wherever that is.
-        for start, end in zip(starts, [*starts[1:], None], strict=True):
-            some_bytes = stored_bytes // len(starts)
-            extents.append(
-                Extent(first, (sources[first],), (states[first],), start, end, some_bytes)
-            )
-        if len(starts) == 1 and sources[first].kind != "hub":
-            # Whole sources are joined up to one with which they are too much.
-            while stop < min(len(sources), first + FILES_IN_EXTENT) and sources[stop].kind != "hub":
-                if stored_bytes + states[stop].bytes > PORTION_BYTES:
-                    break
-                stored_bytes += states[stop].bytes
-                stop += 1
-            some = slice(first, stop)
-            extents[-1] = Extent(
-                first, tuple(sources[some]), tuple(states[some]), bytes=stored_bytes
-            )
-        first = stop
+        for start, stop in zip(starts, [*starts[1:], None], strict=True):
+            extents.append(Extent(first, tuple(group), start, stop, some_bytes))
+        first += len(group)
     return extents
 
 
-def _cuts_of(source: Source, state: FileState) -> list[int]:
+def _cuts_of(source: Source) -> list[int]:
     """Where the ranges of a source begin that can be entered anywhere, the first one at 0."""
-    length = content_bytes = state.bytes
+    length = content_bytes = source.bytes
     if source.kind == "parquet":
         try:
             with refusing_unreadable(source), open_whole(place(source.path)) as content:

@@ -5,25 +5,23 @@ preparation that is killed loses the portions in hand. The next one reads past w
 without parsing it.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import count, islice, zip_longest
-from typing import Any
+from itertools import count, zip_longest
 
 import numpy as np
-import pyarrow as pa
 
 from headcount.schemas.errors import CorpusError, printable
-from headcount.workers.inputs.corpus.corpus import Tokenizer
-from headcount.workers.inputs.corpus.documents import BLANK, Document, Record
+from headcount.workers.inputs.corpus.documents import (
+    BLANK,
+    Document,
+    Reading,
+    Record,
+    document_of,
+)
 from headcount.workers.inputs.store.extents import Extent
 from headcount.workers.inputs.store.token_store import (
     Portion,
@@ -33,6 +31,7 @@ from headcount.workers.inputs.store.token_store import (
     open_portion,
     read_record,
 )
+from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
 PORTION_LETTERS = 16 << 20
 """Letters of text with which a portion is full."""
@@ -71,12 +70,14 @@ def _cores() -> int:
 class _Documents:
     """The documents of an extent in order, blank lines left out."""
 
-    def __init__(self, extent: Extent, store: TokenStore) -> None:
+    def __init__(self, extent: Extent, reading: Reading) -> None:
+        self.extent = extent
+        self.reading = reading
         self.rows = 0
         """Rows of the source that were read, blank lines counted."""
-        self.extent = extent
-        self.reading = store.reading
         self._records = self._read()
+        self.next = next(self._records, None)
+        """The number of the next document's source, where it begins there, its record."""
 
     def _read(self) -> Iterator[tuple[int, int, Record]]:
         begin, source = self.extent.start, 0
@@ -93,129 +94,100 @@ class _Documents:
 
     def skip(self, documents: int) -> None:
         """Go past some documents without parsing them."""
-        deque(islice(self._records, documents), maxlen=0)
+        for _ in range(documents):
+            self.next = next(self._records, None)
 
-    def __iter__(self) -> Iterator[tuple[int, int, Document]]:
-        """The number of the source within the extent, where the document begins, the document."""
-        for number, offset, record in self._records:
-            yield number, offset, self.extent.sources[number].document_of(record, self.reading)
-
-
-@dataclass
-class _Reading:
-    """The documents of a portion, which are tokenised while the next ones are read."""
-
-    documents: list[tuple[int, int, Document]]
-    """As `_Documents` yields them."""
-    token_ids: list[Future[list[np.ndarray]]]
-    rows: int
+    def take(self, most: int, letters: float = float("inf")) -> list[tuple[int, int, Document]]:
+        """The next documents, up to so many of them or so many letters: source, begin, document."""
+        taken: list[tuple[int, int, Document]] = []
+        while self.next is not None and len(taken) < most and letters > 0:
+            number, begin, record = self.next
+            document = document_of(record, self.reading)
+            taken.append((number, begin, document))
+            letters -= len(document.text)
+            self.next = next(self._records, None)
+        return taken
 
 
-def _read_portion(
-    documents: _Documents, tokenised: Callable[[list[str]], Future[list[np.ndarray]]]
-) -> _Reading:
-    """The documents of the next portion, none at the end."""
-    letters_at_once = BATCH_LETTERS * _cores()
-    reading = _Reading([], [], 0)
-    texts: list[str] = []
-    letters = letters_of_batch = 0
-    for number, offset, document in documents:
-        reading.documents.append((number, offset, document))
-        if document.problem is None:
-            texts.append(document.text)
-            letters += len(document.text)
-            letters_of_batch += len(document.text)
-        if letters_of_batch >= letters_at_once or len(texts) == BATCH_DOCUMENTS:
-            reading.token_ids.append(tokenised(texts))
-            texts, letters_of_batch = [], 0
-        if letters >= PORTION_LETTERS or len(reading.documents) == PORTION_DOCUMENTS:
-            break
-    reading.token_ids.append(tokenised(texts))
-    reading.rows = documents.rows
-    return reading
+def prepare_extent(
+    store: TokenStore, extent: Extent, tokenizer: TextTokenizer
+) -> Iterator[Portion]:
+    """Commit what is missing of an extent, portion by portion; yields each that is committed.
 
-
-def prepare_extent(store: TokenStore, extent: Extent, tokenizer: Tokenizer) -> Iterator[Portion]:
-    """Commit what is missing of an extent, portion by portion; yields each that is committed."""
-    documents = _Documents(extent, store)
-    id_type = store.token_type.to_pandas_dtype()
-    tokenising = ThreadPoolExecutor(1)
-
-    def tokenised(texts: list[str]) -> Future[list[np.ndarray]]:
-        return tokenising.submit(_token_ids, tokenizer, texts, id_type)
-
-    try:
-        # A portion is the last one if nothing follows it, so the next one is read before it ends.
-        unfinished: tuple[int, _Reading] | None = None
+    A portion is tokenised while the next one is read. If that cannot be read, it still ends.
+    """
+    documents = _Documents(extent, store.reading)
+    with ThreadPoolExecutor(1) as committing:
+        in_hand: Future[Portion] | None = None
         for number in count():
-            following: _Reading | None = None
-            there = store.find(extent.key, number)
-            try:
-                if there is None:
-                    following = _read_portion(documents, tokenised)
-                elif not there.is_last:
-                    documents.skip(read_record(store, there).documents)
-            except CorpusError:
-                # It cannot be read further. What lies before that place is kept.
-                if unfinished is not None:
-                    yield _commit(store, extent, *unfinished, is_last=False)
-                raise
-            is_end = following is not None and not following.documents
-            if following is not None and is_end:
+            portion = store.find(extent.key, number)
+            taken: list[tuple[int, int, Document]] = []
+            if portion is not None:
+                is_last = portion.is_last
+                if not is_last:
+                    documents.skip(read_record(store, portion).documents)
+            else:
+                taken = documents.take(PORTION_DOCUMENTS, PORTION_LETTERS)
+                is_last = documents.next is None
+            if in_hand is not None:
+                yield in_hand.result()
+                in_hand = None
+            if portion is None:
+                portion = Portion(extent.key, number, is_last)
                 # Blank lines may lie behind the last document.
-                unfinished = unfinished or (number, following)
-                unfinished[1].rows = following.rows
-            if unfinished is not None:
-                yield _commit(store, extent, *unfinished, is_last=is_end)
-            if is_end or (there is not None and there.is_last):
-                return
-            unfinished = following and (number, following)
-    finally:
-        # Whoever has enough does not wait for what was read ahead.
-        tokenising.shutdown(wait=False, cancel_futures=True)
+                rows = documents.rows if is_last else taken[-1][2].row + 1
+                in_hand = committing.submit(_commit, store, extent, portion, taken, tokenizer, rows)
+            if is_last:
+                break
+        if in_hand is not None:
+            yield in_hand.result()
 
 
-def _token_ids(tokenizer: Tokenizer, texts: list[str], id_type: Any) -> list[np.ndarray]:  # noqa: ANN401 (a type of numpy's)
-    return [np.array(ids, id_type) for ids in tokenizer.encode_many(texts)]
+def _commit(
+    store: TokenStore,
+    extent: Extent,
+    portion: Portion,
+    documents: list[tuple[int, int, Document]],
+    tokenizer: TextTokenizer,
+    rows: int,
+) -> Portion:
+    id_type = store.token_type.to_pandas_dtype()
+    letters_at_once = BATCH_LETTERS * _cores()
+    # A row that cannot be read has no tokens.
+    tokens = [np.empty(0, id_type)] * len(documents)
+    batch: list[int] = []
+    letters = 0
+    for number, (_, _, document) in enumerate(documents):
+        if document.problem is None:
+            batch.append(number)
+            letters += len(document.text)
+        is_last = number == len(documents) - 1
+        if letters >= letters_at_once or len(batch) == BATCH_DOCUMENTS or is_last:
+            texts = [documents[i][2].text for i in batch]
+            for i, ids in zip(batch, tokenizer.encode_many(texts), strict=True):
+                tokens[i] = np.array(ids, id_type)
+            batch, letters = [], 0
+    # A file that changed while it was read may have been read half old and half new.
+    extent.check_unchanged()
+    commit_portion(store, extent, portion, documents, tokens, rows)
+    return portion
 
 
 def is_whole(committed: dict[int, Portion]) -> bool:
     """Whether the portions of an extent follow one another to its end."""
     last = committed.get(len(committed) - 1)
-    return last is not None and last.is_last and len(committed) == last.number + 1
+    return last is not None and last.is_last
 
 
-def _commit(
-    store: TokenStore, extent: Extent, number: int, reading: _Reading, is_last: bool
-) -> Portion:
-    token_ids = (ids for future in reading.token_ids for ids in future.result())
-    nothing = np.empty(0, store.token_type.to_pandas_dtype())
-    # A row that cannot be read has no tokens.
-    tokens = [
-        nothing if document.problem is not None else next(token_ids)
-        for _, _, document in reading.documents
-    ]
-    # A file that changed while it was read may have been read half old and half new.
-    extent.check_unchanged()
-    portion = Portion(extent.key, number, is_last)
-    commit_portion(store, extent, portion, reading.documents, tokens, reading.rows)
-    return portion
-
-
-# Verification
-
-
-def damaged_portions(store: TokenStore, extent: Extent) -> tuple[dict[Portion, str], bool]:
+def damaged_portions(store: TokenStore, extent: Extent) -> dict[Portion, str]:
     """The portions of an extent that do not hold what they should, each with what is wrong.
 
-    Also whether a text is another one than was tokenised. All texts are read again, but none is
-    tokenised.
+    All texts are read again, but none is tokenised.
     """
     # Nothing that is already decoded: the files themselves are looked at.
     forget_open_files()
-    documents = _Documents(extent, store)
+    documents = _Documents(extent, store.reading)
     damages: dict[Portion, str] = {}
-    is_text_changed = False
     for _, portion in sorted(store.portions().get(extent.key, {}).items()):
         try:
             file = open_portion(store, portion)
@@ -229,37 +201,26 @@ def damaged_portions(store: TokenStore, extent: Extent) -> tuple[dict[Portion, s
             except CorpusError:
                 # Nothing says which texts the portions behind it hold.
                 break
-        difference = _difference(documents, table)
-        if difference is None and portion.is_last and (more := next(iter(documents), None)):
-            place = _place(extent, more[0], more[2].row)
-            difference = f"{place}: was not there when the corpus was tokenised"
-        if difference is not None:
-            damages[portion] = difference
-            is_text_changed = True
-    return damages, is_text_changed
-
-
-def _difference(documents: _Documents, table: pa.Table) -> str | None:
-    """The first document of a portion that is not as the files have it now. All are read."""
-    columns = [table[name].to_pylist() for name in ("source", "row", "content")]
-    stored = zip(*columns, table["problem"].is_valid().to_pylist(), strict=True)
-    now = [
-        (number, document.row, document.content_hash, document.problem is not None)
-        for number, _, document in islice(documents, len(table))
-    ]
-    differing = ((old, new) for old, new in zip_longest(stored, now) if old != new)
-    old, new = next(differing, (None, None))
-    if old is None:
-        return None
-    number, row = (new or old)[:2]
-    why = "is not what was tokenised" if new else "is not there any more"
-    return f"{_place(documents.extent, number, row)}: {why}"
-
-
-def _place(extent: Extent, number: int, row: int) -> str:
-    """Where a document is, for people."""
-    source = extent.sources[number]
-    if not extent.start:
-        return source.place_of(row)
-    # How many rows lie before the range is not known here.
-    return f"{printable(source.name)}, row {row + 1:,} from {extent.start:,} on"
+        columns = [table[name].to_pylist() for name in ("source", "row", "content")]
+        stored = zip(*columns, table["problem"].is_valid().to_pylist(), strict=True)
+        now = [
+            (number, document.row, document.content_hash, document.problem is not None)
+            for number, _, document in documents.take(len(table))
+        ]
+        pairs = zip_longest(stored, now)
+        old, new = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        if old is not None or new is not None:
+            why = "is not what was tokenised" if new else "is not there any more"
+        elif portion.is_last and documents.next is not None:
+            number, _, record = documents.next
+            new, why = (number, record.row), "was not there when the corpus was tokenised"
+        else:
+            continue
+        number, row = (new or old or (0, 0))[:2]
+        source = extent.sources[number]
+        where = source.place_of(row)
+        if extent.start:
+            # How many rows lie before the range is not known here.
+            where = f"{printable(source.name)}, row {row + 1:,} from {extent.start:,} on"
+        damages[portion] = f"{where}: {why}"
+    return damages

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,16 +15,15 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow.fs as pafs
+import pyarrow as pa
 
 from headcount.schemas.errors import CorpusError, RunError, printable, unknown
-from headcount.schemas.files.places import Place, names, reason, stats
+from headcount.schemas.files.places import Place, listed, names, reason, stats
 from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.inputs.store.preparation import is_whole
 from headcount.workers.inputs.store.token_store import (
     BAD,
     STORE_FILE,
-    Portion,
     PortionRecord,
     TokenStore,
     forget_open_files,
@@ -44,15 +43,13 @@ READERS = 16
 
 @dataclass(frozen=True)
 class StoredCorpus:
-    """What lies in a token store."""
+    """What lies in a token store. Documents that are bad count, too."""
 
     key: str
-    """Its name in the folder."""
     store: TokenStore | None
     problem: str | None
     """What cannot be read of it: another version, a broken description, a damaged portion."""
     documents: int
-    """Bad ones included."""
     tokens: int
     bad: int
     bytes: int
@@ -63,14 +60,13 @@ class StoredCorpus:
 
 @dataclass
 class StoredFile:
-    """What a token store holds of one file, or of one part of a data set."""
+    """What a token store holds of one file, of a range of it, or of one part of a data set."""
 
     name: str
-    """Path or address."""
     bytes: int
     """Its size when it was prepared; 0 for a data set."""
+    stop: int | None = None
     documents: int = 0
-    """Bad ones included."""
     tokens: int = 0
     bad: int = 0
     empty: int = 0
@@ -81,40 +77,43 @@ class StoredFile:
     """The first bad rows, each with its place and what is wrong with it."""
 
 
+def store_folder(corpora: Place, beginning: str) -> Place:
+    """The folder of the one store whose key begins so; any other number of stores is refused."""
+    known = [name for name in names(corpora) if STORE_NAME.fullmatch(name)]
+    keys = [name for name in known if name.startswith(beginning)]
+    if len(keys) != 1:
+        raise RunError(f"{corpora}: {unknown('corpus', beginning, known)}")
+    return corpora / keys[0]
+
+
 def stored_corpora(corpora: Place) -> list[StoredCorpus]:
     """The token stores in a folder, in the order of their keys."""
     keys = sorted(name for name in names(corpora) if STORE_NAME.fullmatch(name))
-    return [stored_corpus(corpora, key) for key in keys]
+    return [stored_corpus(corpora / key) for key in keys]
 
 
-def stored_corpus(corpora: Place, key: str) -> StoredCorpus:
-    """The token store of that key; refuse a key that the folder does not have."""
-    folder = _folder_of(corpora, key)
+def stored_corpus(folder: Place) -> StoredCorpus:
+    """The token store in a folder."""
     if isinstance(folder, Path):
         files = [
             (status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
             for _, status in stats(folder)
         ]
     else:
-        listed = folder.filesystem.get_file_info(pafs.FileSelector(folder.key))
-        files = [(info.size or 0, info.mtime) for info in listed]
+        files = [(info.size or 0, info.mtime) for info in listed(folder)]
     store = problem = None
     records: list[PortionRecord] = []
     try:
-        store = TokenStore.read(folder)
-        if store is None:
-            problem = f"{folder / STORE_FILE}: not there"
-        else:
-            extents = store.portions().values()
-            portions = [portion for extent in extents for portion in extent.values()]
-            with ThreadPoolExecutor(READERS) as readers:
-                records += readers.map(partial(read_record, store), portions)
+        store = _read_store(folder)
+        portions = [p for extent in store.portions().values() for p in extent.values()]
+        with ThreadPoolExecutor(READERS) as readers:
+            records += readers.map(partial(read_record, store), portions)
     except (RunError, CorpusError) as error:
         problem = str(error)
     return StoredCorpus(
-        key=key,
-        store=store,
-        problem=problem,
+        folder.name,
+        store,
+        problem,
         documents=sum(record.documents for record in records),
         tokens=sum(record.tokens for record in records),
         bad=sum(record.bad for record in records),
@@ -123,76 +122,72 @@ def stored_corpus(corpora: Place, key: str) -> StoredCorpus:
     )
 
 
-def stored_files(corpora: Place, key: str) -> list[StoredFile]:
-    """What a token store holds of each file, in the order of their names."""
-    folder = _folder_of(corpora, key)
+def _read_store(folder: Place) -> TokenStore:
     store = TokenStore.read(folder)
     if store is None:
         raise RunError(f"{folder / STORE_FILE}: not there; remove this store")
-    # By the file as it was, and by where a range of it begins. A file may have been read alone and
-    # together with others.
-    found: dict[tuple[str, str, int, int], dict[int, tuple[StoredFile, int | None]]] = {}
+    return store
+
+
+def stored_files(folder: Place) -> list[StoredFile]:
+    """What a token store holds of each file, in the order of their names."""
+    store = _read_store(folder)
+    # By the file as it was (kind, name, size, time), and by where a range of it begins.
+    found: dict[tuple[str, str, int, int], dict[int, StoredFile]] = defaultdict(dict)
     for portions in store.portions().values():
-        for file, start, part, stop in _parts_of(store, portions):
-            parts = found.setdefault(file, {})
-            if start not in parts or parts[start][0].documents < part.documents:
-                parts[start] = part, stop
-    files: list[StoredFile] = []
-    for (_, name, size, _), parts in sorted(found.items(), key=lambda item: item[0][1]):
-        stored = StoredFile(name, size)
+        parts: dict[int, StoredFile] = {}
+        start, files = 0, {}
+        for _, portion in sorted(portions.items()):
+            file = open_portion(store, portion)
+            start = file.record.start
+            for number, (kind, name, size, changed) in file.record.files.items():
+                files[int(number)] = kind, name, size, changed
+                part = parts.setdefault(int(number), StoredFile(name, size, file.record.stop))
+                _add_documents(part, file.documents(), int(number), kind, start)
+        for number, part in parts.items():
+            # A source is read to its end if a later one is begun.
+            part.whole = is_whole(portions) or number < max(parts)
+            ranges = found[files[number]]
+            # A file may have been read alone and together with others.
+            if start not in ranges or ranges[start].documents < part.documents:
+                ranges[start] = part
+    stored: list[StoredFile] = []
+    for (_, name, size, _), ranges in sorted(found.items(), key=lambda item: item[0][1]):
+        whole = StoredFile(name, size)
         end: int | None = 0
-        for start in sorted(parts):
-            part, stop = parts[start]
-            stored.documents += part.documents
-            stored.tokens += part.tokens
-            stored.bad += part.bad
-            stored.empty += part.empty
-            stored.problems += part.problems
-            end = stop if start == end and part.whole else -1
-        stored.whole = end is None
-        del stored.problems[LISTED_PROBLEMS:]
-        files.append(stored)
-    return files
+        for start, part in sorted(ranges.items()):
+            for what in ("documents", "tokens", "bad", "empty", "problems"):
+                setattr(whole, what, getattr(whole, what) + getattr(part, what))
+            end = part.stop if start == end and part.whole else -1
+        whole.whole = end is None
+        del whole.problems[LISTED_PROBLEMS:]
+        stored.append(whole)
+    return stored
 
 
-def _parts_of(
-    store: TokenStore, portions: dict[int, Portion]
-) -> Iterator[tuple[tuple[str, str, int, int], int, StoredFile, int | None]]:
-    """What the portions of an extent hold of each file, and where the extent begins and ends."""
-    parts: dict[int, StoredFile] = {}
-    files: dict[int, tuple[str, str, int, int]] = {}
-    record = read_record(store, portions[max(portions)])
-    for portion in sorted(portions.values()):
-        file = open_portion(store, portion)
-        documents = file.documents()
-        sources = values_of(documents["source"])
-        for number, (kind, name, size, changed) in file.record.files.items():
-            first, end = np.searchsorted(sources, [int(number), int(number) + 1])
-            of_file = documents.slice(first, end - first)
-            n_tokens = values_of(of_file["n_tokens"])
-            files[int(number)] = kind, name, size, changed
-            part = parts.setdefault(int(number), StoredFile(name, size))
-            part.documents += len(n_tokens)
-            part.tokens += int(np.maximum(n_tokens, 0).sum())
-            part.bad += int((n_tokens == BAD).sum())
-            part.empty += int((n_tokens == 0).sum())
-            bad = of_file.filter(of_file["problem"].is_valid()).slice(0, LISTED_PROBLEMS)
-            for row in bad.select(["row", "offset", "problem"]).to_pylist():
-                place = Source(kind, name, size).place_of(row["row"])
-                if record.start:
-                    # How many lines lie before the range is not known here.
-                    unit = "row" if kind == "parquet" else "byte"
-                    place = f"{printable(name)}, {unit} {row['offset'] + 1:,}"
-                part.problems.append(f"{place} ({printable(row['problem'])})")
-    for number, part in parts.items():
-        # A source is read to its end if a later one is begun.
-        part.whole = is_whole(portions) or number < max(parts)
-        yield files[number], record.start, part, record.stop
+def _add_documents(
+    part: StoredFile, documents: pa.Table, source: int, kind: str, start: int
+) -> None:
+    """Count the documents of one source of a portion, in an extent that begins at `start`."""
+    first, end = np.searchsorted(values_of(documents["source"]), [source, source + 1])
+    documents = documents.slice(first, end - first)
+    n_tokens = values_of(documents["n_tokens"])
+    part.documents += len(n_tokens)
+    part.tokens += int(np.maximum(n_tokens, 0).sum())
+    part.bad += int((n_tokens == BAD).sum())
+    part.empty += int((n_tokens == 0).sum())
+    bad = documents.filter(documents["problem"].is_valid()).slice(0, LISTED_PROBLEMS)
+    for row in bad.select(["row", "offset", "problem"]).to_pylist():
+        place = Source(kind, part.name, 0).place_of(row["row"])
+        if start:
+            # How many lines lie before the range is not known here.
+            unit = "row" if kind == "parquet" else "byte"
+            place = f"{printable(part.name)}, {unit} {row['offset'] + 1:,}"
+        part.problems.append(f"{place} ({printable(row['problem'])})")
 
 
-def remove_corpus(corpora: Place, key: str) -> None:
+def remove_corpus(folder: Place) -> None:
     """Delete a token store."""
-    folder = _folder_of(corpora, key)
     try:
         if isinstance(folder, Path):
             shutil.rmtree(folder)
@@ -204,10 +199,3 @@ def remove_corpus(corpora: Place, key: str) -> None:
             "continues"
         ) from None
     forget_open_files()
-
-
-def _folder_of(corpora: Place, key: str) -> Place:
-    known = [name for name in names(corpora) if STORE_NAME.fullmatch(name)]
-    if key not in known:
-        raise RunError(f"{corpora}: {unknown('corpus', key, known)}")
-    return corpora / key
