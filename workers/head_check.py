@@ -27,11 +27,8 @@ from headcount.workers.model.attention_facts import window_of
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.replica import Replica
 
-MOST_TOKENS = 16_384
-"""Tokens of a batch."""
-
-MOST_N_CTX = 1024
-"""Tokens of a sequence if nobody says how many."""
+MOST_TOKENS = 16_384  # tokens of a batch
+MOST_N_CTX = 1024  # tokens of a sequence if nobody says how many
 
 TOLERANCE = 0.02
 """The share of recall that a cut may cost, and of loss that it may add, so that nothing is lost."""
@@ -39,11 +36,8 @@ TOLERANCE = 0.02
 SEARCHED_TOLERANCE = TOLERANCE / 2
 """The same while a number of heads is looked for: on other sequences it may be a little worse."""
 
-MOST_STEPS = 32
-"""Numbers of heads that are tried at most."""
-
-SEARCHED_SEED = 1
-"""The seed of the sequences on which a number of heads is looked for."""
+MOST_STEPS = 32  # numbers of heads that are tried at most
+SEARCHED_SEED = 1  # the seed of the sequences on which a number of heads is looked for
 
 JUDGED_SEED = 2
 """The seed of those on which it is judged. Scores are measured with seed 0 by default."""
@@ -59,8 +53,7 @@ class KVHead(NamedTuple):
 class Question(NamedTuple):
     """Sequences, and the tokens of them that the model should know."""
 
-    tokens: np.ndarray
-    """`[sequence pos]`."""
+    tokens: np.ndarray  # `[sequence pos]`
     asked: np.ndarray
     """Whether a token is one of these: `[sequence pos]`. The first token never is."""
 
@@ -69,10 +62,8 @@ class Question(NamedTuple):
 class Answers:
     """What a model says of its tokens."""
 
-    recall: float
-    """Share of the tokens of needles that it predicts first."""
-    loss: float
-    """Mean loss after repeats, in nats."""
+    recall: float  # share of the tokens of needles that it predicts first
+    loss: float  # mean loss after repeats, in nats
 
     def loses_nothing(self, full: Answers, tolerance: float = TOLERANCE) -> bool:
         """Whether they are as good as those of the full cache, within the tolerance."""

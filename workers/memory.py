@@ -42,10 +42,8 @@ def available_gpus() -> int:
 class PeakMemory:
     """The most memory that this process held while a block ran, in bytes."""
 
-    main: int = 0
-    """Peak of main memory."""
-    gpu: int = 0
-    """Peak of the GPU's memory, by tensors; 0 on a CPU."""
+    main: int = 0  # peak of main memory
+    gpu: int = 0  # peak of the GPU's memory, by tensors; 0 on a CPU
 
 
 @contextmanager

@@ -28,12 +28,9 @@ if TYPE_CHECKING:
 class Look:
     """The attention of one query."""
 
-    key: int
-    """The key with most attention; -1 if the query sees no key."""
-    mass: float
-    """Attention to that key."""
-    first: float
-    """Attention to key 0."""
+    key: int  # the key with most attention; -1 if the query sees no key
+    mass: float  # attention to that key
+    first: float  # attention to key 0
 
 
 class RunModel:

@@ -33,8 +33,7 @@ CHANGEABLE_ACTIVATIONS: dict[str, str] = {
 makes them.
 """
 
-EMBEDDINGS = ("embed", "pos_embed")
-"""Activations before the first layer."""
+EMBEDDINGS = ("embed", "pos_embed")  # activations before the first layer
 
 PROJECTIONS = ("q", "k", "v")
 """Activations that a layer makes at the same time, so a change of one cannot read the others."""
@@ -51,8 +50,7 @@ So the pattern is one that answers questions.
 PARTNER = "partner"
 """Read by a change that wants its own target from the run on the partner sequence."""
 
-LABELS = "labels"
-"""Read by a change that wants to know which tokens the input family has labelled."""
+LABELS = "labels"  # read by a change that wants to know which tokens the input family has labelled
 
 Index = int | slice | EllipsisType | Tensor | list[int]
 """What selects places along an axis of a tensor."""
@@ -84,10 +82,8 @@ class Streaming:
     A change of scores that says this can be followed without a matrix of scores.
     """
 
-    sink: int
-    """How many of the first keys every query sees."""
-    recent: int
-    """How many keys a query sees up to its own."""
+    sink: int  # how many of the first keys every query sees
+    recent: int  # how many keys a query sees up to its own
     heads: Mapping[int, tuple[int, ...]]
     """The query heads of each layer, in ascending order. The other layers have none."""
 
@@ -101,8 +97,7 @@ class Change:
 
     target: str
     function: Callable[[Tensor, Mapping[str, Any]], Tensor]
-    layer: int | None = None
-    """The layer it is for; none means all of them."""
+    layer: int | None = None  # the layer it is for; none means all of them
     reads: frozenset[str] = frozenset()
     streaming: Streaming | None = None
     """What it hides, if it is a change of scores that does nothing but this."""

@@ -25,25 +25,17 @@ class Activations(TypedDict):
     Numbers are float32 at least. Before the end of the layer, what comes later is missing.
     """
 
-    resid_pre: Tensor
-    """`[batch pos d_model]`."""
-    q: Tensor
-    """`[batch pos head d_head]`, as it is multiplied: after any rotation."""
-    unrotated_q: NotRequired[Tensor]
-    """The same before any rotation, and after any norm of queries."""
-    k: Tensor
-    """The same, repeated where query heads share it."""
-    v: Tensor
-    """The same."""
+    resid_pre: Tensor  # `[batch pos d_model]`
+    q: Tensor  # `[batch pos head d_head]`, as it is multiplied: after any rotation
+    unrotated_q: NotRequired[Tensor]  # the same before any rotation, and after any norm of queries
+    k: Tensor  # the same, repeated where query heads share it
+    v: Tensor  # the same
     pattern: FusedPattern | DensePattern
-    z: Tensor
-    """`[batch pos head d_head]`."""
-    resid_post: Tensor
-    """`[batch pos d_model]`."""
+    z: Tensor  # `[batch pos head d_head]`
+    resid_post: Tensor  # `[batch pos d_model]`
     copies: NotRequired[TokenPairs]
     """Earlier copies of each token, if the caller of `run` passed them as `matches`."""
-    successors: NotRequired[TokenPairs]
-    """What follows them, likewise."""
+    successors: NotRequired[TokenPairs]  # what follows them, likewise
 
 
 OnLayer = Callable[[int, Activations], None]

@@ -19,17 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
-FLOAT16X2 = "float16x2"
-"""Activations in float16, each weight as the sum of two float16 numbers."""
-
-TF32_DROPPED_BITS = 13
-"""Bits of a float32's mantissa that TF32 does not have."""
-
-Split = Callable[[Tensor], Tensor]
-"""Makes `[high | low]` of a weight."""
-
-LEAST_FREE = 0.5
-"""Share of a GPU's memory that stays free of split weights: batches need it more."""
+FLOAT16X2 = "float16x2"  # activations in float16, each weight as the sum of two float16 numbers
+TF32_DROPPED_BITS = 13  # bits of a float32's mantissa that TF32 does not have
+Split = Callable[[Tensor], Tensor]  # makes `[high | low]` of a weight
+LEAST_FREE = 0.5  # share of a GPU's memory that stays free of split weights: batches need it more
 
 
 def rounded(x: Tensor, number_format: str) -> Tensor:

@@ -18,8 +18,7 @@ from headcount.workers.engine.fused_engine import FusedEngine
 from headcount.workers.model.layer_weights import known_or_nan
 from headcount.workers.model.model import Model
 
-CHUNK_BYTES = 64 << 20
-"""Logits that are held at a time."""
+CHUNK_BYTES = 64 << 20  # logits that are held at a time
 
 
 class PredictionInputs(dict[str, Tensor]):

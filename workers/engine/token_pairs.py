@@ -19,8 +19,7 @@ stays linear in T.
 QUERIES_COUNTED = 64
 """Queries whose pairs are counted at a time, so that counting needs no matrix of T²."""
 
-NO_QUERY = -1
-"""Label of a key that belongs to no pair."""
+NO_QUERY = -1  # label of a key that belongs to no pair
 
 
 class Members(NamedTuple):
@@ -39,10 +38,8 @@ class TokenPairs:
     """
 
     name: str
-    query_label: Tensor
-    """`[batch query]`, int32, never negative."""
-    key_label: Tensor
-    """`[batch key]`, int32."""
+    query_label: Tensor  # `[batch query]`, int32, never negative
+    key_label: Tensor  # `[batch key]`, int32
     lag: int
     _stored_members: dict[tuple[int, ...], Members] = field(
         default_factory=dict[tuple[int, ...], Members], repr=False

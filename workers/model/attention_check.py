@@ -51,8 +51,7 @@ class SettledAttention:
     sizes: dict[int, AttentionSizes] = field(default_factory=dict)
     gated: frozenset[int] = frozenset()
     """Layers that change z before their output projection, for example by a gate."""
-    problem: str | None = None
-    """Why these facts do not make the model's patterns; None if they do."""
+    problem: str | None = None  # why these facts do not make the model's patterns; None if they do
 
 
 @dataclass
@@ -236,8 +235,7 @@ class ShownAttention:
     """What the bridge shows of a layer's attention, as an unchanged run confirms it."""
 
     facts: AttentionFacts
-    shows_scores: bool
-    """Whether the bridge shows the scores behind the layer's pattern."""
+    shows_scores: bool  # whether the bridge shows the scores behind the layer's pattern
     problem: str | None = None
     """Why q, k and the facts do not make the layer's pattern; None if they do."""
 

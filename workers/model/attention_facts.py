@@ -29,10 +29,8 @@ class AttentionFacts:
     and, if there is a sink, one more entry `sink[h]` that has no value.
     """
 
-    scale: float
-    """The factor of q·k: 1/√d_head in most models."""
-    soft_cap: float | None = None
-    """The height at which scores are capped; None if they are not."""
+    scale: float  # the factor of q·k: 1/√d_head in most models
+    soft_cap: float | None = None  # the height at which scores are capped; None if they are not
     window: int | None = None
     """How many keys a query sees, its own among them; None if it sees all before it."""
     slopes: Tensor | None = None
@@ -47,8 +45,7 @@ class AttentionSizes(NamedTuple):
     """The sizes of the q, k and v that one layer attends with."""
 
     heads: int
-    kv_heads: int
-    """Heads of k and v; each is shared by `heads // kv_heads` heads of q."""
+    kv_heads: int  # heads of k and v; each is shared by `heads // kv_heads` heads of q
     d_qk: int
     d_v: int
 

@@ -40,8 +40,7 @@ class AttentionPass:
     """How many keys the masks of this pass let a query see; None where it sees all before it."""
     facts: AttentionFacts | None = None
     """Those of the layer that asks now, with its window even where all tokens fit into it."""
-    checks_rotations: bool = False
-    """Whether each rotation is held against the queries before it."""
+    checks_rotations: bool = False  # whether each rotation is held against the queries before it
     rotations: list[Rotation] = field(default_factory=list)
     """What the layer that runs now did to its queries and keys, until its attention asks."""
 
@@ -49,8 +48,7 @@ class AttentionPass:
 _running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
 """The pass that runs now. A context variable keeps threads apart."""
 
-_ONE_PASS = threading.RLock()
-"""Held while functions of the library transformers are ours."""
+_ONE_PASS = threading.RLock()  # held while functions of the library transformers are ours
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from headcount.workers.model.files.model_info import ModelInfo
 ATTENTION = ("self_attn", "attn", "attention", "self_attention", "mixer", "temporal_block")
 """Names of a layer's attention module in transformers."""
 
-MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
-"""Names of a layer's MLP, the same."""
+MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe")  # names of a layer's MLP, the same
 
 POSITIONS = ("wpe", "position_embeddings", "positions_embed", "embed_positions")
 """Names of the module that embeds positions, the same."""

@@ -32,8 +32,7 @@ from headcount.workers.model.files.loading import bridgeable, model_of, modules_
 from headcount.workers.model.files.model_info import ModelInfo, shape_of
 from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
-DEVICES = ("cpu", "cuda")
-"""Kinds of devices that are measured on."""
+DEVICES = ("cpu", "cuda")  # kinds of devices that are measured on
 
 SHARED_FORMATS = (torch.float32, torch.float64)
 """Formats of weights that are shared. Weights in narrower ones are copied as float32."""
@@ -56,13 +55,10 @@ class BorrowedModel:
     """A `Model` that reads somebody else's weights."""
 
     model: Model
-    device: str
-    """Kind of the device: cpu or cuda."""
-    is_bridge: bool
-    """Whether it was a `TransformerBridge`, which only the dense engine runs."""
+    device: str  # kind of the device: cpu or cuda
+    is_bridge: bool  # whether it was a `TransformerBridge`, which only the dense engine runs
     layout: Layout
-    addresses: frozenset[int]
-    """Where in memory their weights lie."""
+    addresses: frozenset[int]  # where in memory their weights lie
 
     @property
     def is_shared(self) -> bool:

@@ -73,8 +73,7 @@ class ChangeableWeight:
     tensor: Tensor  # writing to it changes the model
     parameter: str | None
     """The parameter of the bare modules that holds it; None if only the bridge reads it, a copy."""
-    read: Callable[[], Tensor]
-    """Returns the weight as the model reads it now."""
+    read: Callable[[], Tensor]  # returns the weight as the model reads it now
 
 
 class BootedBridge(NamedTuple):
@@ -83,8 +82,7 @@ class BootedBridge(NamedTuple):
     bridge: TransformerBridge | None
     modules: dict[str, list[nn.Module]]
     """The bare modules whose outputs are activations, by activation: one a layer, or one in all."""
-    problem: str | None = None
-    """Why there is no bridge, or why it cannot run the model."""
+    problem: str | None = None  # why there is no bridge, or why it cannot run the model
 
 
 class LoadedModules(NamedTuple):

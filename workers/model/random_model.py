@@ -17,11 +17,8 @@ from headcount.schemas.packages import PACKAGE
 
 MINIATURES = PACKAGE / "models"
 
-D_HEAD = 4
-"""Width of a head."""
-
-MOST_POSITIONS = 1024
-"""Positions of a model, if the other has more."""
+D_HEAD = 4  # width of a head
+MOST_POSITIONS = 1024  # positions of a model, if the other has more
 
 UNTRAINED, LIVELY = 0.02, 0.3
 """Standard deviation of weights: as GPT-2 begins, and so large that every change shows."""

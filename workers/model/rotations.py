@@ -19,28 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PREFIX = "apply_rotary"
-"""How the names of these functions begin."""
+PREFIX = "apply_rotary"  # how the names of these functions begin
 
 BOTH = ("q", "k", "cos", "sin")
 """The first arguments of a function that rotates queries and keys at once."""
 
-ONE = ("x", "cos", "sin")
-"""The first arguments of one that rotates either, as in Gemma 4."""
+ONE = ("x", "cos", "sin")  # the first arguments of one that rotates either, as in Gemma 4
 
 ONE_WITHOUT_AXIS = ("tensor", "sin", "cos")
 """The arguments of one that rotates either, with heads behind positions: GPT-J and CodeGen."""
 
-HEAD_AXIS = "unsqueeze_dim"
-"""The argument that says where the axis of heads is."""
+HEAD_AXIS = "unsqueeze_dim"  # the argument that says where the axis of heads is
 
 LARGEST_ERROR = 1e-4
 """Largest difference, relative to the queries, between those that were given to a rotation and
 those that are rotated back. A layer that does more than rotate them has a larger one.
 """
 
-IS_NOTED = "headcount_notes_it"
-"""The attribute of functions that are wrapped."""
+IS_NOTED = "headcount_notes_it"  # the attribute of functions that are wrapped
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 """`rotate(q, k, cos, sin, unsqueeze_dim)`, which returns both rotated."""
@@ -52,11 +48,9 @@ class Rotation:
 
     rotate: Rotate | None
     """None if the function has arguments that are not known, or the layer does more than that."""
-    cos: Tensor
-    """`[batch pos angle]`."""
+    cos: Tensor  # `[batch pos angle]`
     sin: Tensor
-    width: int
-    """How many of a query's components are rotated: the first ones."""
+    width: int  # how many of a query's components are rotated: the first ones
     given: Tensor | None = None
     """The queries or keys before it, `[batch head pos width]`; kept only for a check."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.workers.engine.changes import Streaming
-from headcount.workers.engine.streamed_attention import streamed_attention
+from headcount.workers.engine.fused_engine import streamed_attention
 from headcount.workers.model.attention_facts import (
     MASKED,
     AttentionFacts,

@@ -43,8 +43,7 @@ MOST_TOKENS = 1024
 EVERY_FACT = ("a soft cap", "a window", "ALiBi slopes", "a learned sink")
 SOFT_CAP, WINDOW, SLOPES, SINK = EVERY_FACT
 
-FactNames = frozenset[str]
-"""Which facts a layer has besides its scale."""
+FactNames = frozenset[str]  # which facts a layer has besides its scale
 
 PLAIN = FactNames()
 
@@ -65,8 +64,7 @@ class Shape:
     kv_heads: int
     n_ctx: int
     d_head: int
-    d_v: int | None = None
-    """The width of v; None if it is d_head."""
+    d_v: int | None = None  # the width of v; None if it is d_head
 
     def __str__(self) -> str:
         heads = str(self.heads)
@@ -83,8 +81,7 @@ class Comparison:
     shape: Shape
     facts: FactNames
     factors: str
-    error: str
-    """Why it did not compile or run; empty if it did."""
+    error: str  # why it did not compile or run; empty if it did
     difference: float
     """The largest from the tiles; infinite if an answer is not finite, or if there is none."""
 

@@ -52,15 +52,11 @@ MOST_SHIFT = 60
 class TileSizes(NamedTuple):
     """How the work is cut, and what a program takes of the GPU."""
 
-    queries: int
-    """Queries of a program."""
-    keys: int
-    """Keys of a step."""
-    dims: int
-    """Dimensions of d_head that one product of q and k sums over."""
+    queries: int  # queries of a program
+    keys: int  # keys of a step
+    dims: int  # dimensions of d_head that one product of q and k sums over
     warps: int
-    stages: int
-    """Steps whose loads are in flight at a time."""
+    stages: int  # steps whose loads are in flight at a time
 
 
 TILE_SIZES = {
@@ -78,8 +74,7 @@ TILE_SIZES = {
 """By dtype and padded d_head: what the registers and the shared memory of an H100 hold."""
 TILE_SIZES[torch.bfloat16] = TILE_SIZES[torch.float16]
 
-H100_SHARED_BYTES = 227 << 10
-"""Shared memory of a program on an H100."""
+H100_SHARED_BYTES = 227 << 10  # shared memory of a program on an H100
 
 SMALL_TILES = TileSizes(32, 32, 32, 4, 1)
 """For a d_head above 64 on a device with less shared memory than `H100_SHARED_BYTES`."""
@@ -89,16 +84,11 @@ SMALL_TILES = TileSizes(32, 32, 32, 4, 1)
 class Swept:
     """What one sweep answers, in float32; all but z are `[batch head query]`."""
 
-    z: Tensor
-    """`Σ_k A[q,k] v[k]`: `[batch head pos d_head]`, in memory `[batch pos head d_head]`."""
-    lse: Tensor
-    """`ln Σ_k exp S[q,k]`."""
-    distance: Tensor
-    """`Σ_k A[q,k] (q-k)`."""
-    entropy: Tensor | None
-    """`-Σ_k A[q,k] ln A[q,k]` in nats, if it was asked for."""
-    masses: tuple[Tensor, ...]
-    """`Σ_{k in pairs[q]} A[q,k]` for each of the pairs."""
+    z: Tensor  # `Σ_k A[q,k] v[k]`: `[batch head pos d_head]`, in memory `[batch pos head d_head]`
+    lse: Tensor  # `ln Σ_k exp S[q,k]`
+    distance: Tensor  # `Σ_k A[q,k] (q-k)`
+    entropy: Tensor | None  # `-Σ_k A[q,k] ln A[q,k]` in nats, if it was asked for
+    masses: tuple[Tensor, ...]  # `Σ_{k in pairs[q]} A[q,k]` for each of the pairs
 
 
 Sweep = Callable[..., Swept]

@@ -10,8 +10,7 @@ from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
 from headcount.workers.model.model import Model
 
-MOST_LOADED = 2
-"""Models in memory: the raw and the folded weights of one."""
+MOST_LOADED = 2  # models in memory: the raw and the folded weights of one
 
 
 class KnownModels:
