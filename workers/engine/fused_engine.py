@@ -33,22 +33,18 @@ from headcount.workers.model.attention_facts import (
     weighted_values,
     window_of,
 )
+from headcount.workers.model.bare_modules import MLP, child_of_each
 from headcount.workers.model.model import Model, at_least_float32
 from headcount.workers.model.rotations import Rotation
 
 ModuleOutput = Tensor | tuple[Any, ...]
 """What a module returns: a tensor, or a tuple that begins with it."""
 
-ROWS_OF_PIECE = 1024
-"""Positions of a piece of an MLP's input: fewer make products slower, more do not fit the caches.
-"""
+ROWS_OF_PIECE = 1024  # of an MLP: fewer make products slower, more do not fit the caches
 
 
 class FusedEngine(Engine):
-    """Runs the bare modules with attention replaced by `FusedPattern`.
-
-    It measures at about the price of a forward pass.
-    """
+    """Runs the bare modules with `FusedPattern`, at about the price of a forward pass."""
 
     name = "fused"
 
@@ -58,9 +54,7 @@ class FusedEngine(Engine):
         """`sweep` is a GPU's kernel that has proved itself (`kernel_check`); None means tiles."""
         super().__init__(model, precision)
         self.questions: set[str] = set()
-        """Questions that every sweep answers on its way; patterns add what they are asked. An
-        engine with other changes shares them.
-        """
+        """Questions that every sweep answers on its way; patterns add what they are asked."""
         # The facts of the layers were held against the model's own attention when it was loaded.
         problem = model.attention_problem
         if problem is not None:
@@ -79,7 +73,7 @@ class FusedEngine(Engine):
         is_divided = device == "cpu" and self.formats.linears in ("float32", "float64")
         with (
             fused_pass.hooked(),
-            mlps_in_pieces(self.model.mlps if is_divided else ()),
+            mlps_in_pieces(child_of_each(self.model.blocks, MLP) if is_divided else ()),
             linears_in(self.formats.linears, device, self._halves),
         ):
             self.model.run_bare(request.tokens, fused_pass.attend)
@@ -87,9 +81,7 @@ class FusedEngine(Engine):
 
 class _OfEveryHead(UserDict[str, Any]):
     """Activations in which keys and values are repeated where query heads share them, and queries
-    are rotated back.
-
-    That is done when they are asked for, and the copy lives no longer than its reader wants.
+    are rotated back, when they are asked for: the copy lives no longer than its reader wants.
     """
 
     def __init__(
@@ -168,11 +160,7 @@ class _FusedPass:
         return args, kwargs | {"hidden_states": changed}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
-        """The attention of a layer, as `attention_facts.Attend` says it.
-
-        The model's attention calls this in the place of its own softmax. It remembers the layer's
-        activations and shows them.
-        """
+        """A layer's attention, in the place of the model's own (`attention_facts.Attend`)."""
         dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
         self.n_heads = q.shape[1]
         self.rotation = facts.rotation
@@ -331,9 +319,7 @@ def streamed_attention(
 
 
 def _with_first_keys(window: FusedPattern, facts: AttentionFacts, sink: int) -> Tensor:
-    """z of heads that see a window and the first `sink` keys, as far as the layer's facts let them;
-    all heads have their own keys.
-    """
+    """z of heads that see a window and the first `sink` keys that the layer's facts let them."""
     first_keys, first_values = window.k[:, :, :sink], window.v[:, :, :sink]
     positions = torch.arange(window.n_ctx, device=window.q.device)
     behind = distances(positions, positions[:sink])  # [query key]

@@ -1,6 +1,4 @@
-"""What each layer's attention is: settled by running the model on a few tokens in two ways, and
-what TransformerLens shows of it, held against the pattern of an unchanged run.
-"""
+"""What each layer's attention is, and what TransformerLens shows of it: settled by short runs."""
 
 from __future__ import annotations
 
@@ -29,14 +27,10 @@ from headcount.workers.model.bare_modules import output_projection
 from headcount.workers.model.files.model_info import ModelInfo
 
 CHECK_TOKENS = 16  # of the check, if no window is shorter
-
-LARGEST_WINDOW = 256
-"""The largest window beyond which the check looks. Masks say the length of larger ones."""
+LARGEST_WINDOW = 256  # beyond which the check does not look; masks say larger ones
 
 LARGEST_DIFFERENCE = 1e-4
-"""Difference from the model's own attention, relative to the stream, that is taken for rounding;
-and between the probabilities of a shown pattern and those of q·k.
-"""
+"""Difference from the model's own attention that is taken for rounding, relative to the stream."""
 
 
 class SeenEnough(Exception):
@@ -49,21 +43,17 @@ class SettledAttention:
 
     facts: dict[int, AttentionFacts] = field(default_factory=dict)  # by layer that attends
     sizes: dict[int, AttentionSizes] = field(default_factory=dict)
-    gated: frozenset[int] = frozenset()
-    """Layers that change z before their output projection, for example by a gate."""
+    gated: frozenset[int] = frozenset()  # layers that change z, for example by a gate
     problem: str | None = None  # why these facts do not make the model's patterns; None if they do
 
 
 @dataclass
 class _Pass:
-    """What one pass has shown, by layer."""
-
     facts: dict[int, AttentionFacts] = field(default_factory=dict)
     sizes: dict[int, AttentionSizes] = field(default_factory=dict)
     streams: dict[int, Tensor] = field(default_factory=dict)  # after each layer
     z: dict[int, Tensor] = field(default_factory=dict)  # by our attention
-    projected: dict[int, Tensor] = field(default_factory=dict)
-    """What each layer's output projection is given, where its module is known."""
+    projected: dict[int, Tensor] = field(default_factory=dict)  # given to output projections
     layer: int = -1
 
 
@@ -119,7 +109,6 @@ def drawn_tokens(info: ModelInfo, sequences: int, n_ctx: int) -> Tensor:
 def _run_ours(
     info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor
 ) -> _Pass:
-    """One pass with attention as facts say it."""
     seen = _Pass()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
@@ -150,7 +139,7 @@ def _run_ours(
 def _run(
     info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor, seen: _Pass
 ) -> None:
-    """One pass that notes the stream after each layer, and what output projections are given."""
+    """The stream after each layer, and what output projections are given."""
 
     def begin_layer(layer: int, _module: nn.Module, _args: tuple[Any, ...]) -> None:
         seen.layer = layer
@@ -181,10 +170,7 @@ def _run(
 
 
 def _problem_of(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: bool) -> str | None:
-    """What is wrong with our pass; None if it agrees with the model's own.
-
-    With `has_active_stream` layers may hand on several streams, of which one is measured.
-    """
+    """What is wrong with our pass; None if it agrees with the model's own."""
 
     def listed(layers: Collection[int]) -> str:
         return ", ".join(map(str, sorted(layers))) or "none"
@@ -217,17 +203,10 @@ def _problem_of(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: 
 
 # What TransformerLens shows
 
-FACTORS = ("scaling", "inv_norm_factor", "softmax_scale")
-"""Fields of attention modules that hold what q·k is multiplied by."""
-
-DIVISORS = ("scale_attn", "scale")
-"""Fields that hold what q·k is divided by: in GPT-J and CodeGen, and in TransformerLens's own."""
-
-UNSCALED = ("GPTNeoSelfAttention",)
-"""Attention modules that do not scale, and have no field that says so."""
-
-CAPS = ("attn_logit_softcapping", "attn_scores_soft_cap")
-"""Fields that hold the height at which scores are capped. A height of 0 or less means no cap."""
+FACTORS = ("scaling", "inv_norm_factor", "softmax_scale")  # fields that hold factors of q·k
+DIVISORS = ("scale_attn", "scale")  # fields of divisors: GPT-J, CodeGen, TransformerLens
+UNSCALED = ("GPTNeoSelfAttention",)  # they do not scale, and have no field that says so
+CAPS = ("attn_logit_softcapping", "attn_scores_soft_cap")  # fields of caps; 0 or less means none
 
 
 @dataclass(frozen=True)
@@ -236,8 +215,7 @@ class ShownAttention:
 
     facts: AttentionFacts
     shows_scores: bool  # whether the bridge shows the scores behind the layer's pattern
-    problem: str | None = None
-    """Why q, k and the facts do not make the layer's pattern; None if they do."""
+    problem: str | None = None  # why q, k and facts do not make the pattern; None if so
 
 
 def settle_shown_attention(
@@ -295,7 +273,6 @@ def _largest(matrices: Tensor) -> float:
 
 
 def _facts_of_fields(attention: nn.Module, d_head: int) -> AttentionFacts:
-    """The scale and the cap that a module's fields name; 1/√d_head and no cap if none does."""
     heights = [number_of(attention, name) for name in CAPS]
     soft_cap = next((height for height in heights if height is not None and height > 0), None)
     scales = [factor for name in FACTORS if (factor := number_of(attention, name)) is not None]

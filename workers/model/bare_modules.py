@@ -59,11 +59,8 @@ def child_of_each(blocks: Sequence[nn.Module], names: Sequence[str]) -> list[nn.
 
 
 def _child(block: nn.Module, names: Sequence[str]) -> nn.Module | None:
-    for name in names:
-        child = getattr(block, name, None)
-        if isinstance(child, nn.Module):
-            return child
-    return None
+    children = (getattr(block, name, None) for name in names)
+    return next((child for child in children if isinstance(child, nn.Module)), None)
 
 
 def projection(block: nn.Module, name: str, info: ModelInfo) -> Tensor | None:
@@ -113,11 +110,7 @@ def attention_or_block(block: nn.Module) -> nn.Module:
 
 
 def foreign_module(module: nn.Module) -> str | None:
-    """The name and class of a part whose weight may not be what it computes with; None if none.
-
-    Quantised layers, adapters and other people's classes may have a `weight` beside which they
-    compute something else.
-    """
+    """The name and class of a part that may compute with another weight than it shows."""
     for name, part in module.named_modules():
         weight = part._parameters.get("weight")
         is_plain = type(part).__module__.startswith(LIBRARIES)

@@ -37,14 +37,16 @@ DEVICES = ("cpu", "cuda")  # kinds of devices that are measured on
 SHARED_FORMATS = (torch.float32, torch.float64)
 """Formats of weights that are shared. Weights in narrower ones are copied as float32."""
 
-WRAPPERS = ("_orig_mod", "module")
-"""Where `torch.compile` and data parallelism keep the model that they wrap."""
+WRAPPERS = ("_orig_mod", "module")  # where compilers and data parallelism keep a model
 
 PATCHES = ("forward", "_original_forward", "_old_forward")
 """Attributes by which libraries replace the `forward` of one module, for example to cast it."""
 
 BRIDGE_SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
 """Fields of a bridge's config that say the model's shape."""
+
+MERGED_MODULE = "unload_and_optionally_merge_module"
+"""PEFT's method of modules that choose among several, for example among trained embeddings."""
 
 Layout = tuple[tuple[str, int, torch.dtype, torch.Size], ...]
 """Where each tensor of some modules lies. As long as it is the same, what shares them is right."""
@@ -91,18 +93,35 @@ class BorrowedModel:
 def unwrapped(model: object) -> nn.Module:
     """The model inside what wraps it; refused if it is no model."""
     inner = model
-    while (name := next((name for name in WRAPPERS if _has_module(inner, name)), None)) is not None:
+    while (name := _wrapped_name(inner)) is not None:
         inner = getattr(inner, name)
+    # An adapted model, as the library PEFT makes it. It is told by its methods, so that nothing
+    # imports PEFT here.
     if isinstance(inner, nn.Module) and hasattr(inner, "get_base_model"):
-        inner = _without_prompts(inner)
-    if not isinstance(inner, nn.Module) or getattr(inner, "config", None) is None:
-        if isinstance(inner, nn.Module) and _is_bridge(inner):
-            return inner
+        adapted: Any = inner
+        method = getattr(adapted, "active_peft_config", None)
+        if getattr(method, "is_prompt_learning", False):
+            raise ModelError(
+                f"model: {type(method).__name__} puts learned vectors before every sequence, which "
+                "cannot be measured; pass model.get_base_model() to measure the model without them"
+            )
+        inner = adapted.get_base_model()
+    is_model = isinstance(inner, nn.Module) and getattr(inner, "config", None) is not None
+    if not is_model and not (isinstance(inner, nn.Module) and _is_bridge(inner)):
         raise ModelError(
             "model: expected a loaded causal language model of transformers or a "
             f"TransformerBridge, got {type(model).__name__}"
         )
     return inner
+
+
+def _wrapped_name(wrapper: object) -> str | None:
+    for name in WRAPPERS:
+        is_wrapper = name == "_orig_mod" or getattr(wrapper, "config", None) is None
+        has_module = isinstance(getattr(wrapper, name, None), nn.Module)
+        if isinstance(wrapper, nn.Module) and is_wrapper and has_module:
+            return name
+    return None
 
 
 def borrow(modules: nn.Module) -> BorrowedModel:
@@ -150,9 +169,9 @@ def _of_transformers(modules: nn.Module, device: torch.device) -> Model:
 def _compared_bridge(loaded: LoadedModules, tokens: Tensor) -> BootedBridge:
     """The bridge of modules, which is not used where its logits are not theirs."""
     booted = loaded.boot()
-    if booted.bridge is None:
-        return booted
     bridge: Any = booted.bridge
+    if bridge is None:
+        return booted
     with torch.inference_mode(), own_attention(loaded.bare):
         expected = loaded.bare(tokens, use_cache=False).logits
         try:
@@ -202,18 +221,7 @@ def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
     return own_modules
 
 
-# Adapters, as the library PEFT puts them into models. It is told by its methods, so that nothing
-# imports it here.
-
-
-def _without_prompts(adapted: Any) -> nn.Module:  # noqa: ANN401 (PEFT's wrapper of a model)
-    method = getattr(adapted, "active_peft_config", None)
-    if getattr(method, "is_prompt_learning", False):
-        raise ModelError(
-            f"model: {type(method).__name__} puts learned vectors before every sequence, which "
-            "cannot be measured; pass model.get_base_model() to measure the model without them"
-        )
-    return adapted.get_base_model()
+# Adapters
 
 
 def _adapters(modules: nn.Module) -> dict[str, Any]:
@@ -230,12 +238,7 @@ def _is_adapter(part: nn.Module) -> bool:
     return hasattr(part, "merge") and hasattr(part, "get_base_layer")
 
 
-MERGED_MODULE = "unload_and_optionally_merge_module"
-"""The method of modules that choose among several, for example among trained embeddings."""
-
-
 def _merge_adapters(own: Any, tokens: Tensor) -> None:  # noqa: ANN401 (a model of transformers)
-    """Replace adapters by modules with merged weights, in a copy of somebody's model."""
     adapters = _adapters(own)
     if not adapters:
         return
@@ -296,7 +299,6 @@ def _of_bridge(bridge: Any) -> Model:  # noqa: ANN401 - TransformerBridge is imp
 
 @contextmanager
 def _evaluating(modules: nn.Module) -> Iterator[None]:
-    """Within it, somebody's modules evaluate; afterwards they train as before."""
     is_training = {part: part.training for part in modules.modules()}
     modules.eval()
     try:
@@ -312,14 +314,6 @@ def _evaluating(modules: nn.Module) -> Iterator[None]:
 def _is_bridge(modules: nn.Module) -> bool:
     # By its name, so that a model of transformers does not wait for TransformerLens here.
     return any(kind.__name__ == "TransformerBridge" for kind in type(modules).__mro__)
-
-
-def _has_module(wrapper: object, name: str) -> bool:
-    """Whether an object is no model itself and has one under this name."""
-    is_wrapper = isinstance(wrapper, nn.Module) and (
-        name == "_orig_mod" or getattr(wrapper, "config", None) is None
-    )
-    return is_wrapper and isinstance(getattr(wrapper, name, None), nn.Module)
 
 
 def _layout(modules: nn.Module) -> Layout:

@@ -17,7 +17,6 @@ from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
 from headcount.workers.model.attention_check import (
     SeenEnough,
-    SettledAttention,
     ShownAttention,
     active_stream,
     drawn_tokens,
@@ -27,10 +26,8 @@ from headcount.workers.model.attention_check import (
 from headcount.workers.model.attention_facts import Attend, AttentionFacts, AttentionSizes
 from headcount.workers.model.attention_layers import attending
 from headcount.workers.model.bare_modules import (
-    MLP,
     POSITIONS,
     attention_or_block,
-    child_of_each,
     foreign_module,
     part_names,
     projection,
@@ -71,8 +68,7 @@ class ChangeableWeight:
 
     layer: int | None
     tensor: Tensor  # writing to it changes the model
-    parameter: str | None
-    """The parameter of the bare modules that holds it; None if only the bridge reads it, a copy."""
+    parameter: str | None  # that holds it in the bare modules; None if a copy of the bridge
     read: Callable[[], Tensor]  # returns the weight as the model reads it now
 
 
@@ -80,8 +76,7 @@ class BootedBridge(NamedTuple):
     """What TransformerLens makes of a model, and what it tells of the bare modules."""
 
     bridge: TransformerBridge | None
-    modules: dict[str, list[nn.Module]]
-    """The bare modules whose outputs are activations, by activation: one a layer, or one in all."""
+    modules: dict[str, list[nn.Module]]  # bare modules by the activation they put out
     problem: str | None = None  # why there is no bridge, or why it cannot run the model
 
 
@@ -116,8 +111,12 @@ class Model:
         self._boot = loaded.boot
         self._booted: BootedBridge | None = None
         self._shown: dict[int, ShownAttention] = {}
-        self._attention = SettledAttention()
         self._rotations: dict[int, dict[int, Rotation]] = {}  # by length of sequences that asked
+        self._active_stream = active_stream(loaded.bare)
+        self._attention = settle_attention(info, loaded.bare, loaded.blocks)
+        # Only the bridge measures a model with a problem.
+        if self._attention.problem is not None and not self.has_bridge:
+            raise ModelError(f"{info.name}: {self._attention.problem}; {self.bridge_problem}")
 
     # The bridge
 
@@ -162,7 +161,6 @@ class Model:
 
     @property
     def _bridge(self) -> TransformerBridge:
-        """The bridge; what needs it is refused if there is none that runs."""
         bridge, _, problem = self.boot_bridge()
         if bridge is None or problem is not None:
             raise ModelError(f"{self.info.name}: {problem}")
@@ -213,11 +211,7 @@ class Model:
         return effective_positions(positions[:n_ctx], self.modules("mlp_out"))
 
     def first_mlp_out(self, tokens: Tensor) -> Tensor | None:
-        """What the first MLP adds at position 0 to sequences of tokens `[batch pos]`.
-
-        `[batch d_model]`, of the weights as they are now; None if the MLP is not a module of its
-        own, or there is none.
-        """
+        """What the first MLP adds at position 0: `[batch d_model]`; None if not known."""
         if not self.modules("mlp_out") or not self.has_bridge:
             return None
         outputs: list[Tensor] = []
@@ -233,10 +227,7 @@ class Model:
 
     @cached_property
     def circuit(self) -> Circuit:
-        """What the weights say of positions.
-
-        It is kept, so it must be asked for while no weight is changed.
-        """
+        """What the weights say of positions; it is kept, so no weight may be changed now."""
         positions, effective = self.positions, self.effective_positions()
         if positions is not None and effective is not None:
             return Circuit(positions.detach().clone(), effective.detach().clone())
@@ -255,10 +246,7 @@ class Model:
         return self.shown_facts(layer).scale
 
     def shown_facts(self, layer: int) -> AttentionFacts:
-        """How a layer turns the q and k that the bridge shows into its pattern.
-
-        A layer whose pattern they do not make is refused.
-        """
+        """How a layer makes its pattern of the q and k that are shown; refused if not."""
         problem = self.bridge_problem or self._shown[layer].problem
         if problem is not None:
             raise ModelError(f"{self.info.name}: {problem}")
@@ -293,8 +281,13 @@ class Model:
         # In a rotary model a layer may rotate nothing. If none is seen to rotate, nobody noted it.
         return not self.rotary or any(self._rotation(other) for other in self._attention.facts)
 
-    def rotations(self, n_ctx: int) -> dict[int, Rotation]:
-        """How the layers rotate their queries and keys in sequences of this length, by layer."""
+    def rotated(self, layer: int, vectors: Tensor) -> Tensor:
+        """Queries or keys `[batch pos head d_head]` as a layer rotates them, if it is known."""
+        rotation = self._rotation(layer)
+        is_known = rotation is not None and rotation.rotate is not None
+        if not is_known or self.attention_problem is not None:
+            return vectors
+        n_ctx = vectors.shape[1]
         if n_ctx not in self._rotations:
             layers = self.info.attention_layers_or_all
             of_layers: list[Rotation | None] = []
@@ -312,34 +305,14 @@ class Model:
             self._rotations[n_ctx] = {
                 layer: rotation for layer, rotation in noted if rotation is not None
             }
-        return self._rotations[n_ctx]
-
-    def rotated(self, layer: int, vectors: Tensor) -> Tensor:
-        """Queries or keys `[batch pos head d_head]` of a layer as it rotates them.
-
-        They are left as they are if it does not, or if nobody knows how.
-        """
-        rotation = self._rotation(layer)
-        is_known = rotation is not None and rotation.rotate is not None
-        if not is_known or self.attention_problem is not None:
-            return vectors
-        return self.rotations(vectors.shape[1])[layer].apply(vectors)
+        return self._rotations[n_ctx][layer].apply(vectors)
 
     def _rotation(self, layer: int) -> Rotation | None:
         facts = self.facts(layer)
         return None if facts is None else facts.rotation
 
-    def settle_attention(self) -> None:
-        """Settle the facts of every layer, for either engine. `load_model` calls this once."""
-        self._attention = settle_attention(self.info, self.bare, self.blocks)
-        # Only the bridge measures a model with a problem.
-        if self._attention.problem is not None and not self.has_bridge:
-            raise ModelError(f"{self.info.name}: {self._attention.problem}; {self.bridge_problem}")
-
     def _settle_shown_attention(self) -> None:
-        """Hold what the bridge shows of every layer that attends against the layer's facts, by a
-        run of the unchanged model on two short sequences.
-        """
+        """Hold what the bridge shows of each layer in a run against the facts."""
         shown: dict[int, dict[str, Tensor]] = {
             layer: {} for layer in self.info.attention_layers_or_all
         }
@@ -421,10 +394,7 @@ class Model:
         return _tensor_or_none(self._optional_bridge, "W_U")
 
     def changeable_weight(self, name: str, layer: int | None = None) -> ChangeableWeight | None:
-        """A weight that can be changed: of a layer, or `W_pos` if `layer` is None.
-
-        None if the model does not have it.
-        """
+        """A weight of a layer, or `W_pos` without `layer`; None if the model lacks it."""
 
         def read() -> Tensor | None:
             return self.positions if layer is None else self.layer_weight(layer, name)
@@ -477,10 +447,7 @@ class Model:
     # Activations
 
     def has(self, activation: str) -> bool:
-        """Whether the model has an activation.
-
-        Positions may be rotations instead of embeddings, and layers may have no MLP.
-        """
+        """Whether the model has an activation, such as positions that are no rotations."""
         if activation in ("resid_pre", "resid_post") and self._active_stream is not None:
             return False  # There are several, and which of them a change means is not settled.
         if activation not in MODULE_OUTPUTS:
@@ -513,11 +480,6 @@ class Model:
         known = self._known.get(activation)
         return self.boot_bridge().modules[activation] if known is None else known
 
-    @property
-    def mlps(self) -> list[nn.Module]:
-        """The bare modules of a known name that are MLPs, which tell nothing of `mlp_out`."""
-        return child_of_each(self.blocks, MLP)
-
     def stream(self, activation: Tensor) -> Tensor:
         """The stream `[batch pos d_model]` in what a layer takes or hands on.
 
@@ -526,10 +488,6 @@ class Model:
         if activation.dim() == 3 or self._active_stream is None:
             return activation
         return activation[self._active_stream]
-
-    @cached_property
-    def _active_stream(self) -> int | None:
-        return active_stream(self.bare)
 
     # Running
 
@@ -541,10 +499,7 @@ class Model:
             self.bare(tokens, **options)
 
     def run_with_hooks(self, tokens: Tensor, hooks: Sequence[tuple[str, Hook]]) -> None:
-        """One forward pass through TransformerLens's hooks.
-
-        Raises `UserWarning` if the architecture gives it no way to apply what a hook returns.
-        """
+        """A pass through the bridge; `UserWarning` if it cannot apply what a hook returns."""
         # TransformerLens only warns. The rows would be those of the unchanged model.
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*edit is discarded")

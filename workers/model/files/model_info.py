@@ -31,13 +31,10 @@ LEGACY_PLAIN = {
     "parallel_attn_mlp": False,
     "scale_attn_by_inverse_layer_idx": False,
 }
-"""Fields of a legacy config.json that would change the pattern, each with its one supported value.
-"""
+"""Fields of a legacy config.json that would change the pattern, each with its supported value."""
 
 TOKENIZER_BOS = {"NeelNanda/gpt-neox-tokenizer-digits": 1}
-"""Beginning-of-sequence tokens by tokenizer, for legacy models whose config.json names a tokenizer
-but no token.
-"""
+"""Beginning-of-sequence tokens of legacy models whose config.json names a tokenizer alone."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +53,9 @@ class ModelInfo:
     d_vocab: int
     bos_token_id: int | None
     eos_token_id: int | None
-    files: tuple[tuple[str, str], ...] = ()
-    """Name and fingerprint of each file that `sha256` covers."""
-    attention_layers: tuple[int, ...] | None = None
-    """The layers that attend; None if all do. Others are recurrent or convolve: they have no rows.
-    """
-    n_kv_heads: int | None = None
-    """Heads of a layer that have keys and values of their own; several query heads may share one.
-    """
+    files: tuple[tuple[str, str], ...] = ()  # name and fingerprint of those that `sha256` covers
+    attention_layers: tuple[int, ...] | None = None  # that attend; None if all do
+    n_kv_heads: int | None = None  # heads with keys and values of their own, which others share
 
     @property
     def attention_layers_or_all(self) -> tuple[int, ...]:
@@ -92,10 +84,7 @@ class ModelInfo:
 
 
 def find_model(spec: str, revision: str | None = None) -> Path:
-    """The directory of a model: bundled, local, or from the Hub.
-
-    A model of the Hub is downloaded once, which needs the network.
-    """
+    """The directory of a model: bundled, local, or downloaded once from the Hub."""
     local = Path(os.path.expanduser(spec))
     if revision is not None and (spec.startswith("bundled:") or local.is_dir()):
         kind = "a directory of this machine" if local.is_dir() else "a model of headcount"
@@ -127,10 +116,7 @@ def find_model(spec: str, revision: str | None = None) -> Path:
 
 
 def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
-    """What a model is, from its config.json, with fingerprints of its files. Nothing is loaded.
-
-    `digests` are those of the files, if they are known: to read all weights takes time.
-    """
+    """What a model is, by its config.json and `digests` of its files; nothing is loaded."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except OSError:
@@ -149,10 +135,7 @@ def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
 
 
 def no_token(info: ModelInfo, field: str, word: str) -> str:
-    """Why a model does not have a special token.
-
-    `field` is the field of config.json that names the token, `word` what the token is called.
-    """
+    """Why a model has no special token, which `field` of its config would name."""
     try:
         config = json.loads((Path(info.path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -280,15 +263,11 @@ SPARSE = (
     "heavily_compressed_attention",
     "minimax_m3_sparse",
 )
-"""Types of layers that choose or compress the keys of each query. Short sequences do not show it.
-"""
+"""Types of layers that choose or compress the keys of each query, which short sequences hide."""
 
 
 def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...] | None:
-    """The layers that attend; None if all of them do.
-
-    Layers whose pattern is not a softmax over all keys of a window raise `ValueError`.
-    """
+    """The layers that attend, None if all; `ValueError` if some choose their keys."""
     # The two names of one list, and the layers that only look at images.
     types = _field(config, "layer_types") or _field(config, "layers_block_type")
     across = _field(config, "cross_attention_layers") or ()
@@ -309,7 +288,6 @@ def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...
 
 
 def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
-    """The width of a head. Heads that cannot share the width or the keys raise `ValueError`."""
     n_heads = shape["n_heads"]
     # Latent attention (DeepSeek's MLA) joins two parts of its own widths.
     widths = [_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
