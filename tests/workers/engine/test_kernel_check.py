@@ -170,27 +170,21 @@ GPT_OSS = toy.family(
     "GptOssConfig", head_dim=8, num_key_value_heads=2, num_local_experts=4, sliding_window=7
 )
 GEMMA2 = toy.family("Gemma2Config", head_dim=8, num_key_value_heads=1, sliding_window=7)
-MISTRAL = toy.family("MistralConfig", num_key_value_heads=2, sliding_window=20)
 
 
 @pytest.mark.parametrize(
     ("config", "heads", "facts"),
     [
         (toy.gpt2(), "4", [""]),
-        (toy.CONFIGS["llama-gqa"](), "4/2", [""]),
         # A window that no query of this length reaches hides nothing.
-        (MISTRAL, "4/2", [""]),
+        (toy.CONFIGS["mistral-window-20"](), "4/2", [""]),
         (GEMMA2, "4/1", ["", ", a soft cap", ", a window", ", a soft cap, a window"]),
         (GPT_OSS, "4/2", ["", ", a learned sink", ", a window", ", a window, a learned sink"]),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
 def test_the_kernel_is_tried_with_the_layers_that_a_model_has(
-    config: Any,
-    heads: str,
-    facts: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    config: Any, heads: str, facts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = toy.replica(toy.save_model(tmp_path / "toy", config), n_ctx=20).model
     layers = [in_words(*layer) for layer in layers_of(model, 20)]
@@ -208,34 +202,30 @@ def test_the_kernel_is_tried_with_the_layers_that_a_model_has(
     assert len(launches) == 1 + len(layers)
 
 
-class ReplicaHere:
-    """A replica on a CPU that takes itself for a GPU with some kernel."""
-
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self.monkeypatch = path, monkeypatch
-
-    def measure(self, sweep: Sweep, **changes: Any) -> tuple[str, dict[str, np.ndarray]]:
-        self.monkeypatch.setattr(sweep_kernel, "available", lambda _: True)
-        self.monkeypatch.setattr(sweep_kernel, "sweep", sweep)
-        measured = toy.replica(self.path, **changes).measure(toy.repeating_tokens(21, batch=2))
-        return measured.method.attention, measured.heads
+TOKENS = toy.repeating_tokens(21, batch=2)
 
 
-@pytest.fixture
-def replica_here(shelf: toy.Shelf, monkeypatch: pytest.MonkeyPatch) -> ReplicaHere:
-    return ReplicaHere(shelf.path("llama-gqa"), monkeypatch)
+def measured_with(
+    shelf: toy.Shelf, sweep: Sweep, **changes: Any
+) -> tuple[str, dict[str, np.ndarray]]:
+    """What a replica on a CPU measures that takes itself for a GPU with a kernel."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sweep_kernel, "available", lambda _: True)
+        monkeypatch.setattr(sweep_kernel, "sweep", sweep)
+        measured = toy.replica(shelf.path("llama-gqa"), **changes).measure(TOKENS)
+    return measured.method.attention, measured.heads
 
 
 def test_a_replica_uses_a_kernel_that_agrees(
-    replica_here: ReplicaHere, caplog: pytest.LogCaptureFixture
+    shelf: toy.Shelf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attention, heads = replica_here.measure(by_definition)
+    attention, heads = measured_with(shelf, by_definition)
     assert (attention, caplog.messages) == ("kernel", [])
-    plain = toy.measure(replica_here.path, toy.repeating_tokens(21, batch=2), engine="dense")
+    plain = shelf.replica("llama-gqa", "dense").measure(TOKENS)
     assert plain.method.attention == "matrix"
     for name in STATISTICS:
         np.testing.assert_allclose(heads[name], plain.heads[name], rtol=1e-5, atol=1e-5)
-    assert replica_here.measure(by_definition, precision="float64")[0] == "tiles"
+    assert measured_with(shelf, by_definition, precision="float64")[0] == "tiles"
 
 
 @pytest.mark.parametrize(
@@ -247,17 +237,16 @@ def test_a_replica_uses_a_kernel_that_agrees(
     ids=["uncompiled", "wrong"],
 )
 def test_a_replica_falls_back_to_tiles_and_says_so_once(
-    replica_here: ReplicaHere, caplog: pytest.LogCaptureFixture, sweep: Sweep, problem: str
+    shelf: toy.Shelf, caplog: pytest.LogCaptureFixture, sweep: Sweep, problem: str
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        attention, heads = replica_here.measure(sweep)
+        attention, heads = measured_with(shelf, sweep)
     assert attention == "tiles"
     (line,) = caplog.messages
     assert line.startswith(
         f"the GPU kernel is not used: with heads 4/2, n_ctx 40, d_head 8 in float32 it {problem}"
     )
-    replica_here.monkeypatch.undo()
-    plain = toy.measure(replica_here.path, toy.repeating_tokens(21, batch=2))
+    plain = shelf.replica("llama-gqa").measure(TOKENS)
     for name in STATISTICS:
         np.testing.assert_array_equal(heads[name], plain.heads[name])
 
