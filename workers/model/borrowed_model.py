@@ -60,20 +60,15 @@ class BorrowedModel:
     device: str  # kind of the device: cpu or cuda
     is_bridge: bool  # whether it was a `TransformerBridge`, which only the dense engine runs
     layout: Layout
-    addresses: frozenset[int]  # where in memory their weights lie
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all weights are theirs, so that it sees what becomes of them.
-
-        Weights in narrow formats were copied. Bridges of some architectures split weights into
-        copies, so the answer may change when the bridge is booted.
-        """
-        return _addresses(self.model.all_weights()) <= self.addresses
 
     def fits(self, modules: nn.Module) -> bool:
-        """Whether it still has the weights of the modules, whatever these are now."""
-        return self.is_shared and self.layout == _layout(modules)
+        """Whether it has the weights of the modules, whatever these are now.
+
+        Weights in narrow formats were copied, and bridges of some architectures split weights into
+        copies when they are booted. Adapters are switched without a change of any tensor.
+        """
+        is_shared = _addresses(self.model.all_weights()) <= _addresses(modules.parameters())
+        return is_shared and self.layout == _layout(modules) and not _adapters(modules)
 
     @contextmanager
     def reading(self, modules: nn.Module) -> Iterator[Model]:
@@ -136,9 +131,7 @@ def borrow(modules: nn.Module) -> BorrowedModel:
     with torch.random.fork_rng(devices), _current(device):
         is_bridge = _is_bridge(modules)
         model = _of_bridge(modules) if is_bridge else _of_transformers(modules, device)
-    # Adapters are switched without a change of any tensor, so nothing made of them is kept.
-    addresses = frozenset[int]() if _adapters(modules) else _addresses(modules.parameters())
-    return BorrowedModel(model, device.type, is_bridge, _layout(modules), addresses)
+    return BorrowedModel(model, device.type, is_bridge, _layout(modules))
 
 
 # A model of transformers
@@ -323,9 +316,9 @@ def _layout(modules: nn.Module) -> Layout:
     )
 
 
-def _addresses(weights: Iterable[Tensor]) -> frozenset[int]:
+def _addresses(weights: Iterable[Tensor]) -> set[int]:
     """Where in memory weights lie. A view lies where its tensor does."""
-    return frozenset(weight.untyped_storage().data_ptr() for weight in weights)
+    return {weight.untyped_storage().data_ptr() for weight in weights}
 
 
 def _current(device: torch.device) -> torch.cuda.device:

@@ -125,10 +125,23 @@ def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
         raise ModelError(f"{path}/config.json: not valid JSON ({error})") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path}/config.json: expected an object, got {type(config).__name__}")
-    if "model_type" in config:
-        layout, shape = "huggingface", _hugging_face_shape(path)
-    else:
+    if "model_type" not in config:
         layout, shape = "legacy", _legacy_shape(path, config)
+    else:
+        from transformers import AutoConfig
+
+        try:
+            loaded = AutoConfig.from_pretrained(
+                path, trust_remote_code=False, local_files_only=True
+            )
+            # A model that also sees images keeps the sizes of its language model apart.
+            text_config = loaded.get_text_config(decoder=True)
+        except Exception as error:
+            raise ModelError(
+                f"{path}/config.json: not a causal language model that can be scanned "
+                f"({reason(error)})"
+            ) from None
+        layout, shape = "huggingface", shape_of(text_config, f"{path}/config.json")
     digests = digests or file_digests(path, layout)
     files = tuple((name, digest.hex()[:16]) for name, digest in digests.items())
     return ModelInfo(str(path), path.name, layout, sha256_of(digests), **shape, files=files)
@@ -195,22 +208,6 @@ decoder's come first, because only decoders are language models.
 """
 
 
-def _hugging_face_shape(path: Path) -> dict[str, Any]:
-    from transformers import AutoConfig
-
-    try:
-        full_config = AutoConfig.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True
-        )
-        # A model that also sees images keeps the sizes of its language model apart.
-        config = full_config.get_text_config(decoder=True)
-    except Exception as error:
-        raise ModelError(
-            f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
-        ) from None
-    return shape_of(config, f"{path}/config.json")
-
-
 def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
     """Shape and special tokens of a config of transformers; `where` it is, for errors."""
     shape: dict[str, Any] = {}
@@ -256,13 +253,8 @@ def _field(config: PretrainedConfig, name: str) -> Any:  # noqa: ANN401 (whateve
 NOT_ATTENDING = ("linear_attention", "conv", "moe", "mlp", "mamba", "mamba2", "recurrent")
 """Types of layers without softmax attention, in the words of Hugging Face's `layer_types`."""
 
-
-SPARSE = (
-    "indexed_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-    "minimax_m3_sparse",
-)
+SPARSE = ("indexed_attention", "compressed_sparse_attention")
+SPARSE += ("heavily_compressed_attention", "minimax_m3_sparse")
 """Types of layers that choose or compress the keys of each query, which short sequences hide."""
 
 
