@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,14 +33,12 @@ from headcount.workers.model.attention_facts import (
     weighted_values,
     window_of,
 )
-from headcount.workers.model.bare_modules import MLP, child_of_each
+from headcount.workers.model.bare_modules import MLP, child_of_each, mlps_in_pieces
 from headcount.workers.model.model import Model, at_least_float32
 from headcount.workers.model.rotations import Rotation
 
 ModuleOutput = Tensor | tuple[Any, ...]
 """What a module returns: a tensor, or a tuple that begins with it."""
-
-ROWS_OF_PIECE = 1024  # of an MLP: fewer make products slower, more do not fit the caches
 
 
 class FusedEngine(Engine):
@@ -333,46 +331,3 @@ def _with_first_keys(window: FusedPattern, facts: AttentionFacts, sink: int) -> 
     share_of_window = (window_lse - lse).exp()
     # Each piece is a softmax of its own; its share of the whole row weighs it.
     return window.z * share_of_window + weighted_values((scores - lse).exp(), first_values)
-
-
-# MLPs that take a long input in pieces. An MLP acts on each position alone, and between its layers
-# it holds several times the stream's numbers. Whole, these were the largest tensors of a pass over
-# a long sequence. In pieces they stay in the caches of a CPU, which is faster too.
-
-
-@contextmanager
-def mlps_in_pieces(mlps: Iterable[nn.Module]) -> Iterator[None]:
-    """Within it, those of the modules that surely act on each position alone work in pieces."""
-    # Imported here, because a model is loaded by then, and with it the library.
-    from transformers.pytorch_utils import Conv1D
-
-    divided: list[nn.Module] = []
-    for mlp in mlps:
-        # All weights belong to linear layers. A mixture of experts is left as it is.
-        owners = [module for module in mlp.modules() if module._parameters or module._buffers]
-        is_positionwise = owners and all(isinstance(own, nn.Linear | Conv1D) for own in owners)
-        # Layers may share a module.
-        if is_positionwise and "forward" not in vars(mlp):
-            # An attribute of the instance, so that hooks of the module still see the whole output.
-            mlp.forward = partial(_forward_in_pieces, mlp.forward)
-            divided.append(mlp)
-    try:
-        yield
-    finally:
-        for mlp in divided:
-            del mlp.forward
-
-
-def _forward_in_pieces(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as the module has it)
-    """The output for `[batch pos d_model]`, computed for some rows at a time."""
-    stream = args[0] if len(args) == 1 and not kwargs else None
-    if not isinstance(stream, Tensor) or stream.dim() != 3:
-        return forward(*args, **kwargs)
-    rows = stream.flatten(0, 1)
-    if len(rows) <= ROWS_OF_PIECE:
-        return forward(stream)
-    output = torch.empty_like(rows)
-    for start in range(0, len(rows), ROWS_OF_PIECE):
-        piece = slice(start, start + ROWS_OF_PIECE)
-        output[piece] = forward(rows[None, piece])[0]
-    return output.view_as(stream)

@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from headcount.workers.engine import fused_engine
-from headcount.workers.engine.fused_engine import mlps_in_pieces
+from headcount.workers.model import bare_modules
+from headcount.workers.model.bare_modules import mlps_in_pieces
 
 LLAMA = LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2))
 GPT2 = GPT2MLP(40, GPT2Config(n_embd=16))
@@ -24,7 +24,7 @@ GPT2 = GPT2MLP(40, GPT2Config(n_embd=16))
 def test_pieces_are_small_and_make_the_same_numbers(
     mlp: nn.Module, strided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_engine, "ROWS_OF_PIECE", 10)
+    monkeypatch.setattr(bare_modules, "ROWS_OF_PIECE", 10)
     stream = torch.randn(3, 9, 16)
     if strided:
         stream = stream.transpose(0, 1).contiguous().transpose(0, 1)
