@@ -101,13 +101,13 @@ def unwrapped(model: object) -> nn.Module:
                 "cannot be measured; pass model.get_base_model() to measure the model without them"
             )
         inner = adapted.get_base_model()
-    is_model = isinstance(inner, nn.Module) and getattr(inner, "config", None) is not None
-    if not is_model and not (isinstance(inner, nn.Module) and _is_bridge(inner)):
-        raise ModelError(
-            "model: expected a loaded causal language model of transformers or a "
-            f"TransformerBridge, got {type(model).__name__}"
-        )
-    return inner
+    is_module = isinstance(inner, nn.Module)
+    if is_module and (getattr(inner, "config", None) is not None or _is_bridge(inner)):
+        return inner
+    raise ModelError(
+        "model: expected a loaded causal language model of transformers or a "
+        f"TransformerBridge, got {type(model).__name__}"
+    )
 
 
 def _wrapped_name(wrapper: object) -> str | None:

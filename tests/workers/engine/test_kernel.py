@@ -254,9 +254,9 @@ class TestSweep:
         q, k, v = random_qkv(1, 4, 2, 7, 8)
         label = torch.zeros(1, 7, dtype=torch.int32)
 
-        def refused(match: str, *tensors: Tensor, labels: Sequence[TokenPairs] = ()) -> None:
+        def refused(match: str, *qkv: Tensor, labels: Sequence[TokenPairs] = ()) -> None:
             with pytest.raises(ModelError, match=match):
-                swept_in_float32(*tensors, 1.0, labels)
+                swept_in_float32(qkv[0], qkv[1], qkv[2], 1.0, labels)
 
         refused(r"\[1, 2, 6, 8\].*expected q, k, v \[batch", q, k[:, :, 1:], v[:, :, 1:])
         refused("multiple of k's", q[:, :3], k, v)
