@@ -101,8 +101,8 @@ def unwrapped(model: object) -> nn.Module:
                 "cannot be measured; pass model.get_base_model() to measure the model without them"
             )
         inner = adapted.get_base_model()
-    is_module = isinstance(inner, nn.Module)
-    if is_module and (getattr(inner, "config", None) is not None or _is_bridge(inner)):
+    has_config = getattr(inner, "config", None) is not None
+    if isinstance(inner, nn.Module) and (has_config or _is_bridge(inner)):
         return inner
     raise ModelError(
         "model: expected a loaded causal language model of transformers or a "

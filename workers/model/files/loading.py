@@ -10,7 +10,7 @@ import copy
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,7 @@ def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtyp
     # share the tensors.
     tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     bare = copy.deepcopy(model, memo=tensors)
-    _fuse_gelu(bare)
+    _fuse_gelu(bare, _InPlaceGelu)
     take_over_attention(bare)
     take_over_modules(bare)
     blocks = find_blocks(bare, info)
@@ -117,6 +117,7 @@ def _boot_hugging_face(
     """The bridge of a model of transformers, which is used up, and shares the tensors of `bare`."""
     from transformer_lens.model_bridge import TransformerBridge
 
+    _fuse_gelu(model, partial(nn.GELU, approximate="tanh"))
     try:
         with _stub_tokenizer() as tokenizer, _without_installs():
             bridge = TransformerBridge.boot_transformers(
@@ -187,14 +188,14 @@ class _InPlaceGelu(nn.Module):
         return torch.ops.aten.gelu_(inputs, approximate="tanh")
 
 
-def _fuse_gelu(model: nn.Module) -> None:
+def _fuse_gelu(model: nn.Module, make: Callable[[], nn.Module]) -> None:
     """Replace transformers' tanh GELU, which takes eight passes, by the same formula in one."""
     from transformers.activations import NewGELUActivation
 
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
-                setattr(module, name, _InPlaceGelu())
+                setattr(module, name, make())
 
 
 @contextmanager
