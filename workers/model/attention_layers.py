@@ -2,8 +2,8 @@
 
 A Hugging Face model looks its attention up by name, so ours is registered under a name while a pass
 runs, and no longer: training code shares the registry, and `torch.compile` watches it. Modules that
-do not look it up are taken over one by one (`attention_modules`). A legacy model's attention
-gets another class. All of them then call the function that `attending` has set.
+do not look it up are taken over one by one (`attention_modules`). All of them then call the
+function that `attending` has set.
 """
 
 from __future__ import annotations
@@ -199,34 +199,6 @@ def _hugging_face_mask(
 def refuse(feature: str) -> NoReturn:
     """Raise the error that names what the fused engine cannot measure."""
     raise ModelError(f"its attention has {feature}, which the fused engine does not know")
-
-
-def native_attention() -> type[nn.Module]:
-    """TransformerLens's own attention class, which uses what `attending` sets, if anything."""
-    from transformer_lens.model_bridge.sources.native import NativeAttention
-
-    class AskingAttention(NativeAttention):
-        def forward(
-            self,
-            hidden_states: Tensor,
-            *args: Any,  # noqa: ANN401
-            **kwargs: Any,  # noqa: ANN401
-        ) -> tuple[Tensor, Tensor | None]:
-            """The output of the attention, and the pattern if TransformerLens computes it."""
-            if not is_attending():
-                # The bridge shares these modules, and runs them without `attending`.
-                return super().forward(hidden_states, *args, **kwargs)
-            if self.rotary is not None or self.attn_scores_soft_cap > 0 or not self.causal:
-                refuse("rotary positions, capped scores or no causal mask")
-            shape = (*hidden_states.shape[:2], -1, self.d_head)
-            q, k, v = (
-                linear(hidden_states).view(shape).transpose(1, 2)
-                for linear in (self.q, self.k, self.v)
-            )
-            z = attend_to(q, k, v, AttentionFacts(scale=1 / self.scale))
-            return self.o(z.flatten(2)), None
-
-    return AskingAttention
 
 
 def number_of(module: nn.Module, name: str) -> float | None:

@@ -1,7 +1,7 @@
-"""Attention modules of transformers that do not look their attention up by name, taken over.
+"""Attention modules that do not look their attention up by name, taken over.
 
-They are older than the attention interface. Each is told apart by the name of its class, and what
-it computes between its projections is replaced.
+Those of transformers are older than the attention interface, and one is TransformerLens's own. Each
+is told apart by the name of its class, and what it computes between its projections is replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.attention_layers import attend_to, is_attending
 
-Module = Any  # an attention module of transformers
+Module = Any  # an attention module of a library
 TakenOver = Callable[..., Any]  # takes the place of a module's method; given the module first
 
 
@@ -120,6 +120,16 @@ def _bart_like(
     return module.out_proj(z.flatten(2)), None
 
 
+def _native(module: Module, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+    # Of legacy files: no rotations, no caps, and always causal.
+    q, k, v = (
+        project(hidden_states).unflatten(2, (-1, module.d_head)).transpose(1, 2)
+        for project in (module.q, module.k, module.v)
+    )
+    z = attend_to(q, k, v, AttentionFacts(1 / module.scale))
+    return module.o(z.flatten(2)), None
+
+
 def _by_head(projection: Tensor, n_heads: int) -> Tensor:
     """A projection `[batch pos head·d]` as `[batch head pos d]`."""
     return projection.unflatten(2, (n_heads, -1)).transpose(1, 2)
@@ -152,5 +162,6 @@ WHOLE_MODULES: Mapping[str, TakenOver] = {
     "xglm.XGLMAttention": _bart_like,
     "mvp.MvpAttention": _bart_like,
     "trocr.TrOCRAttention": _bart_like,
+    "native.NativeAttention": _native,
 }
 """Modules whose `forward` is replaced, by family and name of their class."""

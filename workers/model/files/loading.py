@@ -23,7 +23,7 @@ from torch import nn
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
-from headcount.workers.model.attention_layers import native_attention, take_over_attention
+from headcount.workers.model.attention_layers import take_over_attention
 from headcount.workers.model.attention_modules import take_over_modules
 from headcount.workers.model.bare_modules import find_blocks, find_modules
 from headcount.workers.model.files.model_info import (
@@ -256,10 +256,7 @@ def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModu
     except Exception as error:
         raise ModelError(f"{path}: the weights do not fit config.json ({reason(error)})") from None
     bridge.original_model.eval().requires_grad_(False)
-    attention_class = native_attention()
-    for block in bridge.blocks:
-        # The weights stay where they are; only `forward` changes.
-        block.attn.original_component.__class__ = attention_class
+    take_over_modules(bridge)
     # These modules are TransformerLens's own, so bridge and bare modules are the same.
     return modules_of_bridge(bridge)
 
