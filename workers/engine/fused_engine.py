@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -82,26 +82,20 @@ class _OfEveryHead(UserDict[str, Any]):
     are rotated back, when they are asked for: the copy lives no longer than its reader wants.
     """
 
-    def __init__(
-        self,
-        activations: Mapping[str, Any],
-        n_heads: int,
-        rotated_back: Callable[[Tensor], Tensor],
-    ) -> None:
+    def __init__(self, activations: Mapping[str, Any], of_pass: _FusedPass) -> None:
         super().__init__(activations)
-        self.n_heads = n_heads
-        self.rotated_back = rotated_back
+        self.of_pass = of_pass
 
     def __contains__(self, name: object) -> bool:
         return ("q" if name == "unrotated_q" else name) in self.data
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (a tensor, a pattern or pairs)
         if name == "unrotated_q":
-            return self.rotated_back(self.data["q"])
+            return self.of_pass.rotated_back(self.data["q"])
         activation = self.data[name]
         if name not in ("k", "v"):
             return activation
-        group = self.n_heads // activation.shape[2]
+        group = self.of_pass.n_heads // activation.shape[2]
         return activation if group == 1 else activation.repeat_interleave(group, 2)
 
 
@@ -228,7 +222,7 @@ class _FusedPass:
         """An activation of the layer as changes leave it; the same tensor if nothing changes it."""
         if not self.changes.touch(name, self.layer):
             return value
-        activations = _OfEveryHead(self.activations, self.n_heads, self._rotated_back)
+        activations = _OfEveryHead(self.activations, self)
         read = {name: activations[name] for name in self.changes.reads if name in activations}
         return self.changes.apply(name, self.layer, value, read | {"tokens": self.request.tokens})
 
@@ -241,12 +235,12 @@ class _FusedPass:
 
     def _show_layer(self) -> None:
         if self.layer in self.request.shown_layers:
-            activations = {**self.activations, **self.request.matches}
-            shown = _OfEveryHead(activations, self.n_heads, self._rotated_back)
+            shown = _OfEveryHead({**self.activations, **self.request.matches}, self)
             with outside_linears():
                 self.request.on_layer(self.layer, cast(Activations, shown))
 
-    def _rotated_back(self, q: Tensor) -> Tensor:
+    def rotated_back(self, q: Tensor) -> Tensor:
+        """Queries of the layer as they were before their rotation."""
         if not self.model.can_undo_rotation(self.layer):
             raise ModelError(
                 f"{self.model.info.name}: the queries of layer {self.layer} before their rotation "

@@ -23,7 +23,7 @@ from headcount.workers.model.attention_facts import (
     weighted_values,
 )
 from headcount.workers.model.attention_layers import attending, number_of, own_attention
-from headcount.workers.model.bare_modules import output_projection
+from headcount.workers.model.bare_modules import ATTENTION, PROJECTIONS, child_of
 from headcount.workers.model.files.model_info import ModelInfo
 
 CHECK_TOKENS = 16  # of the check, if no window is shorter
@@ -162,7 +162,8 @@ def _run(
         for layer, block in enumerate(blocks):
             hooks.enter_context(block.register_forward_pre_hook(partial(begin_layer, layer)))
             hooks.enter_context(block.register_forward_hook(partial(end_layer, layer)))
-            projection = output_projection(block)
+            attention = child_of(block, ATTENTION)
+            projection = None if attention is None else child_of(attention, PROJECTIONS["O"])
             if projection is not None:
                 note = partial(note_projected, layer)
                 hooks.enter_context(projection.register_forward_pre_hook(note))

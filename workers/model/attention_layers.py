@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
 from headcount.workers.model.attention_facts import Attend, AttentionFacts
-from headcount.workers.model.rotations import Rotation, noted_rotations, rotation_of_queries
+from headcount.workers.model.rotations import Rotation, noted_rotations
 
 IMPLEMENTATION = "headcount"  # the name under which models look attention and masks up
 
@@ -117,7 +117,10 @@ def attend_to(query: Tensor, key: Tensor, value: Tensor, facts: AttentionFacts) 
     # What was noted since the last layer asked belongs to this one.
     rotations, running.rotations = running.rotations, []
     if rotations:
-        facts = replace(facts, rotation=rotation_of_queries(rotations, query))
+        # Of what it rotated, its queries; keys turn alike, so any of them do if none is checked.
+        checked = [rotation.checked(query) for rotation in reversed(rotations)]
+        undone = (rotation for rotation in checked if rotation.rotate is not None)
+        facts = replace(facts, rotation=next(undone, checked[0]))
     running.facts = facts
     if facts.window is not None and facts.window >= n_queries:
         facts = replace(facts, window=None)

@@ -59,11 +59,12 @@ def find_modules(model: Any, blocks: Sequence[nn.Module]) -> dict[str, list[nn.M
 
 def child_of_each(blocks: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Module]:
     """The child of each block that has one of these names; empty if a block has none of them."""
-    children = [child for block in blocks if (child := _child(block, names)) is not None]
+    children = [child for block in blocks if (child := child_of(block, names)) is not None]
     return children if len(children) == len(blocks) else []
 
 
-def _child(block: nn.Module, names: Sequence[str]) -> nn.Module | None:
+def child_of(block: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    """The first child of a module that has one of these names."""
     children = (getattr(block, name, None) for name in names)
     return next((child for child in children if isinstance(child, nn.Module)), None)
 
@@ -74,8 +75,8 @@ def projection(block: nn.Module, name: str, info: ModelInfo) -> Tensor | None:
     None if the layer has no linear module of a known name and shape that holds it.
     """
     kind, letter = name.split("_")
-    attention = _child(block, ATTENTION)
-    linear = None if attention is None else _child(attention, PROJECTIONS.get(letter, ()))
+    attention = child_of(block, ATTENTION)
+    linear = None if attention is None else child_of(attention, PROJECTIONS.get(letter, ()))
     if not isinstance(linear, nn.Linear):
         return None
     if letter == "O":
@@ -109,11 +110,6 @@ LIBRARIES = (
 """Where the classes lie whose modules compute with their weights as they are."""
 
 
-def attention_or_block(block: nn.Module) -> nn.Module:
-    """The attention module of a layer; the layer if it has none of a known name."""
-    return _child(block, ATTENTION) or block
-
-
 def foreign_module(module: nn.Module) -> str | None:
     """The name and class of a part that may compute with another weight than it shows."""
     for name, part in module.named_modules():
@@ -122,17 +118,6 @@ def foreign_module(module: nn.Module) -> str | None:
         if not is_plain or type(weight) not in (nn.Parameter, type(None)):
             return f"{name} ({type(part).__name__})" if name else type(part).__name__
     return None
-
-
-def output_projection(block: nn.Module) -> nn.Module | None:
-    """The module of a layer that projects z; None if it has none of a known name."""
-    attention = _child(block, ATTENTION)
-    return None if attention is None else _child(attention, PROJECTIONS["O"])
-
-
-def part_names(model: nn.Module) -> set[str]:
-    """The last names of all modules of a model: `wpe`, `rotary_emb` and the like."""
-    return {name.rpartition(".")[2] for name, _ in model.named_modules()}
 
 
 # MLPs that take a long input in pieces. An MLP acts on each position alone, and between its layers

@@ -26,10 +26,10 @@ from headcount.workers.model.attention_check import (
 from headcount.workers.model.attention_facts import Attend, AttentionFacts, AttentionSizes
 from headcount.workers.model.attention_layers import attending
 from headcount.workers.model.bare_modules import (
+    ATTENTION,
     POSITIONS,
-    attention_or_block,
+    child_of,
     foreign_module,
-    part_names,
     projection,
 )
 from headcount.workers.model.circuit import Circuit, effective_positions
@@ -194,7 +194,7 @@ class Model:
         # The check of the attention saw rotations, or there is a module that makes angles.
         if any(facts.rotation for facts in self._attention.facts.values()):
             return True
-        names = part_names(self.bare)
+        names = {name.rpartition(".")[2] for name, _ in self.bare.named_modules()}
         return names.isdisjoint(POSITIONS) and any("rotary" in name for name in names)
 
     @property
@@ -355,9 +355,10 @@ class Model:
         """
         if name == "W_O" and self.changes_z(layer):
             return None
-        self._check_readable(f"{name} of layer {layer}", [attention_or_block(self.blocks[layer])])
+        block = self.blocks[layer]
+        self._check_readable(f"{name} of layer {layer}", [child_of(block, ATTENTION) or block])
         if self._optional_bridge is None:
-            return projection(self.blocks[layer], name, self.info)
+            return projection(block, name, self.info)
         from transformer_lens.model_bridge.generalized_components.attention import (
             PerLayerGeometryError,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,12 +77,6 @@ class Rotation:
             (back - self.given).norm() <= LARGEST_ERROR * self.given.norm()
         )
         return replace(self, given=None, rotate=self.rotate if is_undone else None)
-
-
-def rotation_of_queries(rotations: Sequence[Rotation], q: Tensor) -> Rotation:
-    """Of what a layer rotated, its queries `q [batch head pos d_head]`; keys turn alike."""
-    checked = [rotation.checked(q) for rotation in reversed(rotations)]
-    return next((rotation for rotation in checked if rotation.rotate is not None), checked[0])
 
 
 @contextmanager
