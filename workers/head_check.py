@@ -27,11 +27,8 @@ from headcount.workers.model.attention_facts import window_of
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.replica import Replica
 
-MOST_TOKENS = 16_384
-"""Tokens of a batch."""
-
-MOST_N_CTX = 1024
-"""Tokens of a sequence if nobody says how many."""
+MOST_TOKENS = 16_384  # of a batch
+MOST_N_CTX = 1024  # tokens of a sequence if nobody says how many
 
 TOLERANCE = 0.02
 """The share of recall that a cut may cost, and of loss that it may add, so that nothing is lost."""
@@ -39,14 +36,24 @@ TOLERANCE = 0.02
 SEARCHED_TOLERANCE = TOLERANCE / 2
 """The same while a number of heads is looked for: on other sequences it may be a little worse."""
 
-MOST_STEPS = 32
-"""Numbers of heads that are tried at most."""
+MOST_STEPS = 32  # numbers of heads that are tried at most
 
-SEARCHED_SEED = 1
-"""The seed of the sequences on which a number of heads is looked for."""
+SEARCHED_SEED, JUDGED_SEED = 1, 2
+"""Seeds of the sequences on which a number of heads is looked for, and of those on which it is
+judged. Scores are measured with seed 0 by default.
+"""
 
-JUDGED_SEED = 2
-"""The seed of those on which it is judged. Scores are measured with seed 0 by default."""
+SCHEMA = pa.schema(
+    [
+        ("kept_whole", pa.string()),
+        ("seed", pa.int64()),
+        ("kv_heads", pa.int64()),
+        ("of_the_chosen", pa.int64()),
+        ("recall", pa.float64()),
+        ("loss_after_repeats", pa.float64()),
+        ("cache_percent", pa.float64()),
+    ]
+)
 
 
 class KVHead(NamedTuple):
@@ -59,20 +66,16 @@ class KVHead(NamedTuple):
 class Question(NamedTuple):
     """Sequences, and the tokens of them that the model should know."""
 
-    tokens: np.ndarray
-    """`[sequence pos]`."""
-    asked: np.ndarray
-    """Whether a token is one of these: `[sequence pos]`. The first token never is."""
+    tokens: np.ndarray  # `[sequence pos]`
+    asked: np.ndarray  # whether a token is one of these: `[sequence pos]`; the first never is
 
 
 @dataclass(frozen=True)
 class Answers:
     """What a model says of its tokens."""
 
-    recall: float
-    """Share of the tokens of needles that it predicts first."""
-    loss: float
-    """Mean loss after repeats, in nats."""
+    recall: float  # share of the tokens of needles that it predicts first
+    loss: float  # mean loss after repeats, in nats
 
     def loses_nothing(self, full: Answers, tolerance: float = TOLERANCE) -> bool:
         """Whether they are as good as those of the full cache, within the tolerance."""
@@ -81,11 +84,7 @@ class Answers:
 
 
 class HeadTrial:
-    """A model that answers with a cache that is cut.
-
-    The heads that are named keep their whole cache, and all others the first `sink` and the last
-    `recent` keys.
-    """
+    """A model whose named heads keep their whole cache; others the first and last keys."""
 
     def __init__(
         self,
@@ -151,30 +150,22 @@ class HeadTrial:
         for random_seed in random_seeds:
             # A permutation cut short: a larger choice by the same seed holds the smaller one.
             drawn = np.random.default_rng(random_seed).permutation(len(self.kv_heads))
-            kept = sorted(self.kv_heads[index] for index in drawn[: len(chosen)])
-            cuts.append(("random heads", random_seed, tuple(kept)))
+            kept = tuple(sorted(self.kv_heads[index] for index in drawn[: len(chosen)]))
+            cuts.append(("random heads", random_seed, kept))
         cuts.append(("no head", None, ()))
         rows: list[dict[str, object]] = []
         for words, random_seed, kept in cuts:
             answers = self._answers(kept, questions)
-            rows.append(
-                {
-                    "kept_whole": words,
-                    "seed": random_seed,
-                    "kv_heads": len(kept),
-                    "of_the_chosen": len({*kept} & {*chosen}),
-                    "recall": answers.recall,
-                    "loss_after_repeats": answers.loss,
-                    "cache_percent": self._cache_percent(kept),
-                }
-            )
+            of_chosen = len({*kept} & {*chosen})
+            found = (answers.recall, answers.loss, self._cache_percent(kept))
+            values = (words, random_seed, len(kept), of_chosen, *found)
+            rows.append(dict(zip(SCHEMA.names, values, strict=True)))
         return pa.Table.from_pylist(rows, schema=SCHEMA)
 
     def fewest(self, ranked_heads: Sequence[tuple[int, int]], seed: int = 0) -> int:
         """How many of ranked heads are enough: the smallest number with which nothing is lost.
 
-        Many heads are counted in steps, so that at most `MOST_STEPS` numbers are tried. Heads that
-        the model does not have count, and change nothing.
+        At most `MOST_STEPS` numbers are tried. Heads that the model lacks change nothing.
         """
         questions = self._questions(seed)
         full = self._answers(self.kv_heads, questions)
@@ -189,16 +180,9 @@ class HeadTrial:
 
     def _scan(self, family: str, seed: int) -> Scan:
         """The scan whose sequences a question is made of. It is never run."""
-        return parse_scan(
-            {
-                "model": self.model,
-                "n_ctx": self.n_ctx,
-                "sequences": self.sequences,
-                "sequences_per_shard": self.sequences,
-                "seed": seed,
-                "input": {"family": family},
-            }
-        )
+        fields = {"model": self.model, "n_ctx": self.n_ctx, "sequences": self.sequences}
+        fields |= {"sequences_per_shard": self.sequences, "seed": seed}
+        return parse_scan({**fields, "input": {"family": family}})
 
     def _questions(self, seed: int) -> tuple[Question, Question]:
         needles = Sequences(self._scan("needle", seed), self.info).shard(0)
@@ -269,28 +253,17 @@ def verdict(table: pa.Table) -> list[str]:
     return lines
 
 
-SCHEMA = pa.schema(
-    [
-        ("kept_whole", pa.string()),
-        ("seed", pa.int64()),
-        ("kv_heads", pa.int64()),
-        ("of_the_chosen", pa.int64()),
-        ("recall", pa.float64()),
-        ("loss_after_repeats", pa.float64()),
-        ("cache_percent", pa.float64()),
-    ]
-)
-
-
 def _recalls_and_losses(engine: Engine, question: Question) -> tuple[Tensor, Tensor]:
-    """Whether the model predicts each token that it is asked for first, and the loss of it."""
-    device = engine.model.device
+    """Whether each token that is asked for is predicted first, and its loss."""
+    model = engine.model
     losses: list[Tensor] = []
     is_first: list[Tensor] = []
     size = max(1, MOST_TOKENS // question.tokens.shape[1])
     for start in range(0, len(question.tokens), size):
-        tokens = torch.from_numpy(question.tokens[start : start + size]).long().to(device)
-        asked = torch.from_numpy(question.asked[start : start + size]).to(device)
+        tokens, asked = (
+            torch.from_numpy(part[start : start + size]).to(model.device) for part in question
+        )
+        tokens = tokens.long()
         final: list[Tensor] = []
         # No layer is shown, so no pattern is asked anything, and none is built.
         engine.run(tokens, {}, lambda *_: None, read_late=(), on_final=final.append, layers=())
@@ -298,10 +271,9 @@ def _recalls_and_losses(engine: Engine, question: Question) -> tuple[Tensor, Ten
         # A token is predicted at the position before it.
         streams = hidden[:, :-1][asked[:, 1:]]  # [asked d_model]
         targets = tokens[:, 1:][asked[:, 1:]]  # [asked]
-        inputs = PredictionInputs(engine.model, hidden, tokens)
-        pieces = zip(inputs.chunks(streams), inputs.chunks(targets), strict=True)
-        for stream, target in pieces:
-            logits = engine.model.unembed(stream)
+        inputs = PredictionInputs(model, hidden, tokens)
+        for stream, target in zip(inputs.chunks(streams), inputs.chunks(targets), strict=True):
+            logits = model.unembed(stream)
             losses.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
             is_first.append(logits.argmax(-1) == target)
     return torch.cat(is_first), torch.cat(losses)

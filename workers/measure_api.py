@@ -152,7 +152,7 @@ def _measured(modules: nn.Module, tokens: object, fields: dict[str, Any], run_id
             rows = sequence_rows(HEADS, scan, shard, measured)
             tables.append(with_partitions(rows, run_id, str(intervention)))
     # Copied weights would be those of now for ever, and take memory.
-    if borrowed.is_shared:
+    if borrowed.fits(modules):
         _PREPARED[modules] = prepared
     else:
         _PREPARED.pop(modules, None)

@@ -1,7 +1,7 @@
-"""Memory in bytes, cores and GPUs of this machine, the same on every system.
+"""Memory in bytes, cores and GPUs of this machine.
 
-The operating system's own peak is not used. `ru_maxrss` is in KiB on Linux and in bytes on macOS,
-and it begins with the peak of the process that started this one.
+The peak is watched here: `ru_maxrss` is in KiB or bytes, by system, and begins with the peak of the
+process that started this one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-SECONDS_BETWEEN_LOOKS = 0.005
-"""Seconds between two looks at the memory in use; a forward pass holds its tensors for longer."""
+SECONDS_BETWEEN_LOOKS = 0.005  # at the memory in use; a pass holds tensors for longer
 
 
 def total_memory() -> int:
@@ -42,10 +41,8 @@ def available_gpus() -> int:
 class PeakMemory:
     """The most memory that this process held while a block ran, in bytes."""
 
-    main: int = 0
-    """Peak of main memory."""
-    gpu: int = 0
-    """Peak of the GPU's memory, by tensors; 0 on a CPU."""
+    main: int = 0  # peak of main memory
+    gpu: int = 0  # peak of the GPU's memory, by tensors; 0 on a CPU
 
 
 @contextmanager

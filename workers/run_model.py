@@ -1,7 +1,6 @@
 """The model that measured a run: it turns tokens into text, and runs one sequence again.
 
-It is all that `queries` know of models. Imports wait until they are needed, because every command
-loads this file, and a run is read without torch.
+Imports wait until they are needed: every command loads this file, and a run is read without torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from headcount.schemas.files.places import Place
-    from headcount.schemas.scans.scan import Scan
     from headcount.workers.engine.engine import Activations
     from headcount.workers.model.files.model_info import ModelInfo
     from headcount.workers.model.files.text_tokenizer import TextTokenizer
@@ -28,12 +26,9 @@ if TYPE_CHECKING:
 class Look:
     """The attention of one query."""
 
-    key: int
-    """The key with most attention; -1 if the query sees no key."""
-    mass: float
-    """Attention to that key."""
-    first: float
-    """Attention to key 0."""
+    key: int  # the key with most attention; -1 if the query sees no key
+    mass: float  # attention to that key
+    first: float  # attention to key 0
 
 
 class RunModel:
@@ -53,10 +48,7 @@ class RunModel:
 
     @cached_property
     def _files(self) -> tuple[Path, dict[str, bytes]]:
-        """The model's directory, and the digests of its files.
-
-        It is refused if they are not those that were measured.
-        """
+        """The model's directory and the digests of its files, which must be those measured."""
         from headcount.workers.model.files.model_info import file_digests, find_model, sha256_of
 
         name = self.new_place or self._scan_fields["model"]
@@ -113,22 +105,25 @@ class RunModel:
         intervention: str,
         device: str,
     ) -> list[Look]:
-        """Run a sequence of the run again; returns where each query of a head looks.
-
-        No run stores this: it would be one number for each query, layer and head.
-        """
+        """Where each query of a head looks: a sequence is run again, as no run stores it."""
         import torch
 
         from headcount.schemas.scans.intervention import parse_intervention
         from headcount.schemas.scans.scan import parse_scan
         from headcount.workers.engine.patching import with_partner
+        from headcount.workers.inputs.sequences import Sequences
         from headcount.workers.interventions import needs_partners
         from headcount.workers.process import prepare_process
         from headcount.workers.replica import Replica
 
         change = parse_intervention(intervention)
-        # As the rows were measured, but one sequence under one intervention.
-        changes = {"interventions": [intervention], "batch_size": 1, "precision": self._precision}
+        # As the rows were measured, but one sequence under one intervention. The precision is read
+        # from a commit, because the scan may say `auto`.
+        commit = self.run.any_commit()
+        precisions = set() if commit is None else {method.precision for method in commit.methods}
+        changes: dict[str, Any] = {"interventions": [intervention], "batch_size": 1}
+        if len(precisions) == 1:
+            changes["precision"] = precisions.pop()
         scan = parse_scan(self._scan_fields | changes)
         # Before torch computes anything: it sets threads and memory.
         prepare_process()
@@ -137,7 +132,12 @@ class RunModel:
         def as_batch(sequence: Sequence[int]) -> torch.Tensor:
             return torch.tensor(sequence)[None].to(replica.device)  # [1 pos]
 
-        partner = self._partner(scan, sequence) if needs_partners((change,)) else None
+        partner: np.ndarray | None = None
+        if needs_partners((change,)):
+            # A partner is not stored. It is drawn from its number alone, so it is the same again.
+            sequences = Sequences(scan, self.info, partners=True)
+            shard = sequences.shard(sequence // scan.sequences_per_shard)
+            partner = None if shard.partner is None else shard.partner[sequence - shard.start]
         looks: list[Look] = []
 
         def read_pattern(shown_layer: int, activations: Activations) -> None:
@@ -159,25 +159,6 @@ class RunModel:
             patched_engine.run(as_batch(tokens), {}, read_pattern, (), layers=[layer])
         return looks
 
-    @property
-    def _precision(self) -> str:
-        """The precision in which the run's rows were measured.
-
-        It is read from a commit, because the scan may say `auto`.
-        """
-        commit = self.run.any_commit()
-        precisions = set() if commit is None else {method.precision for method in commit.methods}
-        return precisions.pop() if len(precisions) == 1 else self._scan_fields["precision"]
-
-    def _partner(self, scan: Scan, sequence: int) -> np.ndarray | None:
-        """The partner of a sequence, drawn again; none if its family has no partners."""
-        from headcount.workers.inputs.sequences import Sequences
-
-        # A partner is not stored. It is drawn from its number alone, so it is the same again.
-        sequences = Sequences(scan, self.info, partners=True)
-        shard = sequences.shard(sequence // scan.sequences_per_shard)
-        return None if shard.partner is None else shard.partner[sequence - shard.start]
-
 
 class RunModels:
     """The models of the runs at a place, by run. Each is opened once."""
@@ -188,14 +169,15 @@ class RunModels:
         self.opened_models: dict[str, RunModel] = {}
 
     def __getitem__(self, run_id: str) -> RunModel:
-        if run_id in self.opened_models:
-            return self.opened_models[run_id]
         from headcount.schemas.files.places import absolute
         from headcount.schemas.files.run_directory import find_runs
 
-        runs = find_runs(absolute(self.place))
-        path = next((run.path for run in runs if run.run_id == run_id), None)
-        if path is None:
-            raise QueryError(f"{self.place}: has no run {run_id!r}, of which the answer has rows")
-        self.opened_models[run_id] = RunModel(path, self.model)
+        if run_id not in self.opened_models:
+            runs = find_runs(absolute(self.place))
+            path = next((run.path for run in runs if run.run_id == run_id), None)
+            if path is None:
+                raise QueryError(
+                    f"{self.place}: has no run {run_id!r}, of which the answer has rows"
+                )
+            self.opened_models[run_id] = RunModel(path, self.model)
         return self.opened_models[run_id]

@@ -76,6 +76,9 @@ SIZES = {
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 """Sizes that a family has only if its default has them."""
 
+OPTIONAL = ("head_dim", "q_lora_rank", "num_experts", "n_routed_experts", "rotary_dim", "d_kv")
+"""Sizes that mean another kind of model if the default leaves them out."""
+
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 HALF_MAMBA = {**MAMBA, "mamba_expand": 2}
 
@@ -141,7 +144,11 @@ def tiny_config(family: str) -> Any:
 
 
 def _tiny(config_class: Any, extra: dict[str, Any]) -> Any:
-    default = _default(config_class, extra)
+    try:
+        default = config_class()
+    except Exception:
+        # Some families refuse their own defaults.
+        default = config_class(**extra)
     fields = _sizes(config_class, default) | _layer_types(config_class, default)
     for name in getattr(config_class, "sub_configs", {}):
         part = getattr(default, name, None)
@@ -158,15 +165,6 @@ def _tiny(config_class: Any, extra: dict[str, Any]) -> Any:
     return config_class(**fields)
 
 
-def _default(config_class: Any, extra: dict[str, Any]) -> Any:
-    """The family's default configuration."""
-    try:
-        return config_class()
-    except Exception:
-        # Some families refuse their own defaults.
-        return config_class(**extra)
-
-
 def _sizes(config_class: Any, default: Any) -> dict[str, Any]:
     """The sizes of the fields that a configuration has."""
     aliases = config_class.attribute_map
@@ -181,10 +179,6 @@ def _sizes(config_class: Any, default: Any) -> dict[str, Any]:
     if _value(default, "num_key_value_heads") == n_heads and "num_key_value_heads" in sizes:
         sizes["num_key_value_heads"] = N_HEADS
     return sizes
-
-
-OPTIONAL = ("head_dim", "q_lora_rank", "num_experts", "n_routed_experts", "rotary_dim", "d_kv")
-"""Sizes that mean another kind of model if the default leaves them out."""
 
 
 def _value(config: Any, name: str) -> Any:
@@ -231,14 +225,10 @@ class FamilyRow:
     """What became of one family."""
 
     family: str
-    engine: str
-    """`fused`, `dense`, `refused`, or `not tried`."""
-    facts: str = ""
-    """What the tiny model's attention has, in words."""
-    reason: str = ""
-    """Why it is not fused, or what it goes without."""
-    difference: float = 0.0
-    """The largest difference between our numbers and those of the model's own patterns."""
+    engine: str  # `fused`, `dense`, `refused`, or `not tried`
+    facts: str = ""  # what the tiny model's attention has, in words
+    reason: str = ""  # why it is not fused, or what it goes without
+    difference: float = 0.0  # the largest from what the model's own patterns say
 
     @property
     def answer(self) -> str:
@@ -292,10 +282,8 @@ def _row(family: str, path: Path) -> FamilyRow:
     # How many keys a query of a layer sees at most.
     layer_facts = map(replica.model.facts, layers)
     windows = [N_CTX if each is None else each.window or N_CTX for each in layer_facts]
-    difference = max(
-        float(np.abs(measured[name] - own).max())
-        for name, own in _own_statistics(patterns, windows).items()
-    )
+    own = _own_statistics(patterns, windows)
+    difference = max(float(np.abs(measured[name] - own[name]).max()) for name in own)
     return FamilyRow(family, "fused", facts, note, difference)
 
 
@@ -374,15 +362,12 @@ def _own_statistics(patterns: Tensor, windows: list[int]) -> dict[str, np.ndarra
     """The statistics `[batch layer head]` by their definitions."""
     # Key 0 is seen by the queries of one window; query 0 has no choice.
     first_key = patterns[..., 0]
-    sink_mass = torch.stack(
-        [first_key[:, i, :, 1:window].mean(-1) for i, window in enumerate(windows)], 1
-    )
-    entropy = -torch.special.xlogy(patterns, patterns).sum(-1).mean(-1)
+    sinks = [first_key[:, i, :, 1:window].mean(-1) for i, window in enumerate(windows)]
     return {
-        "sink_mass": sink_mass.numpy(),
+        "sink_mass": torch.stack(sinks, 1).numpy(),
         "previous_token_score": patterns.diagonal(-1, -2, -1).mean(-1).numpy(),
         "self_attention": patterns.diagonal(0, -2, -1).mean(-1).numpy(),
-        "entropy": entropy.numpy(),
+        "entropy": -torch.special.xlogy(patterns, patterns).sum(-1).mean(-1).numpy(),
     }
 
 
@@ -414,12 +399,10 @@ def _one_line(error: Exception, path: Path) -> str:
 
 def expected_answers() -> dict[str, str]:
     """What docs/reference/models.md says of each family, `FamilyRow.answer`."""
-    text = MODELS_PAGE.read_text(encoding="utf-8")
-    table = GENERATED.findall(text)[0]
+    table = GENERATED.findall(MODELS_PAGE.read_text(encoding="utf-8"))[0]
     expected: dict[str, str] = {}
-    for line in table.splitlines():
-        if match := re.fullmatch(r"(\| (?:.* )?\|) ([^|]+) \|", line):
-            expected |= dict.fromkeys(match[2].split(", "), match[1])
+    for match in re.finditer(r"^(\| (?:.* )?\|) ([^|]+) \|$", table, re.MULTILINE):
+        expected |= dict.fromkeys(match[2].split(", "), match[1])
     del expected["families"]
     return dict(sorted(expected.items()))
 
@@ -435,16 +418,14 @@ def table_of_families() -> str:
         answer: ", ".join(row.family for row in alike)
         for answer, alike in groupby(rows, lambda row: row.answer)
     }
-    return "\n".join(
-        [
-            f"transformers {version('transformers')} knows {len(rows)} families: {summary}.",
-            "",
-            "| engine | attention | remark | families |",
-            "|---|---|---|---|",
-            *(f"{answer} {families} |" for answer, families in names.items()),
-            "",
-        ]
-    )
+    lines = [
+        f"transformers {version('transformers')} knows {len(rows)} families: {summary}.",
+        "",
+        "| engine | attention | remark | families |",
+        "|---|---|---|---|",
+        *(f"{answer} {families} |" for answer, families in names.items()),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 ENGINES = ("fused", "dense", "refused", "not tried")

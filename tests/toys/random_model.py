@@ -1,7 +1,4 @@
-"""Models with random weights and narrow heads.
-
-They have the layout of a miniature, and the layers, heads and vocabulary of another model.
-"""
+"""Models with random weights and narrow heads, in the layout of a miniature."""
 
 from __future__ import annotations
 
@@ -17,11 +14,8 @@ from headcount.schemas.packages import PACKAGE
 
 MINIATURES = PACKAGE / "models"
 
-D_HEAD = 4
-"""Width of a head."""
-
-MOST_POSITIONS = 1024
-"""Positions of a model, if the other has more."""
+D_HEAD = 4  # width of a head
+MOST_POSITIONS = 1024  # positions of a model, if the other has more
 
 UNTRAINED, LIVELY = 0.02, 0.3
 """Standard deviation of weights: as GPT-2 begins, and so large that every change shows."""
@@ -34,9 +28,7 @@ def write_random_model(
     scale: float,
     steps: Sequence[int] = (),
 ) -> Path:
-    """Write a model with random weights: the layout of a miniature, and some sizes of another
-    model. It has the same weights after each of the `steps`.
-    """
+    """Write a model in the layout of a miniature; all `steps` have the same weights."""
     miniature = MINIATURES / like.removeprefix("bundled:")
     config = _read_json(miniature / "config.json")
     directory.mkdir(parents=True)
@@ -71,7 +63,7 @@ def miniature_steps(like: str) -> list[int]:
 
 
 def _write_tokenizer(directory: Path, d_vocab: int) -> None:
-    """Write the tokenizer of a miniature, with tokens that no text has up to the vocabulary."""
+    """The tokenizer of a miniature, with tokens that no text has up to the vocabulary."""
     tokenizer = _read_json(MINIATURES / "gpt2-mini" / "tokenizer.json")
     vocabulary = tokenizer["model"]["vocab"]
     known = len({*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])})

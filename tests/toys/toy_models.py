@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.workers.interventions import BoundIntervention, bind
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
-from headcount.workers.model.model import Model
 from headcount.workers.replica import InterventionMeasurements, Replica
 
 D_VOCAB, N_CTX, BOS, EOS = 61, 40, 0, 1
@@ -290,15 +290,7 @@ def measure(path: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasu
     return TextReplica(describe(path), scan, "cpu", _load_once).measure(tokens)
 
 
-_LOADED: dict[tuple[str, str, str, str, torch.dtype], Model] = {}
-"""Models by path, weights on the disk, processing, device and format."""
-
-
-def _load_once(info: ModelInfo, weights: str, device: str, dtype: torch.dtype) -> Model:
-    key = (info.path, info.sha256, weights, device, dtype)
-    if key not in _LOADED:
-        _LOADED[key] = load_model(info, weights, device, dtype)
-    return _LOADED[key]
+_load_once = cache(load_model)
 
 
 def repeating_tokens(n_ctx: int, batch: int = 1, distinct: int = 7) -> np.ndarray:

@@ -1,3 +1,1 @@
-"""What runs a model and shows its activations: the fused engine, and the dense one that is the
-reference.
-"""
+"""The fused engine and the dense one, its reference: they run a model and show its activations."""

@@ -1,6 +1,4 @@
-"""What an intervention changes while a model runs: functions of activations, each in one layer or
-in all.
-"""
+"""What an intervention changes while a model runs: functions of activations, by layer or in all."""
 
 from __future__ import annotations
 
@@ -29,33 +27,18 @@ CHANGEABLE_ACTIVATIONS: dict[str, str] = {
     "mlp_out": "what the MLP adds to the stream [batch pos d_model]",
     "resid_post": "residual stream after the layer [batch pos d_model]",
 }
-"""Every activation that can be changed, with its TransformerLens axes, in the order in which a pass
-makes them.
-"""
+"""Every activation that can be changed, with its TransformerLens axes, in the order of a pass."""
 
-EMBEDDINGS = ("embed", "pos_embed")
-"""Activations before the first layer."""
-
-PROJECTIONS = ("q", "k", "v")
-"""Activations that a layer makes at the same time, so a change of one cannot read the others."""
-
-WHOLE_PATTERN = ("attn_scores", "pattern")
-"""Activations that exist only where a pattern is built, both from the same q and k."""
+EMBEDDINGS = ("embed", "pos_embed")  # activations before the first layer
+PROJECTIONS = ("q", "k", "v")  # made at once: a change of one cannot read the others
+WHOLE_PATTERN = ("attn_scores", "pattern")  # exist only where a pattern is built
 
 READABLE_ACTIVATIONS = ("resid_pre", "q", "k", "v", "pattern", "z")
-"""Activations that a change of a later one may read, in the form in which statistics see them.
+"""Activations that a change of a later one may read, as statistics see them: a pattern to ask."""
 
-So the pattern is one that answers questions.
-"""
-
-PARTNER = "partner"
-"""Read by a change that wants its own target from the run on the partner sequence."""
-
-LABELS = "labels"
-"""Read by a change that wants to know which tokens the input family has labelled."""
-
-Index = int | slice | EllipsisType | Tensor | list[int]
-"""What selects places along an axis of a tensor."""
+PARTNER = "partner"  # read by a change that wants its own target from the run on the partner
+LABELS = "labels"  # read by a change that wants to know which tokens the input family has labelled
+Index = int | slice | EllipsisType | Tensor | list[int]  # selects places along an axis
 
 
 def readable(target: str) -> tuple[str, ...]:
@@ -79,33 +62,22 @@ def readable(target: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Streaming:
-    """Heads whose queries see the first keys and the last ones, and none between.
+    """Heads whose queries see the first keys and the last ones, and none between."""
 
-    A change of scores that says this can be followed without a matrix of scores.
-    """
-
-    sink: int
-    """How many of the first keys every query sees."""
-    recent: int
-    """How many keys a query sees up to its own."""
-    heads: Mapping[int, tuple[int, ...]]
-    """The query heads of each layer, in ascending order. The other layers have none."""
+    sink: int  # how many of the first keys every query sees
+    recent: int  # how many keys a query sees up to its own
+    heads: Mapping[int, tuple[int, ...]]  # query heads by layer, ascending; other layers have none
 
 
 @dataclass(frozen=True)
 class Change:
-    """A function of one activation and of what it reads by name.
-
-    It returns another tensor and leaves its arguments as they are.
-    """
+    """A function of one activation and of what it reads by name; it changes no argument."""
 
     target: str
     function: Callable[[Tensor, Mapping[str, Any]], Tensor]
-    layer: int | None = None
-    """The layer it is for; none means all of them."""
+    layer: int | None = None  # the layer it is for; none means all of them
     reads: frozenset[str] = frozenset()
-    streaming: Streaming | None = None
-    """What it hides, if it is a change of scores that does nothing but this."""
+    streaming: Streaming | None = None  # what a change of scores hides, if it does nothing more
 
     def touches(self, name: str, layer: int | None) -> bool:
         """Whether it changes an activation, in a layer if the activation belongs to one."""
@@ -147,11 +119,7 @@ class Changes:
         return changed
 
     def streaming(self, layer: int) -> Streaming | None:
-        """What the changes of a layer's scores and pattern hide, if there is one change that says
-        it.
-
-        None if there is no such change, or another one beside it.
-        """
+        """What the one change of a layer's scores and pattern hides, if it is one that says it."""
         changes = self._of_pattern(layer)
         return changes[0].streaming if len(changes) == 1 else None
 
@@ -186,8 +154,7 @@ def hide(scores: Tensor, hidden: Tensor) -> Tensor:
 def hidden_keys(scores: Tensor, unseen: Tensor) -> Tensor:
     """Which keys changed scores `[batch head query key]` hide, of those that a query can see.
 
-    `unseen [query key]` are the keys that a query cannot see. A query from which every key is
-    hidden would attend to nothing, so that is refused.
+    `unseen [query key]` are the others. A query that would attend to nothing is refused.
     """
     hidden = scores.isneginf() & ~unseen  # [batch head query key]
     visible_keys = (~unseen).sum(-1)  # [query]

@@ -32,10 +32,7 @@ changes, under `unchanged …`, and the keys that a change hides, under `hidden`
 
 
 class DenseEngine(Engine):
-    """Runs the bridge with hooks and reads the whole pattern.
-
-    It is the reference, and the way to change what only TransformerLens shows.
-    """
+    """Runs the bridge with hooks and reads the whole pattern: the reference."""
 
     name = "dense"
     attention = "matrix"
@@ -43,24 +40,20 @@ class DenseEngine(Engine):
     def __init__(self, model: Model, changes: Changes | None = None) -> None:
         precision = "float64" if model.dtype == torch.float64 else "float32"
         super().__init__(model, precision, changes)
-        self._checked_patterns: set[tuple[int, int]] = set()
-        """Layers and lengths whose pattern has been held against its scores."""
+        self._checked_patterns: set[tuple[int, int]] = set()  # by layer and length
 
     def changed(self, changes: Changes) -> DenseEngine:
         """The same engine with other changes, under which patterns are checked anew."""
         return DenseEngine(self.model, changes)
 
-    def built_layers(self, depth: int) -> list[int]:
-        """None: every pattern is a matrix, so none is built for a change alone."""
+    def built_layers(self, depth: int) -> list[int]:  # noqa: D102 (every pattern is a matrix)
         return []
 
     def run_pass(self, request: PassRequest) -> None:
         """The forward pass of `run`, through TransformerLens's hooks."""
         try:
             self.model.run_with_hooks(request.tokens, list(_DensePass(self, request).hooks()))
-        except UserWarning as warning:
-            # TransformerLens warns where it has no way to apply what a hook returns, and
-            # `run_with_hooks` makes the warning an error.
+        except UserWarning as warning:  # It has no way to apply what a hook returns.
             targets = ", ".join(change.target for change in self.changes.changes)
             raise ModelError(
                 f"{self.model.info.name}: {targets} cannot be changed "
@@ -69,69 +62,62 @@ class DenseEngine(Engine):
 
     def pattern_of(self, layer: int, tensors: Tensors) -> DensePattern:
         """A layer's pattern with the scores behind it, from what its hooks have shown."""
-        model = self.model
+        model, name = self.model, self.model.info.name
         facts = model.shown_facts(layer)
-        q, k = _queries_and_keys(tensors)
-        if model.shows_scores(layer):
-            scores = _as_facts_have_them(tensors, facts)
+        q, k = (tensors[name].transpose(1, 2) for name in ("q", "k"))
+        shows_scores = model.shows_scores(layer)
+        if shows_scores:
+            scores = _as_facts_have_them(tensors, q, k, facts)
         elif self.changes.touch("attn_scores", layer):
             raise ModelError(
-                f"{model.info.name}: the bridge does not show the scores behind the pattern of "
-                f"layer {layer}, so they cannot be changed"
+                f"{name}: the bridge does not show the scores behind the pattern of layer {layer}, "
+                "so they cannot be changed"
             )
         else:
             scores = all_scores(q, k, facts)
-        # The comparison costs a softmax over T², and its outcome depends on the layer and T alone.
         n_ctx = scores.shape[-1]
+        # A pattern that its scores and facts do not make is refused: the layer's mask is another
+        # one, or a change of the scores has no effect. The comparison costs a softmax over T², and
+        # its outcome depends on the layer and T alone.
         if (layer, n_ctx) not in self._checked_patterns:
-            self._check_pattern(layer, scores, facts, tensors)
+            pattern = tensors["unchanged pattern"]
+            # NaN of broken weights counts as equal: measuring names their layer.
+            is_made_of_scores = torch.allclose(
+                pattern_of(scores, facts).tril(), pattern.tril(), atol=1e-4, equal_nan=True
+            )
+            is_masked = not is_made_of_scores
+            if shows_scores:
+                # A mask of the bridge is seen in its scores. One that hides more keys than the
+                # facts say was not known when the model was loaded.
+                unseen = unseen_keys(n_ctx, facts, scores.device)
+                shown = tensors["unchanged attn_scores"].masked_fill(unseen, 0)
+                is_masked = bool((shown <= MASKED).any())
+            if is_masked:
+                if pattern.isnan().any() and (problem := model.weight_problem) is not None:
+                    raise ModelError(f"{name}: layer {layer} has no attention pattern: {problem}")
+                raise ModelError(
+                    f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
+                )
+            if not is_made_of_scores:
+                raise ModelError(
+                    f"{name}: the bridge does not show the scores behind the pattern of layer "
+                    f"{layer}"
+                )
             self._checked_patterns.add((layer, n_ctx))
         return DensePattern(tensors["pattern"], scores, q, k, facts, tensors.get("hidden"))
 
-    def _check_pattern(
-        self, layer: int, scores: Tensor, facts: AttentionFacts, tensors: Tensors
-    ) -> None:
-        """Refuse a pattern that its scores and facts do not make.
 
-        Either the layer's mask is another one, or a change of the scores has no effect.
-        """
-        name = self.model.info.name
-        pattern = tensors["unchanged pattern"]
-        other_mask = f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
-        if pattern.isnan().any() and (problem := self.model.weight_problem) is not None:
-            other_mask = f"{name}: layer {layer} has no attention pattern: {problem}"
-        # NaN of broken weights counts as equal: measuring names their layer.
-        is_made_of_scores = torch.allclose(
-            pattern_of(scores, facts).tril(), pattern.tril(), atol=1e-4, equal_nan=True
-        )
-        is_masked = not is_made_of_scores
-        if self.model.shows_scores(layer):
-            # A mask of the bridge is seen in its scores. One that hides more keys than the facts
-            # say was not known when the model was loaded.
-            unseen = unseen_keys(scores.shape[-1], facts, scores.device)
-            shown = tensors["unchanged attn_scores"].masked_fill(unseen, 0)
-            is_masked = bool((shown <= MASKED).any())
-        if is_masked:
-            raise ModelError(other_mask)
-        if not is_made_of_scores:
-            raise ModelError(
-                f"{name}: the bridge does not show the scores behind the pattern of layer {layer}"
-            )
-
-
-def _as_facts_have_them(tensors: Tensors, facts: AttentionFacts) -> Tensor:
+def _as_facts_have_them(tensors: Tensors, q: Tensor, k: Tensor, facts: AttentionFacts) -> Tensor:
     """The scores that the bridge shows, with ALiBi as `AttentionFacts` has it: slope · (k - q).
 
-    BLOOM adds slope · k, and MPT something else again. Every query's scores are shifted, which
-    makes the same pattern.
+    BLOOM adds slope · k, MPT something else: a shift of every query's scores, and the same pattern.
     """
     scores = tensors["attn_scores"]
     if facts.slopes is None:
         return scores
-    q, k = _queries_and_keys(tensors)
-    queries_per_key = q.shape[1] // k.shape[1]
     # A query's bias to its own key is 0.
-    product = torch.linalg.vecdot(q, k.repeat_interleave(queries_per_key, 1))  # [batch head pos]
+    own_keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    product = torch.linalg.vecdot(q, own_keys)  # [batch head pos]
     own_score = scored(product, torch.zeros_like(product[0, 0]), facts)
     # [batch head query]
     shown_own_score = tensors["unchanged attn_scores"].diagonal(dim1=-2, dim2=-1)
@@ -192,7 +178,6 @@ class _DensePass:
     # place of the activation, and leaves the activation as it is if they return None.
 
     def _change(self, name: str, layer: int | None, value: Tensor, hook: object) -> Tensor | None:
-        """The activation as changes leave it; None if they leave it as it is."""
         if not self.changes.touch(name, layer):
             return None
         readable_values: dict[str, Any] = {} if layer is None else {**self._activations(layer)}
@@ -221,21 +206,18 @@ class _DensePass:
         return changed
 
     def _record_normed(self, value: Tensor, hook: object) -> None:
-        """Remember queries after their norm: `[batch pos head·d_head]`, or `[batch head pos
-        d_head]`.
-        """
+        # Queries after their norm: [batch pos head·d_head], or [batch head pos d_head].
         n_heads = self.model.info.n_heads
         by_head = value.unflatten(2, (n_heads, -1)) if value.dim() == 3 else value.transpose(1, 2)
         self.tensors["normed q"] = at_least_float32(by_head)
 
     def _record_rotated(self, name: str, value: Tensor, hook: object) -> None:
-        """Remember q or k as it is multiplied, in the place of what it was before its rotation."""
+        # q or k as it is multiplied takes the place of what it was before its rotation.
         if name == "q" and "q" in self.tensors:
             self.tensors["unrotated_q"] = self.tensors.get("normed q", self.tensors["q"])
         self.tensors[name] = at_least_float32(value)
 
     def _end_layer(self, layer: int, value: Tensor, hook: object) -> Tensor | None:
-        """Hand over what is known of the layer, and forget it."""
         changed = self._change_and_record("resid_post", layer, value, hook)
         if layer in self.request.shown_layers:
             shown = {**self._activations(layer), **self.request.matches}
@@ -249,9 +231,7 @@ class _DensePass:
         return changed
 
     def _activations(self, layer: int) -> Activations:
-        """What statistics and changes are shown of a layer so far: keys and values repeated, and a
-        pattern that answers questions.
-        """
+        """What statistics and changes are shown of a layer so far, with a pattern to ask."""
         tensors = dict(self.tensors)
         if self.model.changes_z(layer) and {"pattern", "v", "z"} <= tensors.keys():
             # The bridge shows what the layer has made of z.
@@ -275,15 +255,11 @@ class _DensePass:
             activations["pattern"] = self.engine.pattern_of(layer, tensors)
         elif "pattern" in self.changes.reads and {"q", "k"} <= tensors.keys():
             # Some bridges show the pattern and the scores only after z. A change that reads the
-            # pattern before gets one of q and k. Whether these make the layer's pattern is checked
-            # at the end of the layer.
+            # pattern before gets one of q and k, which is checked at the end of the layer.
             facts = self.model.shown_facts(layer)
-            early_pattern = DensePattern.of(*_queries_and_keys(tensors), facts)
+            q, k = (tensors[name].transpose(1, 2) for name in ("q", "k"))
+            early_pattern = DensePattern.of(q, k, facts)
             if "pattern" in tensors:
                 early_pattern.pattern = tensors["pattern"]
             activations["pattern"] = early_pattern
         return cast(Activations, activations)
-
-
-def _queries_and_keys(tensors: Tensors) -> tuple[Tensor, Tensor]:
-    return tensors["q"].transpose(1, 2), tensors["k"].transpose(1, 2)

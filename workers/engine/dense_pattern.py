@@ -1,7 +1,4 @@
-"""The reference: a pattern that holds its matrix.
-
-Its questions are those of `schemas.pattern`, each answered in the words of its definition.
-"""
+"""The reference: a pattern that holds its matrix."""
 
 # Each question is described in `schemas.pattern`.
 # ruff: noqa: D102
@@ -57,8 +54,8 @@ class DensePattern:
         self.was_asked_for_scores = False
         # NaN spreads to everything that is computed from a hidden score, so all of it is undefined.
         # A mean over the remaining scores would be another formula.
-        self._scores = scores if hidden is None else scores.masked_fill(hidden, torch.nan)
-        self._scores = self._without_window(self._scores)
+        defined = scores if hidden is None else scores.masked_fill(hidden, torch.nan)
+        self._scores = self._without_window(defined)
 
     @property
     def scores(self) -> Tensor:
@@ -113,13 +110,11 @@ class DensePattern:
         return self.pattern.isfinite().all()
 
     def _without_window(self, matrix: Tensor) -> Tensor:
-        """A matrix `[batch head query key]`, NaN behind the window."""
         if not self.is_partial:
             return matrix
         return matrix.masked_fill(self._lags() >= self.window, torch.nan)
 
-    def _lags(self) -> Tensor:
-        """`q - k`, as integers: `[query key]`."""
+    def _lags(self) -> Tensor:  # q - k, as integers: [query key]
         positions = torch.arange(self.n_ctx, device=self.pattern.device)
         return distances(positions, positions)
 

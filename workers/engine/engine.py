@@ -25,25 +25,16 @@ class Activations(TypedDict):
     Numbers are float32 at least. Before the end of the layer, what comes later is missing.
     """
 
-    resid_pre: Tensor
-    """`[batch pos d_model]`."""
-    q: Tensor
-    """`[batch pos head d_head]`, as it is multiplied: after any rotation."""
-    unrotated_q: NotRequired[Tensor]
-    """The same before any rotation, and after any norm of queries."""
-    k: Tensor
-    """The same, repeated where query heads share it."""
-    v: Tensor
-    """The same."""
+    resid_pre: Tensor  # `[batch pos d_model]`
+    q: Tensor  # `[batch pos head d_head]`, as it is multiplied: after any rotation
+    unrotated_q: NotRequired[Tensor]  # the same before any rotation, and after any norm of queries
+    k: Tensor  # the same, repeated where query heads share it
+    v: Tensor  # the same
     pattern: FusedPattern | DensePattern
-    z: Tensor
-    """`[batch pos head d_head]`."""
-    resid_post: Tensor
-    """`[batch pos d_model]`."""
-    copies: NotRequired[TokenPairs]
-    """Earlier copies of each token, if the caller of `run` passed them as `matches`."""
-    successors: NotRequired[TokenPairs]
-    """What follows them, likewise."""
+    z: Tensor  # `[batch pos head d_head]`
+    resid_post: Tensor  # `[batch pos d_model]`
+    copies: NotRequired[TokenPairs]  # earlier copies of each token, if `run` got `matches`
+    successors: NotRequired[TokenPairs]  # what follows them, likewise
 
 
 OnLayer = Callable[[int, Activations], None]
@@ -55,16 +46,11 @@ what `read_late` does not name. Nothing outlives its layer.
 """
 
 OnFinal = Callable[[Tensor], None]
-"""Called with the stream after the last norm `[batch pos d_model]`, from which predictions are
-made.
-"""
+"""Called with the stream after the last norm `[batch pos d_model]`, behind predictions."""
 
 
 class StopPass(Exception):
-    """Ends a forward pass where nothing that follows is needed, as the final norm and unembedding.
-
-    Hooks cannot return from the model's code, so they raise.
-    """
+    """Ends a forward pass that is not needed further: hooks cannot return from the model's code."""
 
 
 class Engine(ABC):
@@ -92,9 +78,7 @@ class Engine(ABC):
         return self.changes.dense_layers(depth)
 
     def method(self, intervention: str, depth: int) -> Method:
-        """How this engine measures under its changes, which are those of the intervention, in a
-        pass through the first `depth` layers.
-        """
+        """How it measures under an intervention, in a pass through the first `depth` layers."""
         return Method(
             intervention=intervention,
             engine=self.name,

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.scans.precision import PRECISIONS
-from headcount.workers.engine.changes import hidden_keys
+from headcount.workers.engine.changes import Streaming, hidden_keys
 from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
 from headcount.workers.engine.engine import Activations, Engine, PassRequest, StopPass
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.kernel.sweep_kernel import Sweep
 from headcount.workers.engine.number_formats import WeightHalves, linears_in, outside_linears
-from headcount.workers.engine.streamed_attention import streamed_attention
 from headcount.workers.model.attention_facts import (
     MASKED,
     AttentionFacts,
     all_scores,
+    distances,
+    facts_of_heads,
     pattern_of,
+    products_of,
+    scored,
     unseen_keys,
     weighted_values,
+    window_of,
 )
-from headcount.workers.model.mlp_pieces import mlps_in_pieces
+from headcount.workers.model.bare_modules import MLP, child_of_each, mlps_in_pieces
 from headcount.workers.model.model import Model, at_least_float32
 from headcount.workers.model.rotations import Rotation
 
@@ -36,10 +42,7 @@ ModuleOutput = Tensor | tuple[Any, ...]
 
 
 class FusedEngine(Engine):
-    """Runs the bare modules with attention replaced by `FusedPattern`.
-
-    It measures at about the price of a forward pass.
-    """
+    """Runs the bare modules with `FusedPattern`, at about the price of a forward pass."""
 
     name = "fused"
 
@@ -49,9 +52,7 @@ class FusedEngine(Engine):
         """`sweep` is a GPU's kernel that has proved itself (`kernel_check`); None means tiles."""
         super().__init__(model, precision)
         self.questions: set[str] = set()
-        """Questions that every sweep answers on its way; patterns add what they are asked. An
-        engine with other changes shares them.
-        """
+        """Questions that every sweep answers on its way; patterns add what they are asked."""
         # The facts of the layers were held against the model's own attention when it was loaded.
         problem = model.attention_problem
         if problem is not None:
@@ -70,7 +71,7 @@ class FusedEngine(Engine):
         is_divided = device == "cpu" and self.formats.linears in ("float32", "float64")
         with (
             fused_pass.hooked(),
-            mlps_in_pieces(self.model.mlps if is_divided else ()),
+            mlps_in_pieces(child_of_each(self.model.blocks, MLP) if is_divided else ()),
             linears_in(self.formats.linears, device, self._halves),
         ):
             self.model.run_bare(request.tokens, fused_pass.attend)
@@ -78,31 +79,23 @@ class FusedEngine(Engine):
 
 class _OfEveryHead(UserDict[str, Any]):
     """Activations in which keys and values are repeated where query heads share them, and queries
-    are rotated back.
-
-    That is done when they are asked for, and the copy lives no longer than its reader wants.
+    are rotated back, when they are asked for: the copy lives no longer than its reader wants.
     """
 
-    def __init__(
-        self,
-        activations: Mapping[str, Any],
-        n_heads: int,
-        rotated_back: Callable[[Tensor], Tensor],
-    ) -> None:
+    def __init__(self, activations: Mapping[str, Any], of_pass: _FusedPass) -> None:
         super().__init__(activations)
-        self.n_heads = n_heads
-        self.rotated_back = rotated_back
+        self.of_pass = of_pass
 
     def __contains__(self, name: object) -> bool:
         return ("q" if name == "unrotated_q" else name) in self.data
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (a tensor, a pattern or pairs)
         if name == "unrotated_q":
-            return self.rotated_back(self.data["q"])
+            return self.of_pass.rotated_back(self.data["q"])
         activation = self.data[name]
         if name not in ("k", "v"):
             return activation
-        group = self.n_heads // activation.shape[2]
+        group = self.of_pass.n_heads // activation.shape[2]
         return activation if group == 1 else activation.repeat_interleave(group, 2)
 
 
@@ -116,12 +109,9 @@ class _FusedPass:
         self.request = request
         self.dense_layers = self.changes.dense_layers(len(self.model.blocks))
         self.layer = 0
-        self.n_heads = 0
-        """Query heads of the layer, known when its attention asks."""
-        self.has_attended = False
-        """Whether the attention of the layer has asked this pass."""
-        self.rotation: Rotation | None = None
-        """How the layer rotated its queries; None if it did not."""
+        self.n_heads = 0  # query heads of the layer, known when its attention asks
+        self.has_attended = False  # whether the attention of the layer has asked this pass
+        self.rotation: Rotation | None = None  # how the layer rotated its queries, if it did
         self.activations: dict[str, Tensor | FusedPattern | DensePattern] = {}
 
     @contextmanager
@@ -133,8 +123,7 @@ class _FusedPass:
                 end_layer = partial(self._end_layer, layer)
                 hooks.enter_context(block.register_forward_pre_hook(begin_layer, with_kwargs=True))
                 hooks.enter_context(block.register_forward_hook(end_layer))
-            # Only the bridge may know the modules of an activation, so they are not asked for in
-            # vain.
+            # Only the bridge may know the modules of an activation: they are not asked in vain.
             for name in filter(self.changes.touch, ("embed", "pos_embed", "attn_out", "mlp_out")):
                 for layer, module in enumerate(self.model.modules(name)):
                     if self.changes.touch(name, layer):
@@ -163,22 +152,19 @@ class _FusedPass:
         return args, kwargs | {"hidden_states": changed}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
-        """The attention of a layer, as `attention_facts.Attend` says it.
-
-        The model's attention calls this in the place of its own softmax. It remembers the layer's
-        activations and shows them.
-        """
+        """A layer's attention, in the place of the model's own (`attention_facts.Attend`)."""
         dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
         self.n_heads = q.shape[1]
         self.rotation = facts.rotation
         with outside_linears():
-            # All three before one is remembered: a change of one cannot read the others.
-            q = self._changed_projection("q", at_least_float32(q))
-            k = self._changed_projection("k", at_least_float32(k))
-            v = self._changed_projection("v", at_least_float32(v))
-            for name, projection in (("q", q), ("k", k), ("v", v)):
-                # [batch pos head d_head], as statistics read it
-                self.activations[name] = projection.transpose(1, 2)
+            # All three before one is remembered: a change of one cannot read the others. Changes
+            # and statistics see them as [batch pos head d_head].
+            projections = {
+                name: self.change(name, at_least_float32(projection).transpose(1, 2))
+                for name, projection in (("q", q), ("k", k), ("v", v))
+            }
+            self.activations |= projections
+            q, k, v = (projection.transpose(1, 2) for projection in projections.values())
             z = self.change("z", self._attention(q, k, v, facts))
             self.activations["z"] = z
             self.has_attended = True
@@ -186,7 +172,16 @@ class _FusedPass:
             # If nobody reads what comes after the attention of the last layer, the pass is done.
             if self.request.ends_with(self.layer) and "resid_post" not in self.request.read_late:
                 raise StopPass
-            self._forget_what_nobody_reads()
+            # Before the MLP takes their memory, tensors go that nobody reads after the attention.
+            late = self.request.read_late
+            self.activations = {
+                name: activation
+                for name, activation in self.activations.items()
+                if name in late
+                # Queries before their rotation are made of these when they are asked for.
+                or (name == "q" and "unrotated_q" in late)
+                or name in self.changes.reads
+            }
             return z.to(dtype)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
@@ -223,20 +218,11 @@ class _FusedPass:
             check_unseen(pattern, facts, self.layer)
         return DensePattern(pattern, scores, q, k, facts, hidden)
 
-    def _changed_projection(self, name: str, projection: Tensor) -> Tensor:
-        """Queries, keys or values `[batch head pos d_head]` as changes leave them.
-
-        Changes see the axes `[batch pos head d_head]`.
-        """
-        by_position = projection.transpose(1, 2)
-        changed = self.change(name, by_position)
-        return projection if changed is by_position else changed.transpose(1, 2)
-
     def change(self, name: str, value: Tensor) -> Tensor:
         """An activation of the layer as changes leave it; the same tensor if nothing changes it."""
         if not self.changes.touch(name, self.layer):
             return value
-        activations = _OfEveryHead(self.activations, self.n_heads, self._rotated_back)
+        activations = _OfEveryHead(self.activations, self)
         read = {name: activations[name] for name in self.changes.reads if name in activations}
         return self.changes.apply(name, self.layer, value, read | {"tokens": self.request.tokens})
 
@@ -249,12 +235,12 @@ class _FusedPass:
 
     def _show_layer(self) -> None:
         if self.layer in self.request.shown_layers:
-            activations = {**self.activations, **self.request.matches}
-            shown = _OfEveryHead(activations, self.n_heads, self._rotated_back)
+            shown = _OfEveryHead({**self.activations, **self.request.matches}, self)
             with outside_linears():
                 self.request.on_layer(self.layer, cast(Activations, shown))
 
-    def _rotated_back(self, q: Tensor) -> Tensor:
+    def rotated_back(self, q: Tensor) -> Tensor:
+        """Queries of the layer as they were before their rotation."""
         if not self.model.can_undo_rotation(self.layer):
             raise ModelError(
                 f"{self.model.info.name}: the queries of layer {self.layer} before their rotation "
@@ -262,19 +248,6 @@ class _FusedPass:
                 "the profiles query_mean and query_second_moment"
             )
         return q if self.rotation is None else self.rotation.undo(q)
-
-    def _forget_what_nobody_reads(self) -> None:
-        """Free the layer's tensors that neither formulas nor changes read after the attention,
-        before the MLP takes its memory.
-        """
-        self.activations = {
-            name: activation
-            for name, activation in self.activations.items()
-            if name in self.request.read_late
-            # Queries before their rotation are made of these when they are asked for.
-            or (name == "q" and "unrotated_q" in self.request.read_late)
-            or name in self.changes.reads
-        }
 
     def _end_layer(
         self, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: ModuleOutput
@@ -296,3 +269,59 @@ class _FusedPass:
         if changed is resid_post:
             return None
         return (changed, *output[1:]) if has_more else changed
+
+
+# Heads that see the first keys and the last ones
+
+
+def streamed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    facts: AttentionFacts,
+    streaming: Streaming,
+    layer: int,
+    number_format: str = "float32",
+    sweep: Sweep | None = None,
+) -> Tensor:
+    """z `[batch head pos d_v]` of a layer whose heads stream, as `streaming` says it.
+
+    q is `[batch head pos d_qk]`, k and v have one head for each group of query heads that share it.
+    It is made of two pieces, a window and the first keys, so no matrix of scores is needed. It
+    answers nothing but z: where somebody asks about the pattern, the pattern is built.
+    """
+    n_heads, n_ctx = q.shape[1:3]
+    z = q.new_empty(*q.shape[:3], v.shape[3])
+    for streams in (True, False):
+        heads = [head for head in range(n_heads) if (head in streaming.heads[layer]) == streams]
+        if not heads:
+            continue
+        index = torch.tensor(heads, device=q.device)
+        # The heads of one group can differ, so each of them gets its own keys and values.
+        kv_index = index // (n_heads // k.shape[1])
+        some_facts = facts_of_heads(facts, index)
+        if streams:
+            # A layer with a window of its own sees no further, whatever the change leaves it.
+            recent = min(streaming.recent, window_of(facts, n_ctx))
+            some_facts = replace(some_facts, window=recent)
+        factors = (q[:, index], k[:, kv_index], v[:, kv_index])
+        seen = FusedPattern(*factors, some_facts, {}, number_format=number_format, sweep=sweep)
+        z[:, index] = _with_first_keys(seen, facts, streaming.sink) if streams else seen.z
+    return z
+
+
+def _with_first_keys(window: FusedPattern, facts: AttentionFacts, sink: int) -> Tensor:
+    """z of heads that see a window and the first `sink` keys that the layer's facts let them."""
+    first_keys, first_values = window.k[:, :, :sink], window.v[:, :, :sink]
+    positions = torch.arange(window.n_ctx, device=window.q.device)
+    behind = distances(positions, positions[:sink])  # [query key]
+    scores = scored(products_of(window.q, first_keys), behind, replace(window.facts, window=None))
+    # A first key that is in the window is counted there. One behind the layer's own is not seen.
+    is_left_out = (behind < window.window) | (behind >= window_of(facts, window.n_ctx))
+    scores = scores.masked_fill(is_left_out, -torch.inf)
+    # A softmax over both pieces: the log-sum-exp of the whole row says what share each has.
+    window_lse = window.lse[..., None]  # [batch head query 1]
+    lse = torch.cat([scores, window_lse], dim=-1).logsumexp(-1, keepdim=True)
+    share_of_window = (window_lse - lse).exp()
+    # Each piece is a softmax of its own; its share of the whole row weighs it.
+    return window.z * share_of_window + weighted_values((scores - lse).exp(), first_values)

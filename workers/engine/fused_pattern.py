@@ -45,11 +45,9 @@ from headcount.workers.model.attention_facts import (
 
 LN2 = math.log(2)
 
-FIRST_KEYS = 8
-"""Scores of the first keys are asked for again and again, so they come from one product."""
+FIRST_KEYS = 8  # their scores are asked for again and again, so they come from one product
 
-LARGEST_SCORE = "largest score"
-RECEIVED = "received"
+LARGEST_SCORE, RECEIVED = "largest score", "received"
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
 """Size of one tile of scores: about what a CPU core's caches hold, and enough to fill a GPU."""
@@ -184,11 +182,11 @@ class FusedPattern:
         return strongest.masked_fill(~queries[:, None], 0)
 
     def _attention_of(self, chosen: Tensor) -> Iterator[tuple[_Tile, Tensor]]:
+        """The tiles in which queries are chosen, `[batch query]`, and the attention in each."""
         # On the host at once, because every tile asks.
         is_chosen = chosen.cpu()
         for sequences, queries, keys in _tiles(self.q, self.window):
-            # Queries of a tile that any of its sequences asks about; the tile shrinks to their
-            # span.
+            # The tile shrinks to the span of queries that any of its sequences asks about.
             rows = is_chosen[sequences, queries].any(0).nonzero()[:, 0].tolist()
             if not rows:
                 continue
@@ -199,8 +197,8 @@ class FusedPattern:
 
     def _tile_attention(self, tile: _Tile) -> Tensor:
         """`A` of a tile, 0 where the query does not see the key: `[batch head query key]`."""
-        scores = self._tile_scores(tile)
-        attention = _attention(scores, self.lse[tile.sequences, :, tile.queries, None])
+        lse = self.lse[tile.sequences, :, tile.queries, None]
+        attention = _attention(self._tile_scores(tile), lse)
         # Above the diagonal a score can exceed the log-sum-exp by any amount, so the future is
         # replaced by zeros: infinity times zero would be NaN.
         offset = tile.queries.start - tile.keys.start
@@ -302,7 +300,6 @@ class FusedPattern:
         return torch.arange(self.n_ctx, device=self.q.device)
 
     def _lags(self, tile: _Tile) -> Tensor:
-        """`q - k` of a tile, as integers: `[query key]`."""
         return distances(self._positions()[tile.queries], self._positions()[tile.keys])
 
     def _tile_scores(self, tile: _Tile) -> Tensor:
@@ -320,17 +317,11 @@ class FusedPattern:
     def _sweep(self, questions: set[str]) -> None:
         if self.sweep is None:
             self._answers |= _TileSweep(self, questions).answers()
-        else:
-            self._sweep_by_kernel(self.sweep, questions)
-            self._answers |= self._answers_after_kernel(questions)
-
-    def _sweep_by_kernel(self, sweep: Sweep, questions: set[str]) -> None:
+            return
         dtype = HALVES.get(self.number_format, torch.float32)
         pairs = [pairs for name, pairs in self.matches.items() if name in questions]
-        swept = sweep(
-            self.q.to(dtype),
-            self.k.to(dtype),
-            self.v.to(dtype),
+        swept = self.sweep(
+            *(factor.to(dtype) for factor in (self.q, self.k, self.v)),
             self.facts,
             pairs,
             entropy="entropy" in questions,
@@ -341,15 +332,10 @@ class FusedPattern:
             self._answers["entropy"] = swept.entropy
         for pair, mass in zip(pairs, swept.masses, strict=True):
             self._answers[pair.name] = mass
-
-    def _answers_after_kernel(self, questions: set[str]) -> dict[str, Tensor]:
-        """Largest scores, received attention and distant keys, which no kernel knows, from another
-        look at the scores, whose `lse` it knows.
-        """
+        # No kernel knows largest scores, received attention and distant keys: they come from
+        # another look at the scores, whose `lse` it knows.
         sums = _TileSums(self, questions)
-        if not sums.answers:
-            return {}
-        for tile in _tiles(self.q, self.window):
+        for tile in _tiles(self.q, self.window) if sums.answers else ():
             attention = self._tile_attention(tile)
             if LARGEST_SCORE in sums.answers:
                 behind = self._lags(tile)
@@ -358,29 +344,24 @@ class FusedPattern:
                 sums.answers[LARGEST_SCORE][tile.sequences, :, tile.queries] = largest
             # These weights are A itself and no longer need to be divided: the total is 1.
             sums.add(tile, slice(0, self.q.shape[1]), attention, torch.ones_like(attention[..., 0]))
-        return sums.answers
+        self._answers |= sums.answers
 
 
 class _Tile(NamedTuple):
-    """Where a tile of scores lies."""
-
     sequences: slice
     queries: slice
     keys: slice
 
 
 class _TileSums:
-    """Answers that few scans ask for, added up a tile at a time. The largest score is not added up
-    here, because a tile of weights does not tell it.
-    """
+    """Answers that few scans ask for, added up a tile at a time: all but the largest score."""
 
     def __init__(self, pattern: FusedPattern, questions: set[str]) -> None:
         self.distant = {
             question: (int(words[1]), int(words[2]))
             for question in sorted(questions)
             if (words := question.split())[0] == "distant"
-        }
-        """The sink and the recent keys that a question leaves out."""
+        }  # the sink and the recent keys that each of these questions leaves out
         asked = [name for name in (*self.distant, LARGEST_SCORE, RECEIVED) if name in questions]
         # Zeros, because received attention is added up over tiles; [batch head pos].
         self.answers = {name: pattern.q.new_zeros(pattern.q.shape[:3]) for name in asked}
@@ -432,31 +413,29 @@ class _TileSweep:
         kv_heads, d_v = pattern.v.shape[1], pattern.v.shape[3]
         new = pattern.q.new_empty
         facts = pattern.facts
-        self.d_v = d_v
+        self.pattern = pattern
         self.window = pattern.window
-        self.is_partial = pattern.is_partial
-        self.number_format = pattern.number_format
+        self.d_v = d_v
         self.positions = pattern.positions()
         self.pairs = {name: pairs for name, pairs in pattern.matches.items() if name in questions}
 
         # Factors. The change of base costs nothing: it is part of the scale.
-        self.q = pattern.q  # [batch head query d_qk]
         self.scale = pattern.scale / (LN2 if facts.soft_cap is None else facts.soft_cap)
         self.cap = None if facts.soft_cap is None else facts.soft_cap / LN2
-        self.slopes = _of_heads(facts.slopes, self.q)
-        self.sink = _of_heads(facts.sink, self.q)
-        self.k = pattern.k
+        # Of each head in base 2, beside a tile of scores: [head 1 1].
+        self.slopes, self.sink = (
+            None if fact is None else fact.to(pattern.q)[:, None, None] / LN2
+            for fact in (facts.slopes, facts.sink)
+        )
         # Two more value columns carry Σ_k weight and Σ_k weight · k through the product that makes
         # z, so the tile of weights is read once for all three.
         ones_and_positions = torch.stack([torch.ones_like(self.positions), self.positions], dim=-1)
         self.values = torch.cat(  # [batch kv_head key d_v+2]
             [pattern.v, ones_and_positions.expand(batch, kv_heads, n_ctx, 2)], dim=-1
         )
-        most_queries = _queries_in_tile(pattern.q)
+        size = _queries_in_tile(pattern.q)
         # Finite, because the entropy multiplies masked scores by a weight of 0.
-        self.future = torch.full(
-            (most_queries, most_queries), MASKED, device=pattern.q.device
-        ).triu(1)
+        self.future = torch.full((size, size), MASKED, device=pattern.q.device).triu(1)
 
         # Answers. The axes of z lie in memory as the output projection wants them.
         self.z = new(batch, n_ctx, heads, d_v).transpose(1, 2)
@@ -469,14 +448,15 @@ class _TileSweep:
 
     def answers(self) -> dict[str, Tensor]:
         """Sweep once over all tiles; answers by question, in natural units."""
+        q = self.pattern.q
         kv_heads = self.values.shape[1]
-        group = self.q.shape[1] // kv_heads
+        group = q.shape[1] // kv_heads
         # A tile takes as many heads of keys as `TILE_BYTES` allow, counted in float32 scores.
-        most_queries = _queries_in_tile(self.q)
-        most_keys = min(self.q.shape[2], self.window + most_queries - 1)
+        most_queries = _queries_in_tile(q)
+        most_keys = min(q.shape[2], self.window + most_queries - 1)
         bytes_of_kv_head = 4 * group * most_queries * most_keys
-        at_once = max(1, TILE_BYTES[self.q.device.type] // bytes_of_kv_head)
-        for tile in _tiles(self.q, self.window):
+        at_once = max(1, TILE_BYTES[q.device.type] // bytes_of_kv_head)
+        for tile in _tiles(q, self.window):
             for first in range(0, kv_heads, at_once):
                 self._sweep_tile(tile, slice(first, min(first + at_once, kv_heads)), group)
         answers = {
@@ -487,14 +467,11 @@ class _TileSweep:
         if self.entropy is not None:
             # Rounding can leave a tiny negative number where one key has all the attention.
             answers["entropy"] = self.entropy.mul_(LN2).clamp_(min=0)
-        for name, mass in self.masses.items():
-            answers[name] = mass.transpose(1, 2)
-        return answers | self.sums.answers
+        masses = {name: mass.transpose(1, 2) for name, mass in self.masses.items()}
+        return answers | masses | self.sums.answers
 
     def _sweep_tile(self, tile: _Tile, kv_heads: slice, group: int) -> None:
-        """Write the answers of some queries of some sequences, of the query heads that share some
-        heads of keys: `group` of them share one.
-        """
+        """Write the answers of a tile and some heads of keys, which `group` query heads share."""
         sequences, queries, keys = tile
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
         at = (sequences, heads, queries)
@@ -512,7 +489,7 @@ class _TileSweep:
         weights = relative_scores.exp2()  # [batch head query key], at most 1
 
         origin = 0  # From where positions are counted.
-        if self.is_partial:
+        if self.pattern.is_partial:
             # A window is short beside positions late in a long sequence, and a difference of two
             # large numbers would have their rounding.
             origin = queries.start
@@ -552,13 +529,11 @@ class _TileSweep:
             masses.index_put_((batch, query), attention, accumulate=True)
 
     def _scores(self, tile: _Tile, heads: slice, kv_heads: slice) -> Tensor:
-        """A tile of scores in base 2, masked where a query does not see the key:
-        `[batch head query key]`.
-        """
+        """A tile of scores in base 2, masked where unseen: `[batch head query key]`."""
         sequences, queries, keys = tile
         count = queries.stop - queries.start
-        scaled = self.q[sequences, heads, queries] * self.scale
-        scores = products_of(scaled, self.k[sequences, kv_heads, keys])
+        scaled = self.pattern.q[sequences, heads, queries] * self.scale
+        scores = products_of(scaled, self.pattern.k[sequences, kv_heads, keys])
         if self.cap is not None:
             scores.tanh_().mul_(self.cap)
         if self.slopes is not None:
@@ -579,36 +554,25 @@ class _TileSweep:
         return scores
 
     def _weighted_sums(self, weights: Tensor, values: Tensor) -> Tensor:
-        """`Σ_k weight · [v | 1 | k]` `[batch head query d_v+2]` of values
-        `[batch kv_head key d_v+2]`.
-        """
+        """`Σ_k weight · [v | 1 | k]`: `[batch head query d_v+2]`."""
         sums = weighted_values(weights, values)
         # In a narrower format, weights are rounded before they meet v, as tensor cores do it. Their
         # sums stay float32. `rounded` returns the same tensor if there is nothing to round.
-        rounded_weights = rounded(weights, self.number_format)
+        rounded_weights = rounded(weights, self.pattern.number_format)
         if rounded_weights is not weights:
             # The columns of Σ weight and Σ weight · k stay those of exact weights.
             sums[..., : self.d_v] = weighted_values(rounded_weights, values)[..., : self.d_v]
         return sums
 
 
-def _of_heads(fact: Tensor | None, like: Tensor) -> Tensor | None:
-    """A fact of each head in base 2, beside a tile of scores: `[head 1 1]`."""
-    return None if fact is None else fact.to(like)[:, None, None] / LN2
-
-
 def _dot(queries: Tensor, keys: Tensor) -> Tensor:
-    """The product of each query with the key at its place, `[batch head pos]`.
-
-    queries `[batch head pos d_qk]`, keys `[batch kv_head pos d_qk]`.
-    """
-    group = queries.shape[1] // keys.shape[1]
-    if group == 1:
+    """Each query `[batch head pos d]` times the key `[batch kv_head pos d]` at its place."""
+    if queries.shape[1] == keys.shape[1]:
         return torch.linalg.vecdot(queries, keys)
     # [batch kv_head head-of-group pos d_qk]
-    by_group = queries.unflatten(1, (keys.shape[1], group))
+    by_group = queries.unflatten(1, (keys.shape[1], -1))
     # One query head of each group at a time, so that keys are not repeated.
-    products = [torch.linalg.vecdot(by_group[:, :, i], keys) for i in range(group)]
+    products = [torch.linalg.vecdot(heads, keys) for heads in by_group.unbind(2)]
     return torch.stack(products, dim=2).flatten(1, 2)
 
 
@@ -634,10 +598,7 @@ def _queries_in_tile(q: Tensor) -> int:
 def uniform_pattern(
     matches: Mapping[str, TokenPairs], tokens: Tensor, window: int | None = None
 ) -> FusedPattern:
-    """The pattern that attends to all keys that it sees alike, `A[q,k] = 1/min(q+1, window)`.
-
-    It is one head of width 1 whose scores are all zero.
-    """
+    """The pattern of one head that attends to all keys alike: its scores are all zero."""
     batch, n_ctx = tokens.shape
     zeros = torch.zeros(batch, 1, n_ctx, 1, device=tokens.device)
     facts = AttentionFacts(1.0, window=window)
@@ -645,9 +606,5 @@ def uniform_pattern(
 
 
 def _attention(scores: Tensor, lse: Tensor) -> Tensor:
-    """`A = exp(S - lse)`, at most 1.
-
-    These scores come from another product than those in `lse`, whose rounding could give a little
-    more than 1.
-    """
+    """`A = exp(S - lse)`, at most 1: the rounding of another product could give a little more."""
     return (scores - lse).exp_().clamp_(max=1)

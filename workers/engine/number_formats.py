@@ -1,8 +1,5 @@
 """How products are computed in each number format, on devices that have it and on those that can
-only imitate it.
-
-An imitated format rounds the factors as the device would and multiplies in float32: the same drift,
-no gain in speed.
+only imitate it: they round the factors and multiply in float32, with the same drift and no gain.
 """
 
 from __future__ import annotations
@@ -18,43 +15,26 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
-FLOAT16X2 = "float16x2"
-"""Activations in float16, each weight as the sum of two float16 numbers."""
-
-TF32_DROPPED_BITS = 13
-"""Bits of a float32's mantissa that TF32 does not have."""
-
-Split = Callable[[Tensor], Tensor]
-"""Makes `[high | low]` of a weight."""
-
-LEAST_FREE = 0.5
-"""Share of a GPU's memory that stays free of split weights: batches need it more."""
+FLOAT16X2 = "float16x2"  # activations in float16, each weight as the sum of two float16 numbers
+TF32_DROPPED_BITS = 13  # bits of a float32's mantissa that TF32 does not have
+LEAST_FREE = 0.5  # share of a GPU's memory that stays free of split weights, for batches
 
 
 def rounded(x: Tensor, number_format: str) -> Tensor:
-    """x as a factor of a product in a format, held in float32, or in float64 for that format.
-
-    x itself if there is nothing to round.
-    """
+    """x as a factor in a format, held in float32 or float64; x itself if nothing is rounded."""
     if number_format in HALVES:
         return x.to(HALVES[number_format]).float()
     if number_format == "tf32":
-        return _rounded_to_tf32(x.float())
+        # To the nearest number of TF32, and to the even one of two that are equally near. The bits
+        # of a float's magnitude count upwards with it, so rounding is integer arithmetic: add a
+        # little less than half of the last bit that stays, and one more if that bit is set. Then
+        # cut.
+        bits = x.float().view(torch.int32)
+        last_bit = bits >> TF32_DROPPED_BITS & 1
+        below_half = (1 << TF32_DROPPED_BITS - 1) - 1
+        bits = bits + (below_half + last_bit)
+        return (bits >> TF32_DROPPED_BITS << TF32_DROPPED_BITS).view(torch.float32)
     return x.double() if number_format == "float64" else x.float()
-
-
-def _rounded_to_tf32(x: Tensor) -> Tensor:
-    """To the nearest number of TF32, and to the even one of two that are equally near.
-
-    The bits of a float's magnitude count upwards with it, so rounding is integer arithmetic: add a
-    little less than half of the last bit that stays, and one more if that bit is set. Then cut.
-    """
-    bits = x.view(torch.int32)
-    last_bit = bits >> TF32_DROPPED_BITS & 1
-    below_half = (1 << TF32_DROPPED_BITS - 1) - 1
-    bits = bits + (below_half + last_bit)
-    return (bits >> TF32_DROPPED_BITS << TF32_DROPPED_BITS).view(torch.float32)
 
 
 class WeightHalves:
@@ -124,10 +104,7 @@ class LinearProducts(TorchFunctionMode):
 def linears_in(
     number_format: str, device: str, halves: WeightHalves | None = None
 ) -> AbstractContextManager[object]:
-    """Within it, linear layers multiply factors in a format; `""` leaves them to PyTorch.
-
-    `halves` has the weights of float16x2; without it they are split in each product.
-    """
+    """Within it, linear layers multiply factors in a format; `""` leaves them to PyTorch."""
     # Whether the device multiplies in that format at speed.
     is_native = device == "cuda"
     if device == "cpu" and number_format == "bfloat16":
@@ -175,7 +152,11 @@ def _rounded_product(
 
 
 def _split_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, split: Split, is_native: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    split: Callable[[Tensor], Tensor],  # makes `[high | low]` of a weight
+    is_native: bool,
 ) -> Tensor:
     if not is_native:
         # In float32, which holds the sum of both halves exactly.
@@ -187,24 +168,19 @@ def _split_product(
 
 
 def _summed_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of factors with 16 bits, as a GPU makes it."""
     rows = x.flatten(0, -2)  # [row in]: `mm` takes two axes
     product = torch.mm(rows, weight.T, out_dtype=torch.float32).view(*x.shape[:-1], -1)
     return product if bias is None else product.add_(bias)
 
 
 def _two_halves(weight: Tensor) -> Tensor:
-    """Float32 numbers `[out in]` as float16 ones and their float16 remainders: `[high | low]`.
-
-    Together they have 21 bits if neither is subnormal.
-    """
+    """`[high | low]` of float32 numbers in float16: 21 bits if neither is subnormal."""
     high = weight.half()
     return torch.cat([high, (weight - high).half()], dim=-1)
 
 
 @contextmanager
 def _tf32_products() -> Iterator[None]:
-    """Within it, float32 products use TF32 tensor cores."""
     before = torch.backends.cuda.matmul.fp32_precision
     # A setting of the process, so it is put back.
     torch.backends.cuda.matmul.fp32_precision = "tf32"

@@ -7,7 +7,7 @@ of patching.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,21 +43,19 @@ def with_partner(engine: Engine, tokens: Tensor | None, depth: int) -> Engine:
 
         return replace(change, function=patch)
 
-    def replaced_patches(by: Callable[[int, Change], Change]) -> Changes:
-        return Changes(
-            by(number, change) if PARTNER in change.reads else change
-            for number, change in enumerate(changes)
-        )
-
-    patches = [change for change in changes if PARTNER in change.reads]
+    patches = {number: c for number, c in enumerate(changes) if PARTNER in c.reads}
+    recorders, patchers = (
+        Changes(by(number, c) if number in patches else c for number, c in enumerate(changes))
+        for by in (recording, patching)
+    )
     # A patch of all layers is recorded once in each of them.
-    expected_count = sum(depth if patch.layer is None else 1 for patch in patches)
+    expected_count = sum(depth if patch.layer is None else 1 for patch in patches.values())
 
     def stop_after_last_patch(_layer: int, _activations: Activations) -> None:
         if len(recorded) == expected_count:
             raise StopPass
 
     # With `resid_post` a pass goes to the end of its last layer, and a patch may be of its MLP.
-    partner_engine = engine.changed(replaced_patches(recording))
+    partner_engine = engine.changed(recorders)
     partner_engine.run(tokens, {}, stop_after_last_patch, ("resid_post",), layers=range(depth))
-    return engine.changed(replaced_patches(patching))
+    return engine.changed(patchers)

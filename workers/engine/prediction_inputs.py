@@ -1,6 +1,4 @@
-"""What predictions read, without ever holding all logits; and what the first layer makes of
-positions.
-"""
+"""What predictions read, never holding all logits; and what the first layer makes of positions."""
 
 from __future__ import annotations
 
@@ -18,15 +16,11 @@ from headcount.workers.engine.fused_engine import FusedEngine
 from headcount.workers.model.layer_weights import known_or_nan
 from headcount.workers.model.model import Model
 
-CHUNK_BYTES = 64 << 20
-"""Logits that are held at a time."""
+CHUNK_BYTES = 64 << 20  # logits that are held at a time
 
 
 class PredictionInputs(dict[str, Tensor]):
-    """What `schemas.predictions.PREDICTION_INPUTS` names, computed when it is first asked for.
-
-    `hidden` is the stream after the last norm `[batch pos d_model]`.
-    """
+    """What `PREDICTION_INPUTS` names, computed when it is first asked for."""
 
     def __init__(self, model: Model, hidden: Tensor, tokens: Tensor) -> None:
         super().__init__(tokens=tokens)
@@ -85,33 +79,39 @@ def _final_predictions(inputs: PredictionInputs) -> dict[str, Tensor]:
 
 def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
     """Effective positions, and what positions change when they meet tokens."""
-    model = inputs.model
-    n_ctx = inputs.tokens.shape[1]
-    device = inputs.tokens.device
+    model, tokens = inputs.model, inputs.tokens
+    n_ctx = tokens.shape[1]
     mlps = model.modules("mlp_out")
     effective = model.effective_positions(n_ctx)
     if model.positions is None or effective is None or not mlps:
-        undefined = inputs.hidden.new_full((*inputs.tokens.shape, 1), math.nan)
+        undefined = inputs.hidden.new_full((*tokens.shape, 1), math.nan)
         return {
-            "positions_known": torch.zeros((), dtype=torch.bool, device=device),
+            "positions_known": torch.zeros((), dtype=torch.bool, device=tokens.device),
             "effective": undefined[0],
             "position_after_mlp": undefined,
             "position_after_layer": undefined,
         }
     positions = model.positions[:n_ctx]  # [pos d_model]
-    embeddings = model.modules("embed")[0](inputs.tokens)  # [batch pos d_model]
-    mlp_of_both, mlp_of_tokens = mlps[0](embeddings + positions), mlps[0](embeddings)
-    layer_of_both = _after_first_layer(inputs, Changes())
-    layer_of_tokens = _after_first_layer(inputs, WITHOUT_POSITIONS)
+    embeddings = model.modules("embed")[0](tokens)  # [batch pos d_model]
+    # The fused engine builds no matrix of T², so it is taken if it can run and change this layer.
+    is_known = model.attention_problem is None and 0 in model.info.attention_layers_or_all
+    engine: Engine = DenseEngine(model)
+    if is_known and model.modules("pos_embed"):
+        engine = FusedEngine(model, engine.precision)
+    without_positions = Change("pos_embed", lambda added, _: torch.zeros_like(added))
+    layer_of_both, layer_of_tokens = (
+        _after_first_layer(engine.changed(changes), tokens)
+        for changes in (Changes(), Changes([without_positions]))
+    )
     return {
-        "positions_known": torch.ones((), dtype=torch.bool, device=device),
+        "positions_known": torch.ones((), dtype=torch.bool, device=tokens.device),
         "effective": effective,
-        "position_after_mlp": positions + mlp_of_both - mlp_of_tokens,
+        "position_after_mlp": positions + mlps[0](embeddings + positions) - mlps[0](embeddings),
         "position_after_layer": layer_of_both - layer_of_tokens,
     }
 
 
-def _after_first_layer(inputs: PredictionInputs, changes: Changes) -> Tensor:
+def _after_first_layer(engine: Engine, tokens: Tensor) -> Tensor:
     streams: list[Tensor] = []
 
     def keep_stream(_layer: int, activations: Activations) -> None:
@@ -120,13 +120,7 @@ def _after_first_layer(inputs: PredictionInputs, changes: Changes) -> Tensor:
             streams.append(activations["resid_post"])
             raise StopPass
 
-    model = inputs.model
-    # The fused engine builds no matrix of T², so it is taken if it can run and change this layer.
-    is_known = model.attention_problem is None and 0 in model.info.attention_layers_or_all
-    engine: Engine = DenseEngine(model)
-    if is_known and model.modules("pos_embed"):
-        engine = FusedEngine(model, "float64" if model.dtype == torch.float64 else "float32")
-    engine.changed(changes).run(inputs.tokens, {}, keep_stream, ("resid_post",), layers=[0])
+    engine.run(tokens, {}, keep_stream, ("resid_post",), layers=[0])
     return streams[0]
 
 
@@ -134,8 +128,6 @@ def _first_mlp_out(inputs: PredictionInputs) -> dict[str, Tensor]:
     known = inputs.model.first_mlp_out(inputs.tokens)
     return {"first_mlp_out": known_or_nan(inputs.model, known, len(inputs.tokens))}
 
-
-WITHOUT_POSITIONS = Changes([Change("pos_embed", lambda positions, _: torch.zeros_like(positions))])
 
 COMPUTED_BY: dict[str, Callable[[PredictionInputs], dict[str, Tensor]]] = {
     "first_mlp_out": _first_mlp_out,

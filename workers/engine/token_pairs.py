@@ -1,6 +1,4 @@
-"""Pairs of a query and a key that the tokens choose: earlier copies of a token, and what follows
-these copies.
-"""
+"""Pairs of a query and a key that tokens choose: earlier copies, and what follows these."""
 
 from __future__ import annotations
 
@@ -16,11 +14,8 @@ STORED_PER_QUERY = 64
 stays linear in T.
 """
 
-QUERIES_COUNTED = 64
-"""Queries whose pairs are counted at a time, so that counting needs no matrix of T²."""
-
-NO_QUERY = -1
-"""Label of a key that belongs to no pair."""
+QUERIES_COUNTED = 64  # queries whose pairs are counted at a time, so without a matrix of T²
+NO_QUERY = -1  # label of a key that belongs to no pair
 
 
 class Members(NamedTuple):
@@ -33,16 +28,11 @@ class Members(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenPairs:
-    """The pairs (q, k) with `query_label[q] = key_label[k]` and `k <= q - lag`.
-
-    2 T labels stand for up to T²/2 pairs.
-    """
+    """The pairs with `query_label[q] = key_label[k]` and `k <= q - lag`: T²/2 from 2 T labels."""
 
     name: str
-    query_label: Tensor
-    """`[batch query]`, int32, never negative."""
-    key_label: Tensor
-    """`[batch key]`, int32."""
+    query_label: Tensor  # `[batch query]`, int32, never negative
+    key_label: Tensor  # `[batch key]`, int32
     lag: int
     _stored_members: dict[tuple[int, ...], Members] = field(
         default_factory=dict[tuple[int, ...], Members], repr=False
@@ -72,9 +62,7 @@ class TokenPairs:
         return int(self.count.sum()) <= STORED_PER_QUERY * self.count.numel()
 
     def matrix(self, batch: slice, start: int, stop: int) -> Tensor:
-        """Whether (q, k) is a pair, for the queries `start .. stop-1` and the keys before `stop`:
-        `[batch query key]`.
-        """
+        """Which (q, k) are pairs, `start <= q < stop` and `k < stop`: `[batch query key]`."""
         equal = self.query_label[batch, start:stop, None] == self.key_label[batch, None, :stop]
         # Row 0 of the matrix is query `start`, whose last possible key is `start - lag`.
         return equal.tril_(start - self.lag)
@@ -91,10 +79,7 @@ class TokenPairs:
         return members
 
     def members_seen(self, batch: slice, queries: slice, keys: slice, window: int) -> Members:
-        """The pairs of some queries with a key less than `window` behind.
-
-        All of these lie in `keys`, and their keys are counted from its start.
-        """
+        """The pairs with a key less than `window` behind, counted from the start of `keys`."""
         members = self.members(batch, queries.start, queries.stop)
         # All keys from 0 on are in sight, and `keys` begins at 0.
         if queries.stop <= window:
@@ -118,11 +103,7 @@ def count_seen(keys: Tensor, window: int) -> Tensor:
 
 
 def find_matches(tokens: Tensor) -> dict[str, TokenPairs]:
-    """The `copies` and `successors` of each query: earlier equal tokens, and the keys that follow
-    them.
-
-    tokens `[batch pos]`; copies[q] = {j < q : t[j] = t[q]}, successors[q] = {j+1 : j in copies[q]}.
-    """
+    """copies[q] = {j < q : t[j] = t[q]} and successors[q] = {j+1 : j in copies[q]}."""
     token = tokens.int()
     # Key j+1 is a successor if token j is the query's, so its label is the token before it.
     token_before = torch.cat([torch.full_like(token[:, :1], NO_QUERY), token[:, :-1]], dim=1)

@@ -1,3 +1,1 @@
-"""What happens to a model: its files, its weights, its tokenizer. The one room that knows
-TransformerLens and module trees.
-"""
+"""The one room that knows TransformerLens, module trees and the files of models."""

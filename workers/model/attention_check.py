@@ -1,8 +1,9 @@
-"""What each layer's attention is, settled by running the model on a few tokens in two ways."""
+"""What each layer's attention is, and what TransformerLens shows of it: settled by short runs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,50 +19,42 @@ from headcount.workers.model.attention_facts import (
     AttentionSizes,
     all_scores,
     pattern_of,
+    unseen_keys,
     weighted_values,
 )
-from headcount.workers.model.attention_layers import attending, own_attention
-from headcount.workers.model.bare_modules import output_projection
+from headcount.workers.model.attention_layers import attending, number_of, own_attention
+from headcount.workers.model.bare_modules import ATTENTION, PROJECTIONS, child_of
 from headcount.workers.model.files.model_info import ModelInfo
 
-CHECK_TOKENS = 16
-"""Tokens of the check, if no window is shorter."""
-
-LARGEST_WINDOW = 256
-"""The largest window beyond which the check looks. Masks say the length of larger ones."""
+CHECK_TOKENS = 16  # of the check, if no window is shorter
+LARGEST_WINDOW = 256  # beyond which the check does not look; masks say larger ones
 
 LARGEST_DIFFERENCE = 1e-4
-"""Difference from the model's own attention, relative to the stream, that is taken for rounding."""
+"""Difference from the model's own attention that is taken for rounding, relative to the stream."""
+
+
+class SeenEnough(Exception):
+    """Ends a pass of which the rest is not needed."""
 
 
 @dataclass(frozen=True)
 class SettledAttention:
     """What a model's own attention confirmed."""
 
-    facts: dict[int, AttentionFacts] = field(default_factory=dict)
-    """By layer that attends."""
+    facts: dict[int, AttentionFacts] = field(default_factory=dict)  # by layer that attends
     sizes: dict[int, AttentionSizes] = field(default_factory=dict)
-    gated: frozenset[int] = frozenset()
-    """Layers that change z before their output projection, for example by a gate."""
-    problem: str | None = None
-    """Why these facts do not make the model's patterns; None if they do."""
+    gated: frozenset[int] = frozenset()  # layers that change z, for example by a gate
+    problem: str | None = None  # why these facts do not make the model's patterns; None if they do
 
 
 @dataclass
 class _Pass:
     facts: dict[int, AttentionFacts] = field(default_factory=dict)
     sizes: dict[int, AttentionSizes] = field(default_factory=dict)
-    streams: dict[int, Tensor] = field(default_factory=dict)
-    """After each layer."""
-    z: dict[int, Tensor] = field(default_factory=dict)
-    """What each layer's attention is before its output projection, by our attention."""
-    projected: dict[int, Tensor] = field(default_factory=dict)
-    """What each layer's output projection is given, where its module is known."""
+    streams: dict[int, Tensor] = field(default_factory=dict)  # after each layer
+    z: dict[int, Tensor] = field(default_factory=dict)  # by our attention
+    projected: dict[int, Tensor] = field(default_factory=dict)  # given to output projections
     layer: int = -1
-
-
-class _SeenEnough(Exception):
-    """Ends a pass of which the rest is not needed."""
 
 
 def settle_attention(
@@ -69,21 +62,16 @@ def settle_attention(
 ) -> SettledAttention:
     """The facts of each layer, and whether they make what the model's own attention makes."""
     weight = next(bare.parameters())
-    device = weight.device
-    # Some products of transformers, such as those of grouped experts, take float32 and no float64.
-    in_format = " in float64" if weight.dtype == torch.float64 else ""
     try:
         with torch.inference_mode():
-            ours = _Pass()
-            tokens = drawn_tokens(info, 1, CHECK_TOKENS).to(device)
-            _run_ours(info, bare, blocks, tokens, ours)
+            tokens = drawn_tokens(info, 1, CHECK_TOKENS).to(weight.device)
+            ours = _run_ours(info, bare, blocks, tokens)
             windows = [facts.window for facts in ours.facts.values() if facts.window is not None]
             # Two tokens beyond the smallest window: its last query does not see the first keys.
             beyond = min(windows, default=LARGEST_WINDOW) + 2
             if CHECK_TOKENS < beyond <= min(LARGEST_WINDOW, info.n_ctx):
-                tokens = drawn_tokens(info, 1, beyond).to(device)
-                ours = _Pass()
-                _run_ours(info, bare, blocks, tokens, ours)
+                tokens = drawn_tokens(info, 1, beyond).to(weight.device)
+                ours = _run_ours(info, bare, blocks, tokens)
             own = _Pass()
             with nullcontext() if info.layout == "legacy" else own_attention(bare):
                 _run(info, bare, blocks, tokens, own)
@@ -91,6 +79,8 @@ def settle_attention(
         return SettledAttention(problem=str(error))
     except Exception as error:
         # Whatever a library raises: the model is refused in one line, or the bridge runs it.
+        # Some products of transformers, as those of grouped experts, take float32 and no float64.
+        in_format = " in float64" if weight.dtype == torch.float64 else ""
         return SettledAttention(problem=f"transformers cannot run it{in_format} ({reason(error)})")
     gated: set[int] = set()
     for layer in ours.projected.keys() & ours.z.keys():
@@ -98,7 +88,7 @@ def settle_attention(
         z = ours.z[layer].flatten(2)  # [batch pos head·d_v], as a projection reads it.
         if given.shape != z.shape or not torch.equal(given, z.to(given.dtype)):
             gated.add(layer)
-    problem = _difference(info, ours, own, has_active_stream=active_stream(bare) is not None)
+    problem = _problem_of(info, ours, own, has_active_stream=active_stream(bare) is not None)
     return SettledAttention(ours.facts, ours.sizes, frozenset(gated), problem)
 
 
@@ -117,39 +107,39 @@ def drawn_tokens(info: ModelInfo, sequences: int, n_ctx: int) -> Tensor:
 
 
 def _run_ours(
-    info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor, seen: _Pass
-) -> None:
-    """One pass with attention as facts say it, which notes the facts and sizes of each layer."""
+    info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor
+) -> _Pass:
+    seen = _Pass()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
-        if seen.layer in seen.facts:
+        layer = seen.layer
+        if layer in seen.facts:
             raise ModelError(
-                f"layer {seen.layer} computes several patterns for each head, "
-                "which the fused engine does not know"
+                f"layer {layer} computes several patterns for each head, which the fused engine "
+                "does not know"
             )
         if q.shape[1] != info.n_heads:
             raise ModelError(
-                f"layer {seen.layer} has {q.shape[1]} heads, and config.json says {info.n_heads}: "
+                f"layer {layer} has {q.shape[1]} heads, and config.json says {info.n_heads}: "
                 "layers with different numbers of heads cannot be measured"
             )
         assert running.facts is not None
-        seen.facts[seen.layer] = running.facts
-        seen.sizes[seen.layer] = AttentionSizes(
-            q.shape[1], k.shape[1], d_qk=q.shape[3], d_v=v.shape[3]
-        )
+        seen.facts[layer] = running.facts
+        seen.sizes[layer] = AttentionSizes(q.shape[1], k.shape[1], d_qk=q.shape[3], d_v=v.shape[3])
         # Modules may compute v in another format than q and k.
         pattern = pattern_of(all_scores(q.float(), k.float(), facts), facts).to(v.dtype)
-        seen.z[seen.layer] = weighted_values(pattern, v).transpose(1, 2)
-        return seen.z[seen.layer]
+        seen.z[layer] = weighted_values(pattern, v).transpose(1, 2)
+        return seen.z[layer]
 
     with attending(bare, attend, checks_rotations=True) as running:
         _run(info, bare, blocks, tokens, seen)
+    return seen
 
 
 def _run(
     info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor, seen: _Pass
 ) -> None:
-    """One pass that notes the stream after each layer, and what output projections are given."""
+    """The stream after each layer, and what output projections are given."""
 
     def begin_layer(layer: int, _module: nn.Module, _args: tuple[Any, ...]) -> None:
         seen.layer = layer
@@ -165,32 +155,34 @@ def _run(
         seen.layer = -1
         # The unembedding is not run: its weights may be a large part of a mapped file.
         if layer == len(blocks) - 1:
-            raise _SeenEnough
+            raise SeenEnough
 
     options = {"use_cache": False} if info.layout == "huggingface" else {}
-    with suppress(_SeenEnough), ExitStack() as hooks:
+    with suppress(SeenEnough), ExitStack() as hooks:
         for layer, block in enumerate(blocks):
             hooks.enter_context(block.register_forward_pre_hook(partial(begin_layer, layer)))
             hooks.enter_context(block.register_forward_hook(partial(end_layer, layer)))
-            projection = output_projection(block)
+            attention = child_of(block, ATTENTION)
+            projection = None if attention is None else child_of(attention, PROJECTIONS["O"])
             if projection is not None:
                 note = partial(note_projected, layer)
                 hooks.enter_context(projection.register_forward_pre_hook(note))
         bare(tokens, **options)
 
 
-def _difference(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: bool) -> str | None:
-    """What is wrong with our pass; None if it agrees with the model's own.
+def _problem_of(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: bool) -> str | None:
+    """What is wrong with our pass; None if it agrees with the model's own."""
 
-    With `has_active_stream` layers may hand on several streams, of which one is measured.
-    """
+    def listed(layers: Collection[int]) -> str:
+        return ", ".join(map(str, sorted(layers))) or "none"
+
     expected = set(info.attention_layers_or_all)
     if not ours.facts:
         return "its attention modules do not use the attention interface of transformers"
     if set(ours.facts) != expected:
         return (
-            f"its layers {_listed(ours.facts)} attend in a way that can be measured, expected "
-            f"{_listed(expected)} by its config.json"
+            f"its layers {listed(ours.facts)} attend in a way that can be measured, expected "
+            f"{listed(expected)} by its config.json"
         )
     for layer, stream in own.streams.items():
         is_stream = stream.dim() == 3 or (stream.dim() == 4 and has_active_stream)
@@ -210,5 +202,82 @@ def _difference(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: 
     return None
 
 
-def _listed(layers: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(layers))) or "none"
+# What TransformerLens shows
+
+FACTORS = ("scaling", "inv_norm_factor", "softmax_scale")  # fields that hold factors of q·k
+DIVISORS = ("scale_attn", "scale")  # fields of divisors: GPT-J, CodeGen, TransformerLens
+UNSCALED = ("GPTNeoSelfAttention",)  # they do not scale, and have no field that says so
+CAPS = ("attn_logit_softcapping", "attn_scores_soft_cap")  # fields of caps; 0 or less means none
+
+
+@dataclass(frozen=True)
+class ShownAttention:
+    """What the bridge shows of a layer's attention, as an unchanged run confirms it."""
+
+    facts: AttentionFacts
+    shows_scores: bool  # whether the bridge shows the scores behind the layer's pattern
+    problem: str | None = None  # why q, k and facts do not make the pattern; None if so
+
+
+def settle_shown_attention(
+    layer: int,
+    attention: nn.Module | None,
+    known: AttentionFacts | None,
+    rotated: Callable[[Tensor], Tensor],
+    shown: dict[str, Tensor],
+) -> ShownAttention:
+    """What the bridge shows of a layer, from the activations of an unchanged run on two sequences.
+
+    `known` are the facts of the bare modules if something has confirmed them, and `rotated` rotates
+    queries or keys as the layer does.
+    """
+    # What a rotary layer multiplies is the rotated q and k, if the bridge shows them.
+    q, k = (shown.get(f"rot_{name}", shown.get(name)) for name in ("q", "k"))
+    pattern = shown.get("pattern")
+    if attention is None or q is None or k is None or pattern is None:
+        problem = f"TransformerLens does not show q, k and pattern of layer {layer}"
+        return ShownAttention(AttentionFacts(math.nan), False, problem)
+    facts = known or _facts_of_fields(attention, q.shape[-1])
+    if "rot_q" not in shown:
+        q, k = rotated(q), rotated(k)
+    if q.dim() != 4 or k.dim() != 4 or q.shape[2] % k.shape[2]:
+        problem = f"TransformerLens does not show q and k of layer {layer} by head"
+        return ShownAttention(facts, False, problem)
+    made = all_scores(q.float().transpose(1, 2), k.float().transpose(1, 2), facts)
+    scores = shown.get("attn_scores", pattern)
+    if not made.shape == scores.shape == pattern.shape:
+        shapes = [list(tensor.shape) for tensor in (made, scores, pattern)]
+        shows_scores = False
+        difference = f"q·k, scores and pattern have the shapes {shapes}, which differ"
+    else:
+        # Weights that are not numbers agree with everything. Measuring will name their layer.
+        allowed = LARGEST_DIFFERENCE
+        shows_scores = _largest(pattern_of(scores, facts) - pattern) < allowed
+        largest = _largest(pattern_of(made, facts) - pattern)
+        # A bias of positions, such as ALiBi's, is the same for both sequences.
+        bias = (scores - made).masked_fill(unseen_keys(made.shape[-1], facts, made.device), 0)
+        has_bias = _largest(bias[:1] - bias[1:]) < allowed * max(1.0, _largest(made))
+        if largest < allowed or (shows_scores and has_bias):
+            return ShownAttention(facts, shows_scores)
+        difference = f"their softmax differs by {largest:.2g} from the pattern (allowed {allowed})"
+    cause = "computes other scores" if shows_scores else "hides the q and k that are multiplied"
+    problem = (
+        f"the scores of layer {layer} could not be made as {facts.scale:.4g} · q·k: "
+        f"{difference}; TransformerLens {cause}"
+    )
+    return ShownAttention(facts, shows_scores, problem)
+
+
+def _largest(matrices: Tensor) -> float:
+    """The largest size in the lower triangle of the last two axes; NaN counts as none."""
+    return matrices.tril().abs().nan_to_num(nan=0.0).max().item()
+
+
+def _facts_of_fields(attention: nn.Module, d_head: int) -> AttentionFacts:
+    heights = [number_of(attention, name) for name in CAPS]
+    soft_cap = next((height for height in heights if height is not None and height > 0), None)
+    scales = [factor for name in FACTORS if (factor := number_of(attention, name)) is not None]
+    scales += [1 / divisor for name in DIVISORS if (divisor := number_of(attention, name))]
+    if type(attention).__name__ in UNSCALED:
+        scales = [1.0]
+    return AttentionFacts([*scales, d_head**-0.5][0], soft_cap)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from headcount.workers.model.rotations import Rotation
 
-MASKED = -1e30
-"""Score of a key that a query does not see: finite, so that 0 · MASKED is 0 and not NaN."""
+MASKED = -1e30  # score of a key that a query does not see: finite, so that 0 · MASKED is no NaN
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,26 +28,19 @@ class AttentionFacts:
     and, if there is a sink, one more entry `sink[h]` that has no value.
     """
 
-    scale: float
-    """The factor of q·k: 1/√d_head in most models."""
-    soft_cap: float | None = None
-    """The height at which scores are capped; None if they are not."""
-    window: int | None = None
-    """How many keys a query sees, its own among them; None if it sees all before it."""
-    slopes: Tensor | None = None
-    """ALiBi's slope of each head, `[head]`; None if positions add nothing to scores."""
-    sink: Tensor | None = None
-    """The score of each head's learned sink, `[head]`; None if there is none."""
-    rotation: Rotation | None = None
-    """How the layer rotated its queries before; None if it did not, or nobody noted it."""
+    scale: float  # the factor of q·k: 1/√d_head in most models
+    soft_cap: float | None = None  # the height at which scores are capped; None if they are not
+    window: int | None = None  # how many keys a query sees with its own; None if all before it
+    slopes: Tensor | None = None  # ALiBi's slope of each head, `[head]`; None if there are none
+    sink: Tensor | None = None  # score of each head's learned sink, `[head]`; None if there is none
+    rotation: Rotation | None = None  # how its queries were rotated; None if not, or not noted
 
 
 class AttentionSizes(NamedTuple):
     """The sizes of the q, k and v that one layer attends with."""
 
     heads: int
-    kv_heads: int
-    """Heads of k and v; each is shared by `heads // kv_heads` heads of q."""
+    kv_heads: int  # heads of k and v; each is shared by `heads // kv_heads` heads of q
     d_qk: int
     d_v: int
 
@@ -81,11 +73,7 @@ def facts_of_heads(facts: AttentionFacts, heads: Tensor) -> AttentionFacts:
 
 
 def by_shared_head(x: Tensor, kv_heads: int) -> Tensor:
-    """`[batch head query …]` as `[batch kv_head head-of-group·query …]`.
-
-    The query heads that share keys are multiplied as if they were more queries, so keys are not
-    repeated.
-    """
+    """`[batch head query …]` as `[batch kv_head head-of-group·query …]`: no key is repeated."""
     if x.shape[1] == kv_heads:
         return x
     # [batch kv_head head-of-group query …] before the last step
@@ -108,10 +96,7 @@ def distances(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def scored(products: Tensor, behind: Tensor, facts: AttentionFacts) -> Tensor:
-    """S from q·k `[batch head …]`; `behind [… ]` says how many keys a key lies behind its query.
-
-    NaN where the key lies behind the window: there is no such score.
-    """
+    """S of q·k `[batch head …]`, whose keys lie `behind […]`; NaN behind the window."""
     # A new tensor, so what follows may write over it.
     scores = products * facts.scale
     if facts.soft_cap is not None:
@@ -138,11 +123,7 @@ def unseen_keys(n_ctx: int, facts: AttentionFacts, device: torch.device) -> Tens
 
 
 def pattern_of(scores: Tensor, facts: AttentionFacts) -> Tensor:
-    """The pattern of scores `[batch head query key]`; those of keys that a query does not see may
-    be anything.
-
-    If there is a learned sink, its share is missing in the sum of a row.
-    """
+    """The pattern of scores `[batch head query key]`; those of unseen keys may be anything."""
     n_ctx = scores.shape[-1]
     scores = scores.masked_fill(unseen_keys(n_ctx, facts, scores.device), -torch.inf)
     if facts.sink is None:

@@ -2,8 +2,8 @@
 
 A Hugging Face model looks its attention up by name, so ours is registered under a name while a pass
 runs, and no longer: training code shares the registry, and `torch.compile` watches it. Modules that
-do not look it up are taken over one by one (`attention_modules`). A legacy model's attention
-gets another class. All of them then call the function that `attending` has set.
+do not look it up are taken over one by one (`attention_modules`). All of them then call the
+function that `attending` has set.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
 from headcount.workers.model.attention_facts import Attend, AttentionFacts
-from headcount.workers.model.rotations import Rotation, noted_rotations, rotation_of_queries
+from headcount.workers.model.rotations import Rotation, noted_rotations
 
-IMPLEMENTATION = "headcount"
-"""The name under which Hugging Face models look our attention and our masks up."""
+IMPLEMENTATION = "headcount"  # the name under which models look attention and masks up
 
 VisibleKeys = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Whether a query sees a key, from indices of batch, head, query and key: a mask of transformers
-before it is written out.
-"""
+"""Whether a query sees a key, from batch, head, query and key: a mask not yet written out."""
 
 
 @dataclass
@@ -36,31 +33,22 @@ class AttentionPass:
     """One pass through a model whose attention is computed elsewhere."""
 
     attend: Attend
-    windows: set[int | None] = field(default_factory=set)
-    """How many keys the masks of this pass let a query see; None where it sees all before it."""
-    facts: AttentionFacts | None = None
-    """Those of the layer that asks now, with its window even where all tokens fit into it."""
-    checks_rotations: bool = False
-    """Whether each rotation is held against the queries before it."""
-    rotations: list[Rotation] = field(default_factory=list)
-    """What the layer that runs now did to its queries and keys, until its attention asks."""
+    windows: set[int | None] = field(default_factory=set)  # of the masks of this pass; None: all
+    facts: AttentionFacts | None = None  # of the layer that asks now, with its window in any case
+    checks_rotations: bool = False  # whether each rotation is held against the queries before it
+    rotations: list[Rotation] = field(default_factory=list)  # the running layer's, until it asks
 
 
 _running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
 """The pass that runs now. A context variable keeps threads apart."""
-
-_ONE_PASS = threading.RLock()
-"""Held while functions of the library transformers are ours."""
+_ONE_PASS = threading.RLock()  # held while functions of the library transformers are ours
 
 
 @contextmanager
 def attending(
     model: nn.Module, attend: Attend, *, checks_rotations: bool = False
 ) -> Iterator[AttentionPass]:
-    """Within this context, bare modules compute their attention with `attend`.
-
-    What it changes belongs to the whole process, so another thread waits.
-    """
+    """Within it, bare modules compute their attention with `attend`; another thread waits."""
     attention_pass = AttentionPass(attend, checks_rotations=checks_rotations)
     with _registered(), noted_rotations(model, _note_rotation):
         token = _running.set(attention_pass)
@@ -72,7 +60,6 @@ def attending(
 
 @contextmanager
 def _registered() -> Iterator[None]:
-    """Within it, transformers finds our attention and our masks under `IMPLEMENTATION`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -97,11 +84,10 @@ def take_over_attention(model: nn.Module) -> None:
 
 
 def _note_rotation(rotation: Rotation) -> None:
-    running = _running.get()
-    if running is not None:
+    if (running := _running.get()) is not None:
         # What was given to the rotation would take memory that only a check needs.
-        noted = rotation if running.checks_rotations else replace(rotation, given=None)
-        running.rotations.append(noted)
+        kept = {} if running.checks_rotations else {"given": None}
+        running.rotations.append(replace(rotation, **kept))
 
 
 @contextmanager
@@ -121,10 +107,7 @@ def is_attending() -> bool:
 
 
 def attend_to(query: Tensor, key: Tensor, value: Tensor, facts: AttentionFacts) -> Tensor:
-    """The attention that `attending` has set: z `[batch pos head d_v]`, in one piece of memory.
-
-    Queries, keys and values are `[batch head pos d]`.
-    """
+    """z `[batch pos head d_v]` by what `attending` has set, of q, k, v `[batch head pos d]`."""
     running = _running.get()
     if running is None:
         raise RuntimeError("this attention runs only inside Model.run_bare")
@@ -134,7 +117,10 @@ def attend_to(query: Tensor, key: Tensor, value: Tensor, facts: AttentionFacts) 
     # What was noted since the last layer asked belongs to this one.
     rotations, running.rotations = running.rotations, []
     if rotations:
-        facts = replace(facts, rotation=rotation_of_queries(rotations, query))
+        # Of what it rotated, its queries; keys turn alike, so any of them do if none is checked.
+        checked = [rotation.checked(query) for rotation in reversed(rotations)]
+        undone = (rotation for rotation in checked if rotation.rotate is not None)
+        facts = replace(facts, rotation=next(undone, checked[0]))
     running.facts = facts
     if facts.window is not None and facts.window >= n_queries:
         facts = replace(facts, window=None)
@@ -154,10 +140,7 @@ def _hugging_face_attention(
     scaling: float | None = None,
     **arguments: object,
 ) -> tuple[Tensor, None]:
-    """What Hugging Face's modules call instead of their own attention.
-
-    An argument that changes the pattern in a way that `AttentionFacts` cannot say is refused.
-    """
+    """Refuses what changes the pattern in a way that `AttentionFacts` cannot say."""
     # Our masks are None where `AttentionFacts` says the same.
     if attention_mask is not None:
         refuse("a mask that is not a window of the latest keys")
@@ -171,24 +154,18 @@ def _hugging_face_attention(
     window = arguments.get("sliding_window")
     soft_cap = arguments.get("softcap")
     sink = arguments.get("s_aux")
-    query, scale = _unscaled(module, query, scaling)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    # OPT and its like scale the queries themselves and ask for scores with a factor of 1.
+    own = number_of(module, "scaling")
+    if scaling == 1 and own is not None and own not in (0, 1):
+        query, scale = query / own, own
     facts = AttentionFacts(
-        scale=scale,
+        scale,
         soft_cap=float(soft_cap) if isinstance(soft_cap, int | float) and soft_cap > 0 else None,
         window=window if isinstance(window, int) else None,
         sink=sink.flatten() if isinstance(sink, Tensor) else None,
     )
     return attend_to(query, key, value, facts), None
-
-
-def _unscaled(module: nn.Module, query: Tensor, scaling: float | None) -> tuple[Tensor, float]:
-    if scaling is None:
-        return query, query.shape[-1] ** -0.5
-    own = number_of(module, "scaling")
-    # OPT and its like scale the queries themselves and ask for scores with a factor of 1.
-    if scaling == 1 and own is not None and own not in (0, 1):
-        return query / own, own
-    return query, float(scaling)
 
 
 def _hugging_face_mask(
@@ -197,72 +174,34 @@ def _hugging_face_mask(
     """What transformers calls to write a mask out. Ours notes the window and writes nothing.
 
     A mask that is not a window of the latest keys is not None, so that a layer that gets it is
-    refused. Models also make masks that no layer gets.
+    refused. Models also make masks that no layer gets. A few rows are looked at, so that the cost
+    is that of a row.
     """
     running = _running.get()
     if running is None:
         return None
-    windows = _windows_of(mask_function, q_length)
-    if windows is None:
-        return torch.zeros(1, 1, 1, 1)
-    running.windows |= windows
-    return None
-
-
-def _windows_of(visible_keys: VisibleKeys, n_ctx: int) -> set[int | None] | None:
-    """How many keys each query of a mask sees, {None} if all before it.
-
-    None if the keys that a query sees are not the latest ones, or their number differs. A few rows
-    are looked at, so that the cost is that of a row.
-    """
-    keys = torch.arange(n_ctx)
+    not_a_window = torch.zeros(1, 1, 1, 1)
+    keys = torch.arange(q_length)
     zero = torch.zeros((), dtype=torch.long)
     # A window shows in the first query, one in the middle or the last two.
     counts: dict[int, int] = {}
-    for query in sorted({0, n_ctx // 2, max(0, n_ctx - 2), n_ctx - 1}):
-        visible = visible_keys(zero, zero, torch.tensor(query), keys).expand(n_ctx)
+    for query in sorted({0, q_length // 2, max(0, q_length - 2), q_length - 1}):
+        visible = mask_function(zero, zero, torch.tensor(query), keys).expand(q_length)
         counts[query] = int(visible.sum())
         latest = (keys <= query) & (keys > query - counts[query])  # [key]
         if not visible.equal(latest):
-            return None
+            return not_a_window
     window = max(counts.values())
     # Queries with fewer keys before them than the window see them all.
     if any(count != min(query + 1, window) for query, count in counts.items()):
-        return None
-    return {None} if window == n_ctx else {window}
+        return not_a_window
+    running.windows.add(None if window == q_length else window)
+    return None
 
 
 def refuse(feature: str) -> NoReturn:
     """Raise the error that names what the fused engine cannot measure."""
     raise ModelError(f"its attention has {feature}, which the fused engine does not know")
-
-
-def native_attention() -> type[nn.Module]:
-    """TransformerLens's own attention class, which uses what `attending` sets, if anything."""
-    from transformer_lens.model_bridge.sources.native import NativeAttention
-
-    class AskingAttention(NativeAttention):
-        def forward(
-            self,
-            hidden_states: Tensor,
-            *args: Any,  # noqa: ANN401
-            **kwargs: Any,  # noqa: ANN401
-        ) -> tuple[Tensor, Tensor | None]:
-            """The output of the attention, and the pattern if TransformerLens computes it."""
-            if not is_attending():
-                # The bridge shares these modules, and runs them without `attending`.
-                return super().forward(hidden_states, *args, **kwargs)
-            if self.rotary is not None or self.attn_scores_soft_cap > 0 or not self.causal:
-                refuse("rotary positions, capped scores or no causal mask")
-            shape = (*hidden_states.shape[:2], -1, self.d_head)
-            q, k, v = (
-                linear(hidden_states).view(shape).transpose(1, 2)
-                for linear in (self.q, self.k, self.v)
-            )
-            z = attend_to(q, k, v, AttentionFacts(scale=1 / self.scale))
-            return self.o(z.flatten(2)), None
-
-    return AskingAttention
 
 
 def number_of(module: nn.Module, name: str) -> float | None:

@@ -1,7 +1,7 @@
-"""Attention modules of transformers that do not look their attention up by name, taken over.
+"""Attention modules that do not look their attention up by name, taken over.
 
-They are older than the attention interface. Each is told apart by the name of its class, and what
-it computes between its projections is replaced.
+Those of transformers are older than the attention interface, and one is TransformerLens's own. Each
+is told apart by the name of its class, and what it computes between its projections is replaced.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.attention_layers import attend_to, is_attending
 
-TakenOver = Callable[[Any], Callable[..., Any]]
-"""Makes the method of a module that takes the place of its own while a pass runs."""
+Module = Any  # an attention module of a library
+TakenOver = Callable[..., Any]  # takes the place of a module's method; given the module first
 
 
 def take_over_modules(model: nn.Module) -> None:
@@ -26,13 +26,12 @@ def take_over_modules(model: nn.Module) -> None:
         # Class names alone are not unique: OpenAI's GPT has a module that is called `Attention`.
         name = f"{type(module).__module__.split('.')[-2:][0]}.{type(module).__name__}"
         for method, replacements in (("_attn", BETWEEN_PROJECTIONS), ("forward", WHOLE_MODULES)):
-            replacement = replacements.get(name)
             # A module that is taken over already keeps its replacement. One that has no such method
             # asks the attention interface, as it does in newer versions of transformers.
             is_new = method not in vars(module) and hasattr(module, method)
-            if replacement is not None and is_new:
-                own = getattr(module, method)
-                setattr(module, method, partial(_call, own, replacement(module)))
+            if name in replacements and is_new:
+                ours = partial(replacements[name], module)
+                setattr(module, method, partial(_call, getattr(module, method), ours))
 
 
 def _call(own: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as the library has it)
@@ -46,96 +45,89 @@ def _scaled_by(scale: Callable[[Any], float], *, keys_last: bool = False) -> Tak
     `[batch head d_qk pos]`.
     """
 
-    def take_over(module: Any) -> Callable[..., Any]:  # noqa: ANN401 (any module)
+    def attend(
+        module: Module, query: Tensor, key: Tensor, value: Tensor, *_: object
+    ) -> list[Tensor | None]:
         # GPT-Neo's local layers have their window in the mask alone.
-        window: int | None = None
-        if getattr(module, "attention_type", None) == "local":
-            window = int(module.bias[0, 0, -1].sum())
+        is_local = getattr(module, "attention_type", None) == "local"
+        facts = AttentionFacts(
+            scale(module), window=module.config.window_size if is_local else None
+        )
+        z = attend_to(query, key.mT if keys_last else key, value, facts)
+        return [z.transpose(1, 2), None]  # The second is the pattern, which nobody reads.
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> list[Tensor | None]:
-            facts = AttentionFacts(scale=scale(module), window=window)
-            z = attend_to(query, key.mT if keys_last else key, value, facts)
-            return [z.transpose(1, 2), None]  # The second is the pattern, which nobody reads.
-
-        return attend
-
-    return take_over
+    return attend
 
 
-def _bloom(module: Any) -> Callable[..., Any]:  # noqa: ANN401 (any module)
-    """BLOOM: ALiBi, and projections in one matrix."""
-
-    def forward(
-        hidden_states: Tensor, residual: Tensor, alibi: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None]:
-        query, key, value = module._reshape(module.query_key_value(hidden_states))
-        # `alibi [batch·head 1 pos]` holds slope · k. A shift by slope · q changes no pattern.
-        slopes = _slopes(alibi[: module.num_heads, 0])
-        z = attend_to(query, key, value, AttentionFacts(module.inv_norm_factor, slopes=slopes))
-        return residual + module.dense(z.flatten(2)), None
-
-    return forward
+def _bloom(
+    module: Module, hidden_states: Tensor, residual: Tensor, alibi: Tensor, *_: object, **__: object
+) -> tuple[Tensor, None]:
+    # ALiBi, and projections in one matrix.
+    query, key, value = module._reshape(module.query_key_value(hidden_states))
+    # `alibi [batch·head 1 pos]` holds slope · k. A shift by slope · q changes no pattern.
+    slopes = _slopes(alibi[: module.num_heads, 0])
+    z = attend_to(query, key, value, AttentionFacts(module.inv_norm_factor, slopes=slopes))
+    return residual + module.dense(z.flatten(2)), None
 
 
-def _falcon(module: Any) -> Callable[..., Any]:  # noqa: ANN401 (any module)
-    """Falcon: rotary positions or ALiBi, which is scaled with the scores."""
-    # The function is looked up when it is called, because each pass wraps it.
+def _falcon(
+    module: Module,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    *_: object,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **__: object,
+) -> tuple[Tensor, None]:
+    # Rotary positions, or ALiBi, which is scaled with the scores. The function that rotates is
+    # looked up when it is called, because each pass wraps it.
     from transformers.models.falcon import modeling_falcon
 
-    def forward(
-        hidden_states: Tensor,
-        alibi: Tensor | None,
-        *args: object,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: object,
-    ) -> tuple[Tensor, Tensor | None]:
-        projections = module._split_heads(module.query_key_value(hidden_states))
-        query, key, value = (projection.transpose(1, 2) for projection in projections)
-        slopes = None
-        scale = 1 / math.sqrt(module.head_dim)
-        if alibi is None:
-            assert position_embeddings is not None
-            query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
-        else:
-            slopes = scale * _slopes(alibi[: module.num_heads, 0])
-        z = attend_to(query, key, value, AttentionFacts(scale, slopes=slopes))
-        return module.dense(z.flatten(2)), None
-
-    return forward
+    projections = module._split_heads(module.query_key_value(hidden_states))
+    query, key, value = (projection.transpose(1, 2) for projection in projections)
+    slopes = None
+    scale = 1 / math.sqrt(module.head_dim)
+    if alibi is None:
+        assert position_embeddings is not None
+        query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
+    else:
+        slopes = scale * _slopes(alibi[: module.num_heads, 0])
+    z = attend_to(query, key, value, AttentionFacts(scale, slopes=slopes))
+    return module.dense(z.flatten(2)), None
 
 
-def _mpt(module: Any) -> Callable[..., Any]:  # noqa: ANN401 (any module)
-    """MPT: ALiBi, and projections that may be clipped."""
-
-    def forward(
-        hidden_states: Tensor, position_bias: Tensor | None, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None]:
-        projections = module.Wqkv(hidden_states)
-        if module.clip_qkv:
-            projections = projections.clamp(-module.clip_qkv, module.clip_qkv)
-        query, key, value = (
-            _by_head(projection, module.n_heads) for projection in projections.chunk(3, dim=2)
-        )
-        slopes = None if position_bias is None else _slopes(position_bias[:, 0])
-        z = attend_to(query, key, value, AttentionFacts(module.softmax_scale, slopes=slopes))
-        return module.out_proj(z.flatten(2)), None
-
-    return forward
+def _mpt(
+    module: Module, hidden_states: Tensor, position_bias: Tensor | None, *_: object, **__: object
+) -> tuple[Tensor, None]:
+    # ALiBi, and projections that may be clipped.
+    projections = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        projections = projections.clamp(-module.clip_qkv, module.clip_qkv)
+    q, k, v = (_by_head(part, module.n_heads) for part in projections.chunk(3, dim=2))
+    slopes = None if position_bias is None else _slopes(position_bias[:, 0])
+    z = attend_to(q, k, v, AttentionFacts(module.softmax_scale, slopes=slopes))
+    return module.out_proj(z.flatten(2)), None
 
 
-def _bart_like(module: Any) -> Callable[..., Any]:  # noqa: ANN401 (any module)
-    """XGLM, MVP and TrOCR: four projections, the query's scaled; self-attention alone."""
+def _bart_like(
+    module: Module, hidden_states: Tensor, *_: object, **__: object
+) -> tuple[Tensor, None]:
+    # Four projections, the query's scaled; self-attention alone.
+    q, k, v = (
+        _by_head(project(hidden_states), module.num_heads)
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    z = attend_to(q, k, v, AttentionFacts(module.scaling))
+    return module.out_proj(z.flatten(2)), None
 
-    def forward(
-        hidden_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None]:
-        query = _by_head(module.q_proj(hidden_states), module.num_heads)
-        key = _by_head(module.k_proj(hidden_states), module.num_heads)
-        value = _by_head(module.v_proj(hidden_states), module.num_heads)
-        z = attend_to(query, key, value, AttentionFacts(module.scaling))
-        return module.out_proj(z.flatten(2)), None
 
-    return forward
+def _native(module: Module, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+    # Of legacy files: no rotations, no caps, and always causal.
+    q, k, v = (
+        project(hidden_states).unflatten(2, (-1, module.d_head)).transpose(1, 2)
+        for project in (module.q, module.k, module.v)
+    )
+    z = attend_to(q, k, v, AttentionFacts(1 / module.scale))
+    return module.o(z.flatten(2)), None
 
 
 def _by_head(projection: Tensor, n_heads: int) -> Tensor:
@@ -170,5 +162,6 @@ WHOLE_MODULES: Mapping[str, TakenOver] = {
     "xglm.XGLMAttention": _bart_like,
     "mvp.MvpAttention": _bart_like,
     "trocr.TrOCRAttention": _bart_like,
+    "native.NativeAttention": _native,
 }
 """Modules whose `forward` is replaced, by family and name of their class."""

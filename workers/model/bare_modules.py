@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
@@ -13,8 +16,7 @@ from headcount.workers.model.files.model_info import ModelInfo
 ATTENTION = ("self_attn", "attn", "attention", "self_attention", "mixer", "temporal_block")
 """Names of a layer's attention module in transformers."""
 
-MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
-"""Names of a layer's MLP, the same."""
+MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe")  # names of a layer's MLP, the same
 
 POSITIONS = ("wpe", "position_embeddings", "positions_embed", "embed_positions")
 """Names of the module that embeds positions, the same."""
@@ -26,6 +28,8 @@ PROJECTIONS = {
     "O": ("o_proj", "out_proj", "dense", "wo"),
 }
 """Names of an attention's projections, by their letter in `W_Q` and its like."""
+
+ROWS_OF_PIECE = 1024  # of an MLP: fewer make products slower, more do not fit the caches
 
 
 def find_blocks(model: Any, info: ModelInfo) -> list[nn.Module]:  # noqa: ANN401 (any model of transformers)
@@ -55,16 +59,14 @@ def find_modules(model: Any, blocks: Sequence[nn.Module]) -> dict[str, list[nn.M
 
 def child_of_each(blocks: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Module]:
     """The child of each block that has one of these names; empty if a block has none of them."""
-    children = [child for block in blocks if (child := _child(block, names)) is not None]
+    children = [child for block in blocks if (child := child_of(block, names)) is not None]
     return children if len(children) == len(blocks) else []
 
 
-def _child(block: nn.Module, names: Sequence[str]) -> nn.Module | None:
-    for name in names:
-        child = getattr(block, name, None)
-        if isinstance(child, nn.Module):
-            return child
-    return None
+def child_of(block: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    """The first child of a module that has one of these names."""
+    children = (getattr(block, name, None) for name in names)
+    return next((child for child in children if isinstance(child, nn.Module)), None)
 
 
 def projection(block: nn.Module, name: str, info: ModelInfo) -> Tensor | None:
@@ -73,8 +75,8 @@ def projection(block: nn.Module, name: str, info: ModelInfo) -> Tensor | None:
     None if the layer has no linear module of a known name and shape that holds it.
     """
     kind, letter = name.split("_")
-    attention = _child(block, ATTENTION)
-    linear = None if attention is None else _child(attention, PROJECTIONS.get(letter, ()))
+    attention = child_of(block, ATTENTION)
+    linear = None if attention is None else child_of(attention, PROJECTIONS.get(letter, ()))
     if not isinstance(linear, nn.Linear):
         return None
     if letter == "O":
@@ -108,17 +110,8 @@ LIBRARIES = (
 """Where the classes lie whose modules compute with their weights as they are."""
 
 
-def attention_or_block(block: nn.Module) -> nn.Module:
-    """The attention module of a layer; the layer if it has none of a known name."""
-    return _child(block, ATTENTION) or block
-
-
 def foreign_module(module: nn.Module) -> str | None:
-    """The name and class of a part whose weight may not be what it computes with; None if none.
-
-    Quantised layers, adapters and other people's classes may have a `weight` beside which they
-    compute something else.
-    """
+    """The name and class of a part that may compute with another weight than it shows."""
     for name, part in module.named_modules():
         weight = part._parameters.get("weight")
         is_plain = type(part).__module__.startswith(LIBRARIES)
@@ -127,12 +120,44 @@ def foreign_module(module: nn.Module) -> str | None:
     return None
 
 
-def output_projection(block: nn.Module) -> nn.Module | None:
-    """The module of a layer that projects z; None if it has none of a known name."""
-    attention = _child(block, ATTENTION)
-    return None if attention is None else _child(attention, PROJECTIONS["O"])
+# MLPs that take a long input in pieces. An MLP acts on each position alone, and between its layers
+# it holds several times the stream's numbers. Whole, these were the largest tensors of a pass over
+# a long sequence. In pieces they stay in the caches of a CPU, which is faster too.
 
 
-def part_names(model: nn.Module) -> set[str]:
-    """The last names of all modules of a model: `wpe`, `rotary_emb` and the like."""
-    return {name.rpartition(".")[2] for name, _ in model.named_modules()}
+@contextmanager
+def mlps_in_pieces(mlps: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it, those of the modules that surely act on each position alone work in pieces."""
+    # Imported here, because a model is loaded by then, and with it the library.
+    from transformers.pytorch_utils import Conv1D
+
+    divided: list[nn.Module] = []
+    for mlp in mlps:
+        # All weights belong to linear layers. A mixture of experts is left as it is.
+        owners = [module for module in mlp.modules() if module._parameters or module._buffers]
+        is_positionwise = owners and all(isinstance(own, nn.Linear | Conv1D) for own in owners)
+        # Layers may share a module.
+        if is_positionwise and "forward" not in vars(mlp):
+            # An attribute of the instance, so that hooks of the module still see the whole output.
+            mlp.forward = partial(_forward_in_pieces, mlp.forward)
+            divided.append(mlp)
+    try:
+        yield
+    finally:
+        for mlp in divided:
+            del mlp.forward
+
+
+def _forward_in_pieces(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as the module has it)
+    """The output for `[batch pos d_model]`, computed for some rows at a time."""
+    stream = args[0] if len(args) == 1 and not kwargs else None
+    if not isinstance(stream, Tensor) or stream.dim() != 3:
+        return forward(*args, **kwargs)
+    rows = stream.flatten(0, 1)
+    if len(rows) <= ROWS_OF_PIECE:
+        return forward(stream)
+    output = torch.empty_like(rows)
+    for start in range(0, len(rows), ROWS_OF_PIECE):
+        piece = slice(start, start + ROWS_OF_PIECE)
+        output[piece] = forward(rows[None, piece])[0]
+    return output.view_as(stream)

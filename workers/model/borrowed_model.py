@@ -32,20 +32,21 @@ from headcount.workers.model.files.loading import bridgeable, model_of, modules_
 from headcount.workers.model.files.model_info import ModelInfo, shape_of
 from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
-DEVICES = ("cpu", "cuda")
-"""Kinds of devices that are measured on."""
+DEVICES = ("cpu", "cuda")  # kinds of devices that are measured on
 
 SHARED_FORMATS = (torch.float32, torch.float64)
 """Formats of weights that are shared. Weights in narrower ones are copied as float32."""
 
-WRAPPERS = ("_orig_mod", "module")
-"""Where `torch.compile` and data parallelism keep the model that they wrap."""
+WRAPPERS = ("_orig_mod", "module")  # where compilers and data parallelism keep a model
 
 PATCHES = ("forward", "_original_forward", "_old_forward")
 """Attributes by which libraries replace the `forward` of one module, for example to cast it."""
 
 BRIDGE_SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
 """Fields of a bridge's config that say the model's shape."""
+
+MERGED_MODULE = "unload_and_optionally_merge_module"
+"""PEFT's method of modules that choose among several, for example among trained embeddings."""
 
 Layout = tuple[tuple[str, int, torch.dtype, torch.Size], ...]
 """Where each tensor of some modules lies. As long as it is the same, what shares them is right."""
@@ -56,26 +57,18 @@ class BorrowedModel:
     """A `Model` that reads somebody else's weights."""
 
     model: Model
-    device: str
-    """Kind of the device: cpu or cuda."""
-    is_bridge: bool
-    """Whether it was a `TransformerBridge`, which only the dense engine runs."""
+    device: str  # kind of the device: cpu or cuda
+    is_bridge: bool  # whether it was a `TransformerBridge`, which only the dense engine runs
     layout: Layout
-    addresses: frozenset[int]
-    """Where in memory their weights lie."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all weights are theirs, so that it sees what becomes of them.
-
-        Weights in narrow formats were copied. Bridges of some architectures split weights into
-        copies, so the answer may change when the bridge is booted.
-        """
-        return _addresses(self.model.all_weights()) <= self.addresses
 
     def fits(self, modules: nn.Module) -> bool:
-        """Whether it still has the weights of the modules, whatever these are now."""
-        return self.is_shared and self.layout == _layout(modules)
+        """Whether it has the weights of the modules, whatever these are now.
+
+        Weights in narrow formats were copied, and bridges of some architectures split weights into
+        copies when they are booted. Adapters are switched without a change of any tensor.
+        """
+        is_shared = _addresses(self.model.all_weights()) <= _addresses(modules.parameters())
+        return is_shared and self.layout == _layout(modules) and not _adapters(modules)
 
     @contextmanager
     def reading(self, modules: nn.Module) -> Iterator[Model]:
@@ -95,18 +88,35 @@ class BorrowedModel:
 def unwrapped(model: object) -> nn.Module:
     """The model inside what wraps it; refused if it is no model."""
     inner = model
-    while (name := next((name for name in WRAPPERS if _has_module(inner, name)), None)) is not None:
+    while (name := _wrapped_name(inner)) is not None:
         inner = getattr(inner, name)
+    # An adapted model, as the library PEFT makes it. It is told by its methods, so that nothing
+    # imports PEFT here.
     if isinstance(inner, nn.Module) and hasattr(inner, "get_base_model"):
-        inner = _without_prompts(inner)
-    if not isinstance(inner, nn.Module) or getattr(inner, "config", None) is None:
-        if isinstance(inner, nn.Module) and _is_bridge(inner):
-            return inner
-        raise ModelError(
-            "model: expected a loaded causal language model of transformers or a "
-            f"TransformerBridge, got {type(model).__name__}"
-        )
-    return inner
+        adapted: Any = inner
+        method = getattr(adapted, "active_peft_config", None)
+        if getattr(method, "is_prompt_learning", False):
+            raise ModelError(
+                f"model: {type(method).__name__} puts learned vectors before every sequence, which "
+                "cannot be measured; pass model.get_base_model() to measure the model without them"
+            )
+        inner = adapted.get_base_model()
+    has_config = getattr(inner, "config", None) is not None
+    if isinstance(inner, nn.Module) and (has_config or _is_bridge(inner)):
+        return inner
+    raise ModelError(
+        "model: expected a loaded causal language model of transformers or a "
+        f"TransformerBridge, got {type(model).__name__}"
+    )
+
+
+def _wrapped_name(wrapper: object) -> str | None:
+    for name in WRAPPERS:
+        is_wrapper = name == "_orig_mod" or getattr(wrapper, "config", None) is None
+        has_module = isinstance(getattr(wrapper, name, None), nn.Module)
+        if isinstance(wrapper, nn.Module) and is_wrapper and has_module:
+            return name
+    return None
 
 
 def borrow(modules: nn.Module) -> BorrowedModel:
@@ -121,9 +131,7 @@ def borrow(modules: nn.Module) -> BorrowedModel:
     with torch.random.fork_rng(devices), _current(device):
         is_bridge = _is_bridge(modules)
         model = _of_bridge(modules) if is_bridge else _of_transformers(modules, device)
-    # Adapters are switched without a change of any tensor, so nothing made of them is kept.
-    addresses = frozenset[int]() if _adapters(modules) else _addresses(modules.parameters())
-    return BorrowedModel(model, device.type, is_bridge, _layout(modules), addresses)
+    return BorrowedModel(model, device.type, is_bridge, _layout(modules))
 
 
 # A model of transformers
@@ -154,9 +162,9 @@ def _of_transformers(modules: nn.Module, device: torch.device) -> Model:
 def _compared_bridge(loaded: LoadedModules, tokens: Tensor) -> BootedBridge:
     """The bridge of modules, which is not used where its logits are not theirs."""
     booted = loaded.boot()
-    if booted.bridge is None:
-        return booted
     bridge: Any = booted.bridge
+    if bridge is None:
+        return booted
     with torch.inference_mode(), own_attention(loaded.bare):
         expected = loaded.bare(tokens, use_cache=False).logits
         try:
@@ -206,18 +214,7 @@ def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
     return own_modules
 
 
-# Adapters, as the library PEFT puts them into models. It is told by its methods, so that nothing
-# imports it here.
-
-
-def _without_prompts(adapted: Any) -> nn.Module:  # noqa: ANN401 (PEFT's wrapper of a model)
-    method = getattr(adapted, "active_peft_config", None)
-    if getattr(method, "is_prompt_learning", False):
-        raise ModelError(
-            f"model: {type(method).__name__} puts learned vectors before every sequence, which "
-            "cannot be measured; pass model.get_base_model() to measure the model without them"
-        )
-    return adapted.get_base_model()
+# Adapters
 
 
 def _adapters(modules: nn.Module) -> dict[str, Any]:
@@ -234,12 +231,7 @@ def _is_adapter(part: nn.Module) -> bool:
     return hasattr(part, "merge") and hasattr(part, "get_base_layer")
 
 
-MERGED_MODULE = "unload_and_optionally_merge_module"
-"""The method of modules that choose among several, for example among trained embeddings."""
-
-
 def _merge_adapters(own: Any, tokens: Tensor) -> None:  # noqa: ANN401 (a model of transformers)
-    """Replace adapters by modules with merged weights, in a copy of somebody's model."""
     adapters = _adapters(own)
     if not adapters:
         return
@@ -300,7 +292,6 @@ def _of_bridge(bridge: Any) -> Model:  # noqa: ANN401 - TransformerBridge is imp
 
 @contextmanager
 def _evaluating(modules: nn.Module) -> Iterator[None]:
-    """Within it, somebody's modules evaluate; afterwards they train as before."""
     is_training = {part: part.training for part in modules.modules()}
     modules.eval()
     try:
@@ -318,14 +309,6 @@ def _is_bridge(modules: nn.Module) -> bool:
     return any(kind.__name__ == "TransformerBridge" for kind in type(modules).__mro__)
 
 
-def _has_module(wrapper: object, name: str) -> bool:
-    """Whether an object is no model itself and has one under this name."""
-    is_wrapper = isinstance(wrapper, nn.Module) and (
-        name == "_orig_mod" or getattr(wrapper, "config", None) is None
-    )
-    return is_wrapper and isinstance(getattr(wrapper, name, None), nn.Module)
-
-
 def _layout(modules: nn.Module) -> Layout:
     named_tensors = chain(modules.named_parameters(), modules.named_buffers())
     return tuple(
@@ -333,9 +316,9 @@ def _layout(modules: nn.Module) -> Layout:
     )
 
 
-def _addresses(weights: Iterable[Tensor]) -> frozenset[int]:
+def _addresses(weights: Iterable[Tensor]) -> set[int]:
     """Where in memory weights lie. A view lies where its tensor does."""
-    return frozenset(weight.untyped_storage().data_ptr() for weight in weights)
+    return {weight.untyped_storage().data_ptr() for weight in weights}
 
 
 def _current(device: torch.device) -> torch.cuda.device:

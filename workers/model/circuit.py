@@ -13,8 +13,7 @@ from torch import Tensor, nn
 class Circuit:
     """The embeddings of positions, and what the first layer makes of them."""
 
-    positions: Tensor
-    """`W_pos [pos d_model]`."""
+    positions: Tensor  # `W_pos [pos d_model]`
     effective: Tensor
     """`EPE[j] = p[j] + MLP_0(p[j])`, without the norm before the MLP (Ran-Milo et al. 2026). It is
     p[j] if there is no MLP.

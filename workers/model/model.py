@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -16,64 +16,40 @@ from torch import Tensor, nn
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
 from headcount.workers.model.attention_check import (
-    SettledAttention,
+    SeenEnough,
+    ShownAttention,
     active_stream,
     drawn_tokens,
     settle_attention,
+    settle_shown_attention,
 )
-from headcount.workers.model.attention_facts import (
-    Attend,
-    AttentionFacts,
-    AttentionSizes,
-)
+from headcount.workers.model.attention_facts import Attend, AttentionFacts, AttentionSizes
 from headcount.workers.model.attention_layers import attending
 from headcount.workers.model.bare_modules import (
-    MLP,
+    ATTENTION,
     POSITIONS,
-    attention_or_block,
-    child_of_each,
+    child_of,
     foreign_module,
-    part_names,
     projection,
 )
 from headcount.workers.model.circuit import Circuit, effective_positions
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.rotations import Rotation
-from headcount.workers.model.shown_attention import ShownAttention, settle_shown_attention
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-CHECK_TOKENS = 8
-"""Tokens of the sequences of the bridge's check: fewer than any model looks back."""
-
-LARGEST_WEIGHT = 1e6
-"""No model that was trained has a weight as large as this."""
+CHECK_TOKENS = 8  # of the bridge's check: fewer than any model looks back
+LARGEST_WEIGHT = 1e6  # no model that was trained has a weight as large as this
 
 LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of a config that change logits after the unembedding."""
 
+MODULE_OUTPUTS = ("pos_embed", "attn_out", "mlp_out")
+"""Activations that are seen as the outputs of modules, which may be unknown."""
 
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """A tensor in float32, or in float64 if it is that already: measuring uses no narrower one."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-class _SeenEnough(Exception):
-    """Ends a pass of which the rest is not needed."""
-
-
-@contextmanager
-def _kept_warnings() -> Iterator[None]:
-    """After it, the process warns of what it did before; TransformerLens silences some for good."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    with warnings.catch_warnings():
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-
+OUTSIDE_ATTENTION = ("resid_pre", "resid_post", "attn_out", "mlp_out")
+"""Activations of a layer that TransformerLens shows outside its attention."""
 
 Hook = Callable[..., Tensor | None]
 """Sees an activation while the model runs, as `hook(value, hook=TransformerLens's hook point)`.
@@ -81,31 +57,27 @@ Returns what takes its place, or None.
 """
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """A tensor in float32, or in float64 if it is that already: measuring uses no narrower one."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 @dataclass(frozen=True)
 class ChangeableWeight:
     """A weight that can be changed in place."""
 
     layer: int | None
-    tensor: Tensor
-    """The weight. Writing to it changes the model."""
-    parameter: str | None
-    """The parameter of the bare modules that holds it. None if it is a copy that only the bridge
-    reads.
-    """
-    read: Callable[[], Tensor]
-    """Returns the weight as the model reads it now."""
+    tensor: Tensor  # writing to it changes the model
+    parameter: str | None  # that holds it in the bare modules; None if a copy of the bridge
+    read: Callable[[], Tensor]  # returns the weight as the model reads it now
 
 
 class BootedBridge(NamedTuple):
     """What TransformerLens makes of a model, and what it tells of the bare modules."""
 
     bridge: TransformerBridge | None
-    modules: dict[str, list[nn.Module]]
-    """The bare modules whose outputs are activations, by activation: one for each layer, or one in
-    all.
-    """
-    problem: str | None = None
-    """Why there is no bridge, or why it cannot run the model."""
+    modules: dict[str, list[nn.Module]]  # bare modules by the activation they put out
+    problem: str | None = None  # why there is no bridge, or why it cannot run the model
 
 
 class LoadedModules(NamedTuple):
@@ -113,13 +85,10 @@ class LoadedModules(NamedTuple):
 
     bare: nn.Module
     blocks: list[nn.Module]
-    known: dict[str, list[nn.Module]]
-    """The modules of `BootedBridge`, as far as they are known without the bridge."""
+    known: dict[str, list[nn.Module]]  # `BootedBridge.modules`, as far as known without the bridge
     boot: Callable[[], BootedBridge]
-    has_booted: bool = False
-    """Whether the bridge is there already."""
-    unused: tuple[str, ...] = ()
-    """Names of tensors in the files that have no place in the modules."""
+    has_booted: bool = False  # whether the bridge is there already
+    unused: tuple[str, ...] = ()  # tensors in the files that have no place in the modules
 
 
 class Model:
@@ -142,29 +111,43 @@ class Model:
         self._boot = loaded.boot
         self._booted: BootedBridge | None = None
         self._shown: dict[int, ShownAttention] = {}
-        self._attention = SettledAttention()
-        self._rotations: dict[int, dict[int, Rotation]] = {}
-        """By length of the sequences, what was asked for."""
+        self._rotations: dict[int, dict[int, Rotation]] = {}  # by length of sequences that asked
+        self._active_stream = active_stream(loaded.bare)
+        self._attention = settle_attention(info, loaded.bare, loaded.blocks)
+        # Only the bridge measures a model with a problem.
+        if self._attention.problem is not None and not self.has_bridge:
+            raise ModelError(f"{info.name}: {self._attention.problem}; {self.bridge_problem}")
 
     # The bridge
 
     def boot_bridge(self) -> BootedBridge:
         """The bridge, which is booted and checked now if it is not there."""
-        if self._booted is None:
-            devices = [self.device] if self.device.type == "cuda" else []
-            # Libraries draw random weights for modules that they wrap, and must not move the
-            # generators of the process. If the bridge is first wanted in inference mode, tensors
-            # that are made there could never have gradients.
-            with torch.random.fork_rng(devices), torch.inference_mode(False), _kept_warnings():
+        if self._booted is not None:
+            return self._booted
+        devices = [self.device] if self.device.type == "cuda" else []
+        logger = logging.getLogger("transformers")
+        level = logger.level
+        # Libraries draw random weights for modules that they wrap, and must not move the generators
+        # of the process. TransformerLens silences some warnings for good. If the bridge is first
+        # wanted in inference mode, tensors that are made there could never have gradients.
+        with (
+            torch.random.fork_rng(devices),
+            torch.inference_mode(False),
+            warnings.catch_warnings(),
+        ):
+            try:
                 self._booted = self._boot()
-            if self._booted.bridge is not None:
-                try:
+                if self._booted.bridge is not None:
                     self._settle_shown_attention()
-                except Exception as error:
-                    # Not fatal: the model may still run on its bare modules.
-                    in_format = " in float64" if self.dtype == torch.float64 else ""
-                    problem = f"TransformerLens cannot run this model{in_format} ({reason(error)})"
-                    self._booted = self._booted._replace(problem=problem)
+            except Exception as error:
+                if self._booted is None:
+                    raise
+                # Not fatal: the model may still run on its bare modules.
+                in_format = " in float64" if self.dtype == torch.float64 else ""
+                problem = f"TransformerLens cannot run this model{in_format} ({reason(error)})"
+                self._booted = self._booted._replace(problem=problem)
+            finally:
+                logger.setLevel(level)
         return self._booted
 
     @property
@@ -178,7 +161,6 @@ class Model:
 
     @property
     def _bridge(self) -> TransformerBridge:
-        """The bridge; what needs it is refused if there is none that runs."""
         bridge, _, problem = self.boot_bridge()
         if bridge is None or problem is not None:
             raise ModelError(f"{self.info.name}: {problem}")
@@ -209,16 +191,11 @@ class Model:
     @cached_property
     def rotary(self) -> bool:
         """Whether q and k are rotated by their positions before they are multiplied."""
-        if not self.has_booted:
-            # What the check of the attention saw needs no bridge.
-            if any(facts.rotation for facts in self._attention.facts.values()):
-                return True
-            if not part_names(self.bare).isdisjoint(POSITIONS):
-                return False
-        if self._optional_bridge is None:
-            # A module that makes angles.
-            return any("rotary" in name for name in part_names(self.bare))
-        return self._optional_bridge.cfg.positional_embedding_type == "rotary"
+        # The check of the attention saw rotations, or there is a module that makes angles.
+        if any(facts.rotation for facts in self._attention.facts.values()):
+            return True
+        names = {name.rpartition(".")[2] for name, _ in self.bare.named_modules()}
+        return names.isdisjoint(POSITIONS) and any("rotary" in name for name in names)
 
     @property
     def positions(self) -> Tensor | None:
@@ -234,30 +211,23 @@ class Model:
         return effective_positions(positions[:n_ctx], self.modules("mlp_out"))
 
     def first_mlp_out(self, tokens: Tensor) -> Tensor | None:
-        """What the first MLP adds at position 0 to sequences of tokens `[batch pos]`.
-
-        `[batch d_model]`, of the weights as they are now; None if the MLP is not a module of its
-        own, or there is none.
-        """
+        """What the first MLP adds at position 0: `[batch d_model]`; None if not known."""
         if not self.modules("mlp_out") or not self.has_bridge:
             return None
         outputs: list[Tensor] = []
 
         def keep_output(value: Tensor, hook: object) -> None:
             outputs.append(value[:, 0])
-            raise _SeenEnough
+            raise SeenEnough
 
         # Later tokens change nothing at position 0.
-        with suppress(_SeenEnough):
+        with suppress(SeenEnough):
             self.run_with_hooks(tokens[:, :1], [(self.hook_name("mlp_out", 0), keep_output)])
         return outputs[0]
 
     @cached_property
     def circuit(self) -> Circuit:
-        """What the weights say of positions.
-
-        It is kept, so it must be asked for while no weight is changed.
-        """
+        """What the weights say of positions; it is kept, so no weight may be changed now."""
         positions, effective = self.positions, self.effective_positions()
         if positions is not None and effective is not None:
             return Circuit(positions.detach().clone(), effective.detach().clone())
@@ -269,27 +239,21 @@ class Model:
             )
         raise ModelError(f"{self.info.name}: {problem}")
 
-    # Scores
+    # Attention
 
     def scale(self, layer: int) -> float:
         """What q·k is multiplied by to make the scores of a layer that the bridge shows."""
         return self.shown_facts(layer).scale
 
     def shown_facts(self, layer: int) -> AttentionFacts:
-        """How a layer turns the q and k that the bridge shows into its pattern.
-
-        A layer whose pattern they do not make is refused.
-        """
+        """How a layer makes its pattern of the q and k that are shown; refused if not."""
         problem = self.bridge_problem or self._shown[layer].problem
         if problem is not None:
             raise ModelError(f"{self.info.name}: {problem}")
         return self._shown[layer].facts
 
     def shows_scores(self, layer: int) -> bool:
-        """Whether `attn_scores` are the scores behind a layer's pattern.
-
-        Some architectures do not show them.
-        """
+        """Whether the bridge's `attn_scores` are the scores behind a layer's pattern."""
         return self._shown[layer].shows_scores
 
     def changes_z(self, layer: int) -> bool:
@@ -317,8 +281,13 @@ class Model:
         # In a rotary model a layer may rotate nothing. If none is seen to rotate, nobody noted it.
         return not self.rotary or any(self._rotation(other) for other in self._attention.facts)
 
-    def rotations(self, n_ctx: int) -> dict[int, Rotation]:
-        """How the layers rotate their queries and keys in sequences of this length, by layer."""
+    def rotated(self, layer: int, vectors: Tensor) -> Tensor:
+        """Queries or keys `[batch pos head d_head]` as a layer rotates them, if it is known."""
+        rotation = self._rotation(layer)
+        is_known = rotation is not None and rotation.rotate is not None
+        if not is_known or self.attention_problem is not None:
+            return vectors
+        n_ctx = vectors.shape[1]
         if n_ctx not in self._rotations:
             layers = self.info.attention_layers_or_all
             of_layers: list[Rotation | None] = []
@@ -326,67 +295,44 @@ class Model:
             def attend(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
                 of_layers.append(facts.rotation)
                 if len(of_layers) == len(layers):
-                    raise _SeenEnough
+                    raise SeenEnough
                 # Angles depend on positions alone, so the attention may be anything.
                 return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
-            with torch.inference_mode(), suppress(_SeenEnough):
+            with torch.inference_mode(), suppress(SeenEnough):
                 self.run_bare(torch.zeros(1, n_ctx, dtype=torch.long, device=self.device), attend)
+            noted = zip(layers, of_layers, strict=True)
             self._rotations[n_ctx] = {
-                layer: rotation
-                for layer, rotation in zip(layers, of_layers, strict=True)
-                if rotation is not None
+                layer: rotation for layer, rotation in noted if rotation is not None
             }
-        return self._rotations[n_ctx]
-
-    def rotated(self, layer: int, vectors: Tensor) -> Tensor:
-        """Queries or keys `[batch pos head d_head]` of a layer as it rotates them.
-
-        They are left as they are if it does not, or if nobody knows how.
-        """
-        rotation = self._rotation(layer)
-        is_known = rotation is not None and rotation.rotate is not None
-        if not is_known or self.attention_problem is not None:
-            return vectors
-        return self.rotations(vectors.shape[1])[layer].apply(vectors)
+        return self._rotations[n_ctx][layer].apply(vectors)
 
     def _rotation(self, layer: int) -> Rotation | None:
         facts = self.facts(layer)
         return None if facts is None else facts.rotation
 
-    def settle_attention(self) -> None:
-        """Settle the facts of every layer, for either engine. `load_model` calls this once."""
-        self._attention = settle_attention(self.info, self.bare, self.blocks)
-        # Only the bridge measures a model with a problem.
-        if self._attention.problem is not None and not self.has_bridge:
-            raise ModelError(f"{self.info.name}: {self._attention.problem}; {self.bridge_problem}")
-
     def _settle_shown_attention(self) -> None:
-        """Hold what the bridge shows of every layer that attends against the layer's facts, by a
-        run of the unchanged model on two short sequences.
-        """
-        tokens = drawn_tokens(self.info, 2, CHECK_TOKENS).to(self.device)
-        shown: dict[int, dict[str, Tensor]] = {}
-        hooks: list[tuple[str, Hook]] = []
+        """Hold what the bridge shows of each layer in a run against the facts."""
+        shown: dict[int, dict[str, Tensor]] = {
+            layer: {} for layer in self.info.attention_layers_or_all
+        }
 
-        def recording(layer: int, name: str) -> Hook:
-            def record(value: Tensor, hook: object) -> None:
-                shown[layer][name] = value.detach().clone()
-
-            return record
+        def record(activations: dict[str, Tensor], name: str, value: Tensor, hook: object) -> None:
+            activations[name] = value.detach().clone()
 
         def end_pass(value: Tensor, hook: object) -> None:
-            raise _SeenEnough
+            raise SeenEnough
 
-        for layer in self.info.attention_layers_or_all:
-            shown[layer] = {}
-            for name in ("q", "k", "rot_q", "rot_k", "attn_scores", "pattern"):
-                at = self.hook_name(name, layer)
-                if self.has_hook(at):
-                    hooks.append((at, recording(layer, name)))
+        hooks: list[tuple[str, Hook]] = [
+            (place, partial(record, activations, name))
+            for layer, activations in shown.items()
+            for name in ("q", "k", "rot_q", "rot_k", "attn_scores", "pattern")
+            if self.has_hook(place := self.hook_name(name, layer))
+        ]
         # The unembedding is not run: its weights may be a large part of a mapped file.
         hooks.append((self.hook_name("resid_post", len(self.blocks) - 1), end_pass))
-        with torch.inference_mode(), suppress(_SeenEnough):
+        tokens = drawn_tokens(self.info, 2, CHECK_TOKENS).to(self.device)
+        with torch.inference_mode(), suppress(SeenEnough):
             self.run_with_hooks(tokens, hooks)
         for layer, activations in shown.items():
             attention = getattr(self._bridge.blocks[layer], "attn", None)
@@ -407,18 +353,18 @@ class Model:
         Keys and values may have fewer heads than queries. `W_O` is not known where a layer changes
         z before it, because z `W_O` is then not what the head writes.
         """
-        if name == "W_O" and layer in self._attention.gated:
+        if name == "W_O" and self.changes_z(layer):
             return None
-        self._check_readable(f"{name} of layer {layer}", [attention_or_block(self.blocks[layer])])
+        block = self.blocks[layer]
+        self._check_readable(f"{name} of layer {layer}", [child_of(block, ATTENTION) or block])
         if self._optional_bridge is None:
-            return projection(self.blocks[layer], name, self.info)
-        attention = getattr(self._optional_bridge.blocks[layer], "attn", None)
+            return projection(block, name, self.info)
         from transformer_lens.model_bridge.generalized_components.attention import (
             PerLayerGeometryError,
         )
 
         try:
-            return _tensor_or_none(attention, name)
+            return _tensor_or_none(getattr(self._optional_bridge.blocks[layer], "attn", None), name)
         except (NotImplementedError, PerLayerGeometryError):
             # Latent attention has no such matrix. Heads of a layer may have a width of their own,
             # as in Gemma 4, and the bridge splits by that of the config.
@@ -449,24 +395,31 @@ class Model:
         return _tensor_or_none(self._optional_bridge, "W_U")
 
     def changeable_weight(self, name: str, layer: int | None = None) -> ChangeableWeight | None:
-        """A weight that can be changed: of a layer, or `W_pos` if `layer` is None.
+        """A weight of a layer, or `W_pos` without `layer`; None if the model lacks it."""
 
-        None if the model does not have it.
-        """
+        def read() -> Tensor | None:
+            return self.positions if layer is None else self.layer_weight(layer, name)
 
-        read = (
-            partial(self.layer_weight, layer, name) if layer is not None else lambda: self.positions
-        )
         tensor = read()
         if tensor is None or (layer is None and name != "W_pos"):
             return None
         # The bridge shows a view of a parameter in another shape. Both have the same storage.
-        parameter = self._parameters.get(tensor.untyped_storage().data_ptr())
+        storage = tensor.untyped_storage().data_ptr()
+        parameter = next(
+            (
+                name
+                for name, parameter in self.bare.named_parameters()
+                if parameter.untyped_storage().data_ptr() == storage
+            ),
+            None,
+        )
         return ChangeableWeight(layer, tensor, parameter, cast(Callable[[], Tensor], read))
 
-    @cached_property
-    def _parameters(self) -> dict[int, str]:
-        return {p.untyped_storage().data_ptr(): name for name, p in self.bare.named_parameters()}
+    def all_weights(self) -> Iterator[Tensor]:
+        """Every weight that it reads: of the bare modules, and of the bridge if it is booted."""
+        yield from self.bare.parameters()
+        if self._booted is not None and self._booted.bridge is not None:
+            yield from self._booted.bridge.parameters()
 
     @property
     def weight_problem(self) -> str | None:
@@ -477,18 +430,15 @@ class Model:
                 return f"{name} holds numbers that are NaN or infinite"
             sizes.append((weight.abs().max().item(), name))
         largest, name_of_largest = max(sizes)
-        if largest <= LARGEST_WEIGHT:
-            return None
-        return f"{name_of_largest} holds {largest:.3g}, which overflows"
+        is_large = largest > LARGEST_WEIGHT
+        return f"{name_of_largest} holds {largest:.3g}, which overflows" if is_large else None
 
     @property
     def logit_field(self) -> str | None:
         """A field of the config that changes logits after the unembedding; None if none does."""
         config = getattr(self.bare, "config", None)
         # A factor of 1 changes nothing.
-        changing = (
-            field for field in LOGIT_FIELDS if getattr(config, field, None) not in (None, 1)
-        )
+        changing = (name for name in LOGIT_FIELDS if getattr(config, name, None) not in (None, 1))
         return next(changing, None)
 
     def unembed(self, stream: Tensor) -> Tensor:
@@ -498,10 +448,7 @@ class Model:
     # Activations
 
     def has(self, activation: str) -> bool:
-        """Whether the model has an activation.
-
-        Positions may be rotations instead of embeddings, and layers may have no MLP.
-        """
+        """Whether the model has an activation, such as positions that are no rotations."""
         if activation in ("resid_pre", "resid_post") and self._active_stream is not None:
             return False  # There are several, and which of them a change means is not settled.
         if activation not in MODULE_OUTPUTS:
@@ -513,9 +460,8 @@ class Model:
         assert components is not None
         if activation == "pos_embed":
             return "pos_embed" in components
-        if activation == "mlp_out":
-            return "mlp" in components["blocks"].submodules
-        return True  # Every layer of a bridge has an `attn_out`.
+        # Every layer of a bridge has an `attn_out`.
+        return activation == "attn_out" or "mlp" in components["blocks"].submodules
 
     def hides(self, activation: str) -> bool:
         """Whether the model has an activation that is not the output of any module.
@@ -532,20 +478,8 @@ class Model:
         `mlp_out`, `normed_final` for what the unembedding reads, or `unembed` for the logits. The
         list is empty if the model hides or lacks it.
         """
-        if activation in self._known:
-            return self._known[activation]
-        return self.boot_bridge().modules[activation]
-
-    @property
-    def mlps(self) -> list[nn.Module]:
-        """The bare modules of a known name that are MLPs, which tell nothing of `mlp_out`."""
-        return child_of_each(self.blocks, MLP)
-
-    def all_weights(self) -> Iterator[Tensor]:
-        """Every weight that it reads: of the bare modules, and of the bridge if it is booted."""
-        yield from self.bare.parameters()
-        if self._booted is not None and self._booted.bridge is not None:
-            yield from self._booted.bridge.parameters()
+        known = self._known.get(activation)
+        return self.boot_bridge().modules[activation] if known is None else known
 
     def stream(self, activation: Tensor) -> Tensor:
         """The stream `[batch pos d_model]` in what a layer takes or hands on.
@@ -555,10 +489,6 @@ class Model:
         if activation.dim() == 3 or self._active_stream is None:
             return activation
         return activation[self._active_stream]
-
-    @cached_property
-    def _active_stream(self) -> int | None:
-        return active_stream(self.bare)
 
     # Running
 
@@ -570,10 +500,7 @@ class Model:
             self.bare(tokens, **options)
 
     def run_with_hooks(self, tokens: Tensor, hooks: Sequence[tuple[str, Hook]]) -> None:
-        """One forward pass through TransformerLens's hooks.
-
-        Raises `UserWarning` if the architecture gives it no way to apply what a hook returns.
-        """
+        """A pass through the bridge; `UserWarning` if it cannot apply what a hook returns."""
         # TransformerLens only warns. The rows would be those of the unchanged model.
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*edit is discarded")
@@ -594,13 +521,6 @@ class Model:
     def forget_pattern(self, layer: int) -> None:
         """Free the memory of a layer's pattern, which the bridge would keep until the next pass."""
         self._bridge.blocks[layer].attn._pattern = None
-
-
-MODULE_OUTPUTS = ("pos_embed", "attn_out", "mlp_out")
-"""Activations that are seen as the outputs of modules, which may be unknown."""
-
-OUTSIDE_ATTENTION = ("resid_pre", "resid_post", "attn_out", "mlp_out")
-"""Activations of a layer that TransformerLens shows outside its attention."""
 
 
 def _tensor_or_none(holder: object, name: str) -> Tensor | None:

@@ -1,8 +1,7 @@
 """How a layer rotates its queries by their positions, so that they can be rotated back.
 
-A model's file in transformers has a function that rotates queries and keys. It is wrapped during
-a pass, so that each call notes its angles. Nothing else changes, and nothing is computed until
-somebody asks.
+The function that rotates, in a model's file in transformers, is wrapped during a pass and notes its
+angles. Nothing is computed until somebody asks.
 """
 
 from __future__ import annotations
@@ -10,55 +9,42 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-PREFIX = "apply_rotary"
-"""How the names of these functions begin."""
+PREFIX = "apply_rotary"  # how the names of these functions begin
+HEAD_AXIS = "unsqueeze_dim"  # the argument that says where the axis of heads is
 
+# The first arguments of a function that rotates queries and keys at once; of one that rotates
+# either, as in Gemma 4; and all of one that rotates either, with heads behind positions: GPT-J and
+# CodeGen.
 BOTH = ("q", "k", "cos", "sin")
-"""The first arguments of a function that rotates queries and keys at once."""
-
 ONE = ("x", "cos", "sin")
-"""The first arguments of one that rotates either, as in Gemma 4."""
-
 ONE_WITHOUT_AXIS = ("tensor", "sin", "cos")
-"""The arguments of one that rotates either, with heads behind positions: GPT-J and CodeGen."""
-
-HEAD_AXIS = "unsqueeze_dim"
-"""The argument that says where the axis of heads is."""
 
 LARGEST_ERROR = 1e-4
 """Largest difference, relative to the queries, between those that were given to a rotation and
 those that are rotated back. A layer that does more than rotate them has a larger one.
 """
 
-IS_NOTED = "headcount_notes_it"
-"""The attribute of functions that are wrapped."""
-
-Rotate = Callable[..., tuple[Tensor, Tensor]]
-"""`rotate(q, k, cos, sin, unsqueeze_dim)`, which returns both rotated."""
+IS_NOTED = "headcount_notes_it"  # the attribute of functions that are wrapped
+Rotate = Callable[..., tuple[Tensor, Tensor]]  # rotates q and k: `rotate(q, k, cos, sin, axis)`
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
     """The rotation of a layer's queries."""
 
-    rotate: Rotate | None
-    """None if the function has arguments that are not known, or the layer does more than that."""
-    cos: Tensor
-    """`[batch pos angle]`."""
+    rotate: Rotate | None  # None if its arguments are not known, or the layer does more
+    cos: Tensor  # `[batch pos angle]`
     sin: Tensor
-    width: int
-    """How many of a query's components are rotated: the first ones."""
-    given: Tensor | None = None
-    """The queries or keys before it, `[batch head pos width]`; kept only for a check."""
+    width: int  # how many of a query's components are rotated: the first ones
+    given: Tensor | None = None  # queries before, `[batch head pos width]`, for a check
 
     def apply(self, q: Tensor) -> Tensor:
         """Queries or keys `[batch pos head d_head]`, rotated."""
@@ -83,10 +69,7 @@ class Rotation:
         return torch.cat([turned, q[..., self.width :]], dim=-1)
 
     def checked(self, q: Tensor) -> Rotation:
-        """The same without its copy of the queries; one that cannot be undone if it fails.
-
-        `q [batch head pos d_head]` is what the layer multiplies.
-        """
+        """The same without its copy of queries; without `rotate` if `q` is not undone."""
         if self.rotate is None or self.given is None:
             return self
         back = self.undo(q.transpose(1, 2)).transpose(1, 2)[..., : self.width]
@@ -96,29 +79,19 @@ class Rotation:
         return replace(self, given=None, rotate=self.rotate if is_undone else None)
 
 
-def rotation_of_queries(rotations: Sequence[Rotation], q: Tensor) -> Rotation:
-    """Of what a layer rotated, its queries, which are `q [batch head pos d_head]` afterwards.
-
-    Queries and keys turn by the same angles, so any of them does if nothing is to be checked.
-    """
-    checked = [rotation.checked(q) for rotation in reversed(rotations)]
-    return next((rotation for rotation in checked if rotation.rotate is not None), checked[0])
-
-
 @contextmanager
 def noted_rotations(model: nn.Module, note: Callable[[Rotation], None]) -> Iterator[None]:
-    """Within it, what rotates queries in the files of a model's modules tells `note` first.
-
-    All models of the process use these files, so afterwards they are as they were.
-    """
+    """Within it, what rotates queries in the files of a model's modules tells `note` first."""
     files = {sys.modules[type(module).__module__] for module in model.modules()}
-    found: list[tuple[ModuleType, str, Rotate]] = []
-    for file in files:
-        for name, function in vars(file).items():
-            # A pass inside another one finds them wrapped already.
-            is_wrapped = hasattr(function, IS_NOTED)
-            if name.startswith(PREFIX) and inspect.isfunction(function) and not is_wrapped:
-                found.append((file, name, function))
+    # A pass inside another one finds them wrapped already.
+    found = [
+        (file, name, function)
+        for file in files
+        for name, function in vars(file).items()
+        if name.startswith(PREFIX)
+        and inspect.isfunction(function)
+        and not hasattr(function, IS_NOTED)
+    ]
     for file, name, function in found:
         setattr(file, name, _noted(function, note))
     try:
@@ -140,20 +113,13 @@ def _noted(function: Callable[..., Any], note: Callable[[Rotation], None]) -> Ca
             return function(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        # Queries come first, or alone.
-        given = next(iter(bound.arguments.values()))
+        given = next(iter(bound.arguments.values()))  # Queries come first, or alone.
+        width = given.shape[-1]
         cos, sin = bound.arguments["cos"], bound.arguments["sin"]
-        heads_first = bound.arguments.get(HEAD_AXIS, 2) == 1
+        if bound.arguments.get(HEAD_AXIS, 2) != 1:
+            given = given.transpose(1, 2)
         has_positions = cos.dim() == 3
-        note(
-            Rotation(
-                rotate if has_positions else None,
-                cos,
-                sin,
-                given.shape[-1],
-                given if heads_first else given.transpose(1, 2),
-            )
-        )
+        note(Rotation(rotate if has_positions else None, cos, sin, width, given))
         return function(*args, **kwargs)
 
     setattr(noting, IS_NOTED, True)
@@ -173,10 +139,7 @@ def _of_both(function: Callable[..., Any], parameters: tuple[str, ...]) -> Rotat
     else:
         return function if parameters[:4] == BOTH and HEAD_AXIS in parameters else None
 
-    def both(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
-    ) -> tuple[Tensor, Tensor]:
-        rotated = [one(x, cos, sin, unsqueeze_dim=unsqueeze_dim) for x in (q, k)]
-        return rotated[0], rotated[1]
-
-    return both
+    return lambda q, k, cos, sin, unsqueeze_dim: (
+        one(q, cos, sin, unsqueeze_dim=unsqueeze_dim),
+        one(k, cos, sin, unsqueeze_dim=unsqueeze_dim),
+    )

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.number_formats import LinearProducts
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.files.model_info import describe, find_model
 from headcount.workers.replica import Replica
-
-
-def scan_of(n_ctx: int, **fields: Any) -> Scan:
-    base = {
-        "model": "bundled:gpt2-mini",
-        "n_ctx": n_ctx,
-        "sequences": 1,
-        "statistics": "all",
-        "input": {"family": "uniform_random"},
-    }
-    return parse_scan(base | fields)
-
-
-@cache
-def replica() -> Replica:
-    return Replica(describe(find_model("bundled:gpt2-mini")), scan_of(256))
+from tests.toys import toy_models as toy
 
 
 def tokens_of(n_ctx: int, sequences: int = 3) -> np.ndarray:
@@ -37,7 +20,7 @@ def tokens_of(n_ctx: int, sequences: int = 3) -> np.ndarray:
 
 
 def test_formulas_make_no_call_through_the_mode_that_directs_linear_layers(
-    monkeypatch: pytest.MonkeyPatch,
+    shelf: toy.Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[object] = []
     direct = LinearProducts.__torch_function__
@@ -50,16 +33,17 @@ def test_formulas_make_no_call_through_the_mode_that_directs_linear_layers(
     counts: list[int] = []
     for statistics in (["sink_mass", "resid_post_norm"], ["all"]):
         calls.clear()
-        scan = scan_of(9, precision="tf32", statistics=statistics)
-        Replica(describe(find_model("bundled:gpt2-mini")), scan, "cpu").measure(tokens_of(9))
+        fields = {"n_ctx": 9, "precision": "tf32", "statistics": statistics}
+        shelf.replica("gpt2-mini", **fields).measure(tokens_of(9))
         counts.append(len(calls))
     assert counts[0] == counts[1] > 0
 
 
-def test_values_are_float32_in_the_registered_range() -> None:
+def test_values_are_float32_in_the_registered_range(shelf: toy.Shelf) -> None:
     tokens = tokens_of(131)
     labels = [["trigger" if token % 3 == 0 else "" for token in row] for row in tokens.tolist()]
-    for name, values in replica().measure(tokens, labels=labels).heads.items():
+    measured = shelf.replica("gpt2-mini", n_ctx=256).measure(tokens, labels=labels)
+    for name, values in measured.heads.items():
         low, high = STATISTICS[name].range
         defined = values[~np.isnan(values)]
         assert ((low - 1e-6 <= defined) & (defined <= high + 1e-6)).all(), name
@@ -73,7 +57,7 @@ def test_bundled_models_show_what_their_cards_say(model: str) -> None:
 
     def measure(**options: Any) -> dict[str, np.ndarray]:
         fields = {"model": f"bundled:{model}", "n_ctx": 51, "sequences": 128, "seed": 7}
-        scan = parse_scan(fields | {"input": options | ids | {"distinct": True}})
+        scan = toy.toy_scan(**fields, input=options | ids | {"distinct": True})
         measured = Replica(info, scan).measure(Sequences(scan, info).shard(0).tokens)
         return {name: values.mean(0) for name, values in measured.heads.items()}
 

@@ -15,6 +15,7 @@ from headcount.schemas.scans.kinds import KINDS
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.model.layer_weights import READ_THROUGH_BRIDGE
+from headcount.workers.model.model import bridge_of
 from headcount.workers.replica import Replica
 from tests.tools.processes import Command
 from tests.toys import toy_models as toy
@@ -85,14 +86,12 @@ def test_what_reads_weights_or_runs_the_bridge_boots_it_with_the_replica(
     assert replica_of(shelf.path("gpt2"), **fields).model.has_booted
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox", "opt", "bloom"])
 def test_positions_are_known_without_the_bridge_as_with_it(shelf: toy.Shelf, name: str) -> None:
     model = load_model(describe(shelf.path(name)), "raw", "cpu")
     rotary = model.rotary
     assert not model.has_booted
-    model.boot_bridge()
-    del model.rotary
-    assert model.rotary == rotary == (name == "llama")
+    assert rotary == (bridge_of(model).cfg.positional_embedding_type == "rotary")
 
 
 def test_a_bridge_is_booted_the_same_in_the_middle_of_a_pass(shelf: toy.Shelf) -> None:

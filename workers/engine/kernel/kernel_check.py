@@ -1,7 +1,6 @@
-"""First contact with a GPU: the kernel is compared with the tiles before it measures anything.
+"""First contact with a GPU: the kernel must agree with the tiles before it measures anything.
 
-Both get the same q, k and v, in the kernel's format, and the tiles compute in float64. So what
-differs is the kernel's own rounding.
+Both get the same q, k and v, in the kernel's format, and the tiles compute in float64.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,14 +35,12 @@ product comes within 1e-3. Halves round A before it meets v: to 5e-4 in float16,
 bfloat16, each with room for a few terms.
 """
 
-MOST_TOKENS = 1024
-"""Tokens of the compared sequences, at most: every later tile is computed in the same way."""
+MOST_TOKENS = 1024  # of the compared sequences: every later tile is computed in the same way
 
 EVERY_FACT = ("a soft cap", "a window", "ALiBi slopes", "a learned sink")
 SOFT_CAP, WINDOW, SLOPES, SINK = EVERY_FACT
 
-FactNames = frozenset[str]
-"""Which facts a layer has besides its scale."""
+FactNames = frozenset[str]  # which facts a layer has besides its scale
 
 PLAIN = FactNames()
 
@@ -65,14 +61,11 @@ class Shape:
     kv_heads: int
     n_ctx: int
     d_head: int
-    d_v: int | None = None
-    """The width of v; None if it is d_head."""
+    d_v: int | None = None  # the width of v; None if it is d_head
 
     def __str__(self) -> str:
-        heads = str(self.heads)
-        if self.kv_heads != self.heads:
-            heads += f"/{self.kv_heads}"
-        sizes = f"heads {heads}, n_ctx {self.n_ctx}, d_head {self.d_head}"
+        shared = "" if self.kv_heads == self.heads else f"/{self.kv_heads}"
+        sizes = f"heads {self.heads}{shared}, n_ctx {self.n_ctx}, d_head {self.d_head}"
         return sizes if self.d_v is None else f"{sizes}, d_v {self.d_v}"
 
 
@@ -83,10 +76,8 @@ class Comparison:
     shape: Shape
     facts: FactNames
     factors: str
-    error: str
-    """Why it did not compile or run; empty if it did."""
-    difference: float
-    """The largest from the tiles; infinite if an answer is not finite, or if there is none."""
+    error: str  # why it did not compile or run; empty if it did
+    difference: float  # the largest from the tiles; infinite if one is not finite
 
     @property
     def allowed(self) -> float:
@@ -97,13 +88,6 @@ class Comparison:
     def agrees(self) -> bool:
         """Whether the kernel may measure."""
         return not self.error and self.difference <= self.allowed
-
-    @property
-    def problem(self) -> str:
-        """Why it may not."""
-        if self.error:
-            return f"does not compile or run ({self.error})"
-        return f"differs from the tiles by {self.difference:.2g} (allowed {self.allowed:g})"
 
 
 def in_words(shape: Shape, facts: FactNames) -> str:
@@ -124,20 +108,20 @@ def compare(
     q, k, v = q[..., : shape.d_head], k[..., : shape.d_head], v[..., : shape.d_v or shape.d_head]
     if factors in HALVES:
         # Rounded before, so that what differs is the rounding of products alone.
-        q, k, v = rounded(q, factors), rounded(k, factors), rounded(v, factors)
+        q, k, v = (rounded(x, factors) for x in (q, k, v))
     # Few different tokens, so that many pairs match; [batch pos].
     matches = find_matches(torch.randint(7, (2, shape.n_ctx), generator=generator).to(device))
+    drawn = _drawn_facts(shape, facts, device)
     # The questions change how a kernel is compiled. So without facts it is also asked none.
     asked = [{"entropy", *matches}, set[str]()] if facts == PLAIN else [{"entropy", *matches}]
-    ask = partial(_difference, sweep, q, k, v, _drawn_facts(shape, facts, device), factors, matches)
     try:
-        difference = max(map(ask, asked))
+        differences = [_difference(sweep, (q, k, v), drawn, factors, matches, qs) for qs in asked]
     except torch.AcceleratorError:
         raise  # The device has failed for good; only a new process mends that.
     except Exception as error:  # Compilers raise all kinds of errors; all mean "use the tiles".
         lines = str(error).strip().splitlines() or [""]
         return Comparison(shape, facts, factors, f"{type(error).__name__}: {lines[0]}", math.inf)
-    return Comparison(shape, facts, factors, "", difference)
+    return Comparison(shape, facts, factors, "", max(differences))
 
 
 def proven_sweep(model: Model, n_ctx: int, precision: str, device: str) -> Sweep | None:
@@ -151,20 +135,19 @@ def proven_sweep(model: Model, n_ctx: int, precision: str, device: str) -> Sweep
     if factors == "float64" or not sweep_kernel.available(torch_device):
         return None
     layers = layers_of(model, n_ctx)
-    if not layers:  # The fused engine cannot run this model, so nothing can be proved.
-        return None
     for shape, facts in layers:
-        comparison = compare(sweep_kernel.sweep, shape, factors, torch_device, facts)
-        if not comparison.agrees:
+        tried = compare(sweep_kernel.sweep, shape, factors, torch_device, facts)
+        if not tried.agrees:
+            problem = f"differs from the tiles by {tried.difference:.2g} (allowed {tried.allowed})"
+            if tried.error:
+                problem = f"does not compile or run ({tried.error})"
             log.warning(
-                "the GPU kernel is not used: with %s in %s it %s; tiles measure instead, which is "
-                "slower",
-                in_words(shape, facts),
-                factors,
-                comparison.problem,
+                f"the GPU kernel is not used: with {in_words(shape, facts)} in {factors} it "
+                f"{problem}; tiles measure instead, which is slower"
             )
             return None
-    return sweep_kernel.sweep
+    # Without layers the fused engine cannot run this model, so nothing is proved.
+    return sweep_kernel.sweep if layers else None
 
 
 def layers_of(model: Model, n_ctx: int) -> list[tuple[Shape, FactNames]]:
@@ -186,7 +169,6 @@ def layers_of(model: Model, n_ctx: int) -> list[tuple[Shape, FactNames]]:
 
 
 def _drawn_facts(shape: Shape, facts: FactNames, device: torch.device) -> AttentionFacts:
-    """Facts that change every answer: scores have a standard deviation of 1."""
     generator = torch.Generator().manual_seed(shape.heads)
     # ALiBi's own slopes: 2^(-8 h / heads).
     head = torch.arange(1, shape.heads + 1)
@@ -204,50 +186,41 @@ def _drawn_facts(shape: Shape, facts: FactNames, device: torch.device) -> Attent
 
 def _difference(
     sweep: Sweep,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    factors: tuple[Tensor, Tensor, Tensor],
     facts: AttentionFacts,
-    factors: str,
+    number_format: str,
     matches: dict[str, TokenPairs],
     questions: set[str],
 ) -> float:
-    requested_pairs = [pairs for name, pairs in matches.items() if name in questions]
-    dtype = HALVES.get(factors, torch.float32)
+    """The largest of the answers, relative above 1; infinite if one is not finite."""
+    pairs = [pairs for name, pairs in matches.items() if name in questions]
+    dtype = HALVES.get(number_format, torch.float32)
+    in_format = [factor.to(dtype) for factor in factors]
     has_entropy = "entropy" in questions
-    given = (q.to(dtype), k.to(dtype), v.to(dtype), facts, requested_pairs)
-    swept = sweep(*given, entropy=has_entropy, number_format=factors)
-    tiles = FusedPattern(q, k, v, facts, matches, set(questions), number_format="float64")
+    swept = sweep(*in_format, facts, pairs, entropy=has_entropy, number_format=number_format)
+    tiles = FusedPattern(*factors, facts, matches, set(questions), number_format="float64")
     answers = [(swept.z, tiles.z), (swept.lse, tiles.lse), (swept.distance, tiles.distance())]
     if swept.entropy is not None:
         answers.append((swept.entropy, tiles.entropy()))
-    tile_masses = [tiles.mass(pairs) for pairs in requested_pairs]
-    answers += zip(swept.masses, tile_masses, strict=True)
+    answers += zip(swept.masses, map(tiles.mass, pairs), strict=True)
     # z, lse and distance come unasked. A kernel that forgets one must not pass.
-    expected_count = 3 + len(questions)
-    if len(answers) != expected_count:
-        raise ModelError(f"the kernel gave {len(answers)} answers, expected {expected_count}")
-    return max(_largest_difference(*pair) for pair in answers)
-
-
-def _largest_difference(answer: Tensor, reference: Tensor) -> float:
-    """In proportion where the reference is above 1; infinite if the answer is not finite."""
-    if answer.shape != reference.shape:
-        raise ModelError(f"an answer is {list(answer.shape)}, expected {list(reference.shape)}")
-    # Distances may be hundreds of keys, shares are at most 1.
-    difference = (answer - reference).abs() / reference.abs().clamp(min=1)
-    return difference.nan_to_num(nan=math.inf).max().item()
+    if len(answers) != 3 + len(questions):
+        raise ModelError(f"the kernel gave {len(answers)} answers, expected {3 + len(questions)}")
+    differences: list[float] = []
+    for answer, reference in answers:
+        if answer.shape != reference.shape:
+            raise ModelError(f"an answer is {list(answer.shape)}, expected {list(reference.shape)}")
+        # Distances may be hundreds of keys, shares are at most 1.
+        difference = (answer - reference).abs() / reference.abs().clamp(min=1)
+        differences.append(difference.nan_to_num(nan=math.inf).max().item())
+    return max(differences)
 
 
 D_HEADS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 
 
 def every_layer() -> list[tuple[Shape, FactNames]]:
-    """What `headcount doctor` compares.
-
-    Every size of heads, for two of them shared keys and sequences that fill no tile, values of
-    another width, and every fact.
-    """
+    """What `headcount doctor` compares: sizes of heads, shared keys, unfilled tiles, all facts."""
     shapes = [Shape(4, 4, 257, d_head) for d_head in D_HEADS]
     shapes += [
         Shape(2 * query_heads, 2, n_ctx, d_head)

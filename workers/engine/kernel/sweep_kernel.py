@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headcount.schemas.errors import ModelError, unknown
+from headcount.schemas.errors import ModelError
 from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.attention_facts import AttentionFacts
 
@@ -27,7 +27,6 @@ except ImportError:  # torch brings it for CUDA and not for the CPU
     triton = None
 
 MAX_D_HEAD = 256
-
 LN2 = math.log(2)
 
 SPLITS_FACTORS = {"float32": True, "tf32": False}
@@ -45,60 +44,48 @@ float16 holds numbers below 2^16 and no bits below 2^-24. So each factor x keeps
 error of 2^-39 of the head's largest number if that is more.
 """
 
-MOST_SHIFT = 60
-"""The scaling stays within 2^±60, so that the product of two scalings is a float32 number."""
+MOST_SHIFT = 60  # in powers of two, so that the product of two scalings is a float32 number
 
 
 class TileSizes(NamedTuple):
     """How the work is cut, and what a program takes of the GPU."""
 
-    queries: int
-    """Queries of a program."""
-    keys: int
-    """Keys of a step."""
-    dims: int
-    """Dimensions of d_head that one product of q and k sums over."""
+    queries: int  # of a program
+    keys: int  # of a step
+    dims: int  # dimensions of d_head that one product of q and k sums over
     warps: int
-    stages: int
-    """Steps whose loads are in flight at a time."""
+    stages: int  # steps whose loads are in flight at a time
 
 
+_HALF_TILES = {
+    64: TileSizes(64, 64, 64, 4, 3),
+    128: TileSizes(128, 64, 128, 8, 2),
+    256: TileSizes(128, 32, 256, 8, 2),
+}
 TILE_SIZES = {
     torch.float32: {
         64: TileSizes(64, 32, 32, 4, 2),
         128: TileSizes(128, 32, 32, 8, 2),
         256: TileSizes(64, 16, 32, 4, 2),
     },
-    torch.float16: {
-        64: TileSizes(64, 64, 64, 4, 3),
-        128: TileSizes(128, 64, 128, 8, 2),
-        256: TileSizes(128, 32, 256, 8, 2),
-    },
+    torch.float16: _HALF_TILES,
+    torch.bfloat16: _HALF_TILES,
 }
 """By dtype and padded d_head: what the registers and the shared memory of an H100 hold."""
-TILE_SIZES[torch.bfloat16] = TILE_SIZES[torch.float16]
 
-H100_SHARED_BYTES = 227 << 10
-"""Shared memory of a program on an H100."""
-
-SMALL_TILES = TileSizes(32, 32, 32, 4, 1)
-"""For a d_head above 64 on a device with less shared memory than `H100_SHARED_BYTES`."""
+H100_SHARED_BYTES = 227 << 10  # shared memory of a program
+SMALL_TILES = TileSizes(32, 32, 32, 4, 1)  # for d_head > 64 in less shared memory
 
 
 @dataclass(frozen=True)
 class Swept:
     """What one sweep answers, in float32; all but z are `[batch head query]`."""
 
-    z: Tensor
-    """`Σ_k A[q,k] v[k]`: `[batch head pos d_head]`, in memory `[batch pos head d_head]`."""
-    lse: Tensor
-    """`ln Σ_k exp S[q,k]`."""
-    distance: Tensor
-    """`Σ_k A[q,k] (q-k)`."""
-    entropy: Tensor | None
-    """`-Σ_k A[q,k] ln A[q,k]` in nats, if it was asked for."""
-    masses: tuple[Tensor, ...]
-    """`Σ_{k in pairs[q]} A[q,k]` for each of the pairs."""
+    z: Tensor  # `Σ_k A[q,k] v[k]`: `[batch head pos d_head]`, in memory `[batch pos head d_head]`
+    lse: Tensor  # `ln Σ_k exp S[q,k]`
+    distance: Tensor  # `Σ_k A[q,k] (q-k)`
+    entropy: Tensor | None  # `-Σ_k A[q,k] ln A[q,k]` in nats, if it was asked for
+    masses: tuple[Tensor, ...]  # `Σ_{k in pairs[q]} A[q,k]` for each of the pairs
 
 
 Sweep = Callable[..., Swept]
@@ -106,10 +93,7 @@ Sweep = Callable[..., Swept]
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernel can run on a device.
-
-    It needs triton, and a CUDA device whose tensor cores know tf32 and bfloat16.
-    """
+    """Whether a device has triton, and tensor cores that know tf32 and bfloat16."""
     usable = triton is not None and device.type == "cuda" and torch.cuda.is_available()
     return usable and torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -131,7 +115,7 @@ def sweep(
     multiplied (`SPLITS_FACTORS`). Factors in float16 and bfloat16 are multiplied as they are and
     summed in float32; for A·v, A is rounded to their dtype. A negative label makes no pair.
     """
-    _check(q, k, v, pairs, number_format)
+    _check(q, k, v, pairs)
     batch, heads, n_ctx, d_head = q.shape
     d_v = v.shape[3]
     # Powers of two, and at least the 16 that Triton's products take.
@@ -157,42 +141,23 @@ def sweep(
     q_factors, k_factors, v_factors = (_factors_of(x) if splits else row_sums for x in (q, k, v))
     with torch.cuda.device_of(q):
         _sweep_tile[(query_tiles, heads, batch)](
-            q,
-            k,
-            v,
+            q, k, v,
             tuple(some.query_label.contiguous() for some in pairs),
             tuple(some.key_label.contiguous() for some in pairs),
-            z,
-            row_sums,
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            _in_base_2(facts.slopes, q),
-            _in_base_2(facts.sink, q),
-            q_factors,
-            k_factors,
-            v_factors,
-            scale,
-            cap,
-            n_ctx if facts.window is None else facts.window,
-            n_ctx,
+            z, row_sums, q.stride(), k.stride(), v.stride(),
+            _in_base_2(facts.slopes, q), _in_base_2(facts.sink, q),
+            q_factors, k_factors, v_factors, scale, cap,
+            n_ctx if facts.window is None else facts.window, n_ctx,
             CAPPED=facts.soft_cap is not None,
             SLOPED=facts.slopes is not None,
             GATED=facts.sink is not None,
             WINDOWED=facts.window is not None and facts.window < n_ctx,
             HEADS_PER_KV_HEAD=heads // k.shape[1],
-            D_HEAD=d_head,
-            D_V=d_v,
-            PADDED_D_V=padded_d_v,
-            DIMS=min(tiles.dims, padded_d_head),
-            QUERIES=tiles.queries,
-            KEYS=tiles.keys,
-            LAGS=tuple(some.lag for some in pairs),
-            ENTROPY=entropy,
-            SPLIT=splits,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
+            D_HEAD=d_head, D_V=d_v, PADDED_D_V=padded_d_v,
+            DIMS=min(tiles.dims, padded_d_head), QUERIES=tiles.queries, KEYS=tiles.keys,
+            LAGS=tuple(some.lag for some in pairs), ENTROPY=entropy, SPLIT=splits,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
     lse, distance, *others = row_sums.unbind()
     # In the order in which the kernel lays them out.
     entropies = others.pop(0) if entropy else None
@@ -207,50 +172,35 @@ def _in_base_2(fact: Tensor | None, q: Tensor) -> Tensor:
 
 
 def _factors_of(x: Tensor) -> Tensor:
-    """The power of two that brings the largest number of each head just below 2^14.
-
-    x is `[batch head pos d]`, the answer `[batch head]` in float32.
-    """
+    """The power of two that brings the largest number of each head just below 2^14."""
     largest = torch.linalg.vector_norm(x, ord=math.inf, dim=(2, 3))
     shift = (LARGEST_EXPONENT - largest.frexp().exponent).clamp(-MOST_SHIFT, MOST_SHIFT)
     # A power of two only moves the exponent, so scaling by it rounds nothing.
     return torch.ldexp(torch.ones_like(largest), shift)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Sequence[TokenPairs], number_format: str
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, pairs: Sequence[TokenPairs]) -> None:
     """Refuse what the kernel would read wrongly: it knows addresses and strides alone."""
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    shapes_fit = (
-        q.dim() == k.dim() == 4
+    widest = max(q.shape[-1], v.shape[-1])
+    if widest > MAX_D_HEAD:
+        raise ModelError(f"d_head {widest}: the kernel takes at most {MAX_D_HEAD}")
+    labels = [label for some in pairs for label in (some.query_label, some.key_label)]
+    fit = (
+        q.dim() == k.dim() == v.dim() == 4
         and k.shape[:3] == v.shape[:3]
         and q.shape[::2] == k.shape[::2]
         and q.shape[3] == k.shape[3]
+        and q.shape[1] % k.shape[1] == 0
+        and q.dtype in TILE_SIZES
+        and q.dtype == k.dtype == v.dtype
+        and all(label.shape == q.shape[::2] and label.dtype == torch.int32 for label in labels)
     )
-    if not shapes_fit or q.shape[1] % k.shape[1]:
+    if not fit:
+        given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in (q, k, v, *labels))
         raise ModelError(
-            f"{shapes}: expected [batch head pos d_head], alike but for q's heads, a multiple of "
-            "k's, and v's d_head"
+            f"{given}: expected q, k, v [batch head pos d_head] in float32, float16 or bfloat16, "
+            "alike but for q's heads, a multiple of k's, and v's d_head; labels int32 [batch pos]"
         )
-    widest = max(q.shape[3], v.shape[3])
-    if widest > MAX_D_HEAD:
-        raise ModelError(f"d_head {widest}: the kernel takes at most {MAX_D_HEAD}")
-    if q.dtype not in TILE_SIZES or not q.dtype == k.dtype == v.dtype:
-        raise ModelError(
-            f"q {q.dtype}, k {k.dtype}, v {v.dtype}: expected float32, float16 or bfloat16, all "
-            "the same"
-        )
-    if q.dtype == torch.float32 and number_format not in SPLITS_FACTORS:
-        raise ModelError(unknown("way to multiply scores", number_format, SPLITS_FACTORS))
-    expected_shape = [q.shape[0], q.shape[2]]
-    for some in pairs:
-        for label in (some.query_label, some.key_label):
-            if list(label.shape) != expected_shape or label.dtype != torch.int32:
-                raise ModelError(
-                    f"label {label.dtype} {list(label.shape)}: expected int32 [batch pos] = "
-                    f"{expected_shape}"
-                )
 
 
 def _jit(function: Callable[..., object]) -> Any:  # noqa: ANN401  (triton has no types)
@@ -260,40 +210,13 @@ def _jit(function: Callable[..., object]) -> Any:  # noqa: ANN401  (triton has n
 # A kernel is one loop over registers: its state cannot be handed around in parts.
 @_jit
 def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
-    q,
-    k,
-    v,
-    query_labels,
-    key_labels,
-    z,
-    row_sums,
-    q_stride,
-    k_stride,
-    v_stride,
-    slopes,
-    sinks,
-    q_factors,
-    k_factors,
-    v_factors,
-    scale,
-    cap,
-    window,
-    n_ctx,
-    CAPPED: tl.constexpr,
-    SLOPED: tl.constexpr,
-    GATED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    HEADS_PER_KV_HEAD: tl.constexpr,
-    D_HEAD: tl.constexpr,
-    D_V: tl.constexpr,
-    PADDED_D_V: tl.constexpr,
-    DIMS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    LAGS: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    q, k, v, query_labels, key_labels, z, row_sums, q_stride, k_stride, v_stride,
+    slopes, sinks, q_factors, k_factors, v_factors, scale, cap, window, n_ctx,
+    CAPPED: tl.constexpr, SLOPED: tl.constexpr, GATED: tl.constexpr, WINDOWED: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr, D_HEAD: tl.constexpr, D_V: tl.constexpr,
+    PADDED_D_V: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    LAGS: tl.constexpr, ENTROPY: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """Sweep one tile of queries over its keys; `scale` and `cap` make scores in base 2.
 
     Carried for each query, where s is a score, m the largest so far, t = s - m and p = 2^t:
@@ -527,10 +450,7 @@ def _halves(x):
 
 @_jit
 def _split_product(a_high, a_low, b_high, b_low, sums):
-    """`sums + a @ b` of split factors, summed in float32 on the tensor cores.
-
-    The product low · low, 2^-22 of the whole, is left out.
-    """
+    """`sums + a @ b` of split factors in float32; low · low, 2^-22 of the whole, is left out."""
     # The small products first, so that they are not lost in a large sum.
     sums = tl.dot(a_low, b_high, sums)
     sums = tl.dot(a_high, b_low, sums)

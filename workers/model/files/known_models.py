@@ -10,15 +10,11 @@ from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
 from headcount.workers.model.model import Model
 
-MOST_LOADED = 2
-"""Models in memory: the raw and the folded weights of one."""
+MOST_LOADED = 2  # models in memory: the raw and the folded weights of one
 
 
 class KnownModels:
-    """Models by name, for a command with many scans of few models.
-
-    A description needs a hash of all weights, which takes seconds, and a load takes longer.
-    """
+    """Models by name, described and loaded once for a command with many scans."""
 
     def __init__(self) -> None:
         self._descriptions: dict[str, ModelInfo] = {}

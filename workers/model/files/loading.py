@@ -10,7 +10,7 @@ import copy
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import nn
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
-from headcount.workers.model.attention_layers import native_attention, take_over_attention
+from headcount.workers.model.attention_layers import take_over_attention
 from headcount.workers.model.attention_modules import take_over_modules
 from headcount.workers.model.bare_modules import find_blocks, find_modules
 from headcount.workers.model.files.model_info import (
@@ -40,16 +40,11 @@ if TYPE_CHECKING:
 LEGACY_FIELDS = (*LEGACY_SHAPE, "act_fn", "attn_only", "final_rms", "eps")
 """Fields of a legacy config.json that have the same name in TransformerLens's config of today."""
 
-
 STORED_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 """Names of causal masks, which older versions of transformers stored for GPT-2 and GPT-Neo."""
 
-
-MODEL_COMPONENTS = {
-    "embed": "embed",
-    "pos_embed": "pos_embed",
-    "normed_final": "ln_final",
-    "unembed": "unembed",
+MODEL_COMPONENTS = {"normed_final": "ln_final"} | {
+    name: name for name in ("embed", "pos_embed", "unembed")
 }
 BLOCK_COMPONENTS = {"normed": "ln1", "attn_out": "attn", "mlp_out": "mlp"}
 """The components of TransformerLens whose output is an activation."""
@@ -68,7 +63,6 @@ def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
     if weights == "folded":
         loaded = _folded(info, loaded)
     model = Model(info, loaded)
-    model.settle_attention()
     if loaded.has_booted:
         model.boot_bridge()  # It costs no more than its check.
     return model
@@ -101,7 +95,7 @@ def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtyp
     # share the tensors.
     tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     bare = copy.deepcopy(model, memo=tensors)
-    _fuse_gelu(bare, in_place=True)
+    _fuse_gelu(bare, _InPlaceGelu)
     take_over_attention(bare)
     take_over_modules(bare)
     blocks = find_blocks(bare, info)
@@ -123,7 +117,7 @@ def _boot_hugging_face(
     """The bridge of a model of transformers, which is used up, and shares the tensors of `bare`."""
     from transformer_lens.model_bridge import TransformerBridge
 
-    _fuse_gelu(model)
+    _fuse_gelu(model, partial(nn.GELU, approximate="tanh"))
     try:
         with _stub_tokenizer() as tokenizer, _without_installs():
             bridge = TransformerBridge.boot_transformers(
@@ -145,10 +139,7 @@ def _boot_hugging_face(
 
 @contextmanager
 def _without_installs() -> Iterator[None]:
-    """Within it, TransformerLens installs no packages while it loads a model.
-
-    For a model that also sees images it runs `pip install torchvision`, which brings another torch.
-    """
+    """Within it, TransformerLens does not install torchvision, and with it another torch."""
     from transformer_lens.model_bridge.sources.transformers import helpers, source
 
     # The first installs; the second asks for it, to prepare images that nobody shows the model.
@@ -190,25 +181,21 @@ def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> Load
 
 
 class _InPlaceGelu(nn.Module):
-    """PyTorch's tanh GELU in one pass, written over its input.
-
-    The input is the output of a linear layer, which nothing else reads.
-    """
+    """PyTorch's tanh GELU in one pass, written over the output of a linear layer."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """GELU of the inputs, in their memory."""
         return torch.ops.aten.gelu_(inputs, approximate="tanh")
 
 
-def _fuse_gelu(model: nn.Module, in_place: bool = False) -> None:
+def _fuse_gelu(model: nn.Module, make: Callable[[], nn.Module]) -> None:
     """Replace transformers' tanh GELU, which takes eight passes, by the same formula in one."""
     from transformers.activations import NewGELUActivation
 
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
-                fused = _InPlaceGelu() if in_place else nn.GELU(approximate="tanh")
-                setattr(module, name, fused)
+                setattr(module, name, make())
 
 
 @contextmanager
@@ -229,6 +216,10 @@ def _stub_tokenizer() -> Iterator[Any]:
 
 
 def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge.sources.native import boot
+    from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
+
     path = Path(info.path)
     fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
     for key, supported in LEGACY_PLAIN.items():
@@ -247,45 +238,27 @@ def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModu
                 tensors |= torch.load(file, "cpu", weights_only=True)
         except Exception as error:
             raise ModelError(f"{file}: the weights cannot be read ({reason(error)})") from None
+    # Files of this family often leave out the unembedding's bias, which is then zero.
     try:
-        bridge = _legacy_bridge(info, fields, tensors, device, dtype)
+        config = TransformerBridgeConfig(
+            **{name: fields[name] for name in LEGACY_FIELDS if fields.get(name) is not None},
+            d_mlp=fields.get("d_mlp"),
+            normalization_type=fields.get("normalization", fields.get("normalization_type")),
+            positional_embedding_type="standard",
+            init_weights=False,
+            architecture="TransformerLensNative",
+        )
+        bridge = boot(config, device=device, dtype=dtype)
+        in_dtype = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        converted = convert_tl_checkpoint(in_dtype, config)
+        converted.setdefault("unembed.bias", torch.zeros(info.d_vocab, dtype=dtype))
+        bridge.load_state_dict(converted, strict=True)
     except Exception as error:
         raise ModelError(f"{path}: the weights do not fit config.json ({reason(error)})") from None
     bridge.original_model.eval().requires_grad_(False)
-    attention_class = native_attention()
-    for block in bridge.blocks:
-        # The weights stay where they are; only `forward` changes.
-        block.attn.original_component.__class__ = attention_class
+    take_over_modules(bridge)
     # These modules are TransformerLens's own, so bridge and bare modules are the same.
     return modules_of_bridge(bridge)
-
-
-def _legacy_bridge(
-    info: ModelInfo,
-    fields: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-    device: str,
-    dtype: torch.dtype,
-) -> TransformerBridge:
-    from transformer_lens.config import TransformerBridgeConfig
-    from transformer_lens.model_bridge.sources.native import boot
-    from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
-
-    config = TransformerBridgeConfig(
-        **{name: fields[name] for name in LEGACY_FIELDS if fields.get(name) is not None},
-        d_mlp=fields.get("d_mlp"),
-        normalization_type=fields.get("normalization", fields.get("normalization_type")),
-        positional_embedding_type="standard",
-        init_weights=False,
-        architecture="TransformerLensNative",
-    )
-    bridge = boot(config, device=device, dtype=dtype)
-    in_dtype = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    converted = convert_tl_checkpoint(in_dtype, config)
-    # Files of this family often leave out the unembedding's bias, which is then zero.
-    converted.setdefault("unembed.bias", torch.zeros(info.d_vocab, dtype=dtype))
-    bridge.load_state_dict(converted, strict=True)
-    return bridge
 
 
 # Either layout

@@ -31,13 +31,10 @@ LEGACY_PLAIN = {
     "parallel_attn_mlp": False,
     "scale_attn_by_inverse_layer_idx": False,
 }
-"""Fields of a legacy config.json that would change the pattern, each with its one supported value.
-"""
+"""Fields of a legacy config.json that would change the pattern, each with its supported value."""
 
 TOKENIZER_BOS = {"NeelNanda/gpt-neox-tokenizer-digits": 1}
-"""Beginning-of-sequence tokens by tokenizer, for legacy models whose config.json names a tokenizer
-but no token.
-"""
+"""Beginning-of-sequence tokens of legacy models whose config.json names a tokenizer alone."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +53,9 @@ class ModelInfo:
     d_vocab: int
     bos_token_id: int | None
     eos_token_id: int | None
-    files: tuple[tuple[str, str], ...] = ()
-    """Name and fingerprint of each file that `sha256` covers."""
-    attention_layers: tuple[int, ...] | None = None
-    """The layers that attend; None if all do. Others are recurrent or convolve: they have no rows.
-    """
-    n_kv_heads: int | None = None
-    """Heads of a layer that have keys and values of their own; several query heads may share one.
-    """
+    files: tuple[tuple[str, str], ...] = ()  # name and fingerprint of those that `sha256` covers
+    attention_layers: tuple[int, ...] | None = None  # that attend; None if all do
+    n_kv_heads: int | None = None  # heads with keys and values of their own, which others share
 
     @property
     def attention_layers_or_all(self) -> tuple[int, ...]:
@@ -92,10 +84,7 @@ class ModelInfo:
 
 
 def find_model(spec: str, revision: str | None = None) -> Path:
-    """The directory of a model: bundled, local, or from the Hub.
-
-    A model of the Hub is downloaded once, which needs the network.
-    """
+    """The directory of a model: bundled, local, or downloaded once from the Hub."""
     local = Path(os.path.expanduser(spec))
     if revision is not None and (spec.startswith("bundled:") or local.is_dir()):
         kind = "a directory of this machine" if local.is_dir() else "a model of headcount"
@@ -127,10 +116,7 @@ def find_model(spec: str, revision: str | None = None) -> Path:
 
 
 def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
-    """What a model is, from its config.json, with fingerprints of its files. Nothing is loaded.
-
-    `digests` are those of the files, if they are known: to read all weights takes time.
-    """
+    """What a model is, by its config.json and `digests` of its files; nothing is loaded."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except OSError:
@@ -139,20 +125,30 @@ def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
         raise ModelError(f"{path}/config.json: not valid JSON ({error})") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path}/config.json: expected an object, got {type(config).__name__}")
-    if "model_type" in config:
-        layout, shape = "huggingface", _hugging_face_shape(path)
-    else:
+    if "model_type" not in config:
         layout, shape = "legacy", _legacy_shape(path, config)
+    else:
+        from transformers import AutoConfig
+
+        try:
+            loaded = AutoConfig.from_pretrained(
+                path, trust_remote_code=False, local_files_only=True
+            )
+            # A model that also sees images keeps the sizes of its language model apart.
+            text_config = loaded.get_text_config(decoder=True)
+        except Exception as error:
+            raise ModelError(
+                f"{path}/config.json: not a causal language model that can be scanned "
+                f"({reason(error)})"
+            ) from None
+        layout, shape = "huggingface", shape_of(text_config, f"{path}/config.json")
     digests = digests or file_digests(path, layout)
     files = tuple((name, digest.hex()[:16]) for name, digest in digests.items())
     return ModelInfo(str(path), path.name, layout, sha256_of(digests), **shape, files=files)
 
 
 def no_token(info: ModelInfo, field: str, word: str) -> str:
-    """Why a model does not have a special token.
-
-    `field` is the field of config.json that names the token, `word` what the token is called.
-    """
+    """Why a model has no special token, which `field` of its config would name."""
     try:
         config = json.loads((Path(info.path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -212,22 +208,6 @@ decoder's come first, because only decoders are language models.
 """
 
 
-def _hugging_face_shape(path: Path) -> dict[str, Any]:
-    from transformers import AutoConfig
-
-    try:
-        full_config = AutoConfig.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True
-        )
-        # A model that also sees images keeps the sizes of its language model apart.
-        config = full_config.get_text_config(decoder=True)
-    except Exception as error:
-        raise ModelError(
-            f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
-        ) from None
-    return shape_of(config, f"{path}/config.json")
-
-
 def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
     """Shape and special tokens of a config of transformers; `where` it is, for errors."""
     shape: dict[str, Any] = {}
@@ -273,22 +253,13 @@ def _field(config: PretrainedConfig, name: str) -> Any:  # noqa: ANN401 (whateve
 NOT_ATTENDING = ("linear_attention", "conv", "moe", "mlp", "mamba", "mamba2", "recurrent")
 """Types of layers without softmax attention, in the words of Hugging Face's `layer_types`."""
 
-
-SPARSE = (
-    "indexed_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-    "minimax_m3_sparse",
-)
-"""Types of layers that choose or compress the keys of each query. Short sequences do not show it.
-"""
+SPARSE = ("indexed_attention", "compressed_sparse_attention")
+SPARSE += ("heavily_compressed_attention", "minimax_m3_sparse")
+"""Types of layers that choose or compress the keys of each query, which short sequences hide."""
 
 
 def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...] | None:
-    """The layers that attend; None if all of them do.
-
-    Layers whose pattern is not a softmax over all keys of a window raise `ValueError`.
-    """
+    """The layers that attend, None if all; `ValueError` if some choose their keys."""
     # The two names of one list, and the layers that only look at images.
     types = _field(config, "layer_types") or _field(config, "layers_block_type")
     across = _field(config, "cross_attention_layers") or ()
@@ -309,7 +280,6 @@ def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...
 
 
 def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
-    """The width of a head. Heads that cannot share the width or the keys raise `ValueError`."""
     n_heads = shape["n_heads"]
     # Latent attention (DeepSeek's MLA) joins two parts of its own widths.
     widths = [_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]

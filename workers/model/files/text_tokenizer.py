@@ -14,13 +14,8 @@ from headcount.schemas.errors import ModelError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PADDING = 255
-"""Tokens that any model may have beyond those of its tokenizer. Vocabularies are padded to
-multiples of 64, 128 or 256.
-"""
-
-PADDING_SHARE = 0.1
-"""Share of a large model's tokens that may be padding; DeepSeekMoE 16B has 0.023."""
+PADDING = 255  # tokens that any model may have beyond its tokenizer's: multiples of up to 256
+PADDING_SHARE = 0.1  # share of a large model's tokens that may be padding; DeepSeekMoE 16B: 0.023
 
 VOCABULARIES = ("vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
 """Files of vocabularies. A tokenizer without a tokenizer.json has one of them."""
@@ -28,8 +23,7 @@ VOCABULARIES = ("vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
 DETAILS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """Files that say the rest of a tokenizer without a tokenizer.json."""
 
-CUTS = ("truncation", "padding")
-"""Parts of a tokenizer.json that say how texts are cut and padded, which we never do."""
+CUTS = ("truncation", "padding")  # parts of a tokenizer.json on cutting and padding texts
 
 PROBE = (
     "The quick brown fox jumps over the lazy dog.",
@@ -51,16 +45,13 @@ VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in VISIBLE} | {
     chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in VISIBLE)
 }
-"""The byte that each sign stands for in vocabularies of bytes, as GPT-2 has one: a visible sign for
-its own byte, and the signs from 256 on, in order, for the other bytes.
-"""
+"""The byte of each sign in vocabularies of bytes, as GPT-2: visible ones are their own."""
 
 
 class TextTokenizer:
     """A model's tokenizer. A special token that is written out in a text is text."""
 
     def __init__(self, path: Path, d_vocab: int) -> None:
-        """`path` is the model's directory, `d_vocab` the number of tokens that the model knows."""
         self._path = path
         self._tokenizer = _load(path)
         self._tokenizer.no_truncation()
@@ -82,10 +73,27 @@ class TextTokenizer:
         It covers what the tokenizer's files say, and the tokens that the library makes of a few
         texts. Another version of the library is the same tokenizer if it makes the same tokens.
         """
-        content = {
-            "files": _definition(self._path),
-            "probe": [self._encode_or_refuse(text) for text in PROBE],
-        }
+        tokenizer_json = self._path / "tokenizer.json"
+        if tokenizer_json.is_file():
+            # Parsed, so that another layout of the same JSON is the same tokenizer.
+            said = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+            definition = {key: value for key, value in said.items() if key not in CUTS}
+        else:
+            files = [self._path / name for name in (*VOCABULARIES, *DETAILS)]
+            definition = {
+                file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+                for file in files
+                if file.is_file()
+            }
+        tokens: list[list[int] | None] = []
+        for text in PROBE:
+            try:
+                tokens.append(self.encode(text))
+            except Exception:
+                # A tokenizer that refuses a text is identified by that, too. The library raises
+                # nothing more precise.
+                tokens.append(None)
+        content = {"files": definition, "probe": tokens}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -131,14 +139,6 @@ class TextTokenizer:
             return name
         return bytes(BYTES[sign] for sign in name).decode(errors="backslashreplace")
 
-    def _encode_or_refuse(self, text: str) -> list[int] | None:
-        """Token ids of a text; None if the tokenizer refuses it, which identifies it, too."""
-        try:
-            return self.encode(text)
-        except Exception:
-            # The library raises nothing more precise.
-            return None
-
 
 def _check_size(path: Path, vocabulary: dict[str, int], d_vocab: int) -> None:
     size = len(vocabulary)
@@ -151,21 +151,6 @@ def _check_size(path: Path, vocabulary: dict[str, int], d_vocab: int) -> None:
             f"expected {least:,} to {d_vocab:,}, because models are padded by {PADDING} tokens or "
             f"{PADDING_SHARE:.0%} at most; tokenizer files are missing or another model's"
         )
-
-
-def _definition(path: Path) -> dict[str, Any]:
-    """What a tokenizer's files say: the content of tokenizer.json, or fingerprints of older files.
-
-    The content is parsed, so that another layout of the same JSON is the same tokenizer.
-    """
-    tokenizer_json = path / "tokenizer.json"
-    if tokenizer_json.is_file():
-        content = json.loads(tokenizer_json.read_text(encoding="utf-8"))
-        return {key: value for key, value in content.items() if key not in CUTS}
-    files = [path / name for name in (*VOCABULARIES, *DETAILS)]
-    return {
-        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()
-    }
 
 
 def _load(path: Path) -> Tokenizer:
