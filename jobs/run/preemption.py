@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
-from ray._private.state import state
 
 LEAVE_SECONDS = 25.0
 """A replica that was told to leave exits after this time, whatever it is doing. Google Cloud and
@@ -55,7 +54,7 @@ class LeaveNotice:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # Ray's own handler would end the process in the middle of its shards.
-        signal.signal(signal.SIGTERM, _do_nothing)
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
         threading.Thread(target=self._listen, args=[reader], daemon=True).start()
 
     @property
@@ -112,18 +111,9 @@ class LeaveNotice:
         _exit()
 
 
-def _do_nothing(number: int, frame: object) -> None:
-    """Handle a signal that `LeaveNotice` reads from its pipe."""
-
-
 def _exit() -> None:
     # Not `ray.actor.exit_actor`: Ray does not start an actor again that left by itself.
     os._exit(128 + signal.SIGTERM)
-
-
-def draining_nodes() -> set[str]:
-    """The nodes that the cluster is about to lose, and that get no new actor."""
-    return set(state.get_draining_nodes())
 
 
 def node_is_gone(node_id: str) -> bool:
