@@ -28,6 +28,7 @@ import ray.exceptions
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 from ray._private.state import state
 
+from headcount.jobs.cluster.job_interpreter import SETUP_HOOK
 from headcount.jobs.endings import is_a_command, listen_to_signals, processes_start
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import HeadcountError, RunError
@@ -35,9 +36,6 @@ from headcount.schemas.files.places import reason
 from headcount.schemas.packages import PACKAGE
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, located
 from headcount.workers.memory import available_cores
-
-SETUP_HOOK_VARIABLE = WORKER_PROCESS_SETUP_HOOK_ENV_VAR
-"""Variable of a job that names a function, which Ray calls in every process of the job."""
 
 SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
 """Settings of a whole cluster. Ray would start a worker for every core at once. Replicas take many
@@ -66,11 +64,26 @@ def connect(resources: Resources) -> Resources:
         cores = 1 if address else max(1, available_cores() // resources.replicas)
     if not ray.is_initialized():
         processes_start()
-        with explained(address or "Ray on this machine"):
+        try:
             if address:
                 _join(address)
             else:
                 _start(resources.replicas * cores)
+        except HeadcountError:
+            raise
+        except ray.exceptions.AuthenticationError as error:
+            raise RunError(
+                f"{address}: the cluster refused the token ({reason(error)}); put its token into "
+                "RAY_AUTH_TOKEN, or its file into RAY_AUTH_TOKEN_PATH"
+            ) from None
+        except Exception as error:  # Ray raises a plain `Exception` if its processes do not start.
+            # If a token is missing, Ray says only that it found no cluster.
+            has_token = bool(os.environ.get("RAY_AUTH_MODE"))
+            hint = "" if has_token else "; if it wants a token: RAY_AUTH_MODE=token"
+            raise RunError(
+                f"{address or 'Ray on this machine'}: no cluster that can be used "
+                f"({reason(error)}){hint}"
+            ) from None
         if is_a_command():
             # Ray took SIGTERM for itself.
             listen_to_signals()
@@ -208,23 +221,13 @@ def staged_code() -> Iterator[Path]:
         yield Path(directory)
 
 
-@contextmanager
-def explained(cluster: str) -> Iterator[None]:
-    """Turn every error of Ray about a cluster into one line."""
-    try:
-        yield
-    except ray.exceptions.AuthenticationError as error:
-        raise RunError(
-            f"{cluster}: the cluster refused the token ({reason(error)}); put its token into "
-            "RAY_AUTH_TOKEN, or its file into RAY_AUTH_TOKEN_PATH"
-        ) from None
-    except HeadcountError:
-        raise
-    except Exception as error:  # Ray raises a plain `Exception` if its processes do not start.
-        # If a token is missing, Ray says only that it found no cluster.
-        has_token = bool(os.environ.get("RAY_AUTH_MODE"))
-        hint = "" if has_token else "; if it wants a token: RAY_AUTH_MODE=token"
-        raise RunError(f"{cluster}: no cluster that can be used ({reason(error)}){hint}") from None
+def hook_variables() -> dict[str, str]:
+    """Variables of a job that make Ray call `make_interpreter_known` in each process of the job.
+
+    What Ray documents, `worker_process_setup_hook`, reaches the driver's workers, and not the actor
+    that starts the driver. This variable is how Ray itself passes it on.
+    """
+    return {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: SETUP_HOOK}
 
 
 def last_line(text: str) -> str:

@@ -33,8 +33,8 @@ import ray
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
-from headcount.jobs.cluster.job_interpreter import INTERPRETER, SETUP_HOOK
-from headcount.jobs.cluster.ray_cluster import SETUP_HOOK_VARIABLE, last_line, staged_code
+from headcount.jobs.cluster.job_interpreter import INTERPRETER
+from headcount.jobs.cluster.ray_cluster import hook_variables, last_line, staged_code
 from headcount.jobs.plan.scan_runs import last_run, next_run
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import HeadcountError, RunError, printable, unknown
@@ -205,10 +205,7 @@ class JobClient:
         attempt = max((job.attempt for job in same_id), default=0) + 1
         job_id = run.run_id if attempt == 1 else f"{run.run_id}.{attempt}"
         metadata = {"headcount": run.run_id, "run": str(run.path), "attempt": f"{attempt}"}
-        # What Ray documents, `worker_process_setup_hook`, reaches the driver's workers, and not the
-        # actor that starts the driver. This variable is how Ray itself passes it on.
-        env_vars = {name: os.environ[name] for name in variables}
-        env_vars[SETUP_HOOK_VARIABLE] = SETUP_HOOK
+        env_vars = hook_variables() | {name: os.environ[name] for name in variables}
         deadline = time.monotonic() + AGENT_SECONDS
         with self._explained(), staged_code() as code:
             if scan_file is not None:

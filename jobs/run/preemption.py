@@ -55,7 +55,13 @@ class LeaveNotice:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # Ray's own handler would end the process in the middle of its shards.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
-        threading.Thread(target=self._listen, args=[reader], daemon=True).start()
+
+        def listen() -> None:
+            while signal.SIGTERM not in os.read(reader, 64):
+                pass
+            self.tell("SIGTERM")
+
+        threading.Thread(target=listen, daemon=True).start()
 
     @property
     def came(self) -> bool:
@@ -94,12 +100,6 @@ class LeaveNotice:
             with self._lock:
                 self._calls -= 1
 
-    def _listen(self, reader: int) -> None:
-        """Read the numbers of signals until SIGTERM is one of them."""
-        while signal.SIGTERM not in os.read(reader, 64):
-            pass
-        self.tell("SIGTERM")
-
     def _exit_in_order(self) -> None:
         deadline = time.monotonic() + LEAVE_SECONDS
         # Calls that were on their way must arrive, to be given back.
@@ -122,12 +122,12 @@ def node_is_gone(node_id: str) -> bool:
     The head notices by missed heartbeats, 15 s later. Ray's process on a dead node does not accept
     connections any more.
     """
-    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
-    if node is None or not node["Alive"]:
-        return True
-    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
-    try:
-        socket.create_connection(address, timeout=PROBE_SECONDS).close()
-    except OSError:
-        return True
-    return False
+    for node in ray.nodes():
+        if node["NodeID"] == node_id and node["Alive"]:
+            address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+            try:
+                socket.create_connection(address, timeout=PROBE_SECONDS).close()
+            except OSError:
+                return True
+            return False
+    return True

@@ -193,10 +193,8 @@ def note(phase: Phase, detail: str = "", tokens_per_second: float | None = None)
 
 def about(run: RunDirectory) -> None:
     """Write the notes about a run from now on."""
-    heartbeat, out = _Heartbeat.of_process, run.path.parent
-    # A scan that is refused here leaves no directory behind.
-    is_possible = JOB_VARIABLE in os.environ or not isinstance(out, Path) or out.is_dir()
-    if heartbeat is not None and is_possible:
+    heartbeat = _Heartbeat.of_process
+    if heartbeat is not None:
         heartbeat.thread = threading.Thread(target=_beat, args=[heartbeat, run], daemon=True)
         heartbeat.thread.start()
 
@@ -208,7 +206,8 @@ def _beat(heartbeat: _Heartbeat, run: RunDirectory) -> None:
         if not driver.is_alive(time.time()):
             _delete(file)
     name = f"{heartbeat.driver.host}-{heartbeat.driver.process}.json"
-    file = run.path.parent / ".drivers" / run.run_id / name
+    out, is_job = run.path.parent, JOB_VARIABLE in os.environ
+    file = out / ".drivers" / run.run_id / name
     is_last = False
     while not is_last:
         heartbeat.has_news.clear()
@@ -216,13 +215,11 @@ def _beat(heartbeat: _Heartbeat, run: RunDirectory) -> None:
         driver = heartbeat.driver.model_copy(update={"at": time.time()})
         # A run must not end because of what is told of it.
         with contextlib.suppress(RunError, OSError):
-            # The user of a command that was refused here has read why.
-            if not is_last or (
-                driver.ended and (JOB_VARIABLE in os.environ or run.manifest_file.is_file())
-            ):
-                write_whole(file, driver.model_dump_json(indent=1).encode())
-            else:
+            # The user of a command that was refused here has read why, and no directory is left.
+            if is_last and not (driver.ended and (is_job or run.manifest_file.is_file())):
                 _delete(file)
+            elif is_job or not isinstance(out, Path) or out.is_dir():
+                write_whole(file, driver.model_dump_json(indent=1).encode())
         if not is_last:
             heartbeat.has_news.wait(BEAT_SECONDS)
 

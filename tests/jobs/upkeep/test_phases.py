@@ -81,11 +81,18 @@ def test_a_driver_says_what_it_does_and_leaves_nothing_behind(
         heard(run, "preparing tokens: 199 of 199 million, for 0.")
         phases.note("measuring", tokens_per_second=12.5)
         assert heard(run, "measuring").tokens_per_second == 12.5
+    # Where there was no run before, the driver is heard as soon as its own has begun.
+    first = RunDirectory.of(tmp_path / "runs", "toy-1")
+    with phases.taken():
+        phases.about(first)
+        (tmp_path / "runs").mkdir()
+        heard(first, "loading the model")
+    (tmp_path / "runs").rmdir()
     # Outside of a command that takes notes, nothing happens.
     phases.note("measuring")
     phases.about(run)
     # A scan that is refused makes no directory, either, and nothing in one that is there.
-    for other in (RunDirectory.of(tmp_path / "runs", "toy-1"), run):
+    for other in (first, run):
         with pytest.raises(CorpusError):
             scan_that_fails(other, CorpusError("no text"))
     assert list(tmp_path.iterdir()) == []
