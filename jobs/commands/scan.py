@@ -450,6 +450,7 @@ def scan(
                 failures += run_failures
                 advice.append(f"{command.text()} continues it, {scan_plan.alternative}")
             elif merge:
+                phases.note("compacting")
                 merge_finished(scan_plan.run, _merging(0, address), lambda line: say(console, line))
             print(scan_plan.run.path)
     if failures:
