@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.exceptions import RaySystemError
 
 from headcount.jobs.cluster.ray_cluster import draining_nodes, hook_variables
 from headcount.schemas.packages import PACKAGES
@@ -280,7 +281,7 @@ def test_one_file_has_the_names_that_ray_does_not_promise_to_keep() -> None:
     uses = [path for path in files if "from ray._private" in path.read_text(encoding="utf-8")]
     assert uses == [ROOT / "jobs" / "cluster" / "ray_cluster.py"]
     # Without a cluster Ray knows no nodes, and says that it is not initialized.
-    with pytest.raises(ray.exceptions.RaySystemError):
+    with pytest.raises(RaySystemError):
         draining_nodes()
     (hook,) = hook_variables().values()
     module, _, name = hook.rpartition(".")
