@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Timer
@@ -147,7 +148,7 @@ def status(
 
     With a cluster's address, also print the state of the run's job.
     """
-    from headcount.jobs.upkeep.status import as_json, as_lines
+    from headcount.jobs.upkeep.status import as_lines
 
     directory = _run_directory(run, runs)
     redraws = watch and sys.stdout.isatty()
@@ -157,7 +158,7 @@ def status(
             run_status, job, error = _status(directory, address)
         # One object a line, also with --watch, so that a program reads them as they come.
         if format_ == "json":
-            record = as_json(run_status)
+            record = asdict(run_status)
             if job is not None:
                 record |= {"job": job, "job_error": error}
             lines = [json.dumps(record)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -213,11 +213,6 @@ def _paces(commit_log: pa.Table) -> list[Pace]:
             busy = round(busy_seconds / seconds, 3)
             paces.append(Pace(row["replica"], row["host"], speed, busy, row["stop_count"]))
     return sorted(paces, key=lambda pace: (-pace.tokens_per_second, pace.replica))
-
-
-def as_json(status: Status) -> dict[str, Any]:
-    """A status as one JSON object."""
-    return asdict(status)
 
 
 def as_lines(status: Status) -> list[str]:
