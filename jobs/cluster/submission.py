@@ -12,7 +12,6 @@ nobody looks there after a command that reported success. So `JobClient.wait` wa
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
@@ -53,6 +52,9 @@ AGENT_SECONDS = 60.0
 
 DRIVER_SECONDS = 180.0
 """Stop waiting for a driver after this many seconds. The job stays submitted."""
+
+LOG_SECONDS = 1.0
+"""Pause between two looks at a log that is followed. It is a line every ten seconds."""
 
 LOG_LINES = 10
 """The last lines of a log that are shown if a job has failed at once."""
@@ -310,26 +312,17 @@ class JobClient:
 
     def log(self, job: Job, follow: bool = False) -> Iterator[str]:
         """Yield what a job's driver printed; with `follow`, also what it prints until it ends."""
-        with self._explained():
-            if not follow:
-                yield self.client.get_job_logs(job.job_id)
+        printed = 0
+        while True:
+            # Asked before the log, which then holds all that the driver has printed.
+            ended = self.job(job.job_id).ended
+            with self._explained():
+                text = self.client.get_job_logs(job.job_id)
+            yield text[printed:]
+            printed = len(text)
+            if ended or not follow:
                 return
-            from aiohttp import ClientError
-
-            texts = self.client.tail_job_logs(job.job_id)
-
-            async def next_text() -> str | None:
-                try:
-                    return await anext(texts, None)
-                except ClientError as error:
-                    # So that `_explained` knows it.
-                    raise ConnectionError(str(error)) from None
-
-            # Ray's log is an asynchronous generator. One event loop serves all of its steps: the
-            # connection behind it belongs to the loop that opened it.
-            with asyncio.Runner() as runner:
-                while (text := runner.run(next_text())) is not None:
-                    yield text
+            time.sleep(LOG_SECONDS)
 
     def _log_lines(self, job: Job) -> list[str]:
         """What a job's driver has printed until now, without Ray's own lines."""

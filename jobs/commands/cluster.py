@@ -421,7 +421,6 @@ def _resume_here(
     # Relative names of the scan are meant from where the run was begun.
     with phases.taken(), where_begun(directory, overrides) as absolute_overrides:
         phases.about(directory)
-        phases.note("loading the model")
         with watch_index(console) as watch:
             preparation = Preparation(
                 resources, watch, verify_corpus, lambda line: say(console, line)

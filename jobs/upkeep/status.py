@@ -39,15 +39,8 @@ STORE_READERS = 16
 """Runs that are read at a time from a store."""
 
 COLUMNS = [
-    "stop",
-    "tokens",
-    "compute_seconds",
-    "idle_seconds",
-    "finished",
-    "host",
-    "replica",
-    "bad_rows",
-]
+    "stop", "tokens", "compute_seconds", "idle_seconds", "finished", "host", "replica", "bad_rows",
+]  # fmt: skip
 """Columns of the commit log that a status needs."""
 
 

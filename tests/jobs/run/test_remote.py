@@ -222,7 +222,7 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     words = (*submit, "--new", *(word for variable in halting for word in ("--env", variable)))
     variables = {"FAR_AWAY": SECRET, "RAY_ADDRESS": "192.0.2.1:6379"} | halting
     both = [headcount(*words, **variables), headcount(*submit, FAR_AWAY=SECRET)]
-    assert [ended.stdout.strip() for ended in both] == [name, name]
+    assert [ended.stdout.strip() for ended in both] == [name, name], both
     check_submitted_once(cluster, name, both)
     assert re.search(r"^(phase|speed) ", headcount("status", path, *at).stdout, re.MULTILINE)
     # What its driver has said last.
