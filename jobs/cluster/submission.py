@@ -162,14 +162,13 @@ class JobClient:
     def find(self, name: str) -> Job:
         """The job with an id, or the last job of a run by the run's id, directory or address."""
         jobs = self.jobs()
-        name_or_id = name.rstrip("/").rpartition("/")[2].removeprefix("run_id=")
-        # The id of a run is also that of its first job. It stands for the last one, which is kept
-        # here because it comes last in `jobs`.
-        by_name = {job.run_id: job for job in jobs}
-        by_name |= {job.job_id: job for job in jobs if job.job_id != job.run_id}
-        if name_or_id not in by_name:
-            raise RunError(f"{self.url}: {unknown('job', name_or_id, by_name)}")
-        return by_name[name_or_id]
+        job_or_run_id = name.rstrip("/").rpartition("/")[2].removeprefix("run_id=")
+        # The id of a run is also that of its first job, and stands for the last one.
+        matches = [job for job in jobs if job_or_run_id in (job.run_id, job.job_id)]
+        if not matches:
+            ids = {job.run_id for job in jobs} | {job.job_id for job in jobs}
+            raise RunError(f"{self.url}: {unknown('job', job_or_run_id, ids)}")
+        return matches[-1]
 
     def job(self, job_id: str) -> Job:
         """The job with an id that is known, as it is at present."""

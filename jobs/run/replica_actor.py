@@ -36,7 +36,6 @@ from headcount.workers.shard import (
     failure_of,
     measure_shard,
     note_failure,
-    replica_name,
 )
 
 DEPTH = 3
@@ -52,8 +51,6 @@ class ReplicaPlace(NamedTuple):
     node_id: str
     """As Ray knows the node."""
     host: str
-    name: str
-    """As commits name the replica."""
 
 
 @ray.remote
@@ -123,7 +120,7 @@ class ReplicaActor:
             # For ever, which is a moment: the process is about to exit.
             threading.Event().wait()
         node_id = ray.get_runtime_context().get_node_id()
-        return ReplicaPlace(node_id, node_name(), replica_name())
+        return ReplicaPlace(node_id, node_name())
 
     def told_to_leave(self) -> str:
         """Wait until the replica is told to leave; returns why."""
