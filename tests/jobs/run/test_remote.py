@@ -99,8 +99,6 @@ def cluster() -> Iterator[str]:
     env = environment() | {"PATH": os.pathsep.join([str(others), "/usr/bin", "/bin"])}
     # Workers that nobody has asked for would import Ray for nothing.
     env["RAY_prestart_worker_first_driver"] = "0"
-    # On a machine that does other things Ray's agents take longer to start than its node waits.
-    env["RAY_agent_register_timeout_ms"] = f"{PATIENCE_SECONDS * 1000}"
     log = Path(directory) / "head.log"
     with log.open("w") as written:
         head = psutil.Popen(
