@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +18,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import ray
 import ray.exceptions
 
+# Ray does not promise to keep these names, so no other file has one.
+from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+from ray._private.state import state
+
+from headcount.jobs.cluster.job_interpreter import SETUP_HOOK
 from headcount.jobs.endings import is_a_command, listen_to_signals, processes_start
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import HeadcountError, RunError
@@ -44,9 +51,6 @@ JOIN_SECONDS = 30.0
 CONNECT_SECONDS = 10.0
 """Give up if a machine does not accept a connection in this time."""
 
-LEAST_TEMPORARY_BYTES = 20e6
-"""A little more than Ray's processes write into the temporary directory when they start."""
-
 JOINING = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False)"
 """A program that joins a cluster and leaves it."""
 
@@ -60,11 +64,26 @@ def connect(resources: Resources) -> Resources:
         cores = 1 if address else max(1, available_cores() // resources.replicas)
     if not ray.is_initialized():
         processes_start()
-        with explained(address or "Ray on this machine"):
+        try:
             if address:
                 _join(address)
             else:
                 _start(resources.replicas * cores)
+        except HeadcountError:
+            raise
+        except ray.exceptions.AuthenticationError as error:
+            raise RunError(
+                f"{address}: the cluster refused the token ({reason(error)}); put its token into "
+                "RAY_AUTH_TOKEN, or its file into RAY_AUTH_TOKEN_PATH"
+            ) from None
+        except Exception as error:  # Ray raises a plain `Exception` if its processes do not start.
+            # If a token is missing, Ray says only that it found no cluster.
+            has_token = bool(os.environ.get("RAY_AUTH_MODE"))
+            hint = "" if has_token else "; if it wants a token: RAY_AUTH_MODE=token"
+            raise RunError(
+                f"{address or 'Ray on this machine'}: no cluster that can be used "
+                f"({reason(error)}){hint}"
+            ) from None
         if is_a_command():
             # Ray took SIGTERM for itself.
             listen_to_signals()
@@ -78,8 +97,6 @@ def connect(resources: Resources) -> Resources:
 
 def _start(cores: int) -> None:
     """Start a cluster of this machine alone, which ends with this process."""
-    _check_loopback()
-    _check_temporary_directory()
     # Ray would run the replicas at nice 15, behind everything else that wants a core. But the scan
     # is what this command was started for.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -90,14 +107,7 @@ def _start(cores: int) -> None:
     # Ray lets workers import from the directory that it is started in, before all others. In the
     # user's directory a `jobs.py` may lie, so Ray is started in the directory of our code. The
     # replicas change back, because paths of a scan are relative to the user's directory.
-    with (
-        _given_up_after(
-            START_SECONDS,
-            f"Ray on this machine did not start in {START_SECONDS:.0f} s; --replicas 0 measures "
-            "without it, and its logs are in /tmp/ray/session_latest/logs",
-        ),
-        contextlib.chdir(PACKAGE.parent),
-    ):
+    with _within(START_SECONDS), contextlib.chdir(PACKAGE.parent):
         ray.init(
             address="local",  # A cluster of its own, even if another one runs on this machine.
             num_cpus=cores,
@@ -108,6 +118,34 @@ def _start(cores: int) -> None:
             logging_level=logging.ERROR,
             _system_config=SYSTEM_CONFIG,
         )
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Give up if Ray does not start in time: without a loopback device it would wait for ever."""
+
+    class TooLong(BaseException):
+        """Ray tries again after every `Exception`."""
+
+    def give_up(number: int, frame: object) -> NoReturn:
+        raise TooLong
+
+    # Python takes signals in the main thread only.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous_handler = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except TooLong:
+        raise RunError(
+            f"Ray on this machine did not start in {seconds:.0f} s; --replicas 0 measures without "
+            "it, and its logs are in /tmp/ray/session_latest/logs"
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def _join(address: str) -> None:
@@ -121,7 +159,22 @@ def _join(address: str) -> None:
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return
-    _check_head(address)
+    try:
+        if address != "auto":
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        # Ray would try for minutes and then end this process, so another process tries it first.
+        # What fails in time is said better by Ray in this process.
+        program = [sys.executable, "-P", "-c", JOINING, address]
+        subprocess.run(program, timeout=JOIN_SECONDS, capture_output=True, check=False)
+    except (OSError, OverflowError, ValueError, subprocess.TimeoutExpired) as error:
+        problem = reason(error)
+        if isinstance(error, subprocess.TimeoutExpired):
+            problem = f"it takes connections, and has said nothing in {JOIN_SECONDS:.0f} s"
+        raise RunError(
+            f"{address}: no head of a Ray cluster answers there ({problem}); expected HOST:PORT of "
+            "the cluster's head; the port is 6379 unless chosen otherwise"
+        ) from None
     with staged_code() as code:
         ray.init(
             address=address,
@@ -131,66 +184,14 @@ def _join(address: str) -> None:
         )
 
 
-def _check_loopback() -> None:
-    """Refuse a machine without a loopback device: Ray's processes would wait for ever."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=CONNECT_SECONDS).close()
-    except OSError as error:
-        raise RunError(
-            f"Ray on this machine: its processes cannot talk to each other over 127.0.0.1 "
-            f"({reason(error)}); bring the loopback device up, or measure without Ray: "
-            "--replicas 0"
-        ) from None
-
-
-def _check_temporary_directory() -> None:
-    """Refuse a full temporary directory: Ray's processes would end without saying why."""
-    directory = tempfile.gettempdir()
-    free = shutil.disk_usage(directory).free
-    if free < LEAST_TEMPORARY_BYTES:
-        raise RunError(
-            f"Ray on this machine: {directory} has {free / 1e6:.1f} MB free, and its processes "
-            f"want {LEAST_TEMPORARY_BYTES / 1e6:.0f} MB; set TMPDIR to another directory, or "
-            "measure without Ray: --replicas 0"
-        )
-
-
-def _check_head(address: str) -> None:
-    """Fail soon if no head of a cluster answers.
-
-    Ray would try for minutes and then end this process, so another process tries it first.
-    """
-    advice = "expected HOST:PORT of the cluster's head; the port is 6379 unless chosen otherwise"
-    host, _, port = address.rpartition(":")
-    try:
-        if address != "auto":
-            if not host or not port.isdecimal() or int(port) > 65535:
-                raise RunError(f"{address}: expected HOST:PORT of the cluster's head")
-            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-        # What fails in time is said better by Ray in this process.
-        program = [sys.executable, "-P", "-c", JOINING, address]
-        subprocess.run(program, timeout=JOIN_SECONDS, capture_output=True, check=False)
-    except subprocess.TimeoutExpired:
-        raise RunError(
-            f"{address}: takes connections, and is no head of a Ray cluster that answers in "
-            f"{JOIN_SECONDS:.0f} s; {advice}"
-        ) from None
-    except TimeoutError:
-        raise RunError(f"{address}: no answer in {CONNECT_SECONDS:.0f} s; {advice}") from None
-    except OSError as error:
-        raise RunError(f"{address}: no answer ({reason(error)}); {advice}") from None
-
-
 def lack_of_room(resources: Resources) -> str | None:
     """Say what a replica needs that no machine of the cluster has; none if one has all of it.
 
     This is not an error: a cluster may start machines when they are needed.
     """
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    most_gpus = int(max((machine.get("GPU", 0) for machine in machines), default=0))
     most_cores = int(max((machine.get("CPU", 0) for machine in machines), default=0))
-    if resources.device == "cuda" and not most_gpus:
+    if resources.device == "cuda" and not any(machine.get("GPU", 0) for machine in machines):
         return (
             f"{resources.replicas} GPUs wanted, one for each replica, and the cluster has none: "
             "waiting for a machine with one; if it never gets one, stop and use --device cpu"
@@ -204,30 +205,9 @@ def lack_of_room(resources: Resources) -> str | None:
     return None
 
 
-@contextmanager
-def _given_up_after(seconds: float, message: str) -> Iterator[None]:
-    """Say a line if a block takes longer, and end this process if it is a command of ours.
-
-    An exception would not help: Ray waits inside its library, where Python raises nothing.
-    """
-
-    def give_up() -> None:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        # A notebook, or another program that imports this, is not ours, and nor are its children.
-        if not is_a_command():
-            return
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        os._exit(2)
-
-    watchdog = threading.Timer(seconds, give_up)
-    watchdog.daemon = True
-    watchdog.start()
-    try:
-        yield
-    finally:
-        watchdog.cancel()
+def draining_nodes() -> set[str]:
+    """The nodes that the cluster is about to lose, and that get no new actor."""
+    return set(state.get_draining_nodes())
 
 
 @contextmanager
@@ -241,23 +221,13 @@ def staged_code() -> Iterator[Path]:
         yield Path(directory)
 
 
-@contextmanager
-def explained(cluster: str) -> Iterator[None]:
-    """Turn every error of Ray about a cluster into one line."""
-    try:
-        yield
-    except ray.exceptions.AuthenticationError as error:
-        raise RunError(
-            f"{cluster}: the cluster refused the token ({reason(error)}); put its token into "
-            "RAY_AUTH_TOKEN, or its file into RAY_AUTH_TOKEN_PATH"
-        ) from None
-    except HeadcountError:
-        raise
-    except Exception as error:  # Ray raises a plain `Exception` if its processes do not start.
-        # If a token is missing, Ray says only that it found no cluster.
-        has_token = bool(os.environ.get("RAY_AUTH_MODE"))
-        hint = "" if has_token else "; if it wants a token: RAY_AUTH_MODE=token"
-        raise RunError(f"{cluster}: no cluster that can be used ({reason(error)}){hint}") from None
+def hook_variables() -> dict[str, str]:
+    """Variables of a job that make Ray call `make_interpreter_known` in each process of the job.
+
+    What Ray documents, `worker_process_setup_hook`, reaches the driver's workers, and not the actor
+    that starts the driver. This variable is how Ray itself passes it on.
+    """
+    return {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: SETUP_HOOK}
 
 
 def last_line(text: str) -> str:

@@ -5,36 +5,38 @@ makes one job, even if both commands run at the same time. Ray does not support 
 deleted job to another, so a job that resumes a run gets a number: NAME-HASH, NAME-HASH.2,
 NAME-HASH.3. The last one stands for the run. (NAME-HASH-2, with a hyphen, is another run of the
 same scan.)
+
+A cluster takes a job before anything of it runs. What then goes wrong is only in the job's log, and
+nobody looks there after a command that reported success. So `JobClient.wait` waits for the driver.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
+import re
+import shlex
 import shutil
 import time
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from pathlib import Path
 from ssl import SSLError
-from typing import Any
+from typing import NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import ray
-from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
-from headcount.jobs.cluster.job_interpreter import SETUP_HOOK, command_line
-from headcount.jobs.cluster.ray_cluster import last_line, staged_code
+from headcount.jobs.cluster.job_interpreter import INTERPRETER
+from headcount.jobs.cluster.ray_cluster import hook_variables, last_line, staged_code
 from headcount.jobs.plan.identity import last_run, next_run
 from headcount.jobs.resources import Resources
-from headcount.jobs.upkeep import phases
-from headcount.schemas.errors import HeadcountError, RunError, unknown
+from headcount.schemas.errors import HeadcountError, RunError, printable, unknown
 from headcount.schemas.files.places import StorePath, place, reason
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import Scan, safe_name
@@ -48,14 +50,17 @@ STOP_SECONDS = 60.0
 AGENT_SECONDS = 60.0
 """Give up after this many seconds if a head that has just started takes no job yet."""
 
-NO_AGENT = "No available agent to submit job"
-"""What Ray answers meanwhile."""
+DRIVER_SECONDS = 180.0
+"""Stop waiting for a driver after this many seconds. The job stays submitted."""
 
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-"""States of a job that has ended."""
+LOG_SECONDS = 1.0
+"""Pause between two looks at a log that is followed. It is a line every ten seconds."""
 
-ADDRESS_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-"""Environment variables that Ray prefers to the address that it is given."""
+LOG_LINES = 10
+"""The last lines of a log that are shown if a job has failed at once."""
+
+OF_RAY = ("Running entrypoint for job", "Runtime env is setting up")
+"""What a log also holds, and what tells a user nothing."""
 
 TALKATIVE_MODULES = (
     "ray.dashboard.modules.dashboard_sdk",
@@ -65,8 +70,7 @@ TALKATIVE_MODULES = (
 """Modules of Ray whose messages on stderr tell the user nothing new."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A job of a cluster that measures a run."""
 
     job_id: str
@@ -80,20 +84,42 @@ class Job:
     """Last line of Ray's message about it."""
     started: float
     """Seconds since 1970."""
-    exit_code: int | None = None
+    exit_code: int | None
     """Of the driver, if it has ended by itself."""
+
+    @classmethod
+    def of(cls, details: JobDetails) -> Job:
+        """Read Ray's description of a job that `JobClient.start` has made."""
+        metadata = details.metadata or {}
+        return cls(
+            job_id=details.submission_id or "",
+            run_id=metadata["headcount"],
+            run=metadata["run"],
+            attempt=int(metadata["attempt"]),
+            state=str(details.status),
+            message=last_line(details.message or ""),
+            started=(details.start_time or 0) / 1000,  # Ray counts milliseconds.
+            exit_code=details.driver_exit_code,
+        )
 
     @property
     def ended(self) -> bool:
         """Whether it has ended, well or not."""
-        return self.state in ENDED
+        return self.state in ("SUCCEEDED", "FAILED", "STOPPED")
+
+    @property
+    def has_begun(self) -> bool | None:
+        """Whether its run is there to be resumed; none if it lies on a disk of the cluster."""
+        run = RunDirectory(place(self.run))
+        if isinstance(run.path, StorePath) or run.path.parent.is_dir():
+            return run.manifest_file.is_file()
+        return None
 
 
-@dataclass(frozen=True)
-class Submission:
+class Submission(NamedTuple):
     """What became of a command that submits a run."""
 
-    run: RunDirectory
+    run_id: str
     job_id: str
     line: str
     """What was done, in words."""
@@ -108,17 +134,22 @@ class JobClient:
         self.url = _url(address)
         for module in TALKATIVE_MODULES:
             logging.getLogger(module).setLevel(logging.WARNING)
-        with self._explained(), _without_address_variables():
-            _check_connection(self.url)
+        # Ray prefers what these name to the address that it is given.
+        for variable in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+            os.environ.pop(variable, None)
+        with self._explained():
+            self._check_connection()
             self.client = JobSubmissionClient(self.url)
 
     def jobs(self) -> list[Job]:
         """The jobs that measure runs, by run, those of a run in their order."""
         with self._explained():
-            jobs = [_job_of(details) for details in self.client.list_jobs()]
-        # Other programs may have jobs there, too.
-        our_jobs = [job for job in jobs if job is not None]
-        return sorted(our_jobs, key=lambda job: (job.run_id, job.attempt, job.started))
+            # Other programs may have jobs there, too.
+            ours = [
+                each for each in self.client.list_jobs() if "headcount" in (each.metadata or {})
+            ]
+            jobs = map(Job.of, ours)
+            return sorted(jobs, key=lambda job: (job.run_id, job.attempt, job.started))
 
     def last(self, run: RunDirectory) -> Job | None:
         """The last job of a run; none if it never had one.
@@ -131,75 +162,136 @@ class JobClient:
     def find(self, name: str) -> Job:
         """The job with an id, or the last job of a run by the run's id, directory or address."""
         jobs = self.jobs()
-        last_part = name.rstrip("/").rpartition("/")[2]
-        name_or_id = last_part.removeprefix("run_id=")
-        # The id of a run is also that of its first job. It stands for the last one, which is kept
-        # here because it comes last in `jobs`.
-        by_name = {job.run_id: job for job in jobs}
-        by_name |= {job.job_id: job for job in jobs if job.job_id != job.run_id}
-        if name_or_id not in by_name:
-            raise RunError(f"{self.url}: {unknown('job', name_or_id, by_name)}")
-        return by_name[name_or_id]
+        job_or_run_id = name.rstrip("/").rpartition("/")[2].removeprefix("run_id=")
+        # The id of a run is also that of its first job, and stands for the last one.
+        matches = [job for job in jobs if job_or_run_id in (job.run_id, job.job_id)]
+        if not matches:
+            ids = {job.run_id for job in jobs} | {job.job_id for job in jobs}
+            raise RunError(f"{self.url}: {unknown('job', job_or_run_id, ids)}")
+        return matches[-1]
+
+    def job(self, job_id: str) -> Job:
+        """The job with an id that is known, as it is at present."""
+        with self._explained():
+            return Job.of(self.client.get_job_info(job_id))
 
     def start(
         self,
         run: RunDirectory,
-        words: list[str],
-        env: dict[str, str],
+        words: Sequence[str],
+        variables: Sequence[str],
         scan_file: Path | None = None,
     ) -> Submission:
         """Start a job for a run, unless one is at work.
 
-        `words` follow `headcount` on the job's command line. The scan file is sent with the code.
+        `words` follow `headcount` on the job's command line. `variables` are the names of those of
+        this machine that the job gets. The scan file is sent with the code.
         """
-        self._check_version()
+        for name in variables:
+            if name not in os.environ:
+                raise RunError(f"--env {name}: expected the name of a variable that is set here")
+        cluster_version, own_version = self.client._server_ray_version or "unknown", ray.__version__
+        # Versions that differ only in their last part talk to each other.
+        if cluster_version.split(".")[:2] != own_version.split(".")[:2]:
+            raise RunError(
+                f"{self.url}: the cluster runs Ray {cluster_version}, this machine {own_version}; "
+                f"install ray[default]=={cluster_version} here, or start the cluster from the "
+                "image of this version"
+            )
         # All of this must be of one moment, or two commands could start two jobs.
         same_id = [job for job in self.jobs() if job.run_id == run.run_id]
         at_work = [job for job in same_id if job.run == str(run.path) and not job.ended]
         if at_work:
-            return self._already_submitted(run, at_work[-1])
+            return self._already_submitted(at_work[-1])
         attempt = max((job.attempt for job in same_id), default=0) + 1
         job_id = run.run_id if attempt == 1 else f"{run.run_id}.{attempt}"
-        metadata = {"headcount": run.run_id, "run": str(run.path), "attempt": str(attempt)}
+        metadata = {"headcount": run.run_id, "run": str(run.path), "attempt": f"{attempt}"}
+        env_vars = hook_variables() | {name: os.environ[name] for name in variables}
+        deadline = time.monotonic() + AGENT_SECONDS
         with self._explained(), staged_code() as code:
             if scan_file is not None:
                 shutil.copy(scan_file, code / f"{safe_name(scan_file.stem)}.toml")
-            # What Ray documents, `worker_process_setup_hook`, reaches the driver's workers, and not
-            # the actor that starts the driver. This variable is how Ray itself passes it on.
-            variables = env | {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: SETUP_HOOK}
-            runtime_env = {"working_dir": str(code), "env_vars": variables}
-            try:
-                self._submit(job_id, command_line(words), runtime_env, metadata)
-            except (RuntimeError, OSError):
-                # Two commands may find the same last job and submit the same id: Ray refuses the
-                # second. Ray's answer may also be lost on the way. In both cases the job is there,
-                # and that is what the user wanted.
-                jobs_by_id = {job.job_id: job for job in self.jobs()}
-                if job_id not in jobs_by_id:
-                    raise
-                return self._already_submitted(run, jobs_by_id[job_id])
-        phases.note_submission(run, self.url)
-        return Submission(run, job_id, f"{job_id}: submitted to {self.url}", is_new=True)
+            runtime_env = {"working_dir": str(code), "env_vars": env_vars}
+            while True:
+                try:
+                    self.client.submit_job(
+                        entrypoint=command_line(words),
+                        submission_id=job_id,
+                        runtime_env=dict(runtime_env),
+                        metadata=metadata,
+                    )
+                    line = f"{job_id}: submitted to {self.url}"
+                    return Submission(run.run_id, job_id, line, is_new=True)
+                except (RuntimeError, OSError) as error:
+                    # Two commands may find the same last job and submit the same id: Ray refuses
+                    # the second. Ray's answer may also be lost on the way. In both cases the job is
+                    # there, and that is what the user wanted.
+                    jobs_by_id = {job.job_id: job for job in self.jobs()}
+                    if job_id in jobs_by_id:
+                        return self._already_submitted(jobs_by_id[job_id])
+                    # A head that has just started is asked again for a while.
+                    is_early = "No available agent to submit job" in str(error)
+                    if not is_early or time.monotonic() > deadline:
+                        raise
+                    time.sleep(1)
 
-    def _submit(
-        self, job_id: str, command: str, runtime_env: dict[str, Any], metadata: dict[str, str]
-    ) -> None:
-        """Submit a job; a head that has just started is asked again for a while."""
-        deadline = time.monotonic() + AGENT_SECONDS
+    def _already_submitted(self, job: Job) -> Submission:
+        line = (
+            f"{job.job_id}: already submitted to {self.url}, {job.state}; "
+            f"headcount logs {job.run_id} shows what it does"
+        )
+        return Submission(job.run_id, job.job_id, line, is_new=False)
+
+    def wait(self, job_id: str) -> str:
+        """Wait until a job's driver has planned its run; returns a line that says what it does.
+
+        If the job fails before, raises with the last lines of its log. After `DRIVER_SECONDS` the
+        line says what it waits for.
+        """
+        deadline = time.monotonic() + DRIVER_SECONDS
         while True:
-            try:
-                self.client.submit_job(
-                    entrypoint=command,
-                    submission_id=job_id,
-                    runtime_env=runtime_env,
-                    metadata=metadata,
+            job = self.job(job_id)
+            if job.state == "FAILED":
+                raise RunError(self._failure(job))
+            if job.ended:
+                return f"{job_id}: has ended, {job.state}"
+            # A driver that has planned its run says how many shards are done.
+            if any(line.startswith(f"{job.run_id}: ") for line in self._log_lines(job)):
+                return f"{job_id}: its driver is there: {self.phase(job)}"
+            if time.monotonic() >= deadline:
+                state = f"starting: {self.phase(job)}"
+                if job.state == "PENDING":
+                    state = f"queued: the cluster has not started it in {DRIVER_SECONDS:.0f} s"
+                    state += f" ({job.message})" if job.message else ""
+                at = f"{job_id} --address {self.url}"
+                return (
+                    f"{job_id}: {state}; it stays submitted: headcount logs {at} shows what it "
+                    f"does, headcount stop {at} takes it back"
                 )
-            except RuntimeError as error:
-                if NO_AGENT not in str(error) or time.monotonic() > deadline:
-                    raise
-                time.sleep(1)
-            else:
-                return
+            time.sleep(0.5)
+
+    def _failure(self, job: Job) -> str:
+        """Why a job has failed that was just submitted, and what to do about it; in lines."""
+        code = "" if job.exit_code is None else f" with exit code {job.exit_code}"
+        lines = [f"{job.job_id}: the job has ended at once, FAILED{code}"]
+        log_lines = self._log_lines(job)
+        if log_lines:
+            lines[0] += "; the last lines of its log:"
+            lines += [f"    {printable(line)}" for line in log_lines[-LOG_LINES:]]
+        elif job.message:
+            lines[0] += f": {job.message}"
+        missing = set(re.findall(r"No module named '?(\w+)", "\n".join(log_lines)))
+        # The usual cause if another Python than that of the cluster's Ray was meant to run the job.
+        if missing - {"headcount"}:
+            lines.append(
+                "the Python that runs Ray on that cluster lacks a library: install what "
+                "deploy/requirements.txt names beside it, on every node, or use the image"
+            )
+        # A run that never began has left nothing that could be resumed.
+        advice = "submit it again (without --new)"
+        if job.has_begun is True:
+            advice = f"headcount resume {job.run} --address {self.url}"
+        return "\n".join([*lines, f"mend the cause, then {advice}"])
 
     def stop(self, job: Job) -> Job:
         """Stop a job and wait until it has ended; returns it with its last state."""
@@ -214,78 +306,53 @@ class JobClient:
                 # A job that waits for its node cannot be stopped yet, so ask again and again.
                 self.client.stop_job(job.job_id)
             time.sleep(0.5)
-            job = replace(job, state=self.state(job))
-        return job
-
-    def state(self, job: Job) -> str:
-        """The present state of a job."""
-        with self._explained():
-            return str(self.client.get_job_status(job.job_id))
-
-    def job(self, job_id: str) -> Job:
-        """The job with an id that `start` has returned, as it is at present."""
-        with self._explained():
-            job = _job_of(self.client.get_job_info(job_id))
-        assert job is not None
+            job = self.job(job.job_id)
         return job
 
     def log(self, job: Job, follow: bool = False) -> Iterator[str]:
         """Yield what a job's driver printed; with `follow`, also what it prints until it ends."""
-        with self._explained():
-            if not follow:
-                yield self.client.get_job_logs(job.job_id)
+        printed = 0
+        while True:
+            # Asked before the log, which then holds all that the driver has printed.
+            ended = self.job(job.job_id).ended
+            with self._explained():
+                text = self.client.get_job_logs(job.job_id)
+            yield text[printed:]
+            printed = len(text)
+            if ended or not follow:
                 return
-            from aiohttp import ClientError
+            time.sleep(LOG_SECONDS)
 
-            texts = self.client.tail_job_logs(job.job_id)
+    def _log_lines(self, job: Job) -> list[str]:
+        """What a job's driver has printed until now, without Ray's own lines."""
+        if job.state == "PENDING":
+            return []
+        lines = "".join(self.log(job)).splitlines()
+        return [line for line in lines if line.strip() and not any(map(line.count, OF_RAY))]
 
-            async def next_text() -> str | None:
-                try:
-                    return await anext(texts, None)
-                except ClientError as error:
-                    # So that `_explained` knows it.
-                    raise ConnectionError(str(error)) from None
+    def phase(self, job: Job) -> str:
+        """What a job's driver has said last; of one that failed, its last error."""
+        if job.state == "PENDING":
+            return "submitted"
+        lines = self._log_lines(job)
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        # A driver that was killed has said no error.
+        said = errors if job.state == "FAILED" and errors else lines
+        return printable(said[-1]) if said else job.message or "starting"
 
-            # Ray's log is an asynchronous generator. One event loop serves all of its steps: the
-            # connection behind it belongs to the loop that opened it.
-            with asyncio.Runner() as runner:
-                while (text := runner.run(next_text())) is not None:
-                    yield text
-
-    def whole_log(self, job: Job) -> str:
-        """What a job's driver has printed until now."""
-        return "".join(self.log(job))
-
-    def has_begun(self, job: Job) -> bool:
-        """Whether the run of a job is there to be resumed, as far as this machine can know."""
-        run = RunDirectory(place(job.run))
-        if isinstance(run.path, StorePath) or run.path.parent.is_dir():
-            return run.manifest_file.is_file()
-        if job.state == "SUCCEEDED":
-            return True
-        # The run lies on a disk of the cluster. Only the logs of its jobs are seen from here.
-        jobs_of_run = [each for each in self.jobs() if each.run == job.run]
-        said = [phases.last_in_log(self.whole_log(each)) for each in jobs_of_run]
-        return any(phase not in (None, *phases.PLANNING) for phase in said)
-
-    def _already_submitted(self, run: RunDirectory, job: Job) -> Submission:
-        line = (
-            f"{job.job_id}: already submitted to {self.url}, {job.state}; "
-            f"headcount logs {job.run_id} shows what it does"
-        )
-        return Submission(run, job.job_id, line, is_new=False)
-
-    def _check_version(self) -> None:
-        """Refuse a cluster with another release of Ray: a job would end in a stack trace."""
-        cluster_version = self.client._server_ray_version or "unknown"
-        own_version = ray.__version__
-        # Versions that differ only in their last part talk to each other.
-        if cluster_version.split(".")[:2] != own_version.split(".")[:2]:
-            raise RunError(
-                f"{self.url}: the cluster runs Ray {cluster_version}, this machine {own_version}; "
-                f"install ray[default]=={cluster_version} here, or start the cluster from the "
-                "image of this version"
-            )
+    def _check_connection(self) -> None:
+        """Fail soon if nobody answers: Ray would wait for minutes."""
+        try:
+            urllib.request.urlopen(f"{self.url}/api/version", timeout=CONNECT_SECONDS).close()
+        except urllib.error.HTTPError:
+            return  # It answers. Ray's client says what it wants, such as a token.
+        except (OSError, HTTPException) as error:
+            cause = getattr(error, "reason", error)
+            if isinstance(cause, TimeoutError):
+                raise ConnectionError(f"nothing said in {CONNECT_SECONDS:.0f} s") from None
+            # Ray's client says what is wrong with a certificate.
+            if not isinstance(cause, SSLError):
+                raise ConnectionError(reason(cause)) from None
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -321,15 +388,16 @@ def submit(
     cluster: JobClient,
     scan: Scan,
     scan_file: Path,
-    overrides: list[str],
+    overrides: Sequence[str],
     resources: Resources,
-    env: list[str],
+    variables: Sequence[str],
     new: bool = False,
 ) -> Submission:
     """Start the job of a scan's newest run, or with `new` of another run of the scan.
 
-    A run whose job is at work, or succeeded, is left alone. A job that failed before the run began
-    leaves nothing to resume, so that the scan is submitted again.
+    A run whose job is at work, or succeeded, is left alone; one that was begun and has stopped is
+    for `resume`. A job that failed before has left nothing to resume, and of a run on a disk of the
+    cluster nothing is seen here: then the scan is submitted again, which continues what is there.
     """
     first_run = RunDirectory.of(scan.out, scan.run_id(scan_file.stem))
     # A run whose job has just started has no directory yet, so the cluster's jobs count too.
@@ -341,73 +409,46 @@ def submit(
     newest_or_next = next_run if new else last_run
     run = newest_or_next(first_run, submitted_run_ids)
 
+    has_begun: bool | None = None
     last_job = cluster.last(run)
-    never_began = last_job is not None and last_job.ended and not cluster.has_begun(last_job)
-    # As far as this machine can know: it sees a store, and no disk of the cluster.
-    extends = (
-        scan.sequences != "all"
-        and run.manifest_file.is_file()
-        and scan.sequences > run.manifest().sequences
-    )
-    if last_job is not None and last_job.ended and not never_began and not extends:
-        line = _line_of_ended(last_job, cluster)
-        return Submission(run, last_job.job_id, line, is_new=False)
-    words = ["scan", f"{safe_name(scan_file.stem)}.toml", *_set_options(overrides)]
-    # The driver numbers its run by what lies in `out`, where this one has left nothing.
-    if new or (never_began and run != first_run):
+    if last_job is not None and last_job.ended:
+        has_begun = last_job.has_begun
+        extends = (
+            has_begun and scan.sequences != "all" and scan.sequences > run.manifest().sequences
+        )
+        line = f"{last_job.job_id}: has ended, {last_job.state}"
+        if last_job.state == "SUCCEEDED" and not extends:
+            line += f"; headcount status {run.path}"
+            return Submission(run.run_id, last_job.job_id, line, is_new=False)
+        if has_begun and not extends:
+            message = f" ({last_job.message})" if last_job.message else ""
+            raise RunError(
+                f"{line}{message}; headcount resume {run.path} --address {cluster.url} "
+                "continues the run"
+            )
+    words = ["scan", f"{safe_name(scan_file.stem)}.toml", *options(overrides, resources)]
+    # The driver numbers its run by what lies in `out`, where one that never began left nothing.
+    if new or (has_begun is False and run != first_run):
         words.append("--new")
     elif run != first_run:
         words += ["--run", run.run_id]
-    words += _resource_options(resources)
-    return cluster.start(run, words, _forwarded(env), scan_file)
+    return cluster.start(run, words, variables, scan_file)
 
 
-def _line_of_ended(job: Job, cluster: JobClient) -> str:
-    """Say that a run's job succeeded; if it did not, name the command that resumes the run."""
-    if job.state == "SUCCEEDED":
-        return f"{job.job_id}: has ended, SUCCEEDED; headcount status {job.run}"
-    message = f" ({job.message})" if job.message else ""
-    raise RunError(
-        f"{job.job_id}: has ended, {job.state}{message}; "
-        f"headcount resume {job.run} --address {cluster.url} continues the run"
-    )
+def options(overrides: Sequence[str], resources: Resources) -> list[str]:
+    """The words that pass on what was set, and where to measure."""
+    words = [word for override in overrides for word in ("--set", override)]
+    words += ["--replicas", f"{resources.replicas}", "--cores", f"{resources.cores}"]
+    return [*words, "--device", resources.device]
 
 
-def resume(
-    cluster: JobClient,
-    run: RunDirectory,
-    resources: Resources,
-    env: list[str],
-    overrides: list[str],
-    flags: list[str],
-) -> Submission:
-    """Start another job for a run whose last one has ended; `flags` are more of its options."""
-    words = ["resume", str(run.path), *_set_options(overrides), *flags]
-    words += _resource_options(resources)
-    return cluster.start(run, words, _forwarded(env))
+def command_line(words: Sequence[str]) -> str:
+    r"""The command of a job that runs `headcount` with some words, as a shell reads it.
 
-
-def _set_options(overrides: list[str]) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]
-
-
-def _resource_options(resources: Resources) -> list[str]:
-    return [
-        "--replicas",
-        f"{resources.replicas}",
-        "--cores",
-        f"{resources.cores}",
-        "--device",
-        resources.device,
-    ]
-
-
-def _forwarded(names: list[str]) -> dict[str, str]:
-    """The values of those environment variables of this machine that a job gets."""
-    for name in names:
-        if name not in os.environ:
-            raise RunError(f"--env {name}: expected the name of a variable that is set here")
-    return {name: os.environ[name] for name in names}
+    >>> print(command_line(["scan", "my texts.toml"]))
+    "${HEADCOUNT_PYTHON:-python}" -m headcount scan 'my texts.toml'
+    """
+    return f'"${{{INTERPRETER}:-python}}" -m headcount {shlex.join(words)}'
 
 
 def _url(address: str) -> str:
@@ -424,53 +465,3 @@ def _url(address: str) -> str:
             f"{address}: expected http://HOST:8265, the address of the cluster's dashboard"
         )
     return url
-
-
-@contextmanager
-def _without_address_variables() -> Iterator[None]:
-    """Hide the variables that Ray prefers, so that the address on the command line counts."""
-    variables = {name: os.environ.pop(name) for name in ADDRESS_VARIABLES if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(variables)
-
-
-def _check_connection(url: str) -> None:
-    """Fail soon if nobody answers: Ray would wait for minutes."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    # Behind a proxy the host need not be reachable from here.
-    if getproxies().get(parts.scheme) and not proxy_bypass(host):
-        return
-    connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = connection_class(host, parts.port, timeout=CONNECT_SECONDS)
-    try:
-        connection.connect()
-        connection.request("GET", "/api/version")
-        connection.getresponse()
-    except SSLError:
-        return  # Ray's client says what is wrong with a certificate.
-    except TimeoutError:
-        raise ConnectionError(f"nothing said in {CONNECT_SECONDS:.0f} s") from None
-    except (OSError, HTTPException) as error:
-        raise ConnectionError(reason(error)) from None
-    finally:
-        connection.close()
-
-
-def _job_of(details: JobDetails) -> Job | None:
-    """Read Ray's description of a job; none if headcount did not submit it."""
-    metadata = details.metadata or {}
-    if "headcount" not in metadata or details.submission_id is None:
-        return None
-    return Job(
-        job_id=details.submission_id,
-        run_id=metadata["headcount"],
-        run=metadata.get("run", ""),
-        attempt=int(metadata.get("attempt", "1")),
-        state=str(details.status),
-        message=last_line(details.message or ""),
-        started=(details.start_time or 0) / 1000,  # Ray counts milliseconds.
-        exit_code=details.driver_exit_code,
-    )

@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -38,7 +39,7 @@ from headcount.schemas.errors import RunError, unknown
 if TYPE_CHECKING:
     from headcount.jobs.cluster.submission import Job, JobClient, Submission
     from headcount.jobs.resources import Resources
-    from headcount.jobs.upkeep.status import Status, StatusBefore
+    from headcount.jobs.upkeep.status import Status
     from headcount.schemas.files.places import Place
     from headcount.schemas.files.run_directory import RunDirectory
 
@@ -115,24 +116,15 @@ def submit(
             cluster, scan, scan_file, scan_overrides, resources, env or [], new
         )
         # A script reads the id from stdout; people read the lines on stderr.
-        print(submission.run.run_id, flush=True)
-        _await_driver(cluster, submission)
+        print(submission.run_id, flush=True)
+        _tell_submission(cluster, submission)
 
 
-def _await_driver(cluster: JobClient, submission: Submission) -> None:
+def _tell_submission(cluster: JobClient, submission: Submission) -> None:
     """Say what was submitted; if it is a new job, wait until its driver is there."""
-    from headcount.jobs.cluster.job_start import wait_for_driver
-    from headcount.jobs.upkeep import phases
-
     _tell(submission.line)
-    if not submission.is_new:
-        return
-    try:
-        _tell(wait_for_driver(cluster, submission.job_id))
-    except RunError as error:
-        first_line = str(error).partition("\n")[0]
-        phases.note_end(submission.run, first_line)
-        raise
+    if submission.is_new:
+        _tell(cluster.wait(submission.job_id))
 
 
 @commands.command()
@@ -155,24 +147,24 @@ def status(
 
     With a cluster's address, also print the state of the run's job.
     """
-    from headcount.jobs.upkeep.status import as_json, as_lines
+    from headcount.jobs.upkeep.status import as_lines
 
     directory = _run_directory(run, runs)
     redraws = watch and sys.stdout.isatty()
     lines_on_screen = 0
     while True:
         with _told_if_silent(directory.path):
-            run_status, job = _status(directory, address)
+            run_status, job, error = _status(directory, address)
         # One object a line, also with --watch, so that a program reads them as they come.
         if format_ == "json":
-            record = as_json(run_status)
+            record = asdict(run_status)
             if job is not None:
-                record |= {"job": job.state, "job_error": job.error}
+                record |= {"job": job, "job_error": error}
             lines = [json.dumps(record)]
         else:
             lines = as_lines(run_status)
             if job is not None:
-                lines.append(f"job       {': '.join(filter(None, job))}")
+                lines.append(f"job       {job}{f': {error}' if error else ''}")
             if redraws:
                 if lines_on_screen:
                     # The cursor goes back to where the last lines began.
@@ -182,8 +174,10 @@ def status(
                 width = shutil.get_terminal_size().columns
                 lines = [line[:width] for line in lines]
             elif watch:
-                # A log gets one line each time.
-                lines = [_log_line(run_status)]
+                # A log gets one line each time: what it does, or how many shards and tokens.
+                words = [line.split(maxsplit=1) for line in lines[1:3]]
+                told = "; ".join(" ".join(pair) for pair in words)
+                lines = [f"{datetime.now(UTC):%H:%M:%S}  {told}"]
         print("\n".join(lines), flush=True)
         lines_on_screen = len(lines)
         if not watch or run_status.complete:
@@ -191,39 +185,25 @@ def status(
         time.sleep(every)
 
 
-class _JobStatus(NamedTuple):
-    """What a cluster says of a run's job."""
-
-    state: str
-    error: str | None = None
-    """Why it failed."""
-
-
-def _status(
-    directory: RunDirectory, address: str | None
-) -> tuple[Status | StatusBefore, _JobStatus | None]:
-    """A run as it stands, and its job if a cluster is asked."""
-    from headcount.jobs.upkeep.status import StatusBefore, read_status, read_status_before
+def _status(directory: RunDirectory, address: str | None) -> tuple[Status, str | None, str | None]:
+    """A run as it stands; if a cluster is asked, the state of its job and why that failed."""
+    from headcount.jobs.upkeep.status import Status, read_status
 
     if address is None:
-        return read_status_before(directory) or read_status(directory), None
-    from headcount.jobs.cluster.job_start import phase_of, reason_of_failure
+        return read_status(directory), None, None
     from headcount.jobs.cluster.submission import JobClient
 
     cluster = JobClient(address)
     job = cluster.last(directory)
     if job is None:
-        return read_status_before(directory) or read_status(directory), _JobStatus("none")
-    error = reason_of_failure(cluster, job) if job.state == "FAILED" else None
-    job_status = _JobStatus(job.state, error)
-    if directory.manifest_file.is_file():
-        return read_status(directory), job_status
-    before = read_status_before(directory)
-    if before is None or job.ended:
-        # The run may lie on a disk of the cluster, which is not seen from here. And a job that was
-        # killed could not say so itself.
-        before = StatusBefore(directory.run_id, str(directory.path), phase_of(cluster, job))
-    return before, job_status
+        return read_status(directory), "none", None
+    try:
+        run_status = read_status(directory)
+    except RunError:
+        # The run may lie on a disk of the cluster, which is not seen from here.
+        phase = f"ended, {job.state}" if job.ended else cluster.phase(job)
+        run_status = Status(job.run_id, job.run, begun=False, phase=phase)
+    return run_status, job.state, cluster.phase(job) if job.state == "FAILED" else None
 
 
 @contextmanager
@@ -239,19 +219,6 @@ def _told_if_silent(where: Place) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _log_line(run_status: Status | StatusBefore) -> str:
-    """How far a run is, in one line with the time."""
-    from headcount.jobs.upkeep.status import StatusBefore, as_lines
-
-    if isinstance(run_status, StatusBefore):
-        return f"{datetime.now(UTC):%H:%M:%S}  {run_status.phase}"
-    # The second and third line begin with the words `shards` and `tokens`.
-    _, shards_line, tokens_line, *_ = as_lines(run_status)
-    _, shards = shards_line.split(maxsplit=1)
-    _, tokens = tokens_line.split(maxsplit=1)
-    return f"{datetime.now(UTC):%H:%M:%S}  shards {shards}; tokens {tokens}"
 
 
 @commands.command("list")
@@ -276,17 +243,28 @@ def list_runs(
 
     if runs in REGISTRIES and address is None:
         print_terms(known_names(runs))
-        return
-    if runs is None and address is not None:
+    elif runs is None and address is not None:
         _list_jobs(address)
-        return
-    _list_directory(runs or "runs", address)
+    else:
+        _list_directory(runs or "runs", address)
+
+
+def _list_jobs(address: str) -> None:
+    """Print the jobs of a cluster, and what those at work do."""
+    from headcount.jobs.cluster.submission import JobClient
+
+    cluster = JobClient(address)
+    rows = [("job", "state", "started", "phase", "run")]
+    for job in cluster.jobs():
+        started = datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds")
+        phase = "-" if job.ended else cluster.phase(job)
+        rows.append((job.job_id, job.state, started, phase, job.run))
+    print_table(rows)
 
 
 def _list_directory(runs: str, address: str | None) -> None:
     """Print the runs of a directory, with the states of their jobs if a cluster is asked."""
-    from headcount.jobs.upkeep.run_table import row_of_job, rows_of
-    from headcount.jobs.upkeep.status import HEADINGS
+    from headcount.jobs.upkeep.status import HEADINGS, Status, as_row, read_statuses
     from headcount.schemas.files.places import absolute
 
     out = absolute(runs)
@@ -295,19 +273,25 @@ def _list_directory(runs: str, address: str | None) -> None:
         from headcount.jobs.cluster.submission import JobClient
 
         # Jobs of one run come in their order, so the last one stays in the dictionary.
-        jobs = {job.run: job for job in JobClient(address).jobs()}
-    at_work = [job for job in jobs.values() if not job.ended and _lies_in(out, job)]
+        jobs = {
+            job.run_id: job
+            for job in JobClient(address).jobs()
+            if job.run == f"{out}/run_id={job.run_id}"
+        }
+    at_work = [job for job in jobs.values() if not job.ended]
     with _told_if_silent(out):
-        rows, problems = rows_of(out, may_be_empty=bool(at_work))
+        statuses, problems = read_statuses(out, may_be_empty=bool(at_work))
     # The driver of a job may not have said anything yet.
-    listed = {row[0] for row in rows}
-    rows += [row_of_job(job) for job in at_work if job.run_id not in listed]
-    headings = HEADINGS
+    listed = {each.run_id for each in statuses}
+    for job in at_work:
+        if job.run_id not in listed:
+            phase = "submitted" if job.state == "PENDING" else "starting"
+            statuses.append(Status(job.run_id, job.run, begun=False, phase=phase))
+    rows = [HEADINGS, *map(as_row, statuses)]
     if address is not None:
-        headings = (*HEADINGS, "job")
-        states = {job.run_id: job.state for job in jobs.values() if _lies_in(out, job)}
-        rows = [(*row, states.get(row[0], "none")) for row in rows]
-    print_table([headings, *rows])
+        states = ["job", *(jobs[s.run_id].state if s.run_id in jobs else "none" for s in statuses)]
+        rows = [(*row, state) for row, state in zip(rows, states, strict=True)]
+    print_table(rows)
     # Said below the table, so that one broken run does not hide the others.
     for problem in problems:
         _tell(problem)
@@ -331,14 +315,14 @@ def logs(
         sys.stdout.write(text)
         sys.stdout.flush()
     if follow:
-        _tell(f"{job.job_id}: {cluster.state(job)}")
+        _tell(f"{job.job_id}: {cluster.job(job.job_id).state}")
 
 
 @commands.command()
 def stop(run: RunOrJob, address: Address) -> None:
     """Stop a run's job. Committed shards stay, and `resume` continues the run."""
     from headcount.jobs.cluster.submission import JobClient
-    from headcount.jobs.upkeep.phases import note_end
+    from headcount.jobs.upkeep.phases import forget
     from headcount.schemas.files.places import place
     from headcount.schemas.files.run_directory import RunDirectory
 
@@ -348,12 +332,11 @@ def stop(run: RunOrJob, address: Address) -> None:
         _tell(f"{job.job_id}: has ended before, {job.state}")
         return
     state = cluster.stop(job).state
-    # A driver that had not begun could not say so itself.
-    note_end(RunDirectory(place(job.run)), "its job was stopped")
-    if cluster.has_begun(job):
+    # Ray kills a driver that takes its time to say so itself.
+    forget(RunDirectory(place(job.run)))
+    advice = "submitting the scan again continues it"
+    if job.has_begun:
         advice = f"headcount resume {job.run} --address {cluster.url} continues the run"
-    else:
-        advice = "nothing was measured; submit it again"
     _tell(f"{job.job_id}: {state}; {advice}")
 
 
@@ -389,8 +372,7 @@ def resume(
     directory = _run_directory(run, runs)
     resources = Resources.asked_for(replicas, cores, device, address)
     if address is not None:
-        from headcount.jobs.cluster.submission import JobClient
-        from headcount.jobs.cluster.submission import resume as submit_resume
+        from headcount.jobs.cluster.submission import JobClient, options
 
         # The job checks its overrides, too, but minutes later and in its log.
         check_overrides(directory, overrides or [])
@@ -400,11 +382,10 @@ def resume(
             "--verify-corpus": verify_corpus,
             "--allow-other-code": allow_other_code,
         }
-        flags_set = [flag for flag, is_set in flags.items() if is_set]
-        submission = submit_resume(
-            cluster, directory, resources, env or [], overrides or [], flags_set
-        )
-        _await_driver(cluster, submission)
+        words = [flag for flag, is_set in flags.items() if is_set]
+        words += options(overrides or [], resources)
+        submission = cluster.start(directory, ["resume", str(directory.path), *words], env or [])
+        _tell_submission(cluster, submission)
         return
     if env:
         raise RunError(
@@ -436,7 +417,6 @@ def _resume_here(
     # Relative names of the scan are meant from where the run was begun.
     with phases.taken(), where_begun(directory, overrides) as absolute_overrides:
         phases.about(directory)
-        phases.note("loading the model")
         with watch_index(console) as watch:
             preparation = Preparation(
                 resources, watch, verify_corpus, lambda line: say(console, line)
@@ -453,7 +433,7 @@ def _run_directory(run: str, runs: str) -> RunDirectory:
     A name or an id is looked for in the directory `runs`. A path becomes absolute, because the
     process may change its directory later.
     """
-    from headcount.jobs.upkeep.run_table import runs_in
+    from headcount.jobs.upkeep.status import runs_in
     from headcount.schemas.files.places import absolute
     from headcount.schemas.files.run_directory import RunDirectory
 
@@ -476,24 +456,6 @@ def _run_directory(run: str, runs: str) -> RunDirectory:
         ids = ", ".join(match.run_id for match in matches)
         raise RunError(f"{directory}: {len(matches)} runs have the name {run}; say which: {ids}")
     return matches[0]
-
-
-def _lies_in(out: Place, job: Job) -> bool:
-    return job.run == f"{out}/run_id={job.run_id}"
-
-
-def _list_jobs(address: str) -> None:
-    """Print the jobs of a cluster, and what those at work do."""
-    from headcount.jobs.cluster.job_start import phase_of
-    from headcount.jobs.cluster.submission import JobClient
-
-    cluster = JobClient(address)
-    rows = [("job", "state", "started", "phase", "run")]
-    for job in cluster.jobs():
-        started = datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds")
-        phase = "-" if job.ended else phase_of(cluster, job)
-        rows.append((job.job_id, job.state, started, phase, job.run))
-    print_table(rows)
 
 
 def _tell(line: str) -> None:

@@ -314,6 +314,7 @@ def scan(
                 scan_plan, resources, console, verify, allow_other_code=allow_other_code
             )
             if merge and not failures[scan_plan.run]:
+                phases.note("compacting")
                 merge_finished(scan_plan.run, merging(0, address), tell)
             print(scan_plan.run.path)
     refuse_failures(failures)

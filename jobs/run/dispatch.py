@@ -39,22 +39,23 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 import ray.exceptions
 from ray import cloudpickle
 
-from headcount.jobs.cluster.ray_cluster import lack_of_room, last_line
+from headcount.jobs.cluster.ray_cluster import draining_nodes, lack_of_room, last_line
 from headcount.jobs.endings import is_finishing, work_begins
 from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.preemption import draining_nodes, node_is_gone
+from headcount.jobs.run.preemption import node_is_gone
 from headcount.jobs.run.replica_actor import CALLS, DEPTH, ReplicaActor, ReplicaPlace
 from headcount.jobs.run.shards import Attempts, GatheredElsewhere, Spans, order_of_driver
-from headcount.jobs.upkeep.metrics import RunMetrics
+from headcount.jobs.upkeep import phases
+from headcount.jobs.upkeep.metrics import IDLE_SHARE, IDLE_WINDOW, SHARDS, SHARDS_REPEATED
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.files.places import absolute
@@ -105,11 +106,14 @@ def dispatch(
             "where it stopped"
         ) from None
     finally:
-        dispatcher.end()
+        # A shard that is cut off has no commit. After Ray's end `ray.kill` would join another
+        # cluster of this machine.
+        if ray.is_initialized():
+            for replica in dispatcher.replicas:
+                ray.kill(replica.actor)
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A shard that a replica works at."""
 
     shard: int
@@ -140,6 +144,8 @@ class _RemoteReplica:
     """Whether it was told to leave, so that it gets no further shard."""
     excuse: str | None = None
     """Why none of its shards is to blame for its end; none if one of them is."""
+    commits: deque[Commit] = field(default_factory=lambda: deque[Commit](maxlen=IDLE_WINDOW))
+    """Its last ones since it was loaded, which tell how long it waits for shards."""
 
 
 class _Dispatcher:
@@ -176,18 +182,9 @@ class _Dispatcher:
         """Nodes that vanished under each shard."""
         self.failures = 0
         """Shards that were reported as failed."""
-        self.metrics = RunMetrics(plan.run.run_id)
         self.last_look = 0.0
         """When the cluster was last looked at, by the monotonic clock."""
-        # More replicas than shards would have nothing to do.
-        start_replica = self._replica_starter(replica_class)
-        self.replicas = [
-            _RemoteReplica(start_replica()) for _ in range(min(resources.replicas, self.open_count))
-        ]
 
-    def _replica_starter(self, replica_class: type[Replica]) -> Callable[[], Any]:
-        """A function that asks Ray for one more replica, and does not wait for it."""
-        plan, resources = self.plan, self.resources
         # A replica gets the reference as bytes. Ray warns of a reference among an actor's
         # arguments, because it does not keep the object for an actor that restarts; but this
         # process keeps it as long as there are replicas.
@@ -196,20 +193,16 @@ class _Dispatcher:
         reference_bytes = cloudpickle.dumps(  # pyright: ignore[reportPrivateImportUsage]
             self.corpus_reference
         )
-        precisions = begun_precisions(plan.run)
         on_gpu = resources.device == "cuda"
-        options = {
-            "num_cpus": max(1, resources.cores) if on_gpu else resources.cores,
-            "num_gpus": int(on_gpu),
-            "max_concurrency": CALLS,
-            "max_restarts": -1,  # A node that comes back, or a new one, gets the replica.
-            "max_task_retries": 0,  # Which shard is tried again is decided here.
-            "scheduling_strategy": "SPREAD",
-        }
-        start_actor = ReplicaActor.options(**options).remote
-        # Paths of the scan may be relative to this directory; another machine does not have it.
-        directory = None if resources.cluster else os.getcwd()
-        return lambda: start_actor(
+        start_actor = ReplicaActor.options(
+            num_cpus=max(1, resources.cores) if on_gpu else resources.cores,
+            num_gpus=int(on_gpu),
+            max_concurrency=CALLS,
+            max_restarts=-1,  # A node that comes back, or a new one, gets the replica.
+            max_task_retries=0,  # Which shard is tried again is decided here.
+            scheduling_strategy="SPREAD",
+        ).remote
+        arguments = (
             plan.scan,
             plan.info,
             # Replicas on a cluster work in another directory than this process.
@@ -219,12 +212,17 @@ class _Dispatcher:
             reference_bytes,
             resources,
             replica_class,
-            precisions,
-            directory,
+            begun_precisions(plan.run),
+            # Paths of the scan may be relative to this directory; another machine does not have it.
+            None if resources.cluster else os.getcwd(),
         )
+        # More replicas than shards would have nothing to do. None of them is waited for here.
+        count = min(resources.replicas, self.open_count)
+        self.replicas = [_RemoteReplica(start_actor(*arguments)) for _ in range(count)]
 
     def outcomes(self) -> Iterator[Commit | Failure]:
         """Yield commits and failed attempts as they arrive."""
+        phases.note("waiting for machines")
         for replica in self.replicas:
             self._await_start(replica)
         if (lack := lack_of_room(self.resources)) is not None:
@@ -283,6 +281,9 @@ class _Dispatcher:
         self._show_progress()
 
     def _show_progress(self) -> None:
+        """Set all gauges. Ray forgets one when it was read once, so they are set again and again,
+        those of the replicas too: this process is always awake.
+        """
         running = {call.shard for replica in self.replicas for call in replica.calls.values()}
         n_running = sum(bool(self.is_open[shard]) for shard in running)
         counts = {
@@ -291,24 +292,28 @@ class _Dispatcher:
             "done": self.n_shards - self.open_count - self.failures,
             "failed": self.failures,
         }
-        self.metrics.show(counts)
+        run_id = self.plan.run.run_id
+        for shard_state, count in counts.items():
+            SHARDS.tell(count, run_id=run_id, state=shard_state)
+        for replica in self.replicas:
+            if replica.commits:
+                idle = sum(commit.idle_seconds for commit in replica.commits)
+                busy = sum(commit.compute_seconds for commit in replica.commits)
+                last = replica.commits[-1]
+                share = idle / (idle + busy) if idle else 0.0
+                IDLE_SHARE.tell(share, run_id=run_id, node=last.host, replica=last.replica)
+
+    def _tell_repeated(self, reason: str) -> None:
+        SHARDS_REPEATED.tell(1, run_id=self.plan.run.run_id, reason=reason)
 
     def _ask_to_leave(self, replica: _RemoteReplica, reason: str) -> None:
         if replica.ready and not replica.was_asked_to_leave:
             replica.was_asked_to_leave = True
             replica.actor.leave.remote(reason)  # The answer is the replica's notice.
 
-    def end(self) -> None:
-        """Stop the replicas, whatever they are doing: a shard that is cut off has no commit."""
-        # After Ray's end `ray.kill` would join another cluster of this machine.
-        if ray.is_initialized():
-            for replica in self.replicas:
-                ray.kill(replica.actor)
-
     def _await_start(self, replica: _RemoteReplica) -> None:
         """Ask Ray for news of a replica that is not loaded yet; do not wait for it here."""
-        if replica.place is not None:
-            self.metrics.ended(replica.place.name)
+        replica.commits.clear()
         replica.ready = False
         replica.is_leaving = False
         replica.notice = None
@@ -422,7 +427,7 @@ class _Dispatcher:
         patience = max(LEAST_PATIENCE, SLOW * statistics.median(self.durations))
         if time.monotonic() - last_start[oldest] <= patience:
             return None
-        self.metrics.repeated("straggler")
+        self._tell_repeated("straggler")
         return oldest
 
     def _end_call(
@@ -455,13 +460,13 @@ class _Dispatcher:
             return None
         if result is None:
             # It was told to leave before it measured the shard, or has ended for such a reason.
-            self.metrics.repeated(replica.excuse or "preempted")
+            self._tell_repeated(replica.excuse or "preempted")
             # What was measured alone must stay alone.
             (self.suspects if had_suspect else self.retries).append(call.shard)
             return None
         if isinstance(result, Commit):
             self.durations.append(time.monotonic() - call.started)
-            self.metrics.committed(result)
+            replica.commits.append(result)
             self._close(call.shard)
             return result
         return self._retry_or_report(result, died)
@@ -472,7 +477,7 @@ class _Dispatcher:
         if self.attempts.may_try_again(shard):
             queue = self.suspects if died else self.retries
             queue.append(shard)
-            self.metrics.repeated("died" if died else "failed")
+            self._tell_repeated("died" if died else "failed")
             return replace(failure, is_last=False)
         self._close(shard)
         self.failures += 1

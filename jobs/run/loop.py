@@ -24,7 +24,6 @@ from headcount.jobs.resources import Resources
 from headcount.jobs.run.lock import locked
 from headcount.jobs.run.progress import WholeProgress, show_progress
 from headcount.jobs.run.shards import Attempts, GatheredElsewhere, order_of_driver
-from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.compaction import clean
 from headcount.jobs.upkeep.removal import removed_if_it_never_began
 from headcount.schemas.errors import RunError, counted
@@ -124,7 +123,7 @@ def run_to_end(
             # An error keeps a generator alive. Closed here, replicas end while there is still a
             # Ray. Nothing is measured before `show_progress` asks for outcomes.
             with closing(measured), finishing_work_in_hand():
-                outcomes = followed(run, phases.of_outcomes(measured), tell, stop_at_failure)
+                outcomes = followed(run, measured, tell, stop_at_failure)
                 failures = show_progress(outcomes, plan.tokens, tokens_done, console, all_runs)
         if not failures and len(requested) == len(missing):
             try:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
-from ray._private.state import state
 
 LEAVE_SECONDS = 25.0
 """A replica that was told to leave exits after this time, whatever it is doing. Google Cloud and
@@ -55,8 +54,14 @@ class LeaveNotice:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # Ray's own handler would end the process in the middle of its shards.
-        signal.signal(signal.SIGTERM, _do_nothing)
-        threading.Thread(target=self._listen, args=[reader], daemon=True).start()
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+        def listen() -> None:
+            while signal.SIGTERM not in os.read(reader, 64):
+                pass
+            self.tell("SIGTERM")
+
+        threading.Thread(target=listen, daemon=True).start()
 
     @property
     def came(self) -> bool:
@@ -95,12 +100,6 @@ class LeaveNotice:
             with self._lock:
                 self._calls -= 1
 
-    def _listen(self, reader: int) -> None:
-        """Read the numbers of signals until SIGTERM is one of them."""
-        while signal.SIGTERM not in os.read(reader, 64):
-            pass
-        self.tell("SIGTERM")
-
     def _exit_in_order(self) -> None:
         deadline = time.monotonic() + LEAVE_SECONDS
         # Calls that were on their way must arrive, to be given back.
@@ -112,18 +111,9 @@ class LeaveNotice:
         _exit()
 
 
-def _do_nothing(number: int, frame: object) -> None:
-    """Handle a signal that `LeaveNotice` reads from its pipe."""
-
-
 def _exit() -> None:
     # Not `ray.actor.exit_actor`: Ray does not start an actor again that left by itself.
     os._exit(128 + signal.SIGTERM)
-
-
-def draining_nodes() -> set[str]:
-    """The nodes that the cluster is about to lose, and that get no new actor."""
-    return set(state.get_draining_nodes())
 
 
 def node_is_gone(node_id: str) -> bool:
@@ -132,12 +122,12 @@ def node_is_gone(node_id: str) -> bool:
     The head notices by missed heartbeats, 15 s later. Ray's process on a dead node does not accept
     connections any more.
     """
-    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
-    if node is None or not node["Alive"]:
-        return True
-    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
-    try:
-        socket.create_connection(address, timeout=PROBE_SECONDS).close()
-    except OSError:
-        return True
-    return False
+    for node in ray.nodes():
+        if node["NodeID"] == node_id and node["Alive"]:
+            address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+            try:
+                socket.create_connection(address, timeout=PROBE_SECONDS).close()
+            except OSError:
+                return True
+            return False
+    return True

@@ -34,65 +34,93 @@ def show_progress(
     `done` of all `tokens` were measured before. `all_runs` is the progress of several runs, of
     which this is one.
     """
-    progress = _Progress(tokens, done, all_runs)
-    # A short scan prints no line but its summary.
-    next_line = time.monotonic() + QUIET_SECONDS
-    with _bar(console) as bar:
-        task = bar.add_task("tokens", total=tokens, completed=done, state=progress.line())
+    done_before = done
+    failures: list[Failure] = []
+    began: float | None = None
+    compute_seconds = idle_seconds = 0.0
+    with _bar(console, "tokens") as show:
+        show("", done / tokens)
         for outcome in outcomes:
-            progress.add(outcome)
-            bar.update(task, completed=progress.done, state=progress.line())
-            if not console.is_terminal and time.monotonic() >= next_line:
-                console.print(progress.line(), highlight=False)
-                next_line = time.monotonic() + QUIET_SECONDS
+            if isinstance(outcome, Failure):
+                failures.append(outcome)
+            else:
+                # The clock starts when the first committed shard was begun, so that loading a model
+                # does not make the scan look slow. The host's clock may be wrong, so the shard's
+                # own duration is taken.
+                began = began or time.monotonic() - outcome.seconds
+                done += outcome.tokens
+                compute_seconds += outcome.compute_seconds
+                idle_seconds += outcome.idle_seconds
+                if all_runs is not None:
+                    all_runs.add(outcome.tokens)
+            speed = None
+            parts = [f"{done:,} of {tokens:,} tokens"]
+            if began is not None:
+                # Tokens of earlier commands say nothing about the speed of this one.
+                speed = (done - done_before) / (time.monotonic() - began)
+                parts += [f"{speed:,.0f} tokens/s", f"{duration((tokens - done) / speed)} left"]
+            if failures:
+                parts.append(f"{counted(len(failures), 'shard')} failed")
+            if all_runs is not None and all_runs.measured:
+                parts.append(all_runs.line())
+            show(", ".join(parts), done / tokens)
+            phases.note("measuring", tokens_per_second=speed)
     # Without a commit there is no speed to tell.
-    if progress.began is not None:
-        console.print(progress.summary(), highlight=False)
-    return progress.failures
-
-
-def _bar(console: Console) -> Progress:
-    """A bar with the field `state` beside it; nothing if the console is not a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    if began is not None:
+        measured, seconds = done - done_before, time.monotonic() - began
+        # Replicas work side by side, so these are sums over all of them.
+        busy = compute_seconds / (compute_seconds + idle_seconds)
+        summary = f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s"
+        console.print(f"{summary}, replicas busy {busy:.0%}", highlight=False)
+    return failures
 
 
 @contextmanager
 def watch_index(console: Console) -> Iterator[Callable[[CorpusProgress], None]]:
-    """Show how far the preparation of a corpus is: a bar on a terminal, lines elsewhere.
+    """Show how far the preparation of a corpus is; yields what takes each step of it."""
+    with _bar(console, "preparing tokens", "preparing tokens: ") as show:
 
-    Yields the function that takes each step of it.
+        def watch(progress: CorpusProgress) -> None:
+            parts = [counted(progress.documents, "document"), counted(progress.tokens, "token")]
+            if progress.bad:
+                parts.append(counted(progress.bad, "bad row"))
+            if progress.share is not None:
+                parts.append(f"{progress.share:.0%}")
+            if progress.tokens_per_second is not None:
+                parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+            if progress.seconds_left is not None:
+                parts.append(f"{duration(progress.seconds_left)} left")
+            phases.note("preparing tokens", ", ".join(parts))
+            show(", ".join(parts), progress.share)
+
+        yield watch
+
+
+@contextmanager
+def _bar(
+    console: Console, title: str, before_lines: str = ""
+) -> Iterator[Callable[[str, float | None], None]]:
+    """A bar with words beside it; if the console is not a terminal, a line every few seconds.
+
+    Yields the function that takes the words and the share that is done.
     """
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+    on_terminal = console.is_terminal
+    # A short scan prints no line but its summary.
     next_line = time.monotonic() + QUIET_SECONDS
-    with _bar(console) as bar:
-        task = bar.add_task("preparing tokens", total=None, state="", visible=False)
+    with Progress(*columns, console=console, disable=not on_terminal, transient=True) as bar:
+        task = bar.add_task(title, total=None, state="", visible=False)
 
-        def show(progress: CorpusProgress) -> None:
+        def show(words: str, share: float | None) -> None:
             nonlocal next_line
-            state = corpus_line(progress)
-            phases.note("preparing tokens", state)
             # As long as nobody knows how much there is, the bar pulses.
-            total = None if progress.share is None else 1.0
-            bar.update(task, completed=progress.share, total=total, state=state, visible=True)
-            if not console.is_terminal and time.monotonic() >= next_line:
-                console.print(f"preparing tokens: {state}", highlight=False, soft_wrap=True)
+            total = None if share is None else 1.0
+            bar.update(task, completed=share, total=total, state=words, visible=True)
+            if not on_terminal and time.monotonic() >= next_line:
+                console.print(f"{before_lines}{words}", highlight=False, soft_wrap=True)
                 next_line = time.monotonic() + QUIET_SECONDS
 
         yield show
-
-
-def corpus_line(progress: CorpusProgress) -> str:
-    """How far the preparation of a corpus is, in one line."""
-    parts = [counted(progress.documents, "document"), counted(progress.tokens, "token")]
-    if progress.bad:
-        parts.append(counted(progress.bad, "bad row"))
-    if progress.share is not None:
-        parts.append(f"{progress.share:.0%}")
-    if progress.tokens_per_second is not None:
-        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-    if progress.seconds_left is not None:
-        parts.append(f"{duration(progress.seconds_left)} left")
-    return ", ".join(parts)
 
 
 class WholeProgress:
@@ -116,60 +144,3 @@ class WholeProgress:
         seconds_left = tokens_left * (time.monotonic() - self.began) / self.measured
         share = min(1.0, self.measured / self.tokens) if self.tokens else 1.0
         return f"all scans: {share:.0%}, {duration(seconds_left)} left"
-
-
-class _Progress:
-    """How many tokens are done, and how fast they were measured."""
-
-    def __init__(self, tokens: int, done: int, all_runs: WholeProgress | None = None) -> None:
-        self.tokens = tokens
-        self.all_runs = all_runs
-        self.done_before = done
-        self.done = done
-        self.failures: list[Failure] = []
-        self.began: float | None = None
-        self.compute_seconds = 0.0
-        self.idle_seconds = 0.0
-
-    def add(self, outcome: Commit | Failure) -> None:
-        """Count an outcome.
-
-        The clock starts when the first committed shard was begun, so that loading a model does not
-        make the scan look slow.
-        """
-        if isinstance(outcome, Failure):
-            self.failures.append(outcome)
-            return
-        if self.began is None:
-            # The host's clock may be wrong, so the shard's own duration is taken.
-            self.began = time.monotonic() - outcome.seconds
-        self.done += outcome.tokens
-        if self.all_runs is not None:
-            self.all_runs.add(outcome.tokens)
-        self.compute_seconds += outcome.compute_seconds
-        self.idle_seconds += outcome.idle_seconds
-
-    def summary(self) -> str:
-        """How many tokens were measured, in how much time; in one line."""
-        measured = self.done - self.done_before
-        seconds = time.monotonic() - (self.began or 0)
-        # Replicas work side by side, so these are sums over all of them.
-        busy = self.compute_seconds / (self.compute_seconds + self.idle_seconds)
-        return (
-            f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s, "
-            f"replicas busy {busy:.0%}"
-        )
-
-    def line(self) -> str:
-        """Tokens done, speed, time left and failed shards, in one line."""
-        parts = [f"{self.done:,} of {self.tokens:,} tokens"]
-        if self.began is not None:
-            # Tokens of earlier commands say nothing about the speed of this one.
-            speed = (self.done - self.done_before) / (time.monotonic() - self.began)
-            seconds_left = (self.tokens - self.done) / speed
-            parts += [f"{speed:,.0f} tokens/s", f"{duration(seconds_left)} left"]
-        if self.failures:
-            parts.append(f"{counted(len(self.failures), 'shard')} failed")
-        if self.all_runs is not None and self.all_runs.measured:
-            parts.append(self.all_runs.line())
-        return ", ".join(parts)

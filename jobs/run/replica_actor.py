@@ -17,7 +17,7 @@ from ray import cloudpickle
 
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.preemption import LeaveNotice
-from headcount.jobs.upkeep.metrics import ReplicaMetrics, node_name
+from headcount.jobs.upkeep.metrics import BAD_ROWS, PHASE_SECONDS, TOKENS_MEASURED, node_name
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.files.run_directory import RunDirectory
@@ -36,7 +36,6 @@ from headcount.workers.shard import (
     failure_of,
     measure_shard,
     note_failure,
-    replica_name,
 )
 
 DEPTH = 3
@@ -52,8 +51,6 @@ class ReplicaPlace(NamedTuple):
     node_id: str
     """As Ray knows the node."""
     host: str
-    name: str
-    """As commits name the replica."""
 
 
 @ray.remote
@@ -111,7 +108,7 @@ class ReplicaActor:
             replica_class, local_info, scan, resources.device
         ).result()
         check_begun(begun, self.replica.precision, run.run_id, resources.device)
-        self.metrics = ReplicaMetrics(run.run_id)
+        self.tags = {"run_id": run.run_id, "node": node_name()}
         self.leave_notice.is_loaded = True
 
     def ready(self) -> ReplicaPlace:
@@ -123,7 +120,7 @@ class ReplicaActor:
             # For ever, which is a moment: the process is about to exit.
             threading.Event().wait()
         node_id = ray.get_runtime_context().get_node_id()
-        return ReplicaPlace(node_id, node_name(), replica_name())
+        return ReplicaPlace(node_id, node_name())
 
     def told_to_leave(self) -> str:
         """Wait until the replica is told to leave; returns why."""
@@ -145,13 +142,23 @@ class ReplicaActor:
             try:
                 # Another driver may have it, or a replica that was only slow.
                 stop = (shard + 1) * self.replica.scan.sequences_per_shard
-                stop = min(stop, len(self.sequences))
-                committed = committed_shard(self.run, shard, stop)
+                committed = committed_shard(self.run, shard, min(stop, len(self.sequences)))
                 if committed is not None:
                     return committed
-                shard_input = self._read(shard)
+                with self.reading:
+                    if self.leave_notice.came:
+                        return None
+                    began = time.perf_counter()
+                    shard_input = self.sequences.shard(shard)
+                    self._tell_seconds("reading", time.perf_counter() - began)
                 measured = self.computing.submit(self._measure, shard_input).result()
-                return None if measured is None else self._commit(measured, attempt)
+                if measured is None:
+                    return None
+                began = time.perf_counter()
+                commit = commit_shard(self.replica.scan, self.run, measured, attempt)
+                self._tell_seconds("writing", time.perf_counter() - began)
+                BAD_ROWS.tell(len(commit.bad_rows), **self.tags)
+                return commit
             except Exception as error:
                 # The device is lost to this process, and every later call would fail. If the
                 # process dies, Ray restarts the actor in a new one.
@@ -159,25 +166,15 @@ class ReplicaActor:
                     os._exit(1)
                 return note_failure(self.run, failure_of(shard, error), attempt)
 
-    def _read(self, shard: int) -> ShardInput | None:
-        with self.reading:
-            if self.leave_notice.came:
-                return None
-            began = time.perf_counter()
-            shard_input = self.sequences.shard(shard)
-            self.metrics.read(time.perf_counter() - began)
-            return shard_input
-
-    def _measure(self, shard_input: ShardInput | None) -> MeasuredShard | None:
+    def _measure(self, shard_input: ShardInput) -> MeasuredShard | None:
         # The notice may have come while the shard waited for its turn.
-        if shard_input is None or self.leave_notice.came:
+        if self.leave_notice.came:
             return None
         measured = measure_shard(self.replica, shard_input)
-        self.metrics.measured(measured)
+        self._tell_seconds("measuring", measured.seconds)
+        tokens = measured.input.tokens.size * len(measured.measured)
+        TOKENS_MEASURED.tell(tokens, **self.tags)
         return measured
 
-    def _commit(self, measured: MeasuredShard, attempt: int) -> Commit:
-        began = time.perf_counter()
-        commit = commit_shard(self.replica.scan, self.run, measured, attempt)
-        self.metrics.written(commit, time.perf_counter() - began)
-        return commit
+    def _tell_seconds(self, phase: str, seconds: float) -> None:
+        PHASE_SECONDS.tell(seconds, **self.tags, phase=phase)

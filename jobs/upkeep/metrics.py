@@ -12,17 +12,12 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ray.util.metrics import Counter, Gauge
-
-    from headcount.schemas.files.commit import Commit
-    from headcount.workers.shard import MeasuredShard
 
 IDLE_WINDOW = 20
 """Commits over which a replica's idle share is taken."""
@@ -43,168 +38,62 @@ class Metric:
         """The name by which Prometheus knows it."""
         return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
 
+    def tell(self, value: float, **tags: str) -> None:
+        """Add to a counter, or set a gauge; does nothing in a process without Ray."""
+        # Importing Ray to find out would take 1 s.
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return
+        if self.kind == "gauge":
+            _gauge(self).set(value, tags)
+        elif value > 0:  # Ray takes no zero.
+            _counter(self).inc(value, tags)
+
 
 TOKENS_MEASURED = Metric(
-    "headcount_tokens_measured",
-    "counter",
-    "tokens",
-    ("run_id", "node"),
+    "headcount_tokens_measured", "counter", "tokens", ("run_id", "node"),
     "Tokens that went through the model, counted once for each intervention.",
-)
+)  # fmt: skip
 TOKENS_PREPARED = Metric(
-    "headcount_tokens_prepared",
-    "counter",
-    "tokens",
-    ("node",),
+    "headcount_tokens_prepared", "counter", "tokens", ("node",),
     "Tokens that were written to a token store.",
-)
+)  # fmt: skip
 SHARDS = Metric(
-    "headcount_shards",
-    "gauge",
-    "shards",
-    ("run_id", "state"),
+    "headcount_shards", "gauge", "shards", ("run_id", "state"),
     "Shards that the command was asked for: `waiting`, `running`, `done` or `failed`.",
-)
+)  # fmt: skip
 SHARDS_REPEATED = Metric(
-    "headcount_shards_repeated",
-    "counter",
-    "shards",
-    ("run_id", "reason"),
+    "headcount_shards_repeated", "counter", "shards", ("run_id", "reason"),
     "Shards that were handed out again: `failed`, `died` (their replica), `node_lost`, `preempted` "
     "or `straggler`.",
-)
+)  # fmt: skip
 PHASE_SECONDS = Metric(
-    "headcount_phase_seconds",
-    "counter",
-    "seconds",
-    ("run_id", "node", "phase"),
+    "headcount_phase_seconds", "counter", "seconds", ("run_id", "node", "phase"),
     "Seconds that replicas spent `reading`, `measuring` and `writing`. The three overlap.",
-)
+)  # fmt: skip
 IDLE_SHARE = Metric(
-    "headcount_replica_idle_share",
-    "gauge",
-    "share, 0 to 1",
-    ("run_id", "node", "replica"),
+    "headcount_replica_idle_share", "gauge", "share, 0 to 1", ("run_id", "node", "replica"),
     f"Share of its time that a replica waited for tokens, over its last {IDLE_WINDOW} commits.",
-)
+)  # fmt: skip
 BAD_ROWS = Metric(
-    "headcount_bad_rows",
-    "counter",
-    "rows",
-    ("run_id", "node"),
+    "headcount_bad_rows", "counter", "rows", ("run_id", "node"),
     "Rows of the corpus that could not be read, in the shards that were committed.",
-)
+)  # fmt: skip
 
 METRICS = (
-    TOKENS_MEASURED,
-    TOKENS_PREPARED,
-    SHARDS,
-    SHARDS_REPEATED,
-    PHASE_SECONDS,
-    IDLE_SHARE,
-    BAD_ROWS,
-)
-
-
-def add(metric: Metric, amount: float, tags: Mapping[str, str]) -> None:
-    """Add to a counter; does nothing without Ray."""
-    # Ray takes no zero.
-    if amount > 0 and _ray_runs():
-        _counter(metric).inc(amount, dict(tags))
-
-
-def show(metric: Metric, value: float, tags: Mapping[str, str]) -> None:
-    """Set a gauge; does nothing without Ray."""
-    if _ray_runs():
-        _gauge(metric).set(value, dict(tags))
+    TOKENS_MEASURED, TOKENS_PREPARED, SHARDS, SHARDS_REPEATED, PHASE_SECONDS, IDLE_SHARE, BAD_ROWS,
+)  # fmt: skip
 
 
 def tokens_prepared(tokens: int) -> None:
     """Count tokens that this process has written to a token store."""
-    add(TOKENS_PREPARED, tokens, {"node": node_name()})
-
-
-class ReplicaMetrics:
-    """What one replica tells of the shards of a run."""
-
-    def __init__(self, run_id: str) -> None:
-        self._tags = {"run_id": run_id, "node": node_name()}
-
-    def read(self, seconds: float) -> None:
-        """Count the reading of a shard."""
-        self._phase("reading", seconds)
-
-    def measured(self, shard: MeasuredShard) -> None:
-        """Count a shard that went through the model."""
-        self._phase("measuring", shard.seconds)
-        add(TOKENS_MEASURED, shard.input.tokens.size * len(shard.measured), self._tags)
-
-    def written(self, commit: Commit, seconds: float) -> None:
-        """Count a shard whose tables and commit are there."""
-        self._phase("writing", seconds)
-        add(BAD_ROWS, len(commit.bad_rows), self._tags)
-
-    def _phase(self, phase: str, seconds: float) -> None:
-        add(PHASE_SECONDS, seconds, {**self._tags, "phase": phase})
-
-
-class RunMetrics:
-    """What the driver tells of a run.
-
-    Ray forgets a gauge when it was read once. So the driver, which is always awake, sets all of
-    them again and again, those of the replicas too.
-    """
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._commits: dict[str, deque[Commit]] = {}
-        """The last commits of each replica, by its name."""
-
-    def committed(self, commit: Commit) -> None:
-        """Note how long a replica had waited for a shard."""
-        commits = self._commits.setdefault(commit.replica, deque(maxlen=IDLE_WINDOW))
-        commits.append(commit)
-
-    def ended(self, replica: str) -> None:
-        """Forget a replica that is no more."""
-        self._commits.pop(replica, None)
-
-    def repeated(self, reason: str) -> None:
-        """Count a shard that is handed out again."""
-        add(SHARDS_REPEATED, 1, {"run_id": self._run_id, "reason": reason})
-
-    def show(self, shards_by_state: Mapping[str, int]) -> None:
-        """Set all gauges."""
-        for shard_state, count in shards_by_state.items():
-            show(SHARDS, count, {"run_id": self._run_id, "state": shard_state})
-        for replica, commits in self._commits.items():
-            idle = sum(commit.idle_seconds for commit in commits)
-            busy = sum(commit.compute_seconds for commit in commits)
-            share = idle / (idle + busy) if idle else 0.0
-            tags = {"run_id": self._run_id, "node": commits[0].host, "replica": replica}
-            show(IDLE_SHARE, share, tags)
-
-
-def table() -> str:
-    """The metrics as a Markdown table."""
-    lines = ["| name for Prometheus | kind | unit | tags | meaning |", "|---|---|---|---|---|"]
-    for metric in METRICS:
-        tags = ", ".join(f"`{tag}`" for tag in metric.tags)
-        cells = (f"`{metric.exported_name}`", metric.kind, metric.unit, tags, metric.meaning)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    TOKENS_PREPARED.tell(tokens, node=node_name())
 
 
 @cache
 def node_name() -> str:
     """The name of this machine, as commits have it."""
     return socket.gethostname()
-
-
-def _ray_runs() -> bool:
-    """Whether this process belongs to a Ray cluster. Importing Ray to find out would take 1 s."""
-    ray = sys.modules.get("ray")
-    return ray is not None and ray.is_initialized()
 
 
 @cache

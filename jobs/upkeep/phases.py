@@ -1,409 +1,236 @@
-"""What the driver of a run is doing: the first commit may come an hour after the scan was begun.
+"""What the drivers of a run are doing: each of them says it in a file, every ten seconds.
 
-Whoever works for a driver says so with one call, which costs nothing and never fails. Outside of a
-command that takes notes, it does nothing:
+The first commit may come an hour after a scan was begun. Whoever works for a driver says so with
+one call, which costs nothing and never fails. Outside of a command that measures, it does nothing:
 
-    from headcount.jobs.upkeep import phases
+    with phases.taken():
+        phases.about(run)  # As soon as the run is known.
+        phases.note("preparing tokens", "12.4 of about 42.8 million")
 
-    phases.about(run)  # As soon as the run is known.
-    phases.note("preparing tokens", "12.4 of about 42.8 million")
-
-A command that measures takes notes inside `with phases.taken():`. `phases.of_outcomes` notes by
-itself that a run waits for a replica, and then that it is measured.
-
-A thread writes the last note to a small file beside the runs, `OUT/.phases/RUN_ID.json`, on a disk
-or in a store, and again every `BEAT_SECONDS`: so a reader knows whether the driver lives. The file
-does not lie in the run's directory, which need not exist yet; nobody takes it for a run. It is
-deleted when the driver ends well. The reason why a job ended is kept, because nobody saw it. Of two
-drivers of a run in a store, the note is that of the one that wrote last.
+A thread writes the last note to `OUT/.drivers/RUN_ID/HOST-PROCESS.json`, on a disk or in a store:
+at every change of the phase, and every `BEAT_SECONDS`, so that a reader knows whether the driver
+lives. The file does not lie in the run's directory, which need not exist yet; nobody takes it for a
+run. A driver that ends well deletes its file; one that was stopped or failed leaves its reason.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-import sys
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict
 
 from headcount.jobs.console import duration
-from headcount.schemas.errors import HeadcountError, RunError, printable
-from headcount.schemas.files.places import Place, names, place, reason, write_whole
+from headcount.schemas.errors import HeadcountError, RunError
+from headcount.schemas.files.places import Place, names, reason, write_whole
 from headcount.schemas.files.run_directory import RunDirectory
 
-PhaseName = Literal[
-    "submitted",
-    "starting",
+Phase = Literal[
     "loading the model",
     "preparing tokens",
-    "waiting for a replica",
+    "waiting for machines",
     "measuring",
+    "compacting",
+    "stopped",
+    "failed",
 ]
-"""What a run goes through, in this order."""
+"""What a driver goes through, in this order; the last two are its end."""
 
-NOTES = ".phases"
-"""The directory of the notes, beside the runs."""
+BEAT_SECONDS = 10.0
+"""A driver that lives writes its file at least this often."""
 
-BEAT_SECONDS = 20.0
-"""A driver that lives writes its note at least this often."""
-
-PATIENCE_SECONDS = 90.0
-"""A driver that has not written for this long has probably ended."""
-
-PAUSE_SECONDS = 1.0
-"""Least time between two writes: progress may be noted a thousand times a second."""
+SILENT_SECONDS = 30.0
+"""A driver that has not written for this long may have ended."""
 
 END_SECONDS = 10.0
-"""A command that ends waits this long for the last word about it to be written."""
-
-LOG_PREFIX = "phase: "
-"""How a line in the log of a job begins that says a phase."""
-
-PLANNING: tuple[str, ...] = ("loading the model", "preparing tokens")
-"""Phases in which a new run has no directory yet."""
+"""A command that ends waits this long for its last word to be written."""
 
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable that Ray sets in the driver of a job, with what the job was submitted with."""
-
-Item = TypeVar("Item")
+"""Variable that Ray sets in the driver of a job, of whose end nobody sees the reason."""
 
 
-class Note(BaseModel):
-    """What a driver does, as its file says it."""
+class Driver(BaseModel):
+    """What a driver does, as its file says it. Times are seconds since 1970 by its own clock."""
 
     model_config = ConfigDict(frozen=True)
-    run_id: str
-    phase: PhaseName
+    host: str
+    process: int
+    phase: Phase
     detail: str = ""
-    """How far the phase is, in words."""
-    since: AwareDatetime
-    """When the phase began, by the driver's clock."""
-    heard: AwareDatetime
-    """When the note was written, by the driver's clock."""
-    began: bool = False
-    """Whether the run has a manifest. If it has none any more, it was deleted."""
-    ended: str | None = None
-    """Why the driver ended; none while it lives, and if it was killed."""
-    host: str = ""
-    machine: str = ""
-    """Where the number of the process means the same; empty if that is not known."""
-    process: int = 0
-    """The driver's process; 0 if it has not begun."""
-    process_started: str = ""
-    """When the process started, as the system counts it."""
+    """How far the phase is, in words; of an end, what it ended and why."""
+    since: float
+    """When the phase began."""
+    at: float
+    """When this was written."""
+    tokens_per_second: float | None = None
+    """How fast it measures; none before its first commit."""
 
     @property
-    def text(self) -> str:
-        """The phase and how far it is."""
-        return f"{self.phase}: {self.detail}" if self.detail else self.phase
-
-    def end(self) -> str | None:
-        """Why the driver has ended; none if it lives, or if that cannot be known here."""
-        if self.ended is not None:
-            return self.ended
-        if not self.process or not self.machine or self.machine != _machine():
-            return None
-        if _process_started(self.process) == self.process_started:
-            return None
-        return f"process {self.process} of {self.host} is gone, and did not say why"
+    def ended(self) -> bool:
+        """Whether it has said that it ended."""
+        return self.phase in ("stopped", "failed")
 
     def is_alive(self, now: float) -> bool:
-        """Whether the driver was heard of lately; `now` is the time here, in seconds since 1970."""
-        return bool(self.process) and self.end() is None and self._silence(now) <= PATIENCE_SECONDS
-
-    def _silence(self, now: float) -> float:
-        return _seconds_between(self.heard, now)
+        """Whether it was heard of lately; `now` is the time here."""
+        return not self.ended and now - self.at <= SILENT_SECONDS
 
     def line(self, now: float) -> str:
-        """What is known of the driver, in one line; `now` is the time here."""
-        if (end := self.end()) is not None:
-            return f"ended while {self.phase}: {end}"
-        silence = self._silence(now)
-        if silence <= PATIENCE_SECONDS:
-            return f"{self.text}, for {duration(_seconds_between(self.since, now))}"
-        if not self.process:
-            return f"{self.text} {duration(silence)} ago; its driver was not heard of"
+        """What is known of it, in one line; `now` is the time here."""
+        if self.ended:
+            return f"{self.phase} {self.detail}, {_time_between(self.at, now)} ago"
+        text = f"{self.phase}: {self.detail}" if self.detail else self.phase
+        if self.is_alive(now):
+            return f"{text}, for {_time_between(self.since, now)}"
         return (
-            f"{self.text}, but its driver on {self.host} was not heard of for {duration(silence)} "
-            "and has probably ended"
+            f"{text}; its driver, process {self.process} of {self.host}, is silent for "
+            f"{_time_between(self.at, now)}"
         )
 
 
-def _seconds_between(time: datetime, now: float) -> float:
-    """Seconds from a noted time to now; 0 if the clock that noted it is ahead."""
-    return max(0.0, now - time.timestamp())
+def _time_between(then: float, now: float) -> str:
+    # The clock of the driver may be ahead.
+    return duration(max(0.0, now - then))
 
 
-def read_note(run: RunDirectory) -> Note | None:
-    """The note about a run; none if there is none, or if the run was deleted since."""
-    try:
-        note = Note.model_validate_json(_file(run).read_bytes())
-        deleted = note.began and not run.manifest_file.is_file()
-    except (OSError, ValueError, RunError):
-        return None
-    return None if deleted or note.run_id != run.run_id else note
+def drivers_of(run: RunDirectory) -> list[Driver]:
+    """The drivers that a run has or had, by when they were last heard of."""
+    return sorted((driver for _, driver in _files_of(run)), key=lambda driver: driver.at)
 
 
-def runs_with_notes(out: Place) -> list[RunDirectory]:
-    """The runs among those in `out` that have a note, whether or not they have begun."""
-    stems = (name.removesuffix(".json") for name in names(out / NOTES) if name.endswith(".json"))
-    # A temporary file that a killed driver left begins with a dot.
-    return [RunDirectory.of(out, stem) for stem in sorted(stems) if not stem.startswith(".")]
-
-
-def note_submission(run: RunDirectory, address: str) -> None:
-    """Note that a run was submitted to a cluster, where this machine sees the runs.
-
-    The driver writes over it as soon as it works.
-    """
-    if isinstance(run.path, Path) and not run.path.parent.is_dir():
-        return
-    now = _now()
-    note = Note(run_id=run.run_id, phase="submitted", detail=f"to {address}", since=now, heard=now)
-    _write(run, note)
-
-
-def note_end(run: RunDirectory, why: str) -> None:
-    """Note why a driver has ended that could not say it itself; only if it has a note."""
-    note = read_note(run)
-    if note is not None and note.ended is None:
-        _write(run, note.model_copy(update={"ended": why, "heard": _now()}))
+def runs_with_drivers(out: Place) -> list[RunDirectory]:
+    """The runs among those in `out` that have a driver's file, whether or not they have begun."""
+    return [RunDirectory.of(out, run_id) for run_id in sorted(names(out / ".drivers"))]
 
 
 def forget(run: RunDirectory) -> None:
-    """Delete the note about a run, and the directory of the notes if it was the last one there."""
+    """Delete what the drivers of a run have said."""
+    for file, _ in _files_of(run):
+        _delete(file)
+
+
+def _files_of(run: RunDirectory) -> Iterator[tuple[Place, Driver]]:
+    """The drivers' files of a run; broken ones, and those that cannot be read, are left out."""
+    folder = run.path.parent / ".drivers" / run.run_id
     with contextlib.suppress(RunError, OSError):
-        file = _file(run)
+        # A temporary file that a killed driver left begins with a dot.
+        for name in [name for name in names(folder) if not name.startswith(".")]:
+            with contextlib.suppress(RunError, OSError, ValueError):
+                yield folder / name, Driver.model_validate_json((folder / name).read_bytes())
+
+
+def _delete(file: Place) -> None:
+    """Delete a driver's file, and the directories above it if it was the last one there."""
+    with contextlib.suppress(RunError, OSError):
         file.unlink(missing_ok=True)
         if isinstance(file, Path):
-            # Raises if there are other notes.
+            # Raises if there are others.
             file.parent.rmdir()
+            file.parent.parent.rmdir()
 
 
-def last_in_log(log: str) -> str | None:
-    """The last phase that a driver has said in the log of its job; none if it has said none."""
-    said = [line for line in log.splitlines() if line.startswith(LOG_PREFIX)]
-    return said[-1].removeprefix(LOG_PREFIX) if said else None
+class _Heartbeat:
+    """What the driver in this process says."""
 
+    of_process: _Heartbeat | None = None
+    """That of the one command of this process. As a parameter it would go through every function
+    between a command and the tokenising of its corpus.
+    """
 
-def note(phase: PhaseName, detail: str = "") -> None:
-    """Note what this driver does from now on, and how far that is."""
-    if _State.notes is not None:
-        _State.notes.note(phase, detail)
-
-
-def about(run: RunDirectory) -> None:
-    """Say which run the notes are about. Notes taken before are kept until then."""
-    if _State.notes is not None:
-        _State.notes.about(run)
-
-
-def of_outcomes(outcomes: Iterable[Item]) -> Iterator[Item]:
-    """Pass outcomes of shards on; note that the run waits for a replica, then that it measures."""
-    note("waiting for a replica")
-    for number, outcome in enumerate(outcomes):
-        if number == 0:
-            note("measuring")
-        yield outcome
+    def __init__(self) -> None:
+        host, process, now = socket.gethostname(), os.getpid(), time.time()
+        self.driver = Driver(
+            host=host, process=process, phase="loading the model", since=now, at=now
+        )
+        self.has_news = threading.Event()
+        self.has_ended = threading.Event()
+        self.thread: threading.Thread | None = None
 
 
 @contextlib.contextmanager
 def taken() -> Iterator[None]:
     """Take notes of what this process does for one run, until the block ends."""
-    notes = PhaseNotes(in_job=JOB_VARIABLE in os.environ)
-    _State.notes = notes
+    heartbeat = _Heartbeat.of_process = _Heartbeat()
     try:
-        if (run := _run_of_job()) is not None:
-            notes.about(run)
         yield
     except BaseException as error:
-        notes.end(_reason(error))
+        why = _reason(error)
+        ended = f"while {heartbeat.driver.phase}{f': {why}' if why else ''}"
+        note("failed" if why else "stopped", ended)
         raise
-    else:
-        notes.end(None)
     finally:
-        _State.notes = None
-
-
-class _State:
-    """The notes of this process. There is one command in a process, so this is a class attribute.
-
-    A parameter would go through every function between a command and the tokenising of its corpus.
-    """
-
-    notes: PhaseNotes | None = None
-
-
-@dataclass(frozen=True)
-class _Said:
-    """What the driver said last."""
-
-    phase: PhaseName
-    detail: str
-    since: datetime
-
-
-class PhaseNotes:
-    """The notes of one driver, and the thread that writes them."""
-
-    def __init__(self, in_job: bool) -> None:
-        self._run: RunDirectory | None = None
-        self._in_job = in_job
-        self._said: _Said | None = None
-        self._news = threading.Event()
-        self._ended = threading.Event()
-        self._why_ended: str | None = None
-        self._thread: threading.Thread | None = None
-        self._process = _this_process()
-
-    def note(self, phase: PhaseName, detail: str = "") -> None:
-        """Note a phase. The thread writes the last one of those that come fast."""
-        said = self._said
-        if said is not None and said.phase == phase:
-            self._said = replace(said, detail=detail)
-        else:
-            self._said = _Said(phase, detail, _now())
-            if self._in_job:
-                # `headcount submit` waits for this line.
-                print(f"{LOG_PREFIX}{printable(phase)}", file=sys.stderr, flush=True)
-        self._news.set()
-        self._start()
-
-    def about(self, run: RunDirectory) -> None:
-        """Say which run the notes are about."""
-        previous, self._run = self._run, run
-        if previous is not None and previous != run:
-            # The job was submitted for one run and continues another.
-            forget(previous)
-        self._news.set()
-        self._start()
-
-    def end(self, why: str | None) -> None:
-        """Stop taking notes: keep the reason why a job ended, and delete the note otherwise."""
-        self._why_ended = why
-        self._ended.set()
-        self._news.set()
-        if self._thread is not None:
+        _Heartbeat.of_process = None
+        heartbeat.has_ended.set()
+        heartbeat.has_news.set()
+        if heartbeat.thread is not None:
             # A store that does not answer must not keep a command from ending.
-            self._thread.join(END_SECONDS)
-
-    def _start(self) -> None:
-        """Start the thread once there is a run and something to write."""
-        if self._thread is not None or self._run is None or self._said is None:
-            return
-        out = self._run.path.parent
-        # A scan that is refused here leaves no directory behind.
-        if not self._in_job and isinstance(out, Path) and not out.is_dir():
-            return
-        self._thread = threading.Thread(target=self._keep_written, name="phases", daemon=True)
-        self._thread.start()
-
-    def _keep_written(self) -> None:
-        """Write the last note when there is news, and from time to time; at the end, the end."""
-        while not self._ended.is_set():
-            # Cleared before the write: news that comes during it is written by the next round.
-            self._news.clear()
-            self._write(None)
-            self._ended.wait(PAUSE_SECONDS)
-            self._news.wait(BEAT_SECONDS)
-        if self._why_ended is not None and self._in_job:
-            self._write(self._why_ended)
-        elif self._run is not None:
-            forget(self._run)
-
-    def _write(self, ended: str | None) -> None:
-        """Write the note as it is now."""
-        run, said = self._run, self._said
-        if run is None or said is None:
-            return
-        machine, number, started = self._process
-        began = False
-        with contextlib.suppress(OSError, RunError):
-            began = run.manifest_file.is_file()
-        note = Note(
-            run_id=run.run_id,
-            phase=said.phase,
-            detail=said.detail,
-            since=said.since,
-            heard=_now(),
-            began=began,
-            ended=ended,
-            host=socket.gethostname(),
-            machine=machine,
-            process=number,
-            process_started=started,
-        )
-        _write(run, note)
+            heartbeat.thread.join(END_SECONDS)
 
 
-def _run_of_job() -> RunDirectory | None:
-    """The run that this process was submitted for; none if it is not the driver of such a job."""
-    try:
-        metadata = json.loads(os.environ.get(JOB_VARIABLE, "{}")).get("metadata", {})
-        return RunDirectory(place(metadata["run"]))
-    except (ValueError, KeyError, TypeError, AttributeError, HeadcountError):
-        return None
+def note(phase: Phase, detail: str = "", tokens_per_second: float | None = None) -> None:
+    """Note what this driver does from now on, how far that is, and how fast.
+
+    The beginning of a phase is written at once, and its progress with the next beat.
+    """
+    heartbeat = _Heartbeat.of_process
+    if heartbeat is None:
+        return
+    driver = heartbeat.driver
+    is_new = phase != driver.phase
+    changes: dict[str, object] = {"phase": phase, "detail": detail}
+    changes |= {"tokens_per_second": tokens_per_second}
+    changes |= {"since": time.time()} if is_new else {}
+    # A new object, so that the thread never sees half of it.
+    heartbeat.driver = driver.model_copy(update=changes)
+    if is_new:
+        heartbeat.has_news.set()
 
 
-def _file(run: RunDirectory) -> Place:
-    return run.path.parent / NOTES / f"{run.run_id}.json"
+def about(run: RunDirectory) -> None:
+    """Write the notes about a run from now on."""
+    heartbeat = _Heartbeat.of_process
+    if heartbeat is not None:
+        heartbeat.thread = threading.Thread(target=_beat, args=[heartbeat, run], daemon=True)
+        heartbeat.thread.start()
 
 
-def _write(run: RunDirectory, note: Note) -> None:
-    """Write a note, if that is possible: a run must not end because of a note about it."""
-    with contextlib.suppress(RunError, OSError):
-        write_whole(_file(run), note.model_dump_json(indent=1).encode())
+def _beat(heartbeat: _Heartbeat, run: RunDirectory) -> None:
+    """Write a driver's file until the driver has ended."""
+    # Earlier drivers have nothing more to say.
+    for file, driver in list(_files_of(run)):
+        if not driver.is_alive(time.time()):
+            _delete(file)
+    name = f"{heartbeat.driver.host}-{heartbeat.driver.process}.json"
+    out, is_job = run.path.parent, JOB_VARIABLE in os.environ
+    file = out / ".drivers" / run.run_id / name
+    is_last = False
+    while not is_last:
+        heartbeat.has_news.clear()
+        is_last = heartbeat.has_ended.is_set()
+        driver = heartbeat.driver.model_copy(update={"at": time.time()})
+        # A run must not end because of what is told of it.
+        with contextlib.suppress(RunError, OSError):
+            # The user of a command that was refused here has read why, and no directory is left.
+            if is_last and not (driver.ended and (is_job or run.manifest_file.is_file())):
+                _delete(file)
+            elif is_job or not isinstance(out, Path) or out.is_dir():
+                write_whole(file, driver.model_dump_json(indent=1).encode())
+        if not is_last:
+            heartbeat.has_news.wait(BEAT_SECONDS)
 
 
 def _reason(error: BaseException) -> str:
-    """Why a command ended, in one line."""
+    """Why a command failed, in one line; empty if it was stopped."""
     cause: BaseException | None = error
     while cause is not None:
         # An interrupt, or a signal from a scheduler. Ray makes an error of its own of it.
         if not isinstance(cause, Exception):
-            return "it was stopped"
+            return ""
         cause = cause.__cause__ or cause.__context__
     name = "" if isinstance(error, HeadcountError) else f"{type(error).__name__}: "
     return f"{name}{reason(error)}"
-
-
-def _now() -> datetime:
-    return datetime.now(UTC).replace(microsecond=0)
-
-
-def _this_process() -> tuple[str, int, str]:
-    """This machine, this process and its start, by which a reader knows whether it lives."""
-    number = os.getpid()
-    return _machine(), number, _process_started(number)
-
-
-def _machine() -> str:
-    """What the processes that see each other's numbers have in common; empty if not known.
-
-    Containers of one machine have numbers of their own.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _process_started(number: int) -> str:
-    """When a process started, as the system counts it; empty if it is gone."""
-    try:
-        stat = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    # The name, in brackets, may hold spaces and brackets. The state follows it, then 18 fields.
-    state, *fields = stat.rpartition(")")[2].split()
-    # A zombie has ended.
-    return "" if state == "Z" else fields[18]

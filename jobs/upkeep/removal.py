@@ -29,7 +29,7 @@ def check_removable(location: str) -> RunDirectory:
     A broken or half deleted run is accepted: its directory has the name of one.
     """
     run = RunDirectory(absolute(location))
-    if not _is_directory(run.path) and phases.read_note(run) is not None:
+    if not _is_directory(run.path) and phases.drivers_of(run):
         return run  # Its job ended before the run began.
     if not _is_directory(run.path):
         raise RunError(f"{run.path}: not there; expected the directory of a run")
@@ -53,9 +53,9 @@ def describe_run(run: RunDirectory) -> str:
 
 
 def remove(run: RunDirectory) -> None:
-    """Delete a run and its note; refused while a process of this machine is at work on it."""
+    """Delete a run and what its drivers said; refused while one of this machine is at work."""
     phases.forget(run)
-    # Of a run that never began there was only the note.
+    # Of a run that never began there was nothing else.
     if not _is_directory(run.path):
         return
     try:

@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 
 from headcount.jobs import endings
-from headcount.jobs.cluster.ray_cluster import _given_up_after
 from tests import ROOT
 from tests.misuse.conftest import Command
 from tests.tools.processes import DIES_WITH_ITS_PARENT
@@ -127,7 +126,7 @@ def test_what_does_not_answer_is_one_line(
         # A command, and how it is refused.
         for words, start in (
             (f"scan own.toml --address {silent}",
-             f"{silent}: takes connections, and is no head of a Ray cluster that answers in "),
+             f"{silent}: no head of a Ray cluster answers there (it takes connections, and has "),
             (f"list --address http://{silent}",
              f"http://{silent}: no Ray cluster answers there (nothing said"),
             ("list s3://bucket/runs",
@@ -136,19 +135,6 @@ def test_what_does_not_answer_is_one_line(
             code, lines = command(*words.split())
             assert code == 2, words
             assert lines[-1].startswith(f"error: {start}"), words
-
-
-def test_a_wait_that_is_too_long_ends_no_notebook_and_none_of_its_children(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    # Commands that ran in this process have said that it is one.
-    monkeypatch.setattr(endings._ProcessState, "is_a_command", False)
-    with subprocess.Popen(["sleep", "60"]) as child:
-        with _given_up_after(0.01, "too long"):
-            time.sleep(0.3)
-        assert child.poll() is None
-        child.kill()
-    assert capsys.readouterr().err == "error: too long\n"
 
 
 def test_a_store_that_is_down_is_one_line(
@@ -179,7 +165,7 @@ def test_ray_without_a_network_is_one_line(directory: Path):
     words = ("scan", "own.toml", "--replicas", "1")
     done = headcount(directory, *words, through=("unshare", "--net"))
     assert done.returncode == 2
-    assert "error: Ray on this machine: its processes cannot talk to each other" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: Ray on this machine did not start in 60")
 
 
 # No traces

@@ -45,7 +45,7 @@ FLOORS = (tuple(ROOMS), ("headcount.workers.replica",), ("headcount.workers.shar
 """Rooms and files of `workers` from the ground up: none imports one of a floor above it."""
 
 ONLY_IN = {
-    "aiohttp": ("jobs/cluster/submission.py", "queries/explore/server.py"),
+    "aiohttp": ("queries/explore/server.py",),
     "datasets": ("workers/inputs/corpus/documents.py", "reproduce/published_texts.py"),
     "duckdb": ("queries/",),
     "fsspec": ("queries/open/stores.py", "schemas/files/places.py"),

@@ -6,6 +6,7 @@ Nothing here starts Ray or needs a network.
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 import sys
 import tomllib
@@ -19,7 +20,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.exceptions import RaySystemError
 
+from headcount.jobs.cluster.ray_cluster import draining_nodes, hook_variables
 from headcount.schemas.packages import PACKAGES
 from tests import ROOT
 
@@ -270,17 +273,16 @@ def test_the_image_never_has_our_code() -> None:
     assert not [path for path in DEPLOY.rglob("*") if path.suffix == ".py"]
 
 
-# The page
+# Ray's own names
 
 
-def test_the_page_names_files_that_exist_and_fits_its_width() -> None:
-    page = text("docs/guide/cluster.md")
-    for path in re.findall(r"\b(?:cluster\.yaml|deploy/[\w.-]+)", page):
-        assert (ROOT / path).is_file(), path
-    submitted = len(re.findall(r"^ *headcount submit ", page, re.MULTILINE))
-    # A head has no GPU from which the device could be seen.
-    assert submitted == len(re.findall(r"headcount submit .*--device cuda --replicas \d", page))
-    files = [f"deploy/{file.name}" for file in DEPLOY.iterdir() if file.is_file()]
-    files.remove("deploy/constraints.txt")  # uv writes it.
-    for path in ("docs/guide/cluster.md", "cluster.yaml", *files):
-        assert [line for line in text(path).splitlines() if len(line) > 132] == [], path
+def test_one_file_has_the_names_that_ray_does_not_promise_to_keep() -> None:
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    uses = [path for path in files if "from ray._private" in path.read_text(encoding="utf-8")]
+    assert uses == [ROOT / "jobs" / "cluster" / "ray_cluster.py"]
+    # Without a cluster Ray knows no nodes, and says that it is not initialized.
+    with pytest.raises(RaySystemError):
+        draining_nodes()
+    (hook,) = hook_variables().values()
+    module, _, name = hook.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))

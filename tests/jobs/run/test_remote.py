@@ -13,7 +13,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,17 +20,14 @@ import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, get_args
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from headcount.jobs.cluster.submission import JobClient, _forwarded
 from headcount.jobs.plan.plan import make_plan, prepare_run, replan
 from headcount.jobs.plan.scan_files import portable_scan
-from headcount.jobs.upkeep.phases import PhaseName
-from headcount.schemas.errors import HeadcountError, RunError
+from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import load_scan
 from tests import ROOT
@@ -226,12 +222,11 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     words = (*submit, "--new", *(word for variable in halting for word in ("--env", variable)))
     variables = {"FAR_AWAY": SECRET, "RAY_ADDRESS": "192.0.2.1:6379"} | halting
     both = [headcount(*words, **variables), headcount(*submit, FAR_AWAY=SECRET)]
-    assert [ended.stdout.strip() for ended in both] == [name, name]
-    phase = check_submitted_once(cluster, name, both)
-    assert phase in get_args(PhaseName)
+    assert [ended.stdout.strip() for ended in both] == [name, name], both
+    check_submitted_once(cluster, name, both)
     assert re.search(r"^(phase|speed) ", headcount("status", path, *at).stdout, re.MULTILINE)
-    (job,) = re.findall(rf"^{name}  RUNNING.*", headcount("list", *at).stdout, re.MULTILINE)
-    assert any(phase in job for phase in get_args(PhaseName))
+    # What its driver has said last.
+    assert re.search(rf"^{name}  RUNNING .*  {name}: ", headcount("list", *at).stdout, re.MULTILINE)
 
     # Stopped in the middle, it can be resumed.
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -242,8 +237,7 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert code == 0
     assert f"{name}: STOPPED; headcount resume {path}" in errors
     assert len(list(run.commits())) == SHARDS // 2
-    # Either the driver itself said so, or `stop`, if the driver could not any more.
-    assert re.search(r": (it|its job) was stopped\n", headcount("status", path).stdout)
+    assert "stopped   no driver was heard of lately" in headcount("status", path).stdout
     refusal = refused(*submit, FAR_AWAY=SECRET)
     assert f"{name}: has ended, STOPPED" in refusal
     assert f"headcount resume {path} --address {cluster} continues the run" in refusal
@@ -289,8 +283,8 @@ def check_every_row_is_there_once(run: RunDirectory) -> None:
     assert rows == SEQUENCES * info.n_layers * info.n_heads
 
 
-def check_submitted_once(cluster: str, job_id: str, commands: list[Ended]) -> str:
-    """Compare what two commands say of which one submitted a job; returns what its driver does."""
+def check_submitted_once(cluster: str, job_id: str, commands: list[Ended]) -> None:
+    """Compare what two commands say of which one submitted a job."""
     for command in commands:
         assert command.code == 0, command.stderr
         assert not re.search(f"Traceback|{SECRET}", command.stdout + command.stderr)
@@ -299,8 +293,7 @@ def check_submitted_once(cluster: str, job_id: str, commands: list[Ended]) -> st
     assert f"{job_id}: already submitted to {cluster}" in second[0]
     assert len(first) == 2
     assert first[0] == f"{job_id}: submitted to {cluster}"
-    # The command that waits has the phase from the job's log.
-    return first[1].removeprefix(f"{job_id}: its driver is there: ")
+    assert first[1].startswith(f"{job_id}: its driver is there: ")
 
 
 @pytest.mark.long
@@ -319,9 +312,9 @@ def test_a_driver_that_dies_at_once_is_said_with_the_last_lines_of_its_log(
     code, printed, errors = start(*submit, PYTHONPATH=str(tmp_path)).ended()
     assert (code, printed.strip()) == (2, name), errors
     check_quoted("the job has ended at once", errors)
-    end = "the job has ended at once, FAILED with exit code 1"
-    for words in (("list", str(out)), ("status", str(run.path))):
-        assert re.search(rf"ended while submitted: {name}[.\d]*: {end}", headcount(*words).stdout)
+    said = headcount("status", str(run.path), "--address", cluster).stdout
+    assert "phase     ended, FAILED" in said
+    assert "job       FAILED: ModuleNotFoundError: No module named 'typer'" in said
 
     # There is nothing to resume, so the same command submits it again. A cluster that takes its
     # time does not hold the command up.
@@ -329,7 +322,7 @@ def test_a_driver_that_dies_at_once_is_said_with_the_last_lines_of_its_log(
         *submit,
         environment=environment() | {"PYTHONPATH": str(tmp_path)},
         directory=ROOT,
-        constants={"headcount.jobs.cluster.job_start.DRIVER_SECONDS": 0.0},
+        constants={"headcount.jobs.cluster.submission.DRIVER_SECONDS": 0.0},
     ).ended()
     assert code == 0
     first_line, second_line = errors.splitlines()
@@ -345,57 +338,12 @@ def check_quoted(title: str, printed: str) -> None:
     assert re.fullmatch(expected, " ".join(printed.split())), printed
 
 
-def ask_twice_at_once() -> None:
-    """Start the job of a run twice, where neither finds the other one's."""
-    cluster, run = JobClient(sys.argv[1]), RunDirectory(Path(sys.argv[2]))
-    unseen: list[list[Any]] = [[], []]
-    jobs = cluster.jobs
-    cluster.jobs = lambda: unseen.pop() if unseen else jobs()
-    for _ in range(2):
-        print(cluster.start(run, ["--help"], {}).line)
-
-
-@pytest.mark.long
-def test_ray_refuses_the_second_of_two_that_ask_at_once(cluster: str, tmp_path: Path) -> None:
-    code, printed, errors = Command(
-        cluster,
-        tmp_path / "run_id=both-1",
-        environment=environment(),
-        directory=ROOT,
-        main="tests.jobs.run.test_remote.ask_twice_at_once",
-    ).ended()
-    assert code == 0, errors
-    first, second = printed.splitlines()
-    assert first == f"both-1: submitted to {cluster}"
-    assert second.startswith(f"both-1: already submitted to {cluster}, ")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("token", ["wrong", None])
 def test_a_wrong_or_missing_token_is_one_line(cluster: str, token: str | None) -> None:
     line = refused("list", "--address", cluster, token=token)
     assert f"{cluster}: the cluster refused the token" in line
     assert "RAY_AUTH_TOKEN" in line
-
-
-@pytest.mark.long
-def test_a_dead_address_is_one_line() -> None:
-    port = free_port()
-    line = refused("list", "--address", f"127.0.0.1:{port}")
-    assert line.startswith(
-        f"error: http://127.0.0.1:{port}: no Ray cluster answers there (Connection refused)"
-    )
-
-
-@pytest.mark.parametrize(
-    "address", ["ray://127.0.0.1:10001", "http://127.0.0.1:99999999", "", "https://"]
-)
-def test_an_impossible_address_is_refused(address: str) -> None:
-    with pytest.raises(
-        RunError,
-        match=f"^{address}: expected http://HOST:8265, the address of the cluster's dashboard$",
-    ):
-        JobClient(address)
 
 
 class Old(BaseHTTPRequestHandler):
@@ -415,68 +363,24 @@ def test_another_version_of_ray_is_one_line(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Old) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        line = refused("resume", str(tmp_path / "run_id=a-1"), "--address", address)
+        resume = ("resume", str(tmp_path / "run_id=a-1"), "--address", address)
+        line = refused(*resume)
+        assert "--env NOT_SET: expected the name of a" in refused(*resume, "--env", "NOT_SET")
         server.shutdown()
     assert "the cluster runs Ray 2.40.0, this machine 2.6" in line
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ((), "out: runs means another place on every node"),
-        (("out=~/runs",), "out: ~/runs means another place"),
-        (("out=ftp://b/r",), "expected a path, file://, s3:// or gs://"),
-        (("out=/r", "input.family=pile", "input.files=a/*.jsonl"), "input.files: a/*.jsonl means"),
-        (("out=/r", "input.family=text", 'input.files=["/a", "b"]'), "input.files: b means anothe"),
-        (("out=/r", "model=models/gpt2-mini"), "model: models/gpt2-mini is a directory of this"),
-        (("out=/r", "model=./gpt2-mini"), "model: ./gpt2-mini is a directory of this machine"),
-        (("out=/r", "n_ctx=100000"), "n_ctx: 100000 is beyond"),
-        (("out=/r", "input.periodd=3"), "did you mean 'period'"),
-        (("out=/r", "input.period=300"), "input.period: expected 1 to"),
-        (("out=/r", 'interventions=["nome"]'), "did you mean 'none'"),
-    ],
-)
-def test_what_the_nodes_cannot_see_or_run_is_refused_here(
-    scan_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], expected: str
-) -> None:
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(HeadcountError) as caught:
-        portable_scan(scan_file, ["input={family = 'repeated_random'}", *overrides])
-    assert expected in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_what_every_node_can_see_is_accepted(scan_file: Path) -> None:
-    # Any file name can name a job.
-    named = scan_file.rename(scan_file.with_name("my scan?.toml"))
-    scan = portable_scan(named, ["out=s3://bucket/runs"])
-    assert (scan.out, scan.model) == ("s3://bucket/runs", "bundled:gpt2-mini")
-    assert scan.run_id(named.stem).startswith("my_scan_-")
     files = "input={family = 'pile', files = ['/mnt/a.jsonl', 's3://bucket/*.jsonl']}"
-    scan = portable_scan(named, ["out=/mnt/runs", "model=openai-community/gpt2", files])
-    assert (scan.out, scan.model) == ("/mnt/runs", "openai-community/gpt2")
+    words = ["out=s3://bucket/runs", "model=openai-community/gpt2", files]
+    scan = portable_scan(scan_file, words)
+    assert (scan.out, scan.model) == ("s3://bucket/runs", "openai-community/gpt2")
     assert scan.input.family == "pile"
 
 
-def test_a_variable_that_is_not_set_is_refused() -> None:
-    with pytest.raises(RunError, match="--env NOT_SET_HERE"):
-        _forwarded(["PATH", "NOT_SET_HERE"])
-
-
-@pytest.mark.parametrize("family", ["repeated_random", "pile", "text"])
-def test_a_plan_is_made_again_from_the_manifest_alone_unless_the_run_was_renamed(
-    tmp_path: Path, scan_file: Path, family: str
-) -> None:
-    texts = tmp_path / "a.jsonl"
-    texts.write_text(json.dumps({"text": "a b " * 200, "meta": {"pile_set_name": "x"}}) + "\n")
-    files = "" if family == "repeated_random" else f", files = '{texts}'"
-    overrides = [f"out={tmp_path}/runs", f"input={{family = '{family}'{files}}}", "sequences=1"]
-    plan = make_plan(load_scan(scan_file, overrides), "far")
+def test_a_renamed_run_is_not_continued(tmp_path: Path, scan_file: Path) -> None:
+    plan = make_plan(load_scan(scan_file, [f"out={tmp_path}/runs"]), "far")
     prepare_run(plan, SCAN)
-    again = replan(plan.run)
-    assert (again.manifest.identity, again.run) == (plan.manifest.identity, plan.run)
-    assert again.tokens == plan.tokens
-    assert again.sequences.shard(0).tokens.tolist() == plan.sequences.shard(0).tokens.tolist()
     renamed = RunDirectory(Path(str(plan.run.path)).rename(tmp_path / "runs" / "run_id=other-1"))
     with pytest.raises(RunError, match=f"this is run {plan.run.run_id}"):
         replan(renamed)

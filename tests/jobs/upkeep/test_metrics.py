@@ -146,16 +146,19 @@ def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan):
 
 def test_without_ray_nothing_is_counted_and_nothing_fails():
     metrics.tokens_prepared(5)
-    metrics.show(metrics.SHARDS, 1, {"run_id": "toy", "state": "done"})
+    metrics.SHARDS.tell(1, run_id="toy", state="done")
     assert not ray.is_initialized()
 
 
 def test_names_have_units_and_the_page_has_their_table():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
+    page = (ROOT / "docs" / "internals" / "operations.md").read_text()
     for metric in METRICS:
         assert metric.name.startswith("headcount_")
         assert metric.unit.split()[0].rstrip(",") in metric.name
-    assert metrics.table() in (ROOT / "docs" / "internals" / "operations.md").read_text()
+        tags = ", ".join(f"`{tag}`" for tag in metric.tags)
+        cells = (f"`{metric.exported_name}`", metric.kind, metric.unit, tags, metric.meaning)
+        assert f"| {' | '.join(cells)} |" in page
 
 
 def test_the_dashboard_asks_for_metrics_that_exist():
