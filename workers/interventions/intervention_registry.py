@@ -51,7 +51,7 @@ from headcount.workers.engine.changes import (
     readable,
 )
 from headcount.workers.model.files.model_info import ModelInfo
-from headcount.workers.model.model import Model
+from headcount.workers.model.model import ChangeableWeight, Model
 
 CHANGEABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 CHANGEABLE_EMBEDDINGS = ("W_pos",)
@@ -136,19 +136,36 @@ class BoundPart:
         refuse = self.registered.refuse
         return None if refuse is None else refuse(self.options, n_ctx)
 
+    def weights(self, model: Model) -> list[ChangeableWeight]:
+        """The weights that it changes, one for each of its layers; a missing one is refused."""
+        layers: Iterable[int | None] = range(model.info.n_layers)
+        if self.target in CHANGEABLE_EMBEDDINGS:
+            layers = [None]
+        elif self.layer is not None:
+            layers = [self.layer]
+        weights: list[ChangeableWeight] = []
+        for layer in layers:
+            weight = model.changeable_weight(self.target, layer)
+            if weight is None:
+                where = "" if layer is None else f"layer {layer} has "
+                raise ModelError(
+                    f"{model.info.name}: {where}no {self.target} for {self.registered.name} to "
+                    "change"
+                )
+            weights.append(weight)
+        return weights
+
     def function_for(self, model: Model) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
         """The change for a model: a function of what is changed and of what may be read."""
-        function = partial(self.registered.function, **self.options)
-        reads = self.registered.reads
+        function, reads = partial(self.registered.function, **self.options), self.registered.reads
         # The circuit is asked for now, while the weights are unchanged.
         circuit = {"circuit": model.circuit} if "circuit" in reads else {}
-        reads_bias = "b_Q" in reads
-        if reads_bias:
+        if "b_Q" in reads:
             self._check_bias(model)
 
         def change(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
             values = {**readable_values, **circuit}
-            if reads_bias:
+            if "b_Q" in reads:
                 layer = readable_values["layer"]
                 # Read now: a change of weights in the same intervention may have changed it.
                 values |= {"b_Q": model.layer_weight(layer, "b_Q"), "scale": model.scale(layer)}
@@ -165,22 +182,15 @@ class BoundPart:
             raise ModelError(f"{name}: queries are rotated, and their bias with them")
         if model.changeable_weight("b_Q", 0) is None:
             raise ModelError(f"{name}: the model has no b_Q")
+        # What stands between the scores of all keys and a softmax over them.
+        features = {"soft_cap": "a soft cap", "sink": "learned sinks", "window": "a window"}
         for layer in model.info.attention_layers_or_all:
-            facts = model.facts(layer)
-            if facts is None:
-                continue
-            # What stands between the scores of all keys and a softmax over them.
-            features = {
-                "a soft cap": facts.soft_cap,
-                "learned sinks": facts.sink,
-                "a window": facts.window,
-            }
-            feature = next((name for name, fact in features.items() if fact is not None), None)
-            if feature is not None:
-                raise ModelError(
-                    f"{name}: layer {layer} has {feature}, and it is defined for a softmax "
-                    "of q·k over all keys before a query; use zero_query_bias"
-                )
+            for fact, words in features.items():
+                if getattr(model.facts(layer), fact, None) is not None:
+                    raise ModelError(
+                        f"{name}: layer {layer} has {words}, and it is defined for a softmax "
+                        "of q·k over all keys before a query; use zero_query_bias"
+                    )
 
 
 @dataclass(frozen=True)
@@ -291,17 +301,17 @@ def bind(intervention: Intervention) -> BoundIntervention:
     """
     parts = tuple(map(_bound_part, intervention.parts))
     names = [str(part) for part in intervention.parts]
-    if intervention != NONE and str(NONE) in names:
-        raise ScanError(
-            f"interventions: '{intervention}': {NONE} is the untouched model and stands "
-            "alone; leave it out, or name it as an intervention of its own"
-        )
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise ScanError(
-            f"interventions: '{intervention}': expected each intervention once, got {repeated} "
-            f"{names.count(repeated)} times"
-        )
+    for name in names:
+        if name == str(NONE) and intervention != NONE:
+            raise ScanError(
+                f"interventions: '{intervention}': {NONE} is the untouched model and stands "
+                "alone; leave it out, or name it as an intervention of its own"
+            )
+        if names.count(name) > 1:
+            raise ScanError(
+                f"interventions: '{intervention}': expected each intervention once, got {name} "
+                f"{names.count(name)} times"
+            )
     return BoundIntervention(intervention, parts)
 
 

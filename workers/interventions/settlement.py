@@ -18,6 +18,7 @@ from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTA
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.engine.changes import hidden_keys
 from headcount.workers.interventions import BoundIntervention, bind, check_targets, needs_bridge
+from headcount.workers.interventions.intervention_registry import BoundPart
 from headcount.workers.model.attention_facts import AttentionFacts, unseen_keys, window_of
 from headcount.workers.model.model import Model
 
@@ -93,26 +94,20 @@ def _check_visible(model: Model, bound: BoundIntervention, n_ctx: int) -> None:
         for part in bound.activation_parts
         if part.target == "attn_scores" and not part.registered.reads and "head" not in part.options
     ]
-    layers_by_case: dict[tuple[int, tuple[bool, ...]], int] = {}
+    tried: list[tuple[int, list[BoundPart]]] = []
     for layer in model.info.attention_layers_or_all:
-        is_masked_by = tuple(part.layer in (None, layer) for part in masks)
-        if any(is_masked_by):
-            window = window_of(_facts_of(model, layer), n_ctx)
-            # Layers with the same window and masks are tried once.
-            layers_by_case.setdefault((window, is_masked_by), layer)
-    for layer in layers_by_case.values():
-        unseen = unseen_keys(n_ctx, _facts_of(model, layer), torch.device("cpu"))
+        # Without a window if nothing is known of the layer.
+        facts = model.facts(layer) or AttentionFacts(1.0)
+        case = window_of(facts, n_ctx), [part for part in masks if part.layer in (None, layer)]
+        # Layers with the same window and masks are tried once.
+        if not case[1] or case in tried:
+            continue
+        tried.append(case)
         scores = torch.zeros(1, 1, n_ctx, n_ctx, dtype=torch.float16)
-        for part in masks:
-            if part.layer in (None, layer):
-                scores = part.registered.function(scores, **part.options)
+        for part in case[1]:
+            scores = part.registered.function(scores, **part.options)
         # Raises `ScanError` if a query sees no key.
-        hidden_keys(scores, unseen)
-
-
-def _facts_of(model: Model, layer: int) -> AttentionFacts:
-    """The facts of a layer that attends; no window if they are not known."""
-    return model.facts(layer) or AttentionFacts(1.0)
+        hidden_keys(scores, unseen_keys(n_ctx, facts, torch.device("cpu")))
 
 
 def check_bridge_precision(settled: Settled, precision: str) -> None:

@@ -7,7 +7,7 @@ would need its memory twice.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,18 +15,14 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.interventions.intervention_registry import (
-    CHANGEABLE_EMBEDDINGS,
-    BoundIntervention,
-    BoundPart,
-)
+from headcount.workers.interventions.intervention_registry import BoundIntervention
 from headcount.workers.model.model import ChangeableWeight, Model
 
 
 def needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
     """Why only the bridge sees a change; None if the bare modules see it too."""
     for part in bound.weight_parts:
-        if _weights_of(model, part)[0].parameter is None:
+        if part.weights(model)[0].parameter is None:
             return f"the modules do not share {part.target} with the bridge"
     for part in bound.activation_parts:
         if part.target in ("q", "k") and model.rotary:
@@ -42,7 +38,7 @@ def check_targets(model: Model, bound: BoundIntervention) -> None:
     bound.changes(model)
     for part in bound.weight_parts:
         part.function_for(model)
-        _weights_of(model, part)
+        part.weights(model)
 
 
 @contextmanager
@@ -56,7 +52,7 @@ def changed_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
     checksums = {name: _checksum(read()) for name, read in readers.items()}
     try:
         for part, function in functions:
-            for weight in _weights_of(model, part):
+            for weight in part.weights(model):
                 changed = function(weight.tensor, {"layer": weight.layer})
                 # Before the change, so that an error restores it too.
                 originals.append((weight, weight.tensor.clone()))
@@ -75,25 +71,6 @@ def changed_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
                 )
 
 
-def _weights_of(model: Model, part: BoundPart) -> list[ChangeableWeight]:
-    """The weights that a part changes, one for each of its layers."""
-    layers: Iterable[int | None] = range(model.info.n_layers)
-    if part.target in CHANGEABLE_EMBEDDINGS:
-        layers = [None]
-    elif part.layer is not None:
-        layers = [part.layer]
-    weights: list[ChangeableWeight] = []
-    for layer in layers:
-        weight = model.changeable_weight(part.target, layer)
-        if weight is None:
-            where = "" if layer is None else f"layer {layer} has "
-            raise ModelError(
-                f"{model.info.name}: {where}no {part.target} for {part.registered.name} to change"
-            )
-        weights.append(weight)
-    return weights
-
-
 def _readers(model: Model, bound: BoundIntervention) -> dict[str, Callable[[], Tensor]]:
     """Functions that return the changed weights as the engines read them, by name.
 
@@ -102,7 +79,7 @@ def _readers(model: Model, bound: BoundIntervention) -> dict[str, Callable[[], T
     """
     readers: dict[str, Callable[[], Tensor]] = {}
     for part in bound.weight_parts:
-        for weight in _weights_of(model, part):
+        for weight in part.weights(model):
             if weight.parameter is not None:
                 readers[weight.parameter] = partial(model.bare.get_parameter, weight.parameter)
             where = "" if weight.layer is None else f"layer {weight.layer}: "
