@@ -31,7 +31,7 @@ from headcount.workers.interventions.settlement import (
     settle_one,
 )
 from headcount.workers.measurements.batch import PendingBatch, collect, launch
-from headcount.workers.measurements.requested import Requested
+from headcount.workers.measurements.layer_formulas import Requested
 from headcount.workers.measurements.results import Measurements
 from headcount.workers.measurements.weight_tables import tables_of_weights
 from headcount.workers.model.files.loading import load_model
@@ -80,7 +80,7 @@ class Replica:
         self.depth = scan.depth(self.model.info)
         """How many layers a forward pass goes through."""
         self.requested = Requested.of_scan(scan, self.model)
-        if self.requested.has_predictions:
+        if self.requested.computed("after the pass"):
             check_unembedding(self.model)
         self.free_since: float | None = None
         """When the last shard was measured. It tells how long the replica waited for the next."""

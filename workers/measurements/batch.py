@@ -23,8 +23,7 @@ from headcount.workers.engine.engine import Engine
 from headcount.workers.engine.fused_pattern import uniform_pattern
 from headcount.workers.engine.prediction_inputs import PredictionInputs
 from headcount.workers.engine.token_pairs import find_matches
-from headcount.workers.measurements.layer_formulas import LayerFormulas
-from headcount.workers.measurements.requested import Requested
+from headcount.workers.measurements.layer_formulas import LayerFormulas, Requested
 from headcount.workers.measurements.results import Column, Columns, Measurements, check_finite
 from headcount.workers.measurements.undefined import defined_or_nan, where_defined
 from headcount.workers.model.layer_weights import effective_or_nan
@@ -68,6 +67,7 @@ def launch(
     if requested.reads("effective"):
         shared_values["effective"] = effective_or_nan(engine.model, tokens.shape[1])
 
+    predictions = requested.computed("after the pass")
     # The pass fills `layer_formulas` with values, layer by layer.
     layer_formulas = LayerFormulas(engine.model, requested, tokens, shared_values)
     final_streams: list[Tensor] = []
@@ -76,7 +76,7 @@ def launch(
         matches,
         layer_formulas.evaluate,
         layer_formulas.read_late,
-        final_streams.append if requested.has_predictions else None,
+        final_streams.append if predictions else None,
         requested.heads.layers,
     )
 
@@ -84,15 +84,14 @@ def launch(
     uniform = uniform_pattern(matches, tokens, max(layer_formulas.windows, default=None))
     by_tokens = {**shared_values, "pattern": uniform}
     columns = list(layer_formulas.columns(by_tokens))
-    if requested.has_predictions:
+    if predictions:
         # Taken out of the list, so that the stream is freed with `inputs`.
         inputs = PredictionInputs(engine.model, final_streams.pop(), tokens)
-        for kind, formulas in requested.computed("after the pass"):
-            for formula in formulas:
-                values = defined_or_nan(formula, inputs)
-                defined = where_defined(formula, inputs, values)
-                values = values.float().masked_fill(~defined, torch.nan)
-                columns.append(Column(kind.table, formula.name, formula, values))
+        for kind, formula in predictions:
+            values = defined_or_nan(formula, inputs)
+            defined = where_defined(formula, inputs, values)
+            values = values.float().masked_fill(~defined, torch.nan)
+            columns.append(Column(kind.table, formula.name, formula, values))
     ready = None
     if tokens.device.type != "cpu":
         columns = _on_the_way_to_host(columns)
