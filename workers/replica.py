@@ -31,8 +31,7 @@ from headcount.workers.interventions.settlement import (
     settle,
     settle_one,
 )
-from headcount.workers.measurements.batch import PendingBatch, collect, launch
-from headcount.workers.measurements.layer_formulas import Requested
+from headcount.workers.measurements.batch import PendingBatch, Requested, collect, launch
 from headcount.workers.measurements.results import Measurements
 from headcount.workers.measurements.weight_tables import tables_of_weights
 from headcount.workers.model.files.loading import load_model
@@ -74,7 +73,9 @@ class Replica:
                 f"{', …' if len(unused) > 3 else ''}; correct config.json, or set unused_weights = "
                 '"ignore" to measure without them'
             )
-        if _reads_bridge(scan):
+        formulas = [formula for kind in scan.kinds() for formula in scan.formulas(kind)]
+        names = {name for each in formulas for name in (*each.parameters, *each.conditions)}
+        if scan.kinds("from the weights") or names & {*READ_THROUGH_BRIDGE}:
             # Now, because a pass that boots it would last seconds longer than the others.
             self.model.boot_bridge()
         self.settlement = settle(self.model, scan, self.device)
@@ -239,15 +240,6 @@ class _Sequences(NamedTuple):
     """Their partners, if the intervention needs them."""
 
 
-def _reads_bridge(scan: Scan) -> bool:
-    """Whether a formula of a scan reads weights, which the bridge names."""
-    if scan.kinds("from the weights"):
-        return True
-    formulas = [formula for kind in scan.kinds() for formula in scan.formulas(kind)]
-    names = {name for formula in formulas for name in (*formula.parameters, *formula.conditions)}
-    return not names.isdisjoint(READ_THROUGH_BRIDGE)
-
-
 def resolve_device(device: str) -> str:
     """What `auto` means on this machine: its GPU, if it has one."""
     if device != "auto":
@@ -312,11 +304,9 @@ class BatchSize:
             return
         speed = self.size / min(self._seconds_of_trials)
         if speed < REQUIRED_GAIN * self._best_speed:
-            self.size = self._best_size
-            self.searching = False
+            self.size, self.searching = self._best_size, False
             return
-        self._best_speed = speed
-        self._best_size = self.size
+        self._best_speed, self._best_size = speed, self.size
         self._seconds_of_trials.clear()
         self.size = min(2 * self.size, self.largest)
         self.searching = self._best_size < self.largest

@@ -32,8 +32,7 @@ from headcount.schemas.scans.kinds import TABLES, kinds_of, table_schema
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.first_write import write_new
 from headcount.workers.inputs.sequences import ShardInput
-from headcount.workers.measurements.results import Columns, Measurements
-from headcount.workers.measurements.rows import means_table, numbered
+from headcount.workers.measurements.results import Columns, Measurements, means_table, numbered
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
 from headcount.workers.provenance.machine import device_name, measuring_versions
 from headcount.workers.replica import InterventionMeasurements, Replica

@@ -52,25 +52,18 @@ class Labelled:
 
     def names(self, family: str) -> list[str]:
         """The label of every position, "" if it has none. A wrong label raises `ScanError`."""
-
-        def wrong(problem: str) -> ScanError:
-            return ScanError(f"input family {family}: {problem}")
-
         names = [""] * len(self.tokens)
         for label, positions in self.labels.items():
             several = np.atleast_1d(positions)
-            if not isinstance(label, str) or not label:
-                raise wrong(f"a label is a string with something in it, got {label!r}")
             # An empty list is one of floats to numpy.
-            if several.ndim > 1 or (several.size and several.dtype.kind not in "iu"):
-                raise wrong(f"label {label!r} needs whole positions, got {positions!r}")
-            for position in several.tolist():
-                if not 0 <= position < len(names):
-                    end = f"expected 0 to {len(names) - 1}"
-                    raise wrong(f"label {label!r} at position {position}, {end}")
-                if other := names[position]:
-                    labels = f"{other!r} and {label!r}"
-                    raise wrong(f"position {position} has two labels, {labels}; expected one")
+            is_whole = several.ndim == 1 and (not several.size or several.dtype.kind in "iu")
+            for position in several.tolist() if is_whole else [positions]:
+                is_free = is_whole and 0 <= position < len(names) and not names[position]
+                if not is_free or not isinstance(label, str) or not label:
+                    raise ScanError(
+                        f"input family {family}: label {label!r} at position {position!r}: "
+                        f"expected a name, and 0 to {len(names) - 1} without another label"
+                    )
                 names[position] = label
         return names
 
@@ -151,9 +144,7 @@ class InputFamily(Entry):
     may take something; it has the same stream and options.
     """
     is_endless: bool = False
-    """Whether a family of text has as many sequences as a scan asks for."""
-    refuse: Callable[[dict[str, Any]], str | None] | None = None
-    """Says what is wrong with the options as a whole; None if nothing is."""
+    """Whether a family of text has as many sequences as a scan asks for: it counts tokens."""
 
     @property
     def synthetic(self) -> bool:
@@ -205,11 +196,15 @@ class InputFamily(Entry):
                     f"input.{name}: {name} is a field of the scan; move it above [input]"
                 )
         checked = INPUTS.bind(self, named=options, field="input", subject="input.OPTION")
-        if self.refuse is not None and (problem := self.refuse(checked)):
-            raise ScanError(problem)
         if not self.synthetic:
             # Made only to be checked, before any file is listed.
-            choice(**{name: checked[name] for name in CHOICE})
+            chosen = choice(**{name: checked[name] for name in CHOICE})
+            for option, value in (("shuffle", chosen.shuffle), ("skip", chosen.skip)):
+                if self.is_endless and value:
+                    raise ScanError(
+                        f"input.{option}: {self.name} counts the tokens of all documents, so their "
+                        "order means nothing; leave it out"
+                    )
         return checked
 
 

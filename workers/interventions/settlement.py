@@ -48,14 +48,13 @@ def settle(model: Model, scan: Scan, device: str) -> Settlement:
 
     `precision = "auto"` becomes the fastest precision that all of the interventions allow.
     """
-    settled = {
-        intervention: settle_one(model, scan, intervention) for intervention in scan.interventions
-    }
-    dense = [settlement for settlement in settled.values() if settlement.engine == "dense"]
-    # The whole run has one precision, and the dense engine is never faster than float32.
-    fastest = "float32" if dense else FASTEST_ACCEPTABLE[device]
-    precision = fastest if scan.precision == "auto" else scan.precision
-    for settlement in dense:
+    settled = {each: settle_one(model, scan, each) for each in scan.interventions}
+    precision = scan.precision
+    if precision == "auto":
+        # The whole run has one precision, and the dense engine is never faster than float32.
+        is_dense = any(settlement.engine == "dense" for settlement in settled.values())
+        precision = "float32" if is_dense else FASTEST_ACCEPTABLE[device]
+    for settlement in settled.values():
         check_bridge_precision(settlement, precision)
     return Settlement(precision, settled)
 
@@ -66,13 +65,12 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
     bound.check(model.info, scan.n_ctx)
     _check_visible(model, bound, scan.n_ctx)
     check_targets(model, bound)
-    if scan.engine == "dense":
-        reason = "engine is 'dense'"
-    elif scan.weight_processing == "folded":
+    reason = needs_bridge(model, bound)
+    if scan.weight_processing == "folded":
         # Folding happens in the bridge alone, so folded weights are measured there.
         reason = "weight_processing is 'folded'"
-    else:
-        reason = needs_bridge(model, bound)
+    if scan.engine == "dense":
+        reason = "engine is 'dense'"
     if reason is None:
         return Settled(bound, "fused", "")
     if not model.has_bridge:

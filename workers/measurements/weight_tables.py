@@ -16,7 +16,7 @@ from headcount.schemas.scans.kinds import schema_of_rows
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.weight_statistics.geometry import centred
-from headcount.workers.measurements.rows import rows_by_name
+from headcount.workers.measurements.results import rows_by_name
 from headcount.workers.model.circuit import effective_positions
 from headcount.workers.model.model import Model
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -45,17 +45,7 @@ class Fact(NamedTuple):
     question: np.ndarray
 
 
-def _too_many_questions(options: dict[str, Any]) -> str | None:
-    """Why there cannot be more questions than needles; None if there are not."""
-    if options["questions"] <= options["needles"]:
-        return None
-    return (
-        f"input.questions: expected at most {options['needles']}, the number of needles, got "
-        f"{options['questions']}"
-    )
-
-
-@input_family(draws=token_range, refuse=_too_many_questions)
+@input_family(draws=token_range)
 def needle(
     draw: Draw,
     *,
@@ -101,26 +91,7 @@ def needle(
     return _lay_out(draw, haystack, facts, questions, depth)
 
 
-def _wrong_sentences(options: dict[str, Any]) -> str | None:
-    """What is wrong with the sentences of a text needle, or with how many there are."""
-    fact, question = options["fact"], options["question"]
-    if fact.count("{key}") != 1 or fact.count("{value}") != 1:
-        return f"input.fact: expected {{key}} and {{value}} once each, got {fact!r}"
-    if "{key}" not in question or "{value}" in question:
-        return (
-            f"input.question: expected {{key}} and no {{value}}, which follows it, got {question!r}"
-        )
-    for name, default in (("keys", KEYS), ("values", VALUES)):
-        n_different = len(set(options[name] or default))
-        if n_different < options["needles"]:
-            return (
-                f"input.{name}: expected {options['needles']} or more, as many as needles, got "
-                f"{n_different} different ones"
-            )
-    return _too_many_questions(options)
-
-
-@input_family(refuse=_wrong_sentences)
+@input_family
 def text_needle(
     draw: Draw,
     *,
@@ -145,11 +116,14 @@ def text_needle(
     * `keys`: what may stand at {key}. By default twelve names of towns that do not exist.
     * `values`: what may stand at {value}, the answer. By default 64 building materials.
     """
-    # Each word once, in the order of the list.
-    key_words, value_words = (
-        draw.rng.choice([*dict.fromkeys(words)], needles, replace=False).tolist()
-        for words in (keys or KEYS, values or VALUES)
-    )
+    if fact.count("{key}") != 1 or fact.count("{value}") != 1:
+        raise ScanError(f"input.fact: expected {{key}} and {{value}} once each, got {fact!r}")
+    if "{key}" not in question or "{value}" in question:
+        raise ScanError(
+            "input.question: expected {key} and no {value}, which follows it, got " + repr(question)
+        )
+    key_words = _drawn_words(draw, "keys", keys or KEYS, needles)
+    value_words = _drawn_words(draw, "values", values or VALUES, needles)
     facts = [
         _fact_of_text(
             draw.load_tokenizer(), fact.replace("{key}", key), question.replace("{key}", key), value
@@ -192,6 +166,17 @@ def _lay_out(
     return Labelled(np.concatenate([tokens for _, tokens in parts]), labels)
 
 
+def _drawn_words(draw: Draw, option: str, words: Sequence[str], count: int) -> list[str]:
+    """Some of the words, each of which counts once."""
+    different = [*dict.fromkeys(words)]
+    if len(different) < count:
+        raise ScanError(
+            f"input.{option}: expected {count} or more, as many as needles, got {len(different)} "
+            "different ones"
+        )
+    return draw.rng.choice(different, count, replace=False).tolist()
+
+
 def _fact_of_text(tokenizer: Tokenizer, sentence: str, question: str, value: str) -> Fact:
     """A fact from a sentence with the place {value}, and the question about it."""
     before, _, after = sentence.partition("{value}")
@@ -206,6 +191,10 @@ def _fact_of_text(tokenizer: Tokenizer, sentence: str, question: str, value: str
 
 def _haystack_length(draw: Draw, needles: int, questions: int, others: int) -> int:
     """The tokens that are left for a haystack beside the `others`."""
+    if questions > needles:
+        raise ScanError(
+            f"input.questions: expected at most {needles}, the number of needles, got {questions}"
+        )
     what = f"{counted(needles, 'needle')}, {counted(questions, 'question')} and a haystack need"
     # Each needle has at least one token of haystack to stand in.
     draw.check_room(what, others + needles, ", or take fewer or shorter ones")
@@ -243,20 +232,7 @@ def _text_tokens(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
     return tuple(np.array(tokens, int) for tokens in tokenizer.encode_many(read_texts(text)))
 
 
-def _wrong_together(options: dict[str, Any]) -> str | None:
-    """What is wrong with the gold passage or a text, given the other options; None if nothing."""
-    gold, last = options["gold"], options["passages"] - 1
-    if gold is not None and gold > last:
-        return f"input.gold: expected 0 to {last}, the numbers of the passages, got {gold}"
-    text = options["text"]
-    for name, default in (("low", 0), ("high", None), ("distinct", False)):
-        # They are about random tokens.
-        if text is not None and options[name] != default:
-            return f"input.{name}: expected without a text only, got text = {text!r}; leave out one"
-    return None
-
-
-@input_family(draws=token_range, refuse=_wrong_together)
+@input_family(draws=token_range)
 def passages(
     draw: Draw,
     *,
@@ -284,6 +260,15 @@ def passages(
     * `distinct`: whether no token of the passages occurs twice. Like `low` and `high`, not allowed
       with a `text`.
     """
+    if gold is not None and gold >= passages:
+        raise ScanError(
+            f"input.gold: expected 0 to {passages - 1}, the numbers of the passages, got {gold}"
+        )
+    for name, is_given in (("low", draw.low), ("high", draw.high), ("distinct", distinct)):
+        if text is not None and is_given:
+            raise ScanError(
+                f"input.{name}: expected without a text only, got text = {text!r}; leave out one"
+            )
     what = f"{counted(passages, 'passage')} that hold a query of {counted(query, 'token')}"
     least = (passages + 1) * query
     draw.check_room(f"{what} and the query need", least, ", or lower passages or query")

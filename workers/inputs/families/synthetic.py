@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from headcount.schemas.errors import ScanError
@@ -59,16 +57,13 @@ def corrupted_repeat(
     return Labelled(tokens, {"replaced": replaced})
 
 
-def _token_and_range(options: dict[str, Any]) -> str | None:
-    """Why a token and a range cannot both be given; None if they are not."""
-    if options["token"] is None or (options["low"], options["high"]) == (0, None):
-        return None
-    return "input: single_token_repeat takes token, or low and high, got both; leave out one"
-
-
-@input_family(draws=token_range, refuse=_token_and_range)
+@input_family(draws=token_range)
 def single_token_repeat(draw: Draw, *, token: int | None = None) -> np.ndarray:
     """One token, over and over: `token`, or a random one for each sequence (Gu et al. 2024)."""
+    if token is not None and (draw.low or draw.high):
+        raise ScanError(
+            "input: single_token_repeat takes token, or low and high, got both; leave out one"
+        )
     drawn = draw.tokens(1)[0] if token is None else _ordinary(draw, "token", token)
     return np.full(draw.length, drawn)
 
