@@ -81,7 +81,12 @@ class Replica:
         self.settlement = settle(self.model, scan, self.device)
         self.depth = scan.depth(self.model.info)
         """How many layers a forward pass goes through."""
-        self.requested = Requested.of_scan(scan, self.model)
+        # Without the formulas that such a model does not have.
+        existing = {
+            kind.field: [each for each in scan.formulas(kind) if each.exists(self.model.rotary)]
+            for kind in scan.kinds()
+        }
+        self.requested = Requested(existing, scan.measured_heads(self.model.info))
         if self.requested.computed("after the pass"):
             check_unembedding(self.model)
         self.free_since: float | None = None

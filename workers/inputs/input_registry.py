@@ -57,12 +57,12 @@ class Labelled:
             several = np.atleast_1d(positions)
             # An empty list is one of floats to numpy.
             is_whole = several.ndim == 1 and (not several.size or several.dtype.kind in "iu")
-            for position in several.tolist() if is_whole else [positions]:
-                is_free = is_whole and 0 <= position < len(names) and not names[position]
+            for position in several.tolist() if is_whole else [-1]:
+                is_free = 0 <= position < len(names) and not names[position]
                 if not is_free or not isinstance(label, str) or not label:
                     raise ScanError(
-                        f"input family {family}: label {label!r} at position {position!r}: "
-                        f"expected a name, and 0 to {len(names) - 1} without another label"
+                        f"input family {family}: label {label!r} at {positions!r}: expected a "
+                        f"name, and positions from 0 to {len(names) - 1} without another label"
                     )
                 names[position] = label
         return names

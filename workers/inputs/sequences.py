@@ -350,9 +350,8 @@ class Sequences:
         for it.
         """
         tokens = np.array(sequences, np.int32)
-        if not self.scan.bos:
-            return tokens
-        return np.insert(tokens, 0, self.info.bos_token_id, axis=1)
+        bos = self.info.bos_token_id if self.scan.bos else None
+        return tokens if bos is None else np.insert(tokens, 0, bos, axis=1)
 
     # Drawing
 

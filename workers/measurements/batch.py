@@ -22,9 +22,7 @@ from headcount.schemas.files.tables import HEADS, SEQUENCES, uniform_column
 from headcount.schemas.formulas import Computed, Formula, Kind, evaluate
 from headcount.schemas.pattern import Labels
 from headcount.schemas.scans.kinds import KINDS
-from headcount.schemas.scans.measured_heads import MeasuredHeads, find_heads
-from headcount.schemas.scans.scan import Scan
-from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.workers.engine.engine import Activations, Engine
 from headcount.workers.engine.fused_pattern import uniform_pattern
 from headcount.workers.engine.prediction_inputs import PredictionInputs
@@ -56,15 +54,6 @@ class Requested:
     formulas: Mapping[str, Sequence[Formula]]
     """By field of the scan that names them."""
     heads: MeasuredHeads
-
-    @classmethod
-    def of_scan(cls, scan: Scan, model: Model) -> Requested:
-        """What a scan asks of a model, without the formulas that such a model does not have."""
-        formulas = {
-            kind.field: [formula for formula in scan.formulas(kind) if formula.exists(model.rotary)]
-            for kind in scan.kinds()
-        }
-        return cls(formulas, scan.measured_heads(model.info))
 
     def computed(self, when: Computed) -> list[tuple[Kind, Formula]]:
         """The formulas that are computed at that time, each with its kind."""
@@ -252,13 +241,6 @@ class PendingBatch:
     """Position of the first sequence in its shard, for messages."""
     ready: torch.cuda.Event | None
     """When the results are on the host; None if they never left it."""
-
-
-def measure_batch(engine: Engine, statistics: Sequence[Formula], tokens: Tensor) -> Measurements:
-    """One forward pass over tokens `[batch pos]`."""
-    all_heads = find_heads("all", "all", engine.model.info)
-    requested = Requested({STATISTICS.field: statistics}, all_heads)
-    return collect(launch(engine, requested, tokens))
 
 
 def launch(

@@ -234,13 +234,12 @@ def test_labels_count_bos():
 
 
 @pytest.mark.parametrize(("tokens", "labels", "message"), [
-    (4, {"A": [1, 1]}, "label 'A' at position 1: expected a name, and 0 to 3 without another"),
-    (4, {"A": 0, "B": [1, 0]}, "label 'B' at position 0: expected a name"),
-    (4, {"A": 4}, "label 'A' at position 4"), (4, {"A": [0, -1]}, "label 'A' at position -1"),
-    (4, {"A": "0"}, "label 'A' at position '0'"), (4, {"A": [1.0]}, "label 'A' at position [1.0]"),
-    (4, {"A": True}, "label 'A' at position True"), (4, {"": 1}, "label '' at position 1"),
-    (4, {"A": [[0, 1]]}, "label 'A' at position [[0, 1]]"), (4, {3: 1}, "label 3 at position 1"),
-    (2, {"A": 0}, "returned shape (2,), expected (4,)"),
+    (4, {"A": [1, 1]}, "label 'A' at [1, 1]: expected a name, and positions from 0 to 3 w"),
+    (4, {"A": 0, "B": [1, 0]}, "label 'B' at [1, 0]: "), (4, {"A": 4}, "label 'A' at 4: "),
+    (4, {"A": [0, -1]}, "label 'A' at [0, -1]: "), (4, {"A": "0"}, "label 'A' at '0': "),
+    (4, {"A": [1.0]}, "label 'A' at [1.0]: "), (4, {"A": True}, "label 'A' at True: "),
+    (4, {"A": [[0, 1]]}, "label 'A' at [[0, 1]]: "), (4, {"": 1}, "label '' at 1: "),
+    (4, {3: 1}, "label 3 at 1: "), (2, {"A": 0}, "returned shape (2,), expected (4,)"),
 ])  # fmt: skip
 def test_what_a_family_returns_wrong_is_one_line(tokens: int, labels: dict[Any, Any], message: str):
     told = refused(ScanError, labels_of, Labelled(np.arange(7, 7 + tokens), labels))

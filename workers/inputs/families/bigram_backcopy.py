@@ -204,12 +204,7 @@ def follow(chain: Chain, uniforms: Array, is_copied: Array) -> list[Array]:
         wakes = chain.wakes[last]
         # `wakes` picks one of two symbols by arithmetic, because it may be an array.
         drawn_after = last if chain.copies else last + wakes * (second_last - last)
-        row = chain.rows[drawn_after]
-        if uniform.ndim:
-            symbol = (row <= uniform[..., None]).sum(-1)
-        else:
-            # The same number, faster for one sequence.
-            symbol = row.searchsorted(uniform, "right")
+        symbol = (chain.rows[drawn_after] <= uniform[..., None]).sum(-1)
         if chain.copies:
             symbol = symbol + (wakes & may_copy) * (second_last - symbol)
         symbols.append(symbol)
