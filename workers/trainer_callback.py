@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.parquet import parquet_bytes
@@ -61,21 +61,13 @@ class MeasureCallback(TrainerCallback):
     # The Trainer names these methods and their parameters.
 
     def on_step_end(  # noqa: D102
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **others: object,
+        self, args: object, state: TrainerState, control: object, **others: object
     ) -> None:
         if state.global_step % self.every == 0:
             self.on_train_begin(args, state, control, **others)
 
     def on_train_begin(  # noqa: D102
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **others: object,
+        self, args: object, state: TrainerState, control: object, **others: object
     ) -> None:
         step, model = state.global_step, others["model"]
         if step in self._tables or not state.is_world_process_zero:

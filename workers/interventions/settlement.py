@@ -17,8 +17,8 @@ from headcount.schemas.scans.intervention import Intervention
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.engine.changes import hidden_keys
-from headcount.workers.interventions import BoundIntervention, bind, check_targets, needs_bridge
-from headcount.workers.interventions.intervention_registry import BoundPart
+from headcount.workers.interventions import bind
+from headcount.workers.interventions.intervention_registry import BoundIntervention, BoundPart
 from headcount.workers.model.attention_facts import AttentionFacts, unseen_keys, window_of
 from headcount.workers.model.model import Model
 
@@ -64,8 +64,12 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
     bound = bind(intervention)
     bound.check(model.info, scan.n_ctx)
     _check_visible(model, bound, scan.n_ctx)
-    check_targets(model, bound)
-    reason = needs_bridge(model, bound)
+    # Each of these calls raises `ModelError` if the model lacks what is changed or read.
+    bound.changes(model)
+    for part in bound.weight_parts:
+        part.function_for(model)
+        part.weights(model)
+    reason = _needs_bridge(model, bound)
     if scan.weight_processing == "folded":
         # Folding happens in the bridge alone, so folded weights are measured there.
         reason = "weight_processing is 'folded'"
@@ -79,6 +83,19 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
             f"{model.info.name} has none: {model.bridge_problem}"
         )
     return Settled(bound, "dense", reason)
+
+
+def _needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
+    """Why only the bridge sees a change; None if the bare modules see it too."""
+    for part in bound.weight_parts:
+        if part.weights(model)[0].parameter is None:
+            return f"the modules do not share {part.target} with the bridge"
+    for part in bound.activation_parts:
+        if part.target in ("q", "k") and model.rotary:
+            return f"{part.target} is changed before its rotation"
+        if model.hides(part.target):
+            return f"no module puts out {part.target}"
+    return None
 
 
 def _check_visible(model: Model, bound: BoundIntervention, n_ctx: int) -> None:

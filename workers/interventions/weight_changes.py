@@ -19,28 +19,6 @@ from headcount.workers.interventions.intervention_registry import BoundIntervent
 from headcount.workers.model.model import ChangeableWeight, Model
 
 
-def needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
-    """Why only the bridge sees a change; None if the bare modules see it too."""
-    for part in bound.weight_parts:
-        if part.weights(model)[0].parameter is None:
-            return f"the modules do not share {part.target} with the bridge"
-    for part in bound.activation_parts:
-        if part.target in ("q", "k") and model.rotary:
-            return f"{part.target} is changed before its rotation"
-        if model.hides(part.target):
-            return f"no module puts out {part.target}"
-    return None
-
-
-def check_targets(model: Model, bound: BoundIntervention) -> None:
-    """Refuse an intervention that changes or reads something that a model does not have."""
-    # Each of these calls raises `ModelError` if something is missing.
-    bound.changes(model)
-    for part in bound.weight_parts:
-        part.function_for(model)
-        part.weights(model)
-
-
 @contextmanager
 def changed_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
     """Apply the changes of weights; afterwards restore them and check what the engines read."""

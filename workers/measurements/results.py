@@ -93,40 +93,33 @@ def check_finite(
     What is not finite in one layer spoils all later ones, so the earliest names the cause. The
     batch has this many sequences, and `first` is the place of the first one in the shard.
     """
-    earliest: tuple[int, Column, list[int]] | None = None
+    found: list[tuple[int, Column, list[int]]] = []
     for column in columns:
         infinite = np.isinf(column.values.numpy())
-        if not infinite.any():
-            continue
-        has_layers = column.table.has("layer")
-        place = np.argwhere(infinite.swapaxes(0, 1) if has_layers else infinite)[0].tolist()
-        # What has no layer is computed after the last one.
-        layer = place[0] if has_layers else len(heads.layers)
-        if earliest is None or layer < earliest[0]:
-            earliest = layer, column, place
-    if earliest is not None:
-        raise MeasureError(_problem(earliest[1], earliest[2], heads, first, sequences))
-
-
-def _problem(
-    column: Column, place: Sequence[int], heads: MeasuredHeads, first: int, sequences: int
-) -> str:
+        if infinite.any():
+            has_layers = column.table.has("layer")
+            place = np.argwhere(infinite.swapaxes(0, 1) if has_layers else infinite)[0].tolist()
+            # What has no layer is computed after the last one.
+            found.append((place[0] if has_layers else len(heads.layers), column, place))
+    if not found:
+        return
+    _, column, rest = min(found, key=lambda each: each[0])
     where = entry = ""
-    rest = list(place)
     if column.formula.axis:
         axes = places_on_axes(column.formula, column.values.shape[-1])
         index = rest.pop()
         entry = " at " + ", ".join(f"{axis} {places[index]}" for axis, places in axes.items())
     if column.table.has("layer"):
-        layer = rest.pop(0)
+        layer, sequence, *head = rest
         where = f"layer {heads.layers[layer]}"
-        where += "".join(f", head {heads.numbers[layer][head]}" for head in rest[1:]) + ": "
-    elif len(rest) > 1:
-        entry = f" at position {rest[1]}"
-    number = f"sequence {first + rest[0]}"
+        where += "".join(f", head {heads.numbers[layer][i]}" for i in head) + ": "
+    else:
+        sequence, *position = rest
+        entry = entry or "".join(f" at position {i}" for i in position)
+    number = f"sequence {first + sequence}"
     if not column.table.has("sequence"):
         number = f"one of the sequences {first} to {first + sequences - 1}"
-    return (
+    raise MeasureError(
         f"{where}{column.name} is not finite{entry} for {number} of the shard; expected a finite "
         "number: look at the model's weights and precision"
     )

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.plan.plan import make_plan
 from headcount.schemas.errors import MeasureError, ModelError, ScanError
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
-from headcount.schemas.scans.scan import Input, parse_scan
+from headcount.schemas.scans.scan import Input
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import (
@@ -36,8 +36,8 @@ from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.model.model import Model
 from headcount.workers.replica import InterventionMeasurements, Replica
-from headcount.workers.shard import run_shard
 from tests.toys import toy_models as toy
+from tests.toys.runs_here import measure_here
 from tests.toys.toy_runs import data_file, local
 
 TOKENS = toy.repeating_tokens(13, batch=5)
@@ -369,11 +369,8 @@ def test_a_scan_writes_what_its_patches_change(tmp_path: Path) -> None:
         "sequences_per_shard": 4, "input": {"family": "ngram_corrupt"},
         "interventions": ["none", "patch_head(0,7)"], "statistics": ["head_output_norm"],
     }  # fmt: skip
-    plan = make_plan(parse_scan(fields), "patch")
-    prepare_run(plan, "")
-    replica = Replica(plan.info, plan.scan, "cpu")
+    plan = measure_here(fields)
     clean_scan = plan.scan.model_copy(update={"input": Input(family="ngram_overlap")})
-    run_shard(replica, plan.run, plan.sequences.shard(1))
     plain, patched = (
         # Rows are in the order layer, sequence, head.
         pq.read_table(local(data_file(plan.run, "heads", str(name), 1)))["head_output_norm"]
@@ -381,7 +378,8 @@ def test_a_scan_writes_what_its_patches_change(tmp_path: Path) -> None:
         .reshape(2, -1, 8)
         for name in plan.scan.interventions
     )
-    partner = replica.measure(Sequences(clean_scan, plan.info).shard(1).tokens)
+    clean = Sequences(clean_scan, plan.info).shard(1)
+    partner = Replica(plan.info, plan.scan, "cpu").measure(clean.tokens)
     norms = partner.heads["head_output_norm"]
     np.testing.assert_allclose(patched[0, :, 7], norms[:, 0, 7], rtol=1e-6)
     np.testing.assert_array_equal(patched[0, :, :7], plain[0, :, :7])
