@@ -141,7 +141,11 @@ def tiny_config(family: str) -> Any:
 
 
 def _tiny(config_class: Any, extra: dict[str, Any]) -> Any:
-    default = _default(config_class, extra)
+    try:
+        default = config_class()
+    except Exception:
+        # Some families refuse their own defaults.
+        default = config_class(**extra)
     fields = _sizes(config_class, default) | _layer_types(config_class, default)
     for name in getattr(config_class, "sub_configs", {}):
         part = getattr(default, name, None)
@@ -156,15 +160,6 @@ def _tiny(config_class: Any, extra: dict[str, Any]) -> Any:
         if types in fields:
             fields["num_hidden_layers"] = len(fields[types])
     return config_class(**fields)
-
-
-def _default(config_class: Any, extra: dict[str, Any]) -> Any:
-    """The family's default configuration."""
-    try:
-        return config_class()
-    except Exception:
-        # Some families refuse their own defaults.
-        return config_class(**extra)
 
 
 def _sizes(config_class: Any, default: Any) -> dict[str, Any]:
