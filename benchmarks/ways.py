@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from headcount.schemas.formulas import evaluate
+from headcount.schemas.scans.measured_heads import find_heads
 from headcount.schemas.scans.precision import PRECISIONS
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_engine import FusedEngine
 from headcount.workers.engine.number_formats import HALVES, linears_in
 from headcount.workers.engine.token_pairs import find_matches
-from headcount.workers.measurements.batch import measure_batch
+from headcount.workers.measurements.batch import Requested, collect, launch
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe
@@ -84,8 +85,10 @@ def compiled(path: Path, device: str, precision: str, backend: str = "inductor")
 def fused(path: Path, device: str, precision: str) -> Run:
     """headcount's fused engine, all standard statistics."""
     engine = FusedEngine(load_model(describe(path), "raw", device), precision)
+    heads = find_heads("all", "all", engine.model.info)
+    requested = Requested({STATISTICS.field: STANDARD}, heads)
     # The first pass learns which questions the statistics ask of a pattern; warming up covers that.
-    return lambda tokens: measure_batch(engine, STANDARD, tokens)
+    return lambda tokens: collect(launch(engine, requested, tokens))
 
 
 def run_with_cache(path: Path, device: str, precision: str) -> Run:

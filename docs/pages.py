@@ -261,7 +261,7 @@ COMMON_OPTIONS = {
 
 def inputs_page(page: str) -> str:
     """Every input family with its options."""
-    options = [o for family in INPUTS.values() for o in options_of(family.function).values()]
+    options = [o for family in INPUTS.values() for o in family.own_options.values()]
     # Each as most families have it.
     common = [
         Counter(option for option in options if option.name == name).most_common(1)[0][0]
@@ -287,7 +287,7 @@ def _family_options(family: InputFamily, explained: dict[str, str]) -> list[str]
     Those that are as `explained` by their name, and mean nothing else here, are only named. Those
     that it explains first are added.
     """
-    options = options_of(family.function).values()
+    options = family.own_options.values()
     known = [o for o in options if explained.get(o.name) == option_words(o) and not o.meaning]
     own = [option for option in options if option not in known]
     for option in own:

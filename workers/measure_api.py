@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -18,15 +18,15 @@ import pyarrow as pa
 import torch
 
 from headcount.schemas.errors import ScanError
-from headcount.schemas.files.tables import HEADS, with_partitions
+from headcount.schemas.files.tables import with_partitions
 from headcount.schemas.scans.arguments import Name, checked
-from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.interventions import bind
 from headcount.workers.model.borrowed_model import BorrowedModel, borrow, unwrapped
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.replica import Replica
-from headcount.workers.shard import sequence_rows
+from headcount.workers.shard import intervention_tables, measure_shard
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,43 +34,12 @@ if TYPE_CHECKING:
 GIVEN = "given"
 """The input family of rows that no family made."""
 
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Within it, modules that were compiled run as they are written.
-
-    Otherwise every formula would be compiled into them, and training would compile them anew.
-    """
-    # To compile, the caller has imported this. By itself it takes a second.
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-class _Prepared:
-    """A model that can be measured, and the replicas that have measured it, by scan."""
-
-    def __init__(self, borrowed: BorrowedModel) -> None:
-        self.borrowed = borrowed
-        self.replicas: dict[str, Replica] = {}
-
-    def replica(self, scan: Scan) -> Replica:
-        """The replica of a scan. To make one, engines are compared on a few tokens."""
-        key = f"{scan.fingerprint} {scan.batch_size}"
-        if key not in self.replicas:
-            self.replicas[key] = Replica(
-                self.borrowed.model.info,
-                scan,
-                self.borrowed.device,
-                lambda *_: self.borrowed.model,
-            )
-        return self.replicas[key]
-
-
-_PREPARED: WeakKeyDictionary[nn.Module, _Prepared] = WeakKeyDictionary()
-"""What was prepared of models that still exist. It shares their weights."""
+_PREPARED: WeakKeyDictionary[nn.Module, tuple[BorrowedModel, dict[str, Replica]]] = (
+    WeakKeyDictionary()
+)
+"""What was prepared of models that still exist, and the replicas that have measured it, by scan. It
+shares their weights.
+"""
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held while a model is measured. Two threads would get each other's hooks in one model."""
@@ -103,75 +72,66 @@ def measure(
     The model keeps its weights, mode, hooks and random state. It is measured without dropout, and a
     model of transformers without its hooks. Calls from several threads wait for each other.
     """
-    with _ONE_AT_A_TIME, _uncompiled():
-        return _measured(
-            unwrapped(model),
-            tokens,
-            {
-                "statistics": statistics if isinstance(statistics, str) else list(statistics),
-                "interventions": list(interventions),
-                "layers": layers if isinstance(layers, str) else list(layers),
-                "heads": heads if isinstance(heads, str) else list(heads),
-                "batch_size": batch_size,
-                "precision": precision,
-                "engine": engine,
-            },
-            run_id,
-        )
+    fields = {
+        "statistics": statistics if isinstance(statistics, str) else list(statistics),
+        "interventions": list(interventions),
+        "layers": layers if isinstance(layers, str) else list(layers),
+        "heads": heads if isinstance(heads, str) else list(heads),
+        "batch_size": batch_size,
+        "precision": precision,
+        "engine": engine,
+    }
+    # Modules that were compiled run as they are written. Otherwise every formula would be compiled
+    # into them, and training would compile them anew. To compile, the caller has imported this; by
+    # itself it takes a second.
+    is_compiling = "torch._dynamo" in sys.modules
+    uncompiled = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
+    with _ONE_AT_A_TIME, uncompiled:
+        return _measured(unwrapped(model), tokens, fields, run_id)
 
 
 def _measured(modules: nn.Module, tokens: object, fields: dict[str, Any], run_id: str) -> pa.Table:
     """The rows of `measure`; `fields` are those of a scan that it was called with."""
-    prepared = _PREPARED.get(modules)
-    if prepared is None or not prepared.borrowed.fits(modules):
-        prepared = _Prepared(borrow(modules))
-    borrowed = prepared.borrowed
+    borrowed, replicas = _PREPARED.get(modules, (None, dict[str, Replica]()))
+    if borrowed is None or not borrowed.fits(modules):
+        borrowed, replicas = borrow(modules), {}
     info = borrowed.model.info
     token_ids = _token_ids(tokens, info)
     if borrowed.model.dtype == torch.float64 and fields["precision"] == "auto":
         fields["precision"] = "float64"
     if borrowed.is_bridge:
         fields["engine"] = "dense"
+    size = {"n_ctx": token_ids.shape[1], "sequences": len(token_ids)}
     scan = parse_scan(
-        {
-            "model": info.name,
-            "n_ctx": token_ids.shape[1],
-            "bos": False,
-            "input": {"family": GIVEN},
-            "sequences": len(token_ids),
-            **fields,
-        }
+        {"model": info.name, "bos": False, "input": {"family": GIVEN}, **size, **fields}
     )
-    _check_interventions(scan)
-    shard = ShardInput(0, 0, token_ids, origin={}, bad_rows=[])
-    tables: list[pa.Table] = []
-    with borrowed.reading(modules):
-        replica = prepared.replica(scan)
-        for intervention in scan.interventions:
-            measured = replica.measure(token_ids, intervention)
-            rows = sequence_rows(HEADS, scan, shard, measured)
-            tables.append(with_partitions(rows, run_id, str(intervention)))
-    # Copied weights would be those of now for ever, and take memory.
-    if borrowed.fits(modules):
-        _PREPARED[modules] = prepared
-    else:
-        _PREPARED.pop(modules, None)
-    return pa.concat_tables(tables).unify_dictionaries()
-
-
-def _check_interventions(scan: Scan) -> None:
-    """Refuse interventions that need more than tokens."""
-    for intervention in scan.interventions:
-        bound = bind(intervention)
+    for bound in map(bind, scan.interventions):
         if bound.needs_partner or bound.needs_labels:
             what = "partner sequences" if bound.needs_partner else "labels of tokens"
             raise ScanError(
-                f"interventions: '{intervention}' needs {what}, which measure does not take; use "
-                "headcount.scan"
+                f"interventions: '{bound.intervention}' needs {what}, which measure does not take; "
+                "use headcount.scan"
             )
+    shard = ShardInput(0, 0, token_ids, origin={}, bad_rows=[])
+    with borrowed.reading(modules):
+        key = f"{scan.fingerprint} {scan.batch_size}"
+        if key not in replicas:
+            # To make one, engines are compared on a few tokens.
+            replicas[key] = Replica(info, scan, borrowed.device, lambda *_: borrowed.model)
+        measured = measure_shard(replicas[key], shard).measured
+    # Copied weights would be those of now for ever, and take memory.
+    if borrowed.fits(modules):
+        _PREPARED[modules] = borrowed, replicas
+    else:
+        _PREPARED.pop(modules, None)
+    tables = [
+        with_partitions(intervention_tables(scan, shard, each)["heads"], run_id, intervention)
+        for intervention, each in measured.items()
+    ]
+    return pa.concat_tables(tables).unify_dictionaries()
 
 
-def _token_ids(tokens: Any, info: ModelInfo) -> np.ndarray:  # noqa: ANN401 - checked here
+def _token_ids(tokens: object, info: ModelInfo) -> np.ndarray:
     """Tokens as `[sequence pos]`, int32; refused if the model cannot read them."""
     token_ids = whole_sequences(tokens)
     smallest, largest = int(token_ids.min()), int(token_ids.max())

@@ -10,18 +10,6 @@ import logging
 import os
 import sys
 
-TRIM_THRESHOLD = -1
-"""Number of glibc's option for how much free memory at the end of the heap it keeps (malloc.h)."""
-
-MMAP_THRESHOLD = -3
-"""Number of its option for the size from which memory is mapped, outside the heap."""
-
-LARGEST_ON_HEAP = 32 << 20
-"""Bytes up to which memory comes from the heap: the most that glibc takes for `MMAP_THRESHOLD`."""
-
-LARGEST_INT = (1 << 31) - 1
-"""The largest number that `mallopt` takes."""
-
 OBJECTS_BETWEEN_COLLECTIONS = 20_000
 """How many more objects there must be before Python looks for garbage again; 700 by default."""
 
@@ -47,7 +35,18 @@ def prepare_process(threads: int | None = None) -> None:
     atexit.unregister(_leave_all_objects)
     atexit.register(_leave_all_objects)
     keep_freed_memory()
-    _quieten_libraries()
+    # Progress bars and notices stay off the terminal: what matters in them is checked here and
+    # raised. The libraries read these variables when they are imported. Importing them here would
+    # take 0.4 s, and not every process loads a model.
+    logging.getLogger("transformer_lens").setLevel(logging.ERROR)
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if "huggingface_hub" in sys.modules:
+        # It has read its variable already, so both libraries are told.
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
 
 
 def collect_garbage_rarely() -> None:
@@ -77,23 +76,7 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl does not have it.
     if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, LARGEST_ON_HEAP)
-        mallopt(TRIM_THRESHOLD, LARGEST_INT)
-
-
-def _quieten_libraries() -> None:
-    """Keep the libraries' progress bars and notices off the terminal.
-
-    What matters in them is checked here and raised.
-    """
-    logging.getLogger("transformer_lens").setLevel(logging.ERROR)
-    # The libraries read these when they are imported. Importing them here would take 0.4 s, and
-    # not every process loads a model.
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    if "huggingface_hub" in sys.modules:
-        # It has read its variable already, so both libraries are told.
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
+        # Options by their numbers in malloc.h: M_MMAP_THRESHOLD at its largest value, so that
+        # memory comes from the heap, and M_TRIM_THRESHOLD, which keeps what is free at its end.
+        mallopt(-3, 32 << 20)
+        mallopt(-1, (1 << 31) - 1)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,8 +31,7 @@ from headcount.workers.interventions.settlement import (
     settle,
     settle_one,
 )
-from headcount.workers.measurements.batch import PendingBatch, collect, launch
-from headcount.workers.measurements.requested import Requested
+from headcount.workers.measurements.batch import PendingBatch, Requested, collect, launch
 from headcount.workers.measurements.results import Measurements
 from headcount.workers.measurements.weight_tables import tables_of_weights
 from headcount.workers.model.files.loading import load_model
@@ -73,14 +73,21 @@ class Replica:
                 f"{', …' if len(unused) > 3 else ''}; correct config.json, or set unused_weights = "
                 '"ignore" to measure without them'
             )
-        if _reads_bridge(scan):
+        formulas = [formula for kind in scan.kinds() for formula in scan.formulas(kind)]
+        names = {name for each in formulas for name in (*each.parameters, *each.conditions)}
+        if scan.kinds("from the weights") or names & {*READ_THROUGH_BRIDGE}:
             # Now, because a pass that boots it would last seconds longer than the others.
             self.model.boot_bridge()
         self.settlement = settle(self.model, scan, self.device)
         self.depth = scan.depth(self.model.info)
         """How many layers a forward pass goes through."""
-        self.requested = Requested.of_scan(scan, self.model)
-        if self.requested.has_predictions:
+        # Without the formulas that such a model does not have.
+        existing = {
+            kind.field: [each for each in scan.formulas(kind) if each.exists(self.model.rotary)]
+            for kind in scan.kinds()
+        }
+        self.requested = Requested(existing, scan.measured_heads(self.model.info))
+        if self.requested.computed("after the pass"):
             check_unembedding(self.model)
         self.free_since: float | None = None
         """When the last shard was measured. It tells how long the replica waited for the next."""
@@ -104,13 +111,23 @@ class Replica:
         `labels` has a label or an empty text for each token. `partner` sequences are run first if
         the intervention takes something from them.
         """
-        needs_partner = self._settled(intervention).bound.needs_partner
-        needed_partner = partner if needs_partner else None
-        masks = self._needed_masks(labels, intervention)
-        sequences = _Sequences(tokens, masks, needed_partner)
-        with self.engine_under(intervention, needed_partner) as engine:
+        bound = self._settled(intervention).bound
+        if bound.needs_labels and labels is None:
+            raise ScanError(
+                f"interventions: '{intervention}': reads which tokens are labelled, and no labels "
+                "are given"
+            )
+        masks: dict[str, np.ndarray] = {}
+        if labels and (bound.needs_labels or self.requested.reads(LABELS)):
+            label_of_token = np.array(labels)  # [sequence pos], "" where a token has none.
+            masks = {
+                str(name): label_of_token == name for name in np.unique(label_of_token) if name
+            }
+        partner = partner if bound.needs_partner else None
+        with self.engine_under(intervention, partner) as engine:
             try:
-                measured = Measurements.of_batches(self._batches(engine, sequences))
+                batches = self._batches(engine, _Sequences(tokens, masks, partner))
+                measured = Measurements.of_batches(batches)
             except MeasureError as error:
                 problem = self.model.weight_problem
                 if problem is None:
@@ -118,22 +135,6 @@ class Replica:
                 raise MeasureError(f"{error}: {problem}") from None
         method = engine.method(str(intervention), self.depth)
         return InterventionMeasurements(**vars(measured), method=method)
-
-    def _needed_masks(
-        self, labels: list[list[str]] | None, intervention: Intervention
-    ) -> dict[str, np.ndarray]:
-        """Where each label stands: `[sequence pos]` by label; empty if nothing reads labels."""
-        needed_by_change = self._settled(intervention).bound.needs_labels
-        if needed_by_change and labels is None:
-            raise ScanError(
-                f"interventions: '{intervention}': reads which tokens are labelled, and no labels "
-                "are given"
-            )
-        is_read = needed_by_change or self.requested.reads(LABELS)
-        if not labels or not is_read:
-            return {}
-        label_of_token = np.array(labels)  # [sequence pos], "" where a token has none.
-        return {str(name): label_of_token == name for name in np.unique(label_of_token) if name}
 
     @contextmanager
     def engine_under(
@@ -181,10 +182,9 @@ class Replica:
         pending: PendingBatch | None = None
         while start < len(sequences.tokens):
             began = time.perf_counter()
-            batch = sequences.part(start, start + self.batch.size)
             launched: PendingBatch | None = None
             try:
-                launched = self._launch(engine, batch, start)
+                launched = self._launch(engine, sequences, start)
             except RuntimeError as error:
                 # On a CPU this error has no type of its own.
                 says_no_memory = any(words in str(error) for words in NO_MEMORY)
@@ -209,61 +209,40 @@ class Replica:
                 # Sizes are compared by time, and a time means something only if the pass is over.
                 yield collect(launched)
                 pending = None
-                self.batch.note(len(batch.tokens), time.perf_counter() - began)
-            start += len(batch.tokens)
+                self.batch.note(launched.sequences, time.perf_counter() - began)
+            start += launched.sequences
         if pending is not None:
             yield collect(pending)
 
-    def _launch(self, engine: Engine, batch: _Sequences, first: int) -> PendingBatch:
+    def _launch(self, engine: Engine, sequences: _Sequences, first: int) -> PendingBatch:
         """Start the pass over a batch, after the pass over its partners if there are any."""
-        tokens = self._tokens_on_device(batch.tokens)
-        labels = {
-            name: self._on_device(torch.from_numpy(mask)) for name, mask in batch.masks.items()
-        }
-        partner = None if batch.partner is None else self._tokens_on_device(batch.partner)
+        batch = slice(first, first + self.batch.size)
+
+        def on_device(array: np.ndarray) -> Tensor:
+            tensor = torch.from_numpy(array[batch])
+            if self.device == "cpu":
+                return tensor
+            # From pinned memory the copy is asynchronous: the device need not finish its work
+            # first.
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+
+        tokens = on_device(sequences.tokens).long()
+        partner = None if sequences.partner is None else on_device(sequences.partner).long()
+        labels = {name: on_device(mask) for name, mask in sequences.masks.items()}
         if LABELS in engine.changes.reads:
             engine = engine.changed(engine.changes.given({LABELS: labels}))
         patched_engine = with_partner(engine, partner, self.depth)
         return launch(patched_engine, self.requested, tokens, first, labels)
 
-    def _tokens_on_device(self, tokens: np.ndarray) -> Tensor:
-        return self._on_device(torch.from_numpy(tokens).long())
 
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        if self.device == "cpu":
-            return tensor
-        # From pinned memory the copy is asynchronous: the device need not finish its work first.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
-
-
-@dataclass(frozen=True)
-class _Sequences:
-    """Sequences to measure, with what belongs to each."""
+class _Sequences(NamedTuple):
+    """Sequences to measure `[sequence pos]`, with what belongs to each."""
 
     tokens: np.ndarray
-    """`[sequence pos]`."""
     masks: Mapping[str, np.ndarray]
-    """Where each label stands: `[sequence pos]` by label."""
+    """Where each label stands, by label."""
     partner: np.ndarray | None
-    """The partner of each sequence `[sequence pos]`, if the intervention needs it."""
-
-    def part(self, start: int, stop: int) -> _Sequences:
-        """Some of them."""
-        some = slice(start, stop)
-        return _Sequences(
-            self.tokens[some],
-            {name: mask[some] for name, mask in self.masks.items()},
-            None if self.partner is None else self.partner[some],
-        )
-
-
-def _reads_bridge(scan: Scan) -> bool:
-    """Whether a formula of a scan reads weights, which the bridge names."""
-    if scan.kinds("from the weights"):
-        return True
-    formulas = [formula for kind in scan.kinds() for formula in scan.formulas(kind)]
-    names = {name for formula in formulas for name in (*formula.parameters, *formula.conditions)}
-    return not names.isdisjoint(READ_THROUGH_BRIDGE)
+    """Their partners, if the intervention needs them."""
 
 
 def resolve_device(device: str) -> str:
@@ -330,11 +309,9 @@ class BatchSize:
             return
         speed = self.size / min(self._seconds_of_trials)
         if speed < REQUIRED_GAIN * self._best_speed:
-            self.size = self._best_size
-            self.searching = False
+            self.size, self.searching = self._best_size, False
             return
-        self._best_speed = speed
-        self._best_size = self.size
+        self._best_speed, self._best_size = speed, self.size
         self._seconds_of_trials.clear()
         self.size = min(2 * self.size, self.largest)
         self.searching = self._best_size < self.largest

@@ -32,8 +32,7 @@ from headcount.schemas.scans.kinds import TABLES, kinds_of, table_schema
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.first_write import write_new
 from headcount.workers.inputs.sequences import ShardInput
-from headcount.workers.measurements.results import Measurements
-from headcount.workers.measurements.rows import means_table, numbered
+from headcount.workers.measurements.results import Columns, Measurements, means_table, numbered
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
 from headcount.workers.provenance.machine import device_name, measuring_versions
 from headcount.workers.replica import InterventionMeasurements, Replica
@@ -188,46 +187,43 @@ def intervention_tables(
     tables: dict[str, pa.Table] = {}
     for name, table in TABLES.items():
         kinds = [kind for kind in kinds_of(table) if kind in scan.kinds()]
-        means = measured.tables.get(name)
+        values = measured.tables.get(name, {})
         if table.has("sequence"):
             # `heads` and `sequences` are in every shard, other tables if the scan fills them.
             if kinds or table.written == "every shard":
-                tables[name] = sequence_rows(table, scan, shard, measured)
-        elif kinds and means:
-            tables[name] = means_table(kinds[0], shard.shard, means, measured.measured_heads)
+                tables[name] = _sequence_rows(table, scan, shard, measured, values)
+        elif kinds and values:
+            tables[name] = means_table(kinds[0], shard.shard, values, measured.measured_heads)
     return tables
 
 
-def sequence_rows(table: Table, scan: Scan, shard: ShardInput, measured: Measurements) -> pa.Table:
+def _sequence_rows(
+    table: Table, scan: Scan, shard: ShardInput, measured: Measurements, values: Columns
+) -> pa.Table:
     """One row per sequence, or per sequence × layer, or per sequence × layer × head.
 
     They are in the order layer, sequence, head, so that row groups prune by layer.
     """
     n_sequences, n_layers, n_heads = next(iter(measured.heads.values())).shape
     sizes = {"layer": n_layers, "sequence": n_sequences, "head": n_heads}
-    axes = [axis for axis in sizes if table.has(axis)]
-    shape = [sizes[axis] for axis in axes]
-    indices, existing = numbered(axes, shape, measured.measured_heads)
-    # One text taken many times: a list of as many Python texts would be slow.
-    family = pa.array([scan.input.family]).dictionary_encode()
-    family = family.take(pa.array(np.zeros(len(indices["sequence"]), np.int32)))
+    shape = {axis: size for axis, size in sizes.items() if table.has(axis)}
+    indices, existing = numbered([*shape], [*shape.values()], measured.measured_heads)
+    rows = len(indices["sequence"])
     columns: dict[str, Any] = {
         **indices,
-        "input_family": family.cast(pa.string()),
-        "shard": np.full(len(indices["sequence"]), shard.shard),
+        "input_family": pa.repeat(scan.input.family, rows),
+        "shard": np.full(rows, shard.shard),
         # The index counts within the shard.
         "sequence": shard.start + indices["sequence"],
     }
-    for name, values in measured.tables.get(table.name, {}).items():
+    for name, array in values.items():
         # Values are `[sequence layer …]`, rows are in the order of the layers.
-        in_row_order = values.swapaxes(0, 1) if "layer" in axes else values
-        entry_shape = values.shape[len(axes) :]
-        columns[name] = in_row_order.reshape(math.prod(shape), *entry_shape)[existing]
+        in_row_order = array.swapaxes(0, 1) if "layer" in shape else array
+        flat = in_row_order.reshape(math.prod(shape.values()), *array.shape[len(shape) :])
+        columns[name] = flat[existing]
     if table is SEQUENCES:
-        columns |= {"n_tokens": np.full(n_sequences, shard.tokens.shape[1])}
-        columns |= {"tokens": shard.tokens, **shard.origin}
-        if shard.labels is not None:
-            columns["labels"] = shard.labels
+        columns["n_tokens"] = np.full(n_sequences, shard.tokens.shape[1])
+        columns |= {"tokens": shard.tokens, "labels": shard.labels, **shard.origin}
     formulas = {kind.field: scan.formulas(kind) for kind in scan.kinds()}
     carried_fields: list[str] = scan.input.options.get("columns") or []
     return table_of(columns, table_schema(table, formulas, carried_fields))

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.parquet import parquet_bytes
@@ -58,29 +58,18 @@ class MeasureCallback(TrainerCallback):
             raise ScanError("the callback has measured nothing yet; the Trainer calls it")
         return pa.concat_tables(self._tables.values()).unify_dictionaries()
 
-    def on_train_begin(  # noqa: D102 - the Trainer names it
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **others: object,
-    ) -> None:
-        self._measure(state, others["model"])
+    # The Trainer names these methods and their parameters.
 
     def on_step_end(  # noqa: D102
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **others: object,
+        self, args: object, state: TrainerState, control: object, **others: object
     ) -> None:
         if state.global_step % self.every == 0:
-            self._measure(state, others["model"])
+            self.on_train_begin(args, state, control, **others)
 
-    on_train_end = on_train_begin
-
-    def _measure(self, state: TrainerState, model: object) -> None:
-        step = state.global_step
+    def on_train_begin(  # noqa: D102
+        self, args: object, state: TrainerState, control: object, **others: object
+    ) -> None:
+        step, model = state.global_step, others["model"]
         if step in self._tables or not state.is_world_process_zero:
             return
         assert isinstance(model, nn.Module)
@@ -91,3 +80,5 @@ class MeasureCallback(TrainerCallback):
             # Readers of the directory never see half of a file.
             file = self.out / f"step-{step:09d}.parquet"
             write_whole(file, parquet_bytes(self._tables[step]))
+
+    on_train_end = on_train_begin

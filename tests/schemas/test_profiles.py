@@ -19,8 +19,7 @@ from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.measurements.moments import count_mean_m2, merged_moments
-from headcount.workers.measurements.results import Column, check_finite
-from headcount.workers.measurements.rows import means_table
+from headcount.workers.measurements.results import Column, check_finite, means_table
 from headcount.workers.model.rotations import Rotation
 from tests.toys import toy_models as toy
 

@@ -21,10 +21,23 @@ from headcount.schemas.errors import ScanError, counted
 from headcount.schemas.files.fingerprints import fingerprint
 from headcount.schemas.registry import Entry, Option, Registry, options_of
 from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.values import Count, TokenId
 from headcount.workers.inputs.corpus.corpus import Corpus, Tokenizer, choice
 
 CHOICE = options_of(choice)
 """Options that every family of text has."""
+
+
+def token_range(*, low: TokenId = 0, high: Count | None = None) -> None:
+    """Options of families that draw tokens. The draw has them, and follows them."""
+
+
+def random_tokens(*, low: TokenId = 0, high: Count | None = None, distinct: bool = False) -> None:
+    """The same, and whether no token is drawn twice."""
+
+
+def different_tokens(*, low: TokenId = 0, high: Count | None = None, distinct: bool = True) -> None:
+    """The same of families whose tokens differ unless a scan says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +52,18 @@ class Labelled:
 
     def names(self, family: str) -> list[str]:
         """The label of every position, "" if it has none. A wrong label raises `ScanError`."""
-
-        def wrong(problem: str) -> ScanError:
-            return ScanError(f"input family {family}: {problem}")
-
         names = [""] * len(self.tokens)
         for label, positions in self.labels.items():
             several = np.atleast_1d(positions)
-            if not isinstance(label, str) or not label:
-                raise wrong(f"a label is a string with something in it, got {label!r}")
             # An empty list is one of floats to numpy.
-            if several.ndim > 1 or (several.size and several.dtype.kind not in "iu"):
-                raise wrong(f"label {label!r} needs whole positions, got {positions!r}")
-            for position in several.tolist():
-                if not 0 <= position < len(names):
-                    end = f"expected 0 to {len(names) - 1}"
-                    raise wrong(f"label {label!r} at position {position}, {end}")
-                if other := names[position]:
-                    labels = f"{other!r} and {label!r}"
-                    raise wrong(f"position {position} has two labels, {labels}; expected one")
+            is_whole = several.ndim == 1 and (not several.size or several.dtype.kind in "iu")
+            for position in several.tolist() if is_whole else [-1]:
+                is_free = 0 <= position < len(names) and not names[position]
+                if not is_free or not isinstance(label, str) or not label:
+                    raise ScanError(
+                        f"input family {family}: label {label!r} at {positions!r}: expected a "
+                        f"name, and positions from 0 to {len(names) - 1} without another label"
+                    )
                 names[position] = label
         return names
 
@@ -75,35 +81,34 @@ class Draw:
     """Index of the sequence in the scan."""
     load_tokenizer: Callable[[], Tokenizer]
     """Returns the model's tokenizer. Loaded on demand, because a model may have none."""
+    low: int = 0
+    high: int | None = None
+    distinct: bool = False
+    """Options of the scan: which ordinary tokens are drawn, and whether none is drawn twice."""
 
-    def ids(
-        self, low: int = 0, high: int | None = None, least: int = 1, without: ArrayLike = ()
-    ) -> np.ndarray:
+    def ids(self, least: int = 1, without: ArrayLike = ()) -> np.ndarray:
         """The ordinary token ids in `low .. high-1`, but for some; too few are refused."""
-        ids = self.ordinary[self.ordinary >= low]
-        ids = ids[(ids < (np.inf if high is None else high)) & ~np.isin(ids, without)]
+        ids = self.ordinary[self.ordinary >= self.low]
+        is_below = ids < (np.inf if self.high is None else self.high)
+        ids = ids[is_below & ~np.isin(ids, without)]
         if len(ids) < least:
-            end = "" if high is None else f" and below high = {high}"
+            end = "" if self.high is None else f" and below high = {self.high}"
             end += ", but for those that are taken" if np.size(without) else ""
             raise ScanError(
-                f"input: ordinary token ids from low = {low} on{end}: expected {least} or more, "
-                f"got {len(ids)}; widen low and high"
+                f"input: ordinary token ids from low = {self.low} on{end}: expected {least} or "
+                f"more, got {len(ids)}; widen low and high"
             )
         return ids
 
     def tokens(
-        self,
-        count: int,
-        low: int = 0,
-        high: int | None = None,
-        distinct: bool = False,
-        without: ArrayLike = (),
+        self, count: int, *, distinct: bool | None = None, without: ArrayLike = ()
     ) -> np.ndarray:
-        """`count` token ids, drawn uniformly from the ordinary ones in `low .. high-1`.
+        """`count` of these ids but for those `without`, drawn uniformly.
 
-        None of those `without`. With `distinct` none is drawn twice.
+        Whether none is drawn twice is `distinct`, or what the scan says.
         """
-        ids = self.ids(low, high, count if distinct else 1, without)
+        distinct = self.distinct if distinct is None else distinct
+        ids = self.ids(count if distinct else 1, without)
         return self.rng.choice(ids, size=count, replace=not distinct)
 
     def check_length(self, what: str, length: int) -> None:
@@ -128,16 +133,18 @@ class Draw:
 class InputFamily(Entry):
     """A registered family."""
 
-    stream: str
-    """Families of one stream draw the same numbers for the same seed and sequence."""
+    stream: str = ""
+    """Families of one stream draw the same numbers for the same seed and sequence; a family
+    without one has its own.
+    """
+    draws: Callable[..., None] | None = None
+    """What has the options that the draw follows: `token_range`, or another one."""
     partner: str | None = None
     """The family whose sequence of the same number is the partner, from whose run an intervention
-    may take something.
+    may take something; it has the same stream and options.
     """
     is_endless: bool = False
-    """Whether a family of text has as many sequences as a scan asks for."""
-    refuse: Callable[[dict[str, Any]], str | None] | None = None
-    """Says what is wrong with the options as a whole; None if nothing is."""
+    """Whether a family of text has as many sequences as a scan asks for: it counts tokens."""
 
     @property
     def synthetic(self) -> bool:
@@ -145,9 +152,14 @@ class InputFamily(Entry):
         return bool(self.parameters)
 
     @cached_property
+    def own_options(self) -> dict[str, Option]:
+        """Its options by name, but for those that every family of text has."""
+        return options_of(self.function) | (options_of(self.draws) if self.draws else {})
+
+    @cached_property
     def options(self) -> dict[str, Option]:
-        """Its options by name: the family's, then those that every family of text has."""
-        return options_of(self.function) | ({} if self.synthetic else CHOICE)
+        """All of its options by name."""
+        return self.own_options | ({} if self.synthetic else CHOICE)
 
     @property
     def labels_tokens(self) -> bool:
@@ -164,13 +176,17 @@ class InputFamily(Entry):
         partners = [] if self.partner is None else [INPUTS[self.partner].function]
         code = fingerprint(self.function, *partners)
         # Another stream draws other numbers with the same code.
-        return code if self.stream == self.name else f"{code}-{self.stream}"
+        return f"{code}-{self.stream}" if self.stream else code
 
-    def corpus(self, options: dict[str, Any]) -> Corpus:
+    def sequence(self, draw: Draw, options: Mapping[str, Any]) -> np.ndarray | Labelled:
+        """One sequence of a synthetic family."""
+        return self.function(draw, **{name: options[name] for name in options_of(self.function)})
+
+    def corpus(self, options: Mapping[str, Any], seed: int) -> Corpus:
         """The corpus of a family of text, its files listed."""
-        own_options = {name: options[name] for name in options if name not in CHOICE}
-        chosen = choice(**{name: options[name] for name in CHOICE})
-        return replace(self.function(**own_options), choice=chosen)
+        chosen = choice(**{name: options[name] for name in CHOICE}).resolved(seed)
+        corpus = self.function(**{name: options[name] for name in self.own_options})
+        return replace(corpus, choice=chosen)
 
     def check(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with every default filled in; a wrong one raises `ScanError`."""
@@ -180,11 +196,15 @@ class InputFamily(Entry):
                     f"input.{name}: {name} is a field of the scan; move it above [input]"
                 )
         checked = INPUTS.bind(self, named=options, field="input", subject="input.OPTION")
-        if self.refuse is not None and (problem := self.refuse(checked)):
-            raise ScanError(problem)
         if not self.synthetic:
             # Made only to be checked, before any file is listed.
-            choice(**{name: checked[name] for name in CHOICE})
+            chosen = choice(**{name: checked[name] for name in CHOICE})
+            for option, value in (("shuffle", chosen.shuffle), ("skip", chosen.skip)):
+                if self.is_endless and value:
+                    raise ScanError(
+                        f"input.{option}: {self.name} counts the tokens of all documents, so their "
+                        "order means nothing; leave it out"
+                    )
         return checked
 
 
@@ -193,15 +213,9 @@ INPUTS = Registry[InputFamily]("input family")
 
 def input_family(
     function: Callable[..., Any] | None = None,
-    *,
-    stream: str = "",
     **facts: Any,  # noqa: ANN401 - fields of `InputFamily`
 ) -> Callable[..., Any]:
-    """Register a function as an input family, with fields of `InputFamily`.
-
-    `partner` names a family of the same stream and options.
-    """
+    """Register a function as an input family, with fields of `InputFamily`."""
     if function is None:
-        return partial(input_family, stream=stream, **facts)
-    family = InputFamily(function=function, stream=stream or function.__name__, **facts)
-    return INPUTS.add(family).function
+        return partial(input_family, **facts)
+    return INPUTS.add(InputFamily(function=function, **facts)).function

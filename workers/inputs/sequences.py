@@ -8,12 +8,13 @@ of its own. Either way the beginning-of-sequence token comes first if the scan a
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from headcount.schemas.errors import CorpusError, ModelError, ScanError
 from headcount.schemas.files.document_fates import Fates
@@ -76,61 +77,54 @@ class Sequences:
         """Sequences that a run has already. The index must reach as far as they do."""
         self._last_findings: tuple[int, Findings] | None = None
         if corpus is not None:
-            self.corpus = self._with_resolved_choice(corpus)
+            self.corpus = corpus
         self.family = INPUTS.named(scan.input.family, "input.family")
         self.options = self.family.check(scan.input.options)
-        self._check_model()
-        self._check_options()
-        if self.length < 1:
-            raise ScanError(
-                f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
-                "token"
-            )
-        # A corpus can be read to its end. What is drawn has none.
-        if self.is_drawn and scan.sequences == "all":
-            raise ScanError(
-                f"sequences: expected a number, got 'all'; the family {self.family.name} has no end"
-            )
+        self._check()
 
-    def _check_model(self) -> None:
-        """Refuse sequences that the model cannot read."""
-        if self.scan.n_ctx > self.info.n_ctx:
-            raise ScanError(
-                f"n_ctx: {self.scan.n_ctx} is beyond the {self.info.n_ctx} positions of "
-                f"{self.info.name}"
-            )
-        if self.scan.bos and self.info.bos_token_id is None:
+    def _check(self) -> None:
+        """Refuse what does not fit the model, the scan or our files."""
+        scan, info, options = self.scan, self.info, self.options
+        if scan.bos and info.bos_token_id is None:
             raise ModelError(
-                f"{no_token(self.info, 'bos_token_id', 'beginning-of-sequence')}; set bos = false"
+                f"{no_token(info, 'bos_token_id', 'beginning-of-sequence')}; set bos = false"
             )
-
-    def _check_options(self) -> None:
-        """Refuse options of the family that do not fit the scan, the model or our files."""
-        if self.options.get("repeat_bos") and not self.scan.bos:
-            raise ScanError("input.repeat_bos: expected with bos = true only; leave it out")
-        _check_range(self.options, self.info)
-        if "position" in self.options:
-            self._check_replaced_token(self.options["token"], self.options["position"])
+        low, high, token = options.get("low", 0), options.get("high"), options.get("token")
+        end, position = info.d_vocab if high is None else high, options.get("position")
+        ids, first = f"0 to {info.d_vocab - 1}, the token ids of {info.name}", int(scan.bos)
+        problems: dict[str, bool] = {
+            f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}": (
+                scan.n_ctx > info.n_ctx
+            ),
+            "input.repeat_bos: expected with bos = true only; leave it out": (
+                bool(options.get("repeat_bos")) and not scan.bos
+            ),
+            f"input.low: expected {ids}, got {low}": low >= info.d_vocab,
+            f"input.high: expected 1 to {info.d_vocab}, the tokens of {info.name}, got {high}": (
+                end > info.d_vocab
+            ),
+            f"input.low: expected less than high = {high}, got {low}": low >= end,
+            f"input.token: expected {ids}, got {token}": (
+                position is not None and token is not None and token >= info.d_vocab
+            ),
+            f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in a "
+            f"sequence, got {position}": (
+                position is not None and not first <= position < scan.n_ctx
+            ),
+            f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
+            "token": self.length < 1,
+            # A corpus can be read to its end. What is drawn has none.
+            "sequences: expected a number, got 'all'; the family "
+            f"{self.family.name} has no end": self.is_drawn and scan.sequences == "all",
+        }
+        for problem, is_wrong in problems.items():
+            if is_wrong:
+                raise ScanError(problem)
         for key in ("files", "text"):
-            value = self.options.get(key)
-            paths = [value] if isinstance(value, str) else value or ()
-            for path in paths:
+            value = options.get(key)
+            for path in [value] if isinstance(value, str) else value or ():
                 if path != BUNDLED_TEXT:
                     check_bundled(f"input.{key}", path)
-
-    def _check_replaced_token(self, token: int | None, position: int) -> None:
-        """Refuse a token that the model does not have, and a position without text."""
-        if token is not None and token >= self.info.d_vocab:
-            raise ScanError(
-                f"input.token: expected 0 to {self.info.d_vocab - 1}, the token ids of "
-                f"{self.info.name}, got {token}"
-            )
-        first = int(self.scan.bos)
-        if not first <= position < self.scan.n_ctx:
-            raise ScanError(
-                f"input.position: expected {first} to {self.scan.n_ctx - 1}, the positions of text "
-                f"in a sequence, got {position}"
-            )
 
     # What the scan asks for
 
@@ -156,11 +150,6 @@ class Sequences:
         return self.family.synthetic or self.family.is_endless
 
     @property
-    def bad_rows(self) -> BadRows:
-        """How much of the corpus may be bad."""
-        return BadRows(self.scan.bad_rows, self.scan.bad_rows_in_a_row)
-
-    @property
     def enough(self) -> int | None:
         """Sequences that the index must hold. None means as many as there are."""
         if self.scan.sequences == "all":
@@ -172,10 +161,7 @@ class Sequences:
         """The corpus, its files listed; None if the family is synthetic."""
         if self.family.synthetic:
             return None
-        return self._with_resolved_choice(self.family.corpus(self.options))
-
-    def _with_resolved_choice(self, corpus: Corpus) -> Corpus:
-        return replace(corpus, choice=corpus.choice.resolved(self.scan.seed))
+        return self.family.corpus(self.options, self.scan.seed)
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
@@ -188,9 +174,7 @@ class Sequences:
         if self.corpus is not None:
             return self.corpus.record
         text = self.options.get("text")
-        if text is None or text == BUNDLED_TEXT:
-            return {}
-        return {"text": text_record(text)}
+        return {} if text in (None, BUNDLED_TEXT) else {"text": text_record(text)}
 
     @cached_property
     def reads_text(self) -> bool:
@@ -201,7 +185,7 @@ class Sequences:
         """
         if self.corpus is not None:
             return True
-        self._drawn(self.family, 0, 1)
+        self._drawn(self.family, range(1))
         # `cached_property` stores a value under its name as soon as it is asked for.
         return "tokenizer" in self.__dict__
 
@@ -216,16 +200,16 @@ class Sequences:
         """An index of the sequences, to which the portions of the store are still to be added."""
         assert self.corpus is not None
         # The token that joins documents: end of text, else beginning of sequence.
-        separator = self.info.eos_token_id
-        separator = self.info.bos_token_id if separator is None else separator
+        info = self.info
+        separator = info.bos_token_id if info.eos_token_id is None else info.eos_token_id
         # Refused before anything is tokenised.
         if self.corpus.packing == "concat" and separator is None:
             raise ModelError(
-                f"{no_token(self.info, 'eos_token_id', 'end-of-text')} to join documents with; "
+                f"{no_token(info, 'eos_token_id', 'end-of-text')} to join documents with; "
                 "pack by document"
             )
-        most_bad = self.bad_rows.in_a_row
-        return SequenceIndex(store, self.corpus, self.text_length, separator, self.enough, most_bad)
+        in_a_row = self.scan.bad_rows_in_a_row
+        return SequenceIndex(store, self.corpus, self.text_length, separator, self.enough, in_a_row)
 
     def use_index(self, index: SequenceIndex | None) -> None:
         """Read the corpus by another index; None means that one is still to be made."""
@@ -238,7 +222,7 @@ class Sequences:
         """Refuse a corpus that is too bad, or has nothing of what the scan asks for."""
         if self.corpus is not None and self.index is not None:
             found = self._findings(len(self.reader))
-            self.bad_rows.check(found)
+            BadRows(self.scan.bad_rows, self.scan.bad_rows_in_a_row).check(found)
             check_choice(found, self.corpus)
 
     @property
@@ -272,27 +256,24 @@ class Sequences:
 
     def __len__(self) -> int:
         """How many sequences the scan has. Too small a corpus raises `CorpusError`."""
+        requested = self.scan.sequences
         if self.corpus is None:
-            return int(self.scan.sequences)
-        available, requested = len(self.reader), self.scan.sequences
+            return int(requested)
+        available = len(self.reader)
         if available and self.is_drawn:
             return int(requested)
-        if available == 0 or (requested != "all" and available < requested):
-            raise self._too_small_error(available, self.corpus)
-        return available if requested == "all" else requested
-
-    def _too_small_error(self, available: int, corpus: Corpus) -> CorpusError:
+        if available and (requested == "all" or requested <= available):
+            return available if requested == "all" else requested
         found = self._findings(available)
-        requested = self.scan.sequences
-        wanted = "at least 1" if requested == "all" else f"{requested:,}"
         advice = ["lower n_ctx or sequences"]
-        if corpus.packing != "concat":
+        if self.corpus.packing != "concat":
             advice.append("or pack with concat")
         if found.problems:
             advice.append(f"or mend {found.problems[0]}")
-        return CorpusError(
+        raise CorpusError(
             f"input: the corpus holds {available:,} sequences of {self.text_length} tokens of text "
-            f"({corpus.packing} packing), {wanted} wanted, of "
+            f"({self.corpus.packing} packing), "
+            f"{'at least 1' if requested == 'all' else f'{requested:,}'} wanted, of "
             f"{found.fates.line}; {', '.join(advice)}"
         )
 
@@ -304,77 +285,59 @@ class Sequences:
     def shard(self, number: int) -> ShardInput:
         """The input of one shard. Shards of a corpus are read fastest in order."""
         start = number * self.scan.sequences_per_shard
-        stop = min(start + self.scan.sequences_per_shard, len(self))
+        span = range(start, min(start + self.scan.sequences_per_shard, len(self)))
         if self.corpus is None:
-            return self._drawn_shard(number, start, stop)
+            tokens, labels = self._drawn(self.family, span)
+            partner = None
+            if self.family.partner is not None and self.partners:
+                partner, _ = self._drawn(INPUTS[self.family.partner], span)
+            return ShardInput(number, start, tokens, {}, [], labels, partner)
         if self.corpus.counted is not None:
             ids, probabilities = self._frequencies
-            drawn = [
-                self._draw_of(i).rng.choice(ids, size=self.length, p=probabilities)
-                for i in range(start, stop)
-            ]
-            tokens = self._with_bos(np.array(drawn, np.int32))
-            return ShardInput(number, start, tokens, origin={}, bad_rows=[])
-        bad_rows = self.reader.bad_rows(start, stop)
-        text, origin = self.reader.read(start, stop)
-        tokens = self._with_replaced(start, self._with_bos(self._arranged(start, text)))
-        if self.corpus.repeat_bos:
-            # The first copy of the text, with its token in front, is repeated to the end.
-            copied_from = np.arange(self.scan.n_ctx) % (self.text_length + self.scan.bos)
-            tokens = tokens[:, copied_from]
-        return ShardInput(number, start, tokens, origin, bad_rows)
+            rngs = (self._draw_of(i).rng for i in span)
+            tokens = [rng.choice(ids, size=self.length, p=probabilities) for rng in rngs]
+            return ShardInput(number, start, self._with_bos(tokens), origin={}, bad_rows=[])
+        bad_rows = self.reader.bad_rows(start, span.stop)
+        text, origin = self.reader.read(start, span.stop)
+        return ShardInput(number, start, self._arranged(self.corpus, span, text), origin, bad_rows)
 
-    def _arranged(self, start: int, text: np.ndarray) -> np.ndarray:
-        """Sequences of a corpus out of their text, repeated or shuffled if the family says so."""
-        assert self.corpus is not None
-        if self.corpus.chunk is not None:
+    def _arranged(self, corpus: Corpus, span: range, text: np.ndarray) -> np.ndarray:
+        """Sequences out of their text, as the family says. What is random comes from each
+        sequence's own stream, not from the order of reading.
+        """
+        if corpus.chunk is not None:
             # The text is one chunk long. The modulo repeats it to the end of the sequence.
-            return text[:, np.arange(self.length) % self.corpus.chunk]
-        if self.corpus.tokens_shuffled:
-            # Each permutation comes from the sequence's own stream, not from the order of reading.
-            return np.array(
-                [self._draw_of(start + i).rng.permutation(tokens) for i, tokens in enumerate(text)]
-            )
-        return text
+            text = text[:, np.arange(self.length) % corpus.chunk]
+        elif corpus.tokens_shuffled:
+            draws = map(self._draw_of, span)
+            text = np.array([d.rng.permutation(row) for d, row in zip(draws, text, strict=True)])
+        tokens = self._with_bos(text)
+        if corpus.replaced is not None:
+            token = corpus.replaced.token
+            tokens[:, corpus.replaced.position] = [
+                self._draw_of(i).tokens(1)[0] if token is None else token for i in span
+            ]
+        if corpus.repeat_bos:
+            # The first copy of the text, with its token in front, is repeated to the end.
+            tokens = tokens[:, np.arange(self.scan.n_ctx) % (self.text_length + self.scan.bos)]
+        return tokens
 
-    def _with_replaced(self, start: int, tokens: np.ndarray) -> np.ndarray:
-        """Sequences of a corpus, with another token at a position if the family says so."""
-        assert self.corpus is not None
-        replaced = self.corpus.replaced
-        if replaced is None:
-            return tokens
-        column = [
-            self._draw_of(start + i).tokens(1)[0] if replaced.token is None else replaced.token
-            for i in range(len(tokens))
-        ]
-        changed = tokens.copy()
-        changed[:, replaced.position] = column
-        return changed
-
-    def _with_bos(self, tokens: np.ndarray) -> np.ndarray:
-        """The sequences, with the beginning-of-sequence token in front if the scan asks for it."""
-        if not self.scan.bos:
-            return tokens
-        bos_column = np.full((len(tokens), 1), self.info.bos_token_id, np.int32)
-        return np.concatenate([bos_column, tokens], axis=1)
+    def _with_bos(self, sequences: ArrayLike) -> np.ndarray:
+        """A new array of sequences, with the beginning-of-sequence token in front if the scan asks
+        for it.
+        """
+        tokens = np.array(sequences, np.int32)
+        bos = self.info.bos_token_id if self.scan.bos else None
+        return tokens if bos is None else np.insert(tokens, 0, bos, axis=1)
 
     # Drawing
 
-    def _drawn_shard(self, number: int, start: int, stop: int) -> ShardInput:
-        tokens, labels = self._drawn(self.family, start, stop)
-        partner: np.ndarray | None = None
-        if self.family.partner is not None and self.partners:
-            partner, _ = self._drawn(INPUTS[self.family.partner], start, stop)
-        return ShardInput(number, start, tokens, {}, [], labels, partner)
-
-    def _drawn(
-        self, family: InputFamily, start: int, stop: int
-    ) -> tuple[np.ndarray, list[list[str]] | None]:
+    def _drawn(self, family: InputFamily, span: range) -> tuple[np.ndarray, list[list[str]] | None]:
         """Tokens and labels of sequences of a synthetic family."""
         tokens: list[np.ndarray] = []
         labels: list[list[str]] = []
-        for sequence in range(start, stop):
-            returned = family.function(self._draw_of(sequence), **self.options)
+        for sequence in span:
+            returned = family.sequence(self._draw_of(sequence), self.options)
             if isinstance(returned, Labelled):
                 labels.append([""] * self.scan.bos + returned.names(family.name))
                 returned = returned.tokens
@@ -384,56 +347,38 @@ class Sequences:
                     f"({self.length},)"
                 )
             tokens.append(returned)
-        return self._with_bos(np.array(tokens, np.int32)), labels or None
+        return self._with_bos(tokens), labels or None
 
     @cached_property
     def _frequencies(self) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that may be drawn, and the probability of each."""
-        assert self.corpus is not None
-        assert self.corpus.counted is not None
-        counts = self.reader.token_counts
+        draw, counts = self._draw_of(0), self.reader.token_counts
         assert counts is not None
-        low, high = self.corpus.counted.low, self.corpus.counted.high
-        ids = self._draw_of(0).ids(low, high)
+        ids = draw.ids()
         # A tokenizer may have fewer tokens than its model.
         of_ids = np.append(counts, np.zeros(self.info.d_vocab, np.int64))[ids]
         if not of_ids.any():
-            end = "" if high is None else f" and below high = {high}"
+            end = "" if draw.high is None else f" and below high = {draw.high}"
             raise ScanError(
-                f"input: the corpus has no ordinary token from low = {low} on{end}; widen low and "
-                "high"
+                f"input: the corpus has no ordinary token from low = {draw.low} on{end}; widen low "
+                "and high"
             )
         return ids, of_ids / of_ids.sum()
 
     def _draw_of(self, sequence: int) -> Draw:
         """What sequence number `sequence` is drawn from, whatever was drawn before it."""
+        stream = self.family.stream or self.family.name
         # All three enter the seed, so sequences are independent of each other and of their order.
-        seeds = [self.scan.seed, sequence, zlib.crc32(self.family.stream.encode())]
+        seeds = [self.scan.seed, sequence, zlib.crc32(stream.encode())]
         rng = np.random.default_rng(np.random.SeedSequence(seeds))
-        return Draw(rng, self.length, self._ordinary_tokens, sequence, lambda: self.tokenizer)
+        followed = {
+            name: self.options[name] for name in ("low", "high", "distinct") if name in self.options
+        }
+        return Draw(rng, self.length, self._ordinary, sequence, lambda: self.tokenizer, **followed)
 
     @cached_property
-    def _ordinary_tokens(self) -> np.ndarray:
+    def _ordinary(self) -> np.ndarray:
         """All token ids of the vocabulary except the special ones."""
         # They may lie anywhere in the vocabulary, so a range would not do.
-        special_tokens = [
-            token for token in (self.info.bos_token_id, self.info.eos_token_id) if token is not None
-        ]
-        return np.setdiff1d(np.arange(self.info.d_vocab), special_tokens)
-
-
-def _check_range(options: dict[str, Any], info: ModelInfo) -> None:
-    """Refuse to draw from tokens that a model does not have, or from none."""
-    low, high = options.get("low"), options.get("high")
-    if low is not None and low >= info.d_vocab:
-        raise ScanError(
-            f"input.low: expected 0 to {info.d_vocab - 1}, the token ids of {info.name}, got {low}"
-        )
-    if high is None:
-        return
-    if high > info.d_vocab:
-        raise ScanError(
-            f"input.high: expected 1 to {info.d_vocab}, the tokens of {info.name}, got {high}"
-        )
-    if low is not None and low >= high:
-        raise ScanError(f"input.low: expected less than high = {high}, got {low}")
+        special = [i for i in (self.info.bos_token_id, self.info.eos_token_id) if i is not None]
+        return np.setdiff1d(np.arange(self.info.d_vocab), special)

@@ -8,15 +8,11 @@ from headcount.workers.interventions.intervention_registry import (
     intervention,
     needs_partners,
 )
-from headcount.workers.interventions.weight_changes import (
-    changed_weights,
-    check_targets,
-    needs_bridge,
-)
+from headcount.workers.interventions.weight_changes import changed_weights
 
 __all__ = [
-    "INTERVENTIONS", "BoundIntervention", "bind", "changed_weights", "check_targets",
-    "intervention", "needs_bridge", "needs_partners",
+    "INTERVENTIONS", "BoundIntervention", "bind", "changed_weights", "intervention",
+    "needs_partners",
 ]  # fmt: skip
 
 # Behind the names above, which some of the files import from here.

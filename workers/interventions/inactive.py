@@ -21,13 +21,9 @@ from headcount.workers.interventions.heads import to_first
 from headcount.workers.interventions.intervention_registry import intervention
 
 Score = Literal[
-    "sink_alpha",
-    "entropy",
-    "head_output_norm",
-    "head_output_norm_last",
-    "sink_value_norm",
+    "sink_alpha", "entropy", "head_output_norm", "head_output_norm_last", "sink_value_norm",
     "value_norm",
-]
+]  # fmt: skip
 """Statistics that may say whether a head is inactive."""
 
 Scale = Literal["raw", "layer_mean"]
@@ -76,7 +72,13 @@ def zero_random_heads(
     inactive there on the sequence, chosen by a hash of its tokens, the layer and the draw.
     """
     count = _inactive(z, pattern, v, score, threshold, scale).sum(-1, keepdim=True)
-    return _without(z, _random_order(tokens, z.shape[2], layer, draw) < count)
+    rng = np.random.default_rng([draw, layer])
+    factors = torch.from_numpy(rng.integers(-(2**63), 2**63, size=(tokens.shape[1], z.shape[2])))
+    # A sum of products with random factors, modulo 2^64, is a hash. Integers overflow as intended.
+    # Of tokens + 1, or token 0 would say nothing of its place.
+    hashes = ((tokens + 1)[..., None] * factors.to(tokens.device)).sum(1)
+    # Sorting the order of the hashes turns it into ranks, so this is a random order of the heads.
+    return _without(z, hashes.argsort(-1).argsort(-1) < count)
 
 
 @intervention
@@ -99,7 +101,14 @@ def _inactive(
     z: Tensor, pattern: Pattern, v: Tensor, score: Score, threshold: float, scale: Scale
 ) -> Tensor:
     """Which heads are inactive: `[batch head]`."""
-    values = _score(z, pattern, v, score)
+    values: Tensor = {
+        "sink_alpha": lambda: sink_alpha(pattern),
+        "entropy": lambda: entropy(pattern),
+        "head_output_norm": lambda: head_output_norm(z),
+        "head_output_norm_last": lambda: head_output_norm_last(z),
+        "sink_value_norm": lambda: sink_value_norm(v),
+        "value_norm": lambda: value_norm(v),
+    }[score]()
     if scale == "layer_mean":
         # The source divides the output at the last token by a mean over all tokens.
         averaged = head_output_norm(z) if score == "head_output_norm_last" else values
@@ -107,40 +116,9 @@ def _inactive(
     return values > threshold if score == "sink_alpha" else values < threshold
 
 
-def _score(z: Tensor, pattern: Pattern, v: Tensor, score: Score) -> Tensor:
-    """The value of a statistic: `[batch head]`."""
-    match score:
-        case "sink_alpha":
-            return sink_alpha(pattern)
-        case "entropy":
-            return entropy(pattern)
-        case "head_output_norm":
-            return head_output_norm(z)
-        case "head_output_norm_last":
-            return head_output_norm_last(z)
-        case "sink_value_norm":
-            return sink_value_norm(v)
-        case "value_norm":
-            return value_norm(v)
-
-
 def _without(z: Tensor, heads: Tensor) -> Tensor:
     """z `[batch pos head d_head]`, 0 for the heads that `heads [batch head]` marks."""
     return z.masked_fill(heads[:, None, :, None], 0)
-
-
-def _random_order(tokens: Tensor, n_heads: int, layer: int, draw: int) -> Tensor:
-    """The rank `[batch head]` of each head in a random order of the heads of a sequence.
-
-    It depends on the sequence's tokens, the layer and the draw alone, not on the shard or batch.
-    """
-    rng = np.random.default_rng([draw, layer])
-    factors = torch.from_numpy(rng.integers(-(2**63), 2**63, size=(tokens.shape[1], n_heads)))
-    # A sum of products with random factors, modulo 2^64, is a hash. Integers overflow as intended.
-    # Of tokens + 1, or token 0 would say nothing of its place.
-    hashes = ((tokens + 1)[..., None] * factors.to(tokens.device)).sum(1)
-    # Sorting the order of the hashes turns it into ranks.
-    return hashes.argsort(-1).argsort(-1)
 
 
 def _entropy_sinks(pattern: Tensor, row: float, column: float) -> Tensor:

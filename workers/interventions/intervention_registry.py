@@ -1,31 +1,18 @@
 """Interventions by name: a function whose first parameter names what it changes.
 
-The first parameter is a weight of the attention layers (`W_Q [head d_model d_head]`, `b_Q [head
-d_head]`, …), `W_pos [pos d_model]`, or an activation
+That is a weight of the attention layers, `W_pos [pos d_model]`, or an activation
 (`workers.engine.changes.CHANGEABLE_ACTIVATIONS`). The function returns the changed tensor. It does
-not change its arguments.
-
-Further positional parameters name what the change reads:
+not change its arguments. Further positional parameters name what the change reads:
 
 * `circuit`: what the unchanged weights say of positions;
 * `b_Q` and `scale`: the query bias of the layer as it is under the changes of weights, and the
   factor of its scores, only for a change of `attn_scores` in a model without rotations, soft caps,
   windows and learned sinks;
-* `layer`: the number of the layer;
-* `tokens`, and activations that come before the changed one (`workers.engine.changes.readable`),
-  only for a change of an activation;
-* `partner`: the changed activation in the run on the partner sequences;
-* `labels`: which tokens the input family has labelled, a mask `[batch pos]` by label.
+* `layer`, and for a change of an activation what `workers.engine.changes.readable` lists.
 
-Keyword-only parameters are options: numbers, or one of some names. A scan writes them in their
-order, `name(1,0.5)`. If the last option is a tuple, it takes all values that are left. An option
-named `layer` says where the change is made; without it, the change is made in every layer. `a+b` is
-a, then b.
-
-The type of an option says what it may be (`schemas.scans.values`). If the model or the length of
-the sequences sets a limit, the decorator says so in `most`. If options are wrong only together,
-`refuse` says so. A change of scores that hides all but the first and the last keys of some heads
-says which in `streaming`, so that no matrix of scores is needed where nobody looks at it.
+Keyword-only parameters are options. A scan writes them in their order, `name(1,0.5)`; a last option
+that is a tuple takes all values that are left. An option named `layer` says where the change is
+made; without it, the change is made in every layer. `a+b` is a, then b.
 """
 
 from __future__ import annotations
@@ -51,7 +38,7 @@ from headcount.workers.engine.changes import (
     readable,
 )
 from headcount.workers.model.files.model_info import ModelInfo
-from headcount.workers.model.model import Model
+from headcount.workers.model.model import ChangeableWeight, Model
 
 CHANGEABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 CHANGEABLE_EMBEDDINGS = ("W_pos",)
@@ -77,7 +64,9 @@ class RegisteredIntervention(Entry):
     refuse: Callable[[dict[str, Any], int], str | None] | None = None
     """Says what is wrong with its options together for sequences of `n_ctx` tokens."""
     streaming: Callable[[dict[str, Any], ModelInfo], Streaming] | None = None
-    """Says which heads of a model it leaves the first and the last keys alone, by its options."""
+    """Says by its options which heads of a model it leaves the first and the last keys alone, so
+    that no matrix of scores is needed where nobody looks at it.
+    """
 
     @property
     def target(self) -> str:
@@ -136,19 +125,36 @@ class BoundPart:
         refuse = self.registered.refuse
         return None if refuse is None else refuse(self.options, n_ctx)
 
+    def weights(self, model: Model) -> list[ChangeableWeight]:
+        """The weights that it changes, one for each of its layers; a missing one is refused."""
+        layers: Iterable[int | None] = range(model.info.n_layers)
+        if self.target in CHANGEABLE_EMBEDDINGS:
+            layers = [None]
+        elif self.layer is not None:
+            layers = [self.layer]
+        weights: list[ChangeableWeight] = []
+        for layer in layers:
+            weight = model.changeable_weight(self.target, layer)
+            if weight is None:
+                where = "" if layer is None else f"layer {layer} has "
+                raise ModelError(
+                    f"{model.info.name}: {where}no {self.target} for {self.registered.name} to "
+                    "change"
+                )
+            weights.append(weight)
+        return weights
+
     def function_for(self, model: Model) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
         """The change for a model: a function of what is changed and of what may be read."""
-        function = partial(self.registered.function, **self.options)
-        reads = self.registered.reads
+        function, reads = partial(self.registered.function, **self.options), self.registered.reads
         # The circuit is asked for now, while the weights are unchanged.
         circuit = {"circuit": model.circuit} if "circuit" in reads else {}
-        reads_bias = "b_Q" in reads
-        if reads_bias:
+        if "b_Q" in reads:
             self._check_bias(model)
 
         def change(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
             values = {**readable_values, **circuit}
-            if reads_bias:
+            if "b_Q" in reads:
                 layer = readable_values["layer"]
                 # Read now: a change of weights in the same intervention may have changed it.
                 values |= {"b_Q": model.layer_weight(layer, "b_Q"), "scale": model.scale(layer)}
@@ -165,22 +171,15 @@ class BoundPart:
             raise ModelError(f"{name}: queries are rotated, and their bias with them")
         if model.changeable_weight("b_Q", 0) is None:
             raise ModelError(f"{name}: the model has no b_Q")
+        # What stands between the scores of all keys and a softmax over them.
+        features = {"soft_cap": "a soft cap", "sink": "learned sinks", "window": "a window"}
         for layer in model.info.attention_layers_or_all:
-            facts = model.facts(layer)
-            if facts is None:
-                continue
-            # What stands between the scores of all keys and a softmax over them.
-            features = {
-                "a soft cap": facts.soft_cap,
-                "learned sinks": facts.sink,
-                "a window": facts.window,
-            }
-            feature = next((name for name, fact in features.items() if fact is not None), None)
-            if feature is not None:
-                raise ModelError(
-                    f"{name}: layer {layer} has {feature}, and it is defined for a softmax "
-                    "of q·k over all keys before a query; use zero_query_bias"
-                )
+            for fact, words in features.items():
+                if getattr(model.facts(layer), fact, None) is not None:
+                    raise ModelError(
+                        f"{name}: layer {layer} has {words}, and it is defined for a softmax "
+                        "of q·k over all keys before a query; use zero_query_bias"
+                    )
 
 
 @dataclass(frozen=True)
@@ -222,14 +221,11 @@ class BoundIntervention:
 
     def changes(self, model: Model) -> Changes:
         """The changes of activations. An activation that the model does not have is refused."""
-        for part in self.activation_parts:
-            if not model.has(part.target):
-                raise ModelError(
-                    f"{model.info.name}: no {part.target} for {part.registered.name} to change"
-                )
         changes: list[Change] = []
         for part in self.activation_parts:
             entry = part.registered
+            if not model.has(part.target):
+                raise ModelError(f"{model.info.name}: no {part.target} for {entry.name} to change")
             streaming = entry.streaming and entry.streaming(part.options, model.info)
             function, reads = part.function_for(model), frozenset(entry.reads)
             changes.append(Change(part.target, function, part.layer, reads, streaming))
@@ -262,23 +258,17 @@ def intervention(
     if entry.target not in targets:
         raise ValueError(f"intervention {entry.name!r}: {unknown('target', entry.target, targets)}")
     # A misspelt parameter is found here, when the module is imported, not in the middle of a run.
-    can_read = _readable(entry.target)
+    can_read = ("circuit",)
+    if entry.target in CHANGEABLE_WEIGHTS:
+        can_read += ("layer",)
+    elif entry.target in CHANGEABLE_ACTIVATIONS:
+        can_read += readable(entry.target)
+        can_read += ("b_Q", "scale") if entry.target == "attn_scores" else ()
     for name in entry.reads:
         if name not in can_read:
             what = f"thing that a change of {entry.target} reads"
             raise ValueError(f"intervention {entry.name!r}: {unknown(what, name, can_read)}")
     return INTERVENTIONS.add(entry).function
-
-
-def _readable(target: str) -> tuple[str, ...]:
-    """What the change of a target may read besides the target itself."""
-    if target == "attn_scores":
-        return ("circuit", "b_Q", "scale", *readable(target))
-    if target in CHANGEABLE_ACTIVATIONS:
-        return ("circuit", *readable(target))
-    if target in CHANGEABLE_WEIGHTS:
-        return ("circuit", "layer")
-    return ("circuit",)
 
 
 def bind(intervention: Intervention) -> BoundIntervention:
@@ -291,17 +281,17 @@ def bind(intervention: Intervention) -> BoundIntervention:
     """
     parts = tuple(map(_bound_part, intervention.parts))
     names = [str(part) for part in intervention.parts]
-    if intervention != NONE and str(NONE) in names:
-        raise ScanError(
-            f"interventions: '{intervention}': {NONE} is the untouched model and stands "
-            "alone; leave it out, or name it as an intervention of its own"
-        )
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise ScanError(
-            f"interventions: '{intervention}': expected each intervention once, got {repeated} "
-            f"{names.count(repeated)} times"
-        )
+    for name in names:
+        if name == str(NONE) and intervention != NONE:
+            raise ScanError(
+                f"interventions: '{intervention}': {NONE} is the untouched model and stands "
+                "alone; leave it out, or name it as an intervention of its own"
+            )
+        if names.count(name) > 1:
+            raise ScanError(
+                f"interventions: '{intervention}': expected each intervention once, got {name} "
+                f"{names.count(name)} times"
+            )
     return BoundIntervention(intervention, parts)
 
 

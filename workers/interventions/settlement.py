@@ -17,7 +17,8 @@ from headcount.schemas.scans.intervention import Intervention
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.engine.changes import hidden_keys
-from headcount.workers.interventions import BoundIntervention, bind, check_targets, needs_bridge
+from headcount.workers.interventions import bind
+from headcount.workers.interventions.intervention_registry import BoundIntervention, BoundPart
 from headcount.workers.model.attention_facts import AttentionFacts, unseen_keys, window_of
 from headcount.workers.model.model import Model
 
@@ -47,14 +48,13 @@ def settle(model: Model, scan: Scan, device: str) -> Settlement:
 
     `precision = "auto"` becomes the fastest precision that all of the interventions allow.
     """
-    settled = {
-        intervention: settle_one(model, scan, intervention) for intervention in scan.interventions
-    }
-    dense = [settlement for settlement in settled.values() if settlement.engine == "dense"]
-    # The whole run has one precision, and the dense engine is never faster than float32.
-    fastest = "float32" if dense else FASTEST_ACCEPTABLE[device]
-    precision = fastest if scan.precision == "auto" else scan.precision
-    for settlement in dense:
+    settled = {each: settle_one(model, scan, each) for each in scan.interventions}
+    precision = scan.precision
+    if precision == "auto":
+        # The whole run has one precision, and the dense engine is never faster than float32.
+        is_dense = any(settlement.engine == "dense" for settlement in settled.values())
+        precision = "float32" if is_dense else FASTEST_ACCEPTABLE[device]
+    for settlement in settled.values():
         check_bridge_precision(settlement, precision)
     return Settlement(precision, settled)
 
@@ -64,14 +64,17 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
     bound = bind(intervention)
     bound.check(model.info, scan.n_ctx)
     _check_visible(model, bound, scan.n_ctx)
-    check_targets(model, bound)
-    if scan.engine == "dense":
-        reason = "engine is 'dense'"
-    elif scan.weight_processing == "folded":
+    # Each of these calls raises `ModelError` if the model lacks what is changed or read.
+    bound.changes(model)
+    for part in bound.weight_parts:
+        part.function_for(model)
+        part.weights(model)
+    reason = _needs_bridge(model, bound)
+    if scan.weight_processing == "folded":
         # Folding happens in the bridge alone, so folded weights are measured there.
         reason = "weight_processing is 'folded'"
-    else:
-        reason = needs_bridge(model, bound)
+    if scan.engine == "dense":
+        reason = "engine is 'dense'"
     if reason is None:
         return Settled(bound, "fused", "")
     if not model.has_bridge:
@@ -80,6 +83,19 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
             f"{model.info.name} has none: {model.bridge_problem}"
         )
     return Settled(bound, "dense", reason)
+
+
+def _needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
+    """Why only the bridge sees a change; None if the bare modules see it too."""
+    for part in bound.weight_parts:
+        if part.weights(model)[0].parameter is None:
+            return f"the modules do not share {part.target} with the bridge"
+    for part in bound.activation_parts:
+        if part.target in ("q", "k") and model.rotary:
+            return f"{part.target} is changed before its rotation"
+        if model.hides(part.target):
+            return f"no module puts out {part.target}"
+    return None
 
 
 def _check_visible(model: Model, bound: BoundIntervention, n_ctx: int) -> None:
@@ -93,26 +109,20 @@ def _check_visible(model: Model, bound: BoundIntervention, n_ctx: int) -> None:
         for part in bound.activation_parts
         if part.target == "attn_scores" and not part.registered.reads and "head" not in part.options
     ]
-    layers_by_case: dict[tuple[int, tuple[bool, ...]], int] = {}
+    tried: list[tuple[int, list[BoundPart]]] = []
     for layer in model.info.attention_layers_or_all:
-        is_masked_by = tuple(part.layer in (None, layer) for part in masks)
-        if any(is_masked_by):
-            window = window_of(_facts_of(model, layer), n_ctx)
-            # Layers with the same window and masks are tried once.
-            layers_by_case.setdefault((window, is_masked_by), layer)
-    for layer in layers_by_case.values():
-        unseen = unseen_keys(n_ctx, _facts_of(model, layer), torch.device("cpu"))
+        # Without a window if nothing is known of the layer.
+        facts = model.facts(layer) or AttentionFacts(1.0)
+        case = window_of(facts, n_ctx), [part for part in masks if part.layer in (None, layer)]
+        # Layers with the same window and masks are tried once.
+        if not case[1] or case in tried:
+            continue
+        tried.append(case)
         scores = torch.zeros(1, 1, n_ctx, n_ctx, dtype=torch.float16)
-        for part in masks:
-            if part.layer in (None, layer):
-                scores = part.registered.function(scores, **part.options)
+        for part in case[1]:
+            scores = part.registered.function(scores, **part.options)
         # Raises `ScanError` if a query sees no key.
-        hidden_keys(scores, unseen)
-
-
-def _facts_of(model: Model, layer: int) -> AttentionFacts:
-    """The facts of a layer that attends; no window if they are not known."""
-    return model.facts(layer) or AttentionFacts(1.0)
+        hidden_keys(scores, unseen_keys(n_ctx, facts, torch.device("cpu")))
 
 
 def check_bridge_precision(settled: Settled, precision: str) -> None:

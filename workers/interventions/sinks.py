@@ -43,7 +43,7 @@ def _span_of_keys(options: Mapping[str, Any], n_ctx: int) -> str | None:
             f"first: expected {-n_ctx} to {n_ctx - 1}, the keys of {n_ctx} tokens (negative: from "
             f"the end), got {first}"
         )
-    start = _start_of_span(first, n_ctx)
+    start = first % n_ctx  # Counted from the end if it is negative.
     if start + count > n_ctx:
         return (
             f"hides the keys {start} to {start + count - 1} of {n_ctx} tokens; expected count at "
@@ -110,7 +110,8 @@ def scale_massive_keys(
     """Keys read some coordinates alpha times: those in which the first effective position of the
     unchanged model is largest in size (Ran-Milo et al. 2026, intervention i).
     """
-    return _scaled(W_K, circuit.massive_coordinates(count), alpha)
+    coordinates = circuit.massive_coordinates(count)
+    return replaced(W_K, (slice(None), coordinates), alpha * W_K[:, coordinates])
 
 
 @intervention(most={"count": HALF_D_MODEL})
@@ -127,7 +128,8 @@ def scale_random_keys(
     (Ran-Milo et al. 2026, j).
     """
     massive = circuit.massive_coordinates(count)
-    return _scaled(W_K, random_coordinates(W_K.shape[1], count, massive, layer, draw), alpha)
+    coordinates = random_coordinates(W_K.shape[1], count, massive, layer, draw)
+    return replaced(W_K, (slice(None), coordinates), alpha * W_K[:, coordinates])
 
 
 def random_coordinates(
@@ -150,13 +152,6 @@ def random_coordinates(
             if coordinate not in without and coordinate not in coordinates:
                 coordinates.append(coordinate)
     return coordinates
-
-
-def _scaled(W_K: Tensor, coordinates: list[int], alpha: float) -> Tensor:
-    """`W_K [head d_model d_head]`, with the rows of some coordinates multiplied by alpha."""
-    changed = W_K.clone()
-    changed[:, coordinates] *= alpha
-    return changed
 
 
 @intervention
@@ -202,7 +197,7 @@ def mask_keys(attn_scores: Tensor, *, first: int = 0, count: Count = 1) -> Tenso
     A query keeps itself if it has no other key. A negative `first` counts from the end (Xiao et al.
     2023; Scheuer, attention-sink-profiler).
     """
-    return _without_span(attn_scores, _start_of_span(first, attn_scores.shape[-1]), count)
+    return _without_span(attn_scores, first % attn_scores.shape[-1], count)
 
 
 @intervention(most={"count": HALF})
@@ -212,11 +207,6 @@ def mask_random_span(attn_scores: Tensor, *, count: Count = 4, draw: Seed = 0) -
     """
     starts_after_first = range(count, attn_scores.shape[-1] - count + 1)
     return _without_span(attn_scores, random.Random(draw).choice(starts_after_first), count)
-
-
-def _start_of_span(first: int, n_ctx: int) -> int:
-    """The position of a key that may be counted from the end."""
-    return first + n_ctx if first < 0 else first
 
 
 def _without_span(scores: Tensor, start: int, count: int) -> Tensor:

@@ -5,13 +5,14 @@ The two changes differ in which heads they name: those that stream, or those tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headcount.schemas.scans.measured_heads import Head, MeasuredHeads
+from headcount.schemas.scans.measured_heads import Head
 from headcount.schemas.scans.values import Count, Index
 from headcount.workers.engine.changes import Streaming, hide
 from headcount.workers.interventions.intervention_registry import intervention
@@ -31,52 +32,44 @@ def _refused(options: Mapping[str, Any], n_ctx: int) -> str | None:
     return None
 
 
-def _whole_heads_of(options: Mapping[str, Any], info: ModelInfo) -> Streaming:
-    """The heads that are chosen."""
-    chosen = MeasuredHeads.of(info.n_heads, options["heads"])
-    return Streaming(options["sink"], options["recent"], chosen.by_layer)
+def _streaming(options: Mapping[str, Any], info: ModelInfo, chosen: bool) -> Streaming:
+    """What is hidden from the heads that are chosen, or from the others in all layers."""
+    heads = {
+        layer: tuple(
+            head
+            for head in range(info.n_heads)
+            if (Head(layer, head) in options["heads"]) == chosen
+        )
+        for layer in info.attention_layers_or_all
+    }
+    of_layers = {layer: of_layer for layer, of_layer in heads.items() if of_layer}
+    return Streaming(options["sink"], options["recent"], of_layers)
 
 
-def _others(options: Mapping[str, Any], info: ModelInfo) -> Streaming:
-    """The heads that are not chosen, in all layers that attend."""
-    chosen = MeasuredHeads.of(info.n_heads, options["heads"])
-    others: dict[int, tuple[int, ...]] = {}
-    for layer in info.attention_layers_or_all:
-        whole_heads = chosen.by_layer.get(layer, ())
-        streaming_heads = tuple(h for h in range(info.n_heads) if h not in whole_heads)
-        if streaming_heads:
-            others[layer] = streaming_heads
-    return Streaming(options["sink"], options["recent"], others)
-
-
-@intervention(refuse=_refused, streaming=_whole_heads_of)
+@intervention(refuse=_refused, streaming=partial(_streaming, chosen=True))
 def stream_heads(
     attn_scores: Tensor, layer: int, *, sink: Index, recent: Count, heads: tuple[Head, ...]
 ) -> Tensor:
     """The queries of the chosen heads see only the first `sink` keys and the last `recent` keys,
     their own among them. Other heads see all keys (after Xiao et al. 2024, DuoAttention).
     """
-    chosen = [head.head for head in heads if head.layer == layer]
-    return _streamed(attn_scores, sink, recent, chosen)
+    streams = [Head(layer, head) in heads for head in range(attn_scores.shape[1])]
+    return _streamed(attn_scores, sink, recent, streams)
 
 
-@intervention(refuse=_refused, streaming=_others)
+@intervention(refuse=_refused, streaming=partial(_streaming, chosen=False))
 def stream_other_heads(
     attn_scores: Tensor, layer: int, *, sink: Index, recent: Count, heads: tuple[Head, ...] = ()
 ) -> Tensor:
     """All heads but the chosen ones see only the first `sink` keys and the last `recent` keys, as
     if only the chosen heads kept a whole KV cache.
     """
-    chosen = {head.head for head in heads if head.layer == layer}
-    others = [head for head in range(attn_scores.shape[1]) if head not in chosen]
-    return _streamed(attn_scores, sink, recent, others)
+    streams = [Head(layer, head) not in heads for head in range(attn_scores.shape[1])]
+    return _streamed(attn_scores, sink, recent, streams)
 
 
-def _streamed(scores: Tensor, sink: int, recent: int, heads: Collection[int]) -> Tensor:
-    """Hide the keys between the first and the last ones from some heads."""
-    n_queries, n_heads = scores.shape[-2], scores.shape[1]
-    positions = torch.arange(n_queries, device=scores.device)
+def _streamed(scores: Tensor, sink: int, recent: int, streams: list[bool]) -> Tensor:
+    """Hide the keys between the first and the last ones from the heads that stream."""
+    positions = torch.arange(scores.shape[-2], device=scores.device)
     is_between = (positions[:, None] - positions >= recent) & (positions >= sink)  # [query key]
-    streams = torch.zeros(n_heads, dtype=torch.bool, device=scores.device)
-    streams[list(heads)] = True
-    return hide(scores, is_between & streams[:, None, None])
+    return hide(scores, is_between & torch.tensor(streams, device=scores.device)[:, None, None])

@@ -6,110 +6,62 @@ would need its memory twice.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from hashlib import sha256
 
 import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.interventions.intervention_registry import (
-    CHANGEABLE_EMBEDDINGS,
-    BoundIntervention,
-    BoundPart,
-)
+from headcount.workers.interventions.intervention_registry import BoundIntervention
 from headcount.workers.model.model import ChangeableWeight, Model
-
-
-def needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
-    """Why only the bridge sees a change; None if the bare modules see it too."""
-    for part in bound.weight_parts:
-        if _weights_of(model, part)[0].parameter is None:
-            return f"the modules do not share {part.target} with the bridge"
-    for part in bound.activation_parts:
-        if part.target in ("q", "k") and model.rotary:
-            return f"{part.target} is changed before its rotation"
-        if model.hides(part.target):
-            return f"no module puts out {part.target}"
-    return None
-
-
-def check_targets(model: Model, bound: BoundIntervention) -> None:
-    """Refuse an intervention that changes or reads something that a model does not have."""
-    # Each of these calls raises `ModelError` if something is missing.
-    bound.changes(model)
-    for part in bound.weight_parts:
-        part.function_for(model)
-        _weights_of(model, part)
 
 
 @contextmanager
 def changed_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
     """Apply the changes of weights; afterwards restore them and check what the engines read."""
-    originals: list[tuple[ChangeableWeight, Tensor]] = []
     # Functions that read the circuit must take it from the unchanged weights, so all functions are
     # made before the first change is applied.
     functions = [(part, part.function_for(model)) for part in bound.weight_parts]
-    readers = _readers(model, bound)
-    checksums = {name: _checksum(read()) for name, read in readers.items()}
+    changes = [
+        (part.target, function, weight)
+        for part, function in functions
+        for weight in part.weights(model)
+    ]
+    # A weight is looked up again by each call: the tensor that was changed would not tell whether
+    # the model still uses it.
+    readers: dict[str, Callable[[], Tensor]] = {}
+    for target, _, weight in changes:
+        if weight.parameter is not None:
+            readers[weight.parameter] = partial(model.bare.get_parameter, weight.parameter)
+        where = "" if weight.layer is None else f"layer {weight.layer}: "
+        readers[where + target] = weight.read
+
+    def checksums() -> dict[str, str]:
+        return {
+            name: sha256(read().detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+            for name, read in readers.items()
+        }
+
+    before = checksums()
+    originals: list[tuple[ChangeableWeight, Tensor]] = []
     try:
-        for part, function in functions:
-            for weight in _weights_of(model, part):
-                changed = function(weight.tensor, {"layer": weight.layer})
-                # Before the change, so that an error restores it too.
-                originals.append((weight, weight.tensor.clone()))
-                weight.tensor.copy_(changed)
-                if not torch.equal(weight.read(), changed):
-                    raise ModelError(f"{model.info.name}: {part.target} cannot be changed in place")
+        for target, function, weight in changes:
+            changed = function(weight.tensor, {"layer": weight.layer})
+            # Before the change, so that an error restores it too.
+            originals.append((weight, weight.tensor.clone()))
+            weight.tensor.copy_(changed)
+            if not torch.equal(weight.read(), changed):
+                raise ModelError(f"{model.info.name}: {target} cannot be changed in place")
         yield
     finally:
         # Backwards, because two parts may have changed one weight: its first original counts.
         for weight, original in reversed(originals):
             weight.tensor.copy_(original)
-        for name, read in readers.items():
-            if _checksum(read()) != checksums[name]:
+        for name, checksum in checksums().items():
+            if checksum != before[name]:
                 raise ModelError(
                     f"{model.info.name}: {name} was not restored after {bound.intervention}"
                 )
-
-
-def _weights_of(model: Model, part: BoundPart) -> list[ChangeableWeight]:
-    """The weights that a part changes, one for each of its layers."""
-    layers: Iterable[int | None] = range(model.info.n_layers)
-    if part.target in CHANGEABLE_EMBEDDINGS:
-        layers = [None]
-    elif part.layer is not None:
-        layers = [part.layer]
-    weights: list[ChangeableWeight] = []
-    for layer in layers:
-        weight = model.changeable_weight(part.target, layer)
-        if weight is None:
-            where = "" if layer is None else f"layer {layer} has "
-            raise ModelError(
-                f"{model.info.name}: {where}no {part.target} for {part.registered.name} to change"
-            )
-        weights.append(weight)
-    return weights
-
-
-def _readers(model: Model, bound: BoundIntervention) -> dict[str, Callable[[], Tensor]]:
-    """Functions that return the changed weights as the engines read them, by name.
-
-    A weight is looked up again by each call: the tensor that was changed would not tell whether the
-    model still uses it.
-    """
-    readers: dict[str, Callable[[], Tensor]] = {}
-    for part in bound.weight_parts:
-        for weight in _weights_of(model, part):
-            if weight.parameter is not None:
-                readers[weight.parameter] = partial(model.bare.get_parameter, weight.parameter)
-            where = "" if weight.layer is None else f"layer {weight.layer}: "
-            readers[where + part.target] = weight.read
-    return readers
-
-
-def _checksum(weight: Tensor) -> str:
-    """SHA-256 of the bytes of a weight."""
-    return hashlib.sha256(weight.detach().cpu().contiguous().numpy().tobytes()).hexdigest()

@@ -1,33 +1,233 @@
 """One forward pass, and what is kept of it.
 
 A batch goes from tokens to columns in two steps. `launch` starts the pass, in which formulas are
-evaluated layer by layer. `collect` waits for the results, checks them and puts them into columns.
-On a GPU, results travel to the host while the next batch runs.
+evaluated layer by layer, each as soon as everything that it reads exists: so activations need not
+be kept, and q, k and v are still in the cache when they are read. `collect` waits for the results,
+checks them and puts them into columns. On a GPU, results travel to the host while the next batch
+runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from headcount.schemas.files.tables import HEADS, SEQUENCES
-from headcount.schemas.formulas import Formula
+from headcount.schemas.errors import ModelError
+from headcount.schemas.files.tables import HEADS, SEQUENCES, uniform_column
+from headcount.schemas.formulas import Computed, Formula, Kind, evaluate
 from headcount.schemas.pattern import Labels
-from headcount.schemas.scans.measured_heads import MeasuredHeads, find_heads
-from headcount.schemas.statistics import STATISTICS
-from headcount.workers.engine.engine import Engine
+from headcount.schemas.scans.kinds import KINDS
+from headcount.schemas.scans.measured_heads import MeasuredHeads
+from headcount.workers.engine.engine import Activations, Engine
 from headcount.workers.engine.fused_pattern import uniform_pattern
 from headcount.workers.engine.prediction_inputs import PredictionInputs
 from headcount.workers.engine.token_pairs import find_matches
-from headcount.workers.measurements.layer_formulas import LayerFormulas
-from headcount.workers.measurements.requested import Requested
+from headcount.workers.measurements.moments import count_mean_m2, entries_of
 from headcount.workers.measurements.results import Column, Columns, Measurements, check_finite
 from headcount.workers.measurements.undefined import defined_or_nan, where_defined
-from headcount.workers.model.layer_weights import effective_or_nan
+from headcount.workers.model.layer_weights import (
+    READABLE_WEIGHTS,
+    attention_weights,
+    effective_or_nan,
+)
+from headcount.workers.model.model import Model
+
+HEAD_AXIS = {
+    **dict.fromkeys(("q", "unrotated_q", "k", "v", "z"), 2),
+    **dict.fromkeys(("b_Q", "b_K", "W_K", "W_O"), 0),
+}
+"""The axis of heads of each of `schemas.statistics.LAYER_VALUES` that has one."""
+
+LayerValue = Any
+"""What a formula reads: a tensor, a pattern, pairs of tokens, labels, or a fact of the model."""
+
+
+@dataclass(frozen=True)
+class Requested:
+    """What a scan asks of one model: the formulas that this model has, and the heads."""
+
+    formulas: Mapping[str, Sequence[Formula]]
+    """By field of the scan that names them."""
+    heads: MeasuredHeads
+
+    def computed(self, when: Computed) -> list[tuple[Kind, Formula]]:
+        """The formulas that are computed at that time, each with its kind."""
+        return [
+            (kind, formula)
+            for kind in KINDS
+            if kind.computed == when
+            for formula in self.formulas.get(kind.field, ())
+        ]
+
+    def reads(self, name: str) -> bool:
+        """Whether a formula of a layer reads this, or the rule that says where it has a value."""
+        return any(
+            name in formula.parameters or name in formula.conditions
+            for _, formula in self.computed("in every layer")
+        )
+
+
+class LayerFormulas:
+    """The formulas that are evaluated in every layer, and their values so far."""
+
+    def __init__(
+        self,
+        model: Model,
+        requested: Requested,
+        tokens: Tensor,
+        shared_values: Mapping[str, LayerValue],
+    ) -> None:
+        """`shared_values` are what formulas read that is the same in every layer."""
+        self.model = model
+        self.heads = requested.heads
+        self.tokens = tokens
+        self.shared_values = shared_values
+        self.requested = requested.computed("in every layer")
+        self.kinds_of: dict[Formula, list[Kind]] = {}
+        """A profile can be requested as a curve as well. It is evaluated once and stored twice."""
+        for kind, formula in self.requested:
+            self.kinds_of.setdefault(formula, []).append(kind)
+        self.reads = {formula: frozenset(formula.parameters) for formula in self.kinds_of}
+        self.read_names = frozenset[str]().union(*self.reads.values())
+        self.read_late = set[str]().union(
+            *(names for names in self.reads.values() if "resid_post" in names)
+        )
+        """What must be kept until the end of a layer, because it is read with `resid_post`."""
+        self.weight_names = self.read_names & {*READABLE_WEIGHTS}
+        self.windows = set[int]()
+        """How many keys the last query of a measured layer sees, of all layers."""
+        self._values: dict[tuple[str, str], Tensor] = {}
+        """By field of the scan and formula: `[batch layer …]`, or `[3 layer …]`."""
+        self._weights: dict[int, Mapping[str, LayerValue]] = {}
+        """By layer, for the measured heads."""
+        self._evaluated: set[tuple[int, Formula]] = set()
+
+    def evaluate(self, layer: int, activations: Activations) -> None:
+        """Evaluate what can be evaluated now and was not before.
+
+        The fused engine calls this twice in a layer: after the attention, and at its end.
+        """
+        heads = self.heads.part(layer)
+        if layer not in self._weights:
+            weights = attention_weights(self.model, layer, self.weight_names)
+            self._weights[layer] = _of_heads(weights, heads)
+        weights = self._weights[layer]
+        unknown_weights = {name for name in self.weight_names if name not in weights}
+        # Not merged into one dict, because an engine may make a value when it is asked for.
+        sources = [weights, self.shared_values, _of_heads(activations, heads)]
+        available = ChainMap(*cast(list[dict[str, LayerValue]], sources))
+        available_names = {name for name in self.read_names if name in available}
+        if "pattern" in available:
+            self.windows.add(available["pattern"].window)
+        for formula, reads in self.reads.items():
+            if (layer, formula) in self._evaluated:
+                continue
+            if reads & unknown_weights:
+                # Only formulas whose value is one number read weights.
+                value = torch.full(self.tokens.shape[:1], torch.nan, device=self.tokens.device)
+            elif reads <= available_names:
+                value = defined_or_nan(formula, available)
+            else:
+                continue
+            for kind in self.kinds_of[formula]:
+                self._store(kind, formula, layer, value)
+            self._evaluated.add((layer, formula))
+
+    def _store(self, kind: Kind, formula: Formula, layer: int, value: Tensor) -> None:
+        """Keep what a formula is in a layer, or its moments over the batch."""
+        is_list = bool(formula.axis)
+        if is_list:
+            value = entries_of(formula, value)
+        # What the heads of a layer share comes without their axis. Rows of heads repeat it; rows of
+        # means have it once.
+        has_heads = value.dim() == (3 if is_list else 2)
+        n_heads = len(self.heads.by_layer[layer])
+        if kind.averaged:
+            value = count_mean_m2(value)
+        elif not has_heads and kind.table.has("head"):
+            value = value[:, None].expand(-1, n_heads, *value.shape[1:])
+            has_heads = True
+        values = self._values.get((kind.field, formula.name))
+        if values is None:
+            shape = [len(value), len(self.heads.layers), *value.shape[1:]]
+            if has_heads:
+                shape[2] = self.heads.width
+            dtype = torch.float64 if kind.averaged else torch.float32
+            # A layer that an engine never shows must not look undefined: `check_finite` refuses
+            # infinity.
+            values = torch.full(shape, torch.inf, dtype=dtype, device=value.device)
+            self._values[kind.field, formula.name] = values
+        of_layer = values[:, self.heads.places[layer]]
+        if has_heads and n_heads < self.heads.width:
+            of_layer[:, n_heads:] = torch.nan  # Other layers have more heads.
+            of_layer = of_layer[:, :n_heads]
+        of_layer.copy_(value)
+
+    def columns(self, by_tokens: Mapping[str, LayerValue]) -> Iterator[Column]:
+        """The values of all layers, and the uniform baselines.
+
+        `by_tokens` is what the tokens alone decide. Where a statistic has a value and what it is
+        under uniform attention depend on nothing else.
+        """
+        for kind, formula in self.requested:
+            values = self._values.get((kind.field, formula.name))
+            if values is None:
+                raise ModelError(
+                    f"{kind.field}: {formula.name} reads {', '.join(formula.parameters)}, and "
+                    "this engine does not show all of them in this model; leave it out, or use "
+                    "the other engine"
+                )
+            defined = None
+            if formula.defined is not None and not bool(formula.axis):
+                defined = where_defined(formula, by_tokens, self.tokens[:, 0])
+                values.masked_fill_(~defined.view(-1, *[1] * (values.dim() - 1)), torch.nan)
+            yield Column(kind.table, formula.name, formula, values)
+            if formula.uniform_baseline:
+                # Uniform attention is the same in all heads, so its pattern has one.
+                level = evaluate(formula.function, by_tokens, formula.arguments)[:, 0].float()
+                if len(self.windows) > 1:
+                    # A sequence has one uniform baseline, and here every kind of layer would
+                    # have its own.
+                    level = torch.full_like(level, torch.nan)
+                elif defined is not None:
+                    level = level.masked_fill(~defined, torch.nan)
+                yield Column(SEQUENCES, uniform_column(formula.name), formula, level)
+
+
+def _of_heads(
+    values: Mapping[str, LayerValue], heads: tuple[int, ...] | None
+) -> Mapping[str, LayerValue]:
+    """What is known of a layer, of some of its heads alone; None means all."""
+    return values if heads is None else _SomeHeads(values, heads)
+
+
+class _SomeHeads(dict[str, LayerValue]):
+    """Values of some heads, which are selected when they are first asked for, and kept: a pattern
+    remembers its answers.
+    """
+
+    def __init__(self, values: Mapping[str, LayerValue], heads: tuple[int, ...]) -> None:
+        super().__init__()
+        self.values_of_all = values
+        self.heads = heads
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.values_of_all
+
+    def __missing__(self, name: str) -> LayerValue:
+        value = self.values_of_all[name]
+        if name == "pattern":
+            value = value.only(self.heads)
+        elif name in HEAD_AXIS:
+            index = torch.tensor(self.heads, device=value.device)
+            value = value.index_select(HEAD_AXIS[name], index)
+        self[name] = value
+        return value
 
 
 @dataclass(frozen=True)
@@ -41,13 +241,6 @@ class PendingBatch:
     """Position of the first sequence in its shard, for messages."""
     ready: torch.cuda.Event | None
     """When the results are on the host; None if they never left it."""
-
-
-def measure_batch(engine: Engine, statistics: Sequence[Formula], tokens: Tensor) -> Measurements:
-    """One forward pass over tokens `[batch pos]`."""
-    all_heads = find_heads("all", "all", engine.model.info)
-    requested = Requested({STATISTICS.field: statistics}, all_heads)
-    return collect(launch(engine, requested, tokens))
 
 
 def launch(
@@ -68,6 +261,7 @@ def launch(
     if requested.reads("effective"):
         shared_values["effective"] = effective_or_nan(engine.model, tokens.shape[1])
 
+    predictions = requested.computed("after the pass")
     # The pass fills `layer_formulas` with values, layer by layer.
     layer_formulas = LayerFormulas(engine.model, requested, tokens, shared_values)
     final_streams: list[Tensor] = []
@@ -76,7 +270,7 @@ def launch(
         matches,
         layer_formulas.evaluate,
         layer_formulas.read_late,
-        final_streams.append if requested.has_predictions else None,
+        final_streams.append if predictions else None,
         requested.heads.layers,
     )
 
@@ -84,15 +278,14 @@ def launch(
     uniform = uniform_pattern(matches, tokens, max(layer_formulas.windows, default=None))
     by_tokens = {**shared_values, "pattern": uniform}
     columns = list(layer_formulas.columns(by_tokens))
-    if requested.has_predictions:
+    if predictions:
         # Taken out of the list, so that the stream is freed with `inputs`.
         inputs = PredictionInputs(engine.model, final_streams.pop(), tokens)
-        for kind, formulas in requested.computed("after the pass"):
-            for formula in formulas:
-                values = defined_or_nan(formula, inputs)
-                defined = where_defined(formula, inputs, values)
-                values = values.float().masked_fill(~defined, torch.nan)
-                columns.append(Column(kind.table, formula.name, formula, values))
+        for kind, formula in predictions:
+            values = defined_or_nan(formula, inputs)
+            defined = where_defined(formula, inputs, values)
+            values = values.float().masked_fill(~defined, torch.nan)
+            columns.append(Column(kind.table, formula.name, formula, values))
     ready = None
     if tokens.device.type != "cpu":
         columns = _on_the_way_to_host(columns)

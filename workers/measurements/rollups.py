@@ -11,8 +11,7 @@ shards that are merged.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,31 +25,20 @@ COUNTERS = 2**20
 """Bins of histograms that are counted at once, 8 bytes each."""
 
 
-@dataclass(frozen=True)
-class Cells:
+class Cells(NamedTuple):
     """The rows of `heads` by layer and head, or also by subset of the Pile.
 
     A document that may have sequences elsewhere has cells of its own: only with those can its sum
     be known.
     """
 
-    order: np.ndarray
-    """The rows, sorted by cell and then by document."""
-    starts: np.ndarray
-    """For each cell, where its rows start in that order."""
-    of_rows: np.ndarray
-    """The cell of each row, in that order."""
-    document_starts: np.ndarray
-    """For each document of each cell, where its rows start in that order."""
-    first_documents: np.ndarray
-    """For each cell, its first document among these."""
-    keys: dict[str, Any]
-    """What every cell is about, by column of `rollups`."""
-
-    @property
-    def count(self) -> int:
-        """The number of cells."""
-        return len(self.starts)
+    order: np.ndarray  # The rows, sorted by cell and then by document.
+    of_rows: np.ndarray  # The cell of each row, in that order.
+    starts: np.ndarray  # For each cell, where its rows start in that order.
+    sizes: np.ndarray  # For each cell, how many rows it has.
+    document_starts: np.ndarray  # For each document of each cell, where its rows start.
+    first_documents: np.ndarray  # For each cell, its first document among these.
+    keys: dict[str, Any]  # What every cell is about, by column of `rollups`.
 
 
 def rolled_up(heads: pa.Table, sequences: pa.Table, axes: Mapping[str, Axis]) -> pa.Table:
@@ -100,8 +88,7 @@ def _cells(heads: pa.Table, sequences: pa.Table, by_subset: bool) -> Cells:
     width = int(heads_of_layer.max()) + 1
     # [row of heads]
     codes = (layers * width + heads_of_layer) * cells_of_head + cell_of_sequence[index]
-    # One number that sorts by cell and then by document; there are no more documents than
-    # sequences.
+    # A number that sorts by cell, then by document; there are no more of those than sequences.
     documents = codes * len(number) + document_codes[index]
     order = np.argsort(documents, kind="stable")
     document_starts = np.unique(documents[order], return_index=True)[1]
@@ -116,14 +103,9 @@ def _cells(heads: pa.Table, sequences: pa.Table, by_subset: bool) -> Cells:
         "pile_set_name": [parts[code] for code in part_of_cell],
         "document": [open_documents[code] for code in document_of_cell],
     }
-    return Cells(
-        order,
-        starts,
-        np.repeat(np.arange(len(starts)), sizes),
-        document_starts,
-        np.searchsorted(document_starts, starts),
-        keys,
-    )
+    of_rows = np.repeat(np.arange(len(starts)), sizes)
+    first_documents = np.searchsorted(document_starts, starts)
+    return Cells(order, of_rows, starts, sizes, document_starts, first_documents, keys)
 
 
 def _coded(values: list[Any]) -> tuple[list[Any], np.ndarray]:
@@ -138,7 +120,6 @@ def _statistic_columns(name: str, values: np.ndarray, axis: Axis, cells: Cells) 
     values = values[cells.order].astype(np.float64)
     is_defined = ~np.isnan(values)
     count = np.add.reduceat(is_defined, cells.starts, dtype=np.int64)
-    sizes = np.diff(np.append(cells.starts, len(values)))
     total = np.add.reduceat(np.where(is_defined, values, 0), cells.starts)
     # Without a defined value, everything else is NaN, which is written as NULL.
     has_values = np.where(count > 0, 1, np.nan)
@@ -155,9 +136,9 @@ def _statistic_columns(name: str, values: np.ndarray, axis: Axis, cells: Cells) 
         return np.add.reduceat(terms, cells.first_documents)
 
     return cells.keys | {
-        "statistic": [name] * cells.count,
+        "statistic": [name] * len(cells.starts),
         "count": count,
-        "undefined": sizes - count,
+        "undefined": cells.sizes - count,
         "mean": mean,
         "m2": np.add.reduceat(deviations**2, cells.starts) * has_values,
         "documents": over_documents(document_counts > 0),
@@ -166,8 +147,8 @@ def _statistic_columns(name: str, values: np.ndarray, axis: Axis, cells: Cells) 
         "document_squares": over_documents(document_counts**2),
         "minimum": minimum * has_values,
         "maximum": maximum * has_values,
-        "range_low": np.full(cells.count, axis.low),
-        "range_high": np.full(cells.count, axis.high),
+        "range_low": np.full(len(cells.starts), axis.low),
+        "range_high": np.full(len(cells.starts), axis.high),
         "bins": bins,
         "counts": counts,
     }
@@ -183,14 +164,14 @@ def _histograms(
     # have gaps between them there are many more cells than heads, so some are counted at a time.
     cells_at_once = max(1, COUNTERS // span)
     parts: list[tuple[np.ndarray, np.ndarray]] = []
-    for first in range(0, cells.count, cells_at_once):
+    for first in range(0, len(cells.starts), cells_at_once):
         begin, end = np.searchsorted(cell_of_value, (first, first + cells_at_once))
         codes = (cell_of_value[begin:end] - first) * span + (bins[begin:end] - lowest)
         counts = np.bincount(codes)
         occupied = np.flatnonzero(counts)
         parts.append((first * span + occupied, counts[occupied]))
     occupied, counts = map(np.concatenate, zip(*parts, strict=True))
-    bins_of_cell = np.bincount(occupied // span, minlength=cells.count)
+    bins_of_cell = np.bincount(occupied // span, minlength=len(cells.starts))
     offsets = pa.array(np.concatenate([[0], np.cumsum(bins_of_cell)]), pa.int32())
     numbers = pa.array((occupied % span + lowest).astype(np.int16))
     return (

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from headcount.schemas.formulas import Formula, evaluate
 from headcount.workers.engine.dense_pattern import DensePattern
-from headcount.workers.engine.fused_pattern import FusedPattern
 
 
 def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
@@ -26,14 +25,42 @@ def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
     If it is not finite for any other reason, it is infinite, so that a reader can tell the two
     apart.
     """
+
+    def with_pattern(pattern: object) -> Tensor:
+        # An engine makes the other activations when they are asked for.
+        values = ChainMap({"pattern": pattern}, cast(dict[str, Any], activations))
+        return evaluate(formula.function, values, formula.arguments)
+
     pattern = activations.get("pattern")
+    masked = None
     if isinstance(pattern, DensePattern) and pattern.hidden is not None:
-        return _value_under_mask(formula, activations, pattern)
-    value = evaluate(formula.function, activations, formula.arguments)
-    if _may_be_undefined(formula, pattern):
-        return _marked(value, _is_undefined(value, formula, activations))
-    # The usual case, once for each formula and layer: one pass over the value.
-    return value.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+        masked = pattern.not_yet_asked()
+        value = with_pattern(masked)
+    else:
+        value: Tensor = evaluate(formula.function, activations, formula.arguments)
+    undefined: Tensor | None = None
+    reads_window = "pattern" in formula.parameters and pattern is not None and pattern.is_partial
+    # May it have no value although all that it reads are numbers?
+    if formula.of_directions or formula.missing or reads_window:
+        # Begins with true on the value's device, for formulas that read no tensor.
+        are_finite = [torch.ones_like(value[:1], dtype=torch.bool).all()]
+        for name in formula.parameters:
+            read = activations[name]
+            if isinstance(read, Tensor):
+                are_finite.append(read.isfinite().all())
+            elif name == "pattern":
+                are_finite.append(read.is_finite())
+        # It is 0/0, or NaN, and everything that it reads is finite.
+        undefined = value.isnan() & torch.stack(are_finite).all()
+    if masked is not None and masked.was_asked_for_scores:
+        # NaN of broken weights must stay an error. So the formula is computed once more with the
+        # scores revealed: what is NaN only under the mask is undefined.
+        by_mask = value.isnan() & with_pattern(masked.revealed()).isfinite()
+        undefined = by_mask if undefined is None else undefined | by_mask
+    if undefined is None:
+        # The usual case, once for each formula and layer: one pass over the value.
+        return value.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+    return value.where(value.isfinite(), torch.inf).masked_fill(undefined, torch.nan)
 
 
 def where_defined(formula: Formula, values: Mapping[str, Any], like: Tensor) -> Tensor:
@@ -42,50 +69,3 @@ def where_defined(formula: Formula, values: Mapping[str, Any], like: Tensor) -> 
     if formula.defined is None:
         return everywhere
     return everywhere & evaluate(formula.defined, values, formula.arguments)
-
-
-def _value_under_mask(
-    formula: Formula, activations: Mapping[str, Any], pattern: DensePattern
-) -> Tensor:
-    """The value where a change hides keys: undefined where only a hidden score makes it so."""
-    pattern = pattern.not_yet_asked()
-    value = evaluate(formula.function, _with_pattern(activations, pattern), formula.arguments)
-    undefined = torch.zeros_like(value, dtype=torch.bool)
-    if _may_be_undefined(formula, pattern):
-        undefined = _is_undefined(value, formula, activations)
-    if pattern.was_asked_for_scores:
-        # NaN of broken weights must stay an error. So the formula is computed once more with the
-        # scores revealed: what is NaN only under the mask is undefined.
-        as_revealed = _with_pattern(activations, pattern.revealed())
-        revealed = evaluate(formula.function, as_revealed, formula.arguments)
-        undefined = undefined | (value.isnan() & revealed.isfinite())
-    return _marked(value, undefined)
-
-
-def _with_pattern(activations: Mapping[str, Any], pattern: DensePattern) -> Mapping[str, Any]:
-    """The same activations with another pattern; an engine makes the others when asked."""
-    return ChainMap({"pattern": pattern}, cast(dict[str, Any], activations))
-
-
-def _may_be_undefined(formula: Formula, pattern: FusedPattern | DensePattern | None) -> bool:
-    """Whether a formula may have no value although all that it reads are numbers."""
-    reads_window = "pattern" in formula.parameters and pattern is not None and pattern.is_partial
-    return formula.of_directions or bool(formula.missing) or reads_window
-
-
-def _is_undefined(value: Tensor, formula: Formula, activations: Mapping[str, Any]) -> Tensor:
-    """Where a formula has no value: it is 0/0, or NaN, and everything that it reads is finite."""
-    # Begins with true on the value's device, for formulas that read no tensor.
-    are_finite = [torch.ones_like(value[:1], dtype=torch.bool).all()]
-    for name in formula.parameters:
-        read = activations[name]
-        if isinstance(read, Tensor):
-            are_finite.append(read.isfinite().all())
-        elif name == "pattern":
-            are_finite.append(read.is_finite())
-    return value.isnan() & torch.stack(are_finite).all()
-
-
-def _marked(value: Tensor, undefined: Tensor) -> Tensor:
-    """A value with NaN where it is undefined, and infinity where it is otherwise not finite."""
-    return value.where(value.isfinite(), torch.inf).masked_fill(undefined, torch.nan)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from headcount.schemas.scans.kinds import schema_of_rows
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.weight_statistics.geometry import centred
-from headcount.workers.measurements.rows import rows_by_name
+from headcount.workers.measurements.results import rows_by_name
 from headcount.workers.model.circuit import effective_positions
 from headcount.workers.model.model import Model
 
@@ -36,19 +35,16 @@ VOCABULARY_CHUNK = 8192
 
 def tables_of_weights(model: Model, scan: Scan) -> dict[str, pa.Table]:
     """What a scan asks of the weights, by table."""
-    return {
-        kind.table.name: weights_table(
-            model, kind, scan.formulas(kind), scan.measured_heads(model.info)
-        )
-        for kind in scan.kinds("from the weights")
-    }
+    heads = scan.measured_heads(model.info)
+    with torch.inference_mode():
+        return {
+            kind.table.name: _weights_table(model, kind, scan.formulas(kind), heads)
+            for kind in scan.kinds("from the weights")
+        }
 
 
-def weights_table(
-    model: Model,
-    kind: Kind,
-    statistics: Sequence[Formula],
-    heads: MeasuredHeads,
+def _weights_table(
+    model: Model, kind: Kind, statistics: Sequence[Formula], heads: MeasuredHeads
 ) -> pa.Table:
     """One row per statistic × layer × head × index, in that order.
 
@@ -56,92 +52,62 @@ def weights_table(
     """
     schema = schema_of_rows(kind, statistics)
     existing = [statistic for statistic in statistics if statistic.exists(model.rotary)]
-    blocks_by_name = _values(model, existing, heads)
-    rows = [schema.empty_table()]
-    for statistic in existing:
-        blocks = blocks_by_name[statistic.name]
-        # The heads of one layer have more earlier heads than those of another.
-        if statistic.axis == EARLIER_HEAD:
-            for layer, earlier_layer, values in blocks:
-                one_layer = MeasuredHeads(heads.n_heads, {layer: heads.by_layer[layer]})
-                rows.append(
-                    rows_by_name(
-                        *(kind, statistic.name, ["layer", "head", "earlier_head"]),
-                        {"value": values.numpy()[None, one_layer.numbers[0]]},
-                        *(one_layer, schema),
-                        earlier_layer=earlier_layer,
-                    )
-                )
-        elif blocks:
-            values = torch.stack([values for _, _, values in blocks]).numpy()  # [layer …]
-            axes = [] if statistic.axis == "none" else [statistic.axis]
-            if values.ndim == 2 + len(axes):
+    rows: dict[str, list[pa.Table]] = {statistic.name: [] for statistic in existing}
+    for layer, earlier, weights in _weights_by_layer(model, existing, heads.layers):
+        of_layer = MeasuredHeads(heads.n_heads, {layer: heads.by_layer[layer]})
+        for statistic in existing:
+            # A statistic of the whole model has one value, computed with the first layer.
+            is_layered = any(name in LAYER_WEIGHTS for name in statistic.parameters)
+            is_due = is_layered or layer == heads.layers[0]
+            by_pair = statistic.axis == EARLIER_HEAD
+            if (
+                not is_due
+                or by_pair != bool(earlier)
+                or not weights.keys() >= {*statistic.parameters}
+            ):
+                continue
+            values = evaluate(statistic.function, weights).cpu().numpy()
+            axes = [] if statistic.axis == "none" else [statistic.axis.replace(" ", "_")]
+            if values.ndim > len(axes):
                 # All heads of a layer are computed at once; only the measured ones have rows.
                 axes = ["head", *axes]
-                values = values[np.arange(len(values))[:, None], heads.numbers]
-            if _is_layered(statistic):
+                values = values[of_layer.numbers[0]]
+            if is_layered:
                 axes = ["layer", *axes]
-            else:
-                values = values[0]
-            rows.append(rows_by_name(kind, statistic.name, axes, {"value": values}, heads, schema))
-    return pa.concat_tables(rows).combine_chunks()
+                values = values[None]
+            columns = {"value": values}
+            rows[statistic.name].append(
+                rows_by_name(kind, statistic.name, axes, columns, of_layer, schema, **earlier)
+            )
+    tables = [table for of_statistic in rows.values() for table in of_statistic]
+    return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
 
 
-Block = tuple[int, int, Tensor]
-"""What a statistic is in a layer: the layer, the earlier layer for pairs of heads, and its values.
+def _weights_by_layer(
+    model: Model, statistics: Sequence[Formula], layers: Iterable[int]
+) -> Iterator[tuple[int, dict[str, int], Weights]]:
+    """What statistics read in each layer, and beside each earlier layer if one is about pairs.
 
-They are `[head …]`, or without heads; `[head earlier_head]` by pair of heads.
-"""
-
-
-def _values(
-    model: Model, statistics: Sequence[Formula], heads: MeasuredHeads
-) -> dict[str, list[Block]]:
-    """By statistic, its value in each measured layer, or one value for the whole model.
-
-    By pair of heads, there is a value for each earlier layer.
+    The second value is the number of the earlier layer by its column, empty without one.
     """
     names = {name for statistic in statistics for name in statistic.parameters}
-    values: dict[str, list[Block]] = {statistic.name: [] for statistic in statistics}
-    with torch.inference_mode():
-        model_weights = _model_weights(model, names.intersection(MODEL_WEIGHTS))
+    by_pair = any(statistic.axis == EARLIER_HEAD for statistic in statistics)
+    model_weights = _model_weights(model, names.intersection(MODEL_WEIGHTS))
+    if "copying_eigenvalues" in names:
+        model_weights |= _token_product(model)
+    _check_finite(model_weights, model.info.name)
+    for layer in layers:
+        layer_weights = _layer_weights(model, layer, names.intersection(LAYER_WEIGHTS))
+        _check_finite(layer_weights, f"{model.info.name}: layer {layer}")
         if "copying_eigenvalues" in names:
-            model_weights |= _token_product(model)
-        _check_finite(model_weights, model.info.name)
-        for layer in heads.layers:
-            layer_weights = _layer_weights(model, layer, names.intersection(LAYER_WEIGHTS))
-            _check_finite(layer_weights, f"{model.info.name}: layer {layer}")
-            if "copying_eigenvalues" in names:
-                layer_weights |= _copying_eigenvalues(model, layer, model_weights)
-            weights = model_weights | layer_weights
-            # A statistic of the whole model has one value, computed with the first layer.
-            is_first_layer = layer == heads.layers[0]
-            for statistic in statistics:
-                has_its_weights = all(name in weights for name in statistic.parameters)
-                if has_its_weights and (_is_layered(statistic) or is_first_layer):
-                    value = evaluate(statistic.function, weights).cpu()
-                    values[statistic.name].append((layer, -1, value))
-            _add_pairs(model, layer, weights, statistics, values)
-    return values
-
-
-def _add_pairs(
-    model: Model,
-    layer: int,
-    weights: Weights,
-    statistics: Sequence[Formula],
-    values: dict[str, list[Block]],
-) -> None:
-    """Evaluate what runs over the heads of earlier layers, one earlier layer at a time."""
-    by_pair = [statistic for statistic in statistics if statistic.axis == EARLIER_HEAD]
-    for earlier_layer in range(layer) if by_pair else ():
-        earlier = _layer_weights(model, earlier_layer, {"read_V", "W_O"})
-        _check_finite(earlier, f"{model.info.name}: layer {earlier_layer}")
-        both = weights | {f"earlier_{name}": weight for name, weight in earlier.items()}
-        for statistic in by_pair:
-            if all(name in both for name in statistic.parameters):
-                value = evaluate(statistic.function, both).cpu()
-                values[statistic.name].append((layer, earlier_layer, value))
+            layer_weights |= _copying_eigenvalues(model, layer, model_weights)
+        weights = model_weights | layer_weights
+        yield layer, {}, weights
+        for earlier_layer in range(layer) if by_pair else ():
+            earlier = _layer_weights(model, earlier_layer, {"read_V", "W_O"})
+            _check_finite(earlier, f"{model.info.name}: layer {earlier_layer}")
+            both = {f"earlier_{name}": weight for name, weight in earlier.items()}
+            yield layer, {"earlier_layer": earlier_layer}, weights | both
 
 
 def _layer_weights(model: Model, layer: int, names: Iterable[str]) -> Weights:
@@ -224,22 +190,15 @@ def _model_weights(model: Model, names: set[str]) -> Weights:
         first_mlps = [copy.deepcopy(mlp).double() for mlp in model.modules("mlp_out")[:1]]
         weights["effective"] = effective_positions(W_pos, first_mlps)
     if "components" in names and min(positions.shape) >= 3:
-        weights["components"] = _components(W_pos)
+        # Coordinates [pos component] along the three largest principal components.
+        deviations = centred(W_pos)
+        deviations = deviations - deviations.mean(0)
+        *_, axes = torch.linalg.svd(deviations, full_matrices=False)  # [component d_model]
+        coordinates = deviations @ axes[:3].T
+        # The sign of a component is arbitrary, so its largest coordinate is made positive.
+        largest = coordinates.gather(0, coordinates.abs().argmax(0, keepdim=True))  # [1 component]
+        weights["components"] = coordinates * largest.sign()
     return {name: weights[name] for name in names if name in weights}
-
-
-def _components(W_pos: Tensor) -> Tensor:
-    """Coordinates `[pos component]` along the three largest principal components.
-
-    The sign of a component is arbitrary, so its largest coordinate is made positive.
-    """
-    rows = centred(W_pos)
-    deviations = rows - rows.mean(0)
-    # [component d_model], the largest first
-    *_, axes = torch.linalg.svd(deviations, full_matrices=False)
-    coordinates = deviations @ axes[:3].T
-    largest = coordinates.gather(0, coordinates.abs().argmax(0, keepdim=True))  # [1 component]
-    return coordinates * largest.sign()
 
 
 def _check_finite(weights: Weights, where: str) -> None:
@@ -249,8 +208,3 @@ def _check_finite(weights: Weights, where: str) -> None:
                 f"{where}: {name} is not finite; expected finite numbers: look at the weights, or "
                 "leave out weight_statistics"
             )
-
-
-def _is_layered(statistic: Formula) -> bool:
-    """Whether every layer has its own values."""
-    return any(name in LAYER_WEIGHTS for name in statistic.parameters)

@@ -1,7 +1,4 @@
-"""The fingerprint of the code that measures.
-
-Two machines compare it to tell whether they run the same code.
-"""
+"""The fingerprint of the code that measures, by which machines tell whether they run the same."""
 
 from __future__ import annotations
 
@@ -47,14 +44,13 @@ def read_code(root: Path = PACKAGE) -> Code:
         # The lengths tell where a name or a file ends.
         hashed.update(f"{len(name)} {len(content)} {name}".encode())
         hashed.update(content)
-    digest_of_bytes = hashed.hexdigest()
-    fingerprint = _known_fingerprints.get(digest_of_bytes)
-    if fingerprint is None:
-        parts: list[str] = []
-        for name, content in files.items():
-            parts += [name, module_code(content, with_errors=True)]
-        fingerprint = digest(parts)
-    return Code(fingerprint, digest_of_bytes)
+    known = _known_fingerprints.get(hashed.hexdigest())
+    parts = (
+        part
+        for name, content in files.items()
+        for part in (name, module_code(content, with_errors=True))
+    )
+    return Code(known or digest(parts), hashed.hexdigest())
 
 
 def learn_fingerprint(code: Code) -> None:

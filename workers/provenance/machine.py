@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -12,14 +13,8 @@ import torch
 from headcount.schemas.files.commit import Version
 
 MEASURING_LIBRARIES = (
-    "torch",
-    "triton",
-    "transformers",
-    "transformer_lens",
-    "tokenizers",
-    "numpy",
-    "pyarrow",
-)
+    "torch", "triton", "transformers", "transformer_lens", "tokenizers", "numpy", "pyarrow",
+)  # fmt: skip
 """Libraries that can change a number or its place in a file; those that are not installed are left
 out.
 """
@@ -40,17 +35,13 @@ def measuring_versions() -> tuple[Version, ...]:
 @cache
 def device_name(device: str) -> str:
     """A device by its kind and its name, for example `cpu AMD EPYC 9B14` or `cuda NVIDIA H100`."""
-    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
-    return f"{device} {name}".strip()
+    return f"{device} {torch.cuda.get_device_name() if device == 'cuda' else _processor()}".strip()
 
 
 def _processor() -> str:
     """The name of the processor; its architecture if the system does not tell the name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # Only Linux has this file.
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    if names:  # One for each core, all the same.
-        return names[0]
+    with contextlib.suppress(OSError):  # Only Linux has this file.
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

@@ -35,40 +35,21 @@ MATCH_CODE = ("workers.engine.token_pairs",)
 PREDICTION_CODE = (*ENGINE_CODE, "workers.engine.prediction_inputs")
 
 PROVIDERS: dict[str, tuple[str, ...]] = {
-    "pattern": PATTERN_CODE,
-    "q": ENGINE_CODE,
+    **dict.fromkeys(("tokens", "labels"), ()),
+    **dict.fromkeys(("copies", "successors"), MATCH_CODE),
+    **dict.fromkeys(("q", "k", "v", "resid_pre", "resid_post"), ENGINE_CODE),
     "unrotated_q": (*ENGINE_CODE, "workers.model.rotations"),
-    "k": ENGINE_CODE,
-    "v": ENGINE_CODE,
-    "z": PATTERN_CODE,
-    "resid_pre": ENGINE_CODE,
-    "resid_post": ENGINE_CODE,
-    "b_Q": WEIGHT_CODE,
-    "b_K": WEIGHT_CODE,
-    "W_Q": WEIGHT_CODE,
-    "W_K": WEIGHT_CODE,
-    "W_O": WEIGHT_CODE,
-    "read_Q": MODEL_CODE,
-    "read_K": MODEL_CODE,
-    "read_V": MODEL_CODE,
-    "earlier_read_V": MODEL_CODE,
-    "earlier_W_O": MODEL_CODE,
-    "copying_eigenvalues": MODEL_CODE,
-    "W_pos": MODEL_CODE,
-    "components": MODEL_CODE,
-    "effective": CIRCUIT_CODE,
-    "rotary": MODEL_CODE,
-    "tokens": (),
-    "labels": (),
-    "copies": MATCH_CODE,
-    "successors": MATCH_CODE,
-    "positions_known": PREDICTION_CODE,
-    "token_loss": PREDICTION_CODE,
-    "final_logit": PREDICTION_CODE,
-    "final_logprob": PREDICTION_CODE,
-    "first_mlp_out": CIRCUIT_CODE,
-    "position_after_mlp": (*PREDICTION_CODE, *CIRCUIT_CODE),
-    "position_after_layer": (*PREDICTION_CODE, *CIRCUIT_CODE),
+    **dict.fromkeys(("pattern", "z"), PATTERN_CODE),
+    **dict.fromkeys(("b_Q", "b_K", "W_Q", "W_K", "W_O"), WEIGHT_CODE),
+    **dict.fromkeys(("read_Q", "read_K", "read_V", "earlier_read_V", "earlier_W_O"), MODEL_CODE),
+    **dict.fromkeys(("copying_eigenvalues", "W_pos", "components", "rotary"), MODEL_CODE),
+    **dict.fromkeys(("effective", "first_mlp_out"), CIRCUIT_CODE),
+    **dict.fromkeys(
+        ("positions_known", "token_loss", "final_logit", "final_logprob"), PREDICTION_CODE
+    ),
+    **dict.fromkeys(
+        ("position_after_mlp", "position_after_layer"), (*PREDICTION_CODE, *CIRCUIT_CODE)
+    ),
 }
 """The modules that hand over each thing that a formula reads.
 
@@ -79,10 +60,7 @@ own.
 
 REDUCED_BY: dict[str, tuple[str, ...]] = {
     "statistic": ("workers.measurements.undefined",),
-    "profile": (
-        "workers.measurements.undefined",
-        "workers.measurements.moments",
-    ),
+    "profile": ("workers.measurements.undefined", "workers.measurements.moments"),
     "weight statistic": ("workers.measurements.weight_tables",),
 }
 """The modules that stand between the formulas of a kind and their table."""
@@ -101,8 +79,8 @@ def column_fingerprint(formula: Formula, root: Path = PACKAGE) -> str:
 
     That is the formula's own code and the code of what it reads. `root` holds the latter.
     """
-    module_codes = [_module_code(root, module) for module in provider_modules(formula)]
-    return digest([formula.fingerprint, *module_codes])
+    codes = [_module_code(root, module) for module in provider_modules(formula)]
+    return digest([formula.fingerprint, *codes])
 
 
 def column_record(formula: Formula) -> dict[str, Any]:

@@ -32,54 +32,37 @@ def sizes_of(batch: BatchSize, seconds_of: dict[int, float], passes: int = 40) -
     return list(dict.fromkeys(sizes))
 
 
-def test_a_size_that_was_asked_for_stays() -> None:
-    batch = BatchSize(6, "cpu", 128)
-    assert sizes_of(batch, {6: 1.0}) == [6]
-    assert not batch.searching
-
-
 def test_sizes_double_while_that_is_faster_and_the_best_stays() -> None:
     first = FIRST_TOKENS["cpu"] // 128
     # Per sequence: 10, 8, 7.9 ms; the last gain is below 5 %.
     batch = BatchSize("auto", "cpu", 128)
     times = {first: 10.0 * first, 2 * first: 8.0 * 2 * first, 4 * first: 7.9 * 4 * first}
     assert sizes_of(batch, times) == [first, 2 * first, 4 * first]
-    assert batch.size == 2 * first
-    assert not batch.searching
-
-
-def test_no_batch_is_larger_than_the_device_should_hold() -> None:
+    assert (batch.size, batch.searching) == (2 * first, False)
+    # No batch is larger than the device should hold.
     batch = BatchSize("auto", "cpu", 1024)
     speedier = {size: size**0.5 for size in range(1, 200)}
     assert max(sizes_of(batch, speedier)) == batch.size == MOST_TOKENS["cpu"] // 1024
     assert not batch.searching
     assert BatchSize("auto", "cuda", 2 * MOST_TOKENS["cuda"]).size == 1
+    # A size that was asked for stays, and halving is for good.
+    asked, halved = BatchSize(6, "cpu", 128), BatchSize("auto", "cpu", 128)
+    halved.halve()
+    for batch, size in ((asked, 6), (halved, first // 2)):
+        assert (batch.size, batch.searching) == (size, False)
+        assert sizes_of(batch, {6: 1.0}) == [size]
 
 
-def test_a_slow_first_try_does_not_decide() -> None:
+def test_a_slow_first_try_and_a_batch_that_is_not_full_do_not_decide() -> None:
     batch = BatchSize("auto", "cpu", 128)
     first = batch.size
-    for seconds in [9.0] + [1.0] * (TRIALS - 1):
-        batch.note(first, seconds)
-    for seconds in [9.0] + [1.0] * (TRIALS - 1):
-        batch.note(2 * first, seconds)
-    assert batch.size == 4 * first
-
-
-def test_a_batch_that_is_not_full_says_nothing() -> None:
-    batch = BatchSize("auto", "cpu", 128)
     for _ in range(10):
-        batch.note(batch.size - 1, 1e-9)
-    assert batch.size == FIRST_TOKENS["cpu"] // 128
-    assert batch.searching
-
-
-def test_halving_is_for_good() -> None:
-    batch = BatchSize("auto", "cpu", 128)
-    size = batch.size
-    batch.halve()
-    assert (batch.size, batch.searching) == (size // 2, False)
-    assert sizes_of(batch, {}) == [size // 2]
+        batch.note(first - 1, 1e-9)
+    assert (batch.size, batch.searching) == (first, True)
+    for size in (first, 2 * first):
+        for seconds in [9.0] + [1.0] * (TRIALS - 1):
+            batch.note(size, seconds)
+    assert batch.size == 4 * first
 
 
 def memory_for(monkeypatch: pytest.MonkeyPatch, most: int) -> None:

@@ -20,11 +20,10 @@ from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.jobs.run.loop import measure_in_process, missing_shards
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.commit import Failure
 from headcount.schemas.files.places import write_whole
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.replica import Replica
-from headcount.workers.shard import note_failure, run_shard
+from headcount.workers.shard import run_shard
 from tests.toys.toy_runs import data_file, local
 
 
@@ -111,12 +110,8 @@ def test_undefined_is_null_and_never_zero(plan: Plan) -> None:
     assert sequences["file"].null_count == 3
     uniform_baseline = pytest.approx((1 / 2 + 1 / 3 + 1 / 4 + 1 / 5) / 4)
     assert sequences["uniform_sink_mass"].to_pylist() == [uniform_baseline] * 3
-
-
-def test_sequences_hold_the_tokens(plan: Plan) -> None:
-    table = pq.ParquetFile(data_file(plan.run, "sequences", "none", 1)).read()
-    assert table["tokens"].to_pylist() == plan.sequences.shard(1).tokens.tolist()
-    assert table["n_tokens"].to_pylist() == [5, 5]
+    assert sequences["tokens"].to_pylist() == plan.sequences.shard(0).tokens.tolist()
+    assert sequences["n_tokens"].to_pylist() == [5, 5, 5]
 
 
 def test_a_commit_counts_what_was_written(plan: Plan) -> None:
@@ -148,15 +143,6 @@ def test_a_damaged_file_makes_its_shard_missing_again(plan: Plan) -> None:
     finally:
         path.write_bytes(content)
     assert missing_shards(plan, verify=True).tolist() == []
-
-
-def test_the_last_failure_is_noted(plan: Plan) -> None:
-    note_failure(plan.run, Failure(7, "first reason"), 1)
-    note_failure(plan.run, Failure(7, "second reason"), 2)
-    assert plan.run.failure(7) == (2, "second reason")
-    assert plan.run.failure(6) is None
-    assert plan.run.failed_shards() == [7]
-    plan.run.failure_file(7).unlink()
 
 
 def test_a_file_that_cannot_be_written_whole_is_not_seen_and_the_old_one_stays(

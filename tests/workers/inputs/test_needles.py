@@ -64,24 +64,22 @@ def test_every_question_has_its_answer_and_the_other_needles_have_none():
         assert np.isin(tokens, distractor).sum() == 5
 
 
-@pytest.mark.parametrize(("depth", "first_gold"), [(0.0, 3), (0.5, 17), (1, 30)])
-def test_the_depth_is_where_the_first_needle_stands(depth: float, first_gold: int):
+def first_golds(count: int = 12, **options: Any) -> list[int]:
+    """Where the value of the first needle stands in some sequences."""
+    return [runs_of(row, "gold")[0][0] for _, row in labelled(sequences_of(**options))[:count]]
+
+
+def test_needles_stand_where_their_depths_say():
     # BOS, 27 tokens of haystack, and the needle and its question of 6 tokens each.
-    for _, labels in labelled(sequences_of(key=2, value=4, depth=depth)):
-        assert runs_of(labels, "gold")[0][0] == first_gold
-
-
-def test_depths_are_spread_evenly_however_many_sequences_there_are():
+    for depth, first_gold in ((0.0, 3), (0.5, 17), (1, 30)):
+        assert set(first_golds(key=2, value=4, depth=depth)) == {first_gold}
+    # Without a depth they are spread evenly, however many sequences there are. The haystack has 35
+    # tokens: no gap is longer than twice the mean.
     for count in (5, 12):
-        sequences = labelled(sequences_of(key=1, value=1))[:count]
-        in_order = np.sort([runs_of(labels, "gold")[0][0] for _, labels in sequences])
-        # Haystack of 35 tokens: no gap is longer than twice the mean.
+        in_order = np.sort(first_golds(count, key=1, value=1))
         assert np.diff(in_order, prepend=2, append=37).max() <= 2 * 35 / count + 1
-
-
-def test_other_needles_stand_evenly_around_the_first():
+    # Other needles stand evenly around the first, at 0, 7, 14 or 15, and 22 of 29 tokens.
     for _, labels in labelled(sequences_of(key=1, value=1, needles=4, depth=0.25)):
-        # BOS, then a haystack of 29 tokens, in which the needles stand at 0, 7, 14 or 15, and 22.
         starts = sorted([*runs_of(labels, "gold"), *runs_of(labels, "other")])
         assert [run[0] for run in starts] == [2, 11, 20, 30]
         assert runs_of(labels, "gold")[0][0] == 11

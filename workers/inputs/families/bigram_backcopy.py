@@ -31,10 +31,8 @@ class Bigrams:
 
     symbols: tuple[str, ...]
     """The characters; empty if the table is not made from a text."""
-    unigram: np.ndarray
-    """`[symbol]`, P(first symbol of the sequence)."""
-    rows: np.ndarray
-    """`[symbol next]`, P(next | symbol)."""
+    unigram: np.ndarray  # [symbol], P(first symbol of the sequence)
+    rows: np.ndarray  # [symbol next], P(next | symbol)
     triggers: frozenset[int]
     first_id: int = 0
     """Token id of the first symbol, if ids are in the order of the symbols."""
@@ -141,18 +139,13 @@ def bigrams_of(text: str, triggers: int) -> Bigrams:
             f"{text}, got {triggers}"
         )
     unigram = counts / counts.sum()
-    pair_numbers = symbols[:-1] * n_symbols + symbols[1:]  # Two symbols in a row as one number.
-    pair_counts = np.bincount(pair_numbers, minlength=n_symbols**2).astype(float)
-    pairs = pair_counts.reshape(n_symbols, n_symbols)
+    pairs = np.zeros((n_symbols, n_symbols))
+    np.add.at(pairs, (symbols[:-1], symbols[1:]), 1)
     # Nothing follows a character that occurs only at the very end. It gets the unigrams.
     pairs[pairs.sum(1) == 0] = unigram
+    rows = pairs / pairs.sum(1, keepdims=True)
     most_frequent = np.argsort(-counts, kind="stable")[:triggers].tolist()
-    return Bigrams(
-        tuple(chr(character) for character in characters.tolist()),
-        unigram,
-        pairs / pairs.sum(1, keepdims=True),
-        frozenset(most_frequent),
-    )
+    return Bigrams(tuple(map(chr, characters.tolist())), unigram, rows, frozenset(most_frequent))
 
 
 def _bundled(triggers: int) -> Bigrams:
@@ -162,13 +155,11 @@ def _bundled(triggers: int) -> Bigrams:
     """
     if triggers != 3:
         raise ScanError(f"input.triggers: {BUNDLED_TEXT} has 3, got {triggers}; leave it out")
-    n_others = 61
     trigger_share = 0.15
+    rows = np.zeros((64, 64))
+    rows[:3, 3:] = 1 / 61
     # RandomState, because its stream is frozen across numpy versions.
-    drawn_rows = np.random.RandomState(0).dirichlet(np.full(n_others, 0.08), size=n_others)
-    rows = np.zeros((3 + n_others, 3 + n_others))
-    rows[:3, 3:] = 1 / n_others
-    rows[3:, 3:] = (1 - trigger_share) * drawn_rows
+    rows[3:, 3:] = (1 - trigger_share) * np.random.RandomState(0).dirichlet(np.full(61, 0.08), 61)
     rows[3:, :3] = trigger_share / 3
     # The first token is drawn like one that follows a trigger: any of the 61.
     return Bigrams((), rows[0], rows, frozenset({0, 1, 2}), first_id=1)
@@ -179,10 +170,11 @@ def chain_of(table: Bigrams, variant: Variant = "backcopy") -> Chain:
     """The chain of a variant."""
     copies = variant in ("backcopy", "interpolate")
     rows = table.rows
+    # The last one is the beginning, which is no trigger.
+    is_trigger = table.is_trigger(np.arange(len(rows) + 1))
     if variant == "uniform":
         # Uniform over what can follow, but no trigger after a trigger.
-        is_trigger = table.is_trigger(np.arange(len(rows)))
-        can_follow = (rows > 0) & ~(is_trigger[:, None] & is_trigger)  # [symbol next]
+        can_follow = (rows > 0) & ~(is_trigger[:-1, None] & is_trigger[:-1])  # [symbol next]
         if not can_follow.any(1).all():
             raise ScanError(
                 "input.variant: 'uniform' needs triggers that others follow; take fewer triggers, "
@@ -195,10 +187,7 @@ def chain_of(table: Bigrams, variant: Variant = "backcopy") -> Chain:
     # Rounding may leave the last sum below 1. Divided by it, every number below 1 falls on a symbol
     # that can occur.
     cumulative /= cumulative[:, -1:]
-    # Row -1, of the beginning, is the number len(rows) and therefore no trigger.
-    is_trigger = table.is_trigger(np.arange(len(cumulative)))
-    wakes = is_trigger & (copies or variant == "dormant_markov")
-    return Chain(cumulative, wakes, copies)
+    return Chain(cumulative, is_trigger & (copies or variant == "dormant_markov"), copies)
 
 
 def follow(chain: Chain, uniforms: Array, is_copied: Array) -> list[Array]:
@@ -215,12 +204,7 @@ def follow(chain: Chain, uniforms: Array, is_copied: Array) -> list[Array]:
         wakes = chain.wakes[last]
         # `wakes` picks one of two symbols by arithmetic, because it may be an array.
         drawn_after = last if chain.copies else last + wakes * (second_last - last)
-        row = chain.rows[drawn_after]
-        if uniform.ndim:
-            symbol = (row <= uniform[..., None]).sum(-1)
-        else:
-            # The same number, faster for one sequence.
-            symbol = row.searchsorted(uniform, "right")
+        symbol = (chain.rows[drawn_after] <= uniform[..., None]).sum(-1)
         if chain.copies:
             symbol = symbol + (wakes & may_copy) * (second_last - symbol)
         symbols.append(symbol)

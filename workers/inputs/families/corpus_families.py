@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from headcount.schemas.errors import CorpusError, ScanError, printable
 from headcount.schemas.files.places import StorePath, matching, place, reason
@@ -119,18 +119,7 @@ def text_with_token(
     return Corpus(_sources(files, ANY_TEXT), packing, replaced=ReplacedToken(position, token))
 
 
-def _order_of_counted(options: dict[str, Any]) -> str | None:
-    """Why an order of documents means nothing where all are counted; None if there is none."""
-    for option in ("shuffle", "skip"):
-        if options[option]:
-            return (
-                f"input.{option}: unigram_text counts the tokens of all documents, so their order "
-                "means nothing; leave it out"
-            )
-    return None
-
-
-@input_family(stream="unigram_random", is_endless=True, refuse=_order_of_counted)
+@input_family(stream="unigram_random", is_endless=True)
 def unigram_text(*, files: str | list[str], low: TokenId = 0, high: Count | None = None) -> Corpus:
     """Independent tokens, each as frequent as in a corpus.
 

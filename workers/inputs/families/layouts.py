@@ -16,14 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from headcount.schemas.errors import ScanError
-from headcount.schemas.scans.values import Count, SubSequence, TokenId
-from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
+from headcount.schemas.scans.values import SubSequence
+from headcount.workers.inputs.input_registry import Draw, Labelled, different_tokens, input_family
 
 
-@input_family
-def abac(
-    draw: Draw, *, second: int, low: TokenId = 0, high: Count | None = None, distinct: bool = True
-) -> Labelled:
+@input_family(draws=different_tokens)
+def abac(draw: Draw, *, second: int) -> Labelled:
     """`R A B R… A C R… A`: which of two continuations of A the last A calls for (Farrell 2023).
 
     * `second`: the position of the second A, counted with BOS at 0, even if the scan has no BOS and
@@ -41,76 +39,46 @@ def abac(
     layout[1:3] = "A", "B"
     layout[second - 1 : second + 1] = "A", "C"
     layout[-1] = "A"
-    return _lay_out(draw, layout, "ABC", low, high, distinct)
+    return _lay_out(draw, layout, "ABC")
 
 
-@input_family
-def induction_pos0(
-    draw: Draw, *, low: TokenId = 0, high: Count | None = None, distinct: bool = True
-) -> Labelled:
+@input_family(draws=different_tokens)
+def induction_pos0(draw: Draw) -> Labelled:
     """`A B R… A`: induction whose first A is the first token of the text (Farrell 2023)."""
     draw.check_room("induction_pos0 needs", 3)
-    return _lay_out(draw, ["A", "B", *[""] * (draw.length - 3), "A"], "AB", low, high, distinct)
+    return _lay_out(draw, ["A", "B", *[""] * (draw.length - 3), "A"], "AB")
 
 
-@input_family(partner="ngram_corrupt")
-def ngram_overlap(
-    draw: Draw,
-    *,
-    n: SubSequence = 3,
-    low: TokenId = 0,
-    high: Count | None = None,
-    distinct: bool = True,
-) -> Labelled:
+@input_family(partner="ngram_corrupt", draws=different_tokens)
+def ngram_overlap(draw: Draw, *, n: SubSequence = 3) -> Labelled:
     """`A X… B C X… D A X…`: two sub-sequences of `n` tokens share a middle; the last asks for B
     (Farrell 2023).
 
     3n-1 tokens besides BOS. The n-2 tokens of the middle are X1, X2, … The partner is the sequence
     of `ngram_corrupt`.
     """
-    return _ngrams(draw, n, "AB CD A", low, high, distinct)
+    return _ngrams(draw, n, "AB CD A")
 
 
-@input_family(stream="ngram_overlap", partner="ngram_overlap")
-def ngram_corrupt(
-    draw: Draw,
-    *,
-    n: SubSequence = 3,
-    low: TokenId = 0,
-    high: Count | None = None,
-    distinct: bool = True,
-) -> Labelled:
+@input_family(stream="ngram_overlap", partner="ngram_overlap", draws=different_tokens)
+def ngram_corrupt(draw: Draw, *, n: SubSequence = 3) -> Labelled:
     """`A X… B C X… D C X…`: `ngram_overlap` with the last A made C, which asks for D.
 
     The tokens are those of `ngram_overlap` for the same seed and sequence, the partner.
     """
-    return _ngrams(draw, n, "AB CD C", low, high, distinct)
+    return _ngrams(draw, n, "AB CD C")
 
 
-@input_family(stream="ngram_overlap")
-def ngram_reversed(
-    draw: Draw,
-    *,
-    n: SubSequence = 3,
-    low: TokenId = 0,
-    high: Count | None = None,
-    distinct: bool = True,
-) -> Labelled:
+@input_family(stream="ngram_overlap", draws=different_tokens)
+def ngram_reversed(draw: Draw, *, n: SubSequence = 3) -> Labelled:
     """`C X… D A X… B A X…`: `ngram_overlap`, the same tokens, with the first two sub-sequences
     exchanged.
     """
-    return _ngrams(draw, n, "CD AB A", low, high, distinct)
+    return _ngrams(draw, n, "CD AB A")
 
 
-@input_family
-def ngram_order(
-    draw: Draw,
-    *,
-    random_context: bool = False,
-    low: TokenId = 0,
-    high: Count | None = None,
-    distinct: bool = True,
-) -> Labelled:
+@input_family(draws=different_tokens)
+def ngram_order(draw: Draw, *, random_context: bool = False) -> Labelled:
     """`A X2 X1 B C X1 X2 D`, twice, then `X2 A X1`: does the order of the context matter? (Farrell
     2023).
 
@@ -124,31 +92,23 @@ def ngram_order(
     context = ["-R1", "-R2"] if random_context else ["-X2", "A"]
     # R1 and R2 are always drawn, so both versions have the same other tokens.
     symbols = ("A", "B", "C", "D", "X1", "X2", "R1", "R2")
-    return _lay_out(draw, [*passage, *passage, *context, "X1"], symbols, low, high, distinct)
+    return _lay_out(draw, [*passage, *passage, *context, "X1"], symbols)
 
 
-def _ngrams(draw: Draw, n: int, ends: str, low: int, high: int | None, distinct: bool) -> Labelled:
+def _ngrams(draw: Draw, n: int, ends: str) -> Labelled:
     """Sub-sequences that share a middle of n-2 tokens.
 
-    `ends` has the first and the last token of each, for example "AB CD A" for `A X… B C X… D A X…`.
+    `ends` has the first and the last token of each, for example "AB CD A" for `A X… B C X… D A X…`:
+    the last sub-sequence is the question, so it has no last token.
     """
     middle = [f"X{i + 1}" for i in range(n - 2)]
     layout: list[str] = []
-    # "AB" is A and B around the middle, "A" alone the question.
     for first, *last in ends.split():
-        # The last sub-sequence is the question, so it has no last token.
         layout += [first, *middle, *last]
-    return _lay_out(draw, layout, ("A", "B", "C", "D", *middle), low, high, distinct)
+    return _lay_out(draw, layout, ("A", "B", "C", "D", *middle))
 
 
-def _lay_out(
-    draw: Draw,
-    layout: Sequence[str],
-    symbols: Sequence[str],
-    low: int,
-    high: int | None,
-    distinct: bool,
-) -> Labelled:
+def _lay_out(draw: Draw, layout: Sequence[str], symbols: Sequence[str]) -> Labelled:
     """A sequence of the layout, with its labels.
 
     A token is drawn for each of `symbols`, even if the symbol does not occur, so that families of
@@ -156,16 +116,15 @@ def _lay_out(
     """
     draw.check_length("the layout", len(layout))
     # All at once, so that `distinct` holds for symbols and filling together.
-    drawn = draw.tokens(len(symbols) + layout.count(""), low, high, distinct)
+    drawn = draw.tokens(len(symbols) + layout.count(""))
     token_of_symbol = dict(zip(symbols, drawn, strict=False))
     fresh_tokens = iter(drawn[len(symbols) :])
-    tokens: list[int] = []
+    tokens = [
+        token_of_symbol[symbol.removeprefix("-")] if symbol else next(fresh_tokens)
+        for symbol in layout
+    ]
     labels: dict[str, list[int]] = {}
     for position, symbol in enumerate(layout):
-        if not symbol:
-            tokens.append(next(fresh_tokens))
-            continue
-        tokens.append(token_of_symbol[symbol.removeprefix("-")])
-        if not symbol.startswith("-"):
+        if symbol and not symbol.startswith("-"):
             labels.setdefault(symbol, []).append(position)
     return Labelled(np.array(tokens), labels)

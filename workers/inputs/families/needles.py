@@ -1,18 +1,21 @@
-"""A needle in a haystack: a fact among other tokens, which is asked for at the end."""
+"""A needle in a haystack, a fact that is asked for at the end; and passages, one of which is asked
+for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from headcount.schemas.errors import ScanError, counted
-from headcount.schemas.scans.values import Count, Share, TokenId
+from headcount.schemas.scans.values import Count, Index, Share
 from headcount.workers.inputs.corpus.corpus import Tokenizer
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts
-from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
+from headcount.workers.inputs.input_registry import Draw, Labelled, input_family, token_range
 
 FACT = "The lighthouse of {key} was built from {value}."
 QUESTION = "What was the lighthouse of {key} built from? The lighthouse of {key} was built from"
@@ -29,18 +32,20 @@ VALUES = tuple(
 GOLDEN_RATIO = (np.sqrt(5) - 1) / 2
 """Its multiples, modulo 1, fill 0 to 1 evenly, however many there are."""
 
-
-def _too_many_questions(options: dict[str, Any]) -> str | None:
-    """Why there cannot be more questions than needles; None if there are not."""
-    if options["questions"] <= options["needles"]:
-        return None
-    return (
-        f"input.questions: expected at most {options['needles']}, the number of needles, got "
-        f"{options['questions']}"
-    )
+Passages = Annotated[int, Field(ge=2)]
 
 
-@input_family(refuse=_too_many_questions)
+class Fact(NamedTuple):
+    """The tokens of a needle, and of the question that its value answers."""
+
+    before: np.ndarray
+    """What stands before the value."""
+    value: np.ndarray
+    after: np.ndarray
+    question: np.ndarray
+
+
+@input_family(draws=token_range)
 def needle(
     draw: Draw,
     *,
@@ -50,8 +55,6 @@ def needle(
     questions: Count = 1,
     depth: Share | None = None,
     text: str | None = None,
-    low: TokenId = 0,
-    high: Count | None = None,
 ) -> Labelled:
     """A fact in a haystack: `key value` stands in other tokens, and at the end the key comes again,
     then the value (after Wu et al. 2024, retrieval heads).
@@ -76,11 +79,11 @@ def needle(
     n_tokens = needles * (key + value)
     # Needles and haystack share no token id.
     if text is None:
-        drawn = draw.tokens(n_tokens, low, high, distinct=True)
-        haystack = draw.tokens(length, low, high, without=drawn)
+        drawn = draw.tokens(n_tokens, distinct=True)
+        haystack = draw.tokens(length, without=drawn)
     else:
-        haystack = text_window(draw, text, length)
-        drawn = draw.tokens(n_tokens, low, high, distinct=True, without=haystack)
+        haystack = _text_window(draw, text, length)
+        drawn = draw.tokens(n_tokens, distinct=True, without=haystack)
     facts = [
         Fact(before=tokens[:key], value=tokens[key:], after=tokens[:0], question=tokens[:key])
         for tokens in drawn.reshape(needles, key + value)
@@ -88,26 +91,7 @@ def needle(
     return _lay_out(draw, haystack, facts, questions, depth)
 
 
-def _wrong_sentences(options: dict[str, Any]) -> str | None:
-    """What is wrong with the sentences of a text needle, or with how many there are."""
-    fact, question = options["fact"], options["question"]
-    if fact.count("{key}") != 1 or fact.count("{value}") != 1:
-        return f"input.fact: expected {{key}} and {{value}} once each, got {fact!r}"
-    if "{key}" not in question or "{value}" in question:
-        return (
-            f"input.question: expected {{key}} and no {{value}}, which follows it, got {question!r}"
-        )
-    for name, default in (("keys", KEYS), ("values", VALUES)):
-        n_different = len(_different(options[name] or default))
-        if n_different < options["needles"]:
-            return (
-                f"input.{name}: expected {options['needles']} or more, as many as needles, got "
-                f"{n_different} different ones"
-            )
-    return _too_many_questions(options)
-
-
-@input_family(refuse=_wrong_sentences)
+@input_family
 def text_needle(
     draw: Draw,
     *,
@@ -132,34 +116,24 @@ def text_needle(
     * `keys`: what may stand at {key}. By default twelve names of towns that do not exist.
     * `values`: what may stand at {value}, the answer. By default 64 building materials.
     """
-    key_words = draw.rng.choice(_different(keys or KEYS), needles, replace=False).tolist()
-    value_words = draw.rng.choice(_different(values or VALUES), needles, replace=False).tolist()
-    tokenizer = draw.load_tokenizer()
+    if fact.count("{key}") != 1 or fact.count("{value}") != 1:
+        raise ScanError(f"input.fact: expected {{key}} and {{value}} once each, got {fact!r}")
+    if "{key}" not in question or "{value}" in question:
+        raise ScanError(
+            "input.question: expected {key} and no {value}, which follows it, got " + repr(question)
+        )
+    key_words = _drawn_words(draw, "keys", keys or KEYS, needles)
+    value_words = _drawn_words(draw, "values", values or VALUES, needles)
     facts = [
-        _fact_of_text(tokenizer, fact.replace("{key}", key), question.replace("{key}", key), value)
+        _fact_of_text(
+            draw.load_tokenizer(), fact.replace("{key}", key), question.replace("{key}", key), value
+        )
         for key, value in zip(key_words, value_words, strict=True)
     ]
-    others = sum(len(fact.needle) for fact in facts)
-    others += sum(len(fact.question) + len(fact.value) for fact in facts[:questions])
+    others = sum(len(each.before) + len(each.value) + len(each.after) for each in facts)
+    others += sum(len(each.question) + len(each.value) for each in facts[:questions])
     length = _haystack_length(draw, needles, questions, others)
-    return _lay_out(draw, text_window(draw, text, length), facts, questions, depth)
-
-
-class Fact(NamedTuple):
-    """The tokens of a needle and of the question about it."""
-
-    before: np.ndarray
-    """What stands before the value."""
-    value: np.ndarray
-    after: np.ndarray
-    """What stands behind the value."""
-    question: np.ndarray
-    """The question, which the value answers."""
-
-    @property
-    def needle(self) -> np.ndarray:
-        """What stands in the haystack."""
-        return np.concatenate([self.before, self.value, self.after])
+    return _lay_out(draw, _text_window(draw, text, length), facts, questions, depth)
 
 
 def _lay_out(
@@ -171,34 +145,36 @@ def _lay_out(
     # The others stand at equal distances behind it, in random order; the end is followed by the
     # beginning.
     order = 1 + draw.rng.permutation(len(facts) - 1)
-    other_depths = (first_depth + order / len(facts)) % 1
-    depths = np.concatenate([[first_depth], other_depths])
+    depths = np.append(first_depth, (first_depth + order / len(facts)) % 1)
     # Behind how many tokens of the haystack each needle stands.
     gaps = np.rint(depths * len(haystack)).astype(int)
-    labels: dict[str, list[int]] = {"gold": [], "other": [], "query": [], "answer": []}
-    tokens: list[int] = []
-    haystack_used = 0
+    parts: list[tuple[str, np.ndarray]] = []  # Tokens, and their label.
+    used = 0
     for number in np.argsort(gaps, kind="stable").tolist():
         fact = facts[number]
-        tokens += haystack[haystack_used : gaps[number]].tolist()
-        haystack_used = gaps[number]
-        # Labels are on the value alone, which stands in the middle of its needle.
-        start = len(tokens) + len(fact.before)
-        labels["gold" if number < questions else "other"] += range(start, start + len(fact.value))
-        tokens += fact.needle.tolist()
-    tokens += haystack[haystack_used:].tolist()
-
+        label = "gold" if number < questions else "other"
+        parts += [("", haystack[used : gaps[number]]), ("", fact.before)]
+        parts += [(label, fact.value), ("", fact.after)]
+        used = gaps[number]
+    parts.append(("", haystack[used:]))
     for fact in facts[:questions]:
-        start = len(tokens) + len(fact.question)
-        labels["query"] += range(len(tokens), start)
-        labels["answer"] += range(start, start + len(fact.value))
-        tokens += [*fact.question.tolist(), *fact.value.tolist()]
-    return Labelled(np.array(tokens), labels)
+        parts += [("query", fact.question), ("answer", fact.value)]
+    names = np.repeat([label for label, _ in parts], [len(tokens) for _, tokens in parts])
+    labels = {
+        label: np.flatnonzero(names == label) for label in ("gold", "other", "query", "answer")
+    }
+    return Labelled(np.concatenate([tokens for _, tokens in parts]), labels)
 
 
-def _different(words: Sequence[str]) -> list[str]:
-    """Words in their order, each once."""
-    return list(dict.fromkeys(words))
+def _drawn_words(draw: Draw, option: str, words: Sequence[str], count: int) -> list[str]:
+    """Some of the words, each of which counts once."""
+    different = [*dict.fromkeys(words)]
+    if len(different) < count:
+        raise ScanError(
+            f"input.{option}: expected {count} or more, as many as needles, got {len(different)} "
+            "different ones"
+        )
+    return draw.rng.choice(different, count, replace=False).tolist()
 
 
 def _fact_of_text(tokenizer: Tokenizer, sentence: str, question: str, value: str) -> Fact:
@@ -215,15 +191,19 @@ def _fact_of_text(tokenizer: Tokenizer, sentence: str, question: str, value: str
 
 def _haystack_length(draw: Draw, needles: int, questions: int, others: int) -> int:
     """The tokens that are left for a haystack beside the `others`."""
+    if questions > needles:
+        raise ScanError(
+            f"input.questions: expected at most {needles}, the number of needles, got {questions}"
+        )
     what = f"{counted(needles, 'needle')}, {counted(questions, 'question')} and a haystack need"
     # Each needle has at least one token of haystack to stand in.
     draw.check_room(what, others + needles, ", or take fewer or shorter ones")
     return draw.length - others
 
 
-def text_window(draw: Draw, text: str, length: int) -> np.ndarray:
+def _text_window(draw: Draw, text: str, length: int) -> np.ndarray:
     """Some tokens of a text in their order, each place of the text equally likely."""
-    documents = text_tokens(text, draw.load_tokenizer())
+    documents = _text_tokens(text, draw.load_tokenizer())
     windows = [max(0, len(tokens) - length + 1) for tokens in documents]
     if not any(windows):
         longest = max(map(len, documents), default=0)
@@ -231,14 +211,14 @@ def text_window(draw: Draw, text: str, length: int) -> np.ndarray:
             f"input.text: expected {length} tokens in a row, the longest text of {text} has "
             f"{longest}; lower n_ctx, or take a longer text"
         )
-    document, start = place_of(int(draw.rng.integers(sum(windows))), windows)
+    document, start = _place_of(int(draw.rng.integers(sum(windows))), windows)
     return documents[document][start : start + length]
 
 
-def place_of(number: int, counts: Sequence[int]) -> tuple[int, int]:
+def _place_of(number: int, counts: Sequence[int]) -> tuple[int, int]:
     """Which document holds a place of a text, and its number there; each has so many places.
 
-    >>> place_of(3, [2, 0, 5])
+    >>> _place_of(3, [2, 0, 5])
     (2, 1)
     """
     ends = np.cumsum(counts)
@@ -247,6 +227,86 @@ def place_of(number: int, counts: Sequence[int]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4)
-def text_tokens(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
+def _text_tokens(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
     """The tokens of each text in a file. A process reads it whole, and once."""
     return tuple(np.array(tokens, int) for tokens in tokenizer.encode_many(read_texts(text)))
+
+
+@input_family(draws=token_range)
+def passages(
+    draw: Draw,
+    *,
+    passages: Passages = 4,
+    query: Count = 8,
+    gold: Index | None = None,
+    shuffled: bool = False,
+    text: str | None = None,
+    distinct: bool = False,
+) -> Labelled:
+    """Several passages, then a query made of tokens of one of them (after Zhang et al. 2025,
+    query-focused retrieval heads).
+
+    Labels: "gold" on the passage that the query is from, "other" on the other passages, "query" on
+    the query. The lengths of passages differ by one token at most.
+
+    * `passages`: how many there are.
+    * `query`: tokens of the query.
+    * `gold`: the number of the gold passage, from 0. Default: the number of the sequence modulo
+      `passages`.
+    * `shuffled`: whether the query is random tokens of the gold passage in random order, instead of
+      a part of it.
+    * `text`: a file, or `bundled:LICENSE`, of which the passages are pieces that do not overlap,
+      instead of random tokens.
+    * `distinct`: whether no token of the passages occurs twice. Like `low` and `high`, not allowed
+      with a `text`.
+    """
+    if gold is not None and gold >= passages:
+        raise ScanError(
+            f"input.gold: expected 0 to {passages - 1}, the numbers of the passages, got {gold}"
+        )
+    for name, is_given in (("low", draw.low), ("high", draw.high), ("distinct", distinct)):
+        if text is not None and is_given:
+            raise ScanError(
+                f"input.{name}: expected without a text only, got text = {text!r}; leave out one"
+            )
+    what = f"{counted(passages, 'passage')} that hold a query of {counted(query, 'token')}"
+    least = (passages + 1) * query
+    draw.check_room(f"{what} and the query need", least, ", or lower passages or query")
+    # The first `extra` passages are one token longer.
+    length, extra = divmod(draw.length - query, passages)
+    lengths = [length + (number < extra) for number in range(passages)]
+    ends = np.cumsum(lengths).tolist()
+    if text is None:
+        blocks = np.split(draw.tokens(ends[-1], distinct=distinct), ends[:-1])
+    else:
+        blocks = _pieces_of_text(draw, text, lengths)
+    gold_number = draw.sequence % passages if gold is None else gold
+    gold_passage = blocks[gold_number]
+    if shuffled:
+        question = draw.rng.choice(gold_passage, query, replace=False)
+    else:
+        first = int(draw.rng.integers(len(gold_passage) - query + 1))
+        question = gold_passage[first : first + query]
+    is_gold = np.repeat(np.arange(passages) == gold_number, lengths)
+    labels = {"gold": np.flatnonzero(is_gold), "other": np.flatnonzero(~is_gold)}
+    labels["query"] = np.arange(ends[-1], draw.length)
+    return Labelled(np.concatenate([*blocks, question]), labels)
+
+
+def _pieces_of_text(draw: Draw, text: str, lengths: list[int]) -> list[np.ndarray]:
+    """Pieces of a text that do not overlap, each within one text of the file."""
+    longest = max(lengths)
+    documents = _text_tokens(text, draw.load_tokenizer())
+    # Every text is cut into pieces of one length, of which some are chosen.
+    counts = [len(tokens) // longest for tokens in documents]
+    if sum(counts) < len(lengths):
+        raise ScanError(
+            f"input.text: expected {len(lengths)} pieces of {longest} tokens, {text} has "
+            f"{sum(counts)}; lower n_ctx, or take a longer text"
+        )
+    numbers = draw.rng.choice(sum(counts), len(lengths), replace=False).tolist()
+    places = [_place_of(number, counts) for number in numbers]
+    return [
+        documents[document][piece * longest :][:length]
+        for (document, piece), length in zip(places, lengths, strict=True)
+    ]

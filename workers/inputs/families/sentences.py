@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import compress
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -31,16 +31,7 @@ NAMES_DRAWN = 5
 Order = Literal["ABBA", "BABA", "both"]
 
 
-def _wrong_template(options: dict[str, Any]) -> str | None:
-    """Why a template does not have three places for names, in order; None if it has."""
-    template = options["template"]
-    found = [template.find(place) for place in PLACES]
-    if -1 not in found and found == sorted(found) and template.count("{") == len(PLACES):
-        return None
-    return f"input.template: expected the places {', '.join(PLACES)} in this order, got {template}"
-
-
-@input_family(partner="ioi_other_names", refuse=_wrong_template)
+@input_family(partner="ioi_other_names")
 def ioi(
     draw: Draw, *, order: Order = "both", template: str = TEMPLATE, names: list[str] | None = None
 ) -> Labelled:
@@ -62,7 +53,7 @@ def ioi(
     return _sentence(draw, template, names, {"S1": b, "IO": a, "S2": b})
 
 
-@input_family(stream="ioi", partner="ioi", refuse=_wrong_template)
+@input_family(stream="ioi", partner="ioi")
 def ioi_other_names(
     draw: Draw, *, order: Order = "both", template: str = TEMPLATE, names: list[str] | None = None
 ) -> Labelled:
@@ -78,10 +69,12 @@ def ioi_other_names(
 def _drawn_names(
     draw: Draw, order: Order, template: str, names: list[str] | None
 ) -> tuple[list[str], bool]:
-    """The names of a sequence and of its partner, and whether the answer comes first.
-
-    The same for both families.
-    """
+    """The names of a sequence and of its partner, and whether the answer comes first."""
+    found = [template.find(place) for place in PLACES]
+    if -1 in found or found != sorted(found) or template.count("{") != len(PLACES):
+        raise ScanError(
+            f"input.template: expected the places {', '.join(PLACES)} in this order, got {template}"
+        )
     fitting, _ = _fitting(template, tuple(names or NAMES), draw.load_tokenizer())
     drawn = draw.rng.choice(fitting, NAMES_DRAWN, replace=False).tolist()
     # Drawn in every order, so that sequences of all orders have the same names.
