@@ -187,9 +187,7 @@ class AnswerTable:
 
     @cached_property
     def _table(self) -> pa.Table:
-        answer = self._ask()
-        # The schema is given because an answer without rows has no batch that would have it.
-        return pa.Table.from_batches(answer.batches(), schema=answer.schema)
+        return self._ask().table()
 
     @property
     def columns(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
@@ -46,7 +47,6 @@ def text(
     """Print a sequence of a run as text, and what a head attends to in it."""
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
     from headcount.queries.ask.asking import open_runs
-    from headcount.queries.ask.formats import writing_to_stdout
     from headcount.queries.commands.query import tell_user, warn_of_damage
 
     chosen_head = None if head is None else Head.labelled(head)
@@ -65,15 +65,15 @@ def text(
     tokens: list[int] = sequence_record["tokens"]
     run_model = RunModels(run, model)[run_record["run_id"]]
     texts = _texts(run_model, tokens)
-    with writing_to_stdout() as out:
-        out.write(_heading(run_record, sequence_record))
-        if chosen_head is None:
-            _write_text(texts, out, width)
-            return
-        layer, head_index = chosen_head
-        looks = run_model.looks(sequence, tokens, layer, head_index, intervention, device)
-        _write_statistics(database, sequence, chosen_head, intervention, out)
-        _write_looks(texts, looks, out, width)
+    out = sys.stdout
+    out.write(_heading(run_record, sequence_record))
+    if chosen_head is None:
+        _write_text(texts, out, width)
+        return
+    layer, head_index = chosen_head
+    looks = run_model.looks(sequence, tokens, layer, head_index, intervention, device)
+    _write_statistics(database, sequence, chosen_head, intervention, out)
+    _write_looks(texts, looks, out, width)
 
 
 def _only_run(database: RunDatabase, place: str) -> Record:

@@ -10,9 +10,15 @@ from shlex import quote
 import duckdb
 
 from headcount.queries.ask.formats import appearing, check_suffix
-from headcount.queries.open.connection import OpenedRuns, build, damage_lines
+from headcount.queries.ask.named_queries import QUERIES, read_queries
+from headcount.queries.open.connection import (
+    OpenedRuns,
+    build,
+    damage_lines,
+    make_described_views,
+)
 from headcount.queries.open.run import read_runs
-from headcount.queries.open.shipped_views import QUERIES, ShippedViews
+from headcount.queries.open.shipped_views import ShippedViews
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import Place, place
 
@@ -58,7 +64,9 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> Export
     absolute = where.resolve() if isinstance(where, Path) else where
     runs, unreadable = read_runs(absolute, code)
     # Damage is found by the sizes of files. Reading them all would take as long as a query.
-    opened = OpenedRuns(runs, [str(why) for why in unreadable], print, ShippedViews.of(QUERIES))
+    opened = OpenedRuns(
+        runs, [str(why) for why in unreadable], print, ShippedViews(read_queries(QUERIES))
+    )
     with appearing(output) as partial:
         # Of a command with the same process number that was killed. DuckDB would go on with it.
         partial.unlink(missing_ok=True)
@@ -71,6 +79,7 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> Export
             raise QueryError(f"{output}: cannot be written ({why})") from None
         try:
             build(connection, opened)
+            make_described_views(connection, opened)
             refresh = f"headcount views {quote(str(absolute))} -o {quote(str(output.resolve()))}"
             refresh += f" --code {quote(code)}" if code else ""
             _write_notes(connection, absolute, refresh)

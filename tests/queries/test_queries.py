@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.queries.ask.formats import Format, rows_to_read, write, write_csv, write_json
-from headcount.queries.ask.text_tables import COUNTED_ROWS, write_table
+from headcount.queries.ask.formats import Format, rows_to_read, write
+from headcount.queries.ask.named_queries import QUERIES
+from headcount.queries.ask.text_tables import COUNTED_ROWS
 from headcount.queries.commands.query import commands
 from headcount.queries.open.connection import connect as connect_eagerly
 from headcount.queries.open.connection import view_descriptions
 from headcount.queries.open.descriptions import VIEWS
-from headcount.queries.open.shipped_views import QUERIES
 from headcount.queries.open.standard_errors import MACROS
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.scans.kinds import TABLES
@@ -66,10 +66,9 @@ NEEDED: dict[str, Cell] = {
 """What all named queries together need. Views over all statistics take long to bind."""
 
 
-def written(connection: Connection, query: str, writer: Any, limit: int | None = None) -> str:
+def written(connection: Connection, query: str, format_: Format, limit: int | None = None) -> str:
     out = io.StringIO()
-    options = [] if limit is None else [limit]
-    writer(run_query(connection, query), out, *options)
+    write(run_query(connection, query), format_, out, limit)
     return out.getvalue()
 
 
@@ -593,7 +592,7 @@ def test_csv(database: RunDatabase) -> None:
         "['a', NULL] AS labels, 'a,b' AS t FROM heads WHERE sequence = 0 AND layer = 0"
     )
     # A float32 is written as the shortest number that means it.
-    assert written(database.connection, query, write_csv).splitlines() == [
+    assert written(database.connection, query, "csv").splitlines() == [
         "head,sink_mass,entropy,pair,curve,labels,t",
         '0,0.1,,"[1, 2]","[0.1, null]","[""a"", null]","a,b"',
         '1,1.1,,"[1, 2]","[0.1, null]","[""a"", null]","a,b"',
@@ -609,12 +608,12 @@ def test_json_is_valid_and_keeps_null(database: RunDatabase) -> None:
     numbers = [0.1, None, None, None, 12, [1.5], [0.1, None], None, []]
     expected = [dict(zip("abcdefghi", numbers, strict=True))]
     for sql, rows in ((query, expected), ("FROM heads WHERE false", [])):
-        assert json.loads(written(database.connection, sql, write_json)) == rows
+        assert json.loads(written(database.connection, sql, "json")) == rows
 
 
 def test_a_table_is_exact_and_counts_what_it_leaves_out(database: RunDatabase) -> None:
     def lines(query: str, limit: int | None = None) -> list[str]:
-        return written(database.connection, query, write_table, limit).split("\n")
+        return written(database.connection, query, "table", limit).split("\n")
 
     query = "SELECT label, mean_sink_mass / 3 AS third, mean_entropy, 1234567 AS n FROM by_head"
     assert lines(query, 2) == [
@@ -626,7 +625,7 @@ def test_a_table_is_exact_and_counts_what_it_leaves_out(database: RunDatabase) -
         "",
     ]
     assert lines("SELECT [1/3, NULL, 12345.678] AS a, ['none', NULL] AS b") == [
-        "a                     b        ",
+        "a                     b",
         "───────────────────────────────",
         "[0.3333, –, 12,346]   [none, –]",
         "",
