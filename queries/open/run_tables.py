@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,7 +18,6 @@ from headcount.schemas.files.run_directory import holds_whole_shard, pc
 from headcount.schemas.files.tables import Column
 from headcount.schemas.scans.kinds import KINDS, carried_columns, columns_of
 from headcount.schemas.scans.scan import scan_name
-from headcount.schemas.scans.values import LARGEST_INTEGER
 
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)s?[-_]?(\d+)", re.IGNORECASE)
 """How the names of checkpoints tell their step, in the libraries that write them."""
@@ -228,18 +227,17 @@ def bounds(ends: Sequence[float | str | None] | None) -> tuple[float, float]:
 
 def runs_table(runs: list[Run]) -> pa.Table:
     """One row per run."""
-    return _table(RUNS, [_run_row(run) for run in runs])
+    return pa.Table.from_pylist([_run_row(run) for run in runs], schema=_schema(RUNS))
 
 
 def shards_table(runs: list[Run]) -> pa.Table:
     """One row per shard, done or not."""
-    # The empty table has the columns, which a view needs even without runs.
     return pa.concat_tables([_schema(SHARDS).empty_table(), *map(_shards_of_run, runs)])
 
 
 def statistics_table(runs: list[Run]) -> pa.Table:
     """One row per statistic."""
-    return _table(STATISTICS, _formula_rows(runs, "statistics"))
+    return pa.Table.from_pylist(_formula_rows(runs, "statistics"), schema=_schema(STATISTICS))
 
 
 def formulas_table(runs: list[Run]) -> pa.Table:
@@ -248,7 +246,7 @@ def formulas_table(runs: list[Run]) -> pa.Table:
     for kind in KINDS:
         kind_facts = {"field": kind.field, "kind": kind.word, "table": kind.table.name}
         rows += [row | kind_facts for row in _formula_rows(runs, kind.field)]
-    return _table(FORMULAS, rows)
+    return pa.Table.from_pylist(rows, schema=_schema(FORMULAS))
 
 
 def _formula_rows(runs: list[Run], field: str) -> list[FormulaFacts]:
@@ -268,19 +266,18 @@ def _run_row(run: Run) -> dict[str, Any]:
     done = run.done
     input_options = dict(scan.get("input", {}))
     input_family = input_options.pop("family", None)
-    seed = scan.get("seed")
     has_corpus = "sources" in manifest.identity.get("corpus", {})
     fates = run.directory.fates() if has_corpus else None
     # Every commit has a list of methods, one for each intervention.
     methods = pc.list_flatten(done["methods"])
     precisions = sorted(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
-    # Old manifests identify their model by its description alone.
-    model_identity = manifest.identity.get("model", manifest.model)
-    model_digest = hashlib.sha256(json.dumps(model_identity, sort_keys=True).encode()).hexdigest()
+    layers = f"layers {', '.join(map(str, scan['layers']))}" if scan.get("layers") else "all"
+    model_digest = hashlib.sha256(
+        json.dumps(manifest.identity.get("model"), sort_keys=True).encode()
+    ).hexdigest()
     return {
         **{key: scan.get(key) for key in ("model", "weight_processing", "engine", "n_ctx", "bos")},
-        # Older versions allowed seeds that no column of integers can hold.
-        "seed": seed if seed is None or seed <= LARGEST_INTEGER else None,
+        "seed": scan.get("seed"),
         **{key: manifest.model.get(key) for key in MODEL_SIZES},
         "step": training_step(scan.get("model", ""), scan.get("revision")),
         "run_id": run.directory.run_id,
@@ -292,7 +289,8 @@ def _run_row(run: Run) -> dict[str, Any]:
         "documents": fates.line if fates else None,
         "interventions": list(scan.get("interventions", ["none"])),
         "statistics": list(manifest.kinds.get("statistics", {})),
-        "measured_heads": _measured_heads(scan),
+        # A scan that measures all names none.
+        "measured_heads": ", ".join(scan.get("heads") or [layers]),
         "shards": manifest.shards,
         "shards_done": len(done),
         # After an extension the last shard may be done and still lack its new sequences.
@@ -323,65 +321,39 @@ def training_step(model: str, revision: str | None) -> int | None:
     return int(match[1]) if match and len(match[1]) <= LONGEST_STEP else None
 
 
-def _measured_heads(scan: Mapping[str, Any]) -> str:
-    """The heads or layers that a scan names. A scan that measures all names none."""
-    if heads := scan.get("heads"):
-        return ", ".join(heads)
-    if layers := scan.get("layers"):
-        return f"layers {', '.join(map(str, layers))}"
-    return "all"
-
-
 def _shards_of_run(run: Run) -> pa.Table:
     """One row per shard of a run, in shard order."""
-    schema = _schema(SHARDS)
+    schema, log = _schema(SHARDS), run.commit_log
     # A commit says all of a shard, but not what has become of its files since.
-    of_commit = [name for name in schema.names if name not in ("status", "damage")]
-    status = pa.array(np.where(run.is_whole, "done", "damaged"), pa.string())
-    problems: dict[int, str] = {}
-    for damage in run.damaged_data:
-        for shard in damage.shards:
-            # The first one: a shard may have several damaged files.
-            problems.setdefault(shard, f"{damage.path} {damage.why}")
+    of_commit = [name for name in schema.names if name in log.schema.names]
+    done = log.select(of_commit).cast(pa.schema([schema.field(name) for name in of_commit]))
+    status = np.where(run.is_whole, "done", "damaged")
+    done = done.append_column("status", pa.array(status, pa.string()))
     # Nearly every run has no damage, and may have a million shards.
-    damage_column = pa.nulls(len(run.commit_log), pa.string())
-    if problems:
-        shards = run.commit_log["shard"].to_pylist()
-        damage_column = pa.array([problems.get(shard) for shard in shards], pa.string())
-    committed = run.commit_log.select(of_commit).append_column("status", status)
-    committed = committed.append_column("damage", damage_column)
-    committed = committed.select(schema.names).cast(schema)
-    return pa.concat_tables([committed, _missing_shards(run)]).sort_by("shard")
-
-
-def _missing_shards(run: Run) -> pa.Table:
-    """A row for each shard of a run that has no commit: only its place is known."""
-    shards = np.setdiff1d(np.arange(run.manifest.shards), run.commit_log["shard"].to_numpy())
-    values: dict[str, Any] = {
+    if run.damaged_data:
+        # The first one last, so that it stays: a shard may have several damaged files.
+        problems = {
+            shard: f"{damage.path} {damage.why}"
+            for damage in reversed(run.damaged_data)
+            for shard in damage.shards
+        }
+        damage = [problems.get(shard) for shard in log["shard"].to_pylist()]
+        done = done.append_column("damage", pa.array(damage, pa.string()))
+    # Of a shard without a commit, only the place is known.
+    shards = np.setdiff1d(np.arange(run.manifest.shards), log["shard"].to_numpy())
+    missing: dict[str, Any] = {
         "run_id": [run.directory.run_id] * len(shards),
         "shard": shards,
         "status": ["missing"] * len(shards),
     }
-    shard_size = run.scan.get("sequences_per_shard")
-    if shard_size:
+    if shard_size := run.scan.get("sequences_per_shard"):
         # The last shard may be shorter than the others.
-        values["start"] = shards * shard_size
-        values["stop"] = np.minimum((shards + 1) * shard_size, run.manifest.sequences)
-    schema = _schema(SHARDS)
-    arrays = [
-        pa.array(values[field.name], field.type)
-        if field.name in values
-        else pa.nulls(len(shards), field.type)
-        for field in schema
-    ]
-    return pa.Table.from_arrays(arrays, schema=schema)
+        missing["start"] = shards * shard_size
+        missing["stop"] = np.minimum((shards + 1) * shard_size, run.manifest.sequences)
+    tables = [pa.table(missing, schema=pa.schema([schema.field(name) for name in missing])), done]
+    whole = pa.concat_tables([schema.empty_table(), *tables], promote_options="default")
+    return whole.sort_by("shard")
 
 
 def _schema(columns: ColumnTypes) -> pa.Schema:
     return pa.schema([(name, type_) for name, (type_, _) in columns.items()])
-
-
-def _table(columns: ColumnTypes, rows: list[dict[str, Any]]) -> pa.Table:
-    """A table with just these columns. A row may hold more, or lack some."""
-    table_rows = [{name: row.get(name) for name in columns} for row in rows]
-    return pa.Table.from_pylist(table_rows, schema=_schema(columns))
