@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from headcount.queries.ask.answers import query_error, run_query
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.ask.formats import json_value
-from headcount.queries.explore.opened import OpenedRuns, SampleKey
+from headcount.queries.explore.opened import MOST_SAMPLES, OpenedRuns, SampleKey
 from headcount.queries.explore.page_queries import (
     Answer,
     Header,
@@ -32,7 +32,6 @@ from headcount.queries.explore.page_queries import (
     RunFacts,
     Texts,
 )
-from headcount.queries.explore.sample import MOST_SAMPLES
 from headcount.queries.open.connection import MEMORY, OPENED
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import HeadcountError, QueryError
@@ -221,33 +220,29 @@ class Engine:
         if self.runs is not runs or not runs.lacks_sample(key):
             return
         sample = runs.new_sample(key)
+
+        async def execute(sql: str) -> None:
+            # However long it takes.
+            def work(connection: Interruptible) -> None:
+                connection.cursor().execute(sql)
+
+            await self._in_thread(self.sample_thread, runs, work, has_deadline=False)
+
         try:
-            await self._execute(runs, sample.create)
-            for part in sample.parts():
-                await self._wait_for_page()
+            for statement in sample.statements:
+                # Queries that wait for an answer go first.
+                give_up = time.monotonic() + YIELDING_SECONDS
+                while self._running and time.monotonic() < give_up:
+                    await asyncio.sleep(INTERRUPT_SECONDS)
                 # A sample of what was committed then would answer for what is committed now.
                 if self.runs is not runs:
                     return
-                await self._execute(runs, part)
+                await execute(statement)
         except duckdb.Error:
-            await self._execute(runs, sample.drop)
+            await execute(sample.drop)
             raise
         for oldest in runs.keep_sample(key, sample):
-            await self._execute(runs, oldest.drop)
-
-    async def _wait_for_page(self) -> None:
-        """Let queries that wait for an answer go first."""
-        give_up = time.monotonic() + YIELDING_SECONDS
-        while self._running and time.monotonic() < give_up:
-            await asyncio.sleep(INTERRUPT_SECONDS)
-
-    async def _execute(self, runs: OpenedRuns, sql: str) -> None:
-        """Run a statement of a sample, however long it takes."""
-
-        def work(connection: Interruptible) -> None:
-            connection.cursor().execute(sql)
-
-        await self._in_thread(self.sample_thread, runs, work, has_deadline=False)
+            await execute(oldest.drop)
 
     async def stop_reading(self) -> None:
         """Read no more samples."""
@@ -459,12 +454,9 @@ def _sql_rows(connection: Interruptible, text: str) -> Header:
 
 def _cell(value: object) -> object:
     """A value as the page shows it. Text is cut, and what JSON does not have becomes text."""
-    if value is None or isinstance(value, bool):
-        return value
     # JavaScript would round a larger number. As text it keeps its digits.
-    if isinstance(value, int) and abs(value) < 2**53:
-        return value
-    if isinstance(value, float) and math.isfinite(value):
+    is_exact = isinstance(value, int) and abs(value) < 2**53
+    if value is None or is_exact or (isinstance(value, float) and math.isfinite(value)):
         return value
     text = str(value)
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
@@ -480,20 +472,13 @@ Compute = Callable[[], Coroutine[Any, Any, bytes]]
 """Computes an answer."""
 
 
-@dataclass
-class _Pending:
-    """A query that is being answered, and how many wait for it."""
-
-    task: asyncio.Task[bytes]
-    waiting: int = 0
-
-
 class AnswerCache:
     """Answers by key. What is committed never changes, so a key that names it is enough."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[str, bytes] = OrderedDict()
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, tuple[asyncio.Task[bytes], list[object]]] = {}
+        """Queries that are being answered, each with one object for whoever waits for it."""
         self._bytes = 0
 
     async def get(self, key: str, compute: Compute) -> bytes:
@@ -501,20 +486,20 @@ class AnswerCache:
         if key in self._answers:
             self._answers.move_to_end(key)
             return self._answers[key]
-        pending = self._pending.get(key)
-        if pending is None:
-            pending = _Pending(asyncio.create_task(compute()))
-            self._pending[key] = pending
-        pending.waiting += 1
+        if key not in self._pending:
+            self._pending[key] = asyncio.create_task(compute()), []
+        pending = task, waiting = self._pending[key]
+        waiting.append(None)
         try:
             # Shielded: one page that leaves does not stop it for the others.
-            answer = await asyncio.shield(pending.task)
+            answer = await asyncio.shield(task)
         finally:
-            pending.waiting -= 1
-            if pending.waiting == 0:
+            waiting.pop()
+            if not waiting:
                 # Nobody waits any more: an unfinished query is stopped.
-                pending.task.cancel()
-                self._pending.pop(key, None)
+                task.cancel()
+                if self._pending.get(key) is pending:
+                    del self._pending[key]
         # Another that waited for the same answer may have kept it.
         if key not in self._answers and len(answer) <= MOST_KEPT_BYTES:
             self._answers[key] = answer

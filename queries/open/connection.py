@@ -32,7 +32,6 @@ from headcount.queries.open.shipped_views import (
     ShippedViews,
     tables_named,
 )
-from headcount.queries.open.standard_errors import create_error_macros
 from headcount.queries.open.stores import CommittedObject, committed_objects, register_stores
 from headcount.queries.open.table_sql import (
     SOURCES,
@@ -48,6 +47,15 @@ from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import Place, StorePath, place
 from headcount.schemas.files.tables import HEADS, PARTITIONS
 from headcount.schemas.scans.kinds import TABLES
+
+MACROS = Path(__file__).with_name("macros.sql")
+"""What all views compute spreads and errors by."""
+
+AT_AN_END = """
+    OR lag(sequence) OVER in_order IS DISTINCT FROM sequence - 1
+    OR lead(sequence) OVER in_order IS DISTINCT FROM sequence + 1"""
+"""Whether a document may go on in sequences that are not among these. `internal.documents` has the
+document of each sequence, or NULL if it has no other: most queries need no group for it."""
 
 MEMORY = "50%"
 """Memory that a query may take. What needs more goes to the temporary directory."""
@@ -155,7 +163,21 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
         needs_label = {"layer", "head"} <= {*columns} and "label" not in columns
         label = ", 'L' || layer || 'H' || head AS label" if needs_label else ""
         connection.execute(f"CREATE VIEW main.{name} AS SELECT *{label} FROM internal.{name}")
-    create_error_macros(connection)
+    connection.execute(MACROS.read_text(encoding="utf-8"))
+    # Where all is rolled up, the latter reads nothing.
+    for prefix, at_an_end in (("", ""), ("unrolled_", AT_AN_END)):
+        connection.execute(
+            f"""
+            CREATE VIEW internal.{prefix}documents AS
+            SELECT
+                run_id, intervention, sequence, pile_set_name,
+                CASE
+                    WHEN count(*) OVER (PARTITION BY run_id, intervention, document) > 1 {at_an_end}
+                    THEN document
+                END AS document
+            FROM internal.{prefix}sequences
+            WINDOW in_order AS (PARTITION BY run_id, intervention ORDER BY sequence)"""
+        )
     opened.shipped.foundation = partial(_create_rollup_views, opened=opened)
     _point_at_files(connection, opened)
 
@@ -267,16 +289,18 @@ def _sources_read(opened: OpenedRuns, sql: str) -> list[str]:
 
 def _with_verified_sources(run: Run, sources: Iterable[str], tell: Tell) -> Run:
     """The run without what is damaged of some sources. The same object if nothing is."""
-    # Once more for the rows that now stand in for a damaged roll-up. Where all is rolled up, rows
-    # are not read.
-    for _ in range(2):
+    verified: set[str] = set()
+    while True:
+        # Where all is rolled up, rows are not read, until they stand in for a damaged roll-up.
         tables = {
             SOURCES[name].table.name
             for name in sources
             if not SOURCES[name].unrolled or run.files(SOURCES[name].table.name, unrolled=True)
         }
-        run = _verified(run, sorted(tables), tell)
-    return run
+        if tables <= verified:
+            return run
+        run = _verified(run, sorted(tables - verified), tell)
+        verified |= tables
 
 
 def _verified(run: Run, tables: list[str], tell: Tell) -> Run:

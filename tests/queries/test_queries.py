@@ -22,10 +22,9 @@ from headcount.queries.ask.formats import Format, rows_to_read, write
 from headcount.queries.ask.named_queries import QUERIES
 from headcount.queries.ask.text_tables import COUNTED_ROWS
 from headcount.queries.commands.query import commands
+from headcount.queries.open.connection import MACROS, view_descriptions
 from headcount.queries.open.connection import connect as connect_eagerly
-from headcount.queries.open.connection import view_descriptions
 from headcount.queries.open.descriptions import VIEWS
-from headcount.queries.open.standard_errors import MACROS
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.scans.kinds import TABLES
 from headcount.schemas.statistics import STATISTICS
@@ -203,8 +202,7 @@ def test_by_head_keeps_deviations_far_smaller_than_the_mean() -> None:
         FROM range(200_000) AS t(i)
         """
     )
-    for signature, body in MACROS.items():
-        connection.execute(f"CREATE MACRO {signature} AS {body}")
+    connection.execute(MACROS.read_text())
     by_head = (QUERIES / "heads" / "by_head.sql").read_text()
     [found] = connection.execute(f"SELECT sd_steps, sd_constant FROM ({by_head})").fetchall()
     [(expected,)] = connection.execute("SELECT stddev_samp(steps) FROM heads").fetchall()
