@@ -306,10 +306,7 @@ class OpenedRuns:
         is_large = rows > LARGE_RUN_ROWS
         sample_rows = SAMPLE_ROWS
         if has_rollups and is_large:
-            sql = "SELECT parse_formatted_bytes(current_setting('memory_limit'))"
-            ((memory_bytes,),) = self.database.rows(sql)
-            bytes_of_row = BYTES_OF_KEYS + 4 * len(record["statistics"])
-            sample_rows = max(1, min(SAMPLE_ROWS, int(MEMORY_SHARE * memory_bytes / bytes_of_row)))
+            sample_rows = rows_in_memory(self.database.connection, len(record["statistics"]))
         return RunFacts(
             run_id=record["run_id"],
             layers=record["n_layers"],
@@ -399,6 +396,14 @@ _SHOWN_OF_RUN = (
     *("complete", "rows", "tokens"),
 )
 """Columns of `runs` that the page shows."""
+
+
+def rows_in_memory(connection: duckdb.DuckDBPyConnection, statistics: int) -> int:
+    """How many rows a sample may have."""
+    sql = "SELECT parse_formatted_bytes(current_setting('memory_limit'))"
+    ((memory_bytes,),) = connection.execute(sql).fetchall()
+    bytes_of_row = BYTES_OF_KEYS + 4 * statistics
+    return max(1, min(SAMPLE_ROWS, int(MEMORY_SHARE * memory_bytes / bytes_of_row)))
 
 
 def _first_statistics(facts: RunFacts) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from headcount.queries.open.descriptions import TEXTS
 from headcount.queries.open.run import Run
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.run_directory import holds_whole_shard, pc
@@ -25,167 +26,18 @@ STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)s?[-_]?(\d+)", re.IGNORECASE)
 LONGEST_STEP = 15
 """Digits of the largest number that is taken for a step."""
 
-ColumnTypes = dict[str, tuple[pa.DataType, str]]
-"""Type and description of each column of a table, by name."""
 
-RUNS: ColumnTypes = {
-    "run_id": (pa.string(), "Run: the name of the scan and the fingerprint of what it measures."),
-    "name": (pa.string(), "Name of the scan."),
-    "created": (pa.string(), "When the run was started."),
-    "model": (pa.string(), "Model, as the scan names it."),
-    "step": (
-        pa.int64(),
-        "Step of training: the number in the model's revision or directory (step-1000, "
-        "checkpoint-500). NULL if neither names one.",
-    ),
-    "weight_processing": (
-        pa.string(),
-        "raw: as trained. folded: LayerNorm is folded in and weights are centred, so norms differ.",
-    ),
-    "precision": (
-        pa.string(),
-        "Number formats of the model's products, as measured. Before the first shard is done, the "
-        "one that the scan asked for.",
-    ),
-    "engine": (pa.string(), "Engine that the scan asked for: fused or dense."),
-    "n_ctx": (pa.int32(), "Tokens in every sequence."),
-    "bos": (pa.bool_(), "Whether every sequence begins with the beginning-of-sequence token."),
-    "input_family": (pa.string(), "Family of inputs."),
-    "input_options": (pa.string(), "Options of the input family, as JSON."),
-    "documents": (
-        pa.string(),
-        "What became of the corpus's documents. NULL if there is no corpus, or an old run did not "
-        "record it.",
-    ),
-    "interventions": (
-        pa.list_(pa.string()),
-        "Interventions of the model. none is the untouched model.",
-    ),
-    "statistics": (pa.list_(pa.string()), "Statistics that were measured."),
-    "measured_heads": (
-        pa.string(),
-        "Heads that the scan names, for example: all; layers 0, 3; L0H1, L3H7.",
-    ),
-    "seed": (
-        pa.int64(),
-        "Seed of synthetic input.",
-    ),
-    "n_layers": (pa.int32(), "Layers of the model."),
-    "n_heads": (pa.int32(), "Heads in a layer."),
-    "n_kv_heads": (
-        pa.int32(),
-        "Heads of a layer with keys and values of their own, which query heads may share.",
-    ),
-    "d_model": (pa.int32(), "Width of the residual stream."),
-    "d_head": (pa.int32(), "Width of a head."),
-    "shards": (pa.int64(), "Shards of the scan."),
-    "shards_done": (pa.int64(), "Shards with a commit and files as committed."),
-    "complete": (pa.bool_(), "Whether every shard is done."),
-    "sequences": (pa.int64(), "Sequences of the scan."),
-    "sequences_done": (pa.int64(), "Sequences of the shards that are done."),
-    "rows": (pa.int64(), "Rows of the shards that are done."),
-    "tokens": (
-        pa.int64(),
-        "Tokens that went through the model, over all interventions, in the shards that are done.",
-    ),
-    "seconds": (
-        pa.float64(),
-        "Seconds of work in the shards that are done, added up over replicas.",
-    ),
-    "tokenizer": (
-        pa.string(),
-        "Fingerprint of the tokenizer: equal in runs with the same one. NULL if the input is not "
-        "text.",
-    ),
-    "model_fingerprint": (
-        pa.string(),
-        "Fingerprint of the model and its weights: equal in runs of the same model.",
-    ),
-    "code": (
-        pa.string(),
-        "Fingerprint of the code that began the run. shards.code has that of each shard.",
-    ),
-}
+def _schema(table: str) -> pa.Schema:
+    """The columns of a table that describes the runs."""
 
-SHARDS: ColumnTypes = {
-    "run_id": (pa.string(), "Run."),
-    "shard": (pa.int64(), "Shard: the unit of work and of commit."),
-    "start": (pa.int64(), "First sequence of the shard."),
-    "stop": (pa.int64(), "One past the last sequence of the shard."),
-    "status": (
-        pa.string(),
-        "done, missing (no commit yet) or damaged (a file is not as committed, so no view shows "
-        "the shard). Opening compares the sizes of files with their commits. A query also compares "
-        "the content of the tables that it reads; `headcount check` compares all.",
-    ),
-    "damage": (pa.string(), "What is wrong with a damaged shard. NULL for the others."),
-    "rows": (pa.int64(), "Rows that were committed."),
-    "tokens": (pa.int64(), "Tokens that were committed."),
-    "seconds": (
-        pa.float64(),
-        "Seconds that the shard took, from the first forward pass to the last file.",
-    ),
-    "compute_seconds": (
-        pa.float64(),
-        "Seconds of it that went into forward passes and reductions.",
-    ),
-    "idle_seconds": (
-        pa.float64(),
-        "Seconds before the shard in which the replica waited for work.",
-    ),
-    "finished": (
-        pa.timestamp("us", "UTC"),
-        "When the shard was committed, by the clock of its machine.",
-    ),
-    "host": (pa.string(), "Machine that measured it."),
-    "replica": (pa.string(), "Replica that measured it."),
-    "attempt": (pa.int64(), "Number of the attempt that succeeded."),
-    "code": (
-        pa.string(),
-        "Fingerprint of the code that measured it. NULL if the commit does not say.",
-    ),
-    "device": (pa.string(), "Device that computed it. NULL if the commit does not say."),
-    "versions": (
-        COMMITS.field("versions").type,
-        "Libraries that measured it, each with its version.",
-    ),
-    "methods": (
-        COMMITS.field("methods").type,
-        "How each intervention was measured: intervention, engine, precision, attention (tiles, "
-        "kernel or matrix) and the layers whose pattern an intervention had built.",
-    ),
-    "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
-}
+    def type_of(column: str, name: str) -> pa.DataType:
+        if name == "commit":
+            return COMMITS.field(column).type
+        return pa.list_(pa.string()) if name == "list" else pa.type_for_alias(name)
 
-FORMULA_FACTS: ColumnTypes = {
-    "unit": (pa.string(), "Unit."),
-    "range_low": (pa.float64(), "Smallest possible value."),
-    "range_high": (pa.float64(), "Largest possible value."),
-    "meaning": (pa.string(), "Meaning, in one sentence."),
-    "formula": (pa.string(), "Formula, in index notation."),
-    "source": (pa.string(), "Where the definition comes from."),
-    "uniform_baseline": (
-        pa.bool_(),
-        "Whether sequences.uniform_<name> holds what uniform attention would score.",
-    ),
-    "description": (pa.string(), "Meaning, formula and when it is NULL, on one line."),
-    "fingerprint": (pa.string(), "Fingerprint of the formula's code."),
-    "runs": (pa.int64(), "Runs that measured it."),
-}
+    columns: dict[str, list[str]] = TEXTS["tables"][table]
+    return pa.schema((column, type_of(column, name)) for column, (name, _) in columns.items())
 
-STATISTICS: ColumnTypes = {"name": (pa.string(), "Statistic: a column of heads."), **FORMULA_FACTS}
-
-FORMULAS: ColumnTypes = {
-    "field": (pa.string(), "Field of the scan that names it."),
-    "kind": (
-        pa.string(),
-        "Kind of measurement: statistic, prediction, profile or weight statistic.",
-    ),
-    "table": (pa.string(), "Table that holds its values."),
-    "name": (pa.string(), "Name of a column, or of what a row is about."),
-    "axis": (pa.string(), "What its values run over. NULL if it is one number, or one per token."),
-    **FORMULA_FACTS,
-}
 
 MODEL_SIZES = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_head")
 """Columns of `runs` that a manifest has under the same names in its description of the model."""
@@ -227,17 +79,17 @@ def bounds(ends: Sequence[float | str | None] | None) -> tuple[float, float]:
 
 def runs_table(runs: list[Run]) -> pa.Table:
     """One row per run."""
-    return pa.Table.from_pylist([_run_row(run) for run in runs], schema=_schema(RUNS))
+    return pa.Table.from_pylist([_run_row(run) for run in runs], schema=_schema("runs"))
 
 
 def shards_table(runs: list[Run]) -> pa.Table:
     """One row per shard, done or not."""
-    return pa.concat_tables([_schema(SHARDS).empty_table(), *map(_shards_of_run, runs)])
+    return pa.concat_tables([_schema("shards").empty_table(), *map(_shards_of_run, runs)])
 
 
 def statistics_table(runs: list[Run]) -> pa.Table:
     """One row per statistic."""
-    return pa.Table.from_pylist(_formula_rows(runs, "statistics"), schema=_schema(STATISTICS))
+    return pa.Table.from_pylist(_formula_rows(runs, "statistics"), schema=_schema("statistics"))
 
 
 def formulas_table(runs: list[Run]) -> pa.Table:
@@ -246,7 +98,7 @@ def formulas_table(runs: list[Run]) -> pa.Table:
     for kind in KINDS:
         kind_facts = {"field": kind.field, "kind": kind.word, "table": kind.table.name}
         rows += [row | kind_facts for row in _formula_rows(runs, kind.field)]
-    return pa.Table.from_pylist(rows, schema=_schema(FORMULAS))
+    return pa.Table.from_pylist(rows, schema=_schema("formulas"))
 
 
 def _formula_rows(runs: list[Run], field: str) -> list[FormulaFacts]:
@@ -323,7 +175,7 @@ def training_step(model: str, revision: str | None) -> int | None:
 
 def _shards_of_run(run: Run) -> pa.Table:
     """One row per shard of a run, in shard order."""
-    schema, log = _schema(SHARDS), run.commit_log
+    schema, log = _schema("shards"), run.commit_log
     # A commit says all of a shard, but not what has become of its files since.
     of_commit = [name for name in schema.names if name in log.schema.names]
     done = log.select(of_commit).cast(pa.schema([schema.field(name) for name in of_commit]))
@@ -353,7 +205,3 @@ def _shards_of_run(run: Run) -> pa.Table:
     tables = [pa.table(missing, schema=pa.schema([schema.field(name) for name in missing])), done]
     whole = pa.concat_tables([schema.empty_table(), *tables], promote_options="default")
     return whole.sort_by("shard")
-
-
-def _schema(columns: ColumnTypes) -> pa.Schema:
-    return pa.schema([(name, type_) for name, (type_, _) in columns.items()])
