@@ -102,9 +102,18 @@ def _what_is_missing(message: str, connection: duckdb.DuckDBPyConnection, sql: s
             return f"statistic {statistic!r} was not measured in these runs{remedy}"
         rows = connection.cursor().execute("SELECT name FROM statistics").fetchall()
         return unknown("statistic", statistic, [name for (name,) in rows])
-    if column := MISSING_COLUMN.search(message):
-        columns = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
-        known = {name for (name,) in connection.cursor().execute(columns).fetchall()}
-        if (remedy := way_to(column[1])) and not base_names(column[1]) & known:
-            return f"column {column[1]!r} was not measured in these runs{remedy}"
+    column = MISSING_COLUMN.search(message)
+    return column and _why_no_column(column[1], message, connection)
+
+
+def _why_no_column(column: str, message: str, connection: duckdb.DuckDBPyConnection) -> str | None:
+    """Why there is no such column, if DuckDB's message says less than we can."""
+    sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
+    known = {name for (name,) in connection.cursor().execute(sql).fetchall()}
+    if (remedy := way_to(column)) and not base_names(column) & known:
+        return f"column {column!r} was not measured in these runs{remedy}"
+    # Of a table that is named, DuckDB knows no candidates.
+    nearest = difflib.get_close_matches(column, known, n=1)
+    if nearest and "Candidate bindings" not in message and column not in known:
+        return f"unknown column {column!r}: did you mean {nearest[0]!r}?"
     return None

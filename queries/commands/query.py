@@ -31,6 +31,13 @@ TIMEOUT = 600.0
 MANY_RUNS = 3
 """If more runs are not complete, one line speaks of all of them."""
 
+RunsArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
+    ),
+]
+
 Code = Annotated[
     str | None,
     typer.Option(
@@ -63,12 +70,7 @@ class QueryCommand(TyperCommand):
 )
 def query(
     context: typer.Context,
-    runs: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-        ),
-    ],
+    runs: RunsArgument,
     typed: Annotated[
         str | None,
         typer.Argument(
@@ -232,12 +234,7 @@ def _say_how_much_is_in(database: RunDatabase) -> None:
 
 @commands.command()
 def report(
-    runs: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-        ),
-    ],
+    runs: RunsArgument,
     output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path(
         "report.html"
     ),

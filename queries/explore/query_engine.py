@@ -140,7 +140,7 @@ class Engine:
             is_stale = time.monotonic() - self._looked > FRESH_SECONDS
             if is_stale and not self._opening.locked():
                 await self.look_again()
-            return _packed_of(self.runs, Answer(self.runs.overview()))
+            return _packed(self.runs, Answer(self.runs.overview()))
         if isinstance(query, Sql):
             began = time.perf_counter()
             text = query.text
@@ -150,7 +150,7 @@ class Engine:
                 self.sql_threads, runs, lambda connection: _sql_rows(connection, text)
             )
             seconds = round(time.perf_counter() - began, 3)
-            return _packed_of(runs, Answer(header | {"seconds": seconds}))
+            return _packed(runs, Answer(header | {"seconds": seconds}))
         facts = self.runs.facts_for(query)
         if facts.waits_for_sample:
             self._want_sample((facts.run_id, query.scope.intervention))
@@ -298,7 +298,7 @@ class Engine:
             header, answer = await self._compute(runs, query)
         if isinstance(query, Texts):
             answer = await self._with_texts(query, answer)
-        return _packed_of(runs, Answer(header | answer.header, answer.arrays))
+        return _packed(runs, Answer(header | answer.header, answer.arrays))
 
     async def _compute(self, runs: OpenedRuns, query: Query) -> tuple[Header, Answer]:
         """What every answer says, and the answer."""
@@ -398,21 +398,16 @@ def _take_error(result: asyncio.Future[Any]) -> None:
         result.exception()
 
 
-def _packed_of(runs: OpenedRuns, answer: Answer) -> bytes:
-    """An answer that says which state of the runs it is of."""
-    return packed(Answer(answer.header | {"revision": str(runs.revision)}, answer.arrays))
-
-
-def packed(answer: Answer) -> bytes:
+def _packed(runs: OpenedRuns, answer: Answer) -> bytes:
     """An answer as bytes: the length of the header, the header as JSON, the arrays.
 
-    All begin at a multiple of eight bytes, so that the page reads the arrays where they are.
+    The header says which state of the runs it is of. All begin at a multiple of eight bytes, so
+    that the page reads the arrays where they are.
     """
     arrays = [np.ascontiguousarray(array) for array in answer.arrays]
     kinds = [[array.dtype.str, list(array.shape)] for array in arrays]
-    header = json.dumps(
-        json_value(answer.header | {"arrays": kinds}), allow_nan=False, default=str
-    ).encode()
+    content = answer.header | {"revision": str(runs.revision), "arrays": kinds}
+    header = json.dumps(json_value(content), allow_nan=False, default=str).encode()
     # Four bytes, the length, stand before the header.
     header += b" " * (-(len(header) + 4) % 8)
     parts = [struct.pack("<I", len(header)), header]

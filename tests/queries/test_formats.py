@@ -151,6 +151,10 @@ def test_every_format_keeps_null_nested_values_quotes_and_unicode(
     for name in ("a.csv", "a.json", "a.jsonl", "a.parquet"):
         printed("query", runs, query, "-o", str(tmp_path / name))
     assert json.loads((tmp_path / "a.json").read_text()) == [first, dict.fromkeys(first)]
+    # JSON has no NaN and no infinity. A float32 is the shortest number that means it.
+    numbers = "SELECT 'NaN'::DOUBLE AS a, '-inf'::FLOAT AS b, sum(2**40) AS c, [0.1::FLOAT] AS d"
+    answer = json.loads(printed("query", runs, numbers, "--format", "json"))
+    assert answer == [{"a": None, "b": None, "c": 2**40, "d": [0.1]}]
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
     assert list(map(json.loads, lines)) == [first, dict.fromkeys(first)]
     table = pq.read_table(tmp_path / "a.parquet")

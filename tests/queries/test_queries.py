@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -163,11 +162,11 @@ VIEWS_OF_RUNS: list[tuple[dict[str, Cell], dict[str, Any], str, list[tuple[Any, 
         # Not multiplied by interventions; a sequence without a name is left out.
         {"sink_mass": lambda row: row.sequence / 8},
         IN_TWO_PARTS | {"interventions": ("none", "zero_query_bias")},
-        "SELECT intervention, pile_set_name, sequences, mean_sink_mass FROM by_pile_set",
+        "SELECT intervention, pile_set_name, sequences, mean_sink_mass, sink_rate FROM by_pile_set",
         [
             (intervention, *row)
             for intervention in ("none", "zero_query_bias")
-            for row in [("Github", 2, 1.5 / 8), ("Wikipedia (en)", 1, 1 / 8)]
+            for row in [("Github", 2, 1.5 / 8, 0.5), ("Wikipedia (en)", 1, 1 / 8, 0.0)]
         ],
     ),
 ]  # fmt: skip
@@ -274,14 +273,6 @@ def with_queries(folder: Path, queries: dict[str, str]) -> Path:
     for name, sql in queries.items():
         (folder / f"{name}.sql").write_text(sql)
     return folder
-
-
-def test_adding_a_query_is_one_file(small: Path, tmp_path: Path) -> None:
-    lines = ["-- Heads of layer 1.", "-- Stands on by_head.", "FROM by_head WHERE layer = 1"]
-    folder = with_queries(tmp_path / "queries", {"a_first": "\n".join(lines)})
-    connection = connect(small, folder)
-    assert view_descriptions(connection)["a_first"] == "Heads of layer 1. Stands on by_head."
-    assert ask(connection, "SELECT label FROM a_first") == [("L1H0",), ("L1H1",), ("L1H2",)]
 
 
 # What counts
@@ -422,13 +413,6 @@ def test_views_that_lack_a_column_can_be_listed(tmp_path: Path) -> None:
     assert len(database.records("by_head")) == 6
 
 
-def test_a_view_is_unmeasured_whether_or_not_all_are_asked_for(small: Path) -> None:
-    database = open_runs(small)
-    assert database.unmeasured_views("sink_values") == {"sink_values": "sink_value_norm"}
-    assert database.unmeasured_views("by_head").keys() == {"sink_values"}
-    assert database.unmeasured_views().keys() > {"sink_values"}
-
-
 def test_runs_can_be_opened_with_more_views(small: Path) -> None:
     database = open_runs(small, {"one": "SELECT 1 AS a", "two": "SELECT a + 1 AS b FROM one"})
     assert database.records("two") == [{"b": 2}]
@@ -507,106 +491,54 @@ WITH once AS MATERIALIZED (SELECT count_execution() AS executions)
 SELECT executions, i, CASE WHEN i = {broken} THEN error('row {broken}') END AS e
 FROM once, range({rows}) AS numbers(i)"""
 
+# Format, limit, rows, the number of lines or the last line.
+ASKED_ONCE: list[tuple[Format, int | None, int, int | str]] = [
+    ("table", None, 40, "1 39 –"),
+    ("table", None, 41, "… 1 more rows (--limit 40)"),
+    ("table", 0, 5, "… 5 more rows (--limit 0)"),
+    ("table", 5, 0, "no rows"),
+    ("table", None, COUNTED_ROWS + 40, "… 10,000 more rows (--limit 40)"),
+    ("table", None, COUNTED_ROWS + 41, "… more than 10,000 more rows (--limit 40)"),
+    ("table", 3, 1_000_000_000, "… more than 10,000 more rows (--limit 3)"),
+    # CSV has a line for its header, JSON has one for each bracket.
+    *(("csv", None, 45, 46), ("csv", 7, 45, 8), ("json", 7, 45, 9)),
+]
 
-class Executions:
-    """Asks a query that counts how often it is executed."""
 
-    def __init__(self, database: RunDatabase) -> None:
-        self.connection, self.count = database.connection, 0
-        name = "count_execution"
-        self.connection.create_function(name, self.execute, [], "BIGINT", side_effects=True)
+def test_a_query_is_asked_once_however_many_rows_there_are(database: RunDatabase) -> None:
+    executions: list[None] = []
 
-    def execute(self) -> int:
-        self.count += 1
-        return self.count
+    def count_execution() -> int:
+        executions.append(None)
+        return len(executions)
 
-    def written(
-        self, format_: Format, limit: int | None, read: int | None, rows: int, broken: int = -1,
-        prefix: str = "",
-    ) -> list[str]:  # fmt: skip
-        self.count, out = 0, io.StringIO()
-        query = f"{prefix} {COUNTED.format(rows=rows, broken=broken)}"
-        write(run_query(self.connection, query, read), format_, out, limit)
+    def lines(
+        format_: Format, limit: int | None, rows: int, broken: int = -1, prefix: str = ""
+    ) -> list[str]:
+        executions.clear()
+        query, out = f"{prefix} {COUNTED.format(rows=rows, broken=broken)}", io.StringIO()
+        answer = run_query(database.connection, query, rows_to_read(format_, limit))
+        write(answer, format_, out, limit)
         return out.getvalue().splitlines()
 
-
-@pytest.fixture
-def executions(database: RunDatabase) -> Iterator[Executions]:
-    counting = Executions(database)
-    yield counting
-    counting.connection.remove_function("count_execution")
-
-
-def test_an_error_in_the_middle_is_a_line_and_nothing_is_asked_again(
-    executions: Executions,
-) -> None:
+    name = count_execution.__name__
+    database.connection.create_function(name, count_execution, [], "BIGINT", side_effects=True)
+    for format_, limit, rows, expected in ASKED_ONCE:
+        found = lines(format_, limit, rows)
+        is_number = isinstance(expected, int)
+        assert (len(found) if is_number else " ".join(found[-1].split())) == expected
+        assert len(executions) == 1
     for broken in (20, 5_000, 10_020):
         with pytest.raises(QueryError, match=f"row {broken}$"):
-            executions.written("table", None, rows_to_read("table", None), 1_000_000, broken)
-        assert executions.count == 1
-
-
-@pytest.mark.parametrize(("rows", "limit", "last_line"), [
-    (3, None, "1 2 –"),
-    (40, None, "1 39 –"),
-    (41, None, "… 1 more rows (--limit 40)"),
-    (5, 2, "… 3 more rows (--limit 2)"),
-    (5, 0, "… 5 more rows (--limit 0)"),
-    (0, 5, "no rows"),
-    (COUNTED_ROWS + 40, None, "… 10,000 more rows (--limit 40)"),
-    (COUNTED_ROWS + 41, None, "… more than 10,000 more rows (--limit 40)"),
-    (1_000_000_000, 3, "… more than 10,000 more rows (--limit 3)"),
-])  # fmt: skip
-def test_a_table_asks_once_however_many_rows_there_are(
-    executions: Executions, rows: int, limit: int | None, last_line: str
-) -> None:
-    # With the limit that the command sets, and without one.
-    for read in (rows_to_read("table", limit), None):
-        lines = executions.written("table", limit, read, rows)
-        assert (" ".join(lines[-1].split()), executions.count) == (last_line, 1)
-
-
-def test_other_formats_ask_once_and_read_no_row_beyond_the_limit(executions: Executions) -> None:
-    # CSV has a line for its header, JSON has one for each bracket.
-    formats: list[tuple[Format, int | None, int]] = [("csv", None, 46), ("csv", 7, 8)]
-    for format_, limit, lines in [*formats, ("json", 7, 9)]:
-        written_lines = executions.written(format_, limit, rows_to_read(format_, limit), 45)
-        assert (len(written_lines), executions.count) == (lines, 1)
-
-
-def test_an_explanation_asks_at_most_once(executions: Executions) -> None:
-    read = rows_to_read("table", None)
+            lines("table", None, 1_000_000, broken)
+        assert len(executions) == 1
     for prefix, count in (("EXPLAIN", 0), ("EXPLAIN ANALYZE", 1)):
-        text = "\n".join(executions.written("table", None, read, 100_000, prefix=prefix))
-        assert ("CTE" in text, "more rows" in text, executions.count) == (True, False, count)
+        text = "\n".join(lines("table", None, 100_000, prefix=prefix))
+        assert ("CTE" in text, "more rows" in text, len(executions)) == (True, False, count)
+    database.connection.remove_function(name)
 
 
 # Formats
-
-
-def test_csv(database: RunDatabase) -> None:
-    query = (
-        "SELECT head, sink_mass, entropy, [1, 2] AS pair, [0.1::FLOAT, NULL] AS curve, "
-        "['a', NULL] AS labels, 'a,b' AS t FROM heads WHERE sequence = 0 AND layer = 0"
-    )
-    # A float32 is written as the shortest number that means it.
-    assert written(database.connection, query, "csv").splitlines() == [
-        "head,sink_mass,entropy,pair,curve,labels,t",
-        '0,0.1,,"[1, 2]","[0.1, null]","[""a"", null]","a,b"',
-        '1,1.1,,"[1, 2]","[0.1, null]","[""a"", null]","a,b"',
-        '2,2.1,,"[1, 2]","[0.1, null]","[""a"", null]","a,b"',
-    ]
-
-
-def test_json_is_valid_and_keeps_null(database: RunDatabase) -> None:
-    query = (
-        "SELECT 0.1::FLOAT AS a, 'NaN'::DOUBLE AS b, '-inf'::FLOAT AS c, NULL AS d, sum(layer) "
-        "AS e, [1.5] AS f, [0.1::FLOAT, NULL] AS g, NULL::FLOAT[] AS h, []::FLOAT[] AS i FROM heads"
-    )
-    numbers = [0.1, None, None, None, 12, [1.5], [0.1, None], None, []]
-    expected = [dict(zip("abcdefghi", numbers, strict=True))]
-    for sql, rows in ((query, expected), ("FROM heads WHERE false", [])):
-        assert json.loads(written(database.connection, sql, "json")) == rows
 
 
 def test_a_table_is_exact_and_counts_what_it_leaves_out(database: RunDatabase) -> None:
