@@ -108,7 +108,7 @@ class Sample:
         ]
 
 
-class OpenedRuns:
+class PageRuns:
     """Runs opened once. They do not change; a newer state of them is opened anew."""
 
     def __init__(self, database: RunDatabase, revision: int) -> None:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from headcount.queries.ask.answers import query_error, run_query
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.ask.formats import json_value
-from headcount.queries.explore.opened import MOST_SAMPLES, OpenedRuns, SampleKey
+from headcount.queries.explore.opened import MOST_SAMPLES, PageRuns, SampleKey
 from headcount.queries.explore.page_queries import (
     Answer,
     Header,
@@ -215,7 +215,7 @@ class Engine:
             if self.runs is runs:
                 self._wanted_samples = [other for other in self._wanted_samples if other != key]
 
-    async def _read_sample(self, runs: OpenedRuns, key: SampleKey) -> None:
+    async def _read_sample(self, runs: PageRuns, key: SampleKey) -> None:
         """Read a sample into memory, unless it is there. It is left if the runs change."""
         if self.runs is not runs or not runs.lacks_sample(key):
             return
@@ -262,13 +262,13 @@ class Engine:
                 connection.interrupt()
             time.sleep(INTERRUPT_SECONDS)
 
-    def _open(self) -> OpenedRuns:
+    def _open(self) -> PageRuns:
         database = open_runs(
             self.path, code=self.code, memory=self.memory, read=self.memory_of_runs.read_run
         )
-        return OpenedRuns(database, revision=time.time_ns())
+        return PageRuns(database, revision=time.time_ns())
 
-    def _current_runs(self, rows: bool) -> OpenedRuns:
+    def _current_runs(self, rows: bool) -> PageRuns:
         """The runs as they are now: the opened ones, if nothing has changed."""
         self.runs.verify(rows)
         if self.runs.is_current(self.path, self.code, self.memory_of_runs.read_run):
@@ -300,7 +300,7 @@ class Engine:
             answer = await self._with_texts(query, answer)
         return _packed(runs, Answer(header | answer.header, answer.arrays))
 
-    async def _compute(self, runs: OpenedRuns, query: Query) -> tuple[Header, Answer]:
+    async def _compute(self, runs: PageRuns, query: Query) -> tuple[Header, Answer]:
         """What every answer says, and the answer."""
 
         def work(connection: Interruptible) -> tuple[Header, Answer]:
@@ -324,7 +324,7 @@ class Engine:
     async def _in_thread(
         self,
         threads: ThreadPoolExecutor,
-        runs: OpenedRuns,
+        runs: PageRuns,
         work: Callable[[Interruptible], T],
         *,
         has_deadline: bool = True,
@@ -398,7 +398,7 @@ def _take_error(result: asyncio.Future[Any]) -> None:
         result.exception()
 
 
-def _packed(runs: OpenedRuns, answer: Answer) -> bytes:
+def _packed(runs: PageRuns, answer: Answer) -> bytes:
     """An answer as bytes: the length of the header, the header as JSON, the arrays.
 
     The header says which state of the runs it is of. All begin at a multiple of eight bytes, so
