@@ -235,7 +235,7 @@ def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
     opened = OPENED[connection]
     with opened.lock:
         _make_views(connection.cursor(), opened, sql)
-        sources = _sources_read(opened, sql)
+        sources = sources_read(opened, sql)
         # Under the lock: a thread that asks meanwhile waits, and reads what was compared.
         verified = [_with_verified_sources(run, sources, opened.tell) for run in opened.runs]
         if all(new is old for new, old in zip(verified, opened.runs, strict=True)):
@@ -269,7 +269,7 @@ def damage_lines(opened: OpenedRuns) -> list[str]:
     return lines
 
 
-def _sources_read(opened: OpenedRuns, sql: str) -> list[str]:
+def sources_read(opened: OpenedRuns, sql: str) -> list[str]:
     """The sources of rows that a query may read, whether it names them or views over them.
 
     A name that stands anywhere in the query, or in a view that the caller added, counts: comparing

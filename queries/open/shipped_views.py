@@ -114,8 +114,8 @@ class ShippedViews:
                 sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
                 known = {known for (known,) in connection.execute(sql).fetchall()}
                 # A column that some table has is missing for another reason.
-                is_unmeasured = isinstance(why, duckdb.BinderException) and named
-                column = named[1] if is_unmeasured and named[1] not in known else None
+                is_named = named is not None and isinstance(why, duckdb.BinderException)
+                column = named[1] if is_named and named[1] not in known else None
         if column is not None:
             reason = f"it needs column {column!r}, which none of them measured{way_to(column)}"
             self.unmeasured[name] = column

@@ -21,9 +21,10 @@ from headcount.queries.ask.formats import Format, rows_to_read, write
 from headcount.queries.ask.named_queries import QUERIES
 from headcount.queries.ask.text_tables import COUNTED_ROWS
 from headcount.queries.commands.query import commands
-from headcount.queries.open.connection import MACROS, view_descriptions
+from headcount.queries.open.connection import MACROS, OPENED, sources_read, view_descriptions
 from headcount.queries.open.connection import connect as connect_eagerly
 from headcount.queries.open.descriptions import VIEWS
+from headcount.queries.open.table_sql import SOURCES
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.scans.kinds import TABLES
 from headcount.schemas.statistics import STATISTICS
@@ -384,6 +385,32 @@ def test_two_formulas_under_one_name_are_refused(tmp_path: Path) -> None:
         connect(tmp_path)
     assert read_manifest(run)["kinds"]["statistics"]["sink_mass"]["fingerprint"] == "changed"
     assert ask(run.path, "SELECT count(*) FROM heads") == [(24,)]
+
+
+def test_named_queries_read_only_tables_that_are_compared_with_their_commits(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path, "a-1", NEEDED, curves={"attention_received_by_key": lambda row: [0.5] * 5})
+    connection = connect_eagerly(tmp_path)
+    opened = OPENED[connection]
+
+    def ask_with_unreadable(sources: set[str], query: str) -> None:
+        cursor = connection.cursor()
+        cursor.execute("BEGIN TRANSACTION")
+        for source in sources:
+            rows = f"internal.{source}_content WHERE error('{source} is read') IS NULL"
+            cursor.execute(f"CREATE OR REPLACE VIEW internal.{source} AS FROM {rows}")
+        try:
+            cursor.execute(f"FROM {query}").fetchall()
+        finally:
+            cursor.execute("ROLLBACK")
+
+    for query in opened.shipped.queries:
+        compared = {*sources_read(opened, f"FROM {query}")}
+        ask_with_unreadable({*SOURCES} - compared, query)
+    with pytest.raises(duckdb.Error, match="heads is read"):
+        ask_with_unreadable({"heads"}, "by_head")
+    assert sources_read(opened, "FROM query_table('he' || 'ads')") == list(SOURCES)
 
 
 @pytest.mark.parametrize("call", ["query", "query/* of text */", "QUERY"])
