@@ -100,7 +100,7 @@ def open_runs(
     """
     connection = connect(path, queries, code, memory, tell, lazily=True, read=read)
     for name, sql in views.items():
-        OPENED[connection].added_views.append(sql.lower())
+        OPENED[connection].added_views[name] = sql
         # DuckDB opens a file to create a view, and a damaged one would fail.
         hold_to_commits(connection, sql)
         try:

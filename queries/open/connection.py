@@ -84,8 +84,8 @@ class OpenedRuns:
     """The named queries, whose views are made when a query names them."""
     is_described: bool = False
     """Whether the database holds as comments what its views and columns mean."""
-    added_views: list[str] = field(default_factory=list[str])
-    """The SQL of views that the caller added."""
+    added_views: dict[str, str] = field(default_factory=dict[str, str])
+    """The SQL of views that the caller added, by name. Each stands on earlier ones at most."""
     unrolled: list[MeasuredStatistic] = field(default_factory=list[MeasuredStatistic])
     """The statistics that the views of roll-ups read from rows."""
     committed: dict[str, CommittedObject] = field(default_factory=dict[str, CommittedObject])
@@ -275,7 +275,10 @@ def sources_read(opened: OpenedRuns, sql: str) -> list[str]:
     A name that stands anywhere in the query, or in a view that the caller added, counts: comparing
     one table too many does no harm. In named queries, only what they select from does.
     """
-    text = " ".join([sql.lower(), *opened.added_views])
+    text = sql.lower()
+    for name, code in reversed(opened.added_views.items()):
+        if name.lower() in text:
+            text += f" {code.lower()}"
     if DYNAMIC.search(text):
         return list(SOURCES)
     shipped = [opened.shipped.queries[name].code for name in opened.shipped.named_in(text)]

@@ -114,8 +114,9 @@ class ShippedViews:
                 sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
                 known = {known for (known,) in connection.execute(sql).fetchall()}
                 # A column that some table has is missing for another reason.
-                is_named = named is not None and isinstance(why, duckdb.BinderException)
-                column = named[1] if is_named and named[1] not in known else None
+                column = named[1] if named and named[1] not in known else None
+                if not isinstance(why, duckdb.BinderException):
+                    column = None
         if column is not None:
             reason = f"it needs column {column!r}, which none of them measured{way_to(column)}"
             self.unmeasured[name] = column
