@@ -128,7 +128,6 @@ def export(
     from headcount.exports.destination import check_destination, write_export
     from headcount.exports.registry import export_format_named, export_formats
     from headcount.exports.source import choose_run
-    from headcount.queries.ask.formats import writing_to_stdout
 
     if listed:
         for format_name, listed_format in export_formats().items():
@@ -169,8 +168,7 @@ def export(
     typer.echo(
         f"{output}: {name} of {source.model_name}, from run {source.run_id} ({size / 1e3:,.1f} kB)"
     )
-    with writing_to_stdout() as out:
-        out.write(trial)
+    typer.echo(trial, nl=False)
 
 
 def _tried_out(

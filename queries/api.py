@@ -187,9 +187,7 @@ class AnswerTable:
 
     @cached_property
     def _table(self) -> pa.Table:
-        answer = self._ask()
-        # The schema is given because an answer without rows has no batch that would have it.
-        return pa.Table.from_batches(answer.batches(), schema=answer.schema)
+        return self._ask().table()
 
     @property
     def columns(self) -> list[str]:
@@ -236,14 +234,12 @@ class AnswerTable:
         return list(self._ask(limit=ROWS_SHOWN + 1).rows())
 
     def __repr__(self) -> str:
-        # Not the tables of the command line: inside Jupyter, Rich would show them at once.
-        table = text_table(self.columns, self._first_rows[:ROWS_SHOWN])
-        return f"{table}\n… {MORE_ROWS}" if len(self._first_rows) > ROWS_SHOWN else table
+        more = f"\n… {MORE_ROWS}" if len(self._first_rows) > ROWS_SHOWN else ""
+        return text_table(self.columns, self._first_rows[:ROWS_SHOWN]) + more
 
     def _repr_html_(self) -> str:
-        table = html_table(self.columns, self._first_rows[:ROWS_SHOWN])
         more = f"<p>… {MORE_ROWS}</p>" if len(self._first_rows) > ROWS_SHOWN else ""
-        return f"{table}{more}"
+        return html_table(self.columns, self._first_rows[:ROWS_SHOWN]) + more
 
 
 @dataclass(frozen=True)
@@ -337,13 +333,10 @@ def text_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def html_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Rows as an HTML table."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    lines: list[str] = []
-    for row in rows:
-        cells = "".join(f"<td>{html.escape(_cell(value))}</td>" for value in row)
-        lines.append(f"<tr>{cells}</tr>")
+    cells = ("".join(f"<td>{html.escape(_cell(value))}</td>" for value in row) for row in rows)
+    body = "".join(f"<tr>{of_row}</tr>" for of_row in cells)
     # Not every notebook has a style for tables.
     style = "border-collapse: separate; border-spacing: 12px 2px; text-align: left"
-    body = "".join(lines)
     return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 

@@ -81,7 +81,7 @@ def sources(directory: Path = CLAIMS) -> dict[str, Source]:
 def known_words() -> set[str]:
     """Every name that a scan or SQL may use."""
     # These import torch, which takes seconds, and only this check needs them.
-    from headcount.queries.open.shipped_views import QUERIES
+    from headcount.queries.ask.named_queries import QUERIES
     from headcount.schemas.scans.kinds import KINDS, TABLES
     from headcount.workers.inputs import INPUTS
     from headcount.workers.interventions import INTERVENTIONS

@@ -48,41 +48,35 @@ class Patience:
     def wait(self, call: Callable[[], T]) -> T:
         """What a call to DuckDB returns."""
         answer: Future[T] = Future()
+
+        def settle() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
         began = time.monotonic()
         # A daemon: if DuckDB cannot be stopped, Python ends without it.
-        threading.Thread(target=_settle, args=(answer, call), daemon=True).start()
+        threading.Thread(target=settle, daemon=True).start()
         try:
-            value = answer.result(self.seconds_left)
-        except TimeoutError:
-            self._stop(answer)
+            return answer.result(self.seconds_left)
+        except (TimeoutError, KeyboardInterrupt) as error:
+            # Until the thread ends: Python cannot end while one is inside a library. An interrupt
+            # before DuckDB has begun is lost, so one is not enough.
+            for _ in range(INTERRUPTS):
+                self.cursor.interrupt()
+                if wait([answer], timeout=0.1).done:
+                    break
+            if isinstance(error, KeyboardInterrupt):
+                raise
             raise QueryError(
                 f"stopped after {self.seconds_allowed:g} s without an answer; --timeout SECONDS "
                 "waits longer, --timeout 0 as long as it takes"
             ) from None
-        except KeyboardInterrupt:
-            self._stop(answer)
-            raise
-        if self.seconds_left is not None:
-            seconds_used = time.monotonic() - began
-            # Never 0: a result that is there already is still worth taking.
-            self.seconds_left = max(self.seconds_left - seconds_used, 0.001)
-        return value
-
-    def _stop(self, answer: Future[Any]) -> None:
-        """Stop DuckDB and wait for its thread: Python cannot end while one is inside a library."""
-        for _ in range(INTERRUPTS):
-            # An interrupt before DuckDB has begun is lost, so one is not enough.
-            self.cursor.interrupt()
-            if wait([answer], timeout=0.1).done:
-                return
-
-
-def _settle(answer: Future[T], call: Callable[[], T]) -> None:
-    """Make the call, and hand its result or its error to the thread that waits."""
-    try:
-        answer.set_result(call())
-    except BaseException as error:
-        answer.set_exception(error)
+        finally:
+            if self.seconds_left is not None:
+                # Never 0: a result that is there already is still worth taking.
+                self.seconds_left = max(self.seconds_left - time.monotonic() + began, 0.001)
 
 
 @dataclass
@@ -91,14 +85,13 @@ class Answer:
 
     patience: Patience
     reader: pa.RecordBatchReader
+    schema: pa.Schema
+    """Names and types of the columns."""
     facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     """Metadata of columns, by name, for files that carry some."""
+    change: Callable[[pa.RecordBatch], pa.RecordBatch] | None = None
+    """What becomes of each batch before it is handed out."""
     rows_read: int = 0
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Names and types of the columns."""
-        return self.reader.schema
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as Arrow batches."""
@@ -111,17 +104,37 @@ class Answer:
             if batch is None:
                 return
             self.rows_read += batch.num_rows
-            yield batch
+            yield self.change(batch) if self.change else batch
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """The rows, as Python values."""
         for batch in self.batches():
             yield from rows_of(batch)
 
+    def table(self) -> pa.Table:
+        """The rows as one table."""
+        # The schema is given because an answer without rows has no batch that would have it.
+        return pa.Table.from_batches(self.batches(), schema=self.schema)
+
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
-    """The rows of a batch, as Python values."""
-    columns = [_python_values(column) for column in batch.columns]
+    """The rows of a batch, as Python values.
+
+    A float32 becomes the shortest number that means it: 0.1 and not 0.10000000149011612. Arrow's
+    text of a float32 is that number.
+    """
+    columns: list[list[Any]] = []
+    for column in batch.columns:
+        if pa.types.is_float32(column.type):
+            texts = column.cast(pa.string()).to_pylist()
+            columns.append([None if text is None else float(text) for text in texts])
+        elif pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
+            lists = column.cast(pa.list_(pa.string())).to_pylist()
+            columns.append(
+                [row and [None if text is None else float(text) for text in row] for row in lists]
+            )
+        else:
+            columns.append(column.to_pylist())
     return zip(*columns, strict=True)
 
 
@@ -162,7 +175,8 @@ def run_query(
     for attempt in range(1, ATTEMPTS + 1):
         hold_to_commits(connection, subquery)
         try:
-            return Answer(patience, patience.wait(start))
+            reader = patience.wait(start)
+            return Answer(patience, reader, reader.schema)
         except duckdb.Error as error:
             # Files may be merged into others after they were compared with their commits.
             if attempt == ATTEMPTS or not is_of_gone_file(str(error)):
@@ -181,7 +195,12 @@ def _one_query(text: str) -> tuple[str, str]:
         raise QueryError(
             f"expected the name of a view or one SQL statement, got {len(statements)} statements"
         )
-    sql = _without_semicolons(text)
+    # So that it can stand in parentheses; semicolons inside strings and comments stay.
+    content = bytearray(text.encode())
+    for position, token_type in duckdb.tokenize(text):
+        if token_type == duckdb.token_type.operator and content[position] == ord(";"):
+            content[position] = ord(" ")
+    sql = content.decode()
     statement_type = statements[0].type
     if statement_type == duckdb.StatementType.EXPLAIN:
         match = EXPLAIN.match(sql)
@@ -197,33 +216,3 @@ def _one_query(text: str) -> tuple[str, str]:
             "SUMMARIZE"
         )
     return "", sql
-
-
-def _without_semicolons(text: str) -> str:
-    """The one statement in `text` as it can stand in parentheses.
-
-    Semicolons inside strings and comments stay.
-    """
-    content = bytearray(text.encode())
-    for position, token_type in duckdb.tokenize(text):
-        if token_type == duckdb.token_type.operator and content[position] == ord(";"):
-            content[position] = ord(" ")
-    return content.decode()
-
-
-def _python_values(column: pa.Array) -> list[Any]:
-    """Python values of a column.
-
-    A float32 becomes the shortest number that means it: 0.1 and not 0.10000000149011612. Arrow's
-    text of a float32 is that number.
-    """
-    if pa.types.is_float32(column.type):
-        return _floats(column.cast(pa.string()).to_pylist())
-    if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
-        rows = column.cast(pa.list_(pa.string())).to_pylist()
-        return [row and _floats(row) for row in rows]
-    return column.to_pylist()
-
-
-def _floats(texts: list[str | None]) -> list[float | None]:
-    return [None if text is None else float(text) for text in texts]

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.mistakes import explained, query_error
+from headcount.queries.ask.named_queries import QUERIES
 from headcount.queries.open.connection import (
     MEMORY,
     OPENED,
@@ -20,7 +21,6 @@ from headcount.queries.open.connection import (
     make_views,
 )
 from headcount.queries.open.run import ReadRun, read_run
-from headcount.queries.open.shipped_views import QUERIES
 from headcount.queries.open.verified_files import Tell
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import Place
@@ -57,9 +57,7 @@ class RunDatabase:
 
         The table has `to_pandas`. Polars reads it by `polars.from_arrow`.
         """
-        answer = run_query(self.connection, query)
-        # The schema is given because an answer without rows has no batch that would have it.
-        return pa.Table.from_batches(answer.batches(), schema=answer.schema)
+        return run_query(self.connection, query).table()
 
     def columns(self, view: str) -> frozenset[str]:
         """Names of a view's columns."""
@@ -102,6 +100,7 @@ def open_runs(
     """
     connection = connect(path, queries, code, memory, tell, lazily=True, read=read)
     for name, sql in views.items():
+        OPENED[connection].added_views[name] = sql
         # DuckDB opens a file to create a view, and a damaged one would fail.
         hold_to_commits(connection, sql)
         try:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
@@ -92,13 +91,24 @@ def write_file(
     limit: int | None = None,
     vertical: bool = False,
 ) -> None:
-    """Write an answer to a file. An older file stays until the answer is whole."""
-    if answer_format == "parquet":
-        write_parquet(answer, path)
-        return
-    # The lines end as the format says, and not as the system does.
-    with appearing(path) as partial, partial.open("w", encoding="utf-8", newline="") as out:
-        write(answer, answer_format, out, limit, vertical)
+    """Write an answer to a file. An older file stays until the answer is whole.
+
+    The metadata of a Parquet file says what its columns mean.
+    """
+    with appearing(path) as partial:
+        if answer_format == "parquet":
+            schema = pa.schema(
+                column.with_metadata(dict(answer.facts.get(column.name, {})))
+                for column in answer.schema
+            )
+            with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+                for batch in answer.batches():
+                    # The cast changes no value. It adds the metadata.
+                    writer.write_batch(batch.cast(schema))
+            return
+        # The lines end as the format says, and not as the system does.
+        with partial.open("w", encoding="utf-8", newline="") as out:
+            write(answer, answer_format, out, limit, vertical)
 
 
 @contextmanager
@@ -123,46 +133,6 @@ def appearing(path: Path) -> Iterator[Path]:
                 partial.unlink(missing_ok=True)
 
 
-@contextmanager
-def writing_to_stdout(lossless: bool = False) -> Iterator[TextIO]:
-    """Stdout, whatever becomes of it: a reader may leave early, a disk may be full.
-
-    A character that its encoding lacks is written as its number, or refused if the output is
-    `lossless`.
-    """
-    out = sys.stdout
-    # A stdout that a test has replaced may not have this.
-    reconfigure = getattr(out, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="strict" if lossless else "backslashreplace")
-    try:
-        yield out
-        out.flush()
-    except UnicodeEncodeError as error:
-        _discard_stdout()
-        raise QueryError(
-            f"stdout is {error.encoding}, which has no {error.object[error.start]!a}; "
-            "-o FILE.csv is UTF-8, and so is stdout with PYTHONIOENCODING=utf-8"
-        ) from None
-    except BrokenPipeError:
-        # The reader has what it wanted, as `| head` does: that is no error.
-        _discard_stdout()
-    except OSError as error:
-        _discard_stdout()
-        raise QueryError(f"stdout: cannot be written ({error.strerror or error})") from None
-
-
-def _discard_stdout() -> None:
-    """Lead what Python still has to write into nothing: when it ends, it would fail once more."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):
-        return
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, descriptor)
-    os.close(nothing)
-
-
 def write(
     answer: Answer,
     answer_format: Format,
@@ -170,92 +140,50 @@ def write(
     limit: int | None = None,
     vertical: bool = False,
 ) -> None:
-    """Write an answer as text. Parquet goes to a file, through `write_parquet`."""
+    """Write an answer as text, row by row: it may be larger than the memory."""
+    names = answer.schema.names
     if answer_format == "table":
         write_table(answer, out, limit, vertical)
     elif answer_format == "csv":
-        write_csv(answer, out)
-    elif answer_format == "jsonl":
-        write_json_lines(answer, out)
+        # A file or a pipe gets control characters as they are. NULL is an empty field.
+        shown = printable if out.isatty() else str
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(map(shown, names))
+        for row in answer.rows():
+            cells = (
+                _json_text(cell, out) if isinstance(cell, list | dict) else cell for cell in row
+            )
+            writer.writerow([shown(cell) if isinstance(cell, str) else cell for cell in cells])
     elif answer_format == "markdown":
-        write_markdown(answer, out)
-    else:
-        write_json(answer, out)
-
-
-def write_csv(answer: Answer, out: TextIO) -> None:
-    """Write comma-separated values with a header. NULL is an empty field, a list is JSON.
-
-    A terminal is shown no control characters. A file or a pipe gets them as they are.
-    """
-    shown = printable if out.isatty() else str
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(map(shown, answer.schema.names))
-    for row in answer.rows():
-        cells: list[object] = []
-        for value in row:
-            cell = _json_text(value, out) if isinstance(value, list | dict) else value
-            cells.append(shown(cell) if isinstance(cell, str) else cell)
-        writer.writerow(cells)
-
-
-def write_markdown(answer: Answer, out: TextIO) -> None:
-    """Write a table as pages on GitHub and notebooks show it. Numbers have all their digits.
-
-    NULL is a dash, as in a table.
-    """
-    out.write(_markdown_row(answer.schema.names))
-    is_number = [pa.types.is_floating(c.type) or pa.types.is_integer(c.type) for c in answer.schema]
-    out.write("|" + "|".join("---:" if right else "---" for right in is_number) + "|\n")
-    for row in answer.rows():
-        texts = [
-            _json_text(value, out) if isinstance(value, list | dict) else str(value)
-            for value in ("–" if value is None else value for value in row)
+        out.write(_markdown_row(names))
+        is_number = [
+            pa.types.is_floating(c.type) or pa.types.is_integer(c.type) for c in answer.schema
         ]
-        out.write(_markdown_row(texts))
+        out.write("|" + "|".join("---:" if right else "---" for right in is_number) + "|\n")
+        for row in answer.rows():
+            values = ("–" if value is None else value for value in row)
+            out.write(
+                _markdown_row(
+                    _json_text(value, out) if isinstance(value, list | dict) else str(value)
+                    for value in values
+                )
+            )
+    else:
+        # JSON is an array of objects, and JSON lines have one object a line.
+        objects = (_json_text(dict(zip(names, row, strict=True)), out) for row in answer.rows())
+        if answer_format == "jsonl":
+            out.writelines(f"{text}\n" for text in objects)
+        else:
+            number = -1
+            for number, text in enumerate(objects):
+                out.write(f",\n{text}" if number else f"[\n{text}")
+            out.write("[]\n" if number < 0 else "\n]\n")
 
 
 def _markdown_row(cells: Iterable[str]) -> str:
     """A line of a table, in which no cell can end its cell or line, or begin HTML."""
     escaped = [re.sub(r"[\\|`*_<>\[\]]", r"\\\g<0>", printable(cell)) for cell in cells]
     return f"| {' | '.join(escaped)} |\n"
-
-
-def write_json(answer: Answer, out: TextIO) -> None:
-    """Write an array of objects. NULL, NaN and infinities are null."""
-    # Row by row: the answer may be larger than the memory.
-    separator = "[\n"
-    for line in _json_objects(answer, out):
-        out.write(separator + line)
-        separator = ",\n"
-    has_rows = separator != "[\n"
-    out.write("\n]\n" if has_rows else "[]\n")
-
-
-def write_json_lines(answer: Answer, out: TextIO) -> None:
-    """Write one object a line, each as `write_json` writes it."""
-    for line in _json_objects(answer, out):
-        out.write(f"{line}\n")
-
-
-def _json_objects(answer: Answer, out: TextIO) -> Iterator[str]:
-    """Each row as a JSON object."""
-    names = answer.schema.names
-    for row in answer.rows():
-        yield _json_text(dict(zip(names, row, strict=True)), out)
-
-
-def write_parquet(answer: Answer, path: Path) -> None:
-    """Write a Parquet file whose metadata says what the columns mean."""
-    with appearing(path) as partial:
-        schema = pa.schema(
-            column.with_metadata(dict(answer.facts.get(column.name, {})))
-            for column in answer.schema
-        )
-        with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-            for batch in answer.batches():
-                # The cast changes no value. It adds the metadata.
-                writer.write_batch(batch.cast(schema))
 
 
 def _json_text(value: object, out: TextIO) -> str:

@@ -52,12 +52,6 @@ class Parameter:
     """In SQL. None if the value must be given."""
     meaning: str
 
-    @property
-    def declaration(self) -> str:
-        """The parameter as a macro declares it."""
-        default = "" if self.default is None else f" := {self.default}"
-        return f"{self.name} {self.type}{default}"
-
     def literal(self, text: str) -> str:
         """A value that a user typed, as SQL writes it."""
         if self.type == "VARCHAR":
@@ -96,6 +90,14 @@ class NamedQuery:
     example: str | None
     """What a user may write after `headcount query RUNS`."""
     sql: str
+
+    @property
+    def declared(self) -> str:
+        """The parameters as a macro declares them."""
+        return ", ".join(
+            f"{p.name} {p.type}" + ("" if p.default is None else f" := {p.default}")
+            for p in self.parameters
+        )
 
     @property
     def macro_body(self) -> str:

@@ -9,17 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from headcount.queries.ask.asking import RunDatabase
-from headcount.queries.ask.mistakes import SqlMistake
 from headcount.queries.ask.named_queries import NamedQuery
 from headcount.queries.ask.typed_queries import with_parameters
 from headcount.queries.open.connection import view_descriptions
 from headcount.schemas.errors import HeadcountError
 
 if TYPE_CHECKING:
-    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.completion import CompleteEvent, Completion
     from prompt_toolkit.document import Document
-
-PROMPT = "headcount> "
 
 GREETING = (
     "A query is a named query with its parameters, or SQL. help lists the queries, help NAME "
@@ -43,72 +40,37 @@ def converse(
 
     `answer` writes the answer to SQL. `say` writes what is not an answer.
     """
-    for line in _lines(database, queries, say):
+    for line in _lines_typed(database, queries, say) if sys.stdin.isatty() else sys.stdin:
         typed = line.strip().rstrip(";").strip()
+        first, _, rest = typed.partition(" ")
         if typed in ("exit", "quit"):
             return
-        if not typed:
-            continue
         try:
-            _respond(typed, database, queries, answer, say)
-        except SqlMistake as mistake:
-            place = f"{mistake.pointer}\n" if mistake.pointer else ""
-            say(f"{place}error: {mistake}")
+            if first == "help" and rest.strip() in queries:
+                say(queries[rest.strip()].help_text())
+            elif first == "help":
+                views = view_descriptions(database.connection)
+                say(
+                    "\n".join(
+                        f"{view:<24} {text.partition('. ')[0]}" for view, text in views.items()
+                    )
+                )
+            elif first in queries:
+                answer(with_parameters(first, shlex.split(rest), queries))
+            elif typed:
+                answer(typed)
         except HeadcountError as error:
             say(f"error: {error}")
 
 
-def _respond(
-    typed: str,
-    database: RunDatabase,
-    queries: Mapping[str, NamedQuery],
-    answer: Callable[[str], None],
-    say: Callable[[str], None],
-) -> None:
-    """Answer one query, or explain what can be asked."""
-    first, _, rest = typed.partition(" ")
-    if first == "help" and rest.strip() in queries:
-        say(queries[rest.strip()].help_text())
-    elif first == "help":
-        names = view_descriptions(database.connection)
-        say("\n".join(f"{name:<24} {text.partition('. ')[0]}" for name, text in names.items()))
-    elif first in queries:
-        answer(with_parameters(first, shlex.split(rest), queries))
-    else:
-        answer(typed)
-
-
-def _lines(
+def _lines_typed(
     database: RunDatabase, queries: Mapping[str, NamedQuery], say: Callable[[str], None]
 ) -> Iterator[str]:
-    """What the user types, or the lines of a pipe."""
-    if not sys.stdin.isatty():
-        yield from sys.stdin
-        return
+    """What the user types at a terminal."""
     from platformdirs import user_state_path
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory
-
-    history = user_state_path("headcount") / "queries"
-    history.parent.mkdir(parents=True, exist_ok=True)
-    session: PromptSession[str] = PromptSession(
-        history=FileHistory(str(history)),
-        completer=_completer(database, queries),
-        complete_while_typing=False,
-    )
-    say(GREETING)
-    while True:
-        try:
-            yield session.prompt(PROMPT)
-        except KeyboardInterrupt:
-            # Ctrl-C drops the line that is being typed.
-            continue
-        except EOFError:
-            return
-
-
-def _completer(database: RunDatabase, queries: Mapping[str, NamedQuery]) -> Completer:
     from prompt_toolkit.completion import Completer, Completion
+    from prompt_toolkit.history import FileHistory
 
     class NamesCompleter(Completer):
         """Completes the word before the cursor."""
@@ -119,7 +81,20 @@ def _completer(database: RunDatabase, queries: Mapping[str, NamedQuery]) -> Comp
             for name, start in completions(document.text_before_cursor, database, queries):
                 yield Completion(name, start_position=start)
 
-    return NamesCompleter()
+    history = user_state_path("headcount") / "queries"
+    history.parent.mkdir(parents=True, exist_ok=True)
+    session: PromptSession[str] = PromptSession(
+        history=FileHistory(str(history)), completer=NamesCompleter(), complete_while_typing=False
+    )
+    say(GREETING)
+    while True:
+        try:
+            yield session.prompt("headcount> ")
+        except KeyboardInterrupt:
+            # Ctrl-C drops the line that is being typed.
+            continue
+        except EOFError:
+            return
 
 
 def completions(
@@ -135,10 +110,8 @@ def completions(
     elif typed == text:
         names = [*views, "help", "exit", *WORDS_OF_SQL]
     else:
-        views_named = [view for view in views if re.search(rf"\b{re.escape(view)}\b", text)]
-        columns = {column for view in views_named for column in database.columns(view)}
-        if not views_named:
-            columns = set(database.columns("heads"))
+        named = [view for view in views if re.search(rf"\b{re.escape(view)}\b", text)] or ["heads"]
+        columns = {column for view in named for column in database.columns(view)}
         names = [*sorted(columns), *views, *WORDS_OF_SQL]
     matching = [name for name in names if name.lower().startswith(typed.lower())]
     return [(name, -len(typed)) for name in dict.fromkeys(matching)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import pyarrow as pa
 
 from headcount.queries.ask.answers import Answer
@@ -14,61 +11,33 @@ from headcount.workers.run_model import RunModels
 TOKENS_COLUMN = "tokens"
 
 
-@dataclass
-class TextAnswer(Answer):
-    """An answer whose tokens are text."""
-
-    models: RunModels | None = None
-    only_run: str | None = None
-    """The run of all rows, if the answer does not have the column `run_id`."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Names and types of the columns."""
-        schema = super().schema
-        column_index = schema.get_field_index(TOKENS_COLUMN)
-        return schema.set(column_index, pa.field(TOKENS_COLUMN, pa.string()))
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows, as Arrow batches."""
-        assert self.models is not None
-        for batch in super().batches():
-            token_lists: list[list[int] | None] = batch.column(TOKENS_COLUMN).to_pylist()
-            if self.only_run is not None:
-                run_ids = [self.only_run] * len(token_lists)
-            else:
-                run_ids = batch.column("run_id").to_pylist()
-            # Both may be NULL, for example after an outer join in the query. So is the text then.
-            texts: list[str | None] = []
-            for run_id, tokens in zip(run_ids, token_lists, strict=True):
-                if tokens is None or run_id is None:
-                    texts.append(None)
-                else:
-                    texts.append(self.models[run_id].text(tokens))
-            columns = list(batch.columns)
-            columns[batch.schema.get_field_index(TOKENS_COLUMN)] = pa.array(texts, pa.string())
-            yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
-
-
-def with_text(answer: Answer, models: RunModels, run_ids: list[str]) -> TextAnswer:
-    """An answer with text in place of tokens. `run_ids` are all runs that were opened."""
-    names = answer.schema.names
-    if TOKENS_COLUMN not in names or not pa.types.is_list(answer.schema.field(TOKENS_COLUMN).type):
+def write_tokens_as_text(answer: Answer, models: RunModels, run_ids: list[str]) -> None:
+    """Have an answer give text in place of tokens. `run_ids` are all runs that were opened."""
+    schema = answer.schema
+    if TOKENS_COLUMN not in schema.names or not pa.types.is_list(schema.field(TOKENS_COLUMN).type):
         raise QueryError(
             f"--text writes the column {TOKENS_COLUMN} as text, and the answer has none; select "
             "it, for instance: SELECT run_id, sequence, tokens FROM sequences"
         )
     # Without run_id a row does not say which model's tokenizer reads it.
-    if "run_id" not in names and len(run_ids) != 1:
+    has_run_ids = "run_id" in schema.names
+    if not has_run_ids and len(run_ids) != 1:
         raise QueryError(
             f"--text: these are {len(run_ids)} runs, whose models may read tokens differently; "
             "select run_id beside tokens"
         )
-    only_run = None if "run_id" in names else run_ids[0]
-    return TextAnswer(
-        answer.patience,
-        answer.reader,
-        answer.facts,
-        models=models,
-        only_run=only_run,
-    )
+    place = schema.get_field_index(TOKENS_COLUMN)
+    field = pa.field(TOKENS_COLUMN, pa.string())
+
+    def with_text(batch: pa.RecordBatch) -> pa.RecordBatch:
+        token_lists = batch.column(place).to_pylist()
+        runs = batch.column("run_id").to_pylist() if has_run_ids else run_ids * len(token_lists)
+        # Both may be NULL, for example after an outer join in the query. So is the text then.
+        texts = [
+            None if run_id is None or tokens is None else models[run_id].text(tokens)
+            for run_id, tokens in zip(runs, token_lists, strict=True)
+        ]
+        return batch.set_column(place, field, pa.array(texts, pa.string()))
+
+    answer.schema = schema.set(place, field)
+    answer.change = with_text

@@ -8,19 +8,14 @@ from typing import Annotated
 
 import typer
 
-from headcount.queries.commands.query import Code, tell_user, warn_of_damage
+from headcount.queries.commands.query import Code, RunsArgument, tell_user, warn_of_damage
 
 commands = typer.Typer(rich_markup_mode=None)
 
 
 @commands.command()
 def explore(
-    runs: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-        ),
-    ],
+    runs: RunsArgument,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the page. 0 takes a free one.")
     ] = 0,
@@ -63,11 +58,11 @@ def explore(
     has_window = sys.platform in ("darwin", "win32") or bool(
         os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     )
-    serve(engine, host, port, _print_address, open_browser=has_window and not no_open)
 
+    def print_address(address: str) -> None:
+        # At once: a program may be waiting for the line.
+        typer.echo(address)
+        sys.stdout.flush()
+        tell_user("Ctrl-C ends the explorer. Whoever has this address can read the runs.")
 
-def _print_address(address: str) -> None:
-    """Print the address at once: a program may be waiting for the line."""
-    typer.echo(address)
-    sys.stdout.flush()
-    tell_user("Ctrl-C ends the explorer. Whoever has this address can read the runs.")
+    serve(engine, host, port, print_address, open_browser=has_window and not no_open)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,6 +20,7 @@ from headcount.workers.run_model import RunModels
 if TYPE_CHECKING:
     from headcount.queries.ask.answers import Answer
     from headcount.queries.ask.asking import RunDatabase
+    from headcount.queries.ask.formats import Format
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -26,6 +30,13 @@ TIMEOUT = 600.0
 
 MANY_RUNS = 3
 """If more runs are not complete, one line speaks of all of them."""
+
+RunsArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
+    ),
+]
 
 Code = Annotated[
     str | None,
@@ -59,12 +70,7 @@ class QueryCommand(TyperCommand):
 )
 def query(
     context: typer.Context,
-    runs: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-        ),
-    ],
+    runs: RunsArgument,
     typed: Annotated[
         str | None,
         typer.Argument(
@@ -119,48 +125,92 @@ def query(
     """Query the committed rows of runs, in SQL or by the name of a view."""
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
     from headcount.queries.ask.asking import open_runs
-    from headcount.queries.ask.formats import (
-        format_of,
-        rows_to_read,
-        write,
-        write_file,
-        writing_to_stdout,
-    )
-    from headcount.queries.ask.text_columns import with_text
-    from headcount.queries.open.column_facts import column_facts, why_empty
-    from headcount.queries.open.connection import check_memory
+    from headcount.queries.ask.formats import format_of
+    from headcount.queries.ask.prompt import converse
+    from headcount.queries.open.connection import check_memory, view_descriptions
 
     time_limit = timeout if 0 < timeout < float("inf") else None
     asked = read_typed(typed, file)
     answer_format = format_of(requested_format, output, vertical)
+    if interactive and asked is not None:
+        raise QueryError(f"--interactive asks for queries itself; leave out {asked!r}")
     database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
     warn_of_damage(database)
+
+    models = RunModels(runs) if text else None
+    answer = partial(_answer, database, limit, time_limit, models, output, vertical)
+    queries = read_queries(QUERIES)
     if interactive:
-        _converse(database, asked, time_limit, limit)
+        converse(database, queries, partial(answer, "table"), tell_user)
         return
     if asked is None:
-        _list_views(database)
+        # Every view with the first sentence of its description.
+        for name, description in view_descriptions(database.connection).items():
+            typer.echo(f"{name:<24} {description.partition('. ')[0].rstrip('.')}.")
         return
     options = [option for parameter in context.command.params for option in parameter.opts]
-    sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
-    row_limit = rows_to_read(answer_format, limit)
-    answer = _ask(database, sql, row_limit, time_limit)
-    if text:
+    answer(answer_format, with_parameters(asked, context.args, queries, options))
+    _say_how_much_is_in(database)
+
+
+def _answer(
+    database: RunDatabase,
+    limit: int | None,
+    time_limit: float | None,
+    models: RunModels | None,
+    output: Path | None,
+    vertical: bool,
+    answer_format: Format,
+    sql: str,
+) -> None:
+    """Ask a query and write the answer."""
+    from headcount.queries.ask.answers import run_query
+    from headcount.queries.ask.formats import rows_to_read, write_file
+    from headcount.queries.ask.mistakes import SqlMistake
+    from headcount.queries.ask.text_columns import write_tokens_as_text
+    from headcount.queries.open.column_facts import column_facts, why_empty
+
+    try:
+        found = run_query(database.connection, sql, rows_to_read(answer_format, limit), time_limit)
+    except SqlMistake as mistake:
+        # It is shown where it stands, above the error.
+        if mistake.pointer:
+            tell_user(mistake.pointer)
+        raise
+    if models is not None:
         run_ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
-        answer = with_text(answer, RunModels(runs), run_ids)
+        write_tokens_as_text(found, models, run_ids)
     if answer_format == "parquet":
-        answer.facts = column_facts(database.connection, sql)
+        found.facts = column_facts(database.connection, sql)
     if output is not None:
-        write_file(answer, answer_format, output, limit, vertical)
+        write_file(found, answer_format, output, limit, vertical)
     else:
-        # A CSV file is read by programs, so its characters must not become numbers.
-        with writing_to_stdout(lossless=answer_format == "csv") as out:
-            write(answer, answer_format, out, limit, vertical)
+        _write_to_stdout(found, answer_format, limit, vertical)
     # No rows may be the answer, or a sign that the scan did not measure what a view needs.
-    if not answer.rows_read:
+    if not found.rows_read:
         for line in why_empty(database.connection, sql):
             tell_user(f"note: {line}")
-    _say_how_much_is_in(database)
+
+
+def _write_to_stdout(
+    answer: Answer, answer_format: Format, limit: int | None, vertical: bool
+) -> None:
+    from headcount.queries.ask.formats import write
+
+    # A CSV file is read by programs, so its characters must not become numbers.
+    if answer_format == "csv" and isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="strict")
+    try:
+        write(answer, answer_format, sys.stdout, limit, vertical)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has what it wanted, as `| head` does. What is left goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except UnicodeEncodeError as error:
+        raise QueryError(
+            f"stdout is {error.encoding}, which has no {error.object[error.start]!a}; "
+            "-o FILE.csv is UTF-8, and so is stdout with PYTHONIOENCODING=utf-8"
+        ) from None
 
 
 def _say_how_much_is_in(database: RunDatabase) -> None:
@@ -168,75 +218,23 @@ def _say_how_much_is_in(database: RunDatabase) -> None:
     unfinished = database.rows(
         "SELECT run_id, shards_done, shards FROM runs WHERE shards_done < shards ORDER BY run_id"
     )
+    lines = [
+        f"run {run_id} is not complete: {shards_done:,} of {shards:,} shards are in"
+        for run_id, shards_done, shards in unfinished
+    ]
     if len(unfinished) > MANY_RUNS:
         _, done, shards = zip(*unfinished, strict=True)
-        tell_user(
-            f"note: {len(unfinished):,} runs are not complete: {sum(done):,} of their "
+        lines = [
+            f"{len(unfinished):,} runs are not complete: {sum(done):,} of their "
             f"{sum(shards):,} shards are in"
-        )
-        return
-    for run_id, shards_done, shards in unfinished:
-        tell_user(
-            f"note: run {run_id} is not complete: {shards_done:,} of {shards:,} shards are in"
-        )
-
-
-def _ask(
-    database: RunDatabase, sql: str, row_limit: int | None, time_limit: float | None
-) -> Answer:
-    """Ask a query. A mistake in it is shown where it stands, above the error."""
-    from headcount.queries.ask.answers import run_query
-    from headcount.queries.ask.mistakes import SqlMistake
-
-    try:
-        return run_query(database.connection, sql, row_limit, time_limit)
-    except SqlMistake as mistake:
-        if mistake.pointer:
-            tell_user(mistake.pointer)
-        raise
-
-
-def _converse(
-    database: RunDatabase, typed: str | None, time_limit: float | None, limit: int | None
-) -> None:
-    """Answer queries one after another, as tables."""
-    from headcount.queries.ask.answers import run_query
-    from headcount.queries.ask.formats import rows_to_read, write, writing_to_stdout
-    from headcount.queries.ask.prompt import converse
-    from headcount.queries.open.column_facts import why_empty
-
-    if typed is not None:
-        raise QueryError(f"--interactive asks for queries itself; leave out {typed!r}")
-
-    def answer(sql: str) -> None:
-        found = run_query(database.connection, sql, rows_to_read("table", limit), time_limit)
-        with writing_to_stdout() as out:
-            write(found, "table", out, limit)
-        for line in [] if found.rows_read else why_empty(database.connection, sql):
-            tell_user(f"note: {line}")
-
-    converse(database, read_queries(QUERIES), answer, tell_user)
-
-
-def _list_views(database: RunDatabase) -> None:
-    """Print every view with the first sentence of its description."""
-    from headcount.queries.ask.formats import writing_to_stdout
-    from headcount.queries.open.connection import view_descriptions
-
-    with writing_to_stdout() as out:
-        for name, description in view_descriptions(database.connection).items():
-            first_sentence = description.partition(". ")[0].rstrip(".")
-            out.write(f"{name:<24} {first_sentence}.\n")
+        ]
+    for line in lines:
+        tell_user(f"note: {line}")
 
 
 @commands.command()
 def report(
-    runs: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-        ),
-    ],
+    runs: RunsArgument,
     output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path(
         "report.html"
     ),

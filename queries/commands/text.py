@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
@@ -10,7 +11,7 @@ import typer
 from headcount.queries.sql_text import text_literal
 from headcount.schemas.errors import ModelError, QueryError, printable
 from headcount.schemas.scans.measured_heads import Head
-from headcount.workers.run_model import Look, RunModel, RunModels
+from headcount.workers.run_model import Look, RunModels
 
 if TYPE_CHECKING:
     from headcount.queries.ask.asking import Record, RunDatabase
@@ -46,7 +47,6 @@ def text(
     """Print a sequence of a run as text, and what a head attends to in it."""
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
     from headcount.queries.ask.asking import open_runs
-    from headcount.queries.ask.formats import writing_to_stdout
     from headcount.queries.commands.query import tell_user, warn_of_damage
 
     chosen_head = None if head is None else Head.labelled(head)
@@ -54,70 +54,54 @@ def text(
         raise QueryError(f"--head: expected a layer and a head such as L5H1, got {head!r}")
     database = open_runs(run, tell=tell_user)
     warn_of_damage(database)
-    run_record = _only_run(database, run)
+    records = database.records("FROM runs")
+    if len(records) != 1:
+        directories = ", ".join(f"run_id={record['run_id']}" for record in records[:5])
+        more = " …" if len(records) > 5 else ""
+        raise QueryError(
+            f"{run}: expected one run, got {len(records)}; say which directory: {directories}{more}"
+        )
+    (run_record,) = records
     n_layers, n_heads = run_record["n_layers"], run_record["n_heads"]
     if chosen_head and (chosen_head.layer >= n_layers or chosen_head.head >= n_heads):
         raise QueryError(
             f"--head {chosen_head}: {run_record['model']} has heads L0H0 to "
             f"{Head(n_layers - 1, n_heads - 1)}"
         )
-    sequence_record = _sequence(database, run_record, sequence)
-    tokens: list[int] = sequence_record["tokens"]
-    run_model = RunModels(run, model)[run_record["run_id"]]
-    texts = _texts(run_model, tokens)
-    with writing_to_stdout() as out:
-        out.write(_heading(run_record, sequence_record))
-        if chosen_head is None:
-            _write_text(texts, out, width)
-            return
-        layer, head_index = chosen_head
-        looks = run_model.looks(sequence, tokens, layer, head_index, intervention, device)
-        _write_statistics(database, sequence, chosen_head, intervention, out)
-        _write_looks(texts, looks, out, width)
-
-
-def _only_run(database: RunDatabase, place: str) -> Record:
-    """The one run at a place."""
-    runs = database.records("FROM runs")
-    if len(runs) != 1:
-        directories = ", ".join(f"run_id={run['run_id']}" for run in runs[:5])
-        more = " …" if len(runs) > 5 else ""
-        raise QueryError(
-            f"{place}: expected one run, got {len(runs)}; say which directory: {directories}{more}"
-        )
-    return runs[0]
-
-
-def _sequence(database: RunDatabase, run: Record, sequence: int) -> Record:
-    """The row of a sequence."""
     # A sequence has one row per intervention, all with the same tokens.
     rows = database.records(f"FROM sequences WHERE sequence = {sequence} LIMIT 1")
-    if rows:
-        return rows[0]
-    (ends,) = database.records("SELECT min(sequence) AS low, max(sequence) AS high FROM sequences")
-    existing = "none yet" if ends["low"] is None else f"{ends['low']} to {ends['high']}"
-    raise QueryError(f"run {run['run_id']} has no sequence {sequence}; it has {existing}")
-
-
-def _texts(model: RunModel, tokens: list[int]) -> list[str]:
-    """The text of each token, or its number if the model does not have a tokenizer."""
+    if not rows:
+        low, high = database.rows("SELECT min(sequence), max(sequence) FROM sequences")[0]
+        existing = "none yet" if low is None else f"{low} to {high}"
+        raise QueryError(
+            f"run {run_record['run_id']} has no sequence {sequence}; it has {existing}"
+        )
+    (sequence_record,) = rows
+    tokens: list[int] = sequence_record["tokens"]
+    run_model = RunModels(run, model)[run_record["run_id"]]
     try:
-        return [printable(text) for text in model.texts(tokens)]
+        texts = [printable(piece) for piece in run_model.texts(tokens)]
     except ModelError as error:
         # What a head attends to can be shown without a tokenizer.
-        typer.echo(f"note: token numbers are shown: {error}", err=True)
-        return [str(token) for token in tokens]
+        tell_user(f"note: token numbers are shown: {error}")
+        texts = [str(token) for token in tokens]
+    out = sys.stdout
+    out.write(_heading(run_record, sequence_record))
+    if chosen_head is None:
+        _write_text(texts, out, width)
+        return
+    layer, head_index = chosen_head
+    looks = run_model.looks(sequence, tokens, layer, head_index, intervention, device)
+    _write_statistics(database, sequence, chosen_head, intervention, out)
+    _write_looks(texts, looks, out, width)
 
 
 def _heading(run: Record, sequence: Record) -> str:
     """Where a sequence comes from, on one line."""
-    facts = [
-        f"sequence {sequence['sequence']} of {run['run_id']}",
-        f"{len(sequence['tokens'])} tokens",
-    ]
+    facts = [f"sequence {sequence['sequence']} of {run['run_id']}"]
+    facts.append(f"{len(sequence['tokens'])} tokens")
     if sequence["file"] is not None:
-        place = f"{sequence['file']}, row {sequence['row']}, from token {sequence['offset']}"
-        facts.append(place)
+        facts.append("{file}, row {row}, from token {offset}".format(**sequence))
     if sequence["pile_set_name"] is not None:
         facts.append(sequence["pile_set_name"])
     return f"{printable('; '.join(facts))}\n\n"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headcount.queries.commands.query import Code, tell_user
+from headcount.queries.commands.query import Code, RunsArgument, tell_user
 from headcount.schemas.errors import counted
 
 commands = typer.Typer(rich_markup_mode=None)
@@ -15,12 +15,7 @@ commands = typer.Typer(rich_markup_mode=None)
 
 @commands.command()
 def views(
-    runs: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-        ),
-    ],
+    runs: RunsArgument,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="DuckDB file to write: .duckdb or .db.")
     ] = Path("head.duckdb"),

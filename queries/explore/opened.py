@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from threading import Lock
 from typing import Any, TypeAlias
@@ -20,9 +20,9 @@ from headcount.queries.explore.page_queries import (
     Query,
     RunFacts,
     Scope,
+    sample_condition,
     where,
 )
-from headcount.queries.explore.sample import MOST_SAMPLES, SAMPLE_ROWS, Sample, rows_in_memory
 from headcount.queries.open.connection import OPENED, hold_to_commits, make_views
 from headcount.queries.open.run import ReadRun, Run, read_runs
 from headcount.queries.report.head_curves import AXES
@@ -39,6 +39,21 @@ AXIS_ROWS = 50_000
 
 TAIL = 0.0005
 """Share of the values that lie beyond each end of an axis."""
+
+SAMPLE_ROWS = 10_000_000
+"""Rows of a sample, about, if there is memory for them."""
+
+MOST_SAMPLES = 2
+"""Samples that are kept: of so many runs, or interventions of a run."""
+
+MEMORY_SHARE = 1 / 8
+"""Share of the memory for queries that a sample may take."""
+
+BYTES_OF_KEYS = 27
+"""Bytes of a row's layer, head and sequence, with what DuckDB notes about a row (measured).
+
+Each statistic has four more.
+"""
 
 FIRST_STATISTICS = (
     "sink_mass",
@@ -58,7 +73,42 @@ Ends: TypeAlias = tuple[float | None, float | None]
 """The smallest and the largest value of an axis. None if no value is defined."""
 
 
-class OpenedRuns:
+@dataclass(frozen=True)
+class Sample:
+    """Rows of some sequences of one run under one intervention, in memory.
+
+    Every query about a head would open every file of the run, and decode rows of sequences that it
+    does not want. In memory, the rows of a head lie side by side and nothing else is read.
+    """
+
+    table: str
+    facts: RunFacts
+    scope: Scope
+    """The run and the intervention."""
+
+    @property
+    def drop(self) -> str:
+        """SQL that removes the table."""
+        return f"DROP TABLE IF EXISTS {self.table}"
+
+    @property
+    def statements(self) -> list[str]:
+        """SQL that makes the table and fills it, layer by layer.
+
+        Queries of the page are answered between two layers. Files are sorted by layer, so each
+        statement reads what the others do not.
+        """
+        columns = ", ".join(map(quoted_name, self.facts.statistics))
+        conditions = [*self.scope.conditions_on_run, sample_condition(self.facts.every)]
+        rows = f"SELECT layer, head, sequence, {columns} FROM heads{where(conditions)}"
+        # In this order, DuckDB knows of every block of rows which heads it has.
+        return [f"CREATE TABLE {self.table} AS {rows} AND false"] + [
+            f"INSERT INTO {self.table} {rows} AND layer = {layer} ORDER BY layer, head, sequence"
+            for layer in range(self.facts.layers)
+        ]
+
+
+class PageRuns:
     """Runs opened once. They do not change; a newer state of them is opened anew."""
 
     def __init__(self, database: RunDatabase, revision: int) -> None:
@@ -283,11 +333,6 @@ class OpenedRuns:
         """Ends from the histograms of all values: rows would mean the footers of all files."""
         self.hold_bins(facts, facts.interventions[0], statistics, cursor)
         bins = BINS_IN_MEMORY if facts.keeps_sample else "internal.head_bins"
-        conditions = [
-            f"run_id = {text_literal(facts.run_id)}",
-            f"intervention = {text_literal(facts.interventions[0])}",
-            f"statistic IN ({', '.join(map(text_literal, statistics))})",
-        ]
         rows = cursor.execute(
             f"""
             WITH bins AS (
@@ -297,8 +342,7 @@ class OpenedRuns:
                     greatest(low, min(minimum)) AS low,
                     least(high, max(maximum)) AS high,
                     sum(count) AS count
-                FROM {bins}
-                {where(conditions)}
+                FROM {bins}{_of_statistics(facts.run_id, facts.interventions[0], statistics)}
                 GROUP BY statistic, bin, low, high
             ),
             ranks AS (
@@ -347,25 +391,19 @@ _ROLLED_UP_VIEWS = ("head_summaries", "subset_summaries")
 """The views over roll-ups that queries read."""
 
 _SHOWN_OF_RUN = (
-    "run_id",
-    "name",
-    "model",
-    "input_family",
-    "n_ctx",
-    "n_layers",
-    "n_heads",
-    "interventions",
-    "statistics",
-    "measured_heads",
-    "shards",
-    "shards_done",
-    "sequences",
-    "sequences_done",
-    "complete",
-    "rows",
-    "tokens",
+    *("run_id", "name", "model", "input_family", "n_ctx", "n_layers", "n_heads", "interventions"),
+    *("statistics", "measured_heads", "shards", "shards_done", "sequences", "sequences_done"),
+    *("complete", "rows", "tokens"),
 )
 """Columns of `runs` that the page shows."""
+
+
+def rows_in_memory(connection: duckdb.DuckDBPyConnection, statistics: int) -> int:
+    """How many rows a sample may have."""
+    sql = "SELECT parse_formatted_bytes(current_setting('memory_limit'))"
+    ((memory_bytes,),) = connection.execute(sql).fetchall()
+    bytes_of_row = BYTES_OF_KEYS + 4 * statistics
+    return max(1, min(SAMPLE_ROWS, int(MEMORY_SHARE * memory_bytes / bytes_of_row)))
 
 
 def _first_statistics(facts: RunFacts) -> list[str]:
@@ -394,17 +432,17 @@ def _finite(value: Any) -> float | None:  # noqa: ANN401  # whatever a column ho
     return None if value is None or abs(value) == float("inf") else float(value)
 
 
-COLUMNS = "run_id, intervention, statistic, layer, head, bin, low, high, count, minimum, maximum"
-
-
 class BinsInMemory:
     """A table of the histograms that were asked for."""
 
+    columns = (
+        "run_id, intervention, statistic, layer, head, bin, low, high, count, minimum, maximum"
+    )
+
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
         # Without rows: the select gives the columns their types.
-        connection.execute(
-            f"CREATE TABLE {BINS_IN_MEMORY} AS SELECT {COLUMNS} FROM internal.head_bins LIMIT 0"
-        )
+        select = f"SELECT {self.columns} FROM internal.head_bins LIMIT 0"
+        connection.execute(f"CREATE TABLE {BINS_IN_MEMORY} AS {select}")
         self._bins_held: set[tuple[str, str, str]] = set()
         """Run, intervention and statistic."""
         self._lock = Lock()
@@ -420,16 +458,22 @@ class BinsInMemory:
         # Two queries must not read the same ones: they would count twice.
         with self._lock:
             keys = {(run_id, intervention, name) for name in statistics} - self._bins_held
-            if not keys:
-                return
-            names = ", ".join(text_literal(name) for _, _, name in sorted(keys))
-            conditions = [
-                f"run_id = {text_literal(run_id)}",
-                f"intervention = {text_literal(intervention)}",
-                f"statistic IN ({names})",
-            ]
-            cursor.execute(
-                f"INSERT INTO {BINS_IN_MEMORY} "
-                f"SELECT {COLUMNS} FROM internal.head_bins{where(conditions)}"
-            )
-            self._bins_held |= keys
+            if keys:
+                conditions = _of_statistics(run_id, intervention, [name for _, _, name in keys])
+                cursor.execute(
+                    f"INSERT INTO {BINS_IN_MEMORY} "
+                    f"SELECT {self.columns} FROM internal.head_bins{conditions}"
+                )
+                self._bins_held |= keys
+
+
+def _of_statistics(run_id: str, intervention: str, statistics: Iterable[str]) -> str:
+    """The condition on the bins of some statistics."""
+    names = ", ".join(map(text_literal, sorted(statistics)))
+    return where(
+        [
+            f"run_id = {text_literal(run_id)}",
+            f"intervention = {text_literal(intervention)}",
+            f"statistic IN ({names})",
+        ]
+    )

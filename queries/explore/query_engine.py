@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from headcount.queries.ask.answers import query_error, run_query
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.ask.formats import json_value
-from headcount.queries.explore.opened import OpenedRuns, SampleKey
+from headcount.queries.explore.opened import MOST_SAMPLES, PageRuns, SampleKey
 from headcount.queries.explore.page_queries import (
     Answer,
     Header,
@@ -32,7 +32,6 @@ from headcount.queries.explore.page_queries import (
     RunFacts,
     Texts,
 )
-from headcount.queries.explore.sample import MOST_SAMPLES
 from headcount.queries.open.connection import MEMORY, OPENED
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import HeadcountError, QueryError
@@ -141,7 +140,7 @@ class Engine:
             is_stale = time.monotonic() - self._looked > FRESH_SECONDS
             if is_stale and not self._opening.locked():
                 await self.look_again()
-            return _packed_of(self.runs, Answer(self.runs.overview()))
+            return _packed(self.runs, Answer(self.runs.overview()))
         if isinstance(query, Sql):
             began = time.perf_counter()
             text = query.text
@@ -151,7 +150,7 @@ class Engine:
                 self.sql_threads, runs, lambda connection: _sql_rows(connection, text)
             )
             seconds = round(time.perf_counter() - began, 3)
-            return _packed_of(runs, Answer(header | {"seconds": seconds}))
+            return _packed(runs, Answer(header | {"seconds": seconds}))
         facts = self.runs.facts_for(query)
         if facts.waits_for_sample:
             self._want_sample((facts.run_id, query.scope.intervention))
@@ -216,38 +215,34 @@ class Engine:
             if self.runs is runs:
                 self._wanted_samples = [other for other in self._wanted_samples if other != key]
 
-    async def _read_sample(self, runs: OpenedRuns, key: SampleKey) -> None:
+    async def _read_sample(self, runs: PageRuns, key: SampleKey) -> None:
         """Read a sample into memory, unless it is there. It is left if the runs change."""
         if self.runs is not runs or not runs.lacks_sample(key):
             return
         sample = runs.new_sample(key)
+
+        async def execute(sql: str) -> None:
+            # However long it takes.
+            def work(connection: Interruptible) -> None:
+                connection.cursor().execute(sql)
+
+            await self._in_thread(self.sample_thread, runs, work, has_deadline=False)
+
         try:
-            await self._execute(runs, sample.create)
-            for part in sample.parts():
-                await self._wait_for_page()
+            for statement in sample.statements:
+                # Queries that wait for an answer go first.
+                give_up = time.monotonic() + YIELDING_SECONDS
+                while self._running and time.monotonic() < give_up:
+                    await asyncio.sleep(INTERRUPT_SECONDS)
                 # A sample of what was committed then would answer for what is committed now.
                 if self.runs is not runs:
                     return
-                await self._execute(runs, part)
+                await execute(statement)
         except duckdb.Error:
-            await self._execute(runs, sample.drop)
+            await execute(sample.drop)
             raise
         for oldest in runs.keep_sample(key, sample):
-            await self._execute(runs, oldest.drop)
-
-    async def _wait_for_page(self) -> None:
-        """Let queries that wait for an answer go first."""
-        give_up = time.monotonic() + YIELDING_SECONDS
-        while self._running and time.monotonic() < give_up:
-            await asyncio.sleep(INTERRUPT_SECONDS)
-
-    async def _execute(self, runs: OpenedRuns, sql: str) -> None:
-        """Run a statement of a sample, however long it takes."""
-
-        def work(connection: Interruptible) -> None:
-            connection.cursor().execute(sql)
-
-        await self._in_thread(self.sample_thread, runs, work, has_deadline=False)
+            await execute(oldest.drop)
 
     async def stop_reading(self) -> None:
         """Read no more samples."""
@@ -267,13 +262,13 @@ class Engine:
                 connection.interrupt()
             time.sleep(INTERRUPT_SECONDS)
 
-    def _open(self) -> OpenedRuns:
+    def _open(self) -> PageRuns:
         database = open_runs(
             self.path, code=self.code, memory=self.memory, read=self.memory_of_runs.read_run
         )
-        return OpenedRuns(database, revision=time.time_ns())
+        return PageRuns(database, revision=time.time_ns())
 
-    def _current_runs(self, rows: bool) -> OpenedRuns:
+    def _current_runs(self, rows: bool) -> PageRuns:
         """The runs as they are now: the opened ones, if nothing has changed."""
         self.runs.verify(rows)
         if self.runs.is_current(self.path, self.code, self.memory_of_runs.read_run):
@@ -303,9 +298,9 @@ class Engine:
             header, answer = await self._compute(runs, query)
         if isinstance(query, Texts):
             answer = await self._with_texts(query, answer)
-        return _packed_of(runs, Answer(header | answer.header, answer.arrays))
+        return _packed(runs, Answer(header | answer.header, answer.arrays))
 
-    async def _compute(self, runs: OpenedRuns, query: Query) -> tuple[Header, Answer]:
+    async def _compute(self, runs: PageRuns, query: Query) -> tuple[Header, Answer]:
         """What every answer says, and the answer."""
 
         def work(connection: Interruptible) -> tuple[Header, Answer]:
@@ -329,7 +324,7 @@ class Engine:
     async def _in_thread(
         self,
         threads: ThreadPoolExecutor,
-        runs: OpenedRuns,
+        runs: PageRuns,
         work: Callable[[Interruptible], T],
         *,
         has_deadline: bool = True,
@@ -403,21 +398,16 @@ def _take_error(result: asyncio.Future[Any]) -> None:
         result.exception()
 
 
-def _packed_of(runs: OpenedRuns, answer: Answer) -> bytes:
-    """An answer that says which state of the runs it is of."""
-    return packed(Answer(answer.header | {"revision": str(runs.revision)}, answer.arrays))
-
-
-def packed(answer: Answer) -> bytes:
+def _packed(runs: PageRuns, answer: Answer) -> bytes:
     """An answer as bytes: the length of the header, the header as JSON, the arrays.
 
-    All begin at a multiple of eight bytes, so that the page reads the arrays where they are.
+    The header says which state of the runs it is of. All begin at a multiple of eight bytes, so
+    that the page reads the arrays where they are.
     """
     arrays = [np.ascontiguousarray(array) for array in answer.arrays]
     kinds = [[array.dtype.str, list(array.shape)] for array in arrays]
-    header = json.dumps(
-        json_value(answer.header | {"arrays": kinds}), allow_nan=False, default=str
-    ).encode()
+    content = answer.header | {"revision": str(runs.revision), "arrays": kinds}
+    header = json.dumps(json_value(content), allow_nan=False, default=str).encode()
     # Four bytes, the length, stand before the header.
     header += b" " * (-(len(header) + 4) % 8)
     parts = [struct.pack("<I", len(header)), header]
@@ -459,12 +449,9 @@ def _sql_rows(connection: Interruptible, text: str) -> Header:
 
 def _cell(value: object) -> object:
     """A value as the page shows it. Text is cut, and what JSON does not have becomes text."""
-    if value is None or isinstance(value, bool):
-        return value
     # JavaScript would round a larger number. As text it keeps its digits.
-    if isinstance(value, int) and abs(value) < 2**53:
-        return value
-    if isinstance(value, float) and math.isfinite(value):
+    is_exact = isinstance(value, int) and abs(value) < 2**53
+    if value is None or is_exact or (isinstance(value, float) and math.isfinite(value)):
         return value
     text = str(value)
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
@@ -480,20 +467,13 @@ Compute = Callable[[], Coroutine[Any, Any, bytes]]
 """Computes an answer."""
 
 
-@dataclass
-class _Pending:
-    """A query that is being answered, and how many wait for it."""
-
-    task: asyncio.Task[bytes]
-    waiting: int = 0
-
-
 class AnswerCache:
     """Answers by key. What is committed never changes, so a key that names it is enough."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[str, bytes] = OrderedDict()
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, tuple[asyncio.Task[bytes], list[object]]] = {}
+        """Queries that are being answered, each with one object for whoever waits for it."""
         self._bytes = 0
 
     async def get(self, key: str, compute: Compute) -> bytes:
@@ -501,20 +481,20 @@ class AnswerCache:
         if key in self._answers:
             self._answers.move_to_end(key)
             return self._answers[key]
-        pending = self._pending.get(key)
-        if pending is None:
-            pending = _Pending(asyncio.create_task(compute()))
-            self._pending[key] = pending
-        pending.waiting += 1
+        if key not in self._pending:
+            self._pending[key] = asyncio.create_task(compute()), []
+        pending = task, waiting = self._pending[key]
+        waiting.append(None)
         try:
             # Shielded: one page that leaves does not stop it for the others.
-            answer = await asyncio.shield(pending.task)
+            answer = await asyncio.shield(task)
         finally:
-            pending.waiting -= 1
-            if pending.waiting == 0:
+            waiting.pop()
+            if not waiting:
                 # Nobody waits any more: an unfinished query is stopped.
-                pending.task.cancel()
-                self._pending.pop(key, None)
+                task.cancel()
+                if self._pending.get(key) is pending:
+                    del self._pending[key]
         # Another that waited for the same answer may have kept it.
         if key not in self._answers and len(answer) <= MOST_KEPT_BYTES:
             self._answers[key] = answer

@@ -43,36 +43,24 @@ def column_facts(connection: duckdb.DuckDBPyConnection, query: str) -> Facts:
     facts: Facts = {}
     for _, column, description in comments:
         facts.setdefault(column, {"description": description})
-    formula_facts = _formula_facts(connection)
+    formula_facts: Facts = {}
+    sql = "SELECT name, unit, source, range_low, range_high FROM formulas"
+    for name, unit, source, low, high in connection.cursor().execute(sql).fetchall():
+        of_formula = {"unit": unit, "source": source}
+        if low is not None:
+            # JSON does not have infinity: an open end is null.
+            ends = [end if math.isfinite(end) else None for end in (low, high)]
+            of_formula["range"] = json.dumps(ends)
+        formula_facts[name] = {key: text for key, text in of_formula.items() if text}
     for column, facts_of_column in facts.items():
         # The column that this one sums up: `entropy` for `mean_entropy`.
-        base_column = next(
-            (
-                column.removeprefix(prefix)
-                for prefix in (*PREFIXES, "uniform_")
-                if column.startswith(prefix)
-            ),
-            column,
-        )
+        prefixes = [prefix for prefix in (*PREFIXES, "uniform_") if column.startswith(prefix)]
+        base_column = column.removeprefix(prefixes[0]) if prefixes else column
         # The standard deviation of a probability is one in unit, but not in range.
         has_base_range = column == base_column or column.startswith(SAME_RANGE)
         for key, text in formula_facts.get(base_column, {}).items():
             if key != "range" or has_base_range:
                 facts_of_column[key] = text
-    return facts
-
-
-def _formula_facts(connection: duckdb.DuckDBPyConnection) -> Facts:
-    """Unit, source and range of every formula that some run measured."""
-    sql = "SELECT name, unit, source, range_low, range_high FROM formulas"
-    facts: Facts = {}
-    for name, unit, source, low, high in connection.cursor().execute(sql).fetchall():
-        formula_facts = {"unit": unit, "source": source}
-        if low is not None:
-            # JSON does not have infinity: an open end is null.
-            ends = [end if math.isfinite(end) else None for end in (low, high)]
-            formula_facts["range"] = json.dumps(ends)
-        facts[name] = {key: text for key, text in formula_facts.items() if text}
     return facts
 
 

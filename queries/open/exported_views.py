@@ -10,11 +10,17 @@ from shlex import quote
 import duckdb
 
 from headcount.queries.ask.formats import appearing, check_suffix
-from headcount.queries.open.connection import OpenedRuns, build, damage_lines
+from headcount.queries.ask.named_queries import QUERIES, read_queries
+from headcount.queries.open.connection import (
+    OpenedRuns,
+    build,
+    damage_lines,
+    make_described_views,
+)
 from headcount.queries.open.run import read_runs
-from headcount.queries.open.shipped_views import QUERIES, ShippedViews
+from headcount.queries.open.shipped_views import ShippedViews
 from headcount.schemas.errors import QueryError
-from headcount.schemas.files.places import Place, place
+from headcount.schemas.files.places import place
 
 OLDEST_READER = "v1.4.0"
 """The oldest DuckDB that reads the file. Dashboards bring an older one than ours: Evidence has 1.4.
@@ -29,6 +35,26 @@ STORE_NOTE = (
     " The runs lie in an object store: a reader needs INSTALL httpfs; LOAD httpfs; and a secret, "
     "CREATE SECRET (TYPE s3, PROVIDER credential_chain), with ENDPOINT if it is not Amazon's."
 )
+
+
+CREATE_NOTES = """
+    CREATE TABLE headcount_notes AS
+    SELECT
+        ?::TIMESTAMP AS written_utc, ? AS runs,
+        sum(shards_done)::BIGINT AS shards_done, sum(shards)::BIGINT AS shards,
+        ? AS refresh, ? AS note
+    FROM runs"""
+
+COUNTS = """
+    SELECT
+        (SELECT count(*) FROM duckdb_views() WHERE schema_name = 'main' AND NOT internal),
+        (
+            SELECT count(*) FROM duckdb_functions()
+            WHERE function_type = 'table_macro' AND NOT internal
+        ),
+        coalesce(shards_done, 0), coalesce(shards, 0)
+    FROM headcount_notes"""
+"""Views, queries with parameters, shards that are done, and shards in all."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +84,9 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> Export
     absolute = where.resolve() if isinstance(where, Path) else where
     runs, unreadable = read_runs(absolute, code)
     # Damage is found by the sizes of files. Reading them all would take as long as a query.
-    opened = OpenedRuns(runs, [str(why) for why in unreadable], print, ShippedViews.of(QUERIES))
+    opened = OpenedRuns(
+        runs, [str(why) for why in unreadable], print, ShippedViews(read_queries(QUERIES))
+    )
     with appearing(output) as partial:
         # Of a command with the same process number that was killed. DuckDB would go on with it.
         partial.unlink(missing_ok=True)
@@ -71,53 +99,20 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> Export
             raise QueryError(f"{output}: cannot be written ({why})") from None
         try:
             build(connection, opened)
+            make_described_views(connection, opened)
             refresh = f"headcount views {quote(str(absolute))} -o {quote(str(output.resolve()))}"
             refresh += f" --code {quote(code)}" if code else ""
-            _write_notes(connection, absolute, refresh)
-            counts = _counts(connection)
+            note = NOTE if isinstance(absolute, Path) else NOTE + STORE_NOTE
+            now = datetime.now(UTC).replace(tzinfo=None)
+            connection.execute(CREATE_NOTES, [now, str(absolute), refresh, note])
+            connection.execute(
+                "COMMENT ON TABLE headcount_notes IS 'How old the views of this file are, how much "
+                "of the runs they see, how to renew them.'"
+            )
+            ((views, macros, shards_done, shards),) = connection.execute(COUNTS).fetchall()
         finally:
             # Closing writes what is still in the log beside the file.
             connection.close()
         size = partial.stat().st_size
-    views, macros, shards_done, shards = counts
     damage = damage_lines(opened)
     return ExportedViews(views, macros, len(opened.runs), shards_done, shards, size, damage)
-
-
-def _write_notes(connection: duckdb.DuckDBPyConnection, absolute: Place, refresh: str) -> None:
-    """Write how old the file is, how much of the runs it sees, and how it is renewed."""
-    note = NOTE if isinstance(absolute, Path) else NOTE + STORE_NOTE
-    connection.execute(
-        """
-        CREATE TABLE headcount_notes AS
-        SELECT
-            ?::TIMESTAMP AS written_utc, ? AS runs,
-            sum(shards_done)::BIGINT AS shards_done, sum(shards)::BIGINT AS shards,
-            ? AS refresh, ? AS note
-        FROM runs
-        """,
-        [datetime.now(UTC).replace(tzinfo=None), str(absolute), refresh, note],
-    )
-    connection.execute(
-        "COMMENT ON TABLE headcount_notes IS "
-        "'How old the views of this file are, how much of the runs they see, how to renew them.'"
-    )
-
-
-def _counts(connection: duckdb.DuckDBPyConnection) -> tuple[int, int, int, int]:
-    """Views, queries with parameters, shards that are done, and shards in all."""
-    row = connection.execute(
-        """
-        SELECT
-            (SELECT count(*) FROM duckdb_views() WHERE schema_name = 'main' AND NOT internal),
-            (
-                SELECT count(*) FROM duckdb_functions()
-                WHERE function_type = 'table_macro' AND NOT internal
-            ),
-            coalesce(shards_done, 0), coalesce(shards, 0)
-        FROM headcount_notes
-        """
-    ).fetchone()
-    assert row is not None
-    views, macros, shards_done, shards = row
-    return views, macros, shards_done, shards

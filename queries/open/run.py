@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -165,53 +165,39 @@ def read_runs(
     return runs, unreadable
 
 
-class _Formula(NamedTuple):
-    """What a name means in the shards that one code measured."""
-
-    run: Run
-    code: str
-    fingerprint: str
-
-    def where(self, within_run: bool) -> str:
-        """Where it was measured: the run, or which of its shards."""
-        run_id = self.run.directory.run_id
-        if within_run:
-            return f"{self.run.shards_of(self.code)} of run {run_id}, by code {self.code}"
-        return f"run {run_id}"
-
-
 def _refuse_two_meanings(runs: list[Run]) -> None:
     """Refuse runs, or shards of one run, that use one name for two formulas."""
     # A mean over both would be of neither.
-    known: dict[str, _Formula] = {}
-    for run in runs:
-        for code in run.codes:
-            for subject, fingerprint in _fingerprints(run, code):
-                formula = _Formula(run, code, fingerprint)
-                earlier = known.setdefault(subject, formula)
-                if earlier.fingerprint == fingerprint:
-                    continue
-                within_run = earlier.run is run
-                remedy = (
-                    f"--code {code} reads the latter alone"
-                    if within_run
-                    else "query one run directory at a time"
-                )
-                raise QueryError(
-                    f"{subject} has one formula in {earlier.where(within_run)} "
-                    f"({earlier.fingerprint}) and another in {formula.where(within_run)} "
-                    f"({fingerprint}); {remedy}"
-                )
-
-
-def _fingerprints(run: Run, code: str) -> Iterator[tuple[str, str]]:
-    """What some code measured in a run, such as `statistic 'sink_mass'`, and its fingerprint."""
-    meanings = run.manifest.meanings(code)
-    if meanings is None:
-        raise QueryError(
-            f"run {run.directory.run_id}: {run.shards_of(code)} were measured by code "
-            f"{code}, of which its manifest says nothing; compare manifest.json with a copy"
+    known: dict[str, tuple[Run, str, str]] = {}
+    for run, code in [(each, code) for each in runs for code in each.codes]:
+        run_id = run.directory.run_id
+        meanings = run.manifest.meanings(code)
+        if meanings is None:
+            raise QueryError(
+                f"run {run_id}: {run.shards_of(code)} were measured by code {code}, of which its "
+                "manifest says nothing; compare manifest.json with a copy"
+            )
+        subjects = (
+            (f"{WORDS[field]} {name!r}", fingerprint)
+            for field, fingerprints in meanings.items()
+            for name, fingerprint in fingerprints.items()
         )
-    for field, fingerprints in meanings.items():
-        for name, fingerprint in fingerprints.items():
-            yield f"{WORDS[field]} {name!r}", fingerprint
+        for subject, fingerprint in subjects:
+            other, other_code, other_fingerprint = known.setdefault(
+                subject, (run, code, fingerprint)
+            )
+            if other_fingerprint == fingerprint:
+                continue
+            if other is run:
+                places = [
+                    f"{run.shards_of(each)} of run {run_id}, by code {each}"
+                    for each in (other_code, code)
+                ]
+                remedy = f"--code {code} reads the latter alone"
+            else:
+                places = [f"run {each.directory.run_id}" for each in (other, run)]
+                remedy = "query one run directory at a time"
+            raise QueryError(
+                f"{subject} has one formula in {places[0]} ({other_fingerprint}) and another in "
+                f"{places[1]} ({fingerprint}); {remedy}"
+            )

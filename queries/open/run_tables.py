@@ -5,20 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from headcount.queries.open.descriptions import TEXTS
 from headcount.queries.open.run import Run
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.run_directory import holds_whole_shard, pc
 from headcount.schemas.files.tables import Column
 from headcount.schemas.scans.kinds import KINDS, carried_columns, columns_of
 from headcount.schemas.scans.scan import scan_name
-from headcount.schemas.scans.values import LARGEST_INTEGER
 
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)s?[-_]?(\d+)", re.IGNORECASE)
 """How the names of checkpoints tell their step, in the libraries that write them."""
@@ -26,167 +26,18 @@ STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)s?[-_]?(\d+)", re.IGNORECASE)
 LONGEST_STEP = 15
 """Digits of the largest number that is taken for a step."""
 
-ColumnTypes = dict[str, tuple[pa.DataType, str]]
-"""Type and description of each column of a table, by name."""
 
-RUNS: ColumnTypes = {
-    "run_id": (pa.string(), "Run: the name of the scan and the fingerprint of what it measures."),
-    "name": (pa.string(), "Name of the scan."),
-    "created": (pa.string(), "When the run was started."),
-    "model": (pa.string(), "Model, as the scan names it."),
-    "step": (
-        pa.int64(),
-        "Step of training: the number in the model's revision or directory (step-1000, "
-        "checkpoint-500). NULL if neither names one.",
-    ),
-    "weight_processing": (
-        pa.string(),
-        "raw: as trained. folded: LayerNorm is folded in and weights are centred, so norms differ.",
-    ),
-    "precision": (
-        pa.string(),
-        "Number formats of the model's products, as measured. Before the first shard is done, the "
-        "one that the scan asked for.",
-    ),
-    "engine": (pa.string(), "Engine that the scan asked for: fused or dense."),
-    "n_ctx": (pa.int32(), "Tokens in every sequence."),
-    "bos": (pa.bool_(), "Whether every sequence begins with the beginning-of-sequence token."),
-    "input_family": (pa.string(), "Family of inputs."),
-    "input_options": (pa.string(), "Options of the input family, as JSON."),
-    "documents": (
-        pa.string(),
-        "What became of the corpus's documents. NULL if there is no corpus, or an old run did not "
-        "record it.",
-    ),
-    "interventions": (
-        pa.list_(pa.string()),
-        "Interventions of the model. none is the untouched model.",
-    ),
-    "statistics": (pa.list_(pa.string()), "Statistics that were measured."),
-    "measured_heads": (
-        pa.string(),
-        "Heads that the scan names, for example: all; layers 0, 3; L0H1, L3H7.",
-    ),
-    "seed": (
-        pa.int64(),
-        "Seed of synthetic input.",
-    ),
-    "n_layers": (pa.int32(), "Layers of the model."),
-    "n_heads": (pa.int32(), "Heads in a layer."),
-    "n_kv_heads": (
-        pa.int32(),
-        "Heads of a layer with keys and values of their own, which query heads may share.",
-    ),
-    "d_model": (pa.int32(), "Width of the residual stream."),
-    "d_head": (pa.int32(), "Width of a head."),
-    "shards": (pa.int64(), "Shards of the scan."),
-    "shards_done": (pa.int64(), "Shards with a commit and files as committed."),
-    "complete": (pa.bool_(), "Whether every shard is done."),
-    "sequences": (pa.int64(), "Sequences of the scan."),
-    "sequences_done": (pa.int64(), "Sequences of the shards that are done."),
-    "rows": (pa.int64(), "Rows of the shards that are done."),
-    "tokens": (
-        pa.int64(),
-        "Tokens that went through the model, over all interventions, in the shards that are done.",
-    ),
-    "seconds": (
-        pa.float64(),
-        "Seconds of work in the shards that are done, added up over replicas.",
-    ),
-    "tokenizer": (
-        pa.string(),
-        "Fingerprint of the tokenizer: equal in runs with the same one. NULL if the input is not "
-        "text.",
-    ),
-    "model_fingerprint": (
-        pa.string(),
-        "Fingerprint of the model and its weights: equal in runs of the same model.",
-    ),
-    "code": (
-        pa.string(),
-        "Fingerprint of the code that began the run. shards.code has that of each shard.",
-    ),
-}
+def _schema(table: str) -> pa.Schema:
+    """The columns of a table that describes the runs."""
 
-SHARDS: ColumnTypes = {
-    "run_id": (pa.string(), "Run."),
-    "shard": (pa.int64(), "Shard: the unit of work and of commit."),
-    "start": (pa.int64(), "First sequence of the shard."),
-    "stop": (pa.int64(), "One past the last sequence of the shard."),
-    "status": (
-        pa.string(),
-        "done, missing (no commit yet) or damaged (a file is not as committed, so no view shows "
-        "the shard). Opening compares the sizes of files with their commits. A query also compares "
-        "the content of the tables that it reads; `headcount check` compares all.",
-    ),
-    "damage": (pa.string(), "What is wrong with a damaged shard. NULL for the others."),
-    "rows": (pa.int64(), "Rows that were committed."),
-    "tokens": (pa.int64(), "Tokens that were committed."),
-    "seconds": (
-        pa.float64(),
-        "Seconds that the shard took, from the first forward pass to the last file.",
-    ),
-    "compute_seconds": (
-        pa.float64(),
-        "Seconds of it that went into forward passes and reductions.",
-    ),
-    "idle_seconds": (
-        pa.float64(),
-        "Seconds before the shard in which the replica waited for work.",
-    ),
-    "finished": (
-        pa.timestamp("us", "UTC"),
-        "When the shard was committed, by the clock of its machine.",
-    ),
-    "host": (pa.string(), "Machine that measured it."),
-    "replica": (pa.string(), "Replica that measured it."),
-    "attempt": (pa.int64(), "Number of the attempt that succeeded."),
-    "code": (
-        pa.string(),
-        "Fingerprint of the code that measured it. NULL if the commit does not say.",
-    ),
-    "device": (pa.string(), "Device that computed it. NULL if the commit does not say."),
-    "versions": (
-        COMMITS.field("versions").type,
-        "Libraries that measured it, each with its version.",
-    ),
-    "methods": (
-        COMMITS.field("methods").type,
-        "How each intervention was measured: intervention, engine, precision, attention (tiles, "
-        "kernel or matrix) and the layers whose pattern an intervention had built.",
-    ),
-    "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
-}
+    def type_of(column: str, name: str) -> pa.DataType:
+        if name == "commit":
+            return COMMITS.field(column).type
+        return pa.list_(pa.string()) if name == "list" else pa.type_for_alias(name)
 
-FORMULA_FACTS: ColumnTypes = {
-    "unit": (pa.string(), "Unit."),
-    "range_low": (pa.float64(), "Smallest possible value."),
-    "range_high": (pa.float64(), "Largest possible value."),
-    "meaning": (pa.string(), "Meaning, in one sentence."),
-    "formula": (pa.string(), "Formula, in index notation."),
-    "source": (pa.string(), "Where the definition comes from."),
-    "uniform_baseline": (
-        pa.bool_(),
-        "Whether sequences.uniform_<name> holds what uniform attention would score.",
-    ),
-    "description": (pa.string(), "Meaning, formula and when it is NULL, on one line."),
-    "fingerprint": (pa.string(), "Fingerprint of the formula's code."),
-    "runs": (pa.int64(), "Runs that measured it."),
-}
+    columns: dict[str, list[str]] = TEXTS["tables"][table]
+    return pa.schema((column, type_of(column, name)) for column, (name, _) in columns.items())
 
-STATISTICS: ColumnTypes = {"name": (pa.string(), "Statistic: a column of heads."), **FORMULA_FACTS}
-
-FORMULAS: ColumnTypes = {
-    "field": (pa.string(), "Field of the scan that names it."),
-    "kind": (
-        pa.string(),
-        "Kind of measurement: statistic, prediction, profile or weight statistic.",
-    ),
-    "table": (pa.string(), "Table that holds its values."),
-    "name": (pa.string(), "Name of a column, or of what a row is about."),
-    "axis": (pa.string(), "What its values run over. NULL if it is one number, or one per token."),
-    **FORMULA_FACTS,
-}
 
 MODEL_SIZES = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_head")
 """Columns of `runs` that a manifest has under the same names in its description of the model."""
@@ -228,18 +79,17 @@ def bounds(ends: Sequence[float | str | None] | None) -> tuple[float, float]:
 
 def runs_table(runs: list[Run]) -> pa.Table:
     """One row per run."""
-    return _table(RUNS, [_run_row(run) for run in runs])
+    return pa.Table.from_pylist([_run_row(run) for run in runs], schema=_schema("runs"))
 
 
 def shards_table(runs: list[Run]) -> pa.Table:
     """One row per shard, done or not."""
-    # The empty table has the columns, which a view needs even without runs.
-    return pa.concat_tables([_schema(SHARDS).empty_table(), *map(_shards_of_run, runs)])
+    return pa.concat_tables([_schema("shards").empty_table(), *map(_shards_of_run, runs)])
 
 
 def statistics_table(runs: list[Run]) -> pa.Table:
     """One row per statistic."""
-    return _table(STATISTICS, _formula_rows(runs, "statistics"))
+    return pa.Table.from_pylist(_formula_rows(runs, "statistics"), schema=_schema("statistics"))
 
 
 def formulas_table(runs: list[Run]) -> pa.Table:
@@ -248,7 +98,7 @@ def formulas_table(runs: list[Run]) -> pa.Table:
     for kind in KINDS:
         kind_facts = {"field": kind.field, "kind": kind.word, "table": kind.table.name}
         rows += [row | kind_facts for row in _formula_rows(runs, kind.field)]
-    return _table(FORMULAS, rows)
+    return pa.Table.from_pylist(rows, schema=_schema("formulas"))
 
 
 def _formula_rows(runs: list[Run], field: str) -> list[FormulaFacts]:
@@ -268,19 +118,18 @@ def _run_row(run: Run) -> dict[str, Any]:
     done = run.done
     input_options = dict(scan.get("input", {}))
     input_family = input_options.pop("family", None)
-    seed = scan.get("seed")
     has_corpus = "sources" in manifest.identity.get("corpus", {})
     fates = run.directory.fates() if has_corpus else None
     # Every commit has a list of methods, one for each intervention.
     methods = pc.list_flatten(done["methods"])
     precisions = sorted(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
-    # Old manifests identify their model by its description alone.
-    model_identity = manifest.identity.get("model", manifest.model)
-    model_digest = hashlib.sha256(json.dumps(model_identity, sort_keys=True).encode()).hexdigest()
+    layers = f"layers {', '.join(map(str, scan['layers']))}" if scan.get("layers") else "all"
+    model_digest = hashlib.sha256(
+        json.dumps(manifest.identity.get("model"), sort_keys=True).encode()
+    ).hexdigest()
     return {
         **{key: scan.get(key) for key in ("model", "weight_processing", "engine", "n_ctx", "bos")},
-        # Older versions allowed seeds that no column of integers can hold.
-        "seed": seed if seed is None or seed <= LARGEST_INTEGER else None,
+        "seed": scan.get("seed"),
         **{key: manifest.model.get(key) for key in MODEL_SIZES},
         "step": training_step(scan.get("model", ""), scan.get("revision")),
         "run_id": run.directory.run_id,
@@ -292,7 +141,8 @@ def _run_row(run: Run) -> dict[str, Any]:
         "documents": fates.line if fates else None,
         "interventions": list(scan.get("interventions", ["none"])),
         "statistics": list(manifest.kinds.get("statistics", {})),
-        "measured_heads": _measured_heads(scan),
+        # A scan that measures all names none.
+        "measured_heads": ", ".join(scan.get("heads") or [layers]),
         "shards": manifest.shards,
         "shards_done": len(done),
         # After an extension the last shard may be done and still lack its new sequences.
@@ -323,65 +173,35 @@ def training_step(model: str, revision: str | None) -> int | None:
     return int(match[1]) if match and len(match[1]) <= LONGEST_STEP else None
 
 
-def _measured_heads(scan: Mapping[str, Any]) -> str:
-    """The heads or layers that a scan names. A scan that measures all names none."""
-    if heads := scan.get("heads"):
-        return ", ".join(heads)
-    if layers := scan.get("layers"):
-        return f"layers {', '.join(map(str, layers))}"
-    return "all"
-
-
 def _shards_of_run(run: Run) -> pa.Table:
     """One row per shard of a run, in shard order."""
-    schema = _schema(SHARDS)
+    schema, log = _schema("shards"), run.commit_log
     # A commit says all of a shard, but not what has become of its files since.
-    of_commit = [name for name in schema.names if name not in ("status", "damage")]
-    status = pa.array(np.where(run.is_whole, "done", "damaged"), pa.string())
-    problems: dict[int, str] = {}
-    for damage in run.damaged_data:
-        for shard in damage.shards:
-            # The first one: a shard may have several damaged files.
-            problems.setdefault(shard, f"{damage.path} {damage.why}")
+    of_commit = [name for name in schema.names if name in log.schema.names]
+    done = log.select(of_commit).cast(pa.schema([schema.field(name) for name in of_commit]))
+    status = np.where(run.is_whole, "done", "damaged")
+    done = done.append_column("status", pa.array(status, pa.string()))
     # Nearly every run has no damage, and may have a million shards.
-    damage_column = pa.nulls(len(run.commit_log), pa.string())
-    if problems:
-        shards = run.commit_log["shard"].to_pylist()
-        damage_column = pa.array([problems.get(shard) for shard in shards], pa.string())
-    committed = run.commit_log.select(of_commit).append_column("status", status)
-    committed = committed.append_column("damage", damage_column)
-    committed = committed.select(schema.names).cast(schema)
-    return pa.concat_tables([committed, _missing_shards(run)]).sort_by("shard")
-
-
-def _missing_shards(run: Run) -> pa.Table:
-    """A row for each shard of a run that has no commit: only its place is known."""
-    shards = np.setdiff1d(np.arange(run.manifest.shards), run.commit_log["shard"].to_numpy())
-    values: dict[str, Any] = {
+    if run.damaged_data:
+        # The first one last, so that it stays: a shard may have several damaged files.
+        problems = {
+            shard: f"{damage.path} {damage.why}"
+            for damage in reversed(run.damaged_data)
+            for shard in damage.shards
+        }
+        damage = [problems.get(shard) for shard in log["shard"].to_pylist()]
+        done = done.append_column("damage", pa.array(damage, pa.string()))
+    # Of a shard without a commit, only the place is known.
+    shards = np.setdiff1d(np.arange(run.manifest.shards), log["shard"].to_numpy())
+    missing: dict[str, Any] = {
         "run_id": [run.directory.run_id] * len(shards),
         "shard": shards,
         "status": ["missing"] * len(shards),
     }
-    shard_size = run.scan.get("sequences_per_shard")
-    if shard_size:
+    if shard_size := run.scan.get("sequences_per_shard"):
         # The last shard may be shorter than the others.
-        values["start"] = shards * shard_size
-        values["stop"] = np.minimum((shards + 1) * shard_size, run.manifest.sequences)
-    schema = _schema(SHARDS)
-    arrays = [
-        pa.array(values[field.name], field.type)
-        if field.name in values
-        else pa.nulls(len(shards), field.type)
-        for field in schema
-    ]
-    return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def _schema(columns: ColumnTypes) -> pa.Schema:
-    return pa.schema([(name, type_) for name, (type_, _) in columns.items()])
-
-
-def _table(columns: ColumnTypes, rows: list[dict[str, Any]]) -> pa.Table:
-    """A table with just these columns. A row may hold more, or lack some."""
-    table_rows = [{name: row.get(name) for name in columns} for row in rows]
-    return pa.Table.from_pylist(table_rows, schema=_schema(columns))
+        missing["start"] = shards * shard_size
+        missing["stop"] = np.minimum((shards + 1) * shard_size, run.manifest.sequences)
+    tables = [pa.table(missing, schema=pa.schema([schema.field(name) for name in missing])), done]
+    whole = pa.concat_tables([schema.empty_table(), *tables], promote_options="default")
+    return whole.sort_by("shard")

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -55,22 +56,23 @@ def damage_in(run: Run, tables: Iterable[str], tell: Tell) -> list[Damage]:
     if not isinstance(home, Path):
         return []
     tables = list(tables)
-    memory = _VerifiedFiles(home)
+    known_keys = _read_keys(home)
     keys = _keys(home, run.done, tables)
-    unverified = {path for path, key in keys.items() if key not in memory.keys}
-    files = [file for file in committed_files(run.done, tables) if file.path in unverified]
+    files = [
+        file for file in committed_files(run.done, tables) if keys[file.path] not in known_keys
+    ]
     if not files:
         return []
     bounds = declared_bounds(run.manifest)
     damaged: list[Damage] = []
+    whole: list[str] = []
 
     def examine(file: CommittedFile) -> None:
         why = problem(home, file, bounds)
-        if why is not None:
+        if why is None:
+            whole.append(file.path)
+        else:
             damaged.append(Damage(file.path, file.shards, why))
-        # A file that changed a moment ago has no key, and is read again next time.
-        elif key := keys[file.path]:
-            memory.new_keys[file.path] = key
 
     pool = ThreadPoolExecutor(os.cpu_count() or 1)
     try:
@@ -85,13 +87,19 @@ def damage_in(run: Run, tables: Iterable[str], tell: Tell) -> list[Damage]:
     finally:
         # After Ctrl-C the user may ask on: keep what was read, and do not read the rest.
         pool.shutdown(cancel_futures=True)
-        # The keys of now: a file that changed while it was read has another one.
-        memory.save(_keys(home, run.done, tables))
+        # A file that changed while it was read has another key now. One that changed a moment ago
+        # has none, and is read again next time.
+        keys_now = _keys(home, run.done, tables)
+        new_keys = {keys[path] for path in whole if keys[path] == keys_now[path] != b""}
+        if new_keys:
+            _write_keys(home, known_keys | new_keys)
     return sorted(damaged, key=lambda damage: damage.path)
 
 
 def _keys(home: Path, commit_log: pa.Table, tables: list[str]) -> dict[str, bytes]:
-    """A key for each file of some tables, by path. Empty if it cannot be remembered now."""
+    """A key for each file of some tables, by path: a digest of its path, of what was committed and
+    of what the file system says of it. Empty if it cannot be remembered now.
+    """
     files = pc.list_flatten(commit_log["files"])
     is_of_tables = pc.is_in(pc.struct_field(files, "table"), pa.array(tables, pa.string()))
     files = files.filter(is_of_tables)
@@ -109,69 +117,51 @@ def _keys(home: Path, commit_log: pa.Table, tables: list[str]) -> dict[str, byte
         # Tools that copy may set back the time of the content, but not that of the inode.
         if status is None or max(status.st_mtime_ns, status.st_ctime_ns) > latest_change:
             keys[path] = b""
-        else:
-            keys[path] = _key(path, digest, status)
+            continue
+        times = status.st_mtime_ns, status.st_ctime_ns
+        said = (path, digest, status.st_size, *times, status.st_ino, status.st_dev)
+        text = "\0".join(map(str, said)).encode()
+        keys[path] = hashlib.blake2b(text, digest_size=KEY_BYTES).digest()
     return keys
 
 
-def _key(path: str, digest: str, status: os.stat_result) -> bytes:
-    """A digest of a file's path, of what was committed and of what the file system says of it."""
-    numbers = (
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-        status.st_ino,
-        status.st_dev,
-    )
-    text = "\0".join([path, digest, *map(str, numbers)])
-    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+def _read_keys(home: Path) -> frozenset[bytes]:
+    """The keys of a run's files that were found whole. If they are lost, files are read again."""
+    for file in _key_files(home):
+        try:
+            content = file.read_bytes()
+        except OSError:
+            continue
+        # A key that was cut short is left out. `void`, as numpy strips zeros from bytes.
+        whole_bytes = len(content) // KEY_BYTES * KEY_BYTES
+        keys = np.frombuffer(content[:whole_bytes], np.dtype((np.void, KEY_BYTES)))
+        return frozenset(keys.tolist())
+    return frozenset()
 
 
-class _VerifiedFiles:
-    """The keys of a run's files that were found whole. If it is lost, files are read once more."""
-
-    def __init__(self, home: Path) -> None:
-        run_digest = hashlib.blake2b(os.fsencode(home), digest_size=KEY_BYTES).hexdigest()
-        self.key_files = [folder / f"{run_digest}.keys" for folder in _key_folders()]
-        self.keys: frozenset[bytes] = frozenset(self._read())
-        self.new_keys: dict[str, bytes] = {}
-        """Keys of what was found whole now, by path."""
-
-    def _read(self) -> list[bytes]:
-        for file in self.key_files:
-            try:
-                content = file.read_bytes()
-            except OSError:
-                continue
-            # A key that was cut short is left out. `void`, as numpy strips zeros from bytes.
-            whole_bytes = len(content) // KEY_BYTES * KEY_BYTES
-            return np.frombuffer(content[:whole_bytes], np.dtype((np.void, KEY_BYTES))).tolist()
-        return []
-
-    def save(self, keys_now: dict[str, bytes]) -> None:
-        """Add the new keys, except those of files that changed while they were read."""
-        unchanged = {key for path, key in self.new_keys.items() if keys_now[path] == key}
-        if not unchanged:
+def _write_keys(home: Path, keys: frozenset[bytes]) -> None:
+    for file in _key_files(home):
+        # Renaming makes the file appear whole, whoever else writes it at the same time.
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(b"".join(keys))
+            os.replace(temporary, file)
             return
-        content = b"".join(self.keys | unchanged)
-        for file in self.key_files:
-            # Renaming makes the file appear whole, whoever else writes it at the same time.
-            temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                temporary.write_bytes(content)
-                os.replace(temporary, file)
-                return
-            except OSError:
-                continue
+        except OSError:
+            continue
+
+
+def _key_files(home: Path) -> list[Path]:
+    """Where the keys of a run may lie, best first."""
+    run_digest = hashlib.blake2b(os.fsencode(home), digest_size=KEY_BYTES).hexdigest()
+    return [folder / f"{run_digest}.keys" for folder in _key_folders()]
 
 
 def _key_folders() -> list[Path]:
-    """Where keys may lie, best first: the user's caches, and the temporary directory."""
-    temporary = Path(tempfile.gettempdir()) / f"headcount-{os.getuid()}"
-    try:
-        caches = platformdirs.user_cache_path("headcount")
-    except RuntimeError:
-        # A user of a container may have neither HOME nor an entry in passwd.
-        return [temporary / "verified"]
-    return [caches / "verified", temporary / "verified"]
+    """The user's caches, and the temporary directory."""
+    folders = [Path(tempfile.gettempdir()) / f"headcount-{os.getuid()}" / "verified"]
+    # A user of a container may have neither HOME nor an entry in passwd.
+    with suppress(RuntimeError):
+        folders.insert(0, platformdirs.user_cache_path("headcount") / "verified")
+    return folders

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import open_runs
-from headcount.queries.open.connection import connect
 from tests.toys.toy_runs import Cell, Row, write_run
 
 INTERVENTIONS = ("none", "zero_query_bias", "zero_mlps")
@@ -120,44 +118,3 @@ def test_runs_on_other_input_are_not_compared(tmp_path: Path, different: dict[st
     write_run(tmp_path, "a-1", varied_cells())
     write_run(tmp_path, "b-2", varied_cells(), **different)
     assert answer_rows(tmp_path, "run_changes") == []
-
-
-def test_parts_of_the_pile_have_standard_errors_and_sink_rates(tmp_path: Path) -> None:
-    sink_masses = [0.1, 0.2, 0.15, 0.9, 0.4, 0.05]
-
-    def sink_mass(row: Row) -> float | None:
-        return sink_masses[row.sequence] if (row.sequence, row.head) != (5, 1) else None
-
-    cells: dict[str, Cell] = {"entropy": lambda row: row.sequence / 8, "sink_mass": sink_mass}
-    pile_sets = ("Github", "ArXiv")
-    write_run(tmp_path, "a-1", cells, sequences=6, layers=1, heads=2, pile_sets=pile_sets)
-    query = "FROM by_pile_set WHERE pile_set_name = 'ArXiv' ORDER BY head"
-    first, second = answer_rows(tmp_path, query)
-    # Every other sequence is of ArXiv.
-    arxiv_masses = np.array([0.2, 0.9, 0.05], np.float32).astype(float)
-    # sink_alpha of a sequence of 5 tokens.
-    is_sink = ((1 + 4 * arxiv_masses) / 5 > 0.3).astype(float)
-    assert is_sink.tolist() == [1, 1, 0]
-    assert first["sink_rate"] == pytest.approx(2 / 3)
-    entropies = np.array([1, 3, 5]) / 8
-    errors = [values.std(ddof=1) / math.sqrt(3) for values in (is_sink, arxiv_masses, entropies)]
-    names = ("se_sink_rate", "se_sink_mass", "se_entropy")
-    assert [first[name] for name in names] == pytest.approx(errors)
-    # A sequence without a value counts neither in the rate nor in its error.
-    assert (second["sink_rate"], second["se_sink_rate"], second["sequences"]) == (1, 0, 3)
-    without_sinks = tmp_path / "without"
-    write_run(without_sinks, "a-1", {"entropy": lambda row: 0.5}, pile_sets=("Github",))
-    rows = answer_rows(without_sinks, "by_pile_set")
-    assert {(row["sink_rate"], row["mean_entropy"]) for row in rows} == {(None, 0.5)}
-
-
-def test_tables_and_views_of_heads_name_them(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.5}, interventions=INTERVENTIONS)
-    connection = connect(tmp_path, lazily=True)
-    for view in ("heads", "by_head", "effects", "inactive_scores", "inactive_flags"):
-        sql = f"SELECT DISTINCT label, layer, head FROM {view} ORDER BY ALL"
-        heads = [(layer, head) for layer in range(2) for head in range(3)]
-        rows = list(run_query(connection, sql).rows())
-        assert rows == [(f"L{layer}H{head}", layer, head) for layer, head in heads]
-    for view in ("curves", "profiles", "profile_means", "weights"):
-        assert "label" in run_query(connection, view).schema.names

@@ -77,8 +77,10 @@ def test_a_terminal_completes_and_remembers(path: Path, tmp_path: Path) -> None:
         os.write(terminal, b"rankin\t")
         read_until(terminal, "g")
         os.write(terminal, b"\r")
-        assert "sink_mass" in read_until(terminal, "L0H0")
-        read_until(terminal, "headcount>")
+        answer, _, rest = read_until(terminal, "L0H0").partition("L0H0")
+        assert "sink_mass" in answer
+        if "headcount>" not in rest:
+            read_until(terminal, "headcount>")
         os.write(terminal, b"\x04")
         # Not all of it may be sent before somebody reads it.
         with suppress(OSError):

@@ -109,15 +109,6 @@ def test_one_answer_in_every_form(runs: Any) -> None:
     assert list(empty.df().columns) == list(empty.pl().columns) == ["layer", "sink_mass"]
 
 
-def test_a_query_by_the_name_of_a_view(runs: Any) -> None:
-    assert "one row per" in runs.views["heads"].lower()
-    by_name, by_sql = (runs.sql(query) for query in ("by_head", "FROM by_head"))
-    assert sorted(by_name.df()["label"]) == sorted(by_sql.df()["label"])
-    # What these runs cannot answer shows when it is asked for.
-    with pytest.raises(headcount.Error, match="it needs column 'sink_value_norm'"):
-        runs.sql("sink_heads").df()
-
-
 def test_notebooks_show_few_rows_and_escape_them(runs: Any) -> None:
     query = "SELECT '<script>' AS \"a<b\", 0.123456::DOUBLE AS n, NULL AS nothing"
     shown = runs.sql(query)._repr_html_()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,14 +17,14 @@ from typer.testing import CliRunner
 
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.queries.ask.formats import Format, rows_to_read, write, write_csv, write_json
-from headcount.queries.ask.text_tables import COUNTED_ROWS, write_table
+from headcount.queries.ask.formats import Format, rows_to_read, write
+from headcount.queries.ask.named_queries import QUERIES
+from headcount.queries.ask.text_tables import COUNTED_ROWS
 from headcount.queries.commands.query import commands
+from headcount.queries.open.connection import MACROS, OPENED, sources_read, view_descriptions
 from headcount.queries.open.connection import connect as connect_eagerly
-from headcount.queries.open.connection import view_descriptions
 from headcount.queries.open.descriptions import VIEWS
-from headcount.queries.open.shipped_views import QUERIES
-from headcount.queries.open.standard_errors import MACROS
+from headcount.queries.open.table_sql import SOURCES
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.scans.kinds import TABLES
 from headcount.schemas.statistics import STATISTICS
@@ -66,10 +65,9 @@ NEEDED: dict[str, Cell] = {
 """What all named queries together need. Views over all statistics take long to bind."""
 
 
-def written(connection: Connection, query: str, writer: Any, limit: int | None = None) -> str:
+def written(connection: Connection, query: str, format_: Format, limit: int | None = None) -> str:
     out = io.StringIO()
-    options = [] if limit is None else [limit]
-    writer(run_query(connection, query), out, *options)
+    write(run_query(connection, query), format_, out, limit)
     return out.getvalue()
 
 
@@ -165,11 +163,11 @@ VIEWS_OF_RUNS: list[tuple[dict[str, Cell], dict[str, Any], str, list[tuple[Any, 
         # Not multiplied by interventions; a sequence without a name is left out.
         {"sink_mass": lambda row: row.sequence / 8},
         IN_TWO_PARTS | {"interventions": ("none", "zero_query_bias")},
-        "SELECT intervention, pile_set_name, sequences, mean_sink_mass FROM by_pile_set",
+        "SELECT intervention, pile_set_name, sequences, mean_sink_mass, sink_rate FROM by_pile_set",
         [
             (intervention, *row)
             for intervention in ("none", "zero_query_bias")
-            for row in [("Github", 2, 1.5 / 8), ("Wikipedia (en)", 1, 1 / 8)]
+            for row in [("Github", 2, 1.5 / 8, 0.5), ("Wikipedia (en)", 1, 1 / 8, 0.0)]
         ],
     ),
 ]  # fmt: skip
@@ -204,8 +202,7 @@ def test_by_head_keeps_deviations_far_smaller_than_the_mean() -> None:
         FROM range(200_000) AS t(i)
         """
     )
-    for signature, body in MACROS.items():
-        connection.execute(f"CREATE MACRO {signature} AS {body}")
+    connection.execute(MACROS.read_text())
     by_head = (QUERIES / "heads" / "by_head.sql").read_text()
     [found] = connection.execute(f"SELECT sd_steps, sd_constant FROM ({by_head})").fetchall()
     [(expected,)] = connection.execute("SELECT stddev_samp(steps) FROM heads").fetchall()
@@ -277,14 +274,6 @@ def with_queries(folder: Path, queries: dict[str, str]) -> Path:
     for name, sql in queries.items():
         (folder / f"{name}.sql").write_text(sql)
     return folder
-
-
-def test_adding_a_query_is_one_file(small: Path, tmp_path: Path) -> None:
-    lines = ["-- Heads of layer 1.", "-- Stands on by_head.", "FROM by_head WHERE layer = 1"]
-    folder = with_queries(tmp_path / "queries", {"a_first": "\n".join(lines)})
-    connection = connect(small, folder)
-    assert view_descriptions(connection)["a_first"] == "Heads of layer 1. Stands on by_head."
-    assert ask(connection, "SELECT label FROM a_first") == [("L1H0",), ("L1H1",), ("L1H2",)]
 
 
 # What counts
@@ -398,6 +387,35 @@ def test_two_formulas_under_one_name_are_refused(tmp_path: Path) -> None:
     assert ask(run.path, "SELECT count(*) FROM heads") == [(24,)]
 
 
+@pytest.mark.long
+def test_named_queries_read_only_tables_that_are_compared_with_their_commits(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path, "a-1", NEEDED, curves={"attention_received_by_key": lambda row: [0.5] * 5})
+    connection = connect_eagerly(tmp_path)
+    opened = OPENED[connection]
+
+    def ask_with_unreadable(sources: set[str], query: str) -> None:
+        cursor = connection.cursor()
+        cursor.execute("BEGIN TRANSACTION")
+        for source in sources:
+            cursor.execute(
+                f"CREATE OR REPLACE VIEW internal.{source} AS FROM internal.{source}_content "
+                f"UNION ALL BY NAME SELECT error('{source} is read') AS run_id"
+            )
+        try:
+            cursor.execute(f"FROM {query}").fetchall()
+        finally:
+            cursor.execute("ROLLBACK")
+
+    for query in opened.shipped.queries:
+        compared = {*sources_read(opened, f"FROM {query}")}
+        ask_with_unreadable({*SOURCES} - compared, query)
+    with pytest.raises(duckdb.Error, match="heads is read"):
+        ask_with_unreadable({"heads"}, "by_head")
+    assert sources_read(opened, "FROM query_table('he' || 'ads')") == list(SOURCES)
+
+
 @pytest.mark.parametrize("call", ["query", "query/* of text */", "QUERY"])
 def test_the_text_of_a_function_may_name_any_view(small: Path, call: str) -> None:
     """Views are made when a query names them."""
@@ -423,13 +441,6 @@ def test_views_that_lack_a_column_can_be_listed(tmp_path: Path) -> None:
         with pytest.raises(QueryError, match=f"'{view}' .* needs column 'sink_value_norm', wh"):
             database.records(prefix + view)
     assert len(database.records("by_head")) == 6
-
-
-def test_a_view_is_unmeasured_whether_or_not_all_are_asked_for(small: Path) -> None:
-    database = open_runs(small)
-    assert database.unmeasured_views("sink_values") == {"sink_values": "sink_value_norm"}
-    assert database.unmeasured_views("by_head").keys() == {"sink_values"}
-    assert database.unmeasured_views().keys() > {"sink_values"}
 
 
 def test_runs_can_be_opened_with_more_views(small: Path) -> None:
@@ -510,111 +521,59 @@ WITH once AS MATERIALIZED (SELECT count_execution() AS executions)
 SELECT executions, i, CASE WHEN i = {broken} THEN error('row {broken}') END AS e
 FROM once, range({rows}) AS numbers(i)"""
 
+# Format, limit, rows, the number of lines or the last line.
+ASKED_ONCE: list[tuple[Format, int | None, int, int | str]] = [
+    ("table", None, 40, "1 39 –"),
+    ("table", None, 41, "… 1 more rows (--limit 40)"),
+    ("table", 0, 5, "… 5 more rows (--limit 0)"),
+    ("table", 5, 0, "no rows"),
+    ("table", None, COUNTED_ROWS + 40, "… 10,000 more rows (--limit 40)"),
+    ("table", None, COUNTED_ROWS + 41, "… more than 10,000 more rows (--limit 40)"),
+    ("table", 3, 1_000_000_000, "… more than 10,000 more rows (--limit 3)"),
+    # CSV has a line for its header, JSON has one for each bracket.
+    *(("csv", None, 45, 46), ("csv", 7, 45, 8), ("json", 7, 45, 9)),
+]
 
-class Executions:
-    """Asks a query that counts how often it is executed."""
 
-    def __init__(self, database: RunDatabase) -> None:
-        self.connection, self.count = database.connection, 0
-        name = "count_execution"
-        self.connection.create_function(name, self.execute, [], "BIGINT", side_effects=True)
+def test_a_query_is_asked_once_however_many_rows_there_are(database: RunDatabase) -> None:
+    executions: list[None] = []
 
-    def execute(self) -> int:
-        self.count += 1
-        return self.count
+    def count_execution() -> int:
+        executions.append(None)
+        return len(executions)
 
-    def written(
-        self, format_: Format, limit: int | None, read: int | None, rows: int, broken: int = -1,
-        prefix: str = "",
-    ) -> list[str]:  # fmt: skip
-        self.count, out = 0, io.StringIO()
-        query = f"{prefix} {COUNTED.format(rows=rows, broken=broken)}"
-        write(run_query(self.connection, query, read), format_, out, limit)
+    def lines(
+        format_: Format, limit: int | None, rows: int, broken: int = -1, prefix: str = ""
+    ) -> list[str]:
+        executions.clear()
+        query, out = f"{prefix} {COUNTED.format(rows=rows, broken=broken)}", io.StringIO()
+        answer = run_query(database.connection, query, rows_to_read(format_, limit))
+        write(answer, format_, out, limit)
         return out.getvalue().splitlines()
 
-
-@pytest.fixture
-def executions(database: RunDatabase) -> Iterator[Executions]:
-    counting = Executions(database)
-    yield counting
-    counting.connection.remove_function("count_execution")
-
-
-def test_an_error_in_the_middle_is_a_line_and_nothing_is_asked_again(
-    executions: Executions,
-) -> None:
+    name = count_execution.__name__
+    database.connection.create_function(name, count_execution, [], "BIGINT", side_effects=True)
+    for format_, limit, rows, expected in ASKED_ONCE:
+        found = lines(format_, limit, rows)
+        is_number = isinstance(expected, int)
+        assert (len(found) if is_number else " ".join(found[-1].split())) == expected
+        assert len(executions) == 1
     for broken in (20, 5_000, 10_020):
         with pytest.raises(QueryError, match=f"row {broken}$"):
-            executions.written("table", None, rows_to_read("table", None), 1_000_000, broken)
-        assert executions.count == 1
-
-
-@pytest.mark.parametrize(("rows", "limit", "last_line"), [
-    (3, None, "1 2 –"),
-    (40, None, "1 39 –"),
-    (41, None, "… 1 more rows (--limit 40)"),
-    (5, 2, "… 3 more rows (--limit 2)"),
-    (5, 0, "… 5 more rows (--limit 0)"),
-    (0, 5, "no rows"),
-    (COUNTED_ROWS + 40, None, "… 10,000 more rows (--limit 40)"),
-    (COUNTED_ROWS + 41, None, "… more than 10,000 more rows (--limit 40)"),
-    (1_000_000_000, 3, "… more than 10,000 more rows (--limit 3)"),
-])  # fmt: skip
-def test_a_table_asks_once_however_many_rows_there_are(
-    executions: Executions, rows: int, limit: int | None, last_line: str
-) -> None:
-    # With the limit that the command sets, and without one.
-    for read in (rows_to_read("table", limit), None):
-        lines = executions.written("table", limit, read, rows)
-        assert (" ".join(lines[-1].split()), executions.count) == (last_line, 1)
-
-
-def test_other_formats_ask_once_and_read_no_row_beyond_the_limit(executions: Executions) -> None:
-    # CSV has a line for its header, JSON has one for each bracket.
-    formats: list[tuple[Format, int | None, int]] = [("csv", None, 46), ("csv", 7, 8)]
-    for format_, limit, lines in [*formats, ("json", 7, 9)]:
-        written_lines = executions.written(format_, limit, rows_to_read(format_, limit), 45)
-        assert (len(written_lines), executions.count) == (lines, 1)
-
-
-def test_an_explanation_asks_at_most_once(executions: Executions) -> None:
-    read = rows_to_read("table", None)
+            lines("table", None, 1_000_000, broken)
+        assert len(executions) == 1
     for prefix, count in (("EXPLAIN", 0), ("EXPLAIN ANALYZE", 1)):
-        text = "\n".join(executions.written("table", None, read, 100_000, prefix=prefix))
-        assert ("CTE" in text, "more rows" in text, executions.count) == (True, False, count)
+        text = "\n".join(lines("table", None, 100_000, prefix=prefix))
+        assert ("CTE" in text, "more rows" in text, len(executions)) == (True, False, count)
+    database.connection.remove_function(name)
 
 
 # Formats
 
 
-def test_csv(database: RunDatabase) -> None:
-    query = (
-        "SELECT head, sink_mass, entropy, [1, 2] AS pair, [0.1::FLOAT, NULL] AS curve, "
-        "['a', NULL] AS labels, 'a,b' AS t FROM heads WHERE sequence = 0 AND layer = 0"
-    )
-    # A float32 is written as the shortest number that means it.
-    assert written(database.connection, query, write_csv).splitlines() == [
-        "head,sink_mass,entropy,pair,curve,labels,t",
-        '0,0.1,,"[1, 2]","[0.1, null]","[""a"", null]","a,b"',
-        '1,1.1,,"[1, 2]","[0.1, null]","[""a"", null]","a,b"',
-        '2,2.1,,"[1, 2]","[0.1, null]","[""a"", null]","a,b"',
-    ]
-
-
-def test_json_is_valid_and_keeps_null(database: RunDatabase) -> None:
-    query = (
-        "SELECT 0.1::FLOAT AS a, 'NaN'::DOUBLE AS b, '-inf'::FLOAT AS c, NULL AS d, sum(layer) "
-        "AS e, [1.5] AS f, [0.1::FLOAT, NULL] AS g, NULL::FLOAT[] AS h, []::FLOAT[] AS i FROM heads"
-    )
-    numbers = [0.1, None, None, None, 12, [1.5], [0.1, None], None, []]
-    expected = [dict(zip("abcdefghi", numbers, strict=True))]
-    for sql, rows in ((query, expected), ("FROM heads WHERE false", [])):
-        assert json.loads(written(database.connection, sql, write_json)) == rows
-
-
 def test_a_table_is_exact_and_counts_what_it_leaves_out(database: RunDatabase) -> None:
     def lines(query: str, limit: int | None = None) -> list[str]:
-        return written(database.connection, query, write_table, limit).split("\n")
+        return written(database.connection, query, "table", limit).split("\n")
 
     query = "SELECT label, mean_sink_mass / 3 AS third, mean_entropy, 1234567 AS n FROM by_head"
     assert lines(query, 2) == [
@@ -626,7 +585,7 @@ def test_a_table_is_exact_and_counts_what_it_leaves_out(database: RunDatabase) -
         "",
     ]
     assert lines("SELECT [1/3, NULL, 12345.678] AS a, ['none', NULL] AS b") == [
-        "a                     b        ",
+        "a                     b",
         "───────────────────────────────",
         "[0.3333, –, 12,346]   [none, –]",
         "",

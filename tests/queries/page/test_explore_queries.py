@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from headcount.jobs.upkeep.compaction import compact
-from headcount.queries.explore import opened, sample
+from headcount.queries.explore import opened
 from headcount.queries.explore.axes import BINS, DRAWN_BINS, Axis, axis_of
 from headcount.queries.explore.opened import AXIS_ROWS
 from headcount.queries.explore.query_engine import MOST_ROWS, Engine
@@ -630,7 +630,7 @@ def let_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opened, "LARGE_RUN_ROWS", ROWS - 1)
     # What a run without roll-ups takes, and what fits into memory.
     monkeypatch.setattr(opened, "SAMPLE_ROWS", ROWS // 3)
-    monkeypatch.setattr(sample, "SAMPLE_ROWS", ROWS // 3)
+    monkeypatch.setattr(opened, "SAMPLE_ROWS", ROWS // 3)
 
 
 is_large = pytest.fixture(let_be_large)
@@ -738,12 +738,12 @@ def test_samples_make_room_for_each_other(large: Asker, monkeypatch: pytest.Monk
 
 def test_a_sample_is_as_small_as_the_memory_for_queries() -> None:
     sizes = [
-        sample.rows_in_memory(duckdb.connect(config={"memory_limit": memory}), statistics=24)
+        opened.rows_in_memory(duckdb.connect(config={"memory_limit": memory}), statistics=24)
         for memory in ("100MB", "200MB", "100GB")
     ]
     assert sizes[1] == pytest.approx(2 * sizes[0], rel=1e-3)
     assert sizes[0] * (24 * 4) < 100e6 / 4
-    assert sizes[2] == sample.SAMPLE_ROWS
+    assert sizes[2] == opened.SAMPLE_ROWS
 
 
 SINK_HISTOGRAM = {"head": HEAD, "statistics": ["sink_mass"]}
