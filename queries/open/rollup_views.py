@@ -238,7 +238,7 @@ def _bins_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
     return f"""
         SELECT
             {_keys_of_rows(keys, statistic)},
-            {_bin_of(value, statistic.axis)} AS bin,
+            {bin_of(value, statistic.axis)} AS bin,
             '{statistic.axis.low}'::DOUBLE AS range_low,
             '{statistic.axis.high}'::DOUBLE AS range_high,
             count(*) AS count,
@@ -249,7 +249,7 @@ def _bins_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
         GROUP BY ALL"""
 
 
-def _bin_of(value: str, axis: Axis) -> str:
+def bin_of(value: str, axis: Axis) -> str:
     """The bin of a value, in SQL: what `Axis.bins_of` says."""
     if axis.is_linear:
         bins_per_unit = LINEAR_BINS / (axis.high - axis.low)

@@ -1,7 +1,8 @@
 """What a page shows of one run under one intervention: for every statistic, numbers by head.
 
-All of it comes from views of sums (`head_summaries`, `subset_summaries`, `distributions`), but for
-the uniform baselines, which `sequences` has. The sequences behind a number are in `examples.py`.
+Of a run with roll-ups, all of it comes from views of sums (`head_summaries`, `subset_summaries`,
+`distributions`). Else each question is one pass over its rows: a view of all statistics would read
+each of them alone. The sequences behind a number are in `examples.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from headcount.queries.ask.asking import Record, RunDatabase
+from headcount.queries.open.connection import OPENED
+from headcount.queries.open.rollup_views import BIN_HIGH, BIN_LOW, bin_of, measured_statistics
 from headcount.queries.report.head_curves import (
     AXES,
     Curve,
@@ -26,9 +29,10 @@ from headcount.queries.report.head_curves import (
     places,
     profile_curves_sql,
 )
-from headcount.queries.sql_text import text_literal
+from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.run_directory import pc
+from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.measured_heads import Head
 
 Counts: TypeAlias = npt.NDArray[np.int64]
@@ -150,11 +154,8 @@ def read_section(
     with_subsets: bool = True,
 ) -> Section:
     """Read what a page shows. `head` limits all but the means, which percentiles need, to it."""
-    summaries = _table(
-        database,
-        "head_summaries",
-        f"FROM head_summaries {section_condition(run['run_id'], intervention)}",
-    )
+    rows = _Rows(database, run, intervention)
+    summaries = rows.table("means of heads", rows.summaries())
     # A manifest may not say the sizes of its model. Then the last measured head is the last one.
     section = Section(
         run,
@@ -167,26 +168,170 @@ def read_section(
     # In the order of the registry, and not in that of the rows.
     order = [*run["statistics"], *sorted(rows_by_name)]
     for name in dict.fromkeys(order):
-        rows = rows_by_name.get(name)
-        if rows is None:
+        of_statistic = rows_by_name.get(name)
+        if of_statistic is None:
             continue
         section.statistics[name] = HeadValues(
-            _means(rows, section.shape),
-            _by_head(rows, "minimum", section.shape),
-            _by_head(rows, "maximum", section.shape),
-            _counts(rows, "undefined", section.shape),
+            _means(of_statistic, section.shape),
+            _by_head(of_statistic, "minimum", section.shape),
+            _by_head(of_statistic, "maximum", section.shape),
+            _counts(of_statistic, "undefined", section.shape),
             uniform_baseline.get(f"uniform_{name}"),
         )
-    if not section.statistics:
-        return section
-    of_head = f" AND layer = {head.layer} AND head = {head.head}" if head else ""
-    if with_distributions:
-        _read_distributions(database, section, of_head)
-    if with_subsets:
-        _read_subsets(database, section, of_head)
-    _read_changes(database, section, of_head)
-    section.curves = list(_curves(database, section, of_head))
+    if section.statistics:
+        of_head = f" AND layer = {head.layer} AND head = {head.head}" if head else ""
+        subjects = {"distributions": with_distributions, "subsets": with_subsets, "changes": True}
+        for subject in [subject for subject, is_wanted in subjects.items() if is_wanted]:
+            _read_details(section, rows, subject, of_head)
+        section.curves = list(_curves(database, section, of_head))
     return section
+
+
+def _read_details(section: Section, rows: _Rows, subject: str, of_head: str) -> None:
+    """Read the distributions, the subsets or the changes of a section, if it has them."""
+    sql = getattr(rows, subject)(of_head)
+    if sql is None:
+        return
+    for name, of_statistic in _by_statistic(rows.table(subject, sql)):
+        values = section.statistics.get(name)
+        if values is None:
+            continue
+        if subject == "distributions":
+            values.histograms = _histograms(of_statistic, section.shape)
+        elif subject == "changes":
+            values.changes = _means(of_statistic, section.shape)
+        else:
+            for subset in sorted(of_statistic["pile_set_name"].unique().to_pylist()):
+                of_subset = of_statistic.filter(pc.equal(of_statistic["pile_set_name"], subset))
+                values.subsets[subset] = _means(of_subset, section.shape)
+
+
+def summaries_sql(rows: str, keys: Sequence[str], statistics: Sequence[str]) -> str:
+    """Every statistic by some keys, from rows that have a document: count, mean, error, extremes.
+
+    One pass: all statistics of a row become rows of their own.
+    """
+    names = ", ".join(map(quoted_name, statistics))
+    by = ", ".join([*keys, "statistic"])
+    # INCLUDE NULLS: a statistic that is undefined on every sequence has a row too.
+    return f"""
+        SELECT
+            {by},
+            sum(sums.number)::BIGINT AS count,
+            sum(undefined)::BIGINT AS undefined,
+            document_mean(sums) AS mean,
+            document_error(sums) AS standard_error,
+            sum(sums.documents)::BIGINT AS documents,
+            min(minimum) AS minimum,
+            max(maximum) AS maximum
+        FROM (
+            SELECT
+                {by}, document, document_sums(value, document) AS sums,
+                count(*) - count(value) AS undefined, min(value) AS minimum, max(value) AS maximum
+            FROM ({rows}) UNPIVOT INCLUDE NULLS (value FOR statistic IN ({names}))
+            GROUP BY {by}, document
+        )
+        GROUP BY {by}
+    """
+
+
+def changes_sql(
+    run_id: str, intervention: str, keys: Sequence[str], statistics: Sequence[str]
+) -> str:
+    """What an intervention changes: rows of the differences to the untouched model, by sequence."""
+    of_run = f"run_id = {text_literal(run_id)} AND intervention ="
+    # The stored float32 would lose digits when differences are added up.
+    differences = ", ".join(
+        f"intervened.{name}::DOUBLE - untouched.{name} AS {name}"
+        for name in map(quoted_name, statistics)
+    )
+    return f"""
+        SELECT {", ".join([*keys, "document"])}, {differences}
+        FROM (FROM heads WHERE {of_run} {text_literal(intervention)}) AS intervened
+        JOIN (FROM heads WHERE {of_run} 'none') AS untouched USING (sequence, layer, head)
+        JOIN (
+            SELECT sequence, document, pile_set_name AS subset FROM internal.documents
+            WHERE {of_run} {text_literal(intervention)}
+        ) USING (sequence)
+    """
+
+
+class _Rows:
+    """SQL over the rows of a section, or over what they were rolled up to."""
+
+    def __init__(self, database: RunDatabase, run: Record, intervention: str) -> None:
+        self.database = database
+        self.run_id = run["run_id"]
+        self.interventions = run["interventions"]
+        self.intervention = intervention
+        self.condition = section_condition(self.run_id, intervention)
+        opened = OPENED[database.connection].runs
+        (own,) = [one for one in opened if one.directory.run_id == self.run_id]
+        self.has_rollups = bool(own.files(ROLLUPS.name))
+        measured = database.columns("heads")
+        self.statistics = [one for one in measured_statistics([own]) if one.name in measured]
+
+    def table(self, subject: str, sql: str) -> pa.Table:
+        """The rows of a query as a table. If it fails, the error names its subject."""
+        try:
+            return self.database.table(sql)
+        except QueryError as error:
+            raise QueryError(f"report, {subject}: {error}") from None
+
+    def summaries(self, of_head: str = "", by_subset: bool = False) -> str:
+        """Means by head, or by head and subset of the Pile."""
+        keys = ["layer", "head", *(["pile_set_name"] if by_subset else [])]
+        known = " AND pile_set_name IS NOT NULL" if by_subset else ""
+        if self.has_rollups:
+            view = "subset_summaries" if by_subset else "head_summaries"
+            return f"FROM {view} {self.condition}{known}{of_head}"
+        names = [one.name for one in self.statistics]
+        columns = ", ".join([*keys, "document", *map(quoted_name, names)])
+        rows = f"""
+            SELECT {columns} FROM heads JOIN internal.documents
+            USING (run_id, intervention, sequence) {self.condition}{known}{of_head}
+        """
+        return summaries_sql(rows, keys, names)
+
+    def subsets(self, of_head: str) -> str | None:
+        """Means by head and subset of the Pile, if documents say of which they are."""
+        known = f"FROM sequences {self.condition} AND pile_set_name IS NOT NULL LIMIT 1"
+        has_subsets = bool(records(self.database, "subsets of the Pile", known))
+        return self.summaries(of_head, by_subset=True) if has_subsets else None
+
+    def changes(self, of_head: str) -> str | None:
+        """Mean changes by head, if the same run also measured the untouched model."""
+        if self.intervention == "none" or "none" not in self.interventions:
+            return None
+        names = [one.name for one in self.statistics]
+        rows = changes_sql(self.run_id, self.intervention, ["layer", "head"], names)
+        return summaries_sql(f"FROM ({rows}) WHERE true{of_head}", ["layer", "head"], names)
+
+    def distributions(self, of_head: str) -> str:
+        """How many sequences have a value in each bin, by head."""
+        if self.has_rollups:
+            # Not `distributions`, which has as many rows for each subset of the Pile.
+            return f"""
+                SELECT statistic, layer, head, bin, low, high, count
+                FROM internal.head_bins {self.condition}{of_head} ORDER BY statistic, bin
+            """
+        bins = ", ".join(f"{bin_of(one.value, one.axis)} AS {one.value}" for one in self.statistics)
+        ends = ", ".join(
+            f"({text_literal(one.name)}, '{one.axis.low}'::DOUBLE, '{one.axis.high}'::DOUBLE)"
+            for one in self.statistics
+        )
+        names = ", ".join(one.value for one in self.statistics)
+        return f"""
+            SELECT statistic, layer, head, bin, {BIN_LOW} AS low, {BIN_HIGH} AS high, count
+            FROM (
+                SELECT statistic, layer, head, bin, count(*) AS count
+                FROM (SELECT layer, head, {bins} FROM heads {self.condition}{of_head})
+                UNPIVOT (bin FOR statistic IN ({names}))
+                GROUP BY ALL
+            )
+            JOIN (VALUES {ends}) AS ends (statistic, range_low, range_high) USING (statistic)
+            ORDER BY statistic, bin
+        """
 
 
 def uniform_baselines(database: RunDatabase, run_id: str) -> Record:
@@ -241,27 +386,13 @@ def _counts(rows: pa.Table, column: str, shape: tuple[int, int]) -> Counts:
     return counts
 
 
-def _means(rows: pa.Table, shape: tuple[int, int], mean: str = "mean") -> Means:
-    count = "count" if mean == "mean" else "pairs"
+def _means(rows: pa.Table, shape: tuple[int, int]) -> Means:
     return Means(
-        _by_head(rows, mean, shape),
+        _by_head(rows, "mean", shape),
         _by_head(rows, "standard_error", shape),
-        _counts(rows, count, shape),
+        _counts(rows, "count", shape),
         _counts(rows, "documents", shape),
     )
-
-
-def _read_distributions(database: RunDatabase, section: Section, of_head: str) -> None:
-    """Histograms of all statistics."""
-    # Not `distributions`, which has as many rows for each subset of the Pile, and joins sequences.
-    sql = f"""
-        SELECT statistic, layer, head, bin, low, high, count
-        FROM internal.head_bins {section.condition}{of_head}
-        ORDER BY statistic, bin
-    """
-    for name, rows in _by_statistic(_table(database, "distributions", sql)):
-        if name in section.statistics:
-            section.statistics[name].histograms = _histograms(rows, section.shape)
 
 
 def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
@@ -296,37 +427,6 @@ def _edges(lows: Floats, highs: Floats) -> tuple[list[float], bool, npt.NDArray[
         index_of_bin.append(len(edges) - 1)
         edges.append(float(high))
     return edges, False, np.array(index_of_bin)
-
-
-def _read_subsets(database: RunDatabase, section: Section, of_head: str) -> None:
-    """Means by subset of the Pile. A run whose input has no subsets has none."""
-    # Asked first: the view would add up all rows only to show none.
-    has_subsets = f"""
-        FROM sequences {section.condition} AND pile_set_name IS NOT NULL LIMIT 1
-    """
-    if not records(database, "subsets of the Pile", has_subsets):
-        return
-    sql = f"""
-        FROM subset_summaries {section.condition} AND pile_set_name IS NOT NULL{of_head}
-        ORDER BY pile_set_name
-    """
-    table = _table(database, "subset_summaries", sql)
-    for subset in table["pile_set_name"].unique().to_pylist():
-        rows_of_subset = table.filter(pc.equal(table["pile_set_name"], subset))
-        for name, rows in _by_statistic(rows_of_subset):
-            if name in section.statistics:
-                section.statistics[name].subsets[subset] = _means(rows, section.shape)
-
-
-def _read_changes(database: RunDatabase, section: Section, of_head: str) -> None:
-    """What an intervention changes, if the same run also measured the untouched model."""
-    is_intervention = section.intervention != "none" and "none" in section.run["interventions"]
-    if not is_intervention or "effects" in database.unmeasured_views("effects"):
-        return
-    table = _table(database, "effects", f"FROM effects {section.condition}{of_head}")
-    for name, rows in _by_statistic(table):
-        if name in section.statistics:
-            section.statistics[name].changes = _means(rows, section.shape, "change")
 
 
 def _curves(database: RunDatabase, section: Section, of_head: str) -> Iterator[Curve]:
