@@ -24,6 +24,7 @@ from headcount.queries.report.head_curves import (
     kept_curve_sql,
     profile_curves_sql,
 )
+from headcount.queries.report.section import changes_sql, summaries_sql
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, unknown
 
@@ -135,19 +136,16 @@ class Scope(_Closed):
         conditions += self.conditions_on_layers
         if self.subset is not None:
             # Only a chosen subset needs the table of sequences. A join would always read it.
-            of_subset = [*self.conditions_on_run, f"pile_set_name = {text_literal(self.subset)}"]
+            of_subset = self.conditions_on_run + self.conditions_on_subset
             conditions.append(f"sequence IN (SELECT sequence FROM sequences{where(of_subset)})")
         if sampled and facts.every > 1 and not is_in_memory:
             conditions.append(sample_condition(facts.every))
         return conditions
 
-    def summaries(self, conditions: list[str]) -> str:
-        """The view of means from roll-ups, with conditions on its rows."""
-        conditions = [*self.conditions_on_run, *conditions]
-        if self.subset is None:
-            return f"head_summaries{where(conditions)}"
-        conditions.append(f"pile_set_name = {text_literal(self.subset)}")
-        return f"subset_summaries{where(conditions)}"
+    @property
+    def conditions_on_subset(self) -> list[str]:
+        """Conditions on rows of sequences."""
+        return [] if self.subset is None else [f"pile_set_name = {text_literal(self.subset)}"]
 
     @property
     def conditions_on_layers(self) -> list[str]:
@@ -259,45 +257,67 @@ class HeadQuery(Query):
         return whole_scope.conditions(facts, sampled=sampled) + self.head.conditions
 
 
+MEANS = ("mean", "standard_error", "minimum", "maximum")
+COUNTS = ("count", "documents", "undefined")
+
+
 class Heatmap(Query):
-    """The mean of a statistic for every head. Arrays: mean and count, [layer head]."""
+    """Numbers of a statistic, or of all, for every head. Arrays: MEANS and COUNTS, each
+    [statistic layer head].
+    """
 
     rollups_answer: ClassVar[bool] = True
 
     kind: Literal["heatmap"]
-    statistic: str
+    statistic: str | None = None
+    """None is all of them."""
+    changes: bool = False
+    """Not the numbers but what the intervention changes in them, over pairs of one sequence."""
 
     @property
     def named_statistics(self) -> set[str]:
         """Every statistic that the query names."""
-        return {self.statistic}
+        return {self.statistic} if self.statistic else set()
+
+    def reads_rows(self, facts: RunFacts) -> bool:
+        """Pairs of rows are in no roll-up."""
+        return self.changes or super().reads_rows(facts)
+
+    def _names(self, facts: RunFacts) -> Sequence[str]:
+        return [self.statistic] if self.statistic else facts.statistics
 
     def statements(self, facts: RunFacts) -> list[Statement]:
-        """One mean a head, from roll-ups if the run has them."""
-        if facts.has_rollups:
-            of_statistic = [f"statistic = {text_literal(self.statistic)}"]
-            summaries = self.scope.summaries([*of_statistic, *self.scope.conditions_on_layers])
-            return [Statement(f"SELECT layer, head, mean, count FROM {summaries}")]
-        column = quoted_name(self.statistic)
-        conditions = where(self.scope.conditions(facts, sampled=True))
-        return [
-            Statement(
-                f"SELECT layer, head, avg({column}) AS mean, count({column}) AS count "
-                f"FROM heads{conditions} GROUP BY ALL"
-            )
-        ]
+        """One row for each head and statistic, from roll-ups if the run has them."""
+        names = self._names(facts)
+        if self.changes:
+            conditions = self.scope.conditions(facts, sampled=True)
+            untouched = self.scope.model_copy(update={"intervention": "none", "subset": None})
+            none = where(untouched.conditions(facts, sampled=True))
+            rows = changes_sql(where(conditions), none, "layer, head", names)
+            return [Statement(summaries_sql(rows, ["layer", "head"], names))]
+        conditions = self.scope.conditions_on_layers
+        return _summaries(self.scope, facts, names, ["layer", "head"], conditions)
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """Two matrices. A head without a row has mean NaN and count 0."""
-        (table,) = tables
-        means = np.full((facts.layers, facts.heads), np.nan)
-        counts = np.zeros((facts.layers, facts.heads), np.uint32)
-        place = column(table, "layer"), column(table, "head")
-        # One row a head, so no cell of a matrix is written twice.
-        means[place] = column(table, "mean")
-        counts[place] = column(table, "count")
-        source = "rollups" if facts.has_rollups else "rows"
-        return Answer({"source": source}, (means, counts))
+        """Arrays by statistic. A head without a row has numbers NaN and counts 0."""
+        table, *baselines = tables
+        names = self._names(facts)
+        index = {name: place for place, name in enumerate(names)}
+        statistic = np.array([index[name] for name in table["statistic"].to_pylist()], np.int64)
+        # One row a head and statistic, so no cell is written twice.
+        place = statistic, column(table, "layer"), column(table, "head")
+        arrays: list[Array] = []
+        for name in (*MEANS, *COUNTS):
+            empty = np.nan if name in MEANS else np.uint32(0)
+            array = np.full((len(names), facts.layers, facts.heads), empty)
+            array[place] = column(table, name)
+            arrays.append(array)
+        header = {
+            "source": "rollups" if facts.has_rollups and not self.changes else "rows",
+            "statistics": names,
+            "uniform_baseline": _row(baselines[0]) if baselines else {},
+        }
+        return Answer(header, tuple(arrays))
 
 
 class Histograms(HeadQuery):
@@ -481,15 +501,12 @@ class Cube(HeadQuery):
         rows[place] = column(heatmap, "rows")
         # Every head that was measured has one row of each sequence.
         picked = rows.sum((1, 2)) if self.meaning == "rows" else rows.max((1, 2))
-        (row_count,) = _row(all_rows)
+        (row_count,) = _row(all_rows).values()
         return Answer({"rows": row_count}, (counts, sums, defined, picked.astype(np.uint32)))
 
 
-_SUMMARY = "statistic, count, mean, sd, standard_error, documents, minimum, maximum"
-
-
 class Card(HeadQuery):
-    """Every statistic of a head: count, mean, spread and uniform baseline. One object each."""
+    """Every statistic of a head: count, mean, error and uniform baseline. One object each."""
 
     rollups_answer: ClassVar[bool] = True
 
@@ -497,80 +514,20 @@ class Card(HeadQuery):
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """The means of the head, and one row of uniform baselines."""
-        if facts.has_rollups:
-            of_head = self.scope.summaries(self.head.conditions)
-            statements = [Statement(f"SELECT {_SUMMARY} FROM {of_head}")]
-        else:
-            statements = [Statement(self._from_rows(facts))]
-        if facts.uniform_baseline:
-            # A baseline is of a sequence: it is the same for all heads.
-            baselines = ", ".join(
-                f"avg({quoted_name(f'uniform_{name}')})" for name in self._with_baseline(facts)
-            )
-            of_sequences = self.scope.conditions_on_run
-            if self.scope.subset is not None:
-                of_sequences.append(f"pile_set_name = {text_literal(self.scope.subset)}")
-            statements.append(Statement(f"SELECT {baselines} FROM sequences{where(of_sequences)}"))
-        return statements
-
-    def _from_rows(self, facts: RunFacts) -> str:
-        """The same rows, from those of the head in one pass."""
-        names = ", ".join(map(quoted_name, facts.statistics))
-        conditions = where(self.conditions(facts, sampled=True))
-        # INCLUDE NULLS: a statistic that is undefined on every sequence has a row too.
-        # A standard error needs sums by document, the spread needs every value: hence two steps.
-        return f"""
-            WITH of_rows AS (
-                FROM (
-                    SELECT document, {names}
-                    FROM heads JOIN internal.documents USING (run_id, intervention, sequence)
-                    {conditions}
-                )
-                UNPIVOT INCLUDE NULLS (value FOR statistic IN ({names}))
-            ),
-            of_documents AS (
-                SELECT statistic, document, document_sums(value, document) AS sums
-                FROM of_rows
-                GROUP BY ALL
-            ),
-            errors AS (
-                SELECT
-                    statistic,
-                    document_error(sums) AS standard_error,
-                    sum(sums.documents)::BIGINT AS documents
-                FROM of_documents
-                GROUP BY statistic
-            )
-            SELECT
-                statistic,
-                count(value) AS count,
-                avg(value) AS mean,
-                stddev_samp(value) AS sd,
-                any_value(standard_error) AS standard_error,
-                any_value(documents) AS documents,
-                min(value) AS minimum,
-                max(value) AS maximum
-            FROM of_rows JOIN errors USING (statistic)
-            GROUP BY statistic"""
-
-    def _with_baseline(self, facts: RunFacts) -> list[str]:
-        return [name for name in facts.statistics if name in facts.uniform_baseline]
+        return _summaries(self.scope, facts, facts.statistics, [], self.head.conditions)
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each statistic."""
-        baselines: dict[str, float | None] = {}
-        if facts.uniform_baseline:
-            baselines = dict(zip(self._with_baseline(facts), _row(tables[1]), strict=True))
-        by_name = {row["statistic"]: row for row in tables[0].to_pylist()}
-        return Answer(
-            {
-                "rows": [
-                    by_name[name] | {"uniform_baseline": baselines.get(name)}
-                    for name in facts.statistics
-                    if name in by_name
-                ]
-            }
-        )
+        table, *baselines = tables
+        uniform: Header = _row(baselines[0]) if baselines else {}
+        by_name = {row["statistic"]: row for row in table.to_pylist()}
+        rows = [
+            {"statistic": name, "uniform_baseline": uniform.get(name)}
+            | {key: by_name[name][key] for key in (*MEANS, *COUNTS)}
+            for name in facts.statistics
+            if name in by_name
+        ]
+        return Answer({"rows": rows})
 
 
 class Subsets(HeadQuery):
@@ -588,31 +545,13 @@ class Subsets(HeadQuery):
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One row a subset."""
-        order = "ORDER BY mean DESC NULLS LAST, subset"
-        if facts.has_rollups:
-            conditions = self.scope.conditions_on_run + self.head.conditions
-            conditions.append(f"statistic = {text_literal(self.statistic)}")
-            return [
-                Statement(
-                    "SELECT pile_set_name AS subset, count, mean, standard_error, documents FROM "
-                    f"subset_summaries{where(conditions)} {order}"
-                )
-            ]
-        of_all_subsets = self.model_copy(
-            update={"scope": self.scope.model_copy(update={"subset": None})}
-        )
-        rows = where(of_all_subsets.conditions(facts, sampled=True))
-        value = quoted_name(self.statistic)
+        scope = self.scope.model_copy(update={"subset": None})
+        keys, names = ["pile_set_name"], [self.statistic]
+        summaries, *_ = _summaries(scope, facts, names, keys, self.head.conditions)
         return [
             Statement(
-                "SELECT subset, sum(sums.number)::BIGINT AS count, document_mean(sums) AS mean, "
-                "document_error(sums) AS standard_error, "
-                "sum(sums.documents)::BIGINT AS documents "
-                "FROM (SELECT pile_set_name AS subset, document, "
-                f"document_sums({value}, document) AS sums "
-                f"FROM (SELECT run_id, intervention, sequence, {value} FROM heads{rows}) "
-                "JOIN internal.documents USING (run_id, intervention, sequence) GROUP BY ALL) "
-                f"GROUP BY subset {order}"
+                "SELECT pile_set_name AS subset, count, mean, standard_error, documents "
+                f"FROM ({summaries.sql}) ORDER BY mean DESC NULLS LAST, subset"
             )
         ]
 
@@ -769,9 +708,49 @@ def column(table: pa.Table, name: str) -> Array:
     return table[name].to_numpy()
 
 
-def _row(table: pa.Table) -> list[Any]:
-    """The values of the only row."""
-    return [values[0].as_py() for values in table.columns]
+def _row(table: pa.Table) -> Header:
+    """The values of the only row, by column."""
+    (row,) = table.to_pylist()
+    return row
+
+
+def _summaries(
+    scope: Scope,
+    facts: RunFacts,
+    statistics: Sequence[str],
+    keys: Sequence[str],
+    conditions: list[str],
+) -> list[Statement]:
+    """SQL of means by some keys, of heads that conditions choose, and of uniform baselines."""
+    names = ", ".join(map(text_literal, statistics))
+    if facts.has_rollups:
+        view = "head_summaries" if scope.subset is None else "subset_summaries"
+        conditions = [*scope.conditions_on_run, *conditions, f"statistic IN ({names})"]
+        if "pile_set_name" in keys:
+            view = "subset_summaries"
+        elif scope.subset is not None:
+            conditions.append(f"pile_set_name = {text_literal(scope.subset)}")
+        columns = ", ".join([*keys, "statistic", *MEANS, *COUNTS])
+        sql = f"SELECT {columns} FROM {view}{where(conditions)}"
+    else:
+        of_rows = scope.model_copy(update={"layers": None}).conditions(facts, sampled=True)
+        columns = ", ".join([*keys, "document", *map(quoted_name, statistics)])
+        rows = (
+            f"SELECT {columns} FROM heads JOIN internal.documents "
+            f"USING (run_id, intervention, sequence){where(of_rows + conditions)}"
+        )
+        sql = summaries_sql(rows, keys, statistics)
+    # A baseline is of a sequence: it is the same for all heads.
+    baselines = ", ".join(
+        f"avg({quoted_name(f'uniform_{name}')}) AS {quoted_name(name)}"
+        for name in statistics
+        if name in facts.uniform_baseline
+    )
+    of_sequences = where(scope.conditions_on_run + scope.conditions_on_subset)
+    statements = [Statement(sql)]
+    if baselines:
+        statements.append(Statement(f"SELECT {baselines} FROM sequences{of_sequences}"))
+    return statements
 
 
 def _bins_under_brushes(

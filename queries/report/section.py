@@ -235,24 +235,18 @@ def summaries_sql(rows: str, keys: Sequence[str], statistics: Sequence[str]) -> 
     """
 
 
-def changes_sql(
-    run_id: str, intervention: str, keys: Sequence[str], statistics: Sequence[str]
-) -> str:
-    """What an intervention changes: rows of the differences to the untouched model, by sequence."""
-    of_run = f"run_id = {text_literal(run_id)} AND intervention ="
+def changes_sql(intervened: str, untouched: str, keys: str, statistics: Sequence[str]) -> str:
+    """Rows of what an intervention changes, by sequence. Two WHERE clauses choose the pairs."""
     # The stored float32 would lose digits when differences are added up.
     differences = ", ".join(
         f"intervened.{name}::DOUBLE - untouched.{name} AS {name}"
         for name in map(quoted_name, statistics)
     )
     return f"""
-        SELECT {", ".join([*keys, "document"])}, {differences}
-        FROM (FROM heads WHERE {of_run} {text_literal(intervention)}) AS intervened
-        JOIN (FROM heads WHERE {of_run} 'none') AS untouched USING (sequence, layer, head)
-        JOIN (
-            SELECT sequence, document, pile_set_name AS subset FROM internal.documents
-            WHERE {of_run} {text_literal(intervention)}
-        ) USING (sequence)
+        SELECT {keys}, document, {differences}
+        FROM (FROM heads{intervened}) AS intervened
+        JOIN internal.documents USING (run_id, intervention, sequence)
+        JOIN (FROM heads{untouched}) AS untouched USING (run_id, sequence, layer, head)
     """
 
 
@@ -304,8 +298,9 @@ class _Rows:
         if self.intervention == "none" or "none" not in self.interventions:
             return None
         names = [one.name for one in self.statistics]
-        rows = changes_sql(self.run_id, self.intervention, ["layer", "head"], names)
-        return summaries_sql(f"FROM ({rows}) WHERE true{of_head}", ["layer", "head"], names)
+        untouched = f" {section_condition(self.run_id, 'none')}{of_head}"
+        rows = changes_sql(f" {self.condition}{of_head}", untouched, "layer, head", names)
+        return summaries_sql(rows, ["layer", "head"], names)
 
     def distributions(self, of_head: str) -> str:
         """How many sequences have a value in each bin, by head."""

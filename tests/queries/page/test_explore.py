@@ -174,7 +174,7 @@ def test_the_page_is_files_of_ours_alone(explorer: Explorer) -> None:
     assert HEADERS.items() <= page.headers.items()
     assert explorer.token.encode() not in page.body
     assert b"http" not in page.body.replace(b"http-equiv", b"")
-    for name in ("explore.js", "draw.js", "page.css"):
+    for name in ("page.js", "draw.js", "page.css"):
         assert request(explorer, "GET", f"/{name}").status == 200
     # Behind a tunnel the port is another one.
     assert request(explorer, "GET", "/", headers={"Host": "localhost:1"}).status == 200
@@ -293,7 +293,7 @@ def shown(page: Page, query: str, database: RunDatabase) -> None:
     """Hold the heatmap to SQL that gives layer, head and mean."""
     rows = database.rows(query)
     titles = page.run(
-        """return Object.fromEntries([...document.querySelectorAll('[data-cell]')]
+        """return Object.fromEntries([...document.querySelectorAll('#heatmap [data-cell]')]
             .map(cell => [cell.dataset.cell, cell.querySelector('title').textContent]))"""
     )
     assert len(rows) == len(titles) == 6
@@ -320,8 +320,8 @@ def test_the_page_opens_with_a_heatmap_and_a_click_shows_the_card_of_a_head(
     ((mean,),) = database.rows(f"SELECT avg(entropy) {OF_RUN} AND layer = 1 AND head = 2")
     cells = page.text('[data-statistic="entropy"]').split()
     assert float(cells[1]) == pytest.approx(mean, rel=1e-3)
-    # Percentiles come one after the other.
-    assert cells[4].isdigit()
+    # After the means of all heads.
+    assert cells[5].isdigit()
     assert "L1H2 has the highest sink_mass" in page.text("#extremes-name")
     assert page.text("[data-text]").startswith("01234")
     assert page.text("[data-text] mark") == "0"
@@ -339,9 +339,10 @@ def test_a_head_has_profiles_and_hostile_text_is_text(page: Page, database: RunD
         assert f"{mean:.4g}" in words
     assert page.all("#curves [data-series=attention_received_by_key]")
     # The SQL of the figures answers.
-    page.click("#curves-sql")
+    page.click("#curves .behind summary")
+    page.click("#curves .behind button:nth-of-type(2)")
     page.click("#run-sql")
-    assert page.text("#sql-note").startswith("10 rows")
+    assert page.text("#sql-note").startswith("5 rows")
     box = page.find("#sql")
     for sql in (
         "SELECT layer, count(*) AS n FROM heads GROUP BY ALL ORDER BY 1",
@@ -553,7 +554,7 @@ def test_refreshing_beside_a_running_scan_shows_more_and_never_an_error(
                     shutil.copy(source, run / source.relative_to(scan))
                 page.click("#refresh")
                 assert not page.find("#trouble").is_displayed()
-                assert page.text("#damage") == ""
+                assert page.text("#warnings") == ""
                 assert page.text("#progress").startswith(f"{sequences} ")
         assert page.count("sink_mass") == SEQUENCES
         assert page.browser.get_log("browser") == []

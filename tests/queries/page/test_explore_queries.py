@@ -57,6 +57,8 @@ CELLS: dict[str, Callable[[Row], float | None]] = {
     "value_norm": value_norm,
 }
 STATISTICS = list(CELLS)
+IN_ORDER = ["sink_mass", "value_norm", "entropy"]
+"""As the registry has them."""
 
 
 def by_index(row: Row) -> list[float]:
@@ -228,9 +230,22 @@ class Oracle:
         return self.array(shape, f"SELECT {bins}, count(*) {rows} GROUP BY ALL")
 
     def heatmap(self) -> tuple[Any, ...]:
-        rows = f"({self.statistic}) {self.of_scope} GROUP BY ALL"
-        means = self.array(CELLS_OF_MAP, f"SELECT layer, head, avg{rows}", math.nan)
-        return means, self.array(CELLS_OF_MAP, f"SELECT layer, head, count{rows}")
+        names = [self.statistic] if self.statistic else IN_ORDER
+
+        def numbers(column: str, empty: float) -> np.ndarray:
+            rows = f"{self.of_scope} GROUP BY ALL"
+            return np.array([
+                self.array(CELLS_OF_MAP, f"SELECT layer, head, {column.format(x=x)} {rows}", empty)
+                for x in names
+            ])  # fmt: skip
+
+        error = "stddev_samp({x}::DOUBLE) / sqrt(count({x}))"
+        means = ("avg({x})", error, "min({x})", "max({x})")
+        counts = ("count({x})", "count({x})", "count(*) - count({x})")
+        return (
+            *(numbers(column, math.nan) for column in means),
+            *(numbers(column, 0) for column in counts),
+        )
 
     def histograms(self) -> tuple[Any, ...]:
         names = self.asked["statistics"]
@@ -267,11 +282,12 @@ class Oracle:
 
     def card(self) -> tuple[Any, ...]:
         statements = (
-            f"SELECT '{name}' AS statistic, {self.summary(name)}, sqrt(var_samp({name})) AS sd, "
+            f"SELECT '{name}' AS statistic, {self.summary(name)}, "
+            f"count(*) - count({name}) AS undefined, "
             f"min({name}) AS minimum, max({name}) AS maximum, "
             f"{'NULL' if name == 'value_norm' else 0.25} AS uniform_baseline "
             f"{self.of_head} HAVING count(*) > 0"
-            for name in ("sink_mass", "value_norm", "entropy")
+            for name in IN_ORDER
         )
         return ([row for sql in statements for row in self.rows(sql)],)
 
@@ -290,7 +306,7 @@ class Oracle:
 
 CUBE = {"kind": "cube", "active": "sink_mass", "statistic": "entropy", "statistics": STATISTICS[1:]}
 QUERIES = [
-    *({"kind": "heatmap", "statistic": name} for name in STATISTICS),
+    *({"kind": "heatmap", "statistic": name} for name in (*STATISTICS, None)),
     {"kind": "background", "statistic": "entropy"},
     {"kind": "card", "head": HEAD},
     {"kind": "subsets", "head": HEAD, "statistic": "value_norm"},
@@ -544,7 +560,7 @@ def test_a_query_asked_twice_is_computed_once(ask: Asker, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ask.engine, "_compute", counted)
     first, second = asyncio.run(ask_twice())
-    assert np.array_equal(first["arrays"][1], second["arrays"][1])
+    assert np.array_equal(first["arrays"][4], second["arrays"][4])
     assert len(computed) == 1
 
 
@@ -562,7 +578,7 @@ def cut(runs: Path, files: str) -> None:
 
 def sink_count(asker: Asker, **fields: Any) -> int:
     """Sequences that the heatmap of sinks counts of a head."""
-    return asker("heatmap", statistic="sink_mass", **fields)["arrays"][1][0, 0]
+    return asker("heatmap", statistic="sink_mass", **fields)["arrays"][4][0, 0, 0]
 
 
 @pytest.fixture
@@ -581,7 +597,7 @@ def test_a_page_sees_new_commits(runs: Path, tmp_path: Path, open_at: Opener) ->
         """What the overview and a heatmap say, and their revision."""
         answer, overview = asker("heatmap", statistic="sink_mass"), asker("overview")
         (run,) = overview["runs"]
-        count = answer["arrays"][1][0, 0]
+        count = answer["arrays"][4][0, 0, 0]
         return run["complete"], run["sequences_done"], count, overview["revision"]
 
     *before, revision = shown()
