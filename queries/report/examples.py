@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from headcount.queries.ask.asking import Record, RunDatabase
-from headcount.queries.report.section import Floats, Section, records
+from headcount.queries.report.section import Array, Section, records
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.scans.measured_heads import Head
@@ -88,7 +88,7 @@ def example_statistics(measured: Iterable[str]) -> list[str]:
     return chosen[:MOST_EXAMPLE_STATISTICS]
 
 
-def strongest_heads(means: Floats, count: int) -> list[Head]:
+def strongest_heads(means: Array, count: int) -> list[Head]:
     """The heads with the largest means. An undefined mean is no mean."""
     # Stable: of equal means the first head wins, so that a page is the same every time.
     order = np.argsort(-np.where(np.isnan(means), -np.inf, means), axis=None, kind="stable")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.explore.opened import FIRST_STATISTICS
@@ -33,9 +32,10 @@ from headcount.queries.report.html_page import (
     write_html,
 )
 from headcount.queries.report.section import (
+    NUMBERS,
+    Array,
     Head,
-    HeadValues,
-    Means,
+    Numbers,
     Section,
     read_section,
     records,
@@ -181,8 +181,7 @@ def _sections(
             database,
             run,
             intervention,
-            with_distributions=detail.distributions,
-            with_subsets=detail.distributions,
+            with_details=detail.distributions,
         )
         sections[key] = _head_facts(database, section) | {
             "predictions": predictions.get(intervention, []),
@@ -267,7 +266,7 @@ def _head_facts(database: RunDatabase, section: Section) -> Record:
     return {
         "n_layers": section.n_layers,
         "n_heads": section.n_heads,
-        "values": {name: _values(values) for name, values in section.statistics.items()},
+        "values": {name: _values(section, i) for i, name in enumerate(section.statistics)},
         "curves": [
             {
                 "profile": curve.profile,
@@ -285,40 +284,42 @@ def _head_facts(database: RunDatabase, section: Section) -> Record:
     }
 
 
-def _values(values: HeadValues) -> Record:
+def _values(section: Section, statistic: int) -> Record:
+    """The numbers of a statistic, with as many digits as a reader or a chart can use."""
+    name = section.statistics[statistic]
+    of_subsets = ("mean", "standard_error", "documents", "count")
+
+    def lists(numbers: Numbers, columns: Sequence[str]) -> Record:
+        return {column: _listed(column, numbers[column][statistic]) for column in columns}
+
     content: Record = {
-        **_mean_lists(values.means),
-        "uniform_baseline": values.uniform_baseline,
-        "minimum": _rounded(values.minimum, 4),
-        "maximum": _rounded(values.maximum, 4),
-        "undefined": values.undefined.ravel().tolist(),
-        "changes": _mean_lists(values.changes) if values.changes else None,
-        "subsets": {subset: _mean_lists(means) for subset, means in values.subsets.items()},
+        **lists(section.numbers, NUMBERS),
+        "uniform_baseline": section.uniform_baseline[name],
+        "changes": lists(section.changes, of_subsets) if section.changes else None,
+        "subsets": {
+            subset: lists(numbers, of_subsets) for subset, numbers in section.subsets.items()
+        },
     }
-    histograms = values.histograms
-    if histograms is not None:
+    if histograms := section.histograms.get(name):
         edges = histograms.edges
-        heads = [Head(*cell) for cell in np.ndindex(histograms.counts.shape[1:])]
-        groups = map(histograms.groups_of, heads)
+        heads = [Head(*cell) for cell in np.ndindex(section.shape)]
         # Of even bins, only what all edges follow from.
         even = {"low": edges[0], "high": edges[-1], "bins": len(edges) - 1}
         content["edges"] = even if histograms.is_even else edges
         # For each head: its first bin, how many bins are added up, and the sums.
+        groups = map(histograms.groups_of, heads)
         content["bins"] = [[first, size, *sums] for first, size, sums in groups]
     return content
 
 
-def _mean_lists(means: Means) -> Record:
-    """Means, with as many digits as a reader or a chart can use."""
-    return {
-        "mean": _rounded(means.mean, 6),
-        "standard_error": _rounded(means.standard_error, 3),
-        "documents": means.documents.ravel().tolist(),
-        "count": means.count.ravel().tolist(),
-    }
+DIGITS = {"mean": 6, "standard_error": 3, "minimum": 4, "maximum": 4}
 
 
-def _rounded(values: npt.NDArray[np.float64], digits: int) -> list[float | None]:
+def _listed(column: str, values: Array) -> list[float | None]:
+    return _rounded(values, DIGITS[column]) if column in DIGITS else values.ravel().tolist()
+
+
+def _rounded(values: Array, digits: int) -> list[float | None]:
     """Numbers with so many digits: short to write. None where they are undefined."""
     return [
         float(f"{value:.{digits}g}") if math.isfinite(value) else None
@@ -411,7 +412,9 @@ def _examples(
 ) -> Record:
     """Excerpts of the heads with the largest means, by statistic and head."""
     heads = {
-        name: strongest_heads(section.statistics[name].means.mean, detail.heads_with_examples)
+        name: strongest_heads(
+            section.numbers["mean"][section.statistics.index(name)], detail.heads_with_examples
+        )
         for name in example_statistics(section.statistics)
     }
     examples = read_examples(database, section, heads, models)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from headcount.queries.ask.asking import Record, RunDatabase
@@ -21,8 +20,8 @@ from headcount.queries.open.connection import OPENED
 from headcount.queries.open.rollup_views import BIN_HIGH, BIN_LOW, bin_of, measured_statistics
 from headcount.queries.report.head_curves import (
     AXES,
+    Array,
     Curve,
-    Floats,
     curve_of,
     curves_of_profiles,
     kept_curve_sql,
@@ -35,21 +34,16 @@ from headcount.schemas.files.run_directory import pc
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.measured_heads import Head
 
-Counts: TypeAlias = npt.NDArray[np.int64]
+MEANS = ("mean", "standard_error", "minimum", "maximum")
+COUNTS = ("count", "documents", "undefined")
+NUMBERS = (*MEANS, *COUNTS)
+"""What is known of a statistic of a head over sequences. `standard_error` is over documents."""
+
+Numbers: TypeAlias = dict[str, Array]
+"""By column, [statistic layer head]: MEANS are NaN where they are undefined, COUNTS are uint32."""
 
 MOST_BINS = 40
 """Bins of a histogram in a page. Finer ones are added up."""
-
-
-class Means(NamedTuple):
-    """Means over sequences by layer and head, and how sure they are."""
-
-    mean: Floats
-    standard_error: Floats
-    count: Counts
-    """Sequences on which the statistic is defined."""
-    documents: Counts
-    """Documents of these sequences."""
 
 
 @dataclass
@@ -59,7 +53,7 @@ class Histograms:
     edges: list[float]
     is_even: bool
     """Whether all bins have the same width."""
-    counts: Counts
+    counts: Array
     """By bin, layer and head."""
 
     def groups_of(self, head: Head) -> tuple[int, int, list[int]]:
@@ -84,39 +78,6 @@ class Histograms:
 
 
 @dataclass
-class HeadValues:
-    """One statistic over all heads of a section."""
-
-    means: Means
-    minimum: Floats
-    maximum: Floats
-    undefined: Counts
-    """Sequences on which the statistic is undefined."""
-    uniform_baseline: float | None = None
-    """What uniform attention would score on the same sequences."""
-    histograms: Histograms | None = None
-    subsets: dict[str, Means] = field(default_factory=dict[str, Means])
-    """By subset of the Pile."""
-    changes: Means | None = None
-    """What the intervention changes: means over pairs of the same sequence."""
-
-    @property
-    def percentiles(self) -> Floats:
-        """By head, the share of the other heads with a smaller mean, in percent.
-
-        A head with the same mean counts half. NaN for an undefined mean, or for a single head.
-        """
-        means = self.means.mean
-        defined = np.sort(means[~np.isnan(means)])
-        smaller = np.searchsorted(defined, means, "left")
-        not_larger = np.searchsorted(defined, means, "right")
-        others = max(len(defined) - 1, 0) or np.nan
-        # The head itself is among those that are equal to it.
-        shares = 100 * (smaller + (not_larger - smaller - 1) / 2) / others
-        return np.where(np.isnan(means), np.nan, shares)
-
-
-@dataclass
 class Section:
     """One run under one intervention."""
 
@@ -125,8 +86,30 @@ class Section:
     intervention: str
     n_layers: int
     n_heads: int
-    statistics: dict[str, HeadValues] = field(default_factory=dict[str, HeadValues])
+    statistics: list[str]
+    """Those that were measured, in the order of all arrays."""
+    numbers: Numbers
+    uniform_baseline: dict[str, float | None]
+    """What uniform attention would score on the same sequences, by statistic."""
+    histograms: dict[str, Histograms] = field(default_factory=dict[str, Histograms])
+    """By statistic."""
+    subsets: dict[str, Numbers] = field(default_factory=dict[str, Numbers])
+    """By subset of the Pile."""
+    changes: Numbers | None = None
+    """What the intervention changes: means over pairs of the same sequence."""
     curves: list[Curve] = field(default_factory=list[Curve])
+
+    def percentile(self, statistic: int, head: Head) -> float:
+        """The share of the other heads with a smaller mean, in percent.
+
+        A head with the same mean counts half. NaN for an undefined mean, or for a single head.
+        """
+        means = self.numbers["mean"][statistic]
+        own, others = means[head], np.count_nonzero(~np.isnan(means)) - 1
+        if np.isnan(own) or not others:
+            return np.nan
+        # The head itself is among those that are equal to it.
+        return 100 * ((means < own).sum() + ((means == own).sum() - 1) / 2) / others
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -150,60 +133,68 @@ def read_section(
     intervention: str,
     *,
     head: Head | None = None,
-    with_distributions: bool = True,
-    with_subsets: bool = True,
+    with_details: bool = True,
 ) -> Section:
-    """Read what a page shows. `head` limits all but the means, which percentiles need, to it."""
+    """Read what a page shows. `head` limits all but the means, which percentiles need, to it.
+
+    `with_details` also reads distributions and subsets.
+    """
     rows = _Rows(database, run, intervention)
     summaries = rows.table("means of heads", rows.summaries())
-    # A manifest may not say the sizes of its model. Then the last measured head is the last one.
-    section = Section(
-        run,
-        intervention,
-        run["n_layers"] or 1 + _largest(summaries, "layer"),
-        run["n_heads"] or 1 + _largest(summaries, "head"),
-    )
-    uniform_baseline = uniform_baselines(database, run["run_id"])
-    rows_by_name = dict(_by_statistic(summaries))
+    measured = set(summaries["statistic"].to_pylist())
     # In the order of the registry, and not in that of the rows.
-    order = [*run["statistics"], *sorted(rows_by_name)]
-    for name in dict.fromkeys(order):
-        of_statistic = rows_by_name.get(name)
-        if of_statistic is None:
-            continue
-        section.statistics[name] = HeadValues(
-            _means(of_statistic, section.shape),
-            _by_head(of_statistic, "minimum", section.shape),
-            _by_head(of_statistic, "maximum", section.shape),
-            _counts(of_statistic, "undefined", section.shape),
-            uniform_baseline.get(f"uniform_{name}"),
-        )
-    if section.statistics:
-        of_head = f" AND layer = {head.layer} AND head = {head.head}" if head else ""
-        subjects = {"distributions": with_distributions, "subsets": with_subsets, "changes": True}
-        for subject in [subject for subject, is_wanted in subjects.items() if is_wanted]:
-            _read_details(section, rows, subject, of_head)
-        section.curves = list(_curves(database, section, of_head))
+    names = [
+        name for name in dict.fromkeys([*run["statistics"], *sorted(measured)]) if name in measured
+    ]
+    # A manifest may not say the sizes of its model. Then the last measured head is the last one.
+    shape = tuple(
+        run[f"n_{axis}s"] or 1 + int(max(summaries[axis].to_numpy(), default=0))
+        for axis in ("layer", "head")
+    )
+    numbers = numbers_by_head(summaries, names, shape)
+    baselines = uniform_baselines(database, run["run_id"])
+    baseline = {name: baselines.get(f"uniform_{name}") for name in names}
+    section = Section(run, intervention, *shape, names, numbers, baseline)
+    if not names:
+        return section
+    of_head = f" AND layer = {head.layer} AND head = {head.head}" if head else ""
+    if with_details:
+        bins = rows.table("distributions", rows.distributions(of_head))
+        for name, of_statistic in _split(bins, "statistic"):
+            section.histograms[name] = _histograms(of_statistic, shape)
+        if sql := rows.subsets(of_head):
+            for subset, of_subset in _split(rows.table("subsets", sql), "pile_set_name"):
+                section.subsets[subset] = numbers_by_head(of_subset, names, shape)
+    # An intervention has changes if the same run also measured the untouched model.
+    if intervention != "none" and "none" in run["interventions"]:
+        changes = rows.table("changes", rows.changes(of_head))
+        section.changes = numbers_by_head(changes, names, shape)
+    section.curves = list(_curves(database, section, of_head))
     return section
 
 
-def _read_details(section: Section, rows: _Rows, subject: str, of_head: str) -> None:
-    """Read the distributions, the subsets or the changes of a section, if it has them."""
-    sql = getattr(rows, subject)(of_head)
-    if sql is None:
-        return
-    for name, of_statistic in _by_statistic(rows.table(subject, sql)):
-        values = section.statistics.get(name)
-        if values is None:
-            continue
-        if subject == "distributions":
-            values.histograms = _histograms(of_statistic, section.shape)
-        elif subject == "changes":
-            values.changes = _means(of_statistic, section.shape)
-        else:
-            for subset in sorted(of_statistic["pile_set_name"].unique().to_pylist()):
-                of_subset = of_statistic.filter(pc.equal(of_statistic["pile_set_name"], subset))
-                values.subsets[subset] = _means(of_subset, section.shape)
+def numbers_by_head(
+    table: pa.Table,
+    statistics: Sequence[str],
+    shape: tuple[int, ...],
+    first: tuple[int, int] = (0, 0),
+) -> Numbers:
+    """Rows of `summaries_sql` as arrays. `first` is the layer and head of the first cell."""
+    index = {name: place for place, name in enumerate(statistics)}
+    layers, heads = places(table)
+    statistic = np.array([index.get(name, -1) for name in table["statistic"].to_pylist()], np.int64)
+    is_known = statistic >= 0
+    # One row a head and statistic, so no cell is written twice.
+    place = (statistic[is_known], layers[is_known] - first[0], heads[is_known] - first[1])
+    numbers: Numbers = {}
+    for name in NUMBERS:
+        # NULL becomes NaN.
+        values = table[name].cast(pa.float64()).to_numpy()
+        numbers[name] = np.full((len(statistics), *shape), np.nan if name in MEANS else 0)
+        numbers[name][place] = values[is_known]
+        if name in COUNTS:
+            numbers[name] = numbers[name].astype(np.uint32)
+    return numbers
 
 
 def summaries_sql(rows: str, keys: Sequence[str], statistics: Sequence[str]) -> str:
@@ -256,8 +247,6 @@ class _Rows:
     def __init__(self, database: RunDatabase, run: Record, intervention: str) -> None:
         self.database = database
         self.run_id = run["run_id"]
-        self.interventions = run["interventions"]
-        self.intervention = intervention
         self.condition = section_condition(self.run_id, intervention)
         opened = OPENED[database.connection].runs
         (own,) = [one for one in opened if one.directory.run_id == self.run_id]
@@ -267,10 +256,7 @@ class _Rows:
 
     def table(self, subject: str, sql: str) -> pa.Table:
         """The rows of a query as a table. If it fails, the error names its subject."""
-        try:
-            return self.database.table(sql)
-        except QueryError as error:
-            raise QueryError(f"report, {subject}: {error}") from None
+        return _table(self.database, subject, sql)
 
     def summaries(self, of_head: str = "", by_subset: bool = False) -> str:
         """Means by head, or by head and subset of the Pile."""
@@ -293,10 +279,8 @@ class _Rows:
         has_subsets = bool(records(self.database, "subsets of the Pile", known))
         return self.summaries(of_head, by_subset=True) if has_subsets else None
 
-    def changes(self, of_head: str) -> str | None:
-        """Mean changes by head, if the same run also measured the untouched model."""
-        if self.intervention == "none" or "none" not in self.interventions:
-            return None
+    def changes(self, of_head: str) -> str:
+        """Mean changes by head."""
         names = [one.name for one in self.statistics]
         untouched = f" {section_condition(self.run_id, 'none')}{of_head}"
         rows = changes_sql(f" {self.condition}{of_head}", untouched, "layer, head", names)
@@ -357,40 +341,13 @@ def _table(database: RunDatabase, subject: str, sql: str) -> pa.Table:
         raise QueryError(f"report, {subject}: {error}") from None
 
 
-def _largest(table: pa.Table, column: str) -> int:
-    values = table[column].to_numpy()
-    return int(values.max()) if len(values) else 0
+def _split(table: pa.Table, column: str) -> Iterator[tuple[str, pa.Table]]:
+    """The rows of each value of a column, in the order of the values."""
+    for value in sorted(table[column].unique().to_pylist()):
+        yield value, table.filter(pc.equal(table[column], value))
 
 
-def _by_statistic(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
-    """The rows of each statistic, in the order in which statistics come."""
-    for name in table["statistic"].unique().to_pylist():
-        yield name, table.filter(pc.equal(table["statistic"], name))
-
-
-def _by_head(rows: pa.Table, column: str, shape: tuple[int, int]) -> Floats:
-    values = np.full(shape, np.nan)
-    # NULL becomes NaN.
-    values[places(rows)] = rows[column].cast(pa.float64()).to_numpy()
-    return values
-
-
-def _counts(rows: pa.Table, column: str, shape: tuple[int, int]) -> Counts:
-    counts = np.zeros(shape, np.int64)
-    counts[places(rows)] = rows[column].to_numpy()
-    return counts
-
-
-def _means(rows: pa.Table, shape: tuple[int, int]) -> Means:
-    return Means(
-        _by_head(rows, "mean", shape),
-        _by_head(rows, "standard_error", shape),
-        _counts(rows, "count", shape),
-        _counts(rows, "documents", shape),
-    )
-
-
-def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
+def _histograms(rows: pa.Table, shape: tuple[int, ...]) -> Histograms:
     """Histograms over one common axis, from rows by bin."""
     # Every head has rows of its own, so a bin comes many times. Its ends are the same each time.
     _, first_rows, bin_of_row = np.unique(
@@ -405,7 +362,7 @@ def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
     return Histograms(edges, is_even, counts)
 
 
-def _edges(lows: Floats, highs: Floats) -> tuple[list[float], bool, npt.NDArray[np.int64]]:
+def _edges(lows: Array, highs: Array) -> tuple[list[float], bool, Array]:
     """Edges of an axis that holds all bins, whether they are even, and the place of each bin."""
     widths = highs - lows
     if np.isfinite(widths).all() and np.allclose(widths, widths[0], rtol=1e-3):

@@ -369,7 +369,7 @@ function finding(name) {
   const [first, second] = ranked(name);
   if (!first) return "";
   const baseline = numbers[name].uniform_baseline;
-  let words = `${labelAt(first.i)} leads with ${plusMinus(first.mean, first.error)}`;
+  let words = `${labelAt(first.i)} leads in ${name} with ${plusMinus(first.mean, first.error)}`;
   if (baseline) words += `, ${number(Number((first.mean / baseline).toPrecision(2)))} times the uniform baseline`;
   const gap = second && (first.mean - second.mean) / Math.hypot(first.error ?? NaN, second.error ?? NaN);
   if (Number.isFinite(gap)) {
@@ -494,9 +494,9 @@ async function showBackgrounds() {
   if (!isLive) return;
   // One after the other: the head's own histograms come between them.
   for (const [name, figure] of [...histograms]) {
-    const answer = await tryToAsk({ kind: "background", scope: scope(), statistic: name });
+    const answer = await tryToAsk({ kind: "histograms", scope: scope(), statistics: [name] });
     if (!answer || histograms.get(name) !== figure) return;
-    figure.drawAll(answer.arrays[0]);
+    figure.drawAll(answer.histograms[name].counts);
   }
 }
 

@@ -29,13 +29,27 @@ export function takeToken(hash = "") {
 // heatmap: `values`, the NUMBERS of each statistic by head. card: `rows`, those of a head by statistic.
 // histograms: `histograms`, edges and counts by statistic. curves, subsets, extremes: `rows`.
 export async function answerTo(query, signal) {
-  return report ? embedded[query.kind]?.(query) ?? {} : inNames(query, await ask(query, signal));
+  if (report) return embedded[query.kind]?.(query) ?? {};
+  // The card of a head is the numbers of all heads, of which only one is asked for.
+  const isCard = query.kind === "card";
+  return inNames(query, await ask(isCard ? { ...query, kind: "heatmap" } : query, signal));
 }
 
 // ---- From the report. Its lists are in the order of layers and heads.
 
 const sectionOf = ({ run_id, intervention }) => report.sections[`${run_id}/${intervention}`] ?? { values: {} };
 const placeOf = (section, { layer, head }) => layer * section.n_heads + head;
+
+// Every statistic of one head.
+function cardRows(values, at) {
+  return Object.entries(values).map(([statistic, { uniform_baseline, changes, ...numbers }]) => ({
+    statistic,
+    uniform_baseline,
+    ...Object.fromEntries(NUMBERS.map((name) => [name, numbers[name]?.[at] ?? null])),
+    change: changes?.mean[at] ?? null,
+    change_error: changes?.standard_error[at] ?? null,
+  }));
+}
 
 function histogramOf(values, at) {
   const bins = values?.bins?.[at];
@@ -57,15 +71,7 @@ const embedded = {
   },
   card({ scope, head }) {
     const section = sectionOf(scope);
-    const at = placeOf(section, head);
-    const row = ([statistic, values]) => ({
-      statistic,
-      uniform_baseline: values.uniform_baseline,
-      ...Object.fromEntries(NUMBERS.map((name) => [name, values[name]?.[at] ?? null])),
-      change: values.changes?.mean[at] ?? null,
-      change_error: values.changes?.standard_error[at] ?? null,
-    });
-    return { rows: Object.entries(section.values).map(row) };
+    return { rows: cardRows(section.values, placeOf(section, head)) };
   },
   histograms({ scope, head, statistics }) {
     const section = sectionOf(scope);
@@ -115,13 +121,14 @@ function unpacked(body) {
 // Arrays of several statistics, by their names.
 function inNames(query, answer) {
   const part = (array, names, i) => array.subarray((i * array.length) / names.length, ((i + 1) * array.length) / names.length);
-  if (query.kind === "heatmap") {
+  if (query.kind === "heatmap" || query.kind === "card") {
     const { statistics, uniform_baseline: baselines } = answer;
     const numbers = (name, i) => ({
       uniform_baseline: baselines[name] ?? null,
       ...Object.fromEntries(NUMBERS.map((number, j) => [number, part(answer.arrays[j], statistics, i)])),
     });
     answer.values = Object.fromEntries(statistics.map((name, i) => [name, numbers(name, i)]));
+    answer.rows = cardRows(answer.values, 0);
   } else if (query.kind === "histograms") {
     const own = (name, i) => [name, { edges: answer.axes[name], counts: part(answer.arrays[0], query.statistics, i) }];
     answer.histograms = Object.fromEntries(query.statistics.map(own));

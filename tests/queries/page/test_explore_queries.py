@@ -233,9 +233,11 @@ class Oracle:
         names = [self.statistic] if self.statistic else IN_ORDER
 
         def numbers(column: str, empty: float) -> np.ndarray:
-            rows = f"{self.of_scope} GROUP BY ALL"
+            is_head = "head" in self.asked
+            keys, shape = ("0, 0", (1, 1)) if is_head else ("layer, head", CELLS_OF_MAP)
+            rows = f"{self.of_head if is_head else self.of_scope} GROUP BY ALL"
             return np.array([
-                self.array(CELLS_OF_MAP, f"SELECT layer, head, {column.format(x=x)} {rows}", empty)
+                self.array(shape, f"SELECT {keys}, {column.format(x=x)} {rows}", empty)
                 for x in names
             ])  # fmt: skip
 
@@ -249,11 +251,8 @@ class Oracle:
 
     def histograms(self) -> tuple[Any, ...]:
         names = self.asked["statistics"]
-        return (np.array([self.counts(s, self.of_head + self.in_brushes(s)) for s in names]),)
-
-    def background(self) -> tuple[Any, ...]:
-        undefined = f"SELECT count(*) - count({self.statistic}) {self.of_scope}"
-        return self.counts(str(self.statistic), self.of_scope), self.array((), undefined)
+        rows = self.of_head if "head" in self.asked else self.of_scope
+        return (np.array([self.counts(s, rows + self.in_brushes(s)) for s in names]),)
 
     def cube(self) -> tuple[Any, ...]:
         active, names = self.bin(self.asked["active"]), self.asked["statistics"]
@@ -280,17 +279,6 @@ class Oracle:
             f"stddev_samp({name}::DOUBLE) / sqrt(count({name})) AS standard_error"
         )
 
-    def card(self) -> tuple[Any, ...]:
-        statements = (
-            f"SELECT '{name}' AS statistic, {self.summary(name)}, "
-            f"count(*) - count({name}) AS undefined, "
-            f"min({name}) AS minimum, max({name}) AS maximum, "
-            f"{'NULL' if name == 'value_norm' else 0.25} AS uniform_baseline "
-            f"{self.of_head} HAVING count(*) > 0"
-            for name in IN_ORDER
-        )
-        return ([row for sql in statements for row in self.rows(sql)],)
-
     def subsets(self) -> tuple[Any, ...]:
         rows = f"{self.of_head.replace(self.of_subset, '')} GROUP BY subset ORDER BY mean DESC"
         return (self.rows(f"SELECT subset, {self.summary(str(self.statistic))} {rows}"),)
@@ -307,8 +295,8 @@ class Oracle:
 CUBE = {"kind": "cube", "active": "sink_mass", "statistic": "entropy", "statistics": STATISTICS[1:]}
 QUERIES = [
     *({"kind": "heatmap", "statistic": name} for name in (*STATISTICS, None)),
-    {"kind": "background", "statistic": "entropy"},
-    {"kind": "card", "head": HEAD},
+    {"kind": "heatmap", "head": HEAD},
+    {"kind": "histograms", "statistics": ["entropy"]},
     {"kind": "subsets", "head": HEAD, "statistic": "value_norm"},
     {"kind": "histograms", "head": HEAD, "statistics": STATISTICS, "brushes": [BRUSH]},
     # Its own brush is no condition: a cube has all ranges of it.
@@ -322,7 +310,7 @@ QUERIES = [
         for lowest in (False, True)
     ),
 ]
-SAMPLED = {"histograms", "background", "cube"}
+SAMPLED = {"histograms", "cube"}
 SCOPES: list[dict[str, Any]] = [
     {},
     {"subset": "ArXiv", "layers": [1, 1]},
@@ -349,7 +337,7 @@ async def hold_to_sql(
         if isinstance(last, list):
             assert answer["rows"] == [pytest.approx(row) for row in last], kind
         elif last.ndim == 0:
-            assert answer["undefined" if kind == "background" else "rows"] == last, kind
+            assert answer["rows"] == last, kind
         else:
             arrays.append(last)
         for ours, theirs in zip(answer["arrays"], arrays, strict=True):
@@ -464,11 +452,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "heatmap", "statistic": 'x" FROM y --'}, "unknown statistic"),
     (SINKS | {"scope": {"run_id": "x' OR 1"}}, "unknown run"),
     (SINKS | {"scope": {"intervention": "';--"}}, "unknown intervention"),
-    ({"kind": "card", "head": {"layer": 2, "head": 0}}, "heads L0H0 to L1H2"),
-    ({"kind": "card", "head": {"layer": 0, "head": 3}}, "heads L0H0 to L1H2"),
-    ({"kind": "card", "head": {"layer": -1, "head": 0}}, "expected 0 or more, got -1"),
-    ({"kind": "card", "head": {"layer": "0; x", "head": 0}}, "valid integer"),
-    ({"kind": "card"}, "head: Field required"),
+    ({"kind": "curves", "head": {"layer": 2, "head": 0}}, "heads L0H0 to L1H2"),
+    ({"kind": "curves", "head": {"layer": 0, "head": 3}}, "heads L0H0 to L1H2"),
+    ({"kind": "curves", "head": {"layer": -1, "head": 0}}, "expected 0 or more, got -1"),
+    ({"kind": "curves", "head": {"layer": "0; x", "head": 0}}, "valid integer"),
+    ({"kind": "curves"}, "head: Field required"),
     ({"kind": "drop", "table": "heads"}, "does not match any of the expected tags"),
     (SINKS | {"sql": "x"}, "Extra inputs"),
     (HISTOGRAMS | {"statistics": []}, "statistics: expected 1 or more items, got"),
@@ -523,7 +511,7 @@ def test_a_query_nobody_waits_for_is_interrupted(
     monkeypatch.setattr(opened, "where", lambda _: f" WHERE ({ENDLESS}) > 0")
     ask.engine.runs._axes.clear()
     # No test before this one has asked for it.
-    query = {"statistic": "sink_mass", "scope": {"subset": "ArXiv", "layers": [0, 1]}}
+    query = {"statistics": ["sink_mass"], "scope": {"subset": "ArXiv", "layers": [0, 1]}}
     interrupted = ask.engine.interrupted
     forgotten_errors: list[dict[str, Any]] = []
 
@@ -531,7 +519,7 @@ def test_a_query_nobody_waits_for_is_interrupted(
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: forgotten_errors.append(context))
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask.ask("background", **query), 0.1)
+            await asyncio.wait_for(ask.ask("histograms", **query), 0.1)
         # The thread is free again: the interrupt has reached DuckDB.
         while ask.engine._running:
             await asyncio.sleep(0.01)
@@ -543,7 +531,7 @@ def test_a_query_nobody_waits_for_is_interrupted(
     assert time.monotonic() - began < 5
     assert (ask.engine.interrupted, forgotten_errors) == (interrupted + 1, [])
     monkeypatch.undo()
-    assert ask("background", **query)["undefined"] == 0
+    assert ask("histograms", **query)["arrays"][0].sum() == SEQUENCES // 2 * LAYERS * HEADS
 
 
 def test_a_query_asked_twice_is_computed_once(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -694,7 +682,7 @@ def test_a_sample_in_memory_is_its_rows(large: Asker, files: Files) -> None:
         return [await hold_to_sql(large, files, scope, 3) for scope in SCOPES[:2]]
 
     async def from_memory_and_from_files() -> tuple[list[list[str]], list[list[str]]]:
-        await large.ask("background", statistic="sink_mass")
+        await large.ask("histograms", statistics=["sink_mass"])
         await until_sample_is_read(large)
         from_memory = await shown()
         large.engine.runs.give_up_sample((large.run_id, "none"))
@@ -712,7 +700,7 @@ def test_histograms_come_from_roll_ups_before_the_sample(large: Asker, files: Fi
     async def ask_before_and_after() -> list[dict[str, Any]]:
         before = await large.ask("histograms", **query)
         of_subset = await large.ask("histograms", **query, scope={"subset": "ArXiv"})
-        of_layer = await large.ask("background", statistic="sink_mass", scope={"layers": [1, 1]})
+        of_layer = await large.ask("histograms", statistics=["sink_mass"], scope={"layers": [1, 1]})
         await until_sample_is_read(large)
         return [before, of_subset, of_layer, await large.ask("histograms", **query)]
 
