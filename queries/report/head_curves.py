@@ -48,7 +48,6 @@ class Curve:
     profile: str
     axis: str
     profiled: bool
-    """Whether the run averaged it. Else it kept it for every sequence."""
     indices: list[int]
     values: Array
     """By index, layer and head."""
@@ -56,16 +55,12 @@ class Curve:
 
     def of_head(self, layer: int, head: int, meaning: str, unit: str) -> HeadCurve:
         """The curve of one head, with what a manifest says of the profile."""
-        return HeadCurve(
-            profile=self.profile,
-            axis=self.axis,
-            meaning=meaning,
-            unit=unit,
-            profiled=self.profiled,
-            indices=self.indices,
-            values=_numbers(self.values[:, layer, head]),
-            standard_errors=_numbers(self.standard_errors[:, layer, head]),
+        values, errors = (
+            [None if np.isnan(value) else value for value in array[:, layer, head].tolist()]
+            for array in (self.values, self.standard_errors)
         )
+        about = self.profile, self.axis, meaning, unit, self.profiled, self.indices
+        return HeadCurve(*about, values, errors)
 
 
 def profile_curves_sql(condition: str) -> str:
@@ -154,8 +149,3 @@ def places(rows: pa.Table) -> tuple[Array, Array]:
     """Layers and heads of rows, as indices of an array."""
     layers = rows["layer"].to_numpy().astype(np.int64)
     return layers, rows["head"].to_numpy().astype(np.int64)
-
-
-def _numbers(values: Array) -> list[float | None]:
-    """Numbers with None for NaN."""
-    return [None if np.isnan(value) else value for value in values.tolist()]

@@ -9,13 +9,12 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.explore.opened import FIRST_STATISTICS
-from headcount.queries.open.run_tables import bounds
 from headcount.queries.report.examples import (
     LEAST,
     MOST,
@@ -58,43 +57,6 @@ MOST_DETAILED_CELLS = 60_000
 MOST_EXCERPTS = 2_400
 """Excerpts of texts in one file."""
 
-RANKINGS = {
-    "sink_heads": ("sink_mass", "is_sink"),
-    "induction_heads": ("induction_score", "is_induction"),
-}
-"""By view that ranks heads: by which statistic, and which column says that a head passes."""
-
-
-class NormChart(NamedTuple):
-    """A chart of the residual stream's length by layer."""
-
-    title: str
-    meaning: str
-    unit: str
-    lines: dict[str, str]
-    """Column of `layer_norms`, by name of the line."""
-
-
-NORM_CHARTS = (
-    NormChart(
-        "Residual stream",
-        "Mean length at position 0 and at the other positions.",
-        "euclidean norm",
-        {
-            "before the layer, position 0": "resid_pre_first",
-            "before the layer, others": "resid_pre_others",
-            "after the layer, position 0": "resid_post_first",
-            "after the layer, others": "resid_post_others",
-        },
-    ),
-    NormChart(
-        "Residual peak",
-        "Length at position 0 over the mean of the others.",
-        "ratio",
-        {"before the layer": "resid_pre_ratio", "after the layer": "resid_post_ratio"},
-    ),
-)
-
 
 @dataclass(frozen=True)
 class Detail:
@@ -117,11 +79,15 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
     overview = [_overview_of_run(database, run) for run in runs.values()]
     for run, shown in zip(runs.values(), overview, strict=True):
         sections |= _sections(database, run, detail, models)
-        shown["has_curves"] = any(sections[key]["curves"] for key in _keys(run))
+        own = [sections[key] for key in _keys(run)]
+        shown["has_curves"] = any(section["curves"] for section in own)
+        # A manifest may not say the sizes of its model.
+        shown |= {size: own[0][size] for size in ("n_layers", "n_heads")}
+    facts = "name, unit, range_low, range_high, meaning, formula, source"
     data = {
         "overview": {
             "runs": overview,
-            "statistics": _formula_facts(database),
+            "statistics": records(database, "statistics", f"SELECT {facts} FROM statistics"),
             "damage": [],
             "is_short": not detail.distributions,
             "dormant": _dormant_blocks(database),
@@ -151,25 +117,6 @@ def _detail(runs: Iterable[Record]) -> Detail:
     return Detail(cells <= MOST_DETAILED_CELLS, max(2, heads_with_examples))
 
 
-def _formula_facts(database: RunDatabase) -> list[Record]:
-    """What statistics mean, in their order."""
-    sql = "SELECT name, unit, range_low, range_high, meaning, formula, source FROM statistics"
-    return [row | _finite_range(row) for row in records(database, "statistics", sql)]
-
-
-def _finite_range(row: Record) -> Record:
-    low, high = bounds([row["range_low"], row["range_high"]])
-    return {"range_low": low, "range_high": high}
-
-
-def _view_records(database: RunDatabase, view: str, clauses: str = "") -> list[Record]:
-    """The rows of a view. None if these runs did not measure a column that it needs."""
-    # Any other error is raised: an empty place on the page means that nothing was measured.
-    if view in database.unmeasured_views(view):
-        return []
-    return records(database, view, f"FROM {view} {clauses}")
-
-
 def _sections(
     database: RunDatabase, run: Record, detail: Detail, models: RunModels | None
 ) -> dict[str, Record]:
@@ -177,16 +124,9 @@ def _sections(
     predictions = _predictions(database, f"WHERE run_id = {text_literal(run['run_id'])}")
     sections: dict[str, Record] = {}
     for key, intervention in zip(_keys(run), run["interventions"], strict=True):
-        section = read_section(
-            database,
-            run,
-            intervention,
-            with_details=detail.distributions,
-        )
+        section = read_section(database, run, intervention, with_details=detail.distributions)
         sections[key] = _head_facts(database, section) | {
             "predictions": predictions.get(intervention, []),
-            "rankings": _rankings(database, section),
-            "norms": _norm_charts(database, section),
             "examples": _examples(database, section, detail, models),
         }
     return sections
@@ -327,18 +267,6 @@ def _rounded(values: Array, digits: int) -> list[float | None]:
     ]
 
 
-def _rankings(database: RunDatabase, section: Section) -> list[Record]:
-    """How many heads pass the threshold of each ranking that these runs can have."""
-    rankings: list[Record] = []
-    for view, (statistic, flag) in RANKINGS.items():
-        # A head without a score has no place in a ranking.
-        rows = _view_records(database, view, f"{section.condition} AND {statistic} IS NOT NULL")
-        if rows:
-            passing = sum(bool(row[flag]) for row in rows)
-            rankings.append({"view": view, "statistic": statistic, "passing": passing})
-    return rankings
-
-
 def _predictions(database: RunDatabase, in_run: str) -> dict[str, list[Record]]:
     """By intervention, the mean of every prediction that is one number a sequence.
 
@@ -388,25 +316,6 @@ def _prediction_sql(name: str, in_run: str) -> str:
     """
 
 
-def _norm_charts(database: RunDatabase, section: Section) -> list[Record]:
-    """Lines of the residual stream's length by layer."""
-    norms = _view_records(database, "layer_norms", section.condition)
-    # Also true if there are no rows, because the runs lack a column of the view.
-    if all(row["resid_pre_first"] is None for row in norms):
-        return []
-    charts: list[Record] = []
-    for chart in NORM_CHARTS:
-        series: list[Record] = []
-        for line_name, column in chart.lines.items():
-            layer_values = {row["layer"]: row[column] for row in norms}
-            line = [layer_values.get(layer) for layer in range(section.n_layers)]
-            series.append({"name": line_name, "column": column, "y": line})
-        charts.append(
-            {"title": chart.title, "meaning": chart.meaning, "unit": chart.unit, "series": series}
-        )
-    return charts
-
-
 def _examples(
     database: RunDatabase, section: Section, detail: Detail, models: RunModels | None
 ) -> Record:
@@ -445,7 +354,10 @@ def _dormant_blocks(database: RunDatabase) -> list[Record]:
     """
     key_columns = ("model", "intervention", "repeated_run", "unrepeated_run", "text_run")
     rows_by_key: dict[tuple[str | None, ...], list[Record]] = {}
-    for row in _view_records(database, "dormant_induction_heads"):
+    # Any other error is raised: an empty place on the page means that nothing was measured.
+    view = "dormant_induction_heads"
+    is_unmeasured = view in database.unmeasured_views(view)
+    for row in [] if is_unmeasured else records(database, view, f"FROM {view}"):
         key = tuple(row[column] for column in key_columns)
         rows_by_key.setdefault(key, []).append(row)
     blocks: list[Record] = []

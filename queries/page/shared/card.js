@@ -38,7 +38,8 @@ export function statisticsTable(rows, { label, statistic, onStatistic, percentil
   const numbers = compared
     ? ["first", "second", "difference ±"]
     : [{ name: "mean ±", title: "One standard error, over documents" }, { name: "baseline", title: "What uniform attention would score" }];
-  const columns = ["statistic", ...numbers, { name: "percentile", title: "Share of the other heads with a smaller mean" }, "smallest", "largest", "undefined"];
+  const ends = compared ? [] : ["smallest", "largest", "undefined"];
+  const columns = ["statistic", ...numbers, { name: "percentile", title: "Share of the other heads with a smaller mean" }, ...ends];
   return table(
     columns,
     rows.map((row) => {
@@ -50,14 +51,14 @@ export function statisticsTable(rows, { label, statistic, onStatistic, percentil
         : [plusMinus(row.mean, row.standard_error), isUndefined(row.uniform_baseline) ? "" : number(row.uniform_baseline)];
       const place = html("td", { class: "percentile" });
       fillPercentile(place, percentile(row.statistic));
-      const ends = [number(row.minimum), number(row.maximum), row.count === most ? "" : number(most - row.count)];
+      const last = [number(row.minimum), number(row.maximum), row.count === most ? "" : number(most - row.count)];
       return html(
         "tr",
         { "aria-selected": String(row.statistic === statistic), "data-statistic": row.statistic },
         html("td", {}, name),
         ...cells.map((cell) => html("td", {}, cell)),
         place,
-        ...ends.map((cell) => html("td", {}, cell)),
+        ...(compared ? [] : last).map((cell) => html("td", {}, cell)),
       );
     }),
     `Every statistic of ${label}`,
@@ -198,8 +199,9 @@ export function drawCard(card, chosen, onStatistic) {
     const shown = card.distributions[one.name];
     if (shown?.counts.length) {
       const plot = histogram(one.name, one.meaning);
-      plot.setAxis(shown.edges, marksOf(one));
+      plot.setAxis(shown.edges);
       plot.drawBefore(shown.counts);
+      plot.mark(marksOf(one));
       parts.push(html("div", { class: "plot" }, plot));
     }
     const subsets = card.subsets[one.name] ?? [];

@@ -39,10 +39,7 @@ export function number(x) {
   if (Number.isInteger(x) || Math.abs(x) >= 1e4)
     return Math.round(x).toLocaleString("en").replace("-", "−");
   const short = Number(x.toPrecision(4));
-  return (Math.abs(x) < 1e-5 ? Number(x.toPrecision(3)).toExponential() : String(short)).replaceAll(
-    "-",
-    "−",
-  );
+  return (Math.abs(x) < 1e-5 ? Number(x.toPrecision(3)).toExponential() : String(short)).replaceAll("-", "−");
 }
 
 // A number of an axis: short, because its neighbours say the rest.
@@ -55,7 +52,7 @@ function tickText(x) {
 }
 
 // About `most` round numbers between two ends.
-function roundTicks(low, high, most = 5, onlyWhole = false) {
+export function roundTicks(low, high, most = 5, onlyWhole = false) {
   if (!(high > low)) return [low];
   // Between layers or positions there is nothing.
   const rough = Math.max((high - low) / most, onlyWhole ? 1 : 0);
@@ -79,11 +76,8 @@ function decadeTicks(low, high) {
 
 // The drawing area of a figure: its parts are placed in units of about a pixel.
 function canvas(width, height, attributes = {}, ...children) {
-  return svg(
-    "svg",
-    { viewBox: `0 0 ${width} ${height}`, width, height, class: "figure", ...attributes },
-    ...children,
-  );
+  const place = { viewBox: `0 0 ${width} ${height}`, width, height, class: "figure" };
+  return svg("svg", { ...place, ...attributes }, ...children);
 }
 
 function text(x, y, content, attributes = {}) {
@@ -142,16 +136,7 @@ function legend(x, y, width, range, scale) {
 // `onChoose(row, col)` and `onHover(row, col)` are optional. `cellName(row, col)` names a cell.
 // The element has a method `choose(row, col)`, which moves the mark.
 export function heatmap(options) {
-  const {
-    values,
-    range,
-    scale = "sequential",
-    title = "",
-    onChoose,
-    onHover,
-    chosen,
-    faint,
-  } = options;
+  const { values, range, scale = "sequential", title = "", onChoose, onHover, chosen, faint } = options;
   const rows = indices(options.rows);
   const cols = indices(options.cols);
   const { rowName = "layer", colName = "head", width = 340 } = options;
@@ -202,10 +187,7 @@ export function heatmap(options) {
     );
     cells.append(line);
   });
-  const figure = canvas(Math.max(right + 2, left + 130), legendTop + 22, {
-    role: "grid",
-    "aria-label": title,
-  });
+  const figure = canvas(Math.max(right + 2, left + 130), legendTop + 22, { role: "grid", "aria-label": title });
   figure.append(cells);
 
   const shownRow = everyOther(rows.length, (down * rows.length) / 13);
@@ -229,17 +211,9 @@ export function heatmap(options) {
     axes.append(text(9, middle, rowName, { "text-anchor": "middle", transform: turned }));
   }
   if (!isSmall) axes.append(text((left + right) / 2, bottom + 25, colName, { "text-anchor": "middle" }));
-  figure.append(
-    axes,
-    legend(left, legendTop, Math.max(90, Math.min(right - left, 180)), range, scale),
-  );
+  figure.append(axes, legend(left, legendTop, Math.max(90, Math.min(right - left, 180)), range, scale));
 
-  const ring = svg("rect", {
-    class: "chosen",
-    width: across - gap + 3,
-    height: down - gap + 3,
-    rx: 2,
-  });
+  const ring = svg("rect", { class: "chosen", width: across - gap + 3, height: down - gap + 3, rx: 2 });
   figure.append(ring);
   let current = [0, 0];
   const enter = (row, col) => {
@@ -251,8 +225,7 @@ export function heatmap(options) {
   figure.choose = (row, col) => {
     const exists = row !== null && row !== undefined && marks[row]?.[col];
     ring.style.display = exists ? "" : "none";
-    for (const cell of figure.querySelectorAll("[aria-selected]"))
-      cell.removeAttribute("aria-selected");
+    for (const cell of figure.querySelectorAll("[aria-selected]")) cell.removeAttribute("aria-selected");
     if (!exists) return;
     marks[row][col].setAttribute("aria-selected", "true");
     ring.setAttribute("x", left + col * across - 1.5);
@@ -320,9 +293,7 @@ function frame(options) {
   const y = (value) => bottom - ((scaled(value) - lowY) / (highY - lowY || 1)) * (bottom - top);
   const group = svg("g", { "aria-hidden": "true" });
   for (const tick of log ? decadeTicks(...yRange) : roundTicks(...yRange, 4)) {
-    group.append(
-      svg("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid-line" }),
-    );
+    group.append(svg("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid-line" }));
     group.append(text(left - 5, y(tick) + 3.6, tickText(tick), { "text-anchor": "end" }));
   }
   const shown = names
@@ -340,9 +311,7 @@ function frame(options) {
   group.append(svg("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }));
   group.append(text((left + right) / 2, height - 8, xName, { "text-anchor": "middle" }));
   const middle = (top + bottom) / 2;
-  group.append(
-    text(9, middle, yName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }),
-  );
+  group.append(text(9, middle, yName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }));
   let keyNumber = 0;
   keyLines.forEach((line, row) => {
     for (const [key, at] of line) {
@@ -370,69 +339,38 @@ const dashes = (number) => (number % 2 ? "5 3" : null);
 
 // Lines over numbers or names. An undefined value breaks its line.
 export function lines(options) {
-  const {
-    series,
-    xName = "",
-    yName = "",
-    log = false,
-    title = yName,
-    width = 360,
-    height = 220,
-  } = options;
+  const { series, xName = "", yName = "", log = false, title = yName, width = 360, height = 220 } = options;
   const ownX = (one) => one.x ?? options.x;
   const allX = series.flatMap((one) => ownX(one));
-  const names = allX.some((value) => typeof value === "string")
-    ? [...new Set(allX.map(String))]
-    : null;
+  const names = allX.some((value) => typeof value === "string") ? [...new Set(allX.map(String))] : null;
   const placeOf = (value) => (names ? names.indexOf(String(value)) : value);
   const places = allX.map(placeOf);
-  const allY = series
-    .flatMap((one) => one.y)
-    .filter((value) => !isUndefined(value) && (!log || value > 0));
+  const isDrawn = (value) => !isUndefined(value) && (!log || value > 0);
+  const allY = series.flatMap((one) => one.y).filter(isDrawn);
   const low = Math.min(...allY);
   const high = Math.max(...allY);
-  const yRange =
-    options.yRange ??
-    (log ? [low / 1.15, high * 1.15] : [Math.min(0, low), Math.max(0, high) || 1]);
+  const yRange = options.yRange ?? (log ? [low / 1.15, high * 1.15] : [Math.min(0, low), Math.max(0, high) || 1]);
   const keys = series.length > 1 ? series.map((one) => String(one.name)) : [];
   const xRange = [Math.min(...places), Math.max(...places)];
   const wholeX = places.every(Number.isInteger);
   const box = frame({ width, height, xRange, yRange, xName, yName, log, names, keys, wholeX });
   const figure = canvas(width, height, { role: "img", "aria-label": title }, box.group);
   series.forEach((one, i) => {
-    const group = svg("g", { class: "series", "data-series": one.name });
+    const line = svg("path", { class: "line", stroke: seriesColour(i), "stroke-dasharray": dashes(i) });
+    const group = svg("g", { class: "series", "data-series": one.name }, line);
+    const radius = one.y.length > 40 ? 1.6 : 2.6;
     let path = "";
-    let isDrawing = false;
     one.y.forEach((value, j) => {
-      if (isUndefined(value) || (log && value <= 0)) {
-        isDrawing = false;
-        return;
-      }
-      path += `${isDrawing ? "L" : "M"}${box.x(placeOf(ownX(one)[j])).toFixed(1)} ${box.y(value).toFixed(1)}`;
-      isDrawing = true;
-    });
-    group.append(
-      svg("path", {
-        d: path,
-        class: "line",
-        stroke: seriesColour(i),
-        "stroke-dasharray": dashes(i),
-      }),
-    );
-    one.y.forEach((value, j) => {
-      if (isUndefined(value) || (log && value <= 0)) return;
+      if (!isDrawn(value)) return;
       const at = ownX(one)[j];
-      const radius = one.y.length > 40 ? 1.6 : 2.6;
-      const dot = svg("circle", {
-        cx: box.x(placeOf(at)),
-        cy: box.y(value),
-        r: radius,
-        fill: seriesColour(i),
-      });
+      const [x, y] = [box.x(placeOf(at)), box.y(value)];
+      path += `${j && isDrawn(one.y[j - 1]) ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
+      const dot = svg("circle", { cx: x, cy: y, r: radius, fill: seriesColour(i) });
       const name = series.length > 1 ? `${one.name}, ` : "";
       const error = one.errors && !isUndefined(one.errors[j]) ? ` ± ${number(one.errors[j])}` : "";
       group.append(titled(dot, `${name}${xName} ${at}: ${number(value)}${error}`));
     });
+    line.setAttribute("d", path);
     figure.append(group);
   });
   return figure;
@@ -441,7 +379,7 @@ export function lines(options) {
 // Horizontal bars with names, from zero. `errors` are standard errors. Several `series` share the
 // names: `{name, values, errors}`. `reference` is a value with a name, drawn as a line.
 export function bars(options) {
-  const { names, title = "", unit = "", reference, range, onChoose, width = 360 } = options;
+  const { names, title = "", unit = "", reference, width = 360 } = options;
   const series = options.series ?? [{ name: "", values: options.values, errors: options.errors }];
   const several = series.length > 1;
   const longest = Math.max(...names.map((name) => String(name).length), 1);
@@ -450,16 +388,12 @@ export function bars(options) {
   const thick = several ? 11 : 13;
   const room = thick * series.length + 6;
   const top = several ? 20 : reference && !isUndefined(reference.x) ? 16 : 4;
-  const all = series.flatMap((one) =>
-    one.values.flatMap((value, i) =>
-      [-1, 1].map((side) => (value ?? 0) + side * (one.errors?.[i] ?? 0)),
-    ),
-  );
+  const ends = (one) => (value, i) => [-1, 1].map((side) => (value ?? 0) + side * (one.errors?.[i] ?? 0));
+  const all = series.flatMap((one) => one.values.flatMap(ends(one)));
   // A whisker may reach below zero where no bar does.
   const lowest = Math.min(0, ...all, reference?.x ?? 0);
-  const low =
-    range?.[0] ?? (series.some((one) => one.values.some((value) => value < 0)) ? lowest : 0);
-  const high = range?.[1] ?? Math.max(0, ...all, reference?.x ?? 0);
+  const low = series.some((one) => one.values.some((value) => value < 0)) ? lowest : 0;
+  const high = Math.max(0, ...all, reference?.x ?? 0);
   const x = (value) => left + ((value - low) / (high - low || 1)) * (right - left);
   const bottom = top + room * names.length;
   const figure = canvas(width, bottom + (unit ? 20 : 4), { role: "img", "aria-label": title });
@@ -468,21 +402,17 @@ export function bars(options) {
     const full = String(name);
     const short = full.length > limit + 1 ? `${full.slice(0, limit)}…` : full;
     const middle = top + i * room + (thick * series.length) / 2 + 3.8;
-    figure.append(
-      titled(text(left - 6, middle, short, { "text-anchor": "end", class: "name" }), full),
-    );
+    figure.append(titled(text(left - 6, middle, short, { "text-anchor": "end", class: "name" }), full));
     series.forEach((one, j) => {
       const value = one.values[i];
       const y = top + i * room + j * thick;
       const error = one.errors?.[i];
       const says = `${several ? `${one.name}, ` : ""}${full}: ${number(value)}${isUndefined(error) ? "" : ` ± ${number(error)}`}`;
-      const ends = isUndefined(value)
-        ? [x(0), x(0)]
-        : [x(Math.min(0, value)), x(Math.max(0, value))];
+      const [from, to] = [x(Math.min(0, value ?? 0)), x(Math.max(0, value ?? 0))];
       const bar = svg("rect", {
-        x: ends[0],
+        x: from,
         y: y + 1,
-        width: Math.max(isUndefined(value) ? 0 : 1, ends[1] - ends[0]),
+        width: Math.max(isUndefined(value) ? 0 : 1, to - from),
         height: thick - 2,
         // A rule of the page's style would win over the colour of a series.
         class: several ? null : "bar",
@@ -491,25 +421,11 @@ export function bars(options) {
       const group = titled(svg("g", { "data-bar": full }, bar), says);
       if (!isUndefined(error) && !isUndefined(value)) {
         const middleY = y + thick / 2;
-        group.append(
-          svg("line", {
-            x1: x(Math.max(low, value - error)),
-            x2: x(value + error),
-            y1: middleY,
-            y2: middleY,
-            class: "whisker",
-          }),
-        );
+        const reach = { x1: x(Math.max(low, value - error)), x2: x(value + error) };
+        group.append(svg("line", { ...reach, y1: middleY, y2: middleY, class: "whisker" }));
       }
-      if (onChoose) group.addEventListener("click", () => onChoose(i));
-      group.append(
-        text(
-          Math.max(ends[1], isUndefined(error) ? 0 : x(value + error)) + 5,
-          y + thick / 2 + 3.8,
-          number(value),
-          { class: "value" },
-        ),
-      );
+      const right = Math.max(to, isUndefined(error) ? 0 : x(value + error));
+      group.append(text(right + 5, y + thick / 2 + 3.8, number(value), { class: "value" }));
       figure.append(group);
     });
   });
@@ -529,12 +445,7 @@ export function bars(options) {
     const at = x(reference.x);
     const line = svg("line", { x1: at, x2: at, y1: top - 3, y2: bottom, class: "mark baseline" });
     figure.append(titled(line, `${reference.name}: ${number(reference.x)}`));
-    figure.append(
-      text(at, top - 5, reference.name, {
-        "text-anchor": at > width / 2 ? "end" : "start",
-        class: "mark-name",
-      }),
-    );
+    figure.append(text(at, top - 5, reference.name, { "text-anchor": at > width / 2 ? "end" : "start", class: "mark-name" }));
   }
   if (unit) figure.append(text((left + right) / 2, bottom + 14, unit, { "text-anchor": "middle" }));
   return figure;
@@ -573,6 +484,7 @@ export function scatter(options) {
     taken.push({ x, y, end: x + wide });
     figure.append(text(x, y, point.name, { class: "point-name" }));
   }
+  const inside = (value, low, high) => Math.min(high, Math.max(low, value));
   const band = svg("rect", { class: "picked-range" });
   figure.append(band);
   let range = null;
@@ -580,13 +492,13 @@ export function scatter(options) {
     range = picked;
     band.style.display = range ? "" : "none";
     if (!range) return;
-    const [left, right, bottom, top] = [box.x(range[0]), box.x(range[1]), box.y(range[2]), box.y(range[3])];
+    const [left, right] = [range[0], range[1]].map((value) => inside(box.x(value), box.left, box.right));
+    const [bottom, top] = [range[2], range[3]].map((value) => inside(box.y(value), box.top, box.bottom));
     for (const [name, value] of Object.entries({ x: left, y: top, width: right - left, height: bottom - top }))
       band.setAttribute(name, value.toFixed(1));
   };
   figure.pick(null);
 
-  const inside = (value, low, high) => Math.min(high, Math.max(low, value));
   const share = (event) => {
     const frameBox = figure.getBoundingClientRect();
     const scale = width / frameBox.width;

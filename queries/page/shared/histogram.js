@@ -1,5 +1,5 @@
 // A histogram, with a brush if it listens: a range that a pointer, a finger or the arrow keys move.
-import { everyOther, html, isUndefined, number, svg, titled } from "./draw.js";
+import { everyOther, html, isUndefined, number, roundTicks, svg, titled } from "./draw.js";
 
 // Bins of an axis. The server has the same number: a brush is two bins of it.
 export const BINS = 128;
@@ -28,15 +28,6 @@ export function inWords([first, last], [low, high]) {
   return `${edge(first)} to ${edge(last + 1)}`;
 }
 
-// Four to eight round numbers between the ends of an axis.
-function roundPlaces(low, high) {
-  const power = 10 ** Math.floor(Math.log10((high - low) / 4));
-  const step = [5, 2, 1].map((digit) => digit * power).find((size) => (high - low) / size >= 4);
-  const places = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) places.push(Number((i * step).toPrecision(6)));
-  return places;
-}
-
 const xOf = (share) => LEFT + share * (RIGHT - LEFT);
 const sum = (counts) => counts.reduce((total, count) => total + count, 0);
 
@@ -58,7 +49,7 @@ function axisOf(edges) {
   const isEven = ends.every((edge, i) => Math.abs(edge - ends[0] - i * width) <= 2e-3 * Math.abs(width));
   if (isEven) {
     const place = (x) => (x - ends[0]) / (ends[last] - ends[0]);
-    return { place, ends: [ends[0], ends[last]], ticks: roundPlaces(ends[0], ends[last]).map((x) => [place(x), x]) };
+    return { place, ends: [ends[0], ends[last]], ticks: roundTicks(ends[0], ends[last], 6).map((x) => [place(x), x]) };
   }
   const place = (x) => {
     const bin = Math.min(last - 1, ends.findLastIndex((edge) => edge <= x));
@@ -99,6 +90,7 @@ export function histogram(name, meaning, listeners) {
   );
   const element = html("div", { class: "histogram" }, html("div", { class: "name" }, title, says), figure);
   let axis = [0, 1];
+  let scaled = axisOf(axis);
   let range = null;
   let frame = 0;
   let endTimer = 0;
@@ -202,9 +194,9 @@ export function histogram(name, meaning, listeners) {
   let before = null;
   Object.assign(element, {
     isDragging: () => drag !== null,
-    // `edges` are those of all bins, or the two ends. `shown` are values with a name: `{x, name}`.
-    setAxis(edges, shown = []) {
-      const scaled = axisOf(edges);
+    // `edges` are those of all bins, or the two ends.
+    setAxis(edges) {
+      scaled = axisOf(edges);
       axis = scaled.ends;
       ticks.replaceChildren(
         ...scaled.ticks.map(([share, value]) => {
@@ -213,6 +205,11 @@ export function histogram(name, meaning, listeners) {
           return svg("text", { x, y: HEIGHT - 6, "text-anchor": anchor }, number(Number(value.toPrecision(3))));
         }),
       );
+      marks.replaceChildren();
+      show();
+    },
+    // Values with a name: `{x, name}`.
+    mark(shown) {
       const inside = shown.filter(({ x }) => !isUndefined(x) && scaled.place(x) >= 0 && scaled.place(x) <= 1);
       marks.replaceChildren(
         ...inside.map(({ x, name: mark, kind }) => {
@@ -220,7 +217,6 @@ export function histogram(name, meaning, listeners) {
           return titled(svg("line", { x1: at, x2: at, y1: TOP, y2: BOTTOM, class: `mark ${kind ?? ""}` }), `${mark}: ${number(x)}`);
         }),
       );
-      show();
     },
     setRange(bins) { range = bins; show(); },
     drawAll(counts) { all.setAttribute("d", steps(counts, Math.max(...counts))); },

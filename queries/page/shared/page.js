@@ -11,6 +11,11 @@ import { answerTo, isLive, isWaiting, takeToken } from "./source.js";
 
 // Statistics that say what a head does: the first of them that were measured are shown first.
 const LEADING = ["sink_mass", "induction_score", "previous_token_score", "duplicate_score", "self_attention", "entropy"];
+// Views that rank heads by a statistic, and when a head passes their threshold.
+const RANKINGS = {
+  sink_mass: ["sink_heads", (mean) => (1 + (run.n_ctx - 1) * mean) / run.n_ctx > 0.3],
+  induction_score: ["induction_heads", (mean) => mean >= 0.4],
+};
 const MOST_HISTOGRAMS = 12;
 const MOST_SECTIONS = 24;
 const SHOWN_HEADS = 10;
@@ -19,7 +24,7 @@ const LOOK_ALIKE = 0.95;
 const LIVE_MILLISECONDS = 5_000;
 const FINISHED_MILLISECONDS = 30_000;
 // Above so many rows without roll-ups, the means of all statistics would keep the machine busy.
-const MOST_ROWS = 5e7;
+const MOST_ROWS = 1e7;
 
 const by = (id) => document.getElementById(id);
 const chosen = {}; // What `recall` reads from the address.
@@ -376,8 +381,9 @@ function finding(name) {
     const size = gap > 100 ? "more than 100" : number(Number(gap.toPrecision(2)));
     words += `. It is ${size} standard errors above ${labelAt(second.i)}${gap < 2 ? ": the two may as well be equal" : ""}`;
   }
-  const ranking = extras.rankings?.find((each) => each.statistic === name);
-  if (ranking) words += `. ${number(ranking.passing)} of ${number(ranked(name).length)} heads pass the threshold of ${ranking.view}`;
+  const [view, passes] = RANKINGS[name] ?? [];
+  const passing = view && ranked(name).filter(({ mean }) => passes(mean)).length;
+  if (view) words += `. ${number(passing)} of ${number(ranked(name).length)} heads pass the threshold of ${view}`;
   return `${words}.`;
 }
 
@@ -595,8 +601,8 @@ async function showHead() {
   const began = performance.now();
   by("head-name").textContent = `Head ${label(chosen.head)}`;
   const query = { kind: "histograms", scope: scope(), head: head(), statistics: chosen.shown };
-  const [answer, card] = await Promise.all([tryToAsk(query), tryToAsk({ kind: "card", scope: scope(), head: head() })]);
-  if (!answer || !card || turn !== turns.head) return;
+  const answer = await tryToAsk(query);
+  if (!answer || turn !== turns.head) return;
   sql.hist = answer.sql?.join("\n") ?? histogramsSql();
   isCoarse = answer.source === "rollups";
   sayBrushNote(answer.every);
@@ -604,14 +610,14 @@ async function showHead() {
     const own = answer.histograms[name];
     figure.hidden = !own?.counts.length;
     if (figure.hidden) continue;
-    figure.setAxis(own.edges, marksOf(card.rows.find((row) => row.statistic === name)));
+    figure.setAxis(own.edges);
     figure.drawBefore(own.counts);
   }
   performance.measure("head", { start: began });
   // Counts of a sample are not drawn over counts of all rows.
   const under = chosen.brushes.size && !isCoarse ? tryToAsk({ ...query, brushes: brushList() }) : null;
   showExtremes();
-  showCard(turn, card.rows);
+  showCard(turn);
   if (run.subsets.length) showSubsets(turn);
   if (run.has_curves) showCurves(turn);
   const brushedAnswer = await under;
@@ -630,10 +636,12 @@ ORDER BY ALL`;
 
 let card = []; // The rows of the chosen head.
 
-async function showCard(turn, rows) {
-  card = rows;
+async function showCard(turn) {
+  const own = await tryToAsk({ kind: "card", scope: scope(), head: head() });
   const other = chosen.other && (await tryToAsk({ kind: "card", scope: otherScope(), head: head() }));
-  if (turn !== turns.head) return;
+  if (!own || turn !== turns.head) return;
+  card = own.rows;
+  for (const [name, figure] of histograms) figure.mark(marksOf(card.find((row) => row.statistic === name)));
   const titles = Object.fromEntries(overview.statistics.map(({ name, meaning }) => [name, meaning]));
   const options = { label: label(chosen.head), statistic: chosen.statistic, onStatistic: chooseStatistic, percentile, titles, compared: other?.rows };
   const scrolled = by("card-rows").scrollTop;
@@ -781,7 +789,7 @@ async function showMaps() {
   const button = (name) => html("button", { type: "button", class: "plain", onclick: () => chooseStatistic(name), title: facts(name).meaning }, ...breakable(name));
   const drawn = [];
   for (const [name, ...alike] of cards) {
-    const difference = chosen.other && (await comparisonOf(name));
+    const difference = chosen.other && (await comparison(name));
     if (turn !== turns.all) return;
     const looks = difference ? differenceLooks(difference, numbers[name].mean) : rangeOf(name, numbers[name].mean);
     const [first] = ranked(name);
@@ -796,8 +804,6 @@ async function showMaps() {
   by("maps").replaceChildren(...drawn);
   showPicked();
 }
-
-const comparisonOf = (name) => comparison(name);
 
 // ---- What else a section has: lines by layer, predictions, subsets, what all heads share
 
@@ -869,14 +875,27 @@ function dormantCards() {
 
 function showMore() {
   const ofKind = (kind) => Object.entries(numbers).filter(([, one]) => kindOf(one) === kind);
-  const norms = extras.norms ?? [];
-  const inCharts = norms.length ? ["resid_pre_norm", "sink_resid_pre_norm", "resid_post_norm", "sink_resid_post_norm"] : [];
-  const charts = norms.map((chart) => linesCard(chart.title, chart.meaning, chart.unit, chart.series,
-    `SELECT layer, ${chart.series.map((line) => line.column).join(", ")}\nFROM layer_norms\nWHERE ${conditions(chosen)}`, true));
-  for (const [name, { mean }] of ofKind("layers")) {
-    if (inCharts.includes(name)) continue;
-    const y = matrix(mean).map((row) => row.find((value) => !isUndefined(value)) ?? null);
-    charts.push(linesCard(name, facts(name).meaning, facts(name).unit, [{ name, y }], summariesSql(name)));
+  const byLayer = (name) => numbers[name] && matrix(numbers[name].mean).map((row) => row.find((value) => !isUndefined(value)) ?? null);
+  const charts = [];
+  const inCharts = ["resid_pre_norm", "sink_resid_pre_norm", "resid_post_norm", "sink_resid_post_norm"];
+  const [pre, preFirst, post, postFirst] = inCharts.map(byLayer);
+  if (pre && preFirst && post && postFirst) {
+    // The stored mean includes position 0.
+    const others = (all, first) => all.map((mean, layer) => (run.n_ctx * mean - first[layer]) / (run.n_ctx - 1));
+    const ratio = (first, rest) => first.map((length, layer) => (rest[layer] ? length / rest[layer] : null));
+    const [preOthers, postOthers] = [others(pre, preFirst), others(post, postFirst)];
+    const norms = [["before the layer, position 0", preFirst], ["before the layer, others", preOthers], ["after the layer, position 0", postFirst], ["after the layer, others", postOthers]];
+    const ratios = [["before the layer", ratio(preFirst, preOthers)], ["after the layer", ratio(postFirst, postOthers)]];
+    const series = (list) => list.map(([name, y]) => ({ name, y }));
+    const sqlOf = (what) => `SELECT layer, ${what}\nFROM layer_norms\nWHERE ${conditions(chosen)}`;
+    charts.push(
+      linesCard("Residual stream", "Mean length at position 0 and at the other positions.", "euclidean norm", series(norms), sqlOf("COLUMNS('resid_.*_(first|others)')"), true),
+      linesCard("Residual peak", "Length at position 0 over the mean of the others.", "ratio", series(ratios), sqlOf("resid_pre_ratio, resid_post_ratio"), true),
+    );
+  }
+  for (const [name] of ofKind("layers")) {
+    if (charts.length && inCharts.includes(name)) continue;
+    charts.push(linesCard(name, facts(name).meaning, facts(name).unit, [{ name, y: byLayer(name) }], summariesSql(name)));
   }
   const shared = ofKind("model").map(([name, { mean }]) => {
     const [value] = defined(mean);
@@ -930,11 +949,14 @@ async function showAll() {
   if (chosen.brushes.size) await applyBrushes();
   await showScatter(turn);
   if (mayAskForAll()) {
-    while (isWaiting() || isDragging() || document.hidden) {
-      await new Promise((done) => setTimeout(done, 50));
-      if (turn !== turns.all) return;
+    // From rows one statistic at a time, while the page waits for nothing else.
+    for (const name of !isLive || run.has_rollups ? [null] : run.statistics) {
+      while (isWaiting() || isDragging() || document.hidden) {
+        await new Promise((done) => setTimeout(done, 50));
+        if (turn !== turns.all) return;
+      }
+      if (!(await aboutHeads(scope(), name)) || turn !== turns.all) return;
     }
-    if (!(await aboutHeads(scope(), null)) || turn !== turns.all) return;
     for (const row of by("card-rows").querySelectorAll("tbody tr")) fillPercentile(row.querySelector(".percentile"), percentile(row.dataset.statistic));
     saySentence();
     showMore();
