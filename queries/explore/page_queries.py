@@ -211,8 +211,11 @@ class Query(_Closed):
     """The fields that name statistics whose axes the query needs."""
 
     scope: Scope
-    head: Head | None = None
-    """Without a head, the query is about all heads of the chosen layers."""
+
+    @property
+    def one_head(self) -> Head | None:
+        """The head that it is about. None is all heads of the chosen layers."""
+        return getattr(self, "head", None)
 
     @property
     def binned_statistics(self) -> set[str]:
@@ -240,7 +243,7 @@ class Query(_Closed):
                 raise QueryError(unknown("statistic", name, facts.statistics))
         if self.scope.intervention not in facts.interventions:
             raise QueryError(unknown("intervention", self.scope.intervention, facts.interventions))
-        head = self.head
+        head = self.one_head
         if head and (head.layer >= facts.layers or head.head >= facts.heads):
             raise QueryError(
                 f"head L{head.layer}H{head.head}: run {facts.run_id} has heads L0H0 to "
@@ -250,7 +253,7 @@ class Query(_Closed):
     @property
     def conditions_on_heads(self) -> list[str]:
         """Which heads the query is about. The chosen layers do not hide a chosen head."""
-        return self.head.conditions if self.head else self.scope.conditions_on_layers
+        return self.one_head.conditions if self.one_head else self.scope.conditions_on_layers
 
     def conditions(self, facts: RunFacts, *, sampled: bool) -> list[str]:
         """Conditions on the rows that the query is about."""
@@ -273,6 +276,7 @@ class Heatmap(Query):
     rollups_answer: ClassVar[bool] = True
 
     kind: Literal["heatmap"]
+    head: Head | None = None
     statistic: str | None = None
     """None is all of them."""
     changes: bool = False
@@ -328,6 +332,7 @@ class Histograms(Query):
     bins_of: ClassVar[tuple[str, ...]] = ("statistics", "brushes")
 
     kind: Literal["histograms"]
+    head: Head | None = None
     statistics: Statistics
     brushes: Brushes = ()
 

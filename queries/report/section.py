@@ -147,9 +147,9 @@ def read_section(
         name for name in dict.fromkeys([*run["statistics"], *sorted(measured)]) if name in measured
     ]
     # A manifest may not say the sizes of its model. Then the last measured head is the last one.
-    shape = tuple(
-        run[f"n_{axis}s"] or 1 + int(max(summaries[axis].to_numpy(), default=0))
-        for axis in ("layer", "head")
+    shape = (
+        run["n_layers"] or 1 + int(max(summaries["layer"].to_numpy(), default=0)),
+        run["n_heads"] or 1 + int(max(summaries["head"].to_numpy(), default=0)),
     )
     numbers = numbers_by_head(summaries, names, shape)
     baselines = uniform_baselines(database, run["run_id"])
