@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from headcount.queries.explore.axes import BINS, DRAWN_BINS, Axis
 from headcount.queries.report.examples import marked_keys
@@ -264,8 +264,8 @@ class Query(_Closed):
         raise NotImplementedError
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """The answer, from the table of each statement."""
-        raise NotImplementedError
+        """The answer, from the table of each statement: one object for each row, or arrays."""
+        return Answer({"rows": tables[0].to_pylist()})
 
 
 class Heatmap(Query):
@@ -476,10 +476,6 @@ class Subsets(Query):
             )
         ]
 
-    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """One object for each subset."""
-        return Answer({"rows": tables[0].to_pylist()})
-
 
 class Curves(Query):
     """The profiles of a head by lag, key or query, means over all sequences. One object each."""
@@ -557,10 +553,6 @@ class Extremes(Query):
             )
         ]
 
-    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """One object for each sequence."""
-        return Answer({"rows": tables[0].to_pylist()})
-
 
 class Texts(Query):
     """The tokens of some sequences, in the order in which they are named."""
@@ -601,9 +593,6 @@ PageQuery: TypeAlias = Annotated[
     Heatmap | Histograms | Cube | Subsets | Curves | Extremes | Texts,
     Field(discriminator="kind"),
 ]
-
-QUERIES: TypeAdapter[Query] = TypeAdapter(PageQuery)
-"""Reads a query."""
 
 
 def where(conditions: Sequence[str]) -> str:

@@ -15,12 +15,11 @@ from headcount.queries.report.section import (
     NUMBERS,
     Numbers,
     Section,
-    checked_choice,
     read_section,
     records,
     runs_by_id,
 )
-from headcount.schemas.errors import QueryError
+from headcount.schemas.errors import QueryError, unknown
 from headcount.schemas.scans.measured_heads import Head
 from headcount.workers.run_model import RunModels
 
@@ -101,7 +100,8 @@ class HeadCard:
     def statistic(self, name: str) -> CardStatistic:
         """One statistic by its name."""
         names = [statistic.name for statistic in self.statistics]
-        checked_choice("statistic", name, names)
+        if name not in names:
+            raise QueryError(unknown("statistic", name, names))
         return self.statistics[names.index(name)]
 
 
@@ -120,7 +120,8 @@ def head_card(
     if head is None:
         raise QueryError(f"head {label!r}: expected a layer and a head, such as L5H1")
     run = _chosen_run(database, run_id)
-    checked_choice(f"run {run['run_id']}: intervention", intervention, run["interventions"])
+    if intervention not in run["interventions"]:
+        raise QueryError(unknown("intervention", intervention, run["interventions"]))
     section = read_section(database, run, intervention, head=head)
     if head.layer >= section.n_layers or head.head >= section.n_heads:
         raise QueryError(
@@ -146,7 +147,9 @@ def _chosen_run(database: RunDatabase, run_id: str | None) -> Record:
         raise QueryError(
             f"{len(runs)} runs are open: expected a run_id, such as {next(iter(runs), 'none')}"
         )
-    return runs[checked_choice("run", run_id, list(runs))]
+    if run_id not in runs:
+        raise QueryError(unknown("run", str(run_id), runs))
+    return runs[run_id]
 
 
 def _card(database: RunDatabase, section: Section, head: Head, examples: Examples) -> HeadCard:

@@ -7,7 +7,6 @@ each of them alone. The sequences behind a number are in `examples.py`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -404,13 +403,3 @@ def _curves(database: RunDatabase, section: Section, of_head: str) -> Iterator[C
 def runs_by_id(database: RunDatabase) -> dict[str, Record]:
     """The rows of the view `runs`, in its order."""
     return {row["run_id"]: row for row in records(database, "runs", "FROM runs")}
-
-
-def checked_choice(what: str, wanted: str, choices: Sequence[str]) -> str:
-    """A name that is among some, or an error that names the nearest."""
-    if wanted in choices:
-        return wanted
-    nearest = difflib.get_close_matches(wanted, choices, n=3) or list(choices)[:3]
-    raise QueryError(
-        f"{what} {wanted!r}: expected one of {len(choices)}; nearest: {', '.join(nearest)}"
-    )

@@ -452,15 +452,17 @@ export function bars(options) {
 }
 
 // Points with names: `{x, y, name, says, colour, on, label}`. `label` writes the name, `on` sets a
-// point off. A click, or Enter, chooses the nearest. With `onPick(range)`, a drag picks a range
+// point off. A click chooses the nearest. With `onPick(range)`, a drag picks a range
 // [x, x, y, y]; arrow keys move it, with Shift they change its end, Escape takes it away. The element
 // has a method `pick(range)`, which shows one.
 export function scatter(options) {
   const { xName = "", yName = "", title = "", onChoose, onPick, width = 420, height = 320 } = options;
   const shown = options.points.filter((point) => !isUndefined(point.x) && !isUndefined(point.y));
   const endsOf = (values) => {
-    const [low, high] = [Math.min(0, ...values), Math.max(...values, 1e-12)];
-    return [low, high + 0.06 * (high - low)];
+    const [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
+    const room = 0.06 * (high - low || Math.abs(high) || 1);
+    // An axis begins at zero where that is near.
+    return [low >= 0 && low < high - low ? 0 : low - room, high + room];
   };
   const xRange = options.xRange ?? endsOf(shown.map((point) => point.x));
   const yRange = options.yRange ?? endsOf(shown.map((point) => point.y));

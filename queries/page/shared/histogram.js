@@ -64,7 +64,7 @@ function axisOf(edges) {
 // `listeners`: enter() when a brush may begin, move(range) while it moves, end() when it rests.
 // A range is [first, last], or null if nothing is picked. Without listeners there is no brush.
 export function histogram(name, meaning, listeners) {
-  const title = html("h4", { title: meaning }, name);
+  const title = html("h3", { title: meaning }, name);
   const says = html("span", { class: "range" });
   const all = svg("path", { class: "all" });
   const ghost = svg("path", { class: "ghost" });
