@@ -434,6 +434,24 @@ def test_menus_and_search_choose_and_a_reload_keeps_it(page: Page, database: Run
     assert page.find("#subset").get_attribute("value") == "ArXiv"
 
 
+@pytest.mark.long
+def test_an_intervention_beside_the_untouched_model(page: Page, database: RunDatabase) -> None:
+    page.open(page.browser.current_url.partition("#")[0])
+    page.click('#statistic option[value="value_norm"]')
+    page.click(f'#compare option[value="{HOSTILE_RUN}/zero_key_bias"]')
+    titles = page.run(
+        """return [...document.querySelectorAll("#heatmap figure:nth-child(3) [data-cell] title")]
+            .map((title) => title.textContent)"""
+    )
+    sql = "SELECT change FROM effects WHERE statistic = 'value_norm' ORDER BY layer, head"
+    changes = [change for (change,) in database.rows(sql)]
+    assert [float(title.split()[1]) for title in titles] == pytest.approx(changes, rel=1e-3)
+    assert "Differences are means over the same sequences" in page.text("#heat-note")
+    page.find("#maps-card summary").click()
+    page.wait()
+    assert page.all("#maps [data-map]")
+
+
 def what_is_chosen(page: Page) -> list[Any]:
     return page.run(
         """const value = (id) => document.getElementById(id).value;

@@ -361,6 +361,21 @@ def test_roll_ups_give_what_sql_gives_from_rows(
     assert merged("heatmap", statistic="entropy", scope=scope)["source"] == "rollups"
 
 
+def test_changes_are_means_over_pairs(ask: Asker, merged: Asker) -> None:
+    sql = (
+        "SELECT layer, head, change, standard_error, pairs FROM effects "
+        "WHERE statistic = 'value_norm' ORDER BY ALL"
+    )
+    rows = np.array(ask("sql", text=sql)["rows"])
+    for asker in (ask, merged):
+        scope = {"intervention": "zero_key_bias"}
+        answer = asker("heatmap", statistic="value_norm", changes=True, scope=scope)
+        mean, error, *_, count, _, _ = answer["arrays"]
+        np.testing.assert_allclose(mean.ravel(), rows[:, 2])
+        np.testing.assert_allclose(error.ravel(), rows[:, 3])
+        assert count.ravel().tolist() == rows[:, 4].tolist()
+
+
 @pytest.mark.parametrize(("declared", "ends", "axis"), [
     ((0, 1), (0.02, 0.9), (0, 1)),
     ((0, 1), (0.001, 0.0234), (0, 0.024)),
