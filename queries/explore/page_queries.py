@@ -6,14 +6,14 @@ The page never sends SQL, except in `queries.explore.query_engine` as a query of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from headcount.queries.explore.axes import BINS, DRAWN_BINS, Axis
 from headcount.queries.report.examples import marked_keys
@@ -23,6 +23,12 @@ from headcount.queries.report.head_curves import (
     curves_of_profiles,
     kept_curve_sql,
     profile_curves_sql,
+)
+from headcount.queries.report.section import (
+    NUMBERS,
+    changes_sql,
+    numbers_by_head,
+    summaries_sql,
 )
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, unknown
@@ -132,22 +138,18 @@ class Scope(_Closed):
         # A sample in memory is of one run and one intervention.
         is_in_memory = sampled and facts.sample is not None
         conditions = [] if is_in_memory else self.conditions_on_run
-        conditions += self.conditions_on_layers
         if self.subset is not None:
             # Only a chosen subset needs the table of sequences. A join would always read it.
-            of_subset = [*self.conditions_on_run, f"pile_set_name = {text_literal(self.subset)}"]
+            of_subset = self.conditions_on_run + self.conditions_on_subset
             conditions.append(f"sequence IN (SELECT sequence FROM sequences{where(of_subset)})")
         if sampled and facts.every > 1 and not is_in_memory:
             conditions.append(sample_condition(facts.every))
         return conditions
 
-    def summaries(self, conditions: list[str]) -> str:
-        """The view of means from roll-ups, with conditions on its rows."""
-        conditions = [*self.conditions_on_run, *conditions]
-        if self.subset is None:
-            return f"head_summaries{where(conditions)}"
-        conditions.append(f"pile_set_name = {text_literal(self.subset)}")
-        return f"subset_summaries{where(conditions)}"
+    @property
+    def conditions_on_subset(self) -> list[str]:
+        """Conditions on rows of sequences."""
+        return [] if self.subset is None else [f"pile_set_name = {text_literal(self.subset)}"]
 
     @property
     def conditions_on_layers(self) -> list[str]:
@@ -199,120 +201,140 @@ Brushes = Annotated[tuple[Brush, ...], Field(max_length=MOST_STATISTICS)]
 
 
 class Query(_Closed):
-    """A query about the rows of one run."""
+    """A query about the rows of one run, or of one head of it."""
 
     reads_sample: ClassVar[bool] = False
     """Whether it is about the sample of a large run."""
     rollups_answer: ClassVar[bool] = False
     """Whether roll-ups answer it, of a run that has them."""
+    bins_of: ClassVar[tuple[str, ...]] = ("brushes",)
+    """The fields that name statistics whose axes the query needs."""
 
     scope: Scope
 
     @property
-    def named_statistics(self) -> set[str]:
-        """Every statistic that the query names."""
-        return set()
+    def one_head(self) -> Head | None:
+        """The head that it is about. None is all heads of the chosen layers."""
+        return getattr(self, "head", None)
 
     @property
     def binned_statistics(self) -> set[str]:
         """The statistics whose axes the query needs."""
-        return set()
+        return self._named_in(self.bins_of)
+
+    def _named_in(self, fields: Iterable[str]) -> set[str]:
+        """The statistics that some fields name: one, several, or those of brushes."""
+        names: set[str] = set()
+        for value in [getattr(self, name, None) for name in fields]:
+            if isinstance(value, str):
+                names.add(value)
+            for one in value if isinstance(value, tuple) else ():
+                names.add(one.statistic if isinstance(one, Brush) else one)
+        return names
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Whether the query reads `heads`. Their files are compared with the commits first."""
         return not (self.rollups_answer and facts.has_rollups)
 
     def check(self, facts: RunFacts) -> None:
-        """Refuse names that the run does not have."""
-        for name in sorted(self.named_statistics | self.binned_statistics):
+        """Refuse names and heads that the run does not have."""
+        for name in sorted(self._named_in(("statistic", "statistics", "active", "brushes"))):
             if name not in facts.statistics:
                 raise QueryError(unknown("statistic", name, facts.statistics))
         if self.scope.intervention not in facts.interventions:
             raise QueryError(unknown("intervention", self.scope.intervention, facts.interventions))
+        head = self.one_head
+        if head and (head.layer >= facts.layers or head.head >= facts.heads):
+            raise QueryError(
+                f"head L{head.layer}H{head.head}: run {facts.run_id} has heads L0H0 to "
+                f"L{facts.layers - 1}H{facts.heads - 1}"
+            )
+
+    @property
+    def conditions_on_heads(self) -> list[str]:
+        """Which heads the query is about. The chosen layers do not hide a chosen head."""
+        return self.one_head.conditions if self.one_head else self.scope.conditions_on_layers
+
+    def conditions(self, facts: RunFacts, *, sampled: bool) -> list[str]:
+        """Conditions on the rows that the query is about."""
+        return self.scope.conditions(facts, sampled=sampled) + self.conditions_on_heads
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """The SQL of the query."""
         raise NotImplementedError
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """The answer, from the table of each statement."""
-        raise NotImplementedError
-
-
-class HeadQuery(Query):
-    """A query about one head."""
-
-    head: Head
-
-    def check(self, facts: RunFacts) -> None:
-        """Refuse names and heads that the run does not have."""
-        super().check(facts)
-        if self.head.layer >= facts.layers or self.head.head >= facts.heads:
-            raise QueryError(
-                f"head L{self.head.layer}H{self.head.head}: run {facts.run_id} has heads L0H0 to "
-                f"L{facts.layers - 1}H{facts.heads - 1}"
-            )
-
-    def conditions(self, facts: RunFacts, *, sampled: bool) -> list[str]:
-        """Conditions on the rows of the head. The chosen layers do not hide it."""
-        whole_scope = self.scope.model_copy(update={"layers": None})
-        return whole_scope.conditions(facts, sampled=sampled) + self.head.conditions
+        """The answer, from the table of each statement: one object for each row, or arrays."""
+        return Answer({"rows": tables[0].to_pylist()})
 
 
 class Heatmap(Query):
-    """The mean of a statistic for every head. Arrays: mean and count, [layer head]."""
+    """Numbers of a statistic, or of all, for every head or one. Arrays: MEANS and COUNTS, each
+    [statistic layer head].
+    """
 
     rollups_answer: ClassVar[bool] = True
 
     kind: Literal["heatmap"]
-    statistic: str
+    head: Head | None = None
+    statistic: str | None = None
+    """None is all of them."""
+    changes: bool = False
+    """Not the numbers but what the intervention changes in them, over pairs of one sequence."""
 
-    @property
-    def named_statistics(self) -> set[str]:
-        """Every statistic that the query names."""
-        return {self.statistic}
+    def reads_rows(self, facts: RunFacts) -> bool:
+        """Pairs of rows are in no roll-up."""
+        return self.changes or super().reads_rows(facts)
+
+    def _names(self, facts: RunFacts) -> Sequence[str]:
+        return [self.statistic] if self.statistic else facts.statistics
 
     def statements(self, facts: RunFacts) -> list[Statement]:
-        """One mean a head, from roll-ups if the run has them."""
-        if facts.has_rollups:
-            of_statistic = [f"statistic = {text_literal(self.statistic)}"]
-            summaries = self.scope.summaries([*of_statistic, *self.scope.conditions_on_layers])
-            return [Statement(f"SELECT layer, head, mean, count FROM {summaries}")]
-        column = quoted_name(self.statistic)
-        conditions = where(self.scope.conditions(facts, sampled=True))
-        return [
-            Statement(
-                f"SELECT layer, head, avg({column}) AS mean, count({column}) AS count "
-                f"FROM heads{conditions} GROUP BY ALL"
-            )
-        ]
+        """One row for each head and statistic, and one row of uniform baselines."""
+        names, keys = self._names(facts), ["layer", "head"]
+        if self.changes:
+            untouched = self.scope.model_copy(update={"intervention": "none", "subset": None})
+            none = untouched.conditions(facts, sampled=True) + self.conditions_on_heads
+            conditions = self.conditions(facts, sampled=True)
+            rows = changes_sql(where(conditions), where(none), "layer, head", names)
+            return [Statement(summaries_sql(rows, keys, names))]
+        statements = [_summaries(self, facts, names, keys)]
+        # A baseline is of a sequence: it is the same for all heads.
+        baselines = ", ".join(
+            f"avg({quoted_name(f'uniform_{name}')}) AS {quoted_name(name)}"
+            for name in names
+            if name in facts.uniform_baseline
+        )
+        if baselines:
+            of_sequences = where(self.scope.conditions_on_run + self.scope.conditions_on_subset)
+            statements.append(Statement(f"SELECT {baselines} FROM sequences{of_sequences}"))
+        return statements
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """Two matrices. A head without a row has mean NaN and count 0."""
-        (table,) = tables
-        means = np.full((facts.layers, facts.heads), np.nan)
-        counts = np.zeros((facts.layers, facts.heads), np.uint32)
-        place = column(table, "layer"), column(table, "head")
-        # One row a head, so no cell of a matrix is written twice.
-        means[place] = column(table, "mean")
-        counts[place] = column(table, "count")
-        source = "rollups" if facts.has_rollups else "rows"
-        return Answer({"source": source}, (means, counts))
+        """Arrays by statistic. A head without a row has numbers NaN and counts 0."""
+        table, *baselines = tables
+        names = self._names(facts)
+        shape = (1, 1) if self.head else (facts.layers, facts.heads)
+        first = (self.head.layer, self.head.head) if self.head else (0, 0)
+        numbers = numbers_by_head(table, names, shape, first)
+        header = {
+            "source": "rollups" if facts.has_rollups and not self.changes else "rows",
+            "statistics": names,
+            "uniform_baseline": baselines[0].to_pylist()[0] if baselines else {},
+        }
+        return Answer(header, tuple(numbers.values()))
 
 
-class Histograms(HeadQuery):
-    """How some statistics of a head are distributed. Arrays: counts [statistic bin]."""
+class Histograms(Query):
+    """How some statistics of a head, or of all, are distributed. Arrays: counts [statistic bin]."""
 
     reads_sample: ClassVar[bool] = True
+    bins_of: ClassVar[tuple[str, ...]] = ("statistics", "brushes")
 
     kind: Literal["histograms"]
+    head: Head | None = None
     statistics: Statistics
     brushes: Brushes = ()
-
-    @property
-    def binned_statistics(self) -> set[str]:
-        """The statistics whose axes the query needs."""
-        return {*self.statistics, *(brush.statistic for brush in self.brushes)}
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Not while roll-ups answer."""
@@ -323,13 +345,13 @@ class Histograms(HeadQuery):
         return facts.waits_for_sample and not self.brushes
 
     def statements(self, facts: RunFacts) -> list[Statement]:
-        """All statistics in one pass over the rows of the head."""
+        """All statistics in one pass over the rows."""
         if self._is_from_rollups(facts):
-            return [_rolled_up_bins(self.scope, self.statistics, self.head.conditions)]
+            return [_rolled_up_bins(self.scope, self.statistics, self.conditions_on_heads)]
         bins = _bins_under_brushes(self.statistics, self.brushes, facts)
         conditions = where(self.conditions(facts, sampled=True))
         rows = f"SELECT {bins} FROM {facts.sampled_rows}{conditions}"
-        return [Statement(_counts_of_bins(rows, len(self.statistics)))]
+        return [Statement(_counts_of_bins(rows, self.statistics))]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """A row of counts for each statistic."""
@@ -338,53 +360,8 @@ class Histograms(HeadQuery):
             drawn = [_drawn_from_rollups(table, name, facts) for name in self.statistics]
             return Answer({"source": "rollups"}, (np.array(drawn),))
         counts = np.zeros((len(self.statistics), DRAWN_BINS), np.uint32)
-        for index, rows in enumerate(_of_each_statistic(table, len(self.statistics))):
-            counts[index, rows["bin"]] = rows["count"]
+        counts[_places(table, self.statistics), column(table, "bin")] = column(table, "count")
         return Answer({}, (counts,))
-
-
-class Background(Query):
-    """How a statistic is distributed over the rows of all heads. Array: counts [bin]."""
-
-    reads_sample: ClassVar[bool] = True
-
-    kind: Literal["background"]
-    statistic: str
-
-    @property
-    def binned_statistics(self) -> set[str]:
-        """The statistics whose axes the query needs."""
-        return {self.statistic}
-
-    def reads_rows(self, facts: RunFacts) -> bool:
-        """Not while roll-ups answer."""
-        return not facts.waits_for_sample
-
-    def statements(self, facts: RunFacts) -> list[Statement]:
-        """One count a bin."""
-        if facts.waits_for_sample:
-            return [_rolled_up_bins(self.scope, [self.statistic], self.scope.conditions_on_layers)]
-        bin_sql = facts.axes[self.statistic].bin_sql(self.statistic, DRAWN_BINS)
-        conditions = where(self.scope.conditions(facts, sampled=True))
-        return [
-            Statement(
-                f"SELECT {bin_sql} AS bin, count(*) AS count "
-                f"FROM {facts.sampled_rows}{conditions} GROUP BY bin"
-            )
-        ]
-
-    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """A row of counts, and how many values are undefined."""
-        (table,) = tables
-        if facts.waits_for_sample:
-            drawn = _drawn_from_rollups(table, self.statistic, facts)
-            return Answer({"source": "rollups"}, (drawn,))
-        # The bin of an undefined value is NULL, which numpy would make NaN.
-        defined = table.filter(table["bin"].is_valid())
-        counts = np.zeros(DRAWN_BINS, np.uint32)
-        counts[column(defined, "bin").astype(int)] = column(defined, "count")
-        undefined = int(column(table, "count").sum() - counts.sum())
-        return Answer({"undefined": undefined}, (counts,))
 
 
 Meaning = Literal["sequences", "rows"]
@@ -395,7 +372,7 @@ rows: the rows in range, of whichever head.
 """
 
 
-class Cube(HeadQuery):
+class Cube(Query):
     """Everything that a brush on one statistic can show, so that moving it asks nothing.
 
     Arrays: counts [statistic bin_of_active bin], then sums and counts of the heatmap's statistic
@@ -404,8 +381,10 @@ class Cube(HeadQuery):
     """
 
     reads_sample: ClassVar[bool] = True
+    bins_of: ClassVar[tuple[str, ...]] = ("active", "statistics", "brushes")
 
     kind: Literal["cube"]
+    head: Head
     active: str
     statistic: str
     """The statistic of the heatmap."""
@@ -414,16 +393,6 @@ class Cube(HeadQuery):
     brushes: Brushes = ()
     """The brushes on other statistics."""
     meaning: Meaning = "sequences"
-
-    @property
-    def named_statistics(self) -> set[str]:
-        """Every statistic that the query names."""
-        return {self.statistic}
-
-    @property
-    def binned_statistics(self) -> set[str]:
-        """The statistics whose axes the query needs."""
-        return {self.active, *self.statistics, *(brush.statistic for brush in self.brushes)}
 
     @cached_property
     def _other_brushes(self) -> tuple[Brush, ...]:
@@ -436,9 +405,9 @@ class Cube(HeadQuery):
         of_head = self.conditions(facts, sampled=True)
         table = facts.sampled_rows
         rows = f"SELECT {active} AS active, {bins} FROM {table}{where(of_head)}"
-        histograms = Statement(_counts_of_bins(rows, len(self.statistics), by_active=True))
+        histograms = Statement(_counts_of_bins(rows, self.statistics, "active"))
         in_brushes = [brush.condition(facts) for brush in self._other_brushes]
-        of_scope = self.scope.conditions(facts, sampled=True)
+        of_scope = self.scope.conditions(facts, sampled=True) + self.scope.conditions_on_layers
         value = quoted_name(self.statistic)
         sums = (
             f"layer, head, sum({value}::DOUBLE) AS sum, count({value}) AS count, count(*) AS rows"
@@ -466,8 +435,8 @@ class Cube(HeadQuery):
         """The counts of the histograms, sums and counts of the heatmap, and what is picked."""
         histograms, heatmap, all_rows = tables
         counts = np.zeros((len(self.statistics), BINS, DRAWN_BINS), np.uint32)
-        for index, rows in enumerate(_of_each_statistic(histograms, len(self.statistics))):
-            counts[index, rows["active"], rows["bin"]] = rows["count"]
+        bins = column(histograms, "active"), column(histograms, "bin")
+        counts[_places(histograms, self.statistics), *bins] = column(histograms, "count")
         # What is undefined lies in no range of the brush.
         heatmap = heatmap.filter(heatmap["active"].is_valid())
         shape = (BINS, facts.layers, facts.heads)
@@ -481,150 +450,38 @@ class Cube(HeadQuery):
         rows[place] = column(heatmap, "rows")
         # Every head that was measured has one row of each sequence.
         picked = rows.sum((1, 2)) if self.meaning == "rows" else rows.max((1, 2))
-        (row_count,) = _row(all_rows)
-        return Answer({"rows": row_count}, (counts, sums, defined, picked.astype(np.uint32)))
-
-
-_SUMMARY = "statistic, count, mean, sd, standard_error, documents, minimum, maximum"
-
-
-class Card(HeadQuery):
-    """Every statistic of a head: count, mean, spread and uniform baseline. One object each."""
-
-    rollups_answer: ClassVar[bool] = True
-
-    kind: Literal["card"]
-
-    def statements(self, facts: RunFacts) -> list[Statement]:
-        """The means of the head, and one row of uniform baselines."""
-        if facts.has_rollups:
-            of_head = self.scope.summaries(self.head.conditions)
-            statements = [Statement(f"SELECT {_SUMMARY} FROM {of_head}")]
-        else:
-            statements = [Statement(self._from_rows(facts))]
-        if facts.uniform_baseline:
-            # A baseline is of a sequence: it is the same for all heads.
-            baselines = ", ".join(
-                f"avg({quoted_name(f'uniform_{name}')})" for name in self._with_baseline(facts)
-            )
-            of_sequences = self.scope.conditions_on_run
-            if self.scope.subset is not None:
-                of_sequences.append(f"pile_set_name = {text_literal(self.scope.subset)}")
-            statements.append(Statement(f"SELECT {baselines} FROM sequences{where(of_sequences)}"))
-        return statements
-
-    def _from_rows(self, facts: RunFacts) -> str:
-        """The same rows, from those of the head in one pass."""
-        names = ", ".join(map(quoted_name, facts.statistics))
-        conditions = where(self.conditions(facts, sampled=True))
-        # INCLUDE NULLS: a statistic that is undefined on every sequence has a row too.
-        # A standard error needs sums by document, the spread needs every value: hence two steps.
-        return f"""
-            WITH of_rows AS (
-                FROM (
-                    SELECT document, {names}
-                    FROM heads JOIN internal.documents USING (run_id, intervention, sequence)
-                    {conditions}
-                )
-                UNPIVOT INCLUDE NULLS (value FOR statistic IN ({names}))
-            ),
-            of_documents AS (
-                SELECT statistic, document, document_sums(value, document) AS sums
-                FROM of_rows
-                GROUP BY ALL
-            ),
-            errors AS (
-                SELECT
-                    statistic,
-                    document_error(sums) AS standard_error,
-                    sum(sums.documents)::BIGINT AS documents
-                FROM of_documents
-                GROUP BY statistic
-            )
-            SELECT
-                statistic,
-                count(value) AS count,
-                avg(value) AS mean,
-                stddev_samp(value) AS sd,
-                any_value(standard_error) AS standard_error,
-                any_value(documents) AS documents,
-                min(value) AS minimum,
-                max(value) AS maximum
-            FROM of_rows JOIN errors USING (statistic)
-            GROUP BY statistic"""
-
-    def _with_baseline(self, facts: RunFacts) -> list[str]:
-        return [name for name in facts.statistics if name in facts.uniform_baseline]
-
-    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """One object for each statistic."""
-        baselines: dict[str, float | None] = {}
-        if facts.uniform_baseline:
-            baselines = dict(zip(self._with_baseline(facts), _row(tables[1]), strict=True))
-        by_name = {row["statistic"]: row for row in tables[0].to_pylist()}
         return Answer(
-            {
-                "rows": [
-                    by_name[name] | {"uniform_baseline": baselines.get(name)}
-                    for name in facts.statistics
-                    if name in by_name
-                ]
-            }
+            {"rows": all_rows[0][0].as_py()}, (counts, sums, defined, picked.astype(np.uint32))
         )
 
 
-class Subsets(HeadQuery):
+class Subsets(Query):
     """A statistic of a head in each subset of the Pile. One object each, largest mean first."""
 
     rollups_answer: ClassVar[bool] = True
 
     kind: Literal["subsets"]
+    head: Head
     statistic: str
-
-    @property
-    def named_statistics(self) -> set[str]:
-        """Every statistic that the query names."""
-        return {self.statistic}
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One row a subset."""
-        order = "ORDER BY mean DESC NULLS LAST, subset"
-        if facts.has_rollups:
-            conditions = self.scope.conditions_on_run + self.head.conditions
-            conditions.append(f"statistic = {text_literal(self.statistic)}")
-            return [
-                Statement(
-                    "SELECT pile_set_name AS subset, count, mean, standard_error, documents FROM "
-                    f"subset_summaries{where(conditions)} {order}"
-                )
-            ]
-        of_all_subsets = self.model_copy(
-            update={"scope": self.scope.model_copy(update={"subset": None})}
-        )
-        rows = where(of_all_subsets.conditions(facts, sampled=True))
-        value = quoted_name(self.statistic)
+        scope = self.scope.model_copy(update={"subset": None})
+        of_all = self.model_copy(update={"scope": scope})
+        summaries = _summaries(of_all, facts, [self.statistic], ["pile_set_name"])
         return [
             Statement(
-                "SELECT subset, sum(sums.number)::BIGINT AS count, document_mean(sums) AS mean, "
-                "document_error(sums) AS standard_error, "
-                "sum(sums.documents)::BIGINT AS documents "
-                "FROM (SELECT pile_set_name AS subset, document, "
-                f"document_sums({value}, document) AS sums "
-                f"FROM (SELECT run_id, intervention, sequence, {value} FROM heads{rows}) "
-                "JOIN internal.documents USING (run_id, intervention, sequence) GROUP BY ALL) "
-                f"GROUP BY subset {order}"
+                "SELECT pile_set_name AS subset, count, mean, standard_error, documents "
+                f"FROM ({summaries.sql}) ORDER BY mean DESC NULLS LAST, subset"
             )
         ]
 
-    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """One object for each subset."""
-        return Answer({"rows": tables[0].to_pylist()})
 
-
-class Curves(HeadQuery):
+class Curves(Query):
     """The profiles of a head by lag, key or query, means over all sequences. One object each."""
 
     kind: Literal["curves"]
+    head: Head
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Curves that were kept for every sequence are as large as the rows."""
@@ -661,25 +518,16 @@ class Curves(HeadQuery):
         return Answer({"rows": rows})
 
 
-class Extremes(HeadQuery):
+class Extremes(Query):
     """The sequences in which a statistic of a head is highest or lowest. One object each."""
 
     kind: Literal["extremes"]
+    head: Head
     statistic: str
     statistics: Statistics
     """Statistics that are shown beside it."""
     brushes: Brushes = ()
     lowest: bool = False
-
-    @property
-    def named_statistics(self) -> set[str]:
-        """Every statistic that the query names."""
-        return {self.statistic, *self.statistics}
-
-    @property
-    def binned_statistics(self) -> set[str]:
-        """The statistics whose axes the query needs."""
-        return {brush.statistic for brush in self.brushes}
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """The first sequences of the head by value, and where each comes from."""
@@ -704,10 +552,6 @@ class Extremes(HeadQuery):
                 f"LIMIT {MOST_SEQUENCES}"
             )
         ]
-
-    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """One object for each sequence."""
-        return Answer({"rows": tables[0].to_pylist()})
 
 
 class Texts(Query):
@@ -746,12 +590,9 @@ class Texts(Query):
 
 
 PageQuery: TypeAlias = Annotated[
-    Heatmap | Histograms | Background | Cube | Card | Subsets | Curves | Extremes | Texts,
+    Heatmap | Histograms | Cube | Subsets | Curves | Extremes | Texts,
     Field(discriminator="kind"),
 ]
-
-QUERIES: TypeAdapter[Query] = TypeAdapter(PageQuery)
-"""Reads a query."""
 
 
 def where(conditions: Sequence[str]) -> str:
@@ -769,43 +610,63 @@ def column(table: pa.Table, name: str) -> Array:
     return table[name].to_numpy()
 
 
-def _row(table: pa.Table) -> list[Any]:
-    """The values of the only row."""
-    return [values[0].as_py() for values in table.columns]
+def _summaries(
+    query: Query, facts: RunFacts, statistics: Sequence[str], keys: Sequence[str]
+) -> Statement:
+    """Means by some keys, from roll-ups if the run has them."""
+    if not facts.has_rollups:
+        columns = ", ".join([*keys, "document", *map(quoted_name, statistics)])
+        rows = (
+            f"SELECT {columns} FROM heads JOIN internal.documents "
+            f"USING (run_id, intervention, sequence){where(query.conditions(facts, sampled=True))}"
+        )
+        return Statement(summaries_sql(rows, keys, statistics))
+    scope = query.scope
+    names = ", ".join(map(text_literal, statistics))
+    conditions = [
+        *scope.conditions_on_run,
+        *scope.conditions_on_subset,
+        *query.conditions_on_heads,
+        f"statistic IN ({names})",
+    ]
+    by_subset = "pile_set_name" in keys or scope.subset is not None
+    view = "subset_summaries" if by_subset else "head_summaries"
+    columns = ", ".join([*keys, "statistic", *NUMBERS])
+    return Statement(f"SELECT {columns} FROM {view}{where(conditions)}")
 
 
 def _bins_under_brushes(
     statistics: Sequence[str], brushes: Sequence[Brush], facts: RunFacts
 ) -> str:
-    """The bin of each statistic as columns b0, b1 and so on.
+    """The bin of each statistic, as columns of their names.
 
     A histogram shows the rows that are in all brushes but its own, so that the brush can be moved.
     """
     columns: list[str] = []
-    for index, statistic in enumerate(statistics):
+    for statistic in statistics:
         bin_sql = facts.axes[statistic].bin_sql(statistic, DRAWN_BINS)
         others = [brush.condition(facts) for brush in brushes if brush.statistic != statistic]
         if others:
             bin_sql = f"CASE WHEN {' AND '.join(others)} THEN {bin_sql} END"
-        columns.append(f"{bin_sql} AS b{index}")
+        columns.append(f"{bin_sql} AS {quoted_name(statistic)}")
     return ", ".join(columns)
 
 
-def _counts_of_bins(rows: str, statistics: int, *, by_active: bool = False) -> str:
-    """Count the rows in each bin of each statistic, in one pass.
-
-    A row of the answer is of one statistic: the columns of the others are NULL, as is the bin of
-    an undefined value. GROUPING_ID tells the two apart.
-    """
-    names = [f"b{index}" for index in range(statistics)]
-    before = "active, " if by_active else ""
-    sets = ", ".join(f"({before}{name})" for name in names)
-    all_names = ", ".join(names)
-    defined = " WHERE active IS NOT NULL" if by_active else ""
+def _counts_of_bins(rows: str, statistics: Sequence[str], *keys: str) -> str:
+    """Count the rows in each bin of each statistic, in one pass. Without a bin, none counts."""
+    by = ", ".join([*keys, "statistic", "bin"])
+    names = ", ".join(map(quoted_name, statistics))
+    of_keys = "".join(f" WHERE {key} IS NOT NULL" for key in keys)
     return (
-        f"SELECT {before}{all_names}, GROUPING_ID({all_names}) AS others, count(*) AS count "
-        f"FROM ({rows}){defined} GROUP BY GROUPING SETS ({sets})"
+        f"SELECT {by}, count(*) AS count FROM (FROM ({rows}){of_keys}) "
+        f"UNPIVOT (bin FOR statistic IN ({names})) GROUP BY {by}"
     )
+
+
+def _places(table: pa.Table, statistics: Sequence[str]) -> Array:
+    """The place of each row's statistic among some."""
+    place = {name: index for index, name in enumerate(statistics)}
+    return np.array([place[name] for name in table["statistic"].to_pylist()], np.int64)
 
 
 def _rolled_up_bins(scope: Scope, statistics: Sequence[str], conditions: list[str]) -> Statement:
@@ -840,21 +701,3 @@ def _drawn_from_rollups(table: pa.Table, statistic: str, facts: RunFacts) -> Arr
     # The bins at the ends have no outer end.
     below_edges[[0, -1]] = 0, up_to[-1]
     return np.diff(below_edges).astype(np.uint32)
-
-
-def _of_each_statistic(table: pa.Table, statistics: int) -> list[dict[str, Array]]:
-    """The rows of each statistic: bin and count, and the bin of the active one if there is one."""
-    others = column(table, "others")
-    has_active = "active" in table.column_names
-    by_statistic: list[dict[str, Array]] = []
-    for index in range(statistics):
-        # GROUPING_ID has a bit for every column that a row does not group by, the last lowest.
-        grouped_by_this = (1 << statistics) - 1 - (1 << (statistics - 1 - index))
-        rows = table.filter(pa.array(others == grouped_by_this))
-        # NULL here is an undefined value, or one outside the brushes on others.
-        rows = rows.filter(rows[f"b{index}"].is_valid())
-        counts = {"bin": column(rows, f"b{index}").astype(int), "count": column(rows, "count")}
-        if has_active:
-            counts["active"] = column(rows, "active").astype(int)
-        by_statistic.append(counts)
-    return by_statistic

@@ -31,7 +31,7 @@ from headcount.schemas.packages import PACKAGE
 
 PAGE = PACKAGE / "queries" / "page" / "explore"
 SHARED_PAGE = PACKAGE / "queries" / "page" / "shared"
-"""Functions that draw, and colours, which the explorer shares with the report."""
+"""The page itself, which the explorer shares with the report."""
 
 MOST_BYTES = 256 * 1024
 """Bytes of a request."""
@@ -122,6 +122,7 @@ def make_app(engine: Engine, guard: Guard) -> web.Application:
         for file in folder.glob("*.*")
         if file.suffix in TYPES
     }
+    files["index.html"] = files["index.html"].replace(b"<!-- page.html -->", files["page.html"])
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:

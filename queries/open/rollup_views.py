@@ -117,7 +117,7 @@ def _of_rows(part: str, keys: Sequence[str], statistic: MeasuredStatistic) -> st
         condition=statistic.condition,
         documents=_of_sequences("document, pile_set_name", "unrolled_documents"),
         subsets=subsets if "pile_set_name" in keys else "",
-        bin=_bin_of(statistic.value, statistic.axis),
+        bin=bin_of(statistic.value, statistic.axis),
         low=statistic.axis.low,
         high=statistic.axis.high,
     )
@@ -132,7 +132,7 @@ def _of_sequences(columns: str, view: str) -> str:
     ) ON run_id = _run AND intervention = _intervention AND sequence = _sequence"""
 
 
-def _bin_of(value: str, axis: Axis) -> str:
+def bin_of(value: str, axis: Axis) -> str:
     """The bin of a value, in SQL: what `Axis.bins_of` says."""
     if axis.is_linear:
         bins_per_unit = LINEAR_BINS / (axis.high - axis.low)

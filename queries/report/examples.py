@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from headcount.queries.ask.asking import Record, RunDatabase
-from headcount.queries.report.section import Floats, Section, records
+from headcount.queries.report.section import Array, Section, records
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.scans.measured_heads import Head
@@ -43,13 +43,6 @@ NO_TOKENIZER = "Tokens are shown as numbers: the tokenizer of the run was not at
 
 HeadKey: TypeAlias = tuple[str, int, int]
 """A statistic, a layer and a head."""
-
-
-class Extreme(NamedTuple):
-    """A sequence in which a statistic of a head is among the largest or smallest."""
-
-    sequence: int
-    value: float
 
 
 @dataclass
@@ -88,7 +81,7 @@ def example_statistics(measured: Iterable[str]) -> list[str]:
     return chosen[:MOST_EXAMPLE_STATISTICS]
 
 
-def strongest_heads(means: Floats, count: int) -> list[Head]:
+def strongest_heads(means: Array, count: int) -> list[Head]:
     """The heads with the largest means. An undefined mean is no mean."""
     # Stable: of equal means the first head wins, so that a page is the same every time.
     order = np.argsort(-np.where(np.isnan(means), -np.inf, means), axis=None, kind="stable")
@@ -104,31 +97,79 @@ def read_examples(
     models: RunModels | None = None,
 ) -> Examples:
     """Examples of some heads, by statistic."""
-    most: dict[HeadKey, list[Extreme]] = {}
-    least: dict[HeadKey, list[Extreme]] = {}
+    examples = Examples(note="" if models else NO_TOKENIZER)
+    found: list[tuple[str, HeadKey, Record]] = []
     for statistic, some_heads in heads.items():
         # SQL has no empty list for IN.
-        if not some_heads:
-            continue
-        sql = extremes_sql(section, statistic, some_heads)
+        sql = extremes_sql(section, statistic, some_heads) if some_heads else "FROM range(0)"
         for row in records(database, f"examples of {statistic}", sql):
-            key = (statistic, row["layer"], row["head"])
-            most[key] = [Extreme(**extreme) for extreme in row["most"]]
+            key = statistic, row["layer"], row["head"]
+            most = {one["sequence"] for one in row["most"]}
             # With few sequences, the least active would be among the most active again.
-            seen = {extreme.sequence for extreme in most[key]}
-            few = [Extreme(**extreme) for extreme in row["least"]]
-            least[key] = [extreme for extreme in few if extreme.sequence not in seen]
-    everything = [
-        (key, extreme) for group in (most, least) for key in group for extreme in group[key]
-    ]
-    sequences = _sequences(database, section, sorted({e.sequence for _, e in everything}))
-    excerpts = _Excerpts(sequences, _received(database, section, everything), section, models)
-    examples = Examples(
-        {key: excerpts.of(key, extremes) for key, extremes in most.items()},
-        {key: excerpts.of(key, extremes) for key, extremes in least.items()},
-    )
-    examples.note = excerpts.note
+            least = [one for one in row["least"] if one["sequence"] not in most]
+            found += [("most", key, one) for one in row["most"]]
+            found += [("least", key, one) for one in least]
+    if not found:
+        return examples
+
+    numbers = ", ".join(map(str, sorted({one["sequence"] for *_, one in found})))
+    sql = f"""
+        SELECT sequence, pile_set_name, tokens
+        FROM sequences {section.condition} AND sequence IN ({numbers}) AND tokens IS NOT NULL
+    """
+    sequences = {row["sequence"]: row for row in records(database, "sequences", sql)}
+    # The attention that each token receives, by layer, head and sequence.
+    received: dict[tuple[int, int, int], list[float]] = {}
+    if RECEIVED in database.columns("curves"):
+        cells = ", ".join(map(str, sorted({(*key[1:], one["sequence"]) for _, key, one in found})))
+        sql = f"""
+            SELECT layer, head, sequence, {RECEIVED} AS received
+            FROM curves {section.condition} AND (layer, head, sequence) IN ({cells})
+        """
+        for row in records(database, f"curves of {RECEIVED}", sql):
+            received[row["layer"], row["head"], row["sequence"]] = row["received"]
+
+    texts: dict[int, list[str]] = {}
+    for group, key, extreme in found:
+        sequence: int = extreme["sequence"]
+        if sequence not in sequences:
+            continue
+        tokens: list[int] = sequences[sequence]["tokens"]
+        if sequence not in texts:
+            texts[sequence] = _text(tokens, section.run["run_id"], models, examples)
+        weights = received.get((*key[1:], sequence))
+        marked = marked_keys(key[0], tokens, weights)
+        # Around the first marked token. Near the end it begins earlier and stays full.
+        first = max(0, min(marked) - TOKENS_BEFORE_MARK) if marked else 0
+        start = min(first, max(0, len(tokens) - EXCERPT_TOKENS))
+        stop = min(len(tokens), start + EXCERPT_TOKENS)
+        excerpt = Excerpt(
+            sequence,
+            extreme["value"],
+            start,
+            len(tokens),
+            texts[sequence][start:stop],
+            [position - start for position in marked if start <= position < stop],
+            weights[start:stop] if weights else None,
+            sequences[sequence]["pile_set_name"],
+        )
+        by_key = examples.most if group == "most" else examples.least
+        by_key.setdefault(key, []).append(excerpt)
     return examples
+
+
+def _text(
+    tokens: list[int], run_id: str, models: RunModels | None, examples: Examples
+) -> list[str]:
+    """The text of each token, or the numbers of the tokens, and then a note says why."""
+    # A tokenizer that failed once is not tried for every sequence.
+    if models is not None and not examples.note:
+        try:
+            return models[run_id].texts(tokens)
+        # A machine that only reads runs has neither the model nor what reads tokenizers.
+        except (HeadcountError, ImportError):
+            examples.note = NO_TOKENIZER
+    return [f"{token} " for token in tokens]
 
 
 def extremes_sql(section: Section, statistic: str, heads: Sequence[Head]) -> str:
@@ -145,96 +186,6 @@ def extremes_sql(section: Section, statistic: str, heads: Sequence[Head]) -> str
         FROM heads {section.condition} AND {value} IS NOT NULL AND (layer, head) IN ({pairs})
         GROUP BY layer, head
     """
-
-
-def _sequences(
-    database: RunDatabase, section: Section, numbers: Sequence[int]
-) -> dict[int, Record]:
-    """Tokens and subset of the Pile of some sequences."""
-    if not numbers:
-        return {}
-    wanted = ", ".join(map(str, numbers))
-    sql = f"""
-        SELECT sequence, pile_set_name, tokens
-        FROM sequences {section.condition} AND sequence IN ({wanted})
-    """
-    rows = records(database, "sequences", sql)
-    return {row["sequence"]: row for row in rows if row["tokens"] is not None}
-
-
-def _received(
-    database: RunDatabase, section: Section, extremes: Sequence[tuple[HeadKey, Extreme]]
-) -> dict[tuple[int, int, int], list[float]]:
-    """Attention that each token receives, by layer, head and sequence."""
-    if RECEIVED not in database.columns("curves") or not extremes:
-        return {}
-    cells = {(key[1], key[2], extreme.sequence) for key, extreme in extremes}
-    wanted = ", ".join(map(str, sorted(cells)))
-    sql = f"""
-        SELECT layer, head, sequence, {RECEIVED} AS received
-        FROM curves {section.condition} AND (layer, head, sequence) IN ({wanted})
-    """
-    rows = records(database, f"curves of {RECEIVED}", sql)
-    return {(row["layer"], row["head"], row["sequence"]): row["received"] for row in rows}
-
-
-class _Excerpts:
-    """Makes excerpts, and asks for the text of a sequence once."""
-
-    def __init__(
-        self,
-        sequences: dict[int, Record],
-        received: dict[tuple[int, int, int], list[float]],
-        section: Section,
-        models: RunModels | None,
-    ) -> None:
-        self.sequences = sequences
-        self.received = received
-        self.run_id = section.run["run_id"]
-        self.models = models
-        self.note = "" if models else NO_TOKENIZER
-        self.texts: dict[int, list[str]] = {}
-
-    def of(self, key: HeadKey, extremes: Iterable[Extreme]) -> list[Excerpt]:
-        """The excerpts of some sequences."""
-        statistic, layer, head = key
-        excerpts: list[Excerpt] = []
-        for extreme in extremes:
-            row = self.sequences.get(extreme.sequence)
-            if row is None:
-                continue
-            tokens: list[int] = row["tokens"]
-            received = self.received.get((layer, head, extreme.sequence))
-            marked = marked_keys(statistic, tokens, received)
-            # Around the first marked token. Near the end it begins earlier and stays full.
-            first = max(0, min([*marked, len(tokens)]) - TOKENS_BEFORE_MARK) if marked else 0
-            start = min(first, max(0, len(tokens) - EXCERPT_TOKENS))
-            stop = min(len(tokens), start + EXCERPT_TOKENS)
-            excerpt = Excerpt(
-                extreme.sequence,
-                extreme.value,
-                start,
-                len(tokens),
-                self._text(extreme.sequence, tokens)[start:stop],
-                [position - start for position in marked if start <= position < stop],
-                received[start:stop] if received else None,
-                row["pile_set_name"],
-            )
-            excerpts.append(excerpt)
-        return excerpts
-
-    def _text(self, sequence: int, tokens: list[int]) -> list[str]:
-        """The text of each token of a sequence, or the numbers of the tokens."""
-        if sequence not in self.texts:
-            self.texts[sequence] = [f"{token} " for token in tokens]
-            # A tokenizer that failed once is not tried for every sequence.
-            if self.models is not None and not self.note:
-                try:
-                    self.texts[sequence] = self.models[self.run_id].texts(tokens)
-                # A machine that only reads runs has neither the model nor what reads tokenizers.
-                except (HeadcountError, ImportError):
-                    self.note = NO_TOKENIZER
-        return self.texts[sequence]
 
 
 def marked_keys(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -11,14 +12,14 @@ from headcount.queries.report.examples import Examples, Excerpt, example_statist
 from headcount.queries.report.head_curves import HeadCurve
 from headcount.queries.report.html_page import CARD, TEMPLATES, html_text, json_value
 from headcount.queries.report.section import (
-    HeadValues,
+    NUMBERS,
+    Numbers,
     Section,
-    checked_choice,
     read_section,
     records,
     runs_by_id,
 )
-from headcount.schemas.errors import QueryError
+from headcount.schemas.errors import QueryError, unknown
 from headcount.schemas.scans.measured_heads import Head
 from headcount.workers.run_model import RunModels
 
@@ -99,7 +100,8 @@ class HeadCard:
     def statistic(self, name: str) -> CardStatistic:
         """One statistic by its name."""
         names = [statistic.name for statistic in self.statistics]
-        checked_choice("statistic", name, names)
+        if name not in names:
+            raise QueryError(unknown("statistic", name, names))
         return self.statistics[names.index(name)]
 
 
@@ -118,7 +120,8 @@ def head_card(
     if head is None:
         raise QueryError(f"head {label!r}: expected a layer and a head, such as L5H1")
     run = _chosen_run(database, run_id)
-    checked_choice(f"run {run['run_id']}: intervention", intervention, run["interventions"])
+    if intervention not in run["interventions"]:
+        raise QueryError(unknown("intervention", intervention, run["interventions"]))
     section = read_section(database, run, intervention, head=head)
     if head.layer >= section.n_layers or head.head >= section.n_heads:
         raise QueryError(
@@ -144,20 +147,48 @@ def _chosen_run(database: RunDatabase, run_id: str | None) -> Record:
         raise QueryError(
             f"{len(runs)} runs are open: expected a run_id, such as {next(iter(runs), 'none')}"
         )
-    return runs[checked_choice("run", run_id, list(runs))]
+    if run_id not in runs:
+        raise QueryError(unknown("run", str(run_id), runs))
+    return runs[run_id]
 
 
 def _card(database: RunDatabase, section: Section, head: Head, examples: Examples) -> HeadCard:
     facts = {row["name"]: row for row in records(database, "formulas", "FROM formulas")}
     run = section.run
-    statistics = section.statistics
-    measured = [~np.isnan(values.means.mean) for values in statistics.values()]
+
+    def own(numbers: Numbers, column: str, statistic: int) -> Any:  # noqa: ANN401  # int or float
+        """A number of the head: None for NaN."""
+        value = numbers[column][statistic, *head].item()
+        return None if np.isnan(value) else value
+
+    statistics: list[CardStatistic] = []
     distributions: dict[str, CardDistribution] = {}
-    for name, values in statistics.items():
-        if values.histograms is not None:
-            first, size, counts = values.histograms.groups_of(head)
-            edges = values.histograms.edges_of(first, size, len(counts))
+    subsets: dict[str, list[CardSubset]] = {}
+    for index, name in enumerate(section.statistics):
+        percentile = section.percentile(index, head)
+        changes = section.changes
+        statistics.append(
+            CardStatistic(
+                name=name,
+                meaning=facts[name]["meaning"],
+                formula=facts[name]["formula"] or "",
+                unit=facts[name]["unit"],
+                uniform_baseline=section.uniform_baseline[name],
+                percentile=None if np.isnan(percentile) else percentile,
+                change=own(changes, "mean", index) if changes else None,
+                change_error=own(changes, "standard_error", index) if changes else None,
+                **{column: own(section.numbers, column, index) for column in NUMBERS},
+            )
+        )
+        if name in section.histograms:
+            first, size, counts = section.histograms[name].groups_of(head)
+            edges = section.histograms[name].edges_of(first, size, len(counts))
             distributions[name] = CardDistribution(edges, counts)
+        columns = ("mean", "standard_error", "documents", "count")
+        subsets[name] = [
+            CardSubset(subset, *(own(numbers, column, index) for column in columns))
+            for subset, numbers in section.subsets.items()
+        ]
     return HeadCard(
         label=str(head),
         layer=head.layer,
@@ -168,12 +199,10 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
         input_family=run["input_family"],
         sequences=run["sequences_done"],
         n_ctx=run["n_ctx"],
-        heads=int(np.logical_or.reduce(measured).sum()) if measured else 0,
-        statistics=[
-            _card_statistic(facts[name], values, head) for name, values in statistics.items()
-        ],
+        heads=int(section.numbers["count"].any(axis=0).sum()),
+        statistics=statistics,
         distributions=distributions,
-        subsets={name: _card_subsets(values, head) for name, values in statistics.items()},
+        subsets=subsets,
         curves=[
             curve.of_head(*head, facts[curve.profile]["meaning"], facts[curve.profile]["unit"])
             for curve in section.curves
@@ -182,42 +211,3 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
         least={name: excerpts for (name, *_), excerpts in examples.least.items()},
         note=examples.note,
     )
-
-
-def _defined(value: float) -> float | None:
-    """A number as a card has it: None for NaN."""
-    return None if np.isnan(value) else float(value)
-
-
-def _card_statistic(facts: Record, values: HeadValues, head: Head) -> CardStatistic:
-    changes = values.changes
-    return CardStatistic(
-        name=facts["name"],
-        meaning=facts["meaning"],
-        formula=facts["formula"] or "",
-        unit=facts["unit"],
-        mean=_defined(values.means.mean[head]),
-        standard_error=_defined(values.means.standard_error[head]),
-        documents=int(values.means.documents[head]),
-        minimum=_defined(values.minimum[head]),
-        maximum=_defined(values.maximum[head]),
-        count=int(values.means.count[head]),
-        undefined=int(values.undefined[head]),
-        uniform_baseline=values.uniform_baseline,
-        percentile=_defined(values.percentiles[head]),
-        change=_defined(changes.mean[head]) if changes else None,
-        change_error=_defined(changes.standard_error[head]) if changes else None,
-    )
-
-
-def _card_subsets(values: HeadValues, head: Head) -> list[CardSubset]:
-    return [
-        CardSubset(
-            subset,
-            _defined(means.mean[head]),
-            _defined(means.standard_error[head]),
-            int(means.documents[head]),
-            int(means.count[head]),
-        )
-        for subset, means in values.subsets.items()
-    ]

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.files.run_directory import pc
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-"""Numbers by layer and head. NaN where nothing was measured, or it is undefined."""
+Array: TypeAlias = "np.ndarray[Any, Any]"
+"""Numbers by layer and head, after other axes. NaN is undefined, or was not measured."""
 
 MOST_POINTS = 48
 """Points of a curve in a page."""
@@ -49,24 +48,19 @@ class Curve:
     profile: str
     axis: str
     profiled: bool
-    """Whether the run averaged it. Else it kept it for every sequence."""
     indices: list[int]
-    values: Floats
+    values: Array
     """By index, layer and head."""
-    standard_errors: Floats
+    standard_errors: Array
 
     def of_head(self, layer: int, head: int, meaning: str, unit: str) -> HeadCurve:
         """The curve of one head, with what a manifest says of the profile."""
-        return HeadCurve(
-            profile=self.profile,
-            axis=self.axis,
-            meaning=meaning,
-            unit=unit,
-            profiled=self.profiled,
-            indices=self.indices,
-            values=_numbers(self.values[:, layer, head]),
-            standard_errors=_numbers(self.standard_errors[:, layer, head]),
+        values, errors = (
+            [None if np.isnan(value) else value for value in array[:, layer, head].tolist()]
+            for array in (self.values, self.standard_errors)
         )
+        about = self.profile, self.axis, meaning, unit, self.profiled, self.indices
+        return HeadCurve(*about, values, errors)
 
 
 def profile_curves_sql(condition: str) -> str:
@@ -105,7 +99,7 @@ def kept_curve_sql(profile: str, axis: str, condition: str) -> str:
     """
 
 
-def curves_of_profiles(table: pa.Table, shape: tuple[int, int]) -> Iterator[Curve]:
+def curves_of_profiles(table: pa.Table, shape: tuple[int, ...]) -> Iterator[Curve]:
     """The curves among the rows of `profile_curves_sql`. `shape` is layers and heads."""
     for profile in table["profile"].unique().to_pylist():
         rows = table.filter(pc.equal(table["profile"], profile))
@@ -115,7 +109,7 @@ def curves_of_profiles(table: pa.Table, shape: tuple[int, int]) -> Iterator[Curv
 
 
 def curve_of(
-    profile: str, axis: str, profiled: bool, rows: pa.Table, shape: tuple[int, int]
+    profile: str, axis: str, profiled: bool, rows: pa.Table, shape: tuple[int, ...]
 ) -> Curve:
     """A curve by head, at the indices that are drawn."""
     positions = rows[axis].to_numpy()
@@ -128,7 +122,7 @@ def curve_of(
     layers, heads = places(rows)
     where = (place_of_row[is_drawn], layers[is_drawn], heads[is_drawn])
 
-    def drawn(column: str) -> Floats:
+    def drawn(column: str) -> Array:
         values = np.full((len(indices), *shape), np.nan)
         values[where] = rows[column].cast(pa.float64()).to_numpy()[is_drawn]
         return values
@@ -151,12 +145,7 @@ def drawn_indices(length: int, most: int = MOST_POINTS) -> list[int]:
     return sorted({*range(dense), *(round(place) for place in sparse.tolist())})
 
 
-def places(rows: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def places(rows: pa.Table) -> tuple[Array, Array]:
     """Layers and heads of rows, as indices of an array."""
     layers = rows["layer"].to_numpy().astype(np.int64)
     return layers, rows["head"].to_numpy().astype(np.int64)
-
-
-def _numbers(values: Floats) -> list[float | None]:
-    """Numbers with None for NaN."""
-    return [None if np.isnan(value) else value for value in values.tolist()]

@@ -19,13 +19,14 @@ from headcount.schemas.errors import QueryError
 from headcount.schemas.packages import PACKAGE
 
 PAGE = PACKAGE / "queries" / "page" / "shared"
-"""Style and modules that pages share with the explorer."""
+"""Markup, style and modules that pages share with the explorer."""
 
 TEMPLATES = PACKAGE / "queries" / "page" / "report"
 """Layouts and scripts of the report and the card of a head."""
 
 DRAWING = ("colours.js", "draw.js", "data.js")
-CARD = (*DRAWING, "picture.js", "answers.js", "card.js")
+CARD = (*DRAWING, "behind.js", "histogram.js", "card.js")
+REPORT = (*CARD, "source.js", "cube.js", "page.js")
 """Modules of `queries/page`, each after those that it imports."""
 
 
@@ -46,17 +47,19 @@ def html_text(
 ) -> str:
     """A page as text.
 
-    `TEMPLATE.html.j2` lays it out. `TEMPLATE.js` draws `data` with what the modules export.
+    `TEMPLATE.html.j2` lays it out. `TEMPLATE.js`, if there is one, draws `data` with what the
+    modules export.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([template.parent, TEMPLATES]),
+        loader=jinja2.FileSystemLoader([template.parent, TEMPLATES, PAGE]),
         # Names and texts of others stand on the page: none of them is markup.
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["number"] = number
-    files = [*(PAGE / module for module in modules), template.with_suffix(".js")]
+    own = template.with_suffix(".js")
+    files = [*(PAGE / module for module in modules), *([own] if own.exists() else [])]
     # Line breaks around the script belong to its element, and so to its digest.
     script = f"\n{joined(file.read_text(encoding='utf-8') for file in files)}\n"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

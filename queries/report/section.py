@@ -1,51 +1,48 @@
 """What a page shows of one run under one intervention: for every statistic, numbers by head.
 
-All of it comes from views of sums (`head_summaries`, `subset_summaries`, `distributions`), but for
-the uniform baselines, which `sequences` has. The sequences behind a number are in `examples.py`.
+Of a run with roll-ups, all of it comes from views of sums (`head_summaries`, `subset_summaries`,
+`distributions`). Else each question is one pass over its rows: a view of all statistics would read
+each of them alone. The sequences behind a number are in `examples.py`.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from headcount.queries.ask.asking import Record, RunDatabase
+from headcount.queries.open.connection import OPENED
+from headcount.queries.open.rollup_views import BIN_HIGH, BIN_LOW, bin_of, measured_statistics
 from headcount.queries.report.head_curves import (
     AXES,
+    Array,
     Curve,
-    Floats,
     curve_of,
     curves_of_profiles,
     kept_curve_sql,
     places,
     profile_curves_sql,
 )
-from headcount.queries.sql_text import text_literal
+from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.run_directory import pc
+from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.measured_heads import Head
 
-Counts: TypeAlias = npt.NDArray[np.int64]
+MEANS = ("mean", "standard_error", "minimum", "maximum")
+COUNTS = ("count", "documents", "undefined")
+NUMBERS = (*MEANS, *COUNTS)
+"""What is known of a statistic of a head over sequences. `standard_error` is over documents."""
+
+Numbers: TypeAlias = dict[str, Array]
+"""By column, [statistic layer head]: MEANS are NaN where they are undefined, COUNTS are uint32."""
 
 MOST_BINS = 40
 """Bins of a histogram in a page. Finer ones are added up."""
-
-
-class Means(NamedTuple):
-    """Means over sequences by layer and head, and how sure they are."""
-
-    mean: Floats
-    standard_error: Floats
-    count: Counts
-    """Sequences on which the statistic is defined."""
-    documents: Counts
-    """Documents of these sequences."""
 
 
 @dataclass
@@ -55,7 +52,7 @@ class Histograms:
     edges: list[float]
     is_even: bool
     """Whether all bins have the same width."""
-    counts: Counts
+    counts: Array
     """By bin, layer and head."""
 
     def groups_of(self, head: Head) -> tuple[int, int, list[int]]:
@@ -80,39 +77,6 @@ class Histograms:
 
 
 @dataclass
-class HeadValues:
-    """One statistic over all heads of a section."""
-
-    means: Means
-    minimum: Floats
-    maximum: Floats
-    undefined: Counts
-    """Sequences on which the statistic is undefined."""
-    uniform_baseline: float | None = None
-    """What uniform attention would score on the same sequences."""
-    histograms: Histograms | None = None
-    subsets: dict[str, Means] = field(default_factory=dict[str, Means])
-    """By subset of the Pile."""
-    changes: Means | None = None
-    """What the intervention changes: means over pairs of the same sequence."""
-
-    @property
-    def percentiles(self) -> Floats:
-        """By head, the share of the other heads with a smaller mean, in percent.
-
-        A head with the same mean counts half. NaN for an undefined mean, or for a single head.
-        """
-        means = self.means.mean
-        defined = np.sort(means[~np.isnan(means)])
-        smaller = np.searchsorted(defined, means, "left")
-        not_larger = np.searchsorted(defined, means, "right")
-        others = max(len(defined) - 1, 0) or np.nan
-        # The head itself is among those that are equal to it.
-        shares = 100 * (smaller + (not_larger - smaller - 1) / 2) / others
-        return np.where(np.isnan(means), np.nan, shares)
-
-
-@dataclass
 class Section:
     """One run under one intervention."""
 
@@ -121,8 +85,30 @@ class Section:
     intervention: str
     n_layers: int
     n_heads: int
-    statistics: dict[str, HeadValues] = field(default_factory=dict[str, HeadValues])
+    statistics: list[str]
+    """Those that were measured, in the order of all arrays."""
+    numbers: Numbers
+    uniform_baseline: dict[str, float | None]
+    """What uniform attention would score on the same sequences, by statistic."""
+    histograms: dict[str, Histograms] = field(default_factory=dict[str, Histograms])
+    """By statistic."""
+    subsets: dict[str, Numbers] = field(default_factory=dict[str, Numbers])
+    """By subset of the Pile."""
+    changes: Numbers | None = None
+    """What the intervention changes: means over pairs of the same sequence."""
     curves: list[Curve] = field(default_factory=list[Curve])
+
+    def percentile(self, statistic: int, head: Head) -> float:
+        """The share of the other heads with a smaller mean, in percent.
+
+        A head with the same mean counts half. NaN for an undefined mean, or for a single head.
+        """
+        means = self.numbers["mean"][statistic]
+        own, others = means[head], np.count_nonzero(~np.isnan(means)) - 1
+        if np.isnan(own) or not others:
+            return np.nan
+        # The head itself is among those that are equal to it.
+        return 100 * ((means < own).sum() + ((means == own).sum() - 1) / 2) / others
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -146,47 +132,184 @@ def read_section(
     intervention: str,
     *,
     head: Head | None = None,
-    with_distributions: bool = True,
-    with_subsets: bool = True,
+    with_details: bool = True,
 ) -> Section:
-    """Read what a page shows. `head` limits all but the means, which percentiles need, to it."""
-    summaries = _table(
-        database,
-        "head_summaries",
-        f"FROM head_summaries {section_condition(run['run_id'], intervention)}",
-    )
-    # A manifest may not say the sizes of its model. Then the last measured head is the last one.
-    section = Section(
-        run,
-        intervention,
-        run["n_layers"] or 1 + _largest(summaries, "layer"),
-        run["n_heads"] or 1 + _largest(summaries, "head"),
-    )
-    uniform_baseline = uniform_baselines(database, run["run_id"])
-    rows_by_name = dict(_by_statistic(summaries))
+    """Read what a page shows. `head` limits all but the means, which percentiles need, to it.
+
+    `with_details` also reads distributions and subsets.
+    """
+    rows = _Rows(database, run, intervention)
+    summaries = rows.table("means of heads", rows.summaries())
+    measured = set(summaries["statistic"].to_pylist())
     # In the order of the registry, and not in that of the rows.
-    order = [*run["statistics"], *sorted(rows_by_name)]
-    for name in dict.fromkeys(order):
-        rows = rows_by_name.get(name)
-        if rows is None:
-            continue
-        section.statistics[name] = HeadValues(
-            _means(rows, section.shape),
-            _by_head(rows, "minimum", section.shape),
-            _by_head(rows, "maximum", section.shape),
-            _counts(rows, "undefined", section.shape),
-            uniform_baseline.get(f"uniform_{name}"),
-        )
-    if not section.statistics:
+    names = [
+        name for name in dict.fromkeys([*run["statistics"], *sorted(measured)]) if name in measured
+    ]
+    # A manifest may not say the sizes of its model. Then the last measured head is the last one.
+    shape = (
+        run["n_layers"] or 1 + int(max(summaries["layer"].to_numpy(), default=0)),
+        run["n_heads"] or 1 + int(max(summaries["head"].to_numpy(), default=0)),
+    )
+    numbers = numbers_by_head(summaries, names, shape)
+    baselines = uniform_baselines(database, run["run_id"])
+    baseline = {name: baselines.get(f"uniform_{name}") for name in names}
+    section = Section(run, intervention, *shape, names, numbers, baseline)
+    if not names:
         return section
     of_head = f" AND layer = {head.layer} AND head = {head.head}" if head else ""
-    if with_distributions:
-        _read_distributions(database, section, of_head)
-    if with_subsets:
-        _read_subsets(database, section, of_head)
-    _read_changes(database, section, of_head)
+    if with_details:
+        bins = rows.table("distributions", rows.distributions(of_head))
+        for name, of_statistic in _split(bins, "statistic"):
+            section.histograms[name] = _histograms(of_statistic, shape)
+        if sql := rows.subsets(of_head):
+            for subset, of_subset in _split(rows.table("subsets", sql), "pile_set_name"):
+                section.subsets[subset] = numbers_by_head(of_subset, names, shape)
+    # An intervention has changes if the same run also measured the untouched model.
+    if intervention != "none" and "none" in run["interventions"]:
+        changes = rows.table("changes", rows.changes(of_head))
+        section.changes = numbers_by_head(changes, names, shape)
     section.curves = list(_curves(database, section, of_head))
     return section
+
+
+def numbers_by_head(
+    table: pa.Table,
+    statistics: Sequence[str],
+    shape: tuple[int, ...],
+    first: tuple[int, int] = (0, 0),
+) -> Numbers:
+    """Rows of `summaries_sql` as arrays. `first` is the layer and head of the first cell."""
+    index = {name: place for place, name in enumerate(statistics)}
+    layers, heads = places(table)
+    statistic = np.array([index.get(name, -1) for name in table["statistic"].to_pylist()], np.int64)
+    is_known = statistic >= 0
+    # One row a head and statistic, so no cell is written twice.
+    place = (statistic[is_known], layers[is_known] - first[0], heads[is_known] - first[1])
+    numbers: Numbers = {}
+    for name in NUMBERS:
+        # NULL becomes NaN.
+        values = table[name].cast(pa.float64()).to_numpy()
+        numbers[name] = np.full((len(statistics), *shape), np.nan if name in MEANS else 0)
+        numbers[name][place] = values[is_known]
+        if name in COUNTS:
+            numbers[name] = numbers[name].astype(np.uint32)
+    return numbers
+
+
+def summaries_sql(rows: str, keys: Sequence[str], statistics: Sequence[str]) -> str:
+    """Every statistic by some keys, from rows that have a document: count, mean, error, extremes.
+
+    One pass: all statistics of a row become rows of their own.
+    """
+    names = ", ".join(map(quoted_name, statistics))
+    by = ", ".join([*keys, "statistic"])
+    # INCLUDE NULLS: a statistic that is undefined on every sequence has a row too.
+    return f"""
+        SELECT
+            {by},
+            sum(sums.number)::BIGINT AS count,
+            sum(undefined)::BIGINT AS undefined,
+            document_mean(sums) AS mean,
+            document_error(sums) AS standard_error,
+            sum(sums.documents)::BIGINT AS documents,
+            min(minimum) AS minimum,
+            max(maximum) AS maximum
+        FROM (
+            SELECT
+                {by}, document, document_sums(value, document) AS sums,
+                count(*) - count(value) AS undefined, min(value) AS minimum, max(value) AS maximum
+            FROM ({rows}) UNPIVOT INCLUDE NULLS (value FOR statistic IN ({names}))
+            GROUP BY {by}, document
+        )
+        GROUP BY {by}
+    """
+
+
+def changes_sql(intervened: str, untouched: str, keys: str, statistics: Sequence[str]) -> str:
+    """Rows of what an intervention changes, by sequence. Two WHERE clauses choose the pairs."""
+    # The stored float32 would lose digits when differences are added up.
+    differences = ", ".join(
+        f"intervened.{name}::DOUBLE - untouched.{name} AS {name}"
+        for name in map(quoted_name, statistics)
+    )
+    return f"""
+        SELECT {keys}, document, {differences}
+        FROM (FROM heads{intervened}) AS intervened
+        JOIN internal.documents USING (run_id, intervention, sequence)
+        JOIN (FROM heads{untouched}) AS untouched USING (run_id, sequence, layer, head)
+    """
+
+
+class _Rows:
+    """SQL over the rows of a section, or over what they were rolled up to."""
+
+    def __init__(self, database: RunDatabase, run: Record, intervention: str) -> None:
+        self.database = database
+        self.run_id = run["run_id"]
+        self.condition = section_condition(self.run_id, intervention)
+        opened = OPENED[database.connection].runs
+        (own,) = [one for one in opened if one.directory.run_id == self.run_id]
+        self.has_rollups = bool(own.files(ROLLUPS.name))
+        measured = database.columns("heads")
+        self.statistics = [one for one in measured_statistics([own]) if one.name in measured]
+
+    def table(self, subject: str, sql: str) -> pa.Table:
+        """The rows of a query as a table. If it fails, the error names its subject."""
+        return _table(self.database, subject, sql)
+
+    def summaries(self, of_head: str = "", by_subset: bool = False) -> str:
+        """Means by head, or by head and subset of the Pile."""
+        keys = ["layer", "head", *(["pile_set_name"] if by_subset else [])]
+        known = " AND pile_set_name IS NOT NULL" if by_subset else ""
+        if self.has_rollups:
+            view = "subset_summaries" if by_subset else "head_summaries"
+            return f"FROM {view} {self.condition}{known}{of_head}"
+        names = [one.name for one in self.statistics]
+        columns = ", ".join([*keys, "document", *map(quoted_name, names)])
+        rows = f"""
+            SELECT {columns} FROM heads JOIN internal.documents
+            USING (run_id, intervention, sequence) {self.condition}{known}{of_head}
+        """
+        return summaries_sql(rows, keys, names)
+
+    def subsets(self, of_head: str) -> str | None:
+        """Means by head and subset of the Pile, if documents say of which they are."""
+        known = f"FROM sequences {self.condition} AND pile_set_name IS NOT NULL LIMIT 1"
+        has_subsets = bool(records(self.database, "subsets of the Pile", known))
+        return self.summaries(of_head, by_subset=True) if has_subsets else None
+
+    def changes(self, of_head: str) -> str:
+        """Mean changes by head."""
+        names = [one.name for one in self.statistics]
+        untouched = f" {section_condition(self.run_id, 'none')}{of_head}"
+        rows = changes_sql(f" {self.condition}{of_head}", untouched, "layer, head", names)
+        return summaries_sql(rows, ["layer", "head"], names)
+
+    def distributions(self, of_head: str) -> str:
+        """How many sequences have a value in each bin, by head."""
+        if self.has_rollups:
+            # Not `distributions`, which has as many rows for each subset of the Pile.
+            return f"""
+                SELECT statistic, layer, head, bin, low, high, count
+                FROM internal.head_bins {self.condition}{of_head} ORDER BY statistic, bin
+            """
+        bins = ", ".join(f"{bin_of(one.value, one.axis)} AS {one.value}" for one in self.statistics)
+        ends = ", ".join(
+            f"({text_literal(one.name)}, '{one.axis.low}'::DOUBLE, '{one.axis.high}'::DOUBLE)"
+            for one in self.statistics
+        )
+        names = ", ".join(one.value for one in self.statistics)
+        return f"""
+            SELECT statistic, layer, head, bin, {BIN_LOW} AS low, {BIN_HIGH} AS high, count
+            FROM (
+                SELECT statistic, layer, head, bin, count(*) AS count
+                FROM (SELECT layer, head, {bins} FROM heads {self.condition}{of_head})
+                UNPIVOT (bin FOR statistic IN ({names}))
+                GROUP BY ALL
+            )
+            JOIN (VALUES {ends}) AS ends (statistic, range_low, range_high) USING (statistic)
+            ORDER BY statistic, bin
+        """
 
 
 def uniform_baselines(database: RunDatabase, run_id: str) -> Record:
@@ -217,54 +340,13 @@ def _table(database: RunDatabase, subject: str, sql: str) -> pa.Table:
         raise QueryError(f"report, {subject}: {error}") from None
 
 
-def _largest(table: pa.Table, column: str) -> int:
-    values = table[column].to_numpy()
-    return int(values.max()) if len(values) else 0
+def _split(table: pa.Table, column: str) -> Iterator[tuple[str, pa.Table]]:
+    """The rows of each value of a column, in the order of the values."""
+    for value in sorted(table[column].unique().to_pylist()):
+        yield value, table.filter(pc.equal(table[column], value))
 
 
-def _by_statistic(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
-    """The rows of each statistic, in the order in which statistics come."""
-    for name in table["statistic"].unique().to_pylist():
-        yield name, table.filter(pc.equal(table["statistic"], name))
-
-
-def _by_head(rows: pa.Table, column: str, shape: tuple[int, int]) -> Floats:
-    values = np.full(shape, np.nan)
-    # NULL becomes NaN.
-    values[places(rows)] = rows[column].cast(pa.float64()).to_numpy()
-    return values
-
-
-def _counts(rows: pa.Table, column: str, shape: tuple[int, int]) -> Counts:
-    counts = np.zeros(shape, np.int64)
-    counts[places(rows)] = rows[column].to_numpy()
-    return counts
-
-
-def _means(rows: pa.Table, shape: tuple[int, int], mean: str = "mean") -> Means:
-    count = "count" if mean == "mean" else "pairs"
-    return Means(
-        _by_head(rows, mean, shape),
-        _by_head(rows, "standard_error", shape),
-        _counts(rows, count, shape),
-        _counts(rows, "documents", shape),
-    )
-
-
-def _read_distributions(database: RunDatabase, section: Section, of_head: str) -> None:
-    """Histograms of all statistics."""
-    # Not `distributions`, which has as many rows for each subset of the Pile, and joins sequences.
-    sql = f"""
-        SELECT statistic, layer, head, bin, low, high, count
-        FROM internal.head_bins {section.condition}{of_head}
-        ORDER BY statistic, bin
-    """
-    for name, rows in _by_statistic(_table(database, "distributions", sql)):
-        if name in section.statistics:
-            section.statistics[name].histograms = _histograms(rows, section.shape)
-
-
-def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
+def _histograms(rows: pa.Table, shape: tuple[int, ...]) -> Histograms:
     """Histograms over one common axis, from rows by bin."""
     # Every head has rows of its own, so a bin comes many times. Its ends are the same each time.
     _, first_rows, bin_of_row = np.unique(
@@ -279,7 +361,7 @@ def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
     return Histograms(edges, is_even, counts)
 
 
-def _edges(lows: Floats, highs: Floats) -> tuple[list[float], bool, npt.NDArray[np.int64]]:
+def _edges(lows: Array, highs: Array) -> tuple[list[float], bool, Array]:
     """Edges of an axis that holds all bins, whether they are even, and the place of each bin."""
     widths = highs - lows
     if np.isfinite(widths).all() and np.allclose(widths, widths[0], rtol=1e-3):
@@ -296,37 +378,6 @@ def _edges(lows: Floats, highs: Floats) -> tuple[list[float], bool, npt.NDArray[
         index_of_bin.append(len(edges) - 1)
         edges.append(float(high))
     return edges, False, np.array(index_of_bin)
-
-
-def _read_subsets(database: RunDatabase, section: Section, of_head: str) -> None:
-    """Means by subset of the Pile. A run whose input has no subsets has none."""
-    # Asked first: the view would add up all rows only to show none.
-    has_subsets = f"""
-        FROM sequences {section.condition} AND pile_set_name IS NOT NULL LIMIT 1
-    """
-    if not records(database, "subsets of the Pile", has_subsets):
-        return
-    sql = f"""
-        FROM subset_summaries {section.condition} AND pile_set_name IS NOT NULL{of_head}
-        ORDER BY pile_set_name
-    """
-    table = _table(database, "subset_summaries", sql)
-    for subset in table["pile_set_name"].unique().to_pylist():
-        rows_of_subset = table.filter(pc.equal(table["pile_set_name"], subset))
-        for name, rows in _by_statistic(rows_of_subset):
-            if name in section.statistics:
-                section.statistics[name].subsets[subset] = _means(rows, section.shape)
-
-
-def _read_changes(database: RunDatabase, section: Section, of_head: str) -> None:
-    """What an intervention changes, if the same run also measured the untouched model."""
-    is_intervention = section.intervention != "none" and "none" in section.run["interventions"]
-    if not is_intervention or "effects" in database.unmeasured_views("effects"):
-        return
-    table = _table(database, "effects", f"FROM effects {section.condition}{of_head}")
-    for name, rows in _by_statistic(table):
-        if name in section.statistics:
-            section.statistics[name].changes = _means(rows, section.shape, "change")
 
 
 def _curves(database: RunDatabase, section: Section, of_head: str) -> Iterator[Curve]:
@@ -352,13 +403,3 @@ def _curves(database: RunDatabase, section: Section, of_head: str) -> Iterator[C
 def runs_by_id(database: RunDatabase) -> dict[str, Record]:
     """The rows of the view `runs`, in its order."""
     return {row["run_id"]: row for row in records(database, "runs", "FROM runs")}
-
-
-def checked_choice(what: str, wanted: str, choices: Sequence[str]) -> str:
-    """A name that is among some, or an error that names the nearest."""
-    if wanted in choices:
-        return wanted
-    nearest = difflib.get_close_matches(wanted, choices, n=3) or list(choices)[:3]
-    raise QueryError(
-        f"{what} {wanted!r}: expected one of {len(choices)}; nearest: {', '.join(nearest)}"
-    )

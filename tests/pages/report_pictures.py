@@ -31,9 +31,8 @@ SHOWN = "bundled:gpt2-mini"
 CHOSEN = "head=L1H5&statistic=sink_mass&brush=sink_mass:0-82"
 """What is chosen in the explorer: a head, and the sequences on which it rests least."""
 
-ALL_PLOTS_DRAWN = """return [...document.querySelectorAll(".plot")]
-    .filter((plot) => plot.getBoundingClientRect().top < innerHeight)
-    .every((plot) => plot.querySelector("svg"))"""
+IS_DRAWN = "return document.querySelector('#sections svg') !== null"
+"""Small multiples come last."""
 
 
 def draw_pictures(driver: webdriver.Chrome, runs: str, report: Path) -> None:
@@ -49,21 +48,19 @@ def draw_pictures(driver: webdriver.Chrome, runs: str, report: Path) -> None:
 
     data: Any = unpacked(report.read_text(encoding="utf-8"))
     run_id = next(
-        section["run_id"]
-        for section in data["sections"]
-        if section["facts"]["model"] == SHOWN and section["facts"]["input_family"] == "text"
+        run["run_id"]
+        for run in data["overview"]["runs"]
+        if run["model"] == SHOWN and run["input_family"] == "text"
     )
     driver.get(f"{report.resolve().as_uri()}#run={run_id}")
-    wait(ALL_PLOTS_DRAWN)
+    wait(IS_DRAWN)
     driver.save_screenshot(str(IMAGES / "report.png"))
     (figure,) = (
         card
         for card in driver.find_elements(By.CSS_SELECTOR, "[data-dormant]")
-        if card.find_element(By.TAG_NAME, "h3").text == SHOWN
+        if card.find_element(By.TAG_NAME, "h3").text.endswith(SHOWN)
     )
     plot = figure.find_element(By.CSS_SELECTOR, ".plot svg")
-    # All that waits to be seen is drawn first: it would move the plot.
-    driver.execute_script("dispatchEvent(new Event('beforeprint'))")
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
     plot.screenshot(str(IMAGES / "dormant.png"))
 
@@ -77,6 +74,7 @@ def draw_pictures(driver: webdriver.Chrome, runs: str, report: Path) -> None:
         driver.get("about:blank")
         driver.get(f"{address.partition('#')[0]}#run={run_id}&{CHOSEN}")
         wait("return performance.getEntriesByName('brush').length > 0")
+        wait(IS_DRAWN)
         # The texts come last.
         driver.execute_async_script("setTimeout(arguments[0], 2000)")
         driver.save_screenshot(str(IMAGES / "explorer.png"))

@@ -14,7 +14,7 @@ from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.report.head_card import head_card
 from headcount.queries.report.report import _prediction_sql
-from headcount.queries.report.section import read_section, runs_by_id
+from headcount.queries.report.section import NUMBERS, read_section, runs_by_id
 from tests.queries.page.test_explore_queries import Asker
 from tests.toys.runs_here import measure_here
 from tests.toys.toy_corpora import documents, write_jsonl
@@ -127,8 +127,11 @@ def check_pages(plan: Plan, measured: Measured) -> None:
     ask = Asker(Path(str(plan.run.path)))
     ask.run_id = plan.run.run_id
     place = {"layer": 1, "head": 3}
-    for row in ask("card", head=place)["rows"]:
-        check(row, values["none", row["statistic"], 1, 3], documents)
+    numbers = ask("heatmap", head=place)
+    columns = dict(zip(NUMBERS, numbers["arrays"], strict=True))
+    for index, statistic in enumerate(numbers["statistics"]):
+        row = {name: column[index, 0, 0] for name, column in columns.items()}
+        check(row, values["none", statistic, 1, 3], documents)
     for row in ask("subsets", head=place, statistic="sink_mass")["rows"]:
         is_here = parts == (row["subset"] or "")
         check(row, values["none", "sink_mass", 1, 3][is_here], documents[is_here])
@@ -137,12 +140,12 @@ def check_pages(plan: Plan, measured: Measured) -> None:
     (run,) = runs_by_id(database).values()
     for intervention in INTERVENTIONS:
         section = read_section(database, run, intervention)
-        for statistic, found in section.statistics.items():
+        for index, statistic in enumerate(section.statistics):
             for layer, head in np.ndindex(section.shape):
                 own = values[intervention, statistic, layer, head]
                 error, number = error_over_documents(own, documents)
-                assert found.means.documents[layer, head] == number
-                shown = found.means.standard_error[layer, head]
+                assert section.numbers["documents"][index, layer, head] == number
+                shown = section.numbers["standard_error"][index, layer, head]
                 assert shown == error or (error is None and np.isnan(shown))
     card = head_card(database, "L1H6").statistic("sink_mass")
     expected = error_over_documents(values["none", "sink_mass", 1, 6], documents)

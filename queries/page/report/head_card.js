@@ -5,7 +5,7 @@ import { pageData } from "./data.js";
 const card = await pageData();
 
 function show(statistic) {
-  const drawn = drawCard(card, { statistic, onStatistic: show });
+  const drawn = drawCard(card, statistic, show);
   document.getElementById("card").replaceChildren(drawn);
   drawn.querySelector(`[aria-selected="true"] button`)?.focus({ preventScroll: true });
 }

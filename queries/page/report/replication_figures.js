@@ -6,14 +6,7 @@ const figures = await pageData();
 
 function line(figure, width) {
   const series = figure.series.map((one) => ({ name: one.name, x: one.labels, y: one.values }));
-  return lines({
-    series,
-    xName: figure.x,
-    yName: figure.y,
-    title: figure.title,
-    width: Math.min(width, 620),
-    height: 300,
-  });
+  return lines({ series, xName: figure.x, yName: figure.y, title: figure.title, width: Math.min(width, 620), height: 300 });
 }
 
 function bar(figure, width) {
@@ -26,13 +19,7 @@ function bar(figure, width) {
     }),
   }));
   const shown = names.map((name) => (typeof name === "number" ? `${figure.x} ${name}` : name));
-  return bars({
-    names: shown,
-    series,
-    unit: figure.y,
-    title: figure.title,
-    width: Math.min(width, 620),
-  });
+  return bars({ names: shown, series, unit: figure.y, title: figure.title, width: Math.min(width, 620) });
 }
 
 function heat(figure, width) {

@@ -1,327 +1,219 @@
-// The card of one head: every statistic, and one of them in detail.
-//
-// `card` is what `queries/report/head_card.py` describes as HeadCard. Undefined numbers are null.
-import { bars, breakable, headCurve, histogram, html, number, tokens } from "./draw.js";
-import { behind, literal } from "./answers.js";
+// The parts of the card of one head, and the card as a page of its own.
+import { behind, literal } from "./behind.js";
+import { bars, breakable, html, isUndefined, lines, number, tokens } from "./draw.js";
+import { histogram } from "./histogram.js";
 
 // A value and its standard error, of which two digits say all that it knows, and one if it is tiny.
 export function plusMinus(value, error) {
-  if (error === null || error === undefined) return number(value);
+  if (isUndefined(error)) return number(value);
   return `${number(value)} ± ${number(Number(error.toPrecision(error < 1e-3 ? 1 : 2)))}`;
 }
 
-const cell = (content, attributes = {}) => html("td", attributes, content);
-
-// Where a head stands among the others: a number on a bar from 0 to 100.
-function percentileCell(percentile) {
-  if (percentile === null || percentile === undefined) return cell("–");
-  const node = cell(String(Math.round(percentile)), { class: "percentile" });
-  node.style.setProperty("--share", `${percentile}%`);
-  return node;
-}
-
-const difference = (one, other) => {
-  const isDefined = one?.mean !== null && other?.mean !== null && one && other;
-  if (!isDefined) return [null, null];
-  const errors = [one.standard_error, other.standard_error];
-  const hasErrors = errors.every((error) => error !== null && error !== undefined);
-  return [other.mean - one.mean, hasErrors ? Math.hypot(...errors) : null];
-};
-
-function statisticsTable(card, options) {
-  const { compared, statistic, onStatistic } = options;
-  const names = [
-    "statistic",
-    ...(compared ? ["first", "second", "difference ±"] : ["mean ±", "uniform baseline"]),
-    "percentile",
-  ];
-  const head = html("tr", {}, ...names.map((name) => html("th", { scope: "col" }, name)));
-  const rows = card.statistics.map((one) => {
-    const button = html(
-      "button",
-      { type: "button", class: "plain", "data-statistic": one.name, title: one.meaning },
-      breakable(one.name),
-    );
-    button.addEventListener("click", () => onStatistic?.(one.name));
-    const cells = [
-      cell(button),
-      cell(compared ? number(one.mean) : plusMinus(one.mean, one.standard_error)),
-    ];
-    if (compared) {
-      const other = compared.statistics.find((each) => each.name === one.name);
-      const [change, error] =
-        (other?.change ?? null) ? [other.change, other.change_error] : difference(one, other);
-      cells.push(cell(number(other?.mean)), cell(plusMinus(change, error)));
-    } else cells.push(cell(number(one.uniform_baseline)));
-    cells.push(percentileCell(one.percentile));
-    return html("tr", { "aria-selected": one.name === statistic ? "true" : "false" }, ...cells);
-  });
-  const table = html(
+// A table. A column is a name, or `{name, title, words}`; `rows` are elements.
+export function table(columns, rows, caption) {
+  const heads = columns.map((column) =>
+    html("th", { scope: "col", title: column.title, class: column.words ? "words" : null }, column.name ?? column),
+  );
+  return html(
     "table",
-    { class: "statistics" },
-    html("thead", {}, head),
+    {},
+    html("caption", { class: "visually-hidden" }, caption),
+    html("thead", {}, html("tr", {}, ...heads)),
     html("tbody", {}, ...rows),
   );
-  return html(
-    "div",
-    {
-      class: "scroll statistics-scroll",
-      tabindex: 0,
-      role: "region",
-      "aria-label": `Statistics of ${card.label}`,
-    },
-    table,
+}
+
+const button = (text, onclick, attributes = {}) => html("button", { type: "button", class: "plain", onclick, ...attributes }, text);
+
+// Where a head stands among the others: a number on a bar from 0 to 100.
+export function fillPercentile(cell, percentile) {
+  cell.textContent = isUndefined(percentile) ? "–" : String(Math.round(percentile));
+  if (!isUndefined(percentile)) cell.style.setProperty("--share", `${percentile}%`);
+}
+
+// Every statistic of a head. `percentile(name)` is null until it is known; `onStatistic(name)` chooses
+// one. `compared` are the rows of the same head elsewhere.
+export function statisticsTable(rows, { label, statistic, onStatistic, percentile, compared, titles = {} }) {
+  const most = Math.max(...rows.map((row) => row.count), 0);
+  const numbers = compared
+    ? ["first", "second", "difference ±"]
+    : [{ name: "mean ±", title: "One standard error, over documents" }, { name: "baseline", title: "What uniform attention would score" }];
+  const ends = compared ? [] : ["smallest", "largest", "undefined"];
+  const columns = ["statistic", ...numbers, { name: "percentile", title: "Share of the other heads with a smaller mean" }, ...ends];
+  return table(
+    columns,
+    rows.map((row) => {
+      const name = button("", () => onStatistic?.(row.statistic), { title: titles[row.statistic] });
+      name.append(...breakable(row.statistic));
+      const other = compared?.find((one) => one.statistic === row.statistic);
+      const cells = compared
+        ? [number(row.mean), number(other?.mean), plusMinus(...difference(row, other))]
+        : [plusMinus(row.mean, row.standard_error), isUndefined(row.uniform_baseline) ? "" : number(row.uniform_baseline)];
+      const place = html("td", { class: "percentile" });
+      fillPercentile(place, percentile(row.statistic));
+      const last = [number(row.minimum), number(row.maximum), row.count === most ? "" : number(most - row.count)];
+      return html(
+        "tr",
+        { "aria-selected": String(row.statistic === statistic), "data-statistic": row.statistic },
+        html("td", {}, name),
+        ...cells.map((cell) => html("td", {}, cell)),
+        place,
+        ...(compared ? [] : last).map((cell) => html("td", {}, cell)),
+      );
+    }),
+    `Every statistic of ${label}`,
   );
 }
 
-const conditions = (card) =>
-  `run_id = ${literal(card.run_id)} AND intervention = ${literal(card.intervention)} AND label = ${literal(card.label)}`;
+// The difference of a statistic of a head, and its error: paired if both are of the same sequences.
+function difference(one, other) {
+  if (!other) return [null, null];
+  if (!isUndefined(other.change)) return [other.change, other.change_error];
+  if (isUndefined(one.mean) || isUndefined(other.mean)) return [null, null];
+  return [other.mean - one.mean, Math.hypot(one.standard_error ?? NaN, other.standard_error ?? NaN)];
+}
 
-function distributionPart(card, one) {
-  const shown = card.distributions[one.name];
-  if (!shown) return [];
-  const figure = histogram({
-    ...shown,
-    title: one.name,
-    unit: one.unit,
-    marks: [
-      { x: one.mean, name: "mean" },
-      { x: one.uniform_baseline, name: "uniform baseline", kind: "baseline" },
-    ],
+// What a head does, in one sentence about one statistic.
+export function sentence(label, row, percentile, heads) {
+  if (!row) return `${label} was not measured.`;
+  if (isUndefined(row.mean)) return `${row.statistic} of ${label} is undefined in every sequence.`;
+  const parts = [`${row.statistic} of ${label} is ${plusMinus(row.mean, row.standard_error)} over ${number(row.count)} sequences`];
+  if (row.uniform_baseline) parts.push(`${number(Number((row.mean / row.uniform_baseline).toPrecision(2)))} times the uniform baseline`);
+  if (!isUndefined(percentile)) parts.push(`larger than in ${Math.round(percentile)} % of the other ${number(heads - 1)} heads`);
+  const missing = row.undefined ? ` It is undefined in ${number(row.undefined)} more.` : "";
+  return `${parts.join(", ")}.${missing}`;
+}
+
+// The marks of a histogram: its mean, and what uniform attention would score.
+export const marksOf = (row) => [
+  { x: row?.mean, name: "mean" },
+  { x: row?.uniform_baseline, name: "uniform baseline", kind: "baseline" },
+];
+
+// The mean of a statistic in each subset of the Pile.
+export function subsetBars(rows, statistic, baseline) {
+  return bars({
+    names: rows.map((row) => `${row.subset ?? "no subset"} (${row.count})`),
+    values: rows.map((row) => row.mean),
+    errors: rows.map((row) => row.standard_error),
+    reference: { x: baseline, name: "uniform baseline" },
+    title: `${statistic} by subset of the Pile`,
+  });
+}
+
+// The mean of a profile of one head along the sequence, and the SQL of it.
+export function curveFigure(curve, label, where, askSql) {
+  const length = curve.indices.at(-1) + 1;
+  const thinned = length > curve.indices.length ? ` ${curve.indices.length} of ${length} places are drawn.` : "";
+  const { axis, profile } = curve;
+  const figure = lines({
+    x: curve.indices,
+    series: [{ name: profile, y: curve.values, errors: curve.standard_errors }],
+    xName: axis,
+    yName: curve.unit,
+    title: `${profile} of ${label}`,
+    height: 170,
   });
   const plot = html("div", { class: "plot" }, figure);
-  const undefinedText = one.undefined ? ` It is undefined in ${number(one.undefined)} more.` : "";
-  const behindIt = shown.background ? " The dashed line is all heads together." : "";
-  const sql = `SELECT low, high, sum(count) AS count
-FROM distributions
-WHERE ${conditions(card)}
-  AND statistic = ${literal(one.name)}
-GROUP BY ALL
-ORDER BY low`;
+  const sql = curve.profiled
+    ? `SELECT ${axis}, mean, standard_error\nFROM profile_means\nWHERE ${where}\n  AND profile = ${literal(profile)}\nORDER BY ${axis}`
+    : `SELECT ${axis}, avg(value) AS mean\nFROM (\n  SELECT generate_subscripts(${profile}, 1) - 1 AS ${axis}, unnest(${profile}) AS value\n  FROM curves\n  WHERE ${where}\n)\nGROUP BY ALL\nORDER BY ALL`;
+  const rows = () => curve.indices.map((index, i) => [index, curve.values[i], curve.standard_errors[i]]);
   return [
-    html("h4", {}, "Over sequences"),
-    html(
-      "p",
-      { class: "note" },
-      `${number(one.count)} sequences, from ${number(one.minimum)} to ${number(one.maximum)}.${undefinedText}${behindIt}`,
-    ),
+    html("h4", {}, profile),
+    html("p", { class: "note" }, `${curve.meaning}${thinned}`),
     plot,
-    behind({
-      sql,
-      plot,
-      name: `${card.label}-${one.name}-distribution`,
-      columns: ["low", "high", "count"],
-      rows: () => shown.counts.map((count, i) => [shown.edges[i], shown.edges[i + 1], count]),
-    }),
+    behind({ plot, sql, rows, askSql, name: `${label}-${profile}`, columns: [axis, "mean", "standard_error"] }),
   ];
 }
 
-function subsetsPart(card, one) {
-  const subsets = card.subsets[one.name] ?? [];
-  if (!subsets.length) return [];
-  const figure = bars({
-    names: subsets.map((subset) => `${subset.subset} (${subset.count})`),
-    values: subsets.map((subset) => subset.mean),
-    errors: subsets.map((subset) => subset.standard_error),
-    reference: { x: one.uniform_baseline, name: "uniform baseline" },
-    title: `${one.name} by subset of the Pile`,
-    unit: one.unit,
-  });
-  const plot = html("div", { class: "plot" }, figure);
-  const sql = `SELECT pile_set_name, mean, standard_error, documents, count
-FROM subset_summaries
-WHERE ${conditions(card)}
-  AND statistic = ${literal(one.name)}`;
-  return [
-    html("h4", {}, "By subset of the Pile"),
-    html(
-      "p",
-      { class: "note" },
-      "Means and their standard errors, over documents. The number of sequences is in brackets.",
-    ),
-    plot,
-    behind({
-      sql,
-      plot,
-      name: `${card.label}-${one.name}-subsets`,
-      columns: ["pile_set_name", "mean", "standard_error", "documents", "count"],
-      rows: () =>
-        subsets.map((subset) => [
-          subset.subset,
-          subset.mean,
-          subset.standard_error,
-          subset.documents,
-          subset.count,
-        ]),
-    }),
-  ];
+// What frames and grounds of tokens mean.
+export function markedText(statistic, rows) {
+  const grounds = rows.some((row) => row.weights) ? "The stronger its ground, the more attention a token receives: point at it." : "";
+  if (!rows.some((row) => row.marked?.length)) return grounds;
+  const framed = statistic.startsWith("sink_")
+    ? "The framed token is the first one, key 0."
+    : statistic.startsWith("induction")
+      ? "Framed tokens follow an earlier copy of a token that comes again."
+      : statistic.startsWith("duplicate")
+        ? "Framed tokens come again later."
+        : "The framed token receives most attention.";
+  return `${framed} ${grounds}`.trim();
 }
 
-function curvePart(card, curve) {
-  const sql = `SELECT ${curve.axis}, mean, standard_error
-FROM profile_means
-WHERE ${conditions(card)}
-  AND profile = ${literal(curve.profile)}
-ORDER BY ${curve.axis}`;
-  const drawn = headCurve(curve, card.label);
-  return [
-    ...drawn,
-    behind({
-      plot: drawn.at(-1),
-      sql: curve.profiled ? sql : curveSql(card, curve),
-      name: `${card.label}-${curve.profile}`,
-      columns: [curve.axis, "mean", "standard_error"],
-      rows: () =>
-        curve.indices.map((index, i) => [index, curve.values[i], curve.standard_errors[i]]),
-    }),
-  ];
+// The tokens of a text, with a dash for what is cut off.
+export function tokenText({ tokens: strings, marked, weights, start = 0, length }) {
+  const cut = (words) => html("span", { class: "cut" }, words);
+  const missing = length - start - strings.length;
+  const names = strings.map((_, i) => `token ${start + i}`);
+  return [start > 0 ? cut("… ") : null, tokens(strings, { marked, weights, names }), missing > 0 ? cut(` … ${number(missing)} more tokens`) : null].filter(Boolean);
 }
 
-// A curve that was kept for each sequence and not averaged.
-function curveSql(card, curve) {
-  return `SELECT ${curve.axis}, avg(value) AS mean
-FROM (
-  SELECT generate_subscripts(${curve.profile}, 1) - 1 AS ${curve.axis}, unnest(${curve.profile}) AS value
-  FROM curves
-  WHERE ${conditions(card)}
-)
-GROUP BY ALL
-ORDER BY ALL`;
-}
-
-function excerptItem(excerpt) {
-  const cut = (isCut) => (isCut ? html("span", { class: "cut" }, "…") : null);
-  const names = excerpt.tokens.map((_, i) => `token ${excerpt.start + i}`);
-  const origin = excerpt.pile_set_name ? `, ${excerpt.pile_set_name}` : "";
-  const heading = html(
-    "p",
-    { class: "note" },
-    html("strong", {}, number(excerpt.value)),
-    ` in sequence ${excerpt.sequence}${origin}`,
-  );
-  const content = tokens(excerpt.tokens, {
-    marked: excerpt.marked,
-    weights: excerpt.weights,
-    names,
-  });
-  const end = excerpt.start + excerpt.tokens.length < excerpt.length;
-  return html(
-    "li",
-    {},
-    heading,
-    html("div", { class: "excerpt" }, cut(excerpt.start > 0), content, cut(end)),
-  );
-}
-
-function markedText(statistic, excerpts) {
-  const grounds = excerpts.some((excerpt) => excerpt.weights)
-    ? " The stronger its ground, the more attention a token receives."
-    : "";
-  if (!excerpts.some((excerpt) => excerpt.marked.length)) return grounds.trim();
-  if (statistic.startsWith("sink_")) return `The framed token is the first one, key 0.${grounds}`;
-  if (statistic.startsWith("induction"))
-    return `Framed tokens follow an earlier copy of a token that comes again.${grounds}`;
-  if (statistic.startsWith("duplicate")) return `Framed tokens come again later.${grounds}`;
-  return `The framed token receives most attention.${grounds}`;
-}
-
-function examplesPart(card, one) {
-  const most = card.most[one.name] ?? [];
-  const least = card.least[one.name] ?? [];
-  const value = `"${one.name}"`;
-  const sql = `SELECT sequence, ${one.name}, pile_set_name, tokens
-FROM heads
-JOIN sequences USING (run_id, intervention, sequence)
-WHERE heads.${conditions(card)}
-ORDER BY ${value} DESC
-LIMIT 3`;
-  if (!most.length) return [];
-  const note = [markedText(one.name, [...most, ...least]), card.note].filter(Boolean).join(" ");
-  return [
-    html("h4", {}, `Sequences with the largest ${one.name}`),
-    note ? html("p", { class: "note" }, note) : null,
-    html("ol", { class: "excerpts" }, ...most.map(excerptItem)),
-    least.length ? html("h4", {}, "And with the smallest") : null,
-    least.length ? html("ol", { class: "excerpts" }, ...least.map(excerptItem)) : null,
-    behind({ sql, name: "" }),
-  ].filter(Boolean);
+// Sequences in which a statistic is extreme: its value, where it comes from, its text once it is there.
+// `showWhole(sequence)` is called for more of it.
+export function excerptList(rows, { statistic, others = [], showWhole }) {
+  const item = (row) => {
+    const name = `sequence ${number(row.sequence)}`;
+    const origin = row.file ? `The whole sequence, from ${row.file}, row ${row.row}` : "The whole sequence";
+    const heading = html("p", { class: "note" }, html("strong", {}, number(row.value ?? row[statistic])), " in ");
+    heading.append(showWhole ? button(name, () => showWhole(row.sequence), { title: origin }) : name);
+    const words = [row.subset ?? row.pile_set_name, ...others.map((other) => `${other} ${number(row[other])}`)].filter(Boolean);
+    if (words.length) heading.append(` · ${words.join(" · ")}`);
+    const text = row.tokens ? tokenText(row) : [];
+    return html("li", { "data-sequence": row.sequence }, heading, html("div", { class: "excerpt", "data-text": row.sequence }, ...text));
+  };
+  return html("ol", { class: "excerpts" }, ...rows.map(item));
 }
 
 // The statistic of a card that is shown in detail, if none is named.
-export function leadingStatistic(card) {
-  const scores = card.statistics.filter(
-    (one) => one.percentile !== null && card.most[one.name]?.length,
-  );
-  const byPlace = scores.toSorted((one, other) => other.percentile - one.percentile);
-  return (byPlace[0] ?? card.statistics[0])?.name ?? null;
+function leadingStatistic(card) {
+  const scores = card.statistics.filter((one) => one.percentile !== null && card.most[one.name]?.length);
+  return (scores.toSorted((one, other) => other.percentile - one.percentile)[0] ?? card.statistics[0])?.name ?? null;
 }
 
-// Draw a card. `statistic` is shown in detail. `onStatistic(name)` is called if another is chosen.
-// `compared` is a card of the same head elsewhere.
-export function drawCard(card, options = {}) {
-  const statistic = options.statistic ?? leadingStatistic(card);
-  const one = card.statistics.find((each) => each.name === statistic);
-  const heading = html("header", { class: "card-heading" });
-  heading.append(
-    html("h2", { id: `card-${card.label}` }, card.label),
-    html(
-      "p",
-      { class: "note" },
-      `layer ${card.layer}, head ${card.head} · ${card.model} · ${card.input_family}${card.intervention === "none" ? "" : ` · ${card.intervention}`}`,
-    ),
-  );
-  const detail = one
-    ? [
-        html("h3", { class: "detail-name" }, breakable(one.name)),
-        html("p", { class: "meaning" }, one.meaning),
-        one.formula ? html("p", {}, html("code", {}, one.formula)) : null,
-        ...distributionPart(card, one),
-        ...subsetsPart(card, one),
-        ...examplesPart(card, one),
-      ]
-    : [html("p", { class: "note" }, "This head was not measured.")];
-  const summarySql = `SELECT statistic, mean, standard_error, documents, minimum, maximum, count, undefined
-FROM head_summaries
-WHERE ${conditions(card)}`;
-  const columns = [
-    "statistic",
-    "mean",
-    "standard_error",
-    "documents",
-    "minimum",
-    "maximum",
-    "count",
-    "undefined",
-    "uniform_baseline",
-    "percentile",
-  ];
-  return html(
-    "article",
-    { class: "head-card", "aria-labelledby": `card-${card.label}` },
-    heading,
-    statisticsTable(card, { ...options, statistic }),
-    html(
-      "p",
-      { class: "note" },
-      `± is one standard error, over documents. Percentile: the share of the ${number(card.heads)} measured heads with a smaller mean. Uniform baseline: what uniform attention would score.`,
-    ),
+// A page with the card of one head, which `queries/report/head_card.py` describes as HeadCard.
+export function drawCard(card, chosen, onStatistic) {
+  const statistic = chosen ?? leadingStatistic(card);
+  const rows = card.statistics.map((one) => ({ ...one, statistic: one.name }));
+  const one = rows.find((row) => row.name === statistic);
+  const percentiles = Object.fromEntries(rows.map((row) => [row.name, row.percentile]));
+  const titles = Object.fromEntries(rows.map((row) => [row.name, row.meaning]));
+  const where = `run_id = ${literal(card.run_id)} AND intervention = ${literal(card.intervention)} AND label = ${literal(card.label)}`;
+  const about = `${card.model} · ${card.input_family}${card.intervention === "none" ? "" : ` · ${card.intervention}`}`;
+  const parts = [html("h2", {}, card.label), html("p", { class: "note" }, about)];
+  const options = { label: card.label, statistic, onStatistic, titles, percentile: (name) => percentiles[name] };
+  const columns = ["mean", "standard_error", "documents", "minimum", "maximum", "count", "undefined"];
+  parts.push(
+    html("p", { class: "finding" }, sentence(card.label, one, one?.percentile, card.heads)),
+    html("div", { class: "scroll" }, statisticsTable(rows, options)),
     behind({
-      sql: summarySql,
+      sql: `SELECT statistic, ${columns.join(", ")}\nFROM head_summaries\nWHERE ${where}`,
       name: `${card.label}-statistics`,
-      columns,
-      rows: () =>
-        card.statistics.map((row) => [row.name, ...columns.slice(1).map((column) => row[column])]),
+      columns: ["statistic", ...columns],
+      rows: () => rows.map((row) => [row.name, ...columns.map((column) => row[column])]),
     }),
-    html("section", { class: "detail" }, ...detail.filter(Boolean)),
-    ...(card.curves.length
-      ? [
-          html(
-            "section",
-            { class: "detail" },
-            html("h3", {}, "Along the sequence"),
-            ...card.curves.flatMap((curve) => curvePart(card, curve)),
-          ),
-        ]
-      : []),
   );
+  if (one) {
+    parts.push(html("h3", { class: "detail-name" }, ...breakable(one.name)), html("p", { class: "meaning" }, one.meaning));
+    if (one.formula) parts.push(html("p", {}, html("code", {}, one.formula)));
+    const shown = card.distributions[one.name];
+    if (shown?.counts.length) {
+      const plot = histogram(one.name, one.meaning);
+      plot.setAxis(shown.edges);
+      plot.drawBefore(shown.counts);
+      plot.mark(marksOf(one));
+      parts.push(html("div", { class: "plot" }, plot));
+    }
+    const subsets = card.subsets[one.name] ?? [];
+    if (subsets.length) parts.push(html("h4", {}, "By subset of the Pile"), subsetBars(subsets, one.name, one.uniform_baseline));
+    for (const [group, title] of [["most", "largest"], ["least", "smallest"]]) {
+      const excerpts = card[group][one.name] ?? [];
+      if (!excerpts.length) continue;
+      const note = [markedText(one.name, excerpts), card.note].filter(Boolean).join(" ");
+      parts.push(html("h4", {}, `Sequences with the ${title} ${one.name}`), html("p", { class: "note" }, note));
+      parts.push(excerptList(excerpts, { statistic: one.name }));
+    }
+  }
+  parts.push(...card.curves.flatMap((curve) => curveFigure(curve, card.label, where)));
+  return html("article", { class: "card head-card" }, ...parts);
 }

@@ -39,10 +39,7 @@ export function number(x) {
   if (Number.isInteger(x) || Math.abs(x) >= 1e4)
     return Math.round(x).toLocaleString("en").replace("-", "−");
   const short = Number(x.toPrecision(4));
-  return (Math.abs(x) < 1e-5 ? Number(x.toPrecision(3)).toExponential() : String(short)).replaceAll(
-    "-",
-    "−",
-  );
+  return (Math.abs(x) < 1e-5 ? Number(x.toPrecision(3)).toExponential() : String(short)).replaceAll("-", "−");
 }
 
 // A number of an axis: short, because its neighbours say the rest.
@@ -55,7 +52,7 @@ function tickText(x) {
 }
 
 // About `most` round numbers between two ends.
-function roundTicks(low, high, most = 5, onlyWhole = false) {
+export function roundTicks(low, high, most = 5, onlyWhole = false) {
   if (!(high > low)) return [low];
   // Between layers or positions there is nothing.
   const rough = Math.max((high - low) / most, onlyWhole ? 1 : 0);
@@ -79,11 +76,8 @@ function decadeTicks(low, high) {
 
 // The drawing area of a figure: its parts are placed in units of about a pixel.
 function canvas(width, height, attributes = {}, ...children) {
-  return svg(
-    "svg",
-    { viewBox: `0 0 ${width} ${height}`, width, height, class: "figure", ...attributes },
-    ...children,
-  );
+  const place = { viewBox: `0 0 ${width} ${height}`, width, height, class: "figure" };
+  return svg("svg", { ...place, ...attributes }, ...children);
 }
 
 function text(x, y, content, attributes = {}) {
@@ -92,17 +86,17 @@ function text(x, y, content, attributes = {}) {
   return node;
 }
 
-function titled(mark, content) {
+export function titled(mark, content) {
   const title = svg("title");
   title.textContent = content;
   mark.append(title);
   return mark;
 }
 
-const isUndefined = (value) => value === null || value === undefined || Number.isNaN(value);
+export const isUndefined = (value) => value === null || value === undefined || Number.isNaN(value);
 const indices = (names) => (typeof names === "number" ? [...Array(names).keys()] : names);
 
-function everyOther(count, most) {
+export function everyOther(count, most) {
   const step = Math.max(1, Math.ceil(count / Math.max(1, most)));
   // 1, 2, 5, 10, … are easier to count in.
   const round = [1, 2, 5, 10, 20, 50, 100, 200, 500].find((size) => size >= step) ?? step;
@@ -138,19 +132,11 @@ function legend(x, y, width, range, scale) {
 //
 // `rows` and `cols` are names, or how many there are. Arrow keys move between cells, Enter chooses.
 // `faint(row, col)` says which cells are pale. `square` keeps cells square however many there are.
+// `isSmall` leaves out the names of rows and columns.
 // `onChoose(row, col)` and `onHover(row, col)` are optional. `cellName(row, col)` names a cell.
 // The element has a method `choose(row, col)`, which moves the mark.
 export function heatmap(options) {
-  const {
-    values,
-    range,
-    scale = "sequential",
-    title = "",
-    onChoose,
-    onHover,
-    chosen,
-    faint,
-  } = options;
+  const { values, range, scale = "sequential", title = "", onChoose, onHover, chosen, faint } = options;
   const rows = indices(options.rows);
   const cols = indices(options.cols);
   const { rowName = "layer", colName = "head", width = 340 } = options;
@@ -158,16 +144,17 @@ export function heatmap(options) {
   const longest = Math.max(...rows.map((name) => String(name).length));
   // Numbers leave room for the name of their axis. Names say themselves what they are.
   const haveNumbers = rows.every((name) => typeof name === "number");
-  const left = haveNumbers ? 22 + 6 * longest : Math.min(150, 12 + 6 * longest);
+  const { isSmall } = options;
+  const left = isSmall ? 2 : haveNumbers ? 22 + 6 * longest : Math.min(150, 12 + 6 * longest);
   const top = 4;
   const widest = (width - left - 2) / cols.length;
-  const across = options.square ? Math.min(26, widest, 420 / rows.length) : Math.min(26, widest);
+  const across = options.square ? Math.min(26, widest, 420 / rows.length) : Math.min(options.cell ?? 26, widest);
   const lowest = haveNumbers ? 5 : 12;
   const down = options.square ? across : Math.max(lowest, Math.min(across, 340 / rows.length));
   const gap = Math.min(across, down) > 9 ? 1 : 0;
   const bottom = top + down * rows.length;
   const right = left + across * cols.length;
-  const height = bottom + 54;
+  const legendTop = bottom + (isSmall ? 6 : 32);
   const colour = colourOf(range, scale);
   const says = (row, col) => {
     const value = values[row][col];
@@ -200,44 +187,33 @@ export function heatmap(options) {
     );
     cells.append(line);
   });
-  const figure = canvas(Math.max(right + 2, left + 130), height, {
-    role: "grid",
-    "aria-label": title,
-  });
+  const figure = canvas(Math.max(right + 2, left + 130), legendTop + 22, { role: "grid", "aria-label": title });
   figure.append(cells);
 
   const shownRow = everyOther(rows.length, (down * rows.length) / 13);
   const shownCol = everyOther(cols.length, (across * cols.length) / (cols.length > 100 ? 26 : 20));
   const axes = svg("g", { "aria-hidden": "true" });
   rows.forEach((name, row) => {
-    if (haveNumbers && !shownRow(row)) return;
+    if (isSmall || (haveNumbers && !shownRow(row))) return;
     const limit = Math.floor((left - 14) / 6);
     const short = String(name).length > limit + 1 ? `${String(name).slice(0, limit)}…` : name;
     const y = top + row * down + (down - gap) / 2 + 3.6;
     axes.append(titled(text(left - 5, y, short, { "text-anchor": "end" }), String(name)));
   });
   cols.forEach((name, col) => {
-    if (!shownCol(col)) return;
+    if (isSmall || !shownCol(col)) return;
     const x = left + col * across + (across - gap) / 2;
     axes.append(text(x, bottom + 12, name, { "text-anchor": "middle" }));
   });
-  if (haveNumbers && rowName && bottom - top >= 44) {
+  if (!isSmall && haveNumbers && rowName && bottom - top >= 44) {
     const middle = top + (bottom - top) / 2;
     const turned = `rotate(-90 9 ${middle})`;
     axes.append(text(9, middle, rowName, { "text-anchor": "middle", transform: turned }));
   }
-  axes.append(text((left + right) / 2, bottom + 25, colName, { "text-anchor": "middle" }));
-  figure.append(
-    axes,
-    legend(left, bottom + 32, Math.max(90, Math.min(right - left, 180)), range, scale),
-  );
+  if (!isSmall) axes.append(text((left + right) / 2, bottom + 25, colName, { "text-anchor": "middle" }));
+  figure.append(axes, legend(left, legendTop, Math.max(90, Math.min(right - left, 180)), range, scale));
 
-  const ring = svg("rect", {
-    class: "chosen",
-    width: across - gap + 3,
-    height: down - gap + 3,
-    rx: 2,
-  });
+  const ring = svg("rect", { class: "chosen", width: across - gap + 3, height: down - gap + 3, rx: 2 });
   figure.append(ring);
   let current = [0, 0];
   const enter = (row, col) => {
@@ -249,8 +225,7 @@ export function heatmap(options) {
   figure.choose = (row, col) => {
     const exists = row !== null && row !== undefined && marks[row]?.[col];
     ring.style.display = exists ? "" : "none";
-    for (const cell of figure.querySelectorAll("[aria-selected]"))
-      cell.removeAttribute("aria-selected");
+    for (const cell of figure.querySelectorAll("[aria-selected]")) cell.removeAttribute("aria-selected");
     if (!exists) return;
     marks[row][col].setAttribute("aria-selected", "true");
     ring.setAttribute("x", left + col * across - 1.5);
@@ -293,121 +268,6 @@ export function heatmap(options) {
   return figure;
 }
 
-// How a value is placed on an axis of bins. Bins of one width give a plain axis. Others, such as
-// logarithmic bins, each take the same room, and so do bins without an end.
-function binAxis(edges) {
-  const last = edges.length - 1;
-  const widths = edges.slice(1).map((edge, i) => edge - edges[i]);
-  const isEven = widths.every((width) => Math.abs(width - widths[0]) <= 1e-3 * Math.abs(widths[0]));
-  if (isEven) return { place: (x) => (x - edges[0]) / (edges[last] - edges[0]), isEven };
-  const place = (x) => {
-    let bin = edges.findIndex((edge) => edge > x) - 1;
-    if (bin === -2) bin = last - 1;
-    if (bin < 0) return 0;
-    const low = edges[bin];
-    const high = edges[bin + 1];
-    const share = Number.isFinite(low) && Number.isFinite(high) ? (x - low) / (high - low) : 0.5;
-    return (bin + Math.min(1, share)) / last;
-  };
-  return { place, isEven };
-}
-
-// How many sequences have a value in each bin. `background` is drawn behind it as an outline, as
-// shares: for instance all heads. `marks` are values with a name, such as the mean.
-export function histogram(options) {
-  const {
-    counts,
-    background,
-    title = "",
-    unit = "",
-    marks = [],
-    width = 360,
-    height = 130,
-  } = options;
-  // JSON has no infinity: an axis without an end has null there.
-  const edges = options.edges.map((edge, i) => edge ?? (i === 0 ? -Infinity : Infinity));
-  const left = 8;
-  const right = width - 8;
-  const top = 16;
-  const bottom = height - 34;
-  const axis = binAxis(edges);
-  const x = (value) => left + (right - left) * Math.min(1, Math.max(0, axis.place(value)));
-  const edgeX = (i) =>
-    left + (right - left) * (axis.isEven ? axis.place(edges[i]) : i / (edges.length - 1));
-  const sum = (list) => list.reduce((total, count) => total + count, 0) || 1;
-  const total = sum(counts);
-  const shares = counts.map((count) => count / total);
-  const others = background ? background.map((count) => count / sum(background)) : [];
-  const most = Math.max(...shares, ...others, 1e-12);
-  const y = (share) => bottom - (share / most) * (bottom - top);
-  const group = svg("g", { "data-hist": title });
-  shares.forEach((share, i) => {
-    if (!share) return;
-    // A bin that has anything is visible.
-    const tall = Math.max(1, bottom - y(share));
-    const bar = svg("rect", {
-      x: edgeX(i),
-      y: bottom - tall,
-      width: Math.max(1, edgeX(i + 1) - edgeX(i) - (counts.length < 80 ? 0.6 : 0)),
-      height: tall,
-      class: "bar",
-    });
-    group.append(
-      titled(bar, `${number(edges[i])} to ${number(edges[i + 1])}: ${number(counts[i])}`),
-    );
-  });
-  const figure = canvas(width, height, {
-    role: "img",
-    "aria-label": `${title}, distribution of ${number(total)} values`,
-  });
-  figure.append(svg("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }), group);
-  if (background) {
-    const steps = others.map((share, i) => `L${edgeX(i)} ${y(share)}L${edgeX(i + 1)} ${y(share)}`);
-    const outline = svg("path", {
-      d: `M${left} ${bottom}${steps.join("")}L${right} ${bottom}`,
-      class: "background",
-    });
-    figure.append(titled(outline, "all heads"));
-  }
-  const ticks = axis.isEven
-    ? roundTicks(edges[0], edges.at(-1)).map((tick) => [x(tick), tick])
-    : indices(edges.length)
-        .filter(everyOther(edges.length, 6))
-        .map((i) => [edgeX(i), edges[i]]);
-  for (const [place, tick] of ticks) {
-    const anchor = place < left + 12 ? "start" : place > right - 12 ? "end" : "middle";
-    figure.append(text(place, bottom + 13, tickText(tick), { "text-anchor": anchor }));
-  }
-  const unitText = axis.isEven ? unit : `${unit}${unit ? "; " : ""}each bin has the same width`;
-  figure.append(text((left + right) / 2, height - 6, unitText, { "text-anchor": "middle" }));
-  const isInside = (mark) =>
-    !isUndefined(mark.x) && axis.place(mark.x) >= 0 && axis.place(mark.x) <= 1;
-  // The name of the first mark stands left of it and the others' right of theirs, if there is room.
-  marks
-    .filter(isInside)
-    .toSorted((one, other) => one.x - other.x)
-    .forEach((mark, i, inside) => {
-      const at = x(mark.x);
-      const line = svg("line", {
-        x1: at,
-        x2: at,
-        y1: top - 3,
-        y2: bottom,
-        class: `mark ${mark.kind ?? ""}`,
-      });
-      figure.append(titled(line, `${mark.name}: ${number(mark.x)}`));
-      const room = 6 * mark.name.length;
-      const isLeft = at + room > right || (inside.length > 1 && i === 0 && at - room > left);
-      figure.append(
-        text(at + (isLeft ? -3 : 3), top - 5, mark.name, {
-          "text-anchor": isLeft ? "end" : "start",
-          class: "mark-name",
-        }),
-      );
-    });
-  return figure;
-}
-
 // The frame of a figure with two axes: ticks, grid and names.
 function frame(options) {
   const { width, height, xRange, yRange, xName, yName, log, names, left = 46, keys = [] } = options;
@@ -433,9 +293,7 @@ function frame(options) {
   const y = (value) => bottom - ((scaled(value) - lowY) / (highY - lowY || 1)) * (bottom - top);
   const group = svg("g", { "aria-hidden": "true" });
   for (const tick of log ? decadeTicks(...yRange) : roundTicks(...yRange, 4)) {
-    group.append(
-      svg("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid-line" }),
-    );
+    group.append(svg("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid-line" }));
     group.append(text(left - 5, y(tick) + 3.6, tickText(tick), { "text-anchor": "end" }));
   }
   const shown = names
@@ -453,9 +311,7 @@ function frame(options) {
   group.append(svg("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }));
   group.append(text((left + right) / 2, height - 8, xName, { "text-anchor": "middle" }));
   const middle = (top + bottom) / 2;
-  group.append(
-    text(9, middle, yName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }),
-  );
+  group.append(text(9, middle, yName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }));
   let keyNumber = 0;
   keyLines.forEach((line, row) => {
     for (const [key, at] of line) {
@@ -483,69 +339,38 @@ const dashes = (number) => (number % 2 ? "5 3" : null);
 
 // Lines over numbers or names. An undefined value breaks its line.
 export function lines(options) {
-  const {
-    series,
-    xName = "",
-    yName = "",
-    log = false,
-    title = yName,
-    width = 360,
-    height = 220,
-  } = options;
+  const { series, xName = "", yName = "", log = false, title = yName, width = 360, height = 220 } = options;
   const ownX = (one) => one.x ?? options.x;
   const allX = series.flatMap((one) => ownX(one));
-  const names = allX.some((value) => typeof value === "string")
-    ? [...new Set(allX.map(String))]
-    : null;
+  const names = allX.some((value) => typeof value === "string") ? [...new Set(allX.map(String))] : null;
   const placeOf = (value) => (names ? names.indexOf(String(value)) : value);
   const places = allX.map(placeOf);
-  const allY = series
-    .flatMap((one) => one.y)
-    .filter((value) => !isUndefined(value) && (!log || value > 0));
+  const isDrawn = (value) => !isUndefined(value) && (!log || value > 0);
+  const allY = series.flatMap((one) => one.y).filter(isDrawn);
   const low = Math.min(...allY);
   const high = Math.max(...allY);
-  const yRange =
-    options.yRange ??
-    (log ? [low / 1.15, high * 1.15] : [Math.min(0, low), Math.max(0, high) || 1]);
+  const yRange = options.yRange ?? (log ? [low / 1.15, high * 1.15] : [Math.min(0, low), Math.max(0, high) || 1]);
   const keys = series.length > 1 ? series.map((one) => String(one.name)) : [];
   const xRange = [Math.min(...places), Math.max(...places)];
   const wholeX = places.every(Number.isInteger);
   const box = frame({ width, height, xRange, yRange, xName, yName, log, names, keys, wholeX });
   const figure = canvas(width, height, { role: "img", "aria-label": title }, box.group);
   series.forEach((one, i) => {
-    const group = svg("g", { class: "series", "data-series": one.name });
+    const line = svg("path", { class: "line", stroke: seriesColour(i), "stroke-dasharray": dashes(i) });
+    const group = svg("g", { class: "series", "data-series": one.name }, line);
+    const radius = one.y.length > 40 ? 1.6 : 2.6;
     let path = "";
-    let isDrawing = false;
     one.y.forEach((value, j) => {
-      if (isUndefined(value) || (log && value <= 0)) {
-        isDrawing = false;
-        return;
-      }
-      path += `${isDrawing ? "L" : "M"}${box.x(placeOf(ownX(one)[j])).toFixed(1)} ${box.y(value).toFixed(1)}`;
-      isDrawing = true;
-    });
-    group.append(
-      svg("path", {
-        d: path,
-        class: "line",
-        stroke: seriesColour(i),
-        "stroke-dasharray": dashes(i),
-      }),
-    );
-    one.y.forEach((value, j) => {
-      if (isUndefined(value) || (log && value <= 0)) return;
+      if (!isDrawn(value)) return;
       const at = ownX(one)[j];
-      const radius = one.y.length > 40 ? 1.6 : 2.6;
-      const dot = svg("circle", {
-        cx: box.x(placeOf(at)),
-        cy: box.y(value),
-        r: radius,
-        fill: seriesColour(i),
-      });
+      const [x, y] = [box.x(placeOf(at)), box.y(value)];
+      path += `${j && isDrawn(one.y[j - 1]) ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
+      const dot = svg("circle", { cx: x, cy: y, r: radius, fill: seriesColour(i) });
       const name = series.length > 1 ? `${one.name}, ` : "";
       const error = one.errors && !isUndefined(one.errors[j]) ? ` ± ${number(one.errors[j])}` : "";
       group.append(titled(dot, `${name}${xName} ${at}: ${number(value)}${error}`));
     });
+    line.setAttribute("d", path);
     figure.append(group);
   });
   return figure;
@@ -554,7 +379,7 @@ export function lines(options) {
 // Horizontal bars with names, from zero. `errors` are standard errors. Several `series` share the
 // names: `{name, values, errors}`. `reference` is a value with a name, drawn as a line.
 export function bars(options) {
-  const { names, title = "", unit = "", reference, range, onChoose, width = 360 } = options;
+  const { names, title = "", unit = "", reference, width = 360 } = options;
   const series = options.series ?? [{ name: "", values: options.values, errors: options.errors }];
   const several = series.length > 1;
   const longest = Math.max(...names.map((name) => String(name).length), 1);
@@ -563,16 +388,12 @@ export function bars(options) {
   const thick = several ? 11 : 13;
   const room = thick * series.length + 6;
   const top = several ? 20 : reference && !isUndefined(reference.x) ? 16 : 4;
-  const all = series.flatMap((one) =>
-    one.values.flatMap((value, i) =>
-      [-1, 1].map((side) => (value ?? 0) + side * (one.errors?.[i] ?? 0)),
-    ),
-  );
+  const ends = (one) => (value, i) => [-1, 1].map((side) => (value ?? 0) + side * (one.errors?.[i] ?? 0));
+  const all = series.flatMap((one) => one.values.flatMap(ends(one)));
   // A whisker may reach below zero where no bar does.
   const lowest = Math.min(0, ...all, reference?.x ?? 0);
-  const low =
-    range?.[0] ?? (series.some((one) => one.values.some((value) => value < 0)) ? lowest : 0);
-  const high = range?.[1] ?? Math.max(0, ...all, reference?.x ?? 0);
+  const low = series.some((one) => one.values.some((value) => value < 0)) ? lowest : 0;
+  const high = Math.max(0, ...all, reference?.x ?? 0);
   const x = (value) => left + ((value - low) / (high - low || 1)) * (right - left);
   const bottom = top + room * names.length;
   const figure = canvas(width, bottom + (unit ? 20 : 4), { role: "img", "aria-label": title });
@@ -581,21 +402,17 @@ export function bars(options) {
     const full = String(name);
     const short = full.length > limit + 1 ? `${full.slice(0, limit)}…` : full;
     const middle = top + i * room + (thick * series.length) / 2 + 3.8;
-    figure.append(
-      titled(text(left - 6, middle, short, { "text-anchor": "end", class: "name" }), full),
-    );
+    figure.append(titled(text(left - 6, middle, short, { "text-anchor": "end", class: "name" }), full));
     series.forEach((one, j) => {
       const value = one.values[i];
       const y = top + i * room + j * thick;
       const error = one.errors?.[i];
       const says = `${several ? `${one.name}, ` : ""}${full}: ${number(value)}${isUndefined(error) ? "" : ` ± ${number(error)}`}`;
-      const ends = isUndefined(value)
-        ? [x(0), x(0)]
-        : [x(Math.min(0, value)), x(Math.max(0, value))];
+      const [from, to] = [x(Math.min(0, value ?? 0)), x(Math.max(0, value ?? 0))];
       const bar = svg("rect", {
-        x: ends[0],
+        x: from,
         y: y + 1,
-        width: Math.max(isUndefined(value) ? 0 : 1, ends[1] - ends[0]),
+        width: Math.max(isUndefined(value) ? 0 : 1, to - from),
         height: thick - 2,
         // A rule of the page's style would win over the colour of a series.
         class: several ? null : "bar",
@@ -604,25 +421,11 @@ export function bars(options) {
       const group = titled(svg("g", { "data-bar": full }, bar), says);
       if (!isUndefined(error) && !isUndefined(value)) {
         const middleY = y + thick / 2;
-        group.append(
-          svg("line", {
-            x1: x(Math.max(low, value - error)),
-            x2: x(value + error),
-            y1: middleY,
-            y2: middleY,
-            class: "whisker",
-          }),
-        );
+        const reach = { x1: x(Math.max(low, value - error)), x2: x(value + error) };
+        group.append(svg("line", { ...reach, y1: middleY, y2: middleY, class: "whisker" }));
       }
-      if (onChoose) group.addEventListener("click", () => onChoose(i));
-      group.append(
-        text(
-          Math.max(ends[1], isUndefined(error) ? 0 : x(value + error)) + 5,
-          y + thick / 2 + 3.8,
-          number(value),
-          { class: "value" },
-        ),
-      );
+      const right = Math.max(to, isUndefined(error) ? 0 : x(value + error));
+      group.append(text(right + 5, y + thick / 2 + 3.8, number(value), { class: "value" }));
       figure.append(group);
     });
   });
@@ -642,54 +445,112 @@ export function bars(options) {
     const at = x(reference.x);
     const line = svg("line", { x1: at, x2: at, y1: top - 3, y2: bottom, class: "mark baseline" });
     figure.append(titled(line, `${reference.name}: ${number(reference.x)}`));
-    figure.append(
-      text(at, top - 5, reference.name, {
-        "text-anchor": at > width / 2 ? "end" : "start",
-        class: "mark-name",
-      }),
-    );
+    figure.append(text(at, top - 5, reference.name, { "text-anchor": at > width / 2 ? "end" : "start", class: "mark-name" }));
   }
   if (unit) figure.append(text((left + right) / 2, bottom + 14, unit, { "text-anchor": "middle" }));
   return figure;
 }
 
-// Points with names: `{x, y, name, on, label}`. `on` sets a point off, `label` writes its name.
-export function points(options) {
-  const { xName = "", yName = "", title = "", onChoose, width = 420, height = 320 } = options;
+// Points with names: `{x, y, name, says, colour, on, label}`. `label` writes the name, `on` sets a
+// point off. A click chooses the nearest. With `onPick(range)`, a drag picks a range
+// [x, x, y, y]; arrow keys move it, with Shift they change its end, Escape takes it away. The element
+// has a method `pick(range)`, which shows one.
+export function scatter(options) {
+  const { xName = "", yName = "", title = "", onChoose, onPick, width = 420, height = 320 } = options;
   const shown = options.points.filter((point) => !isUndefined(point.x) && !isUndefined(point.y));
-  const ends = (values) => [Math.min(0, ...values), Math.max(...values, 1e-12) * 1.06];
-  const xRange = options.xRange ?? ends(shown.map((point) => point.x));
-  const yRange = options.yRange ?? ends(shown.map((point) => point.y));
+  const endsOf = (values) => {
+    const [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
+    const room = 0.06 * (high - low || Math.abs(high) || 1);
+    // An axis begins at zero where that is near.
+    return [low >= 0 && low < high - low ? 0 : low - room, high + room];
+  };
+  const xRange = options.xRange ?? endsOf(shown.map((point) => point.x));
+  const yRange = options.yRange ?? endsOf(shown.map((point) => point.y));
   const box = frame({ width, height, xRange, yRange, xName, yName });
-  const figure = canvas(width, height, { role: "img", "aria-label": title }, box.group);
+  const figure = canvas(width, height, { role: "group", "aria-label": title, tabindex: onPick ? 0 : null }, box.group);
   for (const point of shown) {
-    const dot = svg("circle", {
-      cx: box.x(point.x),
-      cy: box.y(point.y),
-      r: 4,
-      class: point.on ? "point on" : "point",
-      onclick: onChoose ? () => onChoose(point) : null,
-    });
-    figure.append(titled(dot, `${point.name}: ${number(point.x)}, ${number(point.y)}`));
+    const place = { cx: box.x(point.x), cy: box.y(point.y), r: point.on ? 5 : 4 };
+    const looks = { class: point.on ? "point on" : "point", fill: point.colour, "data-point": point.name };
+    figure.append(titled(svg("circle", { ...place, ...looks }), point.says ?? `${point.name}: ${number(point.x)}, ${number(point.y)}`));
   }
   // Names come last, so that no point covers one. A name that would lie on another is left out: the
   // point still has it as its title.
   const taken = [];
   for (const point of shown.filter((point) => point.label)) {
     const wide = 6.5 * point.name.length;
-    const places = [-5, 13].flatMap((down) => [6, -6 - wide].map((right) => [right, down]));
-    const free = places
-      .map(([right, down]) => [box.x(point.x) + right, box.y(point.y) + down])
-      .find(
-        ([x, y]) =>
-          x + wide <= width &&
-          taken.every((other) => Math.abs(other.y - y) > 11 || x > other.end || x + wide < other.x),
-      );
+    const free = [-5, 13]
+      .flatMap((down) => [6, -6 - wide].map((right) => [box.x(point.x) + right, box.y(point.y) + down]))
+      .find(([x, y]) => x + wide <= width && taken.every((other) => Math.abs(other.y - y) > 11 || x > other.end || x + wide < other.x));
     if (!free) continue;
     const [x, y] = free;
     taken.push({ x, y, end: x + wide });
     figure.append(text(x, y, point.name, { class: "point-name" }));
   }
+  const inside = (value, low, high) => Math.min(high, Math.max(low, value));
+  const band = svg("rect", { class: "picked-range" });
+  figure.append(band);
+  let range = null;
+  figure.pick = (picked) => {
+    range = picked;
+    band.style.display = range ? "" : "none";
+    if (!range) return;
+    const [left, right] = [range[0], range[1]].map((value) => inside(box.x(value), box.left, box.right));
+    const [bottom, top] = [range[2], range[3]].map((value) => inside(box.y(value), box.top, box.bottom));
+    for (const [name, value] of Object.entries({ x: left, y: top, width: right - left, height: bottom - top }))
+      band.setAttribute(name, value.toFixed(1));
+  };
+  figure.pick(null);
+
+  const share = (event) => {
+    const frameBox = figure.getBoundingClientRect();
+    const scale = width / frameBox.width;
+    const [x, y] = [(event.clientX - frameBox.left) * scale, (event.clientY - frameBox.top) * scale];
+    return [x, y, inside((x - box.left) / (box.right - box.left), 0, 1), inside((box.bottom - y) / (box.bottom - box.top), 0, 1)];
+  };
+  const valueAt = ([low, high], part) => low + part * (high - low);
+  const move = (next) => {
+    figure.pick(next);
+    onPick(next);
+  };
+  let start = null;
+  figure.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return;
+    start = share(event);
+    if (onPick) figure.setPointerCapture(event.pointerId);
+  });
+  figure.addEventListener("pointermove", (event) => {
+    if (!start || !onPick) return;
+    const at = share(event);
+    if (!start.hasMoved && Math.hypot(at[0] - start[0], at[1] - start[1]) < 4) return;
+    start.hasMoved = true;
+    const [left, right] = [start[2], at[2]].sort((a, b) => a - b);
+    const [low, high] = [start[3], at[3]].sort((a, b) => a - b);
+    move([valueAt(xRange, left), valueAt(xRange, right), valueAt(yRange, low), valueAt(yRange, high)]);
+  });
+  figure.addEventListener("pointerup", (event) => {
+    const hasMoved = start?.hasMoved;
+    start = null;
+    if (hasMoved) return;
+    const [x, y] = share(event);
+    const far = (point) => Math.hypot(box.x(point.x) - x, box.y(point.y) - y);
+    const nearest = shown.toSorted((one, other) => far(one) - far(other))[0];
+    if (nearest && far(nearest) < 12) onChoose?.(nearest);
+    else if (range) move(null);
+  });
+  const moves = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowDown: [0, -1], ArrowUp: [0, 1] };
+  figure.addEventListener("keydown", (event) => {
+    if (!onPick) return;
+    if (event.key === "Escape" && range) move(null);
+    else if (moves[event.key]) {
+      const middle = [0.4, 0.6].map((part) => valueAt(xRange, part)).concat([0.4, 0.6].map((part) => valueAt(yRange, part)));
+      const [right, up] = moves[event.key];
+      const steps = [0.05 * right * (xRange[1] - xRange[0]), 0.05 * up * (yRange[1] - yRange[0])];
+      const [left, end, low, high] = range ?? middle;
+      const first = event.shiftKey ? [0, 0] : steps;
+      move([left + first[0], Math.max(end + steps[0], left + first[0]), low + first[1], Math.max(high + steps[1], low + first[1])]);
+    } else return;
+    event.preventDefault();
+  });
   return figure;
 }
 
@@ -711,24 +572,4 @@ export function tokens(strings, { marked = [], weights = null, names = null } = 
     return piece;
   });
   return html("span", { class: "tokens" }, ...pieces);
-}
-
-// The mean of a profile of one head, which `queries/report/head_curves.py` describes as HeadCurve.
-export function headCurve(curve, label) {
-  const length = curve.indices.at(-1) + 1;
-  const isThinned = length > curve.indices.length;
-  const thinned = isThinned ? ` ${curve.indices.length} of ${length} places are drawn.` : "";
-  const figure = lines({
-    x: curve.indices,
-    series: [{ name: curve.profile, y: curve.values, errors: curve.standard_errors }],
-    xName: curve.axis,
-    yName: curve.unit,
-    title: `${curve.profile} of ${label}`,
-    height: 170,
-  });
-  return [
-    html("h4", {}, curve.profile),
-    html("p", { class: "note" }, `${curve.meaning}${thinned}`),
-    html("div", { class: "plot" }, figure),
-  ];
 }

@@ -35,7 +35,7 @@ from headcount.queries.explore.query_engine import Engine
 from headcount.queries.explore.server import HEADERS, MOST_BYTES, Guard, make_app
 from headcount.schemas.files.run_directory import RunDirectory
 from tests import ROOT
-from tests.pages.browser import chromium, cut_tables, requested_urls
+from tests.pages.browser import chromium, requested_urls
 from tests.queries.page.test_explore_queries import (
     CURVES,
     HEAD,
@@ -174,7 +174,7 @@ def test_the_page_is_files_of_ours_alone(explorer: Explorer) -> None:
     assert HEADERS.items() <= page.headers.items()
     assert explorer.token.encode() not in page.body
     assert b"http" not in page.body.replace(b"http-equiv", b"")
-    for name in ("explore.js", "draw.js", "page.css"):
+    for name in ("page.js", "draw.js", "page.css"):
         assert request(explorer, "GET", f"/{name}").status == 200
     # Behind a tunnel the port is another one.
     assert request(explorer, "GET", "/", headers={"Host": "localhost:1"}).status == 200
@@ -293,7 +293,7 @@ def shown(page: Page, query: str, database: RunDatabase) -> None:
     """Hold the heatmap to SQL that gives layer, head and mean."""
     rows = database.rows(query)
     titles = page.run(
-        """return Object.fromEntries([...document.querySelectorAll('[data-cell]')]
+        """return Object.fromEntries([...document.querySelectorAll('#heatmap [data-cell]')]
             .map(cell => [cell.dataset.cell, cell.querySelector('title').textContent]))"""
     )
     assert len(rows) == len(titles) == 6
@@ -320,8 +320,8 @@ def test_the_page_opens_with_a_heatmap_and_a_click_shows_the_card_of_a_head(
     ((mean,),) = database.rows(f"SELECT avg(entropy) {OF_RUN} AND layer = 1 AND head = 2")
     cells = page.text('[data-statistic="entropy"]').split()
     assert float(cells[1]) == pytest.approx(mean, rel=1e-3)
-    # Percentiles come one after the other.
-    assert cells[4].isdigit()
+    # After the means of all heads.
+    assert cells[5].isdigit()
     assert "L1H2 has the highest sink_mass" in page.text("#extremes-name")
     assert page.text("[data-text]").startswith("01234")
     assert page.text("[data-text] mark") == "0"
@@ -339,9 +339,10 @@ def test_a_head_has_profiles_and_hostile_text_is_text(page: Page, database: RunD
         assert f"{mean:.4g}" in words
     assert page.all("#curves [data-series=attention_received_by_key]")
     # The SQL of the figures answers.
-    page.click("#curves-sql")
+    page.click("#curves .behind summary")
+    page.click("#curves .behind button:nth-of-type(2)")
     page.click("#run-sql")
-    assert page.text("#sql-note").startswith("10 rows")
+    assert page.text("#sql-note").startswith("5 rows")
     box = page.find("#sql")
     for sql in (
         "SELECT layer, count(*) AS n FROM heads GROUP BY ALL ORDER BY 1",
@@ -416,7 +417,7 @@ def test_a_brush_moves_with_the_keyboard(page: Page) -> None:
 
 
 @pytest.mark.long
-def test_menus_search_and_arrow_keys_choose(page: Page, database: RunDatabase) -> None:
+def test_menus_and_search_choose_and_a_reload_keeps_it(page: Page, database: RunDatabase) -> None:
     page.find('#intervention option[value="zero_key_bias"]').click()
     page.click('#subset option[value="ArXiv"]')
     page.click('#statistic option[value="value_norm"]')
@@ -424,19 +425,31 @@ def test_menus_search_and_arrow_keys_choose(page: Page, database: RunDatabase) -
     where = "intervention = 'zero_key_bias' AND pile_set_name = 'ArXiv'"
     sql = f"SELECT layer, head, avg(value_norm) FROM {joined} WHERE {where} GROUP BY ALL"
     shown(page, sql, database)
-    page.find("#search").send_keys("l0h1", Keys.ENTER)
+    page.find("#search").send_keys("l1h2", Keys.ENTER)
     page.wait()
-    assert page.text("#head-name") == "Head L0H1"
-    cell = page.find('[data-cell="0.1"]')
-    page.run("arguments[0].focus()", cell)
-    ActionChains(page.browser).send_keys(Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ENTER).perform()
-    page.wait()
-    assert page.text("#head-name") == "Head L1H2"
     # A reload keeps the choice and the token.
     page.browser.refresh()
     page.wait()
     assert page.text("#head-name") == "Head L1H2"
     assert page.find("#subset").get_attribute("value") == "ArXiv"
+
+
+@pytest.mark.long
+def test_an_intervention_beside_the_untouched_model(page: Page, database: RunDatabase) -> None:
+    page.open(page.browser.current_url.partition("#")[0])
+    page.click('#statistic option[value="value_norm"]')
+    page.click(f'#compare option[value="{HOSTILE_RUN}/zero_key_bias"]')
+    titles = page.run(
+        """return [...document.querySelectorAll("#heatmap figure:nth-child(3) [data-cell] title")]
+            .map((title) => title.textContent)"""
+    )
+    sql = "SELECT change FROM effects WHERE statistic = 'value_norm' ORDER BY layer, head"
+    changes = [change for (change,) in database.rows(sql)]
+    assert [float(title.split()[1]) for title in titles] == pytest.approx(changes, rel=1e-3)
+    assert "Differences are means over the same sequences" in page.text("#heat-note")
+    page.find("#maps-card summary").click()
+    page.wait()
+    assert page.all("#maps [data-map]")
 
 
 def what_is_chosen(page: Page) -> list[Any]:
@@ -446,7 +459,7 @@ def what_is_chosen(page: Page) -> list[Any]:
         return [
             ...["run", "intervention", "statistic", "subset"].map(value),
             ...["first-layer", "last-layer"].map(value),
-            ...texts("#head-name, #picked, .histogram h4, .histogram .range"),
+            ...texts("#head-name, #picked, .histogram h3, .histogram .range"),
             ...[...document.querySelectorAll("input:checked")].map((input) => input.value),
             [...document.querySelectorAll("[data-hist]")].map((figure) => figure.dataset.count),
         ]"""
@@ -495,34 +508,20 @@ def test_a_bookmark_opens_all_that_was_chosen_and_back_takes_it_back(page: Page)
 
 
 @pytest.mark.long
-def test_what_the_address_names_and_is_not_here_is_said(page: Page) -> None:
+def test_what_only_a_server_has_and_is_not_here_is_said(page: Page) -> None:
     assert not page.find("#absent").is_displayed()
-    words = "run=nosuch&intervention=off&statistic=sinks&head=L9H1&layers=1-7&subset=x&brush=y:1-3"
-    page.run("location.hash = arguments[0]", words)
+    page.run("location.hash = arguments[0]", "run=x&layers=1-7&subset=x&brush=y:1-3")
     page.wait()
     assert page.text("#absent") == (
-        f"run nosuch is not here, {HOSTILE_RUN} is shown; intervention off is not here, none is "
-        "shown; subset x is not here, all of the input is shown; layers 1 to 7 is not here, every "
-        "layer is shown; head L9H1 is not here, the head with the largest mean is shown; statistic "
-        "sinks is not here, sink_mass is shown; brush y is not here, every value is shown."
+        f"run x is not here, {HOSTILE_RUN} is shown; subset x is not here, all of the input is "
+        "shown; layers 1 to 7 is not here, every layer is shown; brush y is not here, every value "
+        "is shown."
     )
-    assert page.find("#run").get_attribute("value") == HOSTILE_RUN
     page.run("location.hash = 'head=first'")
     page.wait()
     assert page.text("#absent") == "first cannot be read."
     page.click('[data-cell="1.2"]')
     assert not page.find("#absent").is_displayed()
-
-
-@pytest.mark.long
-def test_no_window_is_too_narrow_and_no_table_is_cut(page: Page) -> None:
-    for width in (360, 390, 768, 1366):
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == 390}
-        page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        assert cut_tables(page.browser) == [], width
-        whole = page.run("return document.documentElement.scrollWidth")
-        assert whole == 390 or width != 390
-    page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.mark.long
@@ -553,7 +552,7 @@ def test_refreshing_beside_a_running_scan_shows_more_and_never_an_error(
                     shutil.copy(source, run / source.relative_to(scan))
                 page.click("#refresh")
                 assert not page.find("#trouble").is_displayed()
-                assert page.text("#damage") == ""
+                assert page.text("#warnings") == ""
                 assert page.text("#progress").startswith(f"{sequences} ")
         assert page.count("sink_mass") == SEQUENCES
         assert page.browser.get_log("browser") == []

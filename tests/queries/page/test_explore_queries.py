@@ -57,6 +57,8 @@ CELLS: dict[str, Callable[[Row], float | None]] = {
     "value_norm": value_norm,
 }
 STATISTICS = list(CELLS)
+IN_ORDER = ["sink_mass", "value_norm", "entropy"]
+"""As the registry has them."""
 
 
 def by_index(row: Row) -> list[float]:
@@ -228,17 +230,29 @@ class Oracle:
         return self.array(shape, f"SELECT {bins}, count(*) {rows} GROUP BY ALL")
 
     def heatmap(self) -> tuple[Any, ...]:
-        rows = f"({self.statistic}) {self.of_scope} GROUP BY ALL"
-        means = self.array(CELLS_OF_MAP, f"SELECT layer, head, avg{rows}", math.nan)
-        return means, self.array(CELLS_OF_MAP, f"SELECT layer, head, count{rows}")
+        names = [self.statistic] if self.statistic else IN_ORDER
+
+        def numbers(column: str, empty: float) -> np.ndarray:
+            is_head = "head" in self.asked
+            keys, shape = ("0, 0", (1, 1)) if is_head else ("layer, head", CELLS_OF_MAP)
+            rows = f"{self.of_head if is_head else self.of_scope} GROUP BY ALL"
+            return np.array([
+                self.array(shape, f"SELECT {keys}, {column.format(x=x)} {rows}", empty)
+                for x in names
+            ])  # fmt: skip
+
+        error = "stddev_samp({x}::DOUBLE) / sqrt(count({x}))"
+        means = ("avg({x})", error, "min({x})", "max({x})")
+        counts = ("count({x})", "count({x})", "count(*) - count({x})")
+        return (
+            *(numbers(column, math.nan) for column in means),
+            *(numbers(column, 0) for column in counts),
+        )
 
     def histograms(self) -> tuple[Any, ...]:
         names = self.asked["statistics"]
-        return (np.array([self.counts(s, self.of_head + self.in_brushes(s)) for s in names]),)
-
-    def background(self) -> tuple[Any, ...]:
-        undefined = f"SELECT count(*) - count({self.statistic}) {self.of_scope}"
-        return self.counts(str(self.statistic), self.of_scope), self.array((), undefined)
+        rows = self.of_head if "head" in self.asked else self.of_scope
+        return (np.array([self.counts(s, rows + self.in_brushes(s)) for s in names]),)
 
     def cube(self) -> tuple[Any, ...]:
         active, names = self.bin(self.asked["active"]), self.asked["statistics"]
@@ -265,16 +279,6 @@ class Oracle:
             f"stddev_samp({name}::DOUBLE) / sqrt(count({name})) AS standard_error"
         )
 
-    def card(self) -> tuple[Any, ...]:
-        statements = (
-            f"SELECT '{name}' AS statistic, {self.summary(name)}, sqrt(var_samp({name})) AS sd, "
-            f"min({name}) AS minimum, max({name}) AS maximum, "
-            f"{'NULL' if name == 'value_norm' else 0.25} AS uniform_baseline "
-            f"{self.of_head} HAVING count(*) > 0"
-            for name in ("sink_mass", "value_norm", "entropy")
-        )
-        return ([row for sql in statements for row in self.rows(sql)],)
-
     def subsets(self) -> tuple[Any, ...]:
         rows = f"{self.of_head.replace(self.of_subset, '')} GROUP BY subset ORDER BY mean DESC"
         return (self.rows(f"SELECT subset, {self.summary(str(self.statistic))} {rows}"),)
@@ -290,9 +294,9 @@ class Oracle:
 
 CUBE = {"kind": "cube", "active": "sink_mass", "statistic": "entropy", "statistics": STATISTICS[1:]}
 QUERIES = [
-    *({"kind": "heatmap", "statistic": name} for name in STATISTICS),
-    {"kind": "background", "statistic": "entropy"},
-    {"kind": "card", "head": HEAD},
+    *({"kind": "heatmap", "statistic": name} for name in (*STATISTICS, None)),
+    {"kind": "heatmap", "head": HEAD},
+    {"kind": "histograms", "statistics": ["entropy"]},
     {"kind": "subsets", "head": HEAD, "statistic": "value_norm"},
     {"kind": "histograms", "head": HEAD, "statistics": STATISTICS, "brushes": [BRUSH]},
     # Its own brush is no condition: a cube has all ranges of it.
@@ -306,7 +310,7 @@ QUERIES = [
         for lowest in (False, True)
     ),
 ]
-SAMPLED = {"histograms", "background", "cube"}
+SAMPLED = {"histograms", "cube"}
 SCOPES: list[dict[str, Any]] = [
     {},
     {"subset": "ArXiv", "layers": [1, 1]},
@@ -333,7 +337,7 @@ async def hold_to_sql(
         if isinstance(last, list):
             assert answer["rows"] == [pytest.approx(row) for row in last], kind
         elif last.ndim == 0:
-            assert answer["undefined" if kind == "background" else "rows"] == last, kind
+            assert answer["rows"] == last, kind
         else:
             arrays.append(last)
         for ours, theirs in zip(answer["arrays"], arrays, strict=True):
@@ -355,6 +359,21 @@ def test_roll_ups_give_what_sql_gives_from_rows(
 ) -> None:
     asyncio.run(hold_to_sql(merged, files, scope))
     assert merged("heatmap", statistic="entropy", scope=scope)["source"] == "rollups"
+
+
+def test_changes_are_means_over_pairs(ask: Asker, merged: Asker) -> None:
+    sql = (
+        "SELECT layer, head, change, standard_error, pairs FROM effects "
+        "WHERE statistic = 'value_norm' ORDER BY ALL"
+    )
+    rows = np.array(ask("sql", text=sql)["rows"])
+    for asker in (ask, merged):
+        scope = {"intervention": "zero_key_bias"}
+        answer = asker("heatmap", statistic="value_norm", changes=True, scope=scope)
+        mean, error, *_, count, _, _ = answer["arrays"]
+        np.testing.assert_allclose(mean.ravel(), rows[:, 2])
+        np.testing.assert_allclose(error.ravel(), rows[:, 3])
+        assert count.ravel().tolist() == rows[:, 4].tolist()
 
 
 @pytest.mark.parametrize(("declared", "ends", "axis"), [
@@ -448,11 +467,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "heatmap", "statistic": 'x" FROM y --'}, "unknown statistic"),
     (SINKS | {"scope": {"run_id": "x' OR 1"}}, "unknown run"),
     (SINKS | {"scope": {"intervention": "';--"}}, "unknown intervention"),
-    ({"kind": "card", "head": {"layer": 2, "head": 0}}, "heads L0H0 to L1H2"),
-    ({"kind": "card", "head": {"layer": 0, "head": 3}}, "heads L0H0 to L1H2"),
-    ({"kind": "card", "head": {"layer": -1, "head": 0}}, "expected 0 or more, got -1"),
-    ({"kind": "card", "head": {"layer": "0; x", "head": 0}}, "valid integer"),
-    ({"kind": "card"}, "head: Field required"),
+    ({"kind": "curves", "head": {"layer": 2, "head": 0}}, "heads L0H0 to L1H2"),
+    ({"kind": "curves", "head": {"layer": 0, "head": 3}}, "heads L0H0 to L1H2"),
+    ({"kind": "curves", "head": {"layer": -1, "head": 0}}, "expected 0 or more, got -1"),
+    ({"kind": "curves", "head": {"layer": "0; x", "head": 0}}, "valid integer"),
+    ({"kind": "curves"}, "head: Field required"),
     ({"kind": "drop", "table": "heads"}, "does not match any of the expected tags"),
     (SINKS | {"sql": "x"}, "Extra inputs"),
     (HISTOGRAMS | {"statistics": []}, "statistics: expected 1 or more items, got"),
@@ -507,7 +526,7 @@ def test_a_query_nobody_waits_for_is_interrupted(
     monkeypatch.setattr(opened, "where", lambda _: f" WHERE ({ENDLESS}) > 0")
     ask.engine.runs._axes.clear()
     # No test before this one has asked for it.
-    query = {"statistic": "sink_mass", "scope": {"subset": "ArXiv", "layers": [0, 1]}}
+    query = {"statistics": ["sink_mass"], "scope": {"subset": "ArXiv", "layers": [0, 1]}}
     interrupted = ask.engine.interrupted
     forgotten_errors: list[dict[str, Any]] = []
 
@@ -515,7 +534,7 @@ def test_a_query_nobody_waits_for_is_interrupted(
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: forgotten_errors.append(context))
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask.ask("background", **query), 0.1)
+            await asyncio.wait_for(ask.ask("histograms", **query), 0.1)
         # The thread is free again: the interrupt has reached DuckDB.
         while ask.engine._running:
             await asyncio.sleep(0.01)
@@ -527,7 +546,7 @@ def test_a_query_nobody_waits_for_is_interrupted(
     assert time.monotonic() - began < 5
     assert (ask.engine.interrupted, forgotten_errors) == (interrupted + 1, [])
     monkeypatch.undo()
-    assert ask("background", **query)["undefined"] == 0
+    assert ask("histograms", **query)["arrays"][0].sum() == SEQUENCES // 2 * LAYERS * HEADS
 
 
 def test_a_query_asked_twice_is_computed_once(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,7 +563,7 @@ def test_a_query_asked_twice_is_computed_once(ask: Asker, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ask.engine, "_compute", counted)
     first, second = asyncio.run(ask_twice())
-    assert np.array_equal(first["arrays"][1], second["arrays"][1])
+    assert np.array_equal(first["arrays"][4], second["arrays"][4])
     assert len(computed) == 1
 
 
@@ -562,7 +581,7 @@ def cut(runs: Path, files: str) -> None:
 
 def sink_count(asker: Asker, **fields: Any) -> int:
     """Sequences that the heatmap of sinks counts of a head."""
-    return asker("heatmap", statistic="sink_mass", **fields)["arrays"][1][0, 0]
+    return asker("heatmap", statistic="sink_mass", **fields)["arrays"][4][0, 0, 0]
 
 
 @pytest.fixture
@@ -581,7 +600,7 @@ def test_a_page_sees_new_commits(runs: Path, tmp_path: Path, open_at: Opener) ->
         """What the overview and a heatmap say, and their revision."""
         answer, overview = asker("heatmap", statistic="sink_mass"), asker("overview")
         (run,) = overview["runs"]
-        count = answer["arrays"][1][0, 0]
+        count = answer["arrays"][4][0, 0, 0]
         return run["complete"], run["sequences_done"], count, overview["revision"]
 
     *before, revision = shown()
@@ -678,7 +697,7 @@ def test_a_sample_in_memory_is_its_rows(large: Asker, files: Files) -> None:
         return [await hold_to_sql(large, files, scope, 3) for scope in SCOPES[:2]]
 
     async def from_memory_and_from_files() -> tuple[list[list[str]], list[list[str]]]:
-        await large.ask("background", statistic="sink_mass")
+        await large.ask("histograms", statistics=["sink_mass"])
         await until_sample_is_read(large)
         from_memory = await shown()
         large.engine.runs.give_up_sample((large.run_id, "none"))
@@ -696,7 +715,7 @@ def test_histograms_come_from_roll_ups_before_the_sample(large: Asker, files: Fi
     async def ask_before_and_after() -> list[dict[str, Any]]:
         before = await large.ask("histograms", **query)
         of_subset = await large.ask("histograms", **query, scope={"subset": "ArXiv"})
-        of_layer = await large.ask("background", statistic="sink_mass", scope={"layers": [1, 1]})
+        of_layer = await large.ask("histograms", statistics=["sink_mass"], scope={"layers": [1, 1]})
         await until_sample_is_read(large)
         return [before, of_subset, of_layer, await large.ask("histograms", **query)]
 

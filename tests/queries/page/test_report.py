@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -25,7 +26,7 @@ from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import card_html, head_card
 from headcount.queries.report.html_page import packed, unpacked
 from headcount.queries.report.report import _detail, _input_words, _values, write_report
-from headcount.queries.report.section import HeadValues, Histograms, Means
+from headcount.queries.report.section import MEANS, Histograms, Numbers, Section
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.digests import digest_of
 from headcount.workers.replica import Replica
@@ -40,7 +41,6 @@ EVIL = "</script><b>Pile & co"
 LAYERS, HEADS = 3, 5
 LABELS = [f"L{layer}H{head}" for layer in range(LAYERS) for head in range(HEADS)]
 
-MAPS = ["sink_mass", "induction_score", "sink_logit_margin", "entropy"]
 NORMS = ["resid_pre_norm", "sink_resid_pre_norm", "resid_post_norm", "sink_resid_post_norm"]
 
 
@@ -104,15 +104,20 @@ def opened(browser: Chrome, report: Path) -> Chrome:
 
 @pytest.fixture
 def page(opened: Chrome) -> Chrome:
-    """The report at its first section, with all that waits to be seen drawn."""
+    """The report at its first section, with the maps of all statistics unfolded."""
+    opened.execute_script("document.getElementById('maps-card').open = true")
     show(opened, "run=a-1")
     return opened
 
 
 def show(page: Chrome, words: str) -> None:
     page.execute_script("location.hash = arguments[0]", words)
-    page.execute_async_script("setTimeout(arguments[0], 0)")
-    page.execute_script("dispatchEvent(new Event('beforeprint'))")
+    settle(page)
+
+
+def settle(page: Chrome) -> None:
+    """Wait until all that was chosen is drawn: nothing is fetched."""
+    page.execute_async_script("setTimeout(arguments[0], 60)")
 
 
 def texts(page: Chrome, css: str) -> list[str]:
@@ -130,105 +135,124 @@ def one(page: Chrome, css: str) -> WebElement:
     return page.find_element(By.CSS_SELECTOR, css)
 
 
-def cell(page: Chrome, name: str, label: str) -> WebElement:
-    return one(page, f"[data-map={name}] [aria-label^='{label} ']")
+def cell(page: Chrome, label: str) -> WebElement:
+    return one(page, f"#heatmap [aria-label^='{label} ']")
 
 
-def body(page: Chrome) -> str:
-    return texts(page, "body")[0]
+def rows(page: Chrome, css: str) -> list[list[str]]:
+    script = """return [...document.querySelectorAll(`${arguments[0]} tbody tr`)]
+        .map((row) => [...row.cells].map((cell) => cell.textContent))"""
+    return page.execute_script(script, css)
 
 
-def test_statistics_that_differ_between_heads_are_heatmaps_and_others_are_lines(
-    page: Chrome,
-) -> None:
-    assert sorted(attributes(page, "[data-map]", "data-map")) == sorted(MAPS)
-    for name in MAPS:
-        labels = attributes(page, f"[data-map={name}] .cell", "aria-label")
+def test_statistics_that_differ_between_heads_are_maps_and_others_are_lines(page: Chrome) -> None:
+    # The induction score is the same as the sink mass, and the entropy one more: they share a map.
+    assert attributes(page, "[data-map]", "data-map") == ["sink_mass", "sink_logit_margin"]
+    assert texts(page, "[data-map=sink_mass] .alike div") == ["induction_score", "entropy"]
+    for css in ("#heatmap", "[data-map=sink_mass]"):
+        labels = attributes(page, f"{css} .cell", "aria-label")
         assert [label.split()[0] for label in labels] == LABELS
         # Two colours at least, and a title on every mark.
-        assert len(set(attributes(page, f"[data-map={name}] .cell", "fill"))) >= 2
-        assert texts(page, f"[data-map={name}] .cell title") == labels
-    assert "Mean attention to the keys that follow an earlier copy" in body(page)
-    assert texts(page, "[data-map=induction_score] .readout") == ["Uniform baseline: 0.25"]
+        assert len(set(attributes(page, f"{css} .cell", "fill"))) >= 2
+        assert texts(page, f"{css} .cell title") == labels
     assert attributes(page, "[data-lines]", "data-lines") == ["Residual stream", "Residual peak"]
     titles = texts(page, "[data-series='before the layer, others'] circle title")
     assert [title.rpartition(": ")[2] for title in titles] == ["4", "16", "64"]
     # The axis has decades: 5, 10, 20 and 50.
     ticks = texts(page, "[data-lines='Residual stream'] text[text-anchor=end]")
     assert ticks == ["5", "10", "20", "50"]
-    shared = dict(zip(texts(page, "main dt"), texts(page, "main dd"), strict=True))
+    shared = dict(zip(texts(page, "#shared dt"), texts(page, "#shared dd"), strict=True))
     assert (shared["duplicate_score"], shared["match_coverage"]) == ("undefined here", "0.5")
     # Signed statistics diverge around zero.
     legend = texts(page, "[data-map=sink_logit_margin] .legend text")
     assert sorted(legend) == ["0", "3", "−3"]
+    # The same statistic in every run and intervention that has rows.
+    names = ["a-1", "b-2", "b-2 · zero_query_bias", "d-4"]
+    assert attributes(page, "[data-section]", "data-section") == names
 
 
 @pytest.mark.long
-def test_colours_can_run_over_the_own_range(page: Chrome) -> None:
-    assert texts(page, "[data-map=sink_mass] .legend text") == ["0", "1"]
-    one(page, "#own").click()
-    page.execute_script("dispatchEvent(new Event('beforeprint'))")
-    # Score n/16 for n = 0 … 14, plus 1/128 on average over the two parities.
-    assert texts(page, "[data-map=sink_mass] .legend text") == ["0.00781", "0.883"]
-    assert "range=own" in page.current_url
-
-
-@pytest.mark.long
-def test_it_says_what_was_scanned_what_stands_out_and_how_sure_that_is(page: Chrome) -> None:
+def test_it_says_what_was_scanned_what_leads_and_how_sure_that_is(page: Chrome) -> None:
     assert texts(page, "h1") == ["What the attention heads of a <b>model</b> do"]
-    lead = "15 heads over 2 sequences of 5 tokens (10 in all), input pile"
-    warning = "1 of 2 shards are done: the numbers below cover 2 of 4 sequences."
+    assert texts(page, "#progress") == ["2 of 4 sequences are in (50 %) · 30 rows · input pile"]
+    warning = "Incomplete: 1 of 2 shards are done, which are 2 of 4 sequences."
+    assert texts(page, "#warnings .warning") == [warning]
     # The values are 14/16 and 14/16 + 1/64: mean 0.8828, standard error 1/128. L2H3 is 1/16 lower.
-    leader = "L2H4 leads with 0.8828 ± 0.0078, 3.5 times the uniform baseline. It is 5.7 stand"
-    assert lead in texts(page, "#lead")[0]
-    assert warning in texts(page, ".warning")[0]
-    (finding, *_) = texts(page, "[data-standout=sink_mass] .finding")
-    assert finding.startswith(leader)
     # sink_alpha is above 0.3 if sink_mass is above 1/8: all but the two lowest heads.
-    assert "13 of 15 heads pass the threshold of sink_heads" in finding
+    assert texts(page, "#finding") == [
+        "L2H4 leads in sink_mass with 0.8828 ± 0.0078, 3.5 times the uniform baseline. It is 5.7 "
+        "standard errors above L2H3. 13 of 15 heads pass the threshold of sink_heads."
+    ]
+    assert texts(page, "#sentence") == [
+        "sink_mass of L2H4 is 0.8828 ± 0.0078 over 2 sequences, 3.5 times the uniform baseline, "
+        "larger than in 100 % of the other 14 heads."
+    ]
+    assert texts(page, "#heatmap .legend text") == ["0", "1"]
+    one(page, "#own").click()
+    # Score n/16 for n = 0 … 14, plus 1/128 on average over the two parities.
+    assert texts(page, "#heatmap .legend text") == ["0.00781", "0.883"]
+    assert "range=own" in page.current_url
     show(page, "run=c-3")
-    assert texts(page, "#lead") == ["No rows yet."]
+    assert texts(page, "#progress") == ["No rows yet."]
     show(page, "run=b-2")
-    assert texts(page, ".warning") == []
+    assert texts(page, ".warning:not([hidden])") == []
 
 
 @pytest.mark.long
-def test_a_click_a_key_and_a_name_choose_a_head_in_all_heatmaps_and_its_card(page: Chrome) -> None:
-    target = cell(page, "entropy", "L1H2")
+def test_a_click_a_key_and_a_name_choose_a_head(page: Chrome) -> None:
+    show(page, "run=a-1&statistic=entropy")
+    target = cell(page, "L1H2")
     page.execute_script("arguments[0].scrollIntoView({block: 'center'})", target)
     ActionChains(page).move_to_element(target).perform()
-    assert texts(page, "[data-map=entropy] .readout") == ["L1H2  1.445 ± 0.0078"]
+    assert texts(page, "#readout") == ["L1H2: 1.445 ± 0.0078"]
     target.click()
+    settle(page)
     marked = attributes(page, "[aria-selected=true].cell", "aria-label")
-    assert [label.split()[0] for label in marked] == ["L1H2"] * len(MAPS)
-    assert texts(page, "#card h2, #card .detail-name") == ["L1H2", "entropy"]
-    assert "run=a-1&head=L1H2&statistic=entropy" in page.current_url
-    cell(page, "sink_mass", "L0H0").send_keys(Keys.ARROW_RIGHT)
+    assert [label.split()[0] for label in marked] == ["L1H2"] * 3
+    assert texts(page, "#head-name") == ["Head L1H2"]
+    assert "run=a-1&intervention=none&statistic=entropy&head=L1H2" in page.current_url
+    cell(page, "L0H0").send_keys(Keys.ARROW_RIGHT)
     focused = page.switch_to.active_element
     assert str(focused.get_attribute("aria-label")).startswith("L0H1 ")
     focused.send_keys(Keys.ARROW_DOWN)
     page.switch_to.active_element.send_keys(Keys.ENTER)
-    assert texts(page, "#card h2") == ["L1H1"]
+    assert texts(page, "#head-name") == ["Head L1H1"]
     # One cell of a map is reached by Tab, the others by arrows.
-    assert attributes(page, "[data-map=sink_mass] .cell", "tabindex").count("0") == 1
-    one(page, "#card [data-statistic=induction_score]").send_keys(Keys.ENTER)
-    assert texts(page, "#card .detail-name") == ["induction_score"]
-    for name, why in {"l2h1": "", "L9H1": "Expected a head from L0H0 to L2H4"}.items():
+    assert attributes(page, "#heatmap .cell", "tabindex").count("0") == 1
+    one(page, "#card [data-statistic=induction_score] button").send_keys(Keys.ENTER)
+    settle(page)
+    assert texts(page, "#sentence")[0].startswith("induction_score of L1H1 is ")
+    for name, why in {"l2h1": "", "L9H1": "expected L0H0 to L2H4"}.items():
         search = one(page, "#search")
         search.clear()
         search.send_keys(name, Keys.ENTER)
         assert search.get_property("validationMessage") == why
-        assert texts(page, "#card h2") == ["L2H1"]
-
-
-def card_rows(page: Chrome) -> list[list[str]]:
-    script = """return [...document.querySelectorAll("#card .statistics tbody tr")]
-        .map((row) => [...row.cells].map((cell) => cell.textContent))"""
-    return page.execute_script(script)
+        assert texts(page, "#head-name") == ["Head L2H1"]
 
 
 @pytest.mark.long
-def test_the_card_of_the_page_is_that_of_the_rows_and_of_python(
+def test_one_brush_picks_heads_in_scatter_heatmap_and_table(page: Chrome) -> None:
+    show(page, "run=a-1&x=head&y=sink_mass")
+    assert len(texts(page, "#scatter .point")) == len(LABELS)
+    # The upper two of three layers: L1 has 5/16 to 9/16, L2 has 10/16 to 14/16.
+    show(page, "run=a-1&x=head&y=sink_mass&pick=0,1.5,0.3,1")
+    names = [row[0] for row in rows(page, "#heads-rows")]
+    assert names == ["L2H1", "L2H0", "L1H1", "L1H0"]
+    assert texts(page, "#picked-heads") == ["4 of 15 heads picked"]
+    labels = attributes(page, "#heatmap .cell:not(.unpicked)", "aria-label")
+    assert sorted(name.split()[0] for name in labels) == sorted(names)
+    figure = one(page, "#scatter svg")
+    figure.send_keys(Keys.ESCAPE)
+    assert texts(page, "#picked-heads") == [""]
+    figure.send_keys(Keys.ARROW_RIGHT)
+    assert "pick=" in page.current_url
+    drag = ActionChains(page).move_to_element(figure).click_and_hold()
+    drag.move_by_offset(300, -300).release().perform()
+    assert 0 < len(rows(page, "#heads-rows")) < len(LABELS)
+
+
+@pytest.mark.long
+def test_the_numbers_of_a_head_are_those_of_the_rows_and_of_python(
     page: Chrome, runs: Path, database: RunDatabase
 ) -> None:
     show(page, "run=d-4&head=L1H3&statistic=sink_mass")
@@ -238,13 +262,22 @@ def test_the_card_of_the_page_is_that_of_the_rows_and_of_python(
     [(mean, error, count)] = duckdb.execute(sql).fetchall()
     # Eight of the other fourteen heads have a smaller mean.
     percentile = str(round(100 * 8 / 14))
-    assert ["sink_mass", f"{mean:.4g} ± {error:.2g}", "0.25", percentile] in card_rows(page)
-    titles = texts(page, "#card [data-hist=sink_mass] title")
-    assert sum(int(title.rpartition(": ")[2]) for title in titles) == count == 4
-    assert f"{count} sequences, from 0.5 to 0.5156." in body(page)
+    (row,) = [row for row in rows(page, "#card") if row[0] == "sink_mass"]
+    assert row == [
+        "sink_mass",
+        f"{mean:.4g} ± {error:.2g}",
+        "0.25",
+        percentile,
+        "0.5",
+        "0.5156",
+        "",
+    ]
+    assert (
+        attributes(page, "#hist-card [data-hist=sink_mass]", "data-count") == [str(count)] == ["4"]
+    )
     show(page, "run=b-2&intervention=zero_query_bias&head=L2H0")
     card = head_card(database, "L2H0", "b-2", "zero_query_bias")
-    for row, statistic in zip(card_rows(page), card.statistics, strict=True):
+    for row, statistic in zip(rows(page, "#card"), card.statistics, strict=True):
         assert row[0] == statistic.name
         if statistic.mean is not None:
             assert float(row[1].split()[0].replace("−", "-")) == pytest.approx(statistic.mean, 1e-3)
@@ -256,30 +289,22 @@ def test_a_card_in_python_has_the_change_of_a_statistic(database: RunDatabase) -
 
 
 @pytest.mark.long
-def test_an_intervention_beside_the_untouched_model(page: Chrome, database: RunDatabase) -> None:
+def test_an_intervention_or_a_run_beside_another(page: Chrome, database: RunDatabase) -> None:
     show(page, "run=b-2&head=L2H0&with=b-2/zero_query_bias")
-    captions = texts(page, "[data-map=sink_mass] figcaption")
+    captions = texts(page, "#heatmap figcaption")
     assert captions == ["b-2", "b-2 · zero_query_bias", "second minus first"]
-    labels = attributes(page, "[data-map=sink_mass] figure:nth-child(3) .cell", "aria-label")
+    labels = attributes(page, "#heatmap figure:nth-child(3) .cell", "aria-label")
     sql = "SELECT change FROM effects WHERE statistic = 'sink_mass' ORDER BY layer, head"
-    effects = database.rows(sql)
     shown = [float(label.split("  ")[1].replace("−", "-")) for label in labels]
-    assert shown == pytest.approx([change for (change,) in effects], rel=1e-3)
-    # The entropy does not change: every cell is pale.
-    pale = attributes(page, "[data-map=entropy] figure:nth-child(3) .cell", "fill-opacity")
-    assert pale == [None] * len(LABELS)
-    row = next(row for row in card_rows(page) if row[0] == "sink_mass")
+    assert shown == pytest.approx([change for (change,) in database.rows(sql)], rel=1e-3)
+    row = next(row for row in rows(page, "#card") if row[0] == "sink_mass")
     assert row[1:4] == ["0.6328", "0.3164", "−0.3164 ± 0.0023"]
-
-
-@pytest.mark.long
-def test_two_runs_side_by_side(page: Chrome) -> None:
     show(page, "run=a-1&with=d-4/none&head=L0H1")
-    cell(page, "sink_mass", "L0H1").send_keys(Keys.ARROW_LEFT)
+    cell(page, "L0H1").send_keys(Keys.ARROW_LEFT)
     # L0H0 has 0 and 1/64 in both. Its error over two sequences is 1/128, over four 1/128 · √(1/3).
     error = math.hypot(1 / 128, 1 / 128 / math.sqrt(3))
-    assert texts(page, "[data-map=sink_mass] .readout")[0].endswith(f"difference 0 ± {error:.2g}")
-    pale = attributes(page, "[data-map=sink_mass] figure:nth-child(3) .cell", "fill-opacity")
+    assert texts(page, "#readout")[0].endswith(f"difference 0 ± {error:.2g}")
+    pale = attributes(page, "#heatmap figure:nth-child(3) .cell", "fill-opacity")
     assert pale == ["0.3"] * len(LABELS)
 
 
@@ -287,7 +312,7 @@ def test_two_runs_side_by_side(page: Chrome) -> None:
 def test_parts_of_the_pile_and_names_that_are_never_markup(page: Chrome, report: Path) -> None:
     show(page, "run=a-1&head=L2H0&statistic=sink_mass")
     assert f"{EVIL} (1)" in texts(page, "[data-subsets] text title")
-    assert attributes(page, "#card [data-bar]", "data-bar") == [f"{EVIL} (1)", "Github (1)"]
+    assert attributes(page, "#subsets [data-bar]", "data-bar") == ["Github (1)", f"{EVIL} (1)"]
     assert page.find_elements(By.TAG_NAME, "b") == []
     assert EVIL not in report.read_text(encoding="utf-8")
 
@@ -297,10 +322,12 @@ def test_every_figure_has_its_sql_which_answers(page: Chrome, database: RunDatab
     queries: set[str] = set()
     for words in ("run=a-1&head=L2H0", "run=b-2&with=b-2/zero_query_bias", "run=b-2&with=d-4/none"):
         show(page, words)
-        figures = texts(page, "figure.card, [data-standout]")
-        assert len(texts(page, "main .behind")) >= len(figures)
-        queries |= set(texts(page, ".behind pre"))
-    assert len(queries) > 25
+        script = "document.querySelectorAll('.behind').forEach((one) => { one.open = true; })"
+        page.execute_script(script)
+        settle(page)
+        queries |= set(texts(page, "main .behind pre"))
+        page.execute_script(script.replace("true", "false"))
+    assert len(queries) > 15
     for sql in queries:
         assert database.rows(f"FROM ({sql}) LIMIT 1"), sql
 
@@ -331,48 +358,37 @@ def test_dormant_heads(page: Chrome) -> None:
     assert len(texts(page, "[data-dormant] .point.on")) == 8
 
 
+CHOSEN = "#head-name, #compare option:checked, #statistic option:checked"
+
+
 @pytest.mark.long
-def test_an_address_opens_what_it_says(page: Chrome, report: Path) -> None:
+def test_an_address_opens_what_it_says_and_back_takes_a_choice_back(
+    page: Chrome, report: Path
+) -> None:
     words = "run=b-2&intervention=zero_query_bias&head=L1H4&statistic=entropy"
     page.get("about:blank")
     page.get(f"{report.as_uri()}#{words}")
-    assert texts(page, "#card h2, #card .detail-name") == ["L1H4", "entropy"]
-    assert "intervention" in texts(page, "dt")
-    assert "zero_query_bias" in texts(page, "#facts dd")
+    settle(page)
+    assert texts(page, CHOSEN) == ["nothing", "Head L1H4", "entropy"]
+    assert texts(page, "#intervention option:checked") == ["zero_query_bias"]
     # What is not there leaves the first run with rows, and is said.
-    show(page, "run=nothing&intervention=off&head=L99H0&with=b-2/nothing&statistic=x")
-    assert "a-1" in texts(page, "#facts dd")
+    show(page, "run=nothing&intervention=off&head=L99H0&with=b-2/nothing&statistic=x&y=z")
     assert texts(page, "#absent") == [
-        "run nothing is not here, a-1 is shown; intervention off is not here, another is shown; "
-        "with b-2/nothing is not here, no comparison is shown; head L99H0 is not here, the leading "
-        "head is shown; statistic x is not here, another is shown."
+        "run nothing is not here, a-1 is shown; intervention off is not here, none is shown; with "
+        "b-2/nothing is not here, no comparison is shown; head L99H0 is not here, the head with "
+        "the largest mean is shown; statistic x is not here, sink_mass is shown; y z is not here, "
+        "sink_mass is shown."
     ]
-
-
-@pytest.mark.long
-def test_back_takes_a_choice_back(page: Chrome) -> None:
     show(page, "run=b-2&head=L1H4")
-    assert texts(page, "#absent") == []
-    cell(page, "sink_mass", "L2H1").click()
-    one(page, "#compare option[value='0']").click()
-    assert texts(page, "#card h2 , #compare option:checked") == ["a-1", "L2H1"]
-    page.back()
-    assert texts(page, "#card h2 , #compare option:checked") == ["nothing", "L2H1"]
-    page.back()
-    assert texts(page, "#card h2 , #compare option:checked") == ["nothing", "L1H4"]
-
-
-@pytest.mark.long
-def test_no_table_is_cut(page: Chrome) -> None:
-    show(page, "run=a-1&head=L2H0")
-    page.execute_script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
-    for width in (360, 768, 1100, 1366, 1920):
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        assert cut_tables(page) == [], width
-        box = "const box = document.querySelector('.statistics-scroll');"
-        assert page.execute_script(f"{box} return box.scrollWidth - box.clientWidth") == 0
-    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert texts(page, "#absent:not([hidden])") == []
+    cell(page, "L2H1").click()
+    one(page, "#compare option[value='a-1/none']").click()
+    settle(page)
+    assert texts(page, CHOSEN) == ["a-1", "Head L2H1", "sink_mass"]
+    for chosen in (["nothing", "Head L2H1", "sink_mass"], ["nothing", "Head L1H4", "sink_mass"]):
+        page.back()
+        settle(page)
+        assert texts(page, CHOSEN) == chosen
 
 
 @pytest.mark.long
@@ -381,7 +397,7 @@ def test_a_figure_is_a_picture_with_plain_colours(page: Chrome) -> None:
     dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
     page.execute_script(KEEP_FILES)
-    card = one(page, "[data-map=sink_mass]")
+    card = one(page, "#heat-card")
     for kind in ("svg", "png"):
         button = card.find_element(By.CSS_SELECTOR, f"[data-picture={kind}]")
         page.execute_script("arguments[0].click()", button)
@@ -407,7 +423,7 @@ def test_a_figure_is_a_picture_with_plain_colours(page: Chrome) -> None:
 
 
 @pytest.mark.long
-def test_dark_narrow_and_printed(page: Chrome) -> None:
+def test_wide_narrow_dark_and_printed_no_table_is_cut(page: Chrome) -> None:
     def ground(theme: str) -> str:
         media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
@@ -416,15 +432,20 @@ def test_dark_narrow_and_printed(page: Chrome) -> None:
     assert ground("light") == "rgb(250, 250, 248)"
     assert ground("dark") == "rgb(20, 24, 27)"
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-    widths = "return [document.documentElement.scrollWidth, innerWidth]"
-    assert page.execute_script(widths) == [390, 390]
-    is_open = "open" in attributes(page, "#card", "class")[0]
-    assert one(page, "#card").is_displayed() == is_open
+    show(page, "run=a-1&head=L2H0")
+    for width in (390, 768, 1100, 1366, 1920):
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == 390}
+        page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        assert cut_tables(page) == [], width
+        widths = "return [document.documentElement.scrollWidth <= innerWidth, innerWidth]"
+        assert page.execute_script(widths) == [True, width]
+        box = "const box = document.querySelector('#card-rows');"
+        cut = page.execute_script(f"{box} return box.scrollWidth - box.clientWidth")
+        assert cut == 0 or width == 390
     page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     printed = page.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
-    assert len(printed["data"]) > 20_000
+    pages = base64.b64decode(printed["data"]).count(b"/Type /Page\n")
+    assert 1 <= pages <= 6
 
 
 @pytest.mark.long
@@ -448,22 +469,22 @@ def test_the_data_of_a_model_of_the_size_of_gpt2_is_small() -> None:
     rng = np.random.default_rng(0)
     shape = (12, 12)
 
-    def means() -> Means:
+    def numbers() -> Numbers:
         # All heads have the same sequences and documents.
-        count, documents = np.full(shape, 100_000), np.full(shape, 30_000)
-        return Means(rng.random(shape), rng.random(shape) / 50, count, documents)
+        counts = {"count": 100_000, "documents": 30_000, "undefined": 0}
+        return {
+            **{name: rng.random((1, *shape)) for name in MEANS},
+            **{name: np.full((1, *shape), count) for name, count in counts.items()},
+        }
 
     # A head fills about a quarter of 256 bins.
     places = np.clip(rng.normal(rng.random(shape), 0.06, (500, *shape)), 0, 0.999)
     counts = np.stack([(places * 256 // 1 == place).sum(0) for place in range(256)])
-    histograms = Histograms(np.linspace(0, 1, 257).tolist(), True, counts)
-    undefined = np.zeros(shape, np.int64)
-    parts = {str(part): means() for part in range(22)}
-    values = HeadValues(
-        means(), rng.random(shape), rng.random(shape), undefined, 0.1, histograms, parts
-    )
+    histograms = {"s": Histograms(np.linspace(0, 1, 257).tolist(), True, counts)}
+    parts = {str(part): numbers() for part in range(22)}
+    section = Section({}, "none", *shape, ["s"], numbers(), {"s": 0.1}, histograms, parts)
     # 24 statistics of GPT-2 small over 22 subsets of the Pile, beside a page of 60 KB.
-    assert len(packed({"one": _values(values)})) * 24 < 1_400_000
+    assert len(packed({"one": _values(section, 0)})) * 24 < 1_400_000
 
 
 def test_places_of_the_input_are_names() -> None:
@@ -508,6 +529,7 @@ def test_the_report_of_a_text(browser: Chrome, text_run: TextRun, tmp_path: Path
     output = tmp_path / "report.html"
     write_report(open_runs(path), output, RunModels(str(path)))
     browser.get(f"{output.as_uri()}#head=L1H5&statistic=sink_mass")
+    settle(browser)
     # The text of the most active sequence, from its first token on, which is framed.
     (excerpt, *_) = texts(browser, ".excerpt .tokens")
     start = excerpt.removeprefix("<|endoftext|>")
@@ -515,10 +537,9 @@ def test_the_report_of_a_text(browser: Chrome, text_run: TextRun, tmp_path: Path
     assert start[:30] in HOSTILE
     assert attributes(browser, ".excerpt img, .excerpt b", "src") == []
     assert texts(browser, ".excerpt mark") == ["<|endoftext|>"] * len(texts(browser, ".excerpt"))
-    assert len(texts(browser, "#card [data-series=attention_by_lag] circle")) == 40
-    assert len(texts(browser, "#card [data-series=attention_received_by_key] circle")) == 40
-    browser.execute_script("location.hash = 'intervention=zero_head(1,6)'")
-    browser.execute_async_script("setTimeout(arguments[0], 0)")
+    assert len(texts(browser, "#curves [data-series=attention_by_lag] circle")) == 40
+    assert len(texts(browser, "#curves [data-series=attention_received_by_key] circle")) == 40
+    show(browser, "intervention=zero_head(1,6)")
     untouched, changed = (
         replica.measure(shard.tokens, intervention).sequences["loss"].astype(float)
         for intervention in replica.scan.interventions[:2]
@@ -545,8 +566,12 @@ def test_the_report_of_a_text_has_examples_engines_and_predictions(
     path, *_ = text_run
     write_report(open_runs(path), tmp_path / "report.html", RunModels(str(path)))
     data = unpacked_page(tmp_path / "report.html")
-    engines = [section["facts"]["engine"] for section in data["sections"]]
-    assert engines == ["fused", "fused", "fused, with built patterns in layers 1"]
+    (run,) = data["overview"]["runs"]
+    assert list(run["engines"].values()) == [
+        "fused",
+        "fused",
+        "fused, with built patterns in layers 1",
+    ]
     # Tokens are words and not their numbers.
     assert '"<|endoftext|>"' in json.dumps(data)
 
@@ -561,13 +586,25 @@ def test_a_card_without_a_tokenizer_has_numbers_and_its_curves(text_run: TextRun
 
 
 @pytest.mark.long
+def test_one_head_of_each_layer_has_a_map(browser: Chrome, tmp_path: Path) -> None:
+    """Nothing shows whether the heads of a layer share a value."""
+    write_run(tmp_path, "a-1", {"sink_mass": lambda row: row.layer / 4}, layers=3, heads=1)
+    write_report(open_runs(tmp_path), tmp_path / "report.html")
+    browser.get((tmp_path / "report.html").as_uri())
+    settle(browser)
+    browser.execute_script("document.getElementById('maps-card').open = true")
+    settle(browser)
+    assert attributes(browser, "[data-map]", "data-map") == ["sink_mass"]
+
+
+@pytest.mark.long
 def test_a_card_as_a_document(browser: Chrome, text_run: TextRun, tmp_path: Path) -> None:
     path, *_ = text_run
     card = head_card(open_runs(path), "L1H5")
     (tmp_path / "card.html").write_text(card_html(card), encoding="utf-8")
     browser.get((tmp_path / "card.html").as_uri())
     assert one(browser, "h2").text == "L1H5"
-    one(browser, "[data-statistic=induction_score]").click()
+    one(browser, "[data-statistic=induction_score] button").click()
     assert texts(browser, ".detail-name") == ["induction_score"]
     assert browser.get_log("browser") == []
 
@@ -594,6 +631,6 @@ def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table
 def test_a_report_leaves_out_what_was_not_measured(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", {"entropy": lambda row: 1.0 + row.head}, pile_sets=["Github"])
     write_report(open_runs(tmp_path), tmp_path / "report.html")
-    (section,) = unpacked_page(tmp_path / "report.html")["sections"]
+    (section,) = unpacked_page(tmp_path / "report.html")["sections"].values()
     assert list(section["values"]) == ["entropy"]
-    assert (section["rankings"], section["norms"], section["curves"]) == ([], [], [])
+    assert section["curves"] == []

@@ -1,5 +1,5 @@
 // Sums over a cube: what a brush shows, without asking anybody.
-import { BINS } from "./brush.js";
+import { BINS } from "./histogram.js";
 
 const DRAWN_BINS = BINS / 2;
 
@@ -8,7 +8,7 @@ function accumulate(array, start, blockLength) {
   for (let i = start + blockLength; i < start + BINS * blockLength; i++) array[i] += array[i - blockLength];
 }
 
-function between(array, start, blockLength, [first, last], i) {
+function sumOver(array, start, blockLength, [first, last], i) {
   const upTo = array[start + last * blockLength + i];
   return first === 0 ? upTo : upTo - array[start + (first - 1) * blockLength + i];
 }
@@ -29,14 +29,14 @@ export class Cube {
 
   // How many of all `rows` a range picks.
   picked(range) {
-    return between(this.pickedRows, 0, 1, range, 0);
+    return sumOver(this.pickedRows, 0, 1, range, 0);
   }
 
   // Counts by bin of one statistic, of the rows in a range of the active one.
   histogram(statistic, range) {
     const start = this.statistics.indexOf(statistic) * BINS * DRAWN_BINS;
     const counts = new Uint32Array(DRAWN_BINS);
-    for (let i = 0; i < DRAWN_BINS; i++) counts[i] = between(this.counts, start, DRAWN_BINS, range, i);
+    for (let i = 0; i < DRAWN_BINS; i++) counts[i] = sumOver(this.counts, start, DRAWN_BINS, range, i);
     return counts;
   }
 
@@ -44,8 +44,8 @@ export class Cube {
   means(range) {
     const means = new Float64Array(this.heads);
     for (let i = 0; i < this.heads; i++) {
-      const count = between(this.defined, 0, this.heads, range, i);
-      means[i] = count ? between(this.sums, 0, this.heads, range, i) / count : NaN;
+      const count = sumOver(this.defined, 0, this.heads, range, i);
+      means[i] = count ? sumOver(this.sums, 0, this.heads, range, i) / count : NaN;
     }
     return means;
   }

@@ -1,4 +1,5 @@
-// Figures as files of their own: SVG and PNG with the light colours, without any style sheet.
+// What is behind a figure: its query to copy, its numbers as CSV, and itself as a picture. SVG and PNG
+// have the light colours, without any style sheet.
 import { html, svg } from "./draw.js";
 
 const TITLE = 24;
@@ -54,7 +55,7 @@ async function png({ text, width, height }) {
 }
 
 // Give a file to the reader. `content` is a Blob.
-export function download(name, content) {
+function download(name, content) {
   const link = html("a", { download: name, href: URL.createObjectURL(content) });
   link.click();
   // The browser has taken the content by then.
@@ -62,11 +63,59 @@ export function download(name, content) {
 }
 
 // Buttons that save the figures of a place. `name` is a function.
-export function pictureButtons(place, name) {
+function pictureButtons(place, name) {
   const button = (kind, content) => {
     const node = html("button", { type: "button", "data-picture": kind }, kind.toUpperCase());
     node.addEventListener("click", async () => download(`${name()}.${kind}`, await content(picture(place))));
     return node;
   };
   return [button("svg", (drawn) => new Blob([drawn.text], { type: "image/svg+xml" })), button("png", png)];
+}
+
+// A field of a CSV file. Quotes are doubled, as RFC 4180 says.
+function csvField(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "";
+  const field = String(value);
+  return /[",\r\n]/.test(field) ? `"${field.replaceAll('"', '""')}"` : field;
+}
+
+// Rows as CSV. The first line names the columns.
+export function csv(columns, rows) {
+  return [columns, ...rows].map((row) => row.map(csvField).join(",")).join("\r\n") + "\r\n";
+}
+
+// Copy a text. `place` shows it: without the right to the clipboard it is at least selected.
+export async function copy(button, content, place) {
+  const name = button.textContent;
+  try {
+    await navigator.clipboard.writeText(content);
+    button.textContent = "Copied";
+  } catch {
+    if (place) getSelection().selectAllChildren(place);
+    button.textContent = place ? "Selected: press Ctrl+C" : "Copy it from the address bar";
+  }
+  setTimeout(() => (button.textContent = name), 2000);
+}
+
+// A text as a literal of SQL.
+export const literal = (value) => `'${String(value).replaceAll("'", "''")}'`;
+
+// A folded part of a card. `plot` is where the figure is; `columns` and `rows` are its numbers.
+// Whatever may change is a function. `askSql`, if there is one, takes the query to be asked.
+export function behind({ sql, columns, rows, name, plot, askSql }) {
+  const now = (value) => (typeof value === "function" ? value() : value);
+  const place = html("pre", { tabindex: 0 });
+  const button = (text, onclick, attributes = {}) => html("button", { type: "button", onclick, ...attributes }, text);
+  const show = () => (place.textContent = now(sql));
+  const buttons = [button("Copy SQL", (event) => copy(event.target, now(sql), place))];
+  if (askSql) buttons.push(button("Ask it", () => askSql(now(sql))));
+  if (rows) {
+    const save = () => download(`${now(name)}.csv`, new Blob([csv(now(columns), rows())], { type: "text/csv" }));
+    buttons.push(button("Download CSV", save, { "data-csv": "" }));
+  }
+  if (plot) buttons.push(...pictureButtons(plot, () => now(name)));
+  const pictures = plot ? "SQL, data, picture" : rows ? "SQL, data" : "SQL";
+  const details = html("details", { class: "behind", ontoggle: show }, html("summary", {}, pictures), place, ...buttons);
+  if (typeof sql === "string") show();
+  return details;
 }

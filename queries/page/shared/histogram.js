@@ -1,0 +1,238 @@
+// A histogram, with a brush if it listens: a range that a pointer, a finger or the arrow keys move.
+import { everyOther, html, isUndefined, number, roundTicks, svg, titled } from "./draw.js";
+
+// Bins of an axis. The server has the same number: a brush is two bins of it.
+export const BINS = 128;
+const WIDTH = 360;
+const HEIGHT = 126;
+const LEFT = 8;
+const RIGHT = WIDTH - 8;
+const TOP = 6;
+const BOTTOM = HEIGHT - 20;
+const GRIP = 7;
+
+// The bins of a range between two places in 0..1. The only place where a brush is snapped.
+export function snap(from, to) {
+  const inside = (bin) => Math.min(BINS - 1, Math.max(0, bin));
+  const first = inside(Math.floor(Math.min(from, to) * BINS));
+  const last = inside(Math.max(first, Math.ceil(Math.max(from, to) * BINS) - 1));
+  return [first, last];
+}
+
+// A range in words. The bins at the ends have no outer end.
+export function inWords([first, last], [low, high]) {
+  const edge = (bin) => number(Number((low + (bin / BINS) * (high - low)).toPrecision(4)));
+  if (first === 0 && last === BINS - 1) return "any value";
+  if (first === 0) return `below ${edge(last + 1)}`;
+  if (last === BINS - 1) return `${edge(first)} and above`;
+  return `${edge(first)} to ${edge(last + 1)}`;
+}
+
+const xOf = (share) => LEFT + share * (RIGHT - LEFT);
+const sum = (counts) => counts.reduce((total, count) => total + count, 0);
+
+function steps(counts, most) {
+  let path = `M${LEFT} ${BOTTOM}`;
+  counts.forEach((count, i) => {
+    const y = BOTTOM - (most ? count / most : 0) * (BOTTOM - TOP);
+    path += `V${y.toFixed(1)}H${xOf((i + 1) / counts.length).toFixed(1)}`;
+  });
+  return `${path}V${BOTTOM}`;
+}
+
+// Where a value stands between the ends of an axis, in 0..1. Bins of one width give a plain axis.
+// Others, such as logarithmic bins, each take the same room, and so do bins without an end.
+function axisOf(edges) {
+  const last = edges.length - 1;
+  const ends = edges.map((edge, i) => edge ?? (i ? Infinity : -Infinity)); // JSON has no infinity.
+  const width = (ends[last] - ends[0]) / last;
+  const isEven = ends.every((edge, i) => Math.abs(edge - ends[0] - i * width) <= 2e-3 * Math.abs(width));
+  if (isEven) {
+    const place = (x) => (x - ends[0]) / (ends[last] - ends[0]);
+    return { place, ends: [ends[0], ends[last]], ticks: roundTicks(ends[0], ends[last], 6).map((x) => [place(x), x]) };
+  }
+  const place = (x) => {
+    const bin = Math.min(last - 1, ends.findLastIndex((edge) => edge <= x));
+    const [low, high] = [ends[bin], ends[bin + 1]];
+    const share = Number.isFinite(low) && Number.isFinite(high) ? (x - low) / (high - low) : 0.5;
+    return bin < 0 ? -1 : (bin + share) / last;
+  };
+  const ticks = ends.map((edge, i) => [i / last, edge]).filter((_, i) => everyOther(ends.length, 6)(i));
+  return { place, ends: [ends[0], ends[last]], ticks };
+}
+
+// `listeners`: enter() when a brush may begin, move(range) while it moves, end() when it rests.
+// A range is [first, last], or null if nothing is picked. Without listeners there is no brush.
+export function histogram(name, meaning, listeners) {
+  const title = html("h3", { title: meaning }, name);
+  const says = html("span", { class: "range" });
+  const all = svg("path", { class: "all" });
+  const ghost = svg("path", { class: "ghost" });
+  const own = svg("path", { class: "own" });
+  const band = svg("rect", { class: "band", y: TOP - 4, height: BOTTOM - TOP + 4 });
+  const ticks = svg("g", { "aria-hidden": "true" });
+  const marks = svg("g");
+  const handles = (listeners ? ["from", "to"] : []).map((end) =>
+    svg(
+      "g",
+      { class: "handle", role: "slider", tabindex: 0, "aria-label": `${name}, ${end}` },
+      svg("rect", { class: "grip", x: -4, y: TOP + 24, width: 8, height: 34, rx: 3 }),
+    ),
+  );
+  const figure = svg(
+    "svg",
+    {
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: listeners ? "figure brushed" : "figure histogram-figure",
+      "data-hist": name, role: listeners ? "group" : "img", "aria-label": `Distribution of ${name}`,
+    },
+    svg("title"), all, ghost, own, svg("line", { x1: LEFT, x2: RIGHT, y1: BOTTOM, y2: BOTTOM, class: "axis" }), ticks, marks,
+    ...(listeners ? [band, ...handles] : []),
+  );
+  const element = html("div", { class: "histogram" }, html("div", { class: "name" }, title, says), figure);
+  let axis = [0, 1];
+  let scaled = axisOf(axis);
+  let range = null;
+  let frame = 0;
+  let endTimer = 0;
+  let drag = null;
+
+  const ends = () => range ?? [0, BINS - 1];
+  function show() {
+    const [first, last] = ends();
+    const [from, to] = [xOf(first / BINS), xOf((last + 1) / BINS)];
+    band.setAttribute("x", from);
+    band.setAttribute("width", to - from);
+    element.classList.toggle("picked", range !== null);
+    says.textContent = range ? inWords(range, axis) : "";
+    handles.forEach((handle, i) => {
+      handle.setAttribute("transform", `translate(${i ? to : from} 0)`);
+      handle.setAttribute("aria-valuemin", 0);
+      handle.setAttribute("aria-valuemax", BINS);
+      handle.setAttribute("aria-valuenow", i ? last + 1 : first);
+      handle.setAttribute("aria-valuetext", inWords(ends(), axis));
+    });
+  }
+  function set(bins) {
+    range = bins && (bins[0] > 0 || bins[1] < BINS - 1) ? bins : null;
+    // Several events of one frame are drawn once.
+    frame ||= requestAnimationFrame(() => {
+      frame = 0;
+      show();
+      listeners.move(range);
+    });
+  }
+  function rest(milliseconds) {
+    clearTimeout(endTimer);
+    endTimer = setTimeout(listeners.end, milliseconds);
+  }
+
+  if (listeners) listen();
+  function listen() {
+    const place = (event) => {
+      const box = figure.getBoundingClientRect();
+      const x = ((event.clientX - box.left) / box.width) * WIDTH;
+      return Math.min(1, Math.max(0, (x - LEFT) / (RIGHT - LEFT)));
+    };
+    figure.addEventListener("pointerenter", (event) => { if (!event.buttons) listeners.enter(); });
+    figure.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      event.preventDefault();
+      listeners.enter();
+      figure.setPointerCapture(event.pointerId);
+      const at = place(event);
+      const [first, last] = ends();
+      const near = (edge) => range && Math.abs(xOf(at) - xOf(edge)) < GRIP;
+      if (near(first / BINS)) drag = { fixed: (last + 1) / BINS };
+      else if (near((last + 1) / BINS)) drag = { fixed: first / BINS };
+      else if (range && at > first / BINS && at < (last + 1) / BINS) drag = { held: at, first, last };
+      else drag = { fixed: at, isNew: true };
+    });
+    figure.addEventListener("pointermove", (event) => {
+      if (!drag) return;
+      const at = place(event);
+      if (drag.held === undefined) {
+        set(snap(drag.fixed, at));
+        drag.hasMoved = true;
+        return;
+      }
+      const moved = Math.round((at - drag.held) * BINS);
+      const shift = Math.min(BINS - 1 - drag.last, Math.max(-drag.first, moved));
+      drag.hasMoved ||= shift !== 0;
+      set([drag.first + shift, drag.last + shift]);
+    });
+    const release = () => {
+      if (!drag) return;
+      // A click beside the brush takes it away.
+      if (drag.isNew && !drag.hasMoved && range) set(null);
+      drag = null;
+      rest(0);
+    };
+    figure.addEventListener("pointerup", release);
+    figure.addEventListener("pointercancel", release);
+    figure.addEventListener("focusin", () => listeners.enter());
+    handles.forEach((handle, i) => {
+      handle.addEventListener("keydown", (event) => {
+        const step = event.shiftKey ? 8 : 1;
+        const [first, last] = ends();
+        const edges = [first, last + 1];
+        const moves = {
+          ArrowLeft: -step, ArrowDown: -step, ArrowRight: step, ArrowUp: step, PageDown: -8, PageUp: 8,
+          Home: -BINS, End: BINS,
+        };
+        if (event.key === "Escape") set(null);
+        else if (event.key in moves) {
+          const limits = i ? [first + 1, BINS] : [0, last];
+          edges[i] = Math.min(limits[1], Math.max(limits[0], edges[i] + moves[event.key]));
+          set([edges[0], edges[1] - 1]);
+        } else return;
+        event.preventDefault();
+        rest(250);
+      });
+    });
+  }
+
+  let before = null;
+  Object.assign(element, {
+    isDragging: () => drag !== null,
+    // `edges` are those of all bins, or the two ends.
+    setAxis(edges) {
+      scaled = axisOf(edges);
+      axis = scaled.ends;
+      ticks.replaceChildren(
+        ...scaled.ticks.map(([share, value]) => {
+          const x = xOf(share);
+          const anchor = x < LEFT + 10 ? "start" : x > RIGHT - 10 ? "end" : "middle";
+          return svg("text", { x, y: HEIGHT - 6, "text-anchor": anchor }, number(Number(value.toPrecision(3))));
+        }),
+      );
+      marks.replaceChildren();
+      show();
+    },
+    // Values with a name: `{x, name}`.
+    mark(shown) {
+      const inside = shown.filter(({ x }) => !isUndefined(x) && scaled.place(x) >= 0 && scaled.place(x) <= 1);
+      marks.replaceChildren(
+        ...inside.map(({ x, name: mark, kind }) => {
+          const at = xOf(scaled.place(x));
+          return titled(svg("line", { x1: at, x2: at, y1: TOP, y2: BOTTOM, class: `mark ${kind ?? ""}` }), `${mark}: ${number(x)}`);
+        }),
+      );
+    },
+    setRange(bins) { range = bins; show(); },
+    drawAll(counts) { all.setAttribute("d", steps(counts, Math.max(...counts))); },
+    // The head without any brush. What it shows stays behind what brushes leave.
+    drawBefore(counts) {
+      before = counts;
+      ghost.setAttribute("d", steps(counts, Math.max(...counts)));
+      element.drawOwn(counts);
+    },
+    drawUnbrushed() { if (before) element.drawOwn(before); },
+    drawOwn(counts) {
+      own.setAttribute("d", steps(counts, Math.max(...(before ?? counts))));
+      figure.firstChild.textContent = `${name}: ${number(sum(counts))} of ${number(sum(before ?? counts))} values`;
+      figure.dataset.count = sum(counts);
+    },
+  });
+  show();
+  return element;
+}
