@@ -38,7 +38,14 @@ PARTS = dict(
 )
 """The SQL of the views, by name of the part."""
 
-NEAR_ZERO = 2.0**SMALLEST_OCTAVE
+BIN_ENDS = PARTS["bin_ends"].format(
+    linear_bins=LINEAR_BINS,
+    last_bin=LAST_BIN,
+    bins_per_octave=BINS_PER_OCTAVE,
+    smallest_octave=SMALLEST_OCTAVE,
+    near_zero=repr(2.0**SMALLEST_OCTAVE),
+)
+"""The columns `low` and `high` of a bin, in SQL, from `bin`, `range_low` and `range_high`."""
 
 HEAD_KEYS = ("run_id", "intervention", "input_family", "layer", "head", "statistic")
 SUBSET_KEYS = (*HEAD_KEYS, "pile_set_name")
@@ -97,11 +104,7 @@ def create_rollup_views(
                 by=", ".join(keys),
                 level=level,
                 from_rows="".join(f" UNION ALL BY NAME {select}" for select in selects),
-                linear_bins=LINEAR_BINS,
-                last_bin=LAST_BIN,
-                bins_per_octave=BINS_PER_OCTAVE,
-                smallest_octave=SMALLEST_OCTAVE,
-                near_zero=repr(NEAR_ZERO),
+                bin_ends=BIN_ENDS,
             )
             connection.execute(f"CREATE OR REPLACE VIEW internal.{prefix}_{content} AS {merged}")
 

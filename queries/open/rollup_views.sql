@@ -75,31 +75,35 @@ SELECT
 FROM internal.unrolled_heads JOIN {documents} {condition}
 GROUP BY ALL
 
+-- part: bin_ends
+-- As schemas/histogram_bins.py says.
+CASE
+    WHEN isfinite(range_low) AND isfinite(range_high)
+    THEN range_low + bin * (range_high - range_low) / {linear_bins}
+    WHEN bin = -{last_bin} THEN '-inf'::DOUBLE
+    WHEN bin < 0 THEN -pow(2, (-bin)::DOUBLE / {bins_per_octave} + {smallest_octave})
+    WHEN bin = 0 THEN greatest(range_low, -{near_zero})
+    ELSE pow(2, (bin - 1)::DOUBLE / {bins_per_octave} + {smallest_octave})
+END AS low,
+CASE
+    WHEN isfinite(range_low) AND isfinite(range_high)
+    THEN range_low + (bin + 1) * (range_high - range_low) / {linear_bins}
+    WHEN bin = {last_bin} THEN 'inf'::DOUBLE
+    WHEN bin > 0 THEN pow(2, bin::DOUBLE / {bins_per_octave} + {smallest_octave})
+    WHEN bin = 0 THEN least(range_high, {near_zero})
+    ELSE -pow(2, (-bin - 1)::DOUBLE / {bins_per_octave} + {smallest_octave})
+END AS high
+
 -- part: merged_bins
--- How many values lie in each bin by some keys, with the ends of the bin, as
--- schemas/histogram_bins.py says. minimum and maximum are ends that the values of the bin do not
--- exceed either.
+-- How many values lie in each bin by some keys, with the ends of the bin. minimum and maximum are
+-- ends that the values of the bin do not exceed either.
 SELECT
     {by}, bin,
-    CASE
-        WHEN is_linear THEN range_low + bin * (range_high - range_low) / {linear_bins}
-        WHEN bin = -{last_bin} THEN '-inf'::DOUBLE
-        WHEN bin < 0 THEN -pow(2, (-bin)::DOUBLE / {bins_per_octave} + {smallest_octave})
-        WHEN bin = 0 THEN greatest(range_low, -{near_zero})
-        ELSE pow(2, (bin - 1)::DOUBLE / {bins_per_octave} + {smallest_octave})
-    END AS low,
-    CASE
-        WHEN is_linear THEN range_low + (bin + 1) * (range_high - range_low) / {linear_bins}
-        WHEN bin = {last_bin} THEN 'inf'::DOUBLE
-        WHEN bin > 0 THEN pow(2, bin::DOUBLE / {bins_per_octave} + {smallest_octave})
-        WHEN bin = 0 THEN least(range_high, {near_zero})
-        ELSE -pow(2, (-bin - 1)::DOUBLE / {bins_per_octave} + {smallest_octave})
-    END AS high,
+    {bin_ends},
     count, minimum, maximum
 FROM (
     SELECT
         {by}, bin, range_low, range_high,
-        isfinite(range_low) AND isfinite(range_high) AS is_linear,
         sum(count)::BIGINT AS count,
         min(minimum) AS minimum,
         max(maximum) AS maximum

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.connection import OPENED
-from headcount.queries.open.rollup_views import BIN_HIGH, BIN_LOW, bin_of, measured_statistics
+from headcount.queries.open.rollup_views import BIN_ENDS, bin_of, measured_statistics
 from headcount.queries.report.head_curves import (
     AXES,
     Array,
@@ -300,7 +300,7 @@ class _Rows:
         )
         names = ", ".join(one.value for one in self.statistics)
         return f"""
-            SELECT statistic, layer, head, bin, {BIN_LOW} AS low, {BIN_HIGH} AS high, count
+            SELECT statistic, layer, head, bin, {BIN_ENDS}, count
             FROM (
                 SELECT statistic, layer, head, bin, count(*) AS count
                 FROM (SELECT layer, head, {bins} FROM heads {self.condition}{of_head})

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.files.run_directory import RunDirectory, pc
 
 KEYS = ["sequence", "layer", "head"]
 

@@ -212,7 +212,9 @@ def run_of(scan: dict[str, Any]) -> RunDirectory:
 @contextmanager
 def few_commits_per_segment() -> Iterator[None]:
     """So that small runs have segments, too."""
-    modules = [each for each in sys.modules.values() if hasattr(each, "COMMITS_PER_SEGMENT")]
+    modules: list[Any] = [
+        each for each in sys.modules.values() if hasattr(each, "COMMITS_PER_SEGMENT")
+    ]
     before = [each.COMMITS_PER_SEGMENT for each in modules]
     for module in modules:
         module.COMMITS_PER_SEGMENT = 5
