@@ -143,6 +143,6 @@ def bin_of(value: str, axis: Axis) -> str:
         return f"greatest(0, least({LINEAR_BINS - 1}, {place}))::SMALLINT"
     steps = f"(log2(abs({value}::DOUBLE)) - {SMALLEST_OCTAVE}) * {BINS_PER_OCTAVE}"
     return f"""(CASE
-        WHEN abs({value}) < {NEAR_ZERO!r} THEN 0
+        WHEN abs({value}) < {2.0**SMALLEST_OCTAVE!r} THEN 0
         ELSE sign({value}) * least({LAST_BIN}, floor({steps}) + 1)
     END)::SMALLINT"""
