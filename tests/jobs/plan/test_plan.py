@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import headcount
-from headcount.jobs.corpus import work
+from headcount.jobs.corpus import preparation
 from headcount.jobs.plan.cost import Rehearsal
 from headcount.jobs.plan.plan import make_plan
 from headcount.jobs.resources import JOB_ADDRESS, Device, Resources
@@ -93,7 +93,7 @@ def test_the_command_says_what_will_run_and_leaves_no_run(
 def test_a_large_corpus_is_estimated_by_its_first_portion(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for module in (store_preparation, work):
+    for module in (store_preparation, preparation):
         monkeypatch.setattr(module, "PORTION_LETTERS", 2200)
     write_texts(tmp_path / "a.jsonl", *["a text of some length "] * 1000)
     fields = fields_of(model, tmp_path, input={"files": str(tmp_path / "a.jsonl")})
