@@ -121,12 +121,10 @@ def _sections(
     database: RunDatabase, run: Record, detail: Detail, models: RunModels | None
 ) -> dict[str, Record]:
     """What is said of each intervention of a run. A run without rows yet has sections too."""
-    predictions = _predictions(database, f"WHERE run_id = {text_literal(run['run_id'])}")
     sections: dict[str, Record] = {}
     for key, intervention in zip(_keys(run), run["interventions"], strict=True):
         section = read_section(database, run, intervention, with_details=detail.distributions)
         sections[key] = _head_facts(database, section) | {
-            "predictions": predictions.get(intervention, []),
             "examples": _examples(database, section, detail, models),
         }
     return sections
@@ -151,6 +149,7 @@ def _overview_of_run(database: RunDatabase, run: Record) -> Record:
     first = list(dict.fromkeys([*preferred, *run["statistics"]]))[: len(FIRST_STATISTICS)]
     return {name: run[name] for name in names.split()} | {
         "options": _input_words(run),
+        "predictions": _predictions(database, in_run),
         "engines": {name: _engine(database, run, name) for name in run["interventions"]},
         "damaged": [row["shard"] for row in damaged],
         "subsets": [row["name"] for row in subsets],

@@ -100,6 +100,9 @@ export async function copy(button, content, place) {
 // A text as a literal of SQL.
 export const literal = (value) => `'${String(value).replaceAll("'", "''")}'`;
 
+// The SQL of numbers by head.
+export const summaries = (columns, where) => `SELECT ${columns.join(", ")}\nFROM head_summaries\nWHERE ${where}`;
+
 // A folded part of a card. `plot` is where the figure is; `columns` and `rows` are its numbers.
 // Whatever may change is a function. `askSql`, if there is one, takes the query to be asked.
 export function behind({ sql, columns, rows, name, plot, askSql }) {

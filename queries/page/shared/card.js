@@ -1,5 +1,5 @@
 // The parts of the card of one head, and the card as a page of its own.
-import { behind, literal } from "./behind.js";
+import { behind, literal, summaries } from "./behind.js";
 import { bars, breakable, html, isUndefined, lines, number, tokens } from "./draw.js";
 import { histogram } from "./histogram.js";
 
@@ -22,6 +22,10 @@ export function table(columns, rows, caption) {
     html("tbody", {}, ...rows),
   );
 }
+
+// A row of a table, from texts or cells.
+export const tableRow = (cells, attributes = {}) =>
+  html("tr", attributes, ...cells.map((cell) => (cell instanceof Element && cell.tagName === "TD" ? cell : html("td", {}, cell))));
 
 const button = (text, onclick, attributes = {}) => html("button", { type: "button", class: "plain", onclick, ...attributes }, text);
 
@@ -52,14 +56,8 @@ export function statisticsTable(rows, { label, statistic, onStatistic, percentil
       const place = html("td", { class: "percentile" });
       fillPercentile(place, percentile(row.statistic));
       const last = [number(row.minimum), number(row.maximum), row.count === most ? "" : number(most - row.count)];
-      return html(
-        "tr",
-        { "aria-selected": String(row.statistic === statistic), "data-statistic": row.statistic },
-        html("td", {}, name),
-        ...cells.map((cell) => html("td", {}, cell)),
-        place,
-        ...(compared ? [] : last).map((cell) => html("td", {}, cell)),
-      );
+      const about = { "aria-selected": String(row.statistic === statistic), "data-statistic": row.statistic };
+      return tableRow([name, ...cells, place, ...(compared ? [] : last)], about);
     }),
     `Every statistic of ${label}`,
   );
@@ -116,8 +114,19 @@ export function curveFigure(curve, label, where, askSql) {
   });
   const plot = html("div", { class: "plot" }, figure);
   const sql = curve.profiled
-    ? `SELECT ${axis}, mean, standard_error\nFROM profile_means\nWHERE ${where}\n  AND profile = ${literal(profile)}\nORDER BY ${axis}`
-    : `SELECT ${axis}, avg(value) AS mean\nFROM (\n  SELECT generate_subscripts(${profile}, 1) - 1 AS ${axis}, unnest(${profile}) AS value\n  FROM curves\n  WHERE ${where}\n)\nGROUP BY ALL\nORDER BY ALL`;
+    ? `SELECT ${axis}, mean, standard_error
+FROM profile_means
+WHERE ${where}
+  AND profile = ${literal(profile)}
+ORDER BY ${axis}`
+    : `SELECT ${axis}, avg(value) AS mean
+FROM (
+  SELECT generate_subscripts(${profile}, 1) - 1 AS ${axis}, unnest(${profile}) AS value
+  FROM curves
+  WHERE ${where}
+)
+GROUP BY ALL
+ORDER BY ALL`;
   const rows = () => curve.indices.map((index, i) => [index, curve.values[i], curve.standard_errors[i]]);
   return [
     html("h4", {}, profile),
@@ -187,7 +196,7 @@ export function drawCard(card, chosen, onStatistic) {
     html("p", { class: "finding" }, sentence(card.label, one, one?.percentile, card.heads)),
     html("div", { class: "scroll" }, statisticsTable(rows, options)),
     behind({
-      sql: `SELECT statistic, ${columns.join(", ")}\nFROM head_summaries\nWHERE ${where}`,
+      sql: summaries(["statistic", ...columns], where),
       name: `${card.label}-statistics`,
       columns: ["statistic", ...columns],
       rows: () => rows.map((row) => [row.name, ...columns.map((column) => row[column])]),

@@ -272,18 +272,15 @@ export function heatmap(options) {
 function frame(options) {
   const { width, height, xRange, yRange, xName, yName, log, names, left = 46, keys = [] } = options;
   // The names of the series stand above, in as many lines as they need.
-  const keyLines = [[]];
-  let keyX = left;
+  const placed = [];
+  let [keyX, row] = [left, 0];
   for (const key of keys) {
     const wide = 26 + 6 * key.length;
-    if (keyX + wide > width - 6 && keyX > left) {
-      keyLines.push([]);
-      keyX = left;
-    }
-    keyLines.at(-1).push([key, keyX]);
+    if (keyX + wide > width - 6 && keyX > left) [keyX, row] = [left, row + 1];
+    placed.push({ key, at: keyX, level: 9 + 15 * row });
     keyX += wide;
   }
-  const top = 8 + (keys.length ? 15 * keyLines.length : 0);
+  const top = 8 + (keys.length ? 15 * (row + 1) : 0);
   const bottom = height - 36;
   const right = width - 10;
   const scaled = log ? Math.log10 : (value) => value;
@@ -296,12 +293,8 @@ function frame(options) {
     group.append(svg("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid-line" }));
     group.append(text(left - 5, y(tick) + 3.6, tickText(tick), { "text-anchor": "end" }));
   }
-  const shown = names
-    ? everyOther(
-        names.length,
-        (right - left) / Math.max(24, 6.4 * Math.max(...names.map((name) => String(name).length))),
-      )
-    : null;
+  const widest = Math.max(24, 6.4 * Math.max(...(names ?? []).map((name) => String(name).length)));
+  const shown = names && everyOther(names.length, (right - left) / widest);
   const xTicks = names
     ? names.map((name, i) => [i, name]).filter(([i]) => shown(i))
     : roundTicks(lowX, highX, 6, options.wholeX).map((tick) => [tick, tickText(tick)]);
@@ -312,24 +305,10 @@ function frame(options) {
   group.append(text((left + right) / 2, height - 8, xName, { "text-anchor": "middle" }));
   const middle = (top + bottom) / 2;
   group.append(text(9, middle, yName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }));
-  let keyNumber = 0;
-  keyLines.forEach((line, row) => {
-    for (const [key, at] of line) {
-      const middleY = 9 + 15 * row;
-      group.append(
-        svg("line", {
-          x1: at,
-          x2: at + 14,
-          y1: middleY,
-          y2: middleY,
-          class: "key",
-          stroke: seriesColour(keyNumber),
-          "stroke-dasharray": dashes(keyNumber),
-        }),
-      );
-      group.append(text(at + 18, middleY + 4, key));
-      keyNumber++;
-    }
+  placed.forEach(({ key, at, level }, i) => {
+    const line = { x1: at, x2: at + 14, y1: level, y2: level, class: "key" };
+    group.append(svg("line", { ...line, stroke: seriesColour(i), "stroke-dasharray": dashes(i) }));
+    group.append(text(at + 18, level + 4, key));
   });
   return { group, x, y, left, right, top, bottom };
 }

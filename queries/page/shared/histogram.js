@@ -89,8 +89,7 @@ export function histogram(name, meaning, listeners) {
     ...(listeners ? [band, ...handles] : []),
   );
   const element = html("div", { class: "histogram" }, html("div", { class: "name" }, title, says), figure);
-  let axis = [0, 1];
-  let scaled = axisOf(axis);
+  let axis = axisOf([0, 1]);
   let range = null;
   let frame = 0;
   let endTimer = 0;
@@ -103,13 +102,13 @@ export function histogram(name, meaning, listeners) {
     band.setAttribute("x", from);
     band.setAttribute("width", to - from);
     element.classList.toggle("picked", range !== null);
-    says.textContent = range ? inWords(range, axis) : "";
+    says.textContent = range ? inWords(range, axis.ends) : "";
     handles.forEach((handle, i) => {
       handle.setAttribute("transform", `translate(${i ? to : from} 0)`);
       handle.setAttribute("aria-valuemin", 0);
       handle.setAttribute("aria-valuemax", BINS);
       handle.setAttribute("aria-valuenow", i ? last + 1 : first);
-      handle.setAttribute("aria-valuetext", inWords(ends(), axis));
+      handle.setAttribute("aria-valuetext", inWords(ends(), axis.ends));
     });
   }
   function set(bins) {
@@ -196,10 +195,9 @@ export function histogram(name, meaning, listeners) {
     isDragging: () => drag !== null,
     // `edges` are those of all bins, or the two ends.
     setAxis(edges) {
-      scaled = axisOf(edges);
-      axis = scaled.ends;
+      axis = axisOf(edges);
       ticks.replaceChildren(
-        ...scaled.ticks.map(([share, value]) => {
+        ...axis.ticks.map(([share, value]) => {
           const x = xOf(share);
           const anchor = x < LEFT + 10 ? "start" : x > RIGHT - 10 ? "end" : "middle";
           return svg("text", { x, y: HEIGHT - 6, "text-anchor": anchor }, number(Number(value.toPrecision(3))));
@@ -210,10 +208,10 @@ export function histogram(name, meaning, listeners) {
     },
     // Values with a name: `{x, name}`.
     mark(shown) {
-      const inside = shown.filter(({ x }) => !isUndefined(x) && scaled.place(x) >= 0 && scaled.place(x) <= 1);
+      const inside = shown.filter(({ x }) => !isUndefined(x) && axis.place(x) >= 0 && axis.place(x) <= 1);
       marks.replaceChildren(
         ...inside.map(({ x, name: mark, kind }) => {
-          const at = xOf(scaled.place(x));
+          const at = xOf(axis.place(x));
           return titled(svg("line", { x1: at, x2: at, y1: TOP, y2: BOTTOM, class: `mark ${kind ?? ""}` }), `${mark}: ${number(x)}`);
         }),
       );

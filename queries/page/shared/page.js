@@ -1,8 +1,8 @@
 // The page of a report and of the explorer: what is chosen, what that asks, and where answers are shown.
-import { behind, copy, literal } from "./behind.js";
+import { behind, copy, literal, summaries } from "./behind.js";
 import {
   curveFigure, excerptList, fillPercentile, markedText, marksOf, plusMinus, sentence, statisticsTable, subsetBars, table,
-  tokenText,
+  tableRow, tokenText,
 } from "./card.js";
 import { Cube } from "./cube.js";
 import { breakable, colourOf, heatmap, html, isUndefined, lines, number, scatter } from "./draw.js";
@@ -49,7 +49,8 @@ const scope = () => ({ run_id: chosen.run_id, intervention: chosen.intervention,
 const otherScope = () => chosen.other && { ...scope(), ...chosen.other };
 const head = () => chosen.head && { layer: chosen.head[0], head: chosen.head[1] };
 const label = ([layer, index]) => `L${layer}H${index}`;
-const labelAt = (place) => label([Math.floor(place / run.n_heads), place % run.n_heads]);
+const cellAt = (i) => [Math.floor(i / run.n_heads), i % run.n_heads];
+const labelAt = (i) => label(cellAt(i));
 const place = ([layer, index]) => layer * run.n_heads + index;
 const brushList = () => [...chosen.brushes].map(([statistic, [first, last]]) => ({ statistic, first, last }));
 const facts = (name) => overview.statistics.find((statistic) => statistic.name === name) ?? { name, meaning: "" };
@@ -197,8 +198,12 @@ function fillHeader() {
   const damaged = run.damaged?.length ? ` Damaged and left out: shard ${run.damaged.join(", ")}.` : "";
   const lines = [...overview.damage];
   if (!isLive && !run.complete)
-    lines.push(`Incomplete: ${number(run.shards_done)} of ${number(run.shards)} shards are done, which are ${number(run.sequences_done)} of ${number(run.sequences)} sequences.${damaged}`);
-  if (overview.is_short) lines.push("These runs have so many heads and statistics that one file holds their means, but not their distributions. A report of one run, or headcount explore, has them.");
+    lines.push(
+      `Incomplete: ${number(run.shards_done)} of ${number(run.shards)} shards are done, which are ` +
+        `${number(run.sequences_done)} of ${number(run.sequences)} sequences.${damaged}`,
+    );
+  if (overview.is_short)
+    lines.push("One file holds the means of so many heads, but not their distributions. A report of one run, or headcount explore, has them.");
   by("warnings").replaceChildren(...lines.map((line) => html("p", { class: "warning" }, line)));
 }
 
@@ -343,8 +348,12 @@ async function showHeatmap(turn) {
   if (!chosen.head) chosen.head = strongest(own.mean);
   map.figures.forEach((one) => one.choose(...(chosen.head ?? [])));
   by("finding").textContent = finding(statistic);
-  const how = !compared ? "" : `${compared.isPaired ? "Differences are means over the same sequences, with and without the intervention." : "The error of a difference takes the two for independent. Shared documents make it too large: run_changes has that of pairs."} A pale cell differs by less than two standard errors.`;
-  by("heat-note").textContent = [isLive && about.source === "rollups" ? "Means of all rows, from roll-ups." : sampled(about.every), definedNote(own), how].filter(Boolean).join(" ");
+  const how = compared?.isPaired
+    ? "Differences are means over the same sequences, with and without the intervention."
+    : "The error of a difference takes the two for independent. Shared documents make it too large: run_changes has that of pairs.";
+  const notes = [isLive && about.source === "rollups" ? "Means of all rows, from roll-ups." : sampled(about.every), definedNote(own)];
+  if (compared) notes.push(how, "A pale cell differs by less than two standard errors.");
+  by("heat-note").textContent = notes.filter(Boolean).join(" ");
   return true;
 }
 
@@ -366,7 +375,7 @@ function ranked(name) {
 // The page begins with a head, so that no panel is empty.
 function strongest() {
   const [first] = ranked(chosen.statistic);
-  return first ? [Math.floor(first.i / run.n_heads), first.i % run.n_heads] : null;
+  return first ? cellAt(first.i) : null;
 }
 
 // Which head leads, and how sure that is.
@@ -393,7 +402,8 @@ function says(cell) {
   if (map.shown !== map.values) return `${label(cell)}: ${chosen.statistic} ${number(map.shown[i])} under the brush`;
   const here = `${label(cell)}: ${plusMinus(map.shown[i], own?.standard_error[i])}`;
   if (!compared) return here;
-  return `${here} → ${plusMinus(compared.theirs.mean[i], compared.theirs.standard_error[i])}; difference ${plusMinus(compared.mean[i], compared.standard_error[i])}`;
+  const [there, difference] = [compared.theirs, compared].map(({ mean, standard_error }) => plusMinus(mean[i], standard_error[i]));
+  return `${here} → ${there}; difference ${difference}`;
 }
 
 // Other colours for the same cells, which is faster than another drawing.
@@ -443,7 +453,7 @@ async function showScatter(turn) {
   const wide = by("scatter").clientWidth;
   const figure = scatter({
     points, xName: x, yName: y, title: `Heads by ${x} and ${y}, coloured by ${colour}`, width: Math.min(wide, 620), height: 330,
-    onChoose: ({ i }) => chooseHead([Math.floor(i / run.n_heads), i % run.n_heads]),
+    onChoose: ({ i }) => chooseHead(cellAt(i)),
     onPick: (range) => { chosen.pick = range; showPicked(); remember(); },
   });
   by("scatter").replaceChildren(figure);
@@ -466,11 +476,13 @@ function showPicked() {
   const name = chosen.statistic;
   const rows = ranked(name).filter(({ i }) => !picked || picked.has(i));
   const axes = [chosen.x, chosen.y].filter((axis) => axis !== name && axis in numbers);
-  const button = (i) => html("button", { type: "button", class: "plain", onclick: () => chooseHead([Math.floor(i / run.n_heads), i % run.n_heads]) }, labelAt(i));
+  const button = (i) => html("button", { type: "button", class: "plain", onclick: () => chooseHead(cellAt(i)) }, labelAt(i));
   const cells = ({ i, mean, error }) => [plusMinus(mean, error), ...axes.map((axis) => number(axisValue(axis, i)))];
-  const row = (entry) => html("tr", { "aria-selected": String(Boolean(chosen.head) && entry.i === place(chosen.head)) }, html("td", {}, button(entry.i)), ...cells(entry).map((cell) => html("td", {}, cell)));
+  const isChosen = (i) => Boolean(chosen.head) && i === place(chosen.head);
+  const row = (entry) => tableRow([button(entry.i), ...cells(entry)], { "aria-selected": String(isChosen(entry.i)) });
   by("heads-name").textContent = picked ? `Picked heads by ${name}` : `Heads with the largest ${name}`;
-  by("heads-rows").replaceChildren(table(["head", `${name} ±`, ...axes], rows.slice(0, picked ? rows.length : SHOWN_HEADS).map(row), "Heads by the chosen statistic"));
+  const listed = rows.slice(0, picked ? rows.length : SHOWN_HEADS);
+  by("heads-rows").replaceChildren(table(["head", `${name} ±`, ...axes], listed.map(row), "Heads by the chosen statistic"));
 }
 
 // ---- Histograms and brushes
@@ -740,7 +752,8 @@ async function showSections(turn) {
     const isChosen = one.run_id === chosen.run_id && one.intervention === chosen.intervention;
     const { model } = overview.runs.find(({ run_id }) => run_id === one.run_id);
     const name = html("button", { type: "button", class: "plain", onclick: show, title: model, "aria-pressed": String(isChosen) }, ...breakable(sectionName(one)));
-    return means[i] ? html("figure", { "data-section": sectionName(one) }, html("figcaption", {}, name), headMap(means[i], { ...looks, width: 190, isSmall: true, chosen: null, title: `${statistic} in ${sectionName(one)}` })) : null;
+    const options = { ...looks, width: 190, isSmall: true, chosen: null, title: `${statistic} in ${sectionName(one)}` };
+    return means[i] && html("figure", { "data-section": sectionName(one) }, html("figcaption", {}, name), headMap(means[i], options));
   };
   by("sections").replaceChildren(...shown.map(small).filter(Boolean));
 }
@@ -807,8 +820,6 @@ async function showMaps() {
 
 // ---- What else a section has: lines by layer, predictions, subsets, what all heads share
 
-let extras = {}; // What only a report has of the chosen run and intervention.
-
 function linesCard(title, meaning, unit, series, query, log = false) {
   const layers = [...Array(run.n_layers).keys()];
   const figure = lines({ x: layers, series, xName: "layer", yName: unit ?? "", log, title, width: 480, height: 220 });
@@ -818,7 +829,8 @@ function linesCard(title, meaning, unit, series, query, log = false) {
     behind({ plot, sql: query, askSql: offer, name: title, columns: ["layer", ...series.map((line) => line.name)], rows }));
 }
 
-const summariesSql = (name) => `SELECT layer, head, mean, standard_error, documents, count\nFROM head_summaries\nWHERE ${conditions(chosen)}\n  AND statistic = ${literal(name)}`;
+const SUMMARY = ["mean", "standard_error", "documents", "count"];
+const summariesSql = (name) => summaries(["layer", "head", ...SUMMARY], `${conditions(chosen)}\n  AND statistic = ${literal(name)}`);
 
 function subsetsCard() {
   const subsets = Object.entries(numbers[chosen.statistic]?.subsets ?? {});
@@ -833,7 +845,7 @@ function subsetsCard() {
     rows: subsets.map(([name, { count }]) => `${name} (${Math.max(...count)})`), cols: heads.map(labelAt), rowName: "", colName: "head", width: 640,
     values, ...rangeOf(chosen.statistic, values.flat()), title: `${chosen.statistic} by subset of the Pile`,
     cellName: (row, col) => `${subsets[row][0]}, ${labelAt(heads[col])}`,
-    onChoose: (_, col) => chooseHead([Math.floor(heads[col] / run.n_heads), heads[col] % run.n_heads]),
+    onChoose: (_, col) => chooseHead(cellAt(heads[col])),
   });
   const columns = ["mean", "standard_error", "documents", "count"];
   const rows = () => subsets.flatMap(([subset, means]) => allHeads().map((i) => [labelAt(i), subset, ...columns.map((column) => means[column][i])]));
@@ -845,14 +857,16 @@ function subsetsCard() {
 }
 
 function predictionsCard() {
-  if (!extras.predictions?.length) return [];
-  const hasChange = extras.predictions.some((row) => row.change !== null);
+  const predictions = run.predictions?.[chosen.intervention];
+  if (!predictions) return [];
+  const hasChange = predictions.some((row) => row.change !== null);
   const names = ["prediction", "unit", "mean", ...(hasChange ? ["change from the untouched model"] : [])];
-  const row = (one) => html("tr", {}, ...[
-    html("td", { title: one.meaning }, one.name), html("td", {}, one.unit), html("td", {}, plusMinus(one.mean, one.standard_error)),
-    ...(hasChange ? [html("td", {}, plusMinus(one.change, one.change_error))] : []),
-  ]);
-  return [html("section", { class: "card", "data-predictions": "" }, html("h3", {}, "Predictions"), html("div", { class: "scroll" }, table(names, extras.predictions.map(row), "Predictions")))];
+  const row = (one) => {
+    const change = hasChange ? [plusMinus(one.change, one.change_error)] : [];
+    return tableRow([html("td", { title: one.meaning }, one.name), one.unit, plusMinus(one.mean, one.standard_error), ...change]);
+  };
+  const content = html("div", { class: "scroll" }, table(names, predictions.map(row), "Predictions"));
+  return [html("section", { class: "card", "data-predictions": "" }, html("h3", {}, "Predictions"), content)];
 }
 
 function dormantCards() {
@@ -864,7 +878,9 @@ function dormantCards() {
     });
     const plot = html("div", { class: "plot" }, figure);
     const runs = [block.repeated_run, block.unrepeated_run, block.text_run].filter(Boolean).join(", ");
-    const note = `${number(block.passing)} heads pass both thresholds (induction score 0.4, sink mass 0.3), from ${runs}. To the right are heads that copy where something repeats, at the top heads that rest on the first token where nothing does.`;
+    const note =
+      `${number(block.passing)} heads pass both thresholds (induction score 0.4, sink mass 0.3), from ${runs}. To the right are ` +
+      "heads that copy where something repeats, at the top heads that rest on the first token where nothing does.";
     const rows = () => block.points.map((point) => [point.name, point.x, point.y]);
     return html("section", { class: "card", "data-dormant": "" },
       html("h3", {}, `Dormant induction heads of ${block.model}${block.intervention === "none" ? "" : `, ${block.intervention}`}`),
@@ -884,7 +900,10 @@ function showMore() {
     const others = (all, first) => all.map((mean, layer) => (run.n_ctx * mean - first[layer]) / (run.n_ctx - 1));
     const ratio = (first, rest) => first.map((length, layer) => (rest[layer] ? length / rest[layer] : null));
     const [preOthers, postOthers] = [others(pre, preFirst), others(post, postFirst)];
-    const norms = [["before the layer, position 0", preFirst], ["before the layer, others", preOthers], ["after the layer, position 0", postFirst], ["after the layer, others", postOthers]];
+    const norms = [
+      ["before the layer, position 0", preFirst], ["before the layer, others", preOthers],
+      ["after the layer, position 0", postFirst], ["after the layer, others", postOthers],
+    ];
     const ratios = [["before the layer", ratio(preFirst, preOthers)], ["after the layer", ratio(postFirst, postOthers)]];
     const series = (list) => list.map(([name, y]) => ({ name, y }));
     const sqlOf = (what) => `SELECT layer, ${what}\nFROM layer_norms\nWHERE ${conditions(chosen)}`;
@@ -917,7 +936,7 @@ async function askSql() {
     const cell = (value) => html("td", { class: typeof value === "string" ? "words" : null }, typeof value === "number" || value === null ? number(value) : String(value));
     const isText = (column) => answer.rows.some((row) => typeof row[column] === "string");
     const columns = answer.columns.map((name, column) => ({ name, words: isText(column) }));
-    by("sql-rows").replaceChildren(table(columns, answer.rows.map((row) => html("tr", {}, ...row.map(cell))), "The answer"));
+    by("sql-rows").replaceChildren(table(columns, answer.rows.map((row) => tableRow(row.map(cell))), "The answer"));
     const more = answer.has_more ? `the first ${number(answer.rows.length)} rows` : `${number(answer.rows.length)} ${answer.rows.length === 1 ? "row" : "rows"}`;
     by("sql-note").textContent = `${more}, ${number(answer.seconds)} s`;
   } catch (error) {
@@ -941,7 +960,6 @@ function chooseStatistic(name) {
 
 async function showAll() {
   const turn = ++turns.all;
-  extras = isLive ? {} : await answerTo({ kind: "section", scope: scope() });
   // The heatmap is what a reader waits for: the rest is asked for after it.
   if (!(await showHeatmap(turn))) return;
   remember();
@@ -1017,20 +1035,23 @@ function addBehind() {
     return allHeads().map((i) => [labelAt(i), own.mean[i], own.standard_error[i], own.documents[i], own.count[i], ...other(i)]);
   };
   const heatSql = () => (compared ? comparedSql() : (known.get(JSON.stringify([scope(), false]))?.sql?.join("\n") ?? summariesSql(chosen.statistic)));
-  const scatterSql = () => `SELECT label, ${[chosen.x, chosen.y, chosen.colour].filter((axis) => axis in numbers).map((axis) => `avg("${axis}") AS "${axis}"`).join(", ") || "layer, head"}
-FROM heads\nWHERE ${conditions(chosen)}\nGROUP BY ALL`;
+  const scatterSql = () => {
+    const means = [...new Set(axes())].filter((axis) => axis in numbers).map((axis) => `avg("${axis}") AS "${axis}"`);
+    return `SELECT ${["label", "layer", "head", ...means].join(", ")}\nFROM heads\nWHERE ${conditions(chosen)}\nGROUP BY ALL`;
+  };
   const axes = () => ["head", chosen.x, chosen.y, chosen.colour];
   const points = () => allHeads().map((i) => [labelAt(i), ...axes().slice(1).map((axis) => axisValue(axis, i))]);
   const ofHead = (what) => () => `${label(chosen.head)}-${what}`;
   const cardColumns = ["statistic", "mean", "standard_error", "documents", "minimum", "maximum", "count", "undefined", "uniform_baseline"];
-  const cardRows = () => card.map((row) => cardColumns.map((column) => row[column]));
+  const listCard = () => card.map((row) => cardColumns.map((column) => row[column]));
   const add = (id, options) => by(id).append(behind({ askSql: offer, ...options }));
   add("heat-card", { plot: by("heatmap"), sql: heatSql, name: () => chosen.statistic, columns: numbersOf, rows });
   add("scatter-card", { plot: by("scatter"), sql: scatterSql, name: () => `${chosen.x}-${chosen.y}`, columns: axes, rows: points });
   add("hist-card", { plot: by("histograms"), sql: () => sql.hist, name: ofHead("histograms") });
-  add("card", { sql: () => `SELECT statistic, mean, standard_error, documents, minimum, maximum, count, undefined\nFROM head_summaries\nWHERE ${whereHead()}`, name: ofHead("statistics"), columns: cardColumns, rows: cardRows });
+  add("card", { sql: () => summaries(cardColumns.slice(0, -1), whereHead()), name: ofHead("statistics"), columns: cardColumns, rows: listCard });
   add("extremes-card", { sql: () => sql.extremes, name: ofHead("sequences") });
-  add("sections-card", { plot: by("sections"), sql: () => `SELECT run_id, intervention, layer, head, mean\nFROM head_summaries\nWHERE statistic = ${literal(chosen.statistic)}`, name: () => `${chosen.statistic}-runs` });
+  const sectionsSql = () => summaries(["run_id", "intervention", "layer", "head", "mean"], `statistic = ${literal(chosen.statistic)}`);
+  add("sections-card", { plot: by("sections"), sql: sectionsSql, name: () => `${chosen.statistic}-runs` });
 }
 
 function comparedSql() {

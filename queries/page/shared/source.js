@@ -63,7 +63,6 @@ function histogramOf(values, at) {
 
 const embedded = {
   overview: () => report.overview,
-  section: ({ scope }) => sectionOf(scope),
   heatmap({ scope, changes }) {
     const { values } = sectionOf(scope);
     if (!changes) return { values };
