@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
 from headcount.exports.formats.head_profiles import (
@@ -12,7 +10,6 @@ from headcount.exports.formats.head_profiles import (
     second_moment_of_heads,
 )
 from headcount.exports.registry import Exported, Needs, export_format
-from headcount.exports.safetensors_file import safetensors_bytes
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.profiles.query_moments import FIRST_TOKENS
@@ -67,12 +64,11 @@ def expected_attention(source: ExportSource) -> Exported:
         "num_samples": run["sequences_done"],
         "sample_seq_len": run["n_ctx"],
         "n_sink": FIRST_TOKENS,
-        "headcount": source.provenance,
     }
     return Exported(
         files={
-            "model.safetensors": safetensors_bytes(tensors, source.provenance),
-            "config.json": f"{json.dumps(config, indent=1, ensure_ascii=False)}\n".encode(),
+            "model.safetensors": source.safetensors_file(tensors),
+            "config.json": source.json_file(config, indent=1),
         },
         notes=input_notes(source),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -67,15 +66,10 @@ def important_heads(
             "model_id": model,
         },
         # The readers want all three.
-        "params": {
-            "temperature": 0.1,
-            "max_output_tokens": 32,
-            "important_heads": chosen,
-        },
+        "params": {"temperature": 0.1, "max_output_tokens": 32, "important_heads": chosen},
         "hookq": {"hookq_mode": mode},
-        "headcount": source.provenance,
     }
     return Exported(
-        files={"heads.json": f"{json.dumps(content, ensure_ascii=False)}\n".encode()},
+        files={"heads.json": source.json_file(content)},
         notes=(f"{len(chosen)} of {lead.size} heads",),
     )

@@ -8,8 +8,7 @@ import math
 import numpy as np
 
 from headcount.exports.registry import Exported, Needs, export_format, ranked
-from headcount.exports.source import ExportSource, column_of
-from headcount.queries.sql_text import quoted_name
+from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.scans.values import Count
 
@@ -73,7 +72,8 @@ def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
 
 def lead_of_gold(source: ExportSource) -> np.ndarray:
     """The mean mass on the gold passage less that on another one, `[layer head]`."""
-    return _masses(source, GOLD, "avg") - _masses(source, OTHER, "avg") / other_passages(source)
+    of_gold, of_others = (source.matrix(mass, "avg(value)", "heads") for mass in (GOLD, OTHER))
+    return of_gold - of_others / (source.input_options["passages"] - 1)
 
 
 def spread_of_masses(source: ExportSource) -> np.ndarray:
@@ -86,26 +86,7 @@ def spread_of_masses(source: ExportSource) -> np.ndarray:
             f"run {source.run_id}: has one sequence; {source.format.name} needs 2 or more, to say "
             "how much they differ"
         )
-    of_gold = _masses(source, GOLD, "stddev_samp")
-    return of_gold + _masses(source, OTHER, "stddev_samp") / other_passages(source)
-
-
-def _masses(source: ExportSource, statistic: str, aggregate: str) -> np.ndarray:
-    """A mass on passages, aggregated over the sequences, `[layer head]`.
-
-    A layer that does not attend is NaN. Passages beyond a layer's window get nothing from it.
-    """
-    column = quoted_name(column_of(statistic))
-    rows = source.rows(
-        f"SELECT layer, head, {aggregate}(coalesce({column}, 0)) FROM heads "
-        f"WHERE {source.of_this_run()} GROUP BY layer, head"
+    of_gold, of_others = (
+        source.matrix(mass, "stddev_samp(value)", "heads") for mass in (GOLD, OTHER)
     )
-    matrix = np.full(source.shape, np.nan)
-    for layer, head, value in rows:
-        matrix[layer, head] = value
-    return matrix
-
-
-def other_passages(source: ExportSource) -> int:
-    """How many passages of a sequence are not the gold one."""
-    return json.loads(source.run["input_options"])["passages"] - 1
+    return of_gold + of_others / (source.input_options["passages"] - 1)
