@@ -307,7 +307,9 @@ def _input_option(option: Option, meaning: str) -> str:
 def exports_page(page: str) -> str:
     """Every format: a row of the table, and a section."""
     formats = export_formats()
-    text = table_rows((f"[`{n}`](#{n})", e.title, e.needs(e.defaults)) for n, e in formats.items())
+    text = table_rows(
+        (f"[`{n}`](#{n})", e.title, e.needs(e.parsed_options({}))) for n, e in formats.items()
+    )
     for name, export in formats.items():
         options = "\n".join(
             f"* `{option.flag}`: {option.meaning} ({option.values})"

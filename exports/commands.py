@@ -246,7 +246,7 @@ def _opened(runs: str, code: str | None = None) -> RunDatabase:
 
 def help_text(export: ExportFormat) -> str:
     """What a format is for, who reads it, what it needs and takes, for a terminal."""
-    needs = export.needs(export.defaults)
+    needs = export.needs(export.parsed_options({}))
     lines = [
         export.meaning,
         "",

@@ -17,13 +17,7 @@ from pydantic import Field
 
 from headcount.exports import formats
 from headcount.schemas.errors import QueryError
-from headcount.schemas.registry import (
-    Entry,
-    Registry,
-    import_files,
-    prose_of,
-    read_argument,
-)
+from headcount.schemas.registry import Entry, Registry, import_files, prose_of, read_argument
 from headcount.schemas.scans.values import problem_of
 
 Options = Mapping[str, Any]
@@ -32,7 +26,7 @@ Options = Mapping[str, Any]
 Part = Annotated[float, Field(gt=0, lt=1)]
 """A share that chooses: all or nothing would be no choice."""
 
-REPEATED: Mapping[str, object] = {"family": "repeated_random"}
+REPEATED = "repeated_random"
 """A random block twice: it needs no corpus and fits every model. In the second copy, a head that
 retrieves attends to the first, which is half of the sequence away. A head that only streams does
 not. Few tokens of natural text need anything far away, so their mean would hide such heads.
@@ -46,10 +40,10 @@ class Needs:
     statistics: tuple[str, ...] = ()
     """Statistics as a scan writes them: `distant_mass(4,64)`."""
     profiles: tuple[str, ...] = ()
-    input: Mapping[str, object] = field(default_factory=lambda: REPEATED)
-    """The input of the scan that `--model` runs: a family and its options."""
     families: tuple[str, ...] = ()
     """Input families that the format can be made of. Empty: any."""
+    input_options: Mapping[str, object] = field(default_factory=dict)
+    """Options of the input of the scan that `--model` runs."""
     every_head: bool = True
     """Whether the run must have measured every head of the model."""
     baseline: Needs | None = None
@@ -57,18 +51,19 @@ class Needs:
     of the same model, with sequences of the same length.
     """
 
-    def scan_fields(self, model: str, positions: int | None = None) -> dict[str, object]:
+    def scan_fields(self, model: str, positions: int | None = None) -> dict[str, Any]:
         """The scan that measures it, as the fields of a scan file. The baseline is another scan.
 
         Its sequences are no longer than the `positions` of the model, if they are known.
         """
-        fields: dict[str, object] = {"model": model, "n_ctx": min(1024, positions or 1024)}
+        fields: dict[str, Any] = {"model": model, "n_ctx": min(1024, positions or 1024)}
         fields |= {"sequences": 64, "sequences_per_shard": 16}
         if self.statistics:
             fields["statistics"] = list(self.statistics)
         if self.profiles:
             fields["profiles"] = list(self.profiles)
-        return fields | {"input": dict(self.input)}
+        family = self.families[0] if self.families else REPEATED
+        return fields | {"input": {"family": family, **self.input_options}}
 
     def __str__(self) -> str:
         """What runs must have measured, in words."""
@@ -149,11 +144,6 @@ class ExportFormat(Entry):
     def details(self) -> str:
         """The rest of what its docstring says before the options."""
         return prose_of(self.function).partition("\n\n")[2]
-
-    @property
-    def defaults(self) -> dict[str, object]:
-        """The value of every option that a user does not give."""
-        return {option.name: option.default for option in self.options.values()}
 
     def needs(self, options: Options) -> Needs:
         """What a run must have measured, for these options."""

@@ -140,10 +140,9 @@ class ExportSource:
     @property
     def _input_facts(self) -> dict[str, object]:
         """What the run was measured on."""
-        facts: dict[str, object] = {
-            "input": {"family": self.run["input_family"], **self.input_options}
-        }
-        return facts | {name: self.run[name] for name in ("n_ctx", "sequences_done", "tokens")}
+        family = {"family": self.run["input_family"], **self.input_options}
+        names = ("n_ctx", "sequences_done", "tokens")
+        return {"input": family} | {name: self.run[name] for name in names}
 
     @property
     def provenance(self) -> dict[str, object]:
@@ -238,12 +237,10 @@ def choose_run(
     chosen = _only_fitting(named_runs, needs)
     if needs.baseline is None:
         return chosen
+    others = runs_of(baseline_database or database)
     # A user who named one run has not said which baseline it has.
-    others = [
-        run
-        for run in runs_of(baseline_database or database)
-        if len(run_ids) < 2 or run.run_id in run_ids
-    ]
+    if len(run_ids) > 1:
+        others = [run for run in others if run.run_id in run_ids]
     return replace(chosen, baseline=_only_fitting(others, needs.baseline, chosen))
 
 
@@ -274,7 +271,7 @@ def _only_fitting(
         fields |= {name: compared.run[name] for name in SAME_IN_BASELINE}
         # Options that have no value, or that are off, need no line.
         tokens = {name: value for name, value in _options_beside_period(compared).items() if value}
-        fields["input"] = {**needs.input, **tokens}
+        fields["input"] = {**fields["input"], **tokens}
     scan = "".join(f"\n    {name} = {in_toml(value)}" for name, value in fields.items())
     advice = f"this scan would do, and --model MODEL runs it:{scan}"
     # A run that only has to be finished needs no other scan.

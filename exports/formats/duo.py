@@ -28,13 +28,8 @@ def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
         return Needs(statistics=(distant_mass,))
     return Needs(
         statistics=("duplicate_score", "induction_score", distant_mass),
-        input=REPEATED,
-        families=("repeated_random",),
-        baseline=Needs(
-            statistics=(distant_mass,),
-            input={"family": "uniform_random"},
-            families=("uniform_random",),
-        ),
+        families=(REPEATED,),
+        baseline=Needs(statistics=(distant_mass,), families=("uniform_random",)),
     )
 
 
@@ -92,9 +87,8 @@ def duo(
     if sparsity is not None and threshold is not None:
         raise QueryError("export duo: --sparsity and --threshold both choose heads; leave out one")
     # The query heads that share keys are neighbours.
-    groups = scores_by_head(source, score, sink, recent).reshape(
-        *source.kv_shape, source.group_size
-    )
+    by_head = scores_by_head(source, score, sink, recent)
+    groups = by_head.reshape(*source.kv_shape, source.group_size)
     joined = groups.max(-1) if group == "max" else groups.mean(-1)
     # A layer that does not attend has no cache that could be cut.
     scores = np.clip(np.nan_to_num(joined, nan=0.0), 0, 1)

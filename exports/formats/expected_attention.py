@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headcount.exports.formats.head_profiles import (
-    input_notes,
-    profile_of_heads,
-    second_moment_of_heads,
-)
+from headcount.exports.formats.head_profiles import input_notes, moments_of_heads
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
@@ -47,8 +43,7 @@ def expected_attention(source: ExportSource) -> Exported:
             f"run {source.run_id}: n_ctx is {run['n_ctx']}; expected more than the {FIRST_TOKENS} "
             "first tokens, which this format leaves out"
         )
-    mean = profile_of_heads(source, "query_mean", "component")
-    second_moment = second_moment_of_heads(source, "query_second_moment")
+    mean, second_moment = moments_of_heads(source, "query")
     queries = run["sequences_done"] * queries_of_sequence
     # Cov(x, y) = E[xy] - E[x] E[y]. kvpress divides by the number of queries less 1.
     covariance = second_moment - mean[..., :, None] * mean[..., None, :]

@@ -62,10 +62,8 @@ def fp8_kv_scales(
             if not np.isnan(largest[layer]).any():
                 name = f"{prefix.replace('{layer}', str(layer))}.{letter}_scale"
                 tensors[name] = of_layer[:, None, None]
-    return Exported(
-        files={"kv_scales": source.safetensors_file(tensors)},
-        notes=input_notes(source),
-    )
+    content = source.safetensors_file(tensors)
+    return Exported(files={"kv_scales": content}, notes=input_notes(source))
 
 
 def _largest(source: ExportSource, statistic: str, quantile: float | None) -> np.ndarray:

@@ -36,15 +36,18 @@ def profile_of_heads(source: ExportSource, profile: str, *places: str) -> np.nda
     return of_all_layers
 
 
-def second_moment_of_heads(source: ExportSource, profile: str) -> np.ndarray:
-    """A second moment as whole matrices, `[layer head component component]`."""
-    triangle = profile_of_heads(source, profile, "component", "other_component")
+def moments_of_heads(source: ExportSource, queries: str) -> tuple[np.ndarray, np.ndarray]:
+    """The mean `[layer head component]` and the second moment `[layer head component component]` of
+    queries: `query`, or `rotated_query`.
+    """
+    mean = profile_of_heads(source, f"{queries}_mean", "component")
+    triangle = profile_of_heads(source, f"{queries}_second_moment", "component", "other_component")
     # The pairs i ≤ j are stored, row by row.
     rows, columns = np.triu_indices(source.run["d_head"])
-    matrix = np.empty((*triangle.shape[:2], source.run["d_head"], source.run["d_head"]))
-    matrix[..., rows, columns] = triangle
-    matrix[..., columns, rows] = triangle
-    return matrix
+    second_moment = np.empty((*mean.shape, source.run["d_head"]))
+    second_moment[..., rows, columns] = triangle
+    second_moment[..., columns, rows] = triangle
+    return mean, second_moment
 
 
 def input_notes(source: ExportSource) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headcount.exports.formats.qrhead import PASSAGES, lead_of_gold, spread_of_masses
+from headcount.exports.formats.qrhead import PASSAGES, lead_of_gold
 from headcount.exports.registry import Exported, export_format, ranked
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
@@ -50,8 +50,8 @@ def important_heads(
     * `mode`: `hookq_mode` of vLLM-Hook: the queries that it records. Its attention tracker needs
       `last_token`.
     """
-    lead = lead_of_gold(source)
-    is_ahead = lead > deviations * spread_of_masses(source)
+    lead, spread = lead_of_gold(source)
+    is_ahead = lead > deviations * spread
     chosen = [place for place in ranked(lead) if is_ahead[place]][:heads]
     if not chosen:
         raise QueryError(

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headcount.exports.formats.head_profiles import (
-    input_notes,
-    profile_of_heads,
-    second_moment_of_heads,
-)
+from headcount.exports.formats.head_profiles import input_notes, moments_of_heads
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
 
@@ -38,8 +34,7 @@ def qfilters(source: ExportSource) -> Exported:
     `make_filters` asks on which side most queries lie, this asks on which side their mean lies. It
     draws 3,000 queries, and this uses all.
     """
-    mean = profile_of_heads(source, "rotated_query_mean", "component")
-    second_moment = second_moment_of_heads(source, "rotated_query_second_moment")
+    mean, second_moment = moments_of_heads(source, "rotated_query")
     # Eigenvectors are columns, in ascending order of their eigenvalues.
     directions = np.linalg.eigh(second_moment).eigenvectors[..., -1]
     projection = (directions * mean).sum(-1, keepdims=True)

@@ -14,9 +14,7 @@ from headcount.schemas.scans.values import Count
 
 GOLD, OTHER = "labelled_key_mass(gold,query)", "labelled_key_mass(other,query)"
 
-PASSAGES = Needs(
-    statistics=(GOLD, OTHER), families=("passages",), input={"family": "passages", "query": 16}
-)
+PASSAGES = Needs(statistics=(GOLD, OTHER), families=("passages",), input_options={"query": 16})
 """Random passages, and a query that is a part of one of them: it needs no text."""
 
 
@@ -46,8 +44,8 @@ def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
     * `heads`: how many heads at most. The published files have 16. Heads whose lead is below two
       standard errors are left out.
     """
-    lead = lead_of_gold(source)
-    is_certain = lead > 2 * spread_of_masses(source) / math.sqrt(source.run["sequences_done"])
+    lead, spread = lead_of_gold(source)
+    is_certain = lead > 2 * spread / math.sqrt(source.run["sequences_done"])
     chosen = [place for place in ranked(lead) if is_certain[place]][:heads]
     if not chosen:
         raise QueryError(
@@ -70,23 +68,20 @@ def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
     )
 
 
-def lead_of_gold(source: ExportSource) -> np.ndarray:
-    """The mean mass on the gold passage less that on another one, `[layer head]`."""
-    of_gold, of_others = (source.matrix(mass, "avg(value)", "heads") for mass in (GOLD, OTHER))
-    return of_gold - of_others / (source.input_options["passages"] - 1)
+def lead_of_gold(source: ExportSource) -> tuple[np.ndarray, np.ndarray]:
+    """The mean mass on the gold passage less that on another one, and the standard deviations of
+    both masses over the sequences, `[layer head]`.
 
-
-def spread_of_masses(source: ExportSource) -> np.ndarray:
-    """The standard deviations of both masses over the sequences, `[layer head]`.
-
-    That of the lead is no larger than this sum.
+    That of the lead is no larger than their sum.
     """
     if source.run["sequences_done"] < 2:
         raise QueryError(
             f"run {source.run_id}: has one sequence; {source.format.name} needs 2 or more, to say "
             "how much they differ"
         )
-    of_gold, of_others = (
-        source.matrix(mass, "stddev_samp(value)", "heads") for mass in (GOLD, OTHER)
-    )
-    return of_gold + of_others / (source.input_options["passages"] - 1)
+    others = source.input_options["passages"] - 1
+    lead = source.matrix(GOLD, "avg(value)", "heads")
+    lead -= source.matrix(OTHER, "avg(value)", "heads") / others
+    spread = source.matrix(GOLD, "stddev_samp(value)", "heads")
+    spread += source.matrix(OTHER, "stddev_samp(value)", "heads") / others
+    return lead, spread

@@ -39,8 +39,7 @@ print(heads["retrieval_kv_heads"], heads["sink_size"], heads["recent_size"])
 """,
     needs=Needs(
         statistics=("duplicate_score", "induction_score"),
-        families=("repeated_random",),
-        input=REPEATED,
+        families=(REPEATED,),
     ),
 )
 def razor(
@@ -76,9 +75,9 @@ def razor(
         )
     echo_heads = highest_heads(echo_scores, echo)
     induction_heads = highest_heads(induction_scores, induction)
-    chosen = {(layer, head) for layer, head, _ in (*echo_heads, *induction_heads)}
     # A cache keeps or drops the keys of a KV head for all of its query heads.
-    kv_heads = sorted({(layer, head // source.group_size) for layer, head in chosen})
+    chosen = (*echo_heads, *induction_heads)
+    kv_heads = sorted({(layer, head // source.group_size) for layer, head, _ in chosen})
     content = {
         "echo_heads": echo_heads,
         "induction_heads": induction_heads,

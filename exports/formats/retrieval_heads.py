@@ -9,10 +9,8 @@ import numpy as np
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
 
-NEEDLE = {"family": "needle"}
-"""A fact of random tokens in random tokens: it needs no text and fits every model."""
-
 NEEDLE_FAMILIES = ("needle", "text_needle")
+"""The first is a fact of random tokens in random tokens: it needs no text and fits every model."""
 
 
 @export_format(
@@ -28,7 +26,7 @@ with open("head_score/my-model.json") as file:
     scores = json.loads(file.readline())
 print(sum(scores["1-5"]) / len(scores["1-5"]))  # layer 1, head 5
 """,
-    needs=Needs(statistics=("retrieval_score",), families=NEEDLE_FAMILIES, input=NEEDLE),
+    needs=Needs(statistics=("retrieval_score",), families=NEEDLE_FAMILIES),
 )
 def retrieval_heads(source: ExportSource, *, only_scores: bool = False) -> Exported:
     """The retrieval scores of every head, one for each sequence with a needle (Wu et al. 2024).
@@ -66,7 +64,5 @@ def exported_scores(
         content += source.json_file({})
     highest = sorted(scores, key=lambda head: -float(np.mean(scores[head])))[:5]
     shown = ", ".join(f"{head} ({np.mean(scores[head]):.2f})" for head in highest)
-    return Exported(
-        files={"scores.json": content},
-        notes=(f"highest mean scores (layer-head): {shown}",),
-    )
+    notes = (f"highest mean scores (layer-head): {shown}",)
+    return Exported(files={"scores.json": content}, notes=notes)
