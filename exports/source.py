@@ -142,7 +142,7 @@ class ExportSource:
         """What the run was measured on."""
         family = {"family": self.run["input_family"], **self.input_options}
         names = ("n_ctx", "sequences_done", "tokens")
-        return {"input": family} | {name: self.run[name] for name in names}
+        return {"input": family, **{name: self.run[name] for name in names}}
 
     @property
     def provenance(self) -> dict[str, object]:
