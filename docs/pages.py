@@ -22,7 +22,6 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from headcount import app
-from headcount.exports.commands import needs_line
 from headcount.exports.registry import export_formats
 from headcount.queries.ask.named_queries import QUERIES, NamedQuery, read_queries
 from headcount.reproduce.replication import replications
@@ -309,7 +308,7 @@ def exports_page(page: str) -> str:
     """Every format: a row of the table, and a section."""
     formats = export_formats()
     text = table_rows(
-        (f"[`{n}`](#{n})", e.title, needs_line(e.needs(e.defaults))) for n, e in formats.items()
+        (f"[`{n}`](#{n})", e.title, e.needs(e.parsed_options({}))) for n, e in formats.items()
     )
     for name, export in formats.items():
         options = "\n".join(

@@ -34,8 +34,7 @@ class ExportCommand(TyperCommand):
         if export is None:
             return super().parse_args(ctx, args)
         if {"-h", "--help"} & set(args):
-            for line in help_lines(export):
-                typer.echo(line)
+            typer.echo(help_text(export))
             raise typer.Exit
         # Which options there are depends on the format, so typer cannot know them.
         own = {option.flag: option.name for option in export.options.values()}
@@ -126,17 +125,18 @@ def export(
     they look back, how large their keys get.
     """
     from headcount.exports.destination import check_destination, write_export
-    from headcount.exports.registry import export_format_named, export_formats
+    from headcount.exports.registry import FORMATS, export_formats
     from headcount.exports.source import choose_run
 
+    formats = export_formats()
     if listed:
-        for format_name, listed_format in export_formats().items():
+        for format_name, listed_format in formats.items():
             typer.echo(f"{format_name}: {listed_format.title}\n    {listed_format.read_by}")
         return
     if name is None:
         raise QueryError("expected the name of a format; headcount export --list has them")
-    export = export_format_named(name)
-    options = export.parsed_options(context.meta[FORMAT_OPTIONS])
+    export = FORMATS.named(name, "export")
+    options = export.parsed_options(context.meta.get(FORMAT_OPTIONS, {}))
     if output is None:
         raise QueryError(
             f"export {name}: say where to with -o PATH, for instance -o {export.example}"
@@ -171,12 +171,7 @@ def export(
     typer.echo(trial, nl=False)
 
 
-def _tried_out(
-    exported: Exported,
-    source: ExportSource,
-    model: str | None,
-    device: Device,
-) -> str:
+def _tried_out(exported: Exported, source: ExportSource, model: str | None, device: Device) -> str:
     """What the model loses with a cache that is cut so: recall of needles, loss after repeats.
 
     If the number of heads is open, it is the smallest one with which nothing is lost. Returns the
@@ -195,23 +190,19 @@ def _tried_out(
     # On the model where it lies now, which may have moved since the run.
     path, n_ctx = model or source.run["model"], source.run["n_ctx"]
     trial = HeadTrial(path, cut.sink, cut.recent, n_ctx=n_ctx, device=device)
+    heads = cut.heads
     lines: list[str] = []
-    heads = cut.whole_heads
-    ranked = cut.ranked_heads
-    if ranked is not None:
+    if cut.is_ranking:
         # A number that was found on some sequences is judged on others.
-        kept = trial.fewest(ranked, seed=SEARCHED_SEED)
-        heads = ranked[:kept]
-        sparsity = 1 - kept / len(ranked)
+        kept = trial.fewest(heads, seed=SEARCHED_SEED)
+        line = f"number of heads: with {kept} of {len(heads)} nothing is lost on other sequences"
         # All or none of them is no choice.
-        advice = f"; --sparsity {sparsity:.4g} chooses them" if 0 < sparsity < 1 else ""
-        lines.append(
-            f"number of heads: with {kept} of {len(ranked)} nothing is lost on other sequences"
-            f"{advice}"
-        )
+        if 0 < kept < len(heads):
+            line += f"; --sparsity {1 - kept / len(heads):.4g} chooses them"
+        lines.append(line)
+        heads = heads[:kept]
     # A layer that does not attend has scores, but no cache.
-    heads = [head for head in heads if head in trial.kv_heads]
-    table = trial.table(heads, seed=JUDGED_SEED)
+    table = trial.table([head for head in heads if head in trial.kv_heads], seed=JUDGED_SEED)
     rows = [tuple(row.values()) for row in table.to_pylist()]
     text = text_table(table.schema.names, rows)
     return "".join(f"{line}\n" for line in (text, *lines, *verdict(table)))
@@ -228,12 +219,10 @@ def _scan(
     from headcount.schemas.scans.scan import override_fields
     from headcount.workers.model.files.model_info import describe, find_model
 
-    needed: dict[str, Any] = needs.scan_fields(fields["model"]) | fields
-    info = describe(find_model(needed["model"], needed.get("revision")))
     # No longer than the model takes, unless the user says so.
-    needed["n_ctx"] = min(needed["n_ctx"], info.n_ctx)
+    positions = describe(find_model(fields["model"])).n_ctx
     run = run_scan(
-        override_fields(needed, overrides or []),
+        override_fields(needs.scan_fields(fields["model"], positions) | fields, overrides or []),
         {},
         name=name,
         replicas=0,
@@ -255,41 +244,25 @@ def _opened(runs: str, code: str | None = None) -> RunDatabase:
     return database
 
 
-def help_lines(export: ExportFormat) -> list[str]:
+def help_text(export: ExportFormat) -> str:
     """What a format is for, who reads it, what it needs and takes, for a terminal."""
-    needs = export.needs(export.defaults)
+    needs = export.needs(export.parsed_options({}))
     lines = [
         export.meaning,
         "",
         f"Read by: {export.read_by}",
         f"Source:  {export.source}",
-        f"Needs:   {needs_line(needs)}",
+        f"Needs:   {needs}",
         f"Writes:  a {export.writes}",
     ]
     if export.details:
         lines += ["", export.details]
     if export.options:
-        lines += ["", "Options:"]
         options = export.options.values()
+        lines += ["", "Options:"]
         lines += [f"  {option.flag}  {option.meaning} ({option.values})" for option in options]
-    model = "bundled:gpt2-mini"
-    lines += ["", f"From runs:  headcount export {export.name} RUNS -o {export.example}"]
+    command = f"headcount export {export.name}"
+    lines += ["", f"From runs:  {command} RUNS -o {export.example}"]
     if needs.statistics or needs.profiles:
-        lines.append(
-            f"By a scan:  headcount export {export.name} --model {model} -o {export.example}"
-        )
-    return lines
-
-
-def needs_line(needs: Needs) -> str:
-    """What runs must have measured."""
-    parts = [*needs.statistics, *(f"profile {name}" for name in needs.profiles)]
-    parts += [
-        f"intervention {intervention}"
-        for intervention in needs.interventions
-        if intervention != "none"
-    ]
-    families = " or ".join(needs.families)
-    line = ", ".join(parts) or "a finished run"
-    line += f"; input {families}" if families else ""
-    return line if needs.baseline is None else f"{line}; and {needs_line(needs.baseline)}"
+        lines.append(f"By a scan:  {command} --model bundled:gpt2-mini -o {export.example}")
+    return "\n".join(lines)

@@ -1,24 +1,7 @@
 """Export formats: a function whose keyword-only parameters are the options of the format.
 
-```python
-@export_format(
-    "Heads that look far back, by KV head",
-    read_by="DuoAttention",
-    source="https://github.com/mit-han-lab/duo-attention",
-    writes="folder",
-    example="patterns/my-model",
-    load='scores = np.loadtxt("patterns/my-model/full_attention_heads.tsv")',
-    needs=lambda sink, recent: Needs(statistics=(f"distant_mass({sink},{recent})",)),
-)
-def duo(source, *, sink: Index = 4, recent: Count = 64) -> Exported:
-    \"\"\"What the file says, in a sentence.
-
-    * `sink`: what the option means.
-    \"\"\"
-```
-
 A format reads its run through the `source` and returns the content of its files. The name of the
-function is the name of the format, with `-` for `_`.
+function is the name of the format, with `-` for `_`. `formats/razor.py` is a short one.
 """
 
 from __future__ import annotations
@@ -34,14 +17,7 @@ from pydantic import Field
 
 from headcount.exports import formats
 from headcount.schemas.errors import QueryError
-from headcount.schemas.registry import (
-    REQUIRED,
-    Entry,
-    Registry,
-    import_files,
-    prose_of,
-    read_argument,
-)
+from headcount.schemas.registry import Entry, Registry, import_files, prose_of, read_argument
 from headcount.schemas.scans.values import problem_of
 
 Options = Mapping[str, Any]
@@ -50,7 +26,7 @@ Options = Mapping[str, Any]
 Part = Annotated[float, Field(gt=0, lt=1)]
 """A share that chooses: all or nothing would be no choice."""
 
-REPEATED: Mapping[str, object] = {"family": "repeated_random"}
+REPEATED = "repeated_random"
 """A random block twice: it needs no corpus and fits every model. In the second copy, a head that
 retrieves attends to the first, which is half of the sequence away. A head that only streams does
 not. Few tokens of natural text need anything far away, so their mean would hide such heads.
@@ -64,15 +40,10 @@ class Needs:
     statistics: tuple[str, ...] = ()
     """Statistics as a scan writes them: `distant_mass(4,64)`."""
     profiles: tuple[str, ...] = ()
-    input: Mapping[str, object] = field(default_factory=lambda: REPEATED)
-    """The input of the scan that `--model` runs: a family and its options."""
     families: tuple[str, ...] = ()
     """Input families that the format can be made of. Empty: any."""
-    n_ctx: int = 1024
-    """Tokens in a sequence of that scan; fewer if the model takes no more."""
-    sequences: int = 64
-    """Sequences of that scan."""
-    interventions: tuple[str, ...] = ("none",)
+    input_options: Mapping[str, object] = field(default_factory=dict)
+    """Options of the input of the scan that `--model` runs."""
     every_head: bool = True
     """Whether the run must have measured every head of the model."""
     baseline: Needs | None = None
@@ -80,47 +51,42 @@ class Needs:
     of the same model, with sequences of the same length.
     """
 
-    def scan_fields(self, model: str, positions: int | None = None) -> dict[str, object]:
+    def scan_fields(self, model: str, positions: int | None = None) -> dict[str, Any]:
         """The scan that measures it, as the fields of a scan file. The baseline is another scan.
 
         Its sequences are no longer than the `positions` of the model, if they are known.
         """
-        n_ctx = self.n_ctx if positions is None else min(self.n_ctx, positions)
-        fields: dict[str, object] = {"model": model, "n_ctx": n_ctx}
-        fields |= {"sequences": self.sequences, "sequences_per_shard": min(self.sequences, 16)}
+        fields: dict[str, Any] = {"model": model, "n_ctx": min(1024, positions or 1024)}
+        fields |= {"sequences": 64, "sequences_per_shard": 16}
         if self.statistics:
             fields["statistics"] = list(self.statistics)
         if self.profiles:
             fields["profiles"] = list(self.profiles)
-        if self.interventions != ("none",):
-            fields["interventions"] = list(self.interventions)
-        return fields | {"input": dict(self.input)}
+        family = self.families[0] if self.families else REPEATED
+        return fields | {"input": {"family": family, **self.input_options}}
+
+    def __str__(self) -> str:
+        """What runs must have measured, in words."""
+        parts = [*self.statistics, *(f"profile {name}" for name in self.profiles)]
+        line = ", ".join(parts) or "a finished run"
+        line += f"; input {' or '.join(self.families)}" if self.families else ""
+        return line if self.baseline is None else f"{line}; and {self.baseline}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCut:
     """Which KV heads keep their whole cache, and what the others keep."""
 
-    whole: np.ndarray
-    """A mask `[layer kv_head]`."""
+    heads: list[tuple[int, int]]
+    """The heads that keep everything: layer and KV head."""
     sink: int
     """First keys that the others keep."""
     recent: int
     """Last keys that the others keep."""
-    scores: np.ndarray | None = None
-    """Scores `[layer kv_head]` of a file that leaves open how many heads keep everything. Then
-    `whole` is all of them.
+    is_ranking: bool = False
+    """Whether the file leaves open how many heads keep everything. Then `heads` are all of them,
+    the highest score first.
     """
-
-    @property
-    def whole_heads(self) -> list[tuple[int, int]]:
-        """The heads that keep everything: layer and KV head."""
-        return [(int(layer), int(head)) for layer, head in np.argwhere(self.whole)]
-
-    @property
-    def ranked_heads(self) -> list[tuple[int, int]] | None:
-        """All heads, the highest score first, if their number is open. None if it is not."""
-        return None if self.scores is None else ranked(self.scores)
 
 
 def ranked(scores: np.ndarray) -> list[tuple[int, int]]:
@@ -179,11 +145,6 @@ class ExportFormat(Entry):
         """The rest of what its docstring says before the options."""
         return prose_of(self.function).partition("\n\n")[2]
 
-    @property
-    def defaults(self) -> dict[str, object]:
-        """The value of every option that a user does not give."""
-        return {option.name: option.default for option in self.options.values()}
-
     def needs(self, options: Options) -> Needs:
         """What a run must have measured, for these options."""
         if isinstance(self.needs_of, Needs):
@@ -216,14 +177,7 @@ def export_format(
     """Register a function as a format, with fields of `ExportFormat`."""
 
     def register(function: F) -> F:
-        export = ExportFormat(function=function, title=title, needs_of=needs, **facts)
-        for option in export.options.values():
-            if option.default is REQUIRED or not option.meaning:
-                raise ValueError(
-                    f"export format {export.name!r}: option {option.name!r} needs a default and a "
-                    f"line `* `{option.name}`: …` in the docstring"
-                )
-        FORMATS.add(export)
+        FORMATS.add(ExportFormat(function=function, title=title, needs_of=needs, **facts))
         return function
 
     return register
@@ -234,9 +188,3 @@ def export_formats() -> Mapping[str, ExportFormat]:
     # Every file of the package is looked at, so that a format is one file and no further line.
     import_files(formats.__name__, formats.__path__)
     return dict(sorted(FORMATS.items()))
-
-
-def export_format_named(name: str) -> ExportFormat:
-    """The format of a name. It is an error if there is none."""
-    export_formats()
-    return FORMATS.named(name, "export")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,24 +13,20 @@ import pyarrow as pa
 
 from headcount.exports.registry import ExportFormat, Needs, Options
 from headcount.queries.ask.asking import RunDatabase
+from headcount.queries.open.column_facts import column_facts
 from headcount.queries.open.connection import OPENED
 from headcount.queries.open.run import Run
-from headcount.queries.sql_text import text_literal
+from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, counted, unknown
 from headcount.schemas.files.places import Place
+from headcount.schemas.scans.values import in_toml
 from headcount.schemas.statistics import STATISTICS
 
-RUN_FACTS = """
-    SELECT run_id, model, model_fingerprint, tokenizer, weight_processing, precision, n_ctx, bos,
-        input_family, input_options, interventions, statistics, measured_heads, seed, n_layers,
-        n_heads, n_kv_heads, d_model, d_head, shards, shards_done, complete, sequences,
-        sequences_done, tokens, code
-    FROM runs ORDER BY run_id
-"""
-
-
-MEAN_OR_NOTHING = "coalesce(mean, 0)"
+MEAN_OR_NOTHING = "any_value(coalesce(mean, 0))"
 """The mean of a share of attention, 0 where a window hides all keys that it is about."""
+
+SAME_IN_BASELINE = ("n_ctx", "bos", "weight_processing")
+"""Fields of a scan in which a run and its baseline agree, so that only their inputs differ."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +55,10 @@ class ExportSource:
         return Path(model).name if Path(model).is_absolute() else model
 
     @property
-    def directory(self) -> Place:
-        """Where the run lies."""
-        return opened_run(self.database, self.run_id).directory.path
-
-    def committed_files(self, table: str) -> list[str]:
-        """Full paths of the files of a table that count, for formats that refer to them."""
-        return opened_run(self.database, self.run_id).files(table)
+    def opened(self) -> Run:
+        """The run's manifest and files, for formats that refer to them."""
+        runs = OPENED[self.database.connection].runs
+        return next(run for run in runs if run.directory.run_id == self.run_id)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -88,60 +80,69 @@ class ExportSource:
         """Query heads that share a KV head."""
         return self.run["n_heads"] // self.kv_shape[1]
 
-    def rows(self, sql: str) -> list[tuple[Any, ...]]:
-        """The rows of an answer."""
-        return self.database.rows(sql)
-
-    def table(self, sql: str) -> pa.Table:
-        """The rows of an answer as an Arrow table."""
-        return self.database.table(sql)
-
-    def of_this_run(self, intervention: str = "none") -> str:
-        """The condition of rows of this run, in SQL."""
-        return (
-            f"run_id = {text_literal(self.run_id)} AND intervention = {text_literal(intervention)}"
-        )
+    @property
+    def condition(self) -> str:
+        """The condition of rows of this run without an intervention, in SQL."""
+        return f"run_id = {text_literal(self.run_id)} AND intervention = 'none'"
 
     def by_head(
-        self, statistic: str, value: str = "mean", intervention: str = "none"
-    ) -> np.ndarray:
-        """A statistic of every query head, `[layer head]`: a column of `head_summaries`, or
-        `MEAN_OR_NOTHING`.
+        self, statistic: str, aggregate: str, view: str = "head_summaries"
+    ) -> dict[tuple[int, int], Any]:
+        """What an aggregate in SQL makes of a statistic's rows in a view, by layer and head.
 
-        `statistic` is written as in a scan. A layer that does not attend is NaN.
+        `statistic` is written as in a scan. The view `heads` has a row for each sequence: there the
+        statistic is `value`, which is 0 where a window hides all keys that it is about. A layer
+        that does not attend has no rows.
         """
-        columns = f"layer, head, {value} FROM head_summaries"
-        return self._matrix(statistic, columns, self.shape, intervention)
-
-    def by_kv_head(
-        self, statistic: str, value: str = "highest", intervention: str = "none"
-    ) -> np.ndarray:
-        """A statistic of every KV head, `[layer kv_head]`: a column of the view `kv_heads`."""
-        columns = f"layer, kv_head, {value} FROM kv_heads"
-        return self._matrix(statistic, columns, self.kv_shape, intervention)
-
-    def _matrix(
-        self, statistic: str, columns: str, shape: tuple[int, int], intervention: str
-    ) -> np.ndarray:
-        """Values by layer and head. It is an error if one is missing in a layer that attends."""
-        rows = self.rows(
-            f"SELECT {columns} WHERE {self.of_this_run(intervention)} AND "
-            f"statistic = {text_literal(column_of(statistic))}"
+        column = column_of(statistic)
+        rows = f"(FROM {view} WHERE statistic = {text_literal(column)})"
+        if view == "heads":
+            rows = f"(SELECT *, coalesce({quoted_name(column)}, 0) AS value FROM heads)"
+        found = self.database.rows(
+            f"SELECT layer, head, {aggregate} FROM {rows} WHERE {self.condition} GROUP BY ALL"
         )
-        matrix = np.full(shape, np.nan)
-        for layer, head, value in rows:
-            matrix[layer, head] = np.nan if value is None else value
-        # A layer that does not attend has no rows. In the others every head must have a value.
-        attends = np.isin(np.arange(shape[0]), [layer for layer, _, _ in rows])
-        undefined = np.argwhere(np.isnan(matrix) & attends[:, None])
-        if not len(rows) or len(undefined):
-            where = f" of layer {undefined[0][0]}, head {undefined[0][1]}" if len(rows) else ""
+        return {(layer, head): value for layer, head, value in found}
+
+    def matrix(self, statistic: str, aggregate: str, view: str = "head_summaries") -> np.ndarray:
+        """A number for every query head, `[layer head]`; `by_head` has the arguments.
+
+        A layer that does not attend is NaN. In the others every head must have a number.
+        """
+        numbers = self.by_head(statistic, aggregate, view)
+        undefined = [head for head, number in numbers.items() if number is None]
+        if undefined or not numbers:
+            where = " of layer {}, head {}".format(*undefined[0]) if undefined else ""
             raise QueryError(
                 f"run {self.run_id}: {column_of(statistic)}{where} has no value in any of its "
                 f"{counted(self.run['sequences_done'], 'sequence')} of {self.run['n_ctx']} tokens; "
                 "expected sequences in which it is defined (FROM statistics says where)"
             )
+        matrix = np.full(self.shape, np.nan)
+        for head, number in numbers.items():
+            matrix[head] = number
         return matrix
+
+    def stored_schema(self, table: str) -> pa.Schema:
+        """The stored columns of a table, with what each means as `doc` in its metadata."""
+        facts = column_facts(self.database.connection, f"FROM {table}")
+        # `label` is none of them: the view makes it.
+        stored = self.database.table(f"SELECT * FROM internal.{quoted_name(table)} LIMIT 0").schema
+        return pa.schema(
+            field.with_metadata({"doc": facts.get(field.name, {}).get("description", "")})
+            for field in stored
+        )
+
+    @property
+    def input_options(self) -> dict[str, Any]:
+        """The options of the run's input family that the scan gave."""
+        return json.loads(self.run["input_options"] or "{}")
+
+    @property
+    def _input_facts(self) -> dict[str, object]:
+        """What the run was measured on."""
+        family = {"family": self.run["input_family"], **self.input_options}
+        names = ("n_ctx", "sequences_done", "tokens")
+        return {"input": family, **{name: self.run[name] for name in names}}
 
     @property
     def provenance(self) -> dict[str, object]:
@@ -160,28 +161,27 @@ class ExportSource:
         return facts
 
     @property
-    def input_options(self) -> dict[str, Any]:
-        """The options of the run's input family that the scan gave."""
-        return json.loads(self.run["input_options"] or "{}")
-
-    @property
-    def _input_facts(self) -> dict[str, object]:
-        """What the run was measured on."""
-        facts: dict[str, object] = {
-            "input": {"family": self.run["input_family"], **self.input_options}
-        }
-        return facts | {name: self.run[name] for name in ("n_ctx", "sequences_done", "tokens")}
-
-    @property
     def provenance_line(self) -> str:
         """The same as one line of JSON, for a comment."""
         return json.dumps(self.provenance, ensure_ascii=False)
 
+    def json_file(self, content: Mapping[str, object], indent: int | None = None) -> bytes:
+        """A file of one JSON object, which also says where it comes from."""
+        content = {**content, "headcount": self.provenance}
+        return f"{json.dumps(content, indent=indent, ensure_ascii=False)}\n".encode()
 
-def opened_run(database: RunDatabase, run_id: str) -> Run:
-    """A run as queries see it."""
-    opened = OPENED[database.connection]
-    return next(run for run in opened.runs if run.directory.run_id == run_id)
+    def safetensors_file(self, tensors: Mapping[str, np.ndarray]) -> bytes:
+        """A safetensors file, whose header says where it comes from."""
+        try:
+            from safetensors.numpy import save
+        except ModuleNotFoundError:
+            raise QueryError(
+                "this format needs safetensors, which is not installed: pip install -e '.[export]'"
+            ) from None
+        # Readers of weights look for this format in the header: the layout of torch's tensors.
+        metadata = {"format": "pt", "headcount": self.provenance_line}
+        arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+        return save(arrays, metadata)
 
 
 def column_of(statistic: str) -> str:
@@ -206,15 +206,20 @@ def choose_run(
     It is an error if no run will do, or several would. `run_ids` are those that the user named. The
     baseline is looked for in `baseline_database`, by default among the same runs.
     """
-    needs = export.needs(options)
-    runs = database.records(RUN_FACTS)
-    known = [run["run_id"] for run in runs]
+
+    def runs_of(opened: RunDatabase) -> list[ExportSource]:
+        records = opened.records("FROM runs ORDER BY run_id")
+        return [ExportSource(opened, run, export, options, destination) for run in records]
+
+    runs = runs_of(database)
+    known = [run.run_id for run in runs]
     for run_id in run_ids:
         if run_id not in known:
             raise QueryError(unknown("run", run_id, known))
-    named_runs = [run for run in runs if not run_ids or run["run_id"] in run_ids]
+    named_runs = [run for run in runs if not run_ids or run.run_id in run_ids]
     models: dict[str, str] = {}
-    for run in named_runs:
+    for source in named_runs:
+        run = source.run
         models.setdefault(run["model_fingerprint"], f"{run['run_id']} ({run['model']})")
     if len(models) > 1:
         raise QueryError(
@@ -222,141 +227,87 @@ def choose_run(
             f"{', '.join(models.values())}"
         )
     # To keep as many first keys as the longest sequences have would leave none.
-    most, sink = max(run["n_ctx"] for run in named_runs), options.get("sink", 0)
+    most, sink = max(source.run["n_ctx"] for source in named_runs), options.get("sink", 0)
     if sink >= most:
         raise QueryError(
             f"export {export.name}: --sink {sink}: expected fewer than the {most:,} tokens of a "
             "sequence of these runs"
         )
-    run = _fitting_run(database, export, named_runs, needs)
-    source = ExportSource(database, run, export, options, destination)
+    needs = export.needs(options)
+    chosen = _only_fitting(named_runs, needs)
     if needs.baseline is None:
-        return source
-    baseline = _baseline_of(source, needs.baseline, baseline_database or database, run_ids)
-    return replace(source, baseline=baseline)
+        return chosen
+    others = runs_of(baseline_database or database)
+    # A user who named one run has not said which baseline it has.
+    if len(run_ids) > 1:
+        others = [run for run in others if run.run_id in run_ids]
+    return replace(chosen, baseline=_only_fitting(others, needs.baseline, chosen))
 
 
-def _fitting_run(
-    database: RunDatabase,
-    export: ExportFormat,
-    runs: Sequence[Mapping[str, Any]],
-    needs: Needs,
-) -> Mapping[str, Any]:
-    """The only run that has measured what is needed."""
-    profiles: defaultdict[str, set[str]] = defaultdict(set)
-    # `runs` says nothing of profiles, and asking for them reads their files.
-    if needs.profiles:
-        for run_id, profile in database.rows("SELECT DISTINCT run_id, profile FROM profiles"):
-            profiles[run_id].add(profile)
-    problems = {run["run_id"]: _problem_of(run, needs, profiles[run["run_id"]]) for run in runs}
-    fitting = [run for run in runs if problems[run["run_id"]] is None]
-    if not fitting:
-        positions = opened_run(database, runs[0]["run_id"]).manifest.model.get("n_ctx")
-        reasons = "; ".join(f"run {run_id} {problem}" for run_id, problem in problems.items())
-        advice = _advised(needs.scan_fields(runs[0]["model"], positions))
-        # A run that only has to be finished needs no other scan.
-        if all(problem and "is not complete" in problem for problem in problems.values()):
-            advice = "headcount resume goes on with it"
-        raise QueryError(f"export {export.name}: {reasons}; {advice}")
-    if len(fitting) > 1:
-        names = ", ".join(run["run_id"] for run in fitting)
-        raise QueryError(
-            f"export {export.name}: {counted(len(fitting), 'run')} could be exported; expected "
-            f"one, named with --run: {names}"
-        )
-    return fitting[0]
-
-
-SAME_IN_BASELINE = ("n_ctx", "bos", "weight_processing")
-"""Fields of a scan in which a run and its baseline agree, so that only their inputs differ."""
-
-
-def _baseline_of(
-    source: ExportSource, needs: Needs, database: RunDatabase, run_ids: Collection[str]
+def _only_fitting(
+    runs: Sequence[ExportSource], needs: Needs, compared: ExportSource | None = None
 ) -> ExportSource:
-    """The run that a run is compared with: the only one that differs from it in its input alone."""
-    export = source.format
-    candidates = [
-        ExportSource(database, run, export, source.options, source.destination)
-        for run in database.records(RUN_FACTS)
-        # A user who named one run has not said which baseline it has.
-        if len(run_ids) < 2 or run["run_id"] in run_ids
-    ]
-    fitting = [run for run in candidates if _is_baseline(run, source, needs)]
+    """The only run that measured what is needed; if it is to be the baseline of `compared`, the
+    only one of them that differs from it in its input alone.
+    """
+    problems = [_problem_of(run, needs, compared) for run in runs]
+    fitting = [run for run, problem in zip(runs, problems, strict=True) if problem is None]
     if len(fitting) == 1:
         return fitting[0]
+    first = compared or runs[0]
+    subject = f"export {first.format.name}"
     if fitting:
         names = ", ".join(run.run_id for run in fitting)
+        use, flag = "exported", "--run"
+        if compared is not None:
+            use, flag = f"the baseline of run {compared.run_id}", "a second --run"
         raise QueryError(
-            f"export {export.name}: run {source.run_id} could be compared with "
-            f"{counted(len(fitting), 'run')}; expected one, named with a second --run: {names}"
+            f"{subject}: {counted(len(fitting), 'run')} could be {use}; expected one, named with "
+            f"{flag}: {names}"
         )
-    fields = needs.scan_fields(source.run["model"])
-    fields |= {name: source.run[name] for name in SAME_IN_BASELINE}
-    # Options that have no value, or that are off, need no line.
-    tokens = {name: value for name, value in _options_beside_period(source).items() if value}
-    fields["input"] = {**needs.input, **tokens}
-    families = " or ".join(needs.families)
-    raise QueryError(
-        f"export {export.name}: run {source.run_id} has no finished run beside it that measured "
-        f"{', '.join(map(column_of, needs.statistics))} of the same model over {families}; "
-        f"{_advised(fields)}"
+    fields = needs.scan_fields(first.run["model"], first.opened.manifest.model.get("n_ctx"))
+    if compared is not None:
+        subject += f": run {compared.run_id} has no baseline"
+        fields |= {name: compared.run[name] for name in SAME_IN_BASELINE}
+        # Options that have no value, or that are off, need no line.
+        tokens = {name: value for name, value in _options_beside_period(compared).items() if value}
+        fields["input"] = {**fields["input"], **tokens}
+    scan = "".join(f"\n    {name} = {in_toml(value)}" for name, value in fields.items())
+    advice = f"this scan would do, and --model MODEL runs it:{scan}"
+    # A run that only has to be finished needs no other scan.
+    if compared is None and all(problem and "is not complete" in problem for problem in problems):
+        advice = "headcount resume goes on with it"
+    reasons = "; ".join(
+        f"run {run.run_id} {problem}" for run, problem in zip(runs, problems, strict=True)
     )
+    raise QueryError(f"{subject}: {reasons}; {advice}")
 
 
-def _is_baseline(candidate: ExportSource, source: ExportSource, needs: Needs) -> bool:
-    """Whether a run measured what is needed, and differs from another only in its input."""
-    same = ("model_fingerprint", *SAME_IN_BASELINE)
-    return (
-        # No format needs profiles of its baseline.
-        _problem_of(candidate.run, needs, profiles=()) is None
-        and all(candidate.run[fact] == source.run[fact] for fact in same)
-        and _options_beside_period(candidate) == _options_beside_period(source)
-    )
+def _problem_of(source: ExportSource, needs: Needs, compared: ExportSource | None) -> str | None:
+    """Why a format cannot be made of a run, or compare a run with it. None if it can."""
+    run = source.run
+    if not run["complete"]:
+        return f"is not complete: {run['shards_done']:,} of {run['shards']:,} shards are in"
+    profiles = source.opened.manifest.kinds.get("profiles", {})
+    columns = map(column_of, needs.statistics)
+    missing = [column for column in columns if column not in run["statistics"]]
+    missing += [f"the profile {name}" for name in needs.profiles if name not in profiles]
+    missing += [] if "none" in run["interventions"] else ["the intervention none"]
+    if missing:
+        return f"did not measure {', '.join(missing)}"
+    if run["measured_heads"] != "all" and needs.every_head:
+        return f"measured {run['measured_heads']} only, expected every head"
+    if needs.families and run["input_family"] not in needs.families:
+        return f"is over {run['input_family']}, expected {' or '.join(needs.families)}"
+    if compared is not None:
+        for fact in ("model_fingerprint", *SAME_IN_BASELINE):
+            if run[fact] != compared.run[fact]:
+                return f"has {fact} {run[fact]}, expected {compared.run[fact]}"
+        if _options_beside_period(source) != _options_beside_period(compared):
+            return "draws from other tokens"
+    return None
 
 
 def _options_beside_period(source: ExportSource) -> dict[str, Any]:
     """Which tokens an input draws from. `period` says how they repeat: in a baseline, none do."""
     return {name: value for name, value in source.input_options.items() if name != "period"}
-
-
-def _problem_of(run: Mapping[str, Any], needs: Needs, profiles: Collection[str]) -> str | None:
-    """Why a format cannot be made of a run. None if it can."""
-    if not run["complete"]:
-        done, shards = run["shards_done"], run["shards"]
-        return f"is not complete: {done:,} of {shards:,} shards are in"
-    columns = [column_of(statistic) for statistic in needs.statistics]
-    missing = [column for column in columns if column not in run["statistics"]]
-    if missing:
-        return f"did not measure {', '.join(missing)}"
-    missing = [profile for profile in needs.profiles if profile not in profiles]
-    if missing:
-        return f"did not measure the profile {', '.join(missing)}"
-    missing = [name for name in needs.interventions if name not in run["interventions"]]
-    if missing:
-        return f"did not measure the intervention {', '.join(missing)}"
-    if run["measured_heads"] != "all" and needs.every_head:
-        return f"measured {run['measured_heads']} only, expected every head"
-    if needs.families and run["input_family"] not in needs.families:
-        return f"is over {run['input_family']}, expected {' or '.join(needs.families)}"
-    return None
-
-
-def _advised(fields: Mapping[str, object]) -> str:
-    """The advice to run a scan, with its fields below."""
-    scan = "".join(f"\n    {line}" for line in toml_lines(fields))
-    return f"this scan would do, and --model MODEL runs it:{scan}"
-
-
-def toml_lines(fields: Mapping[str, object]) -> list[str]:
-    """Fields of a scan as lines of TOML.
-
-    JSON writes texts, numbers, truth values and lists of them as TOML does.
-    """
-    tables = {name: value for name, value in fields.items() if isinstance(value, Mapping)}
-    plain = {name: value for name, value in fields.items() if name not in tables}
-    lines = [f"{name} = {json.dumps(value)}" for name, value in plain.items()]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]"]
-        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
-    return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from typing import Literal
 
 import numpy as np
@@ -29,13 +28,8 @@ def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
         return Needs(statistics=(distant_mass,))
     return Needs(
         statistics=("duplicate_score", "induction_score", distant_mass),
-        input=REPEATED,
-        families=("repeated_random",),
-        baseline=Needs(
-            statistics=(distant_mass,),
-            input={"family": "uniform_random"},
-            families=("uniform_random",),
-        ),
+        families=(REPEATED,),
+        baseline=Needs(statistics=(distant_mass,), families=("uniform_random",)),
     )
 
 
@@ -92,10 +86,8 @@ def duo(
     """
     if sparsity is not None and threshold is not None:
         raise QueryError("export duo: --sparsity and --threshold both choose heads; leave out one")
-    if score == "retrieval":
-        _require_distant_copies(source, recent)
-    by_head = scores_by_head(source, score, sink, recent)
     # The query heads that share keys are neighbours.
+    by_head = scores_by_head(source, score, sink, recent)
     groups = by_head.reshape(*source.kv_shape, source.group_size)
     joined = groups.max(-1) if group == "max" else groups.mean(-1)
     # A layer that does not attend has no cache that could be cut.
@@ -106,21 +98,28 @@ def duo(
             "expected sequences longer than the windows of the model, or a smaller --recent"
         )
     # A file of scores leaves the number of heads to its reader, and `--check` looks for it.
-    cut = CacheCut(whole=np.ones(scores.shape, bool), sink=sink, recent=recent, scores=scores)
-    if sparsity is not None or threshold is not None:
-        whole = whole_heads(scores, sparsity, threshold)
-        cut = CacheCut(whole=whole, sink=sink, recent=recent)
-        scores = whole.astype(float)
-    config = {"sink_size": sink, "recent_size": recent, "headcount": source.provenance}
+    is_ranking = sparsity is None and threshold is None
+    # Of equal scores at the border, the one of the earlier layer is kept, so that exactly the share
+    # `sparsity` of the heads streams.
+    heads = ranked(scores)
+    if threshold is not None:
+        heads = [head for head in heads if scores[head] >= threshold]
+    if sparsity is not None:
+        heads = heads[: scores.size - round(scores.size * sparsity)]
+    if not is_ranking:
+        scores = np.zeros(scores.shape)
+        for head in heads:
+            scores[head] = 1
     text = io.StringIO()
     # float32 has no more than nine digits.
     np.savetxt(text, scores, fmt="%.9g", delimiter="\t")
+    config = {"sink_size": sink, "recent_size": recent}
     return Exported(
         files={
             "full_attention_heads.tsv": text.getvalue().encode(),
-            "config.json": f"{json.dumps(config, indent=1, ensure_ascii=False)}\n".encode(),
+            "config.json": source.json_file(config, indent=1),
         },
-        cut=cut,
+        cut=CacheCut(heads=heads, sink=sink, recent=recent, is_ranking=is_ranking),
     )
 
 
@@ -128,24 +127,7 @@ def scores_by_head(source: ExportSource, score: str, sink: int, recent: int) -> 
     """How much each query head needs distant keys, `[layer head]`."""
     distant_mass = f"distant_mass({sink},{recent})"
     if score == "distant":
-        return source.by_head(distant_mass, MEAN_OR_NOTHING)
-    # The copy and its successor are two keys, so their attention adds up.
-    to_copy = source.by_head("duplicate_score", MEAN_OR_NOTHING)
-    to_copies = to_copy + source.by_head("induction_score", MEAN_OR_NOTHING)
-    assert source.baseline is not None
-    without_repeat = source.baseline.by_head(distant_mass, MEAN_OR_NOTHING)
-    change = source.by_head(distant_mass, MEAN_OR_NOTHING) - without_repeat
-    # The means are over all queries that see distant keys. In the first copy both inputs are alike,
-    # so all of the change is in the queries after it, and is larger as a mean over these alone.
-    queries = source.run["n_ctx"] - sink - recent
-    change *= queries / min(queries, queries_after_first_copy(source))
-    # Without a repeat there are hardly any copies, so both numbers are attention that would lie
-    # elsewhere. It may be the same attention, so they do not add up.
-    return np.maximum(to_copies, np.abs(change))
-
-
-def _require_distant_copies(source: ExportSource, recent: int) -> None:
-    """Refuse a window that holds the earlier copy of a token, or what follows it."""
+        return source.matrix(distant_mass, MEAN_OR_NOTHING)
     block = block_length(source)
     if recent >= block:
         raise QueryError(
@@ -153,6 +135,20 @@ def _require_distant_copies(source: ExportSource, recent: int) -> None:
             f"tokens, which streaming heads would see whole; expected less than {block}, or "
             "longer sequences"
         )
+    # The copy and its successor are two keys, so their attention adds up.
+    to_copy = source.matrix("duplicate_score", MEAN_OR_NOTHING)
+    to_copies = to_copy + source.matrix("induction_score", MEAN_OR_NOTHING)
+    assert source.baseline is not None
+    without_repeat = source.baseline.matrix(distant_mass, MEAN_OR_NOTHING)
+    change = source.matrix(distant_mass, MEAN_OR_NOTHING) - without_repeat
+    # The means are over all queries that see distant keys. In the first copy both inputs are alike,
+    # so all of the change is in the queries after it, and is larger as a mean over these alone.
+    n_ctx, bos = source.run["n_ctx"], source.run["bos"]
+    queries = n_ctx - sink - recent
+    change *= queries / min(queries, n_ctx - bos - block)
+    # Without a repeat there are hardly any copies, so both numbers are attention that would lie
+    # elsewhere. It may be the same attention, so they do not add up.
+    return np.maximum(to_copies, np.abs(change))
 
 
 def block_length(source: ExportSource) -> int:
@@ -160,26 +156,3 @@ def block_length(source: ExportSource) -> int:
     length = source.run["n_ctx"] - source.run["bos"]
     # The default of the family `repeated_random`.
     return source.input_options.get("period") or (length + 1) // 2
-
-
-def queries_after_first_copy(source: ExportSource) -> int:
-    """How many queries of a sequence see an earlier copy of their token."""
-    return source.run["n_ctx"] - source.run["bos"] - block_length(source)
-
-
-def whole_heads(
-    scores: np.ndarray, sparsity: float | None, threshold: float | None = None
-) -> np.ndarray:
-    """The heads that keep their whole cache, as a mask: those with the highest scores.
-
-    Of equal scores at the border, the one of the earlier layer is kept, so that exactly the share
-    `sparsity` of the heads streams.
-    """
-    if threshold is not None:
-        return scores >= threshold
-    assert sparsity is not None
-    kept = scores.size - round(scores.size * sparsity)
-    mask = np.zeros(scores.shape, bool)
-    for head in ranked(scores)[:kept]:
-        mask[head] = True
-    return mask

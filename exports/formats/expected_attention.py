@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
-from headcount.exports.formats.head_profiles import (
-    input_notes,
-    profile_of_heads,
-    second_moment_of_heads,
-)
+from headcount.exports.formats.head_profiles import input_notes, moments_of_heads
 from headcount.exports.registry import Exported, Needs, export_format
-from headcount.exports.safetensors_file import safetensors_bytes
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.profiles.query_moments import FIRST_TOKENS
@@ -50,8 +43,7 @@ def expected_attention(source: ExportSource) -> Exported:
             f"run {source.run_id}: n_ctx is {run['n_ctx']}; expected more than the {FIRST_TOKENS} "
             "first tokens, which this format leaves out"
         )
-    mean = profile_of_heads(source, "query_mean", "component")
-    second_moment = second_moment_of_heads(source, "query_second_moment")
+    mean, second_moment = moments_of_heads(source, "query")
     queries = run["sequences_done"] * queries_of_sequence
     # Cov(x, y) = E[xy] - E[x] E[y]. kvpress divides by the number of queries less 1.
     covariance = second_moment - mean[..., :, None] * mean[..., None, :]
@@ -67,12 +59,11 @@ def expected_attention(source: ExportSource) -> Exported:
         "num_samples": run["sequences_done"],
         "sample_seq_len": run["n_ctx"],
         "n_sink": FIRST_TOKENS,
-        "headcount": source.provenance,
     }
     return Exported(
         files={
-            "model.safetensors": safetensors_bytes(tensors, source.provenance),
-            "config.json": f"{json.dumps(config, indent=1, ensure_ascii=False)}\n".encode(),
+            "model.safetensors": source.safetensors_file(tensors),
+            "config.json": source.json_file(config, indent=1),
         },
         notes=input_notes(source),
     )

@@ -6,9 +6,7 @@ import numpy as np
 
 from headcount.exports.formats.head_profiles import input_notes
 from headcount.exports.registry import Exported, Needs, Part, export_format
-from headcount.exports.safetensors_file import safetensors_bytes
-from headcount.exports.source import ExportSource, column_of
-from headcount.queries.sql_text import text_literal
+from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 
 LARGEST_E4M3 = 448.0
@@ -53,7 +51,10 @@ def fp8_kv_scales(
         raise QueryError(f"--prefix: expected a name with {{layer}} in it, got {prefix!r}")
     tensors: dict[str, np.ndarray] = {}
     for letter, statistic in STATISTICS.items():
-        largest = _largest(source, statistic, by_kv_head=letter != "q", quantile=quantile)
+        largest = _largest(source, statistic, quantile)
+        if letter != "q":
+            # Query heads that share keys have the same values, so their largest is that of each.
+            largest = largest.reshape(*source.kv_shape, source.group_size).max(axis=2)
         # A scale of 0 would divide by 0.
         scales = np.where(largest > 0, largest / LARGEST_E4M3, 1).astype(np.float32)
         for layer, of_layer in enumerate(scales):
@@ -61,45 +62,24 @@ def fp8_kv_scales(
             if not np.isnan(largest[layer]).any():
                 name = f"{prefix.replace('{layer}', str(layer))}.{letter}_scale"
                 tensors[name] = of_layer[:, None, None]
-    return Exported(
-        files={"kv_scales": safetensors_bytes(tensors, source.provenance)},
-        notes=input_notes(source),
-    )
+    content = source.safetensors_file(tensors)
+    return Exported(files={"kv_scales": content}, notes=input_notes(source))
 
 
-def _largest(
-    source: ExportSource, statistic: str, by_kv_head: bool, quantile: float | None
-) -> np.ndarray:
-    """The largest component of each head, or a quantile of the largest ones of its sequences."""
-    if quantile is None:
-        matrix = source.by_kv_head if by_kv_head else source.by_head
-        return matrix(statistic, "maximum")
-    per_head = _quantiles(source, statistic, quantile)
-    if not by_kv_head:
-        return per_head
-    # Query heads that share keys have the same values, so their largest is that of each.
-    layers, n_kv_heads = source.kv_shape
-    return per_head.reshape(layers, n_kv_heads, source.group_size).max(axis=2)
-
-
-def _quantiles(source: ExportSource, statistic: str, quantile: float) -> np.ndarray:
-    """A quantile over sequences for every query head: the upper end of its bin, so never less.
+def _largest(source: ExportSource, statistic: str, quantile: float | None) -> np.ndarray:
+    """The largest component of each query head, or a quantile of the largest ones of its sequences:
+    the upper end of its bin, so never less.
 
     Bins are at most 4.4 % wide. No quantile exceeds the maximum, which is exact.
     """
-    maximum = source.by_head(statistic, "maximum")
-    rows = source.rows(
-        "SELECT layer, head, high, sum(count) FROM distributions WHERE "
-        f"{source.of_this_run()} AND statistic = {text_literal(column_of(statistic))} "
-        "GROUP BY layer, head, bin, high ORDER BY layer, head, bin"
-    )
-    bins: dict[tuple[int, int], list[tuple[float, int]]] = {}
-    for layer, head, high, count in rows:
-        bins.setdefault((layer, head), []).append((high, int(count)))
-    quantiles = maximum.copy()
-    for place, of_head in bins.items():
-        counts = np.cumsum([count for _, count in of_head])
+    largest = source.matrix(statistic, "any_value(maximum)")
+    if quantile is None:
+        return largest
+    bins = source.by_head(statistic, "list([high, count] ORDER BY bin)", "distributions")
+    for head, of_head in bins.items():
+        ends, counts = np.transpose(of_head)
+        ranks = np.cumsum(counts)
         # The first bin with which at least this share of the sequences is counted.
-        bin_of_quantile = int(np.searchsorted(counts, quantile * counts[-1]))
-        quantiles[place] = min(of_head[bin_of_quantile][0], maximum[place])
-    return quantiles
+        end = ends[np.searchsorted(ranks, quantile * ranks[-1])]
+        largest[head] = min(end, largest[head])
+    return largest

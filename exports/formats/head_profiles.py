@@ -6,7 +6,6 @@ import numpy as np
 
 from headcount.exports.source import ExportSource
 from headcount.queries.sql_text import text_literal
-from headcount.schemas.errors import QueryError
 
 TEXTS_AS_THEY_ARE = ("pile", "csv_texts", "text")
 """Input families of texts that are neither permuted nor repeated nor made up."""
@@ -17,18 +16,13 @@ def profile_of_heads(source: ExportSource, profile: str, *places: str) -> np.nda
 
     Layers that do not attend are 0.
     """
-    if source.run["measured_heads"] != "all":
-        raise QueryError(
-            f"run {source.run_id}: measured {source.run['measured_heads']} only, and "
-            f"{source.format.name} describes every head; scan without layers and heads"
-        )
     entry = ", ".join(places)
     # The last shard may be shorter than the others, so means are weighted by their sequences.
-    rows = source.table(
+    rows = source.database.table(
         f"""
         SELECT layer, head, sum(count * mean) / sum(count) AS mean
         FROM profiles
-        WHERE {source.of_this_run()} AND profile = {text_literal(profile)}
+        WHERE {source.condition} AND profile = {text_literal(profile)}
         GROUP BY layer, head, {entry}
         ORDER BY layer, head, {entry}
         """
@@ -42,15 +36,18 @@ def profile_of_heads(source: ExportSource, profile: str, *places: str) -> np.nda
     return of_all_layers
 
 
-def second_moment_of_heads(source: ExportSource, profile: str) -> np.ndarray:
-    """A second moment as whole matrices, `[layer head component component]`."""
-    triangle = profile_of_heads(source, profile, "component", "other_component")
+def moments_of_heads(source: ExportSource, queries: str) -> tuple[np.ndarray, np.ndarray]:
+    """The mean `[layer head component]` and the second moment `[layer head component component]` of
+    queries: `query`, or `rotated_query`.
+    """
+    mean = profile_of_heads(source, f"{queries}_mean", "component")
+    triangle = profile_of_heads(source, f"{queries}_second_moment", "component", "other_component")
     # The pairs i ≤ j are stored, row by row.
     rows, columns = np.triu_indices(source.run["d_head"])
-    matrix = np.empty((*triangle.shape[:2], source.run["d_head"], source.run["d_head"]))
-    matrix[..., rows, columns] = triangle
-    matrix[..., columns, rows] = triangle
-    return matrix
+    second_moment = np.empty((*mean.shape, source.run["d_head"]))
+    second_moment[..., rows, columns] = triangle
+    second_moment[..., columns, rows] = triangle
+    return mean, second_moment
 
 
 def input_notes(source: ExportSource) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from headcount.exports.formats.retrieval_heads import (
-    NEEDLE,
     NEEDLE_FAMILIES,
     exported_scores,
     scores_by_head,
@@ -14,15 +13,8 @@ from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 
-Choice = Literal["mass", "copy"]
-
 STATISTIC = {"mass": "labelled_key_mass(gold,answer)", "copy": "retrieval_score"}
 """What each way to score heads asks a scan for."""
-
-
-def needs_of_headkv(score: Choice) -> Needs:
-    """The statistic that stands for a way to score heads."""
-    return Needs(statistics=(STATISTIC[score],), families=NEEDLE_FAMILIES, input=NEEDLE)
 
 
 @export_format(
@@ -38,9 +30,11 @@ with open("head_score/my-model_retrieval_heads.json") as file:
     scores = json.loads(file.readline())
 print(max(scores, key=lambda head: sum(scores[head])))  # "layer-head"
 """,
-    needs=needs_of_headkv,
+    needs=lambda score: Needs(statistics=(STATISTIC[score],), families=NEEDLE_FAMILIES),
 )
-def headkv(source: ExportSource, *, score: Choice = "mass", only_scores: bool = False) -> Exported:
+def headkv(
+    source: ExportSource, *, score: Literal["mass", "copy"] = "mass", only_scores: bool = False
+) -> Exported:
     """The scores of every head on needles, in the form of `retrieval-heads` (Fu et al. 2024).
 
     HeadKV divides the mean score of a head by the sum over all heads, so only ratios count.

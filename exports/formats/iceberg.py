@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
-from headcount.queries.open.column_facts import column_facts
-from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.tables import HEADS, PARTITION_NAMES, SEQUENCES
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
     from pyiceberg.table import Table
-
-EXPORTED_TABLES = (HEADS.name, SEQUENCES.name)
 
 
 @export_format(
@@ -51,13 +44,13 @@ def iceberg(source: ExportSource) -> Exported:
         raise QueryError(
             f"export iceberg needs {error.name}, which is not installed: pip install -e '.[export]'"
         ) from None
-    from headcount.exports.in_memory.held_files import HELD
+    from headcount.exports.held_files import HELD
 
     # An export that was cut off may have left something.
     HELD.clear()
     # For every text column of every file it warns that a dictionary will be read as text.
     logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)
-    properties = {"py-io-impl": "headcount.exports.in_memory.held_files.HeldFiles"}
+    properties = {"py-io-impl": "headcount.exports.held_files.HeldFiles"}
     # Where an object store is, if it is not Amazon's.
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
@@ -67,33 +60,33 @@ def iceberg(source: ExportSource) -> Exported:
     files: dict[str, bytes] = {}
     counts: list[str] = []
     try:
-        for name in EXPORTED_TABLES:
-            table = _table(source, catalog, name)
-            rows = _add_files(source, table, name)
-            counts.append(f"{rows:,} rows of {name}")
-            files |= _metadata_files(source, table, name)
+        for name in (HEADS.name, SEQUENCES.name):
+            table = _empty_table(source, catalog, name)
+            counts.append(f"{_add_files(source, table, name):,} rows of {name}")
+            table.refresh()
+            snapshot = table.current_snapshot()
+            assert snapshot is not None
+            manifests = [manifest.manifest_path for manifest in snapshot.manifests(table.io)]
+            for path in (*manifests, snapshot.manifest_list):
+                files[path.removeprefix(f"{source.destination}/")] = HELD[path]
+            # The last version has the name that readers without a catalog look for, and its number
+            # lies beside it.
+            files[f"{name}/metadata/v1.metadata.json"] = HELD[table.metadata_location]
+            files[f"{name}/metadata/version-hint.text"] = b"1"
     finally:
         HELD.clear()
     return Exported(files=files, notes=(f"{' and '.join(counts)}, by reference",))
 
 
-def _table(source: ExportSource, catalog: Catalog, name: str) -> Table:
-    """An empty table with the columns of a view, and what each of them means."""
+def _empty_table(source: ExportSource, catalog: Catalog, name: str) -> Table:
+    """A table with the columns of a view, and what each of them means."""
     from pyiceberg.table.name_mapping import create_mapping_from_schema
 
-    # The stored columns of a view. `label` is none of them: the view makes it.
-    facts = column_facts(source.database.connection, f"FROM {name}")
-    stored = source.table(f"SELECT * FROM internal.{quoted_name(name)} LIMIT 0").schema
-    schema = pa.schema(
-        field.with_metadata({"doc": facts.get(field.name, {}).get("description", "")})
-        for field in stored
-    )
-    properties = {"headcount": json.dumps(source.provenance, ensure_ascii=False)}
     table = catalog.create_table(
         ("run", name),
-        schema=schema,
+        schema=source.stored_schema(name),
         location=f"{source.destination}/{name}",
-        properties=properties,
+        properties={"headcount": source.provenance_line},
     )
     with table.update_spec() as spec:
         for column in PARTITION_NAMES:
@@ -110,13 +103,15 @@ def _add_files(source: ExportSource, table: Table, name: str) -> int:
     from pyiceberg.io.pyarrow import parquet_file_to_data_file
 
     # The query compares the content of the files with their commits.
-    ((rows,),) = source.rows(f"SELECT count(*) FROM {name} WHERE run_id = '{source.run_id}'")
+    counted = f"SELECT count(*) FROM {name} WHERE run_id = '{source.run_id}'"
+    ((rows,),) = source.database.rows(counted)
     data_files: list[Any] = []
-    for path in source.committed_files(name):
+    for path in source.opened.files(name):
         file = parquet_file_to_data_file(table.io, table.metadata, path)
         # The library takes partitions from statistics of columns, and these are not in the files.
-        for index, value in enumerate(partition_of(path)):
-            file.partition[index] = value
+        directories = dict(part.split("=", 1) for part in path.split("/") if "=" in part)
+        for index, column in enumerate(PARTITION_NAMES):
+            file.partition[index] = directories[column]
         data_files.append(file)
     added = sum(file.record_count for file in data_files)
     if added != rows:
@@ -128,34 +123,3 @@ def _add_files(source: ExportSource, table: Table, name: str) -> int:
         for file in data_files:
             append.append_data_file(file)
     return rows
-
-
-def partition_of(path: str) -> list[str]:
-    """The values of the partitions of a file, from its directories.
-
-    >>> partition_of("runs/run_id=a-1/heads/intervention=none/shard-000000.parquet")
-    ['a-1', 'none']
-    """
-    pairs = [part.partition("=") for part in path.split("/")]
-    values = {name: value for name, equals, value in pairs if equals}
-    return [values[name] for name in PARTITION_NAMES]
-
-
-def _metadata_files(source: ExportSource, table: Table, name: str) -> dict[str, bytes]:
-    """The files of a table's metadata, by name in the folder of the export.
-
-    The last version of the description has the name that readers without a catalog look for.
-    """
-    from headcount.exports.in_memory.held_files import HELD
-
-    table.refresh()
-    root = f"{source.destination}/"
-    snapshot = table.current_snapshot()
-    assert snapshot is not None
-    lists = [snapshot.manifest_list]
-    manifests = [manifest.manifest_path for manifest in snapshot.manifests(table.io)]
-    files = {path.removeprefix(root): HELD[path] for path in (*manifests, *lists)}
-    files[f"{name}/metadata/v1.metadata.json"] = HELD[table.metadata_location]
-    # Readers without a catalog find the number of the last version here.
-    files[f"{name}/metadata/version-hint.text"] = b"1"
-    return files

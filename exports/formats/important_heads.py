@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headcount.exports.formats.qrhead import PASSAGES, lead_of_gold, spread_of_masses
+from headcount.exports.formats.qrhead import PASSAGES, lead_of_gold
 from headcount.exports.registry import Exported, export_format, ranked
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
@@ -51,8 +50,8 @@ def important_heads(
     * `mode`: `hookq_mode` of vLLM-Hook: the queries that it records. Its attention tracker needs
       `last_token`.
     """
-    lead = lead_of_gold(source)
-    is_ahead = lead > deviations * spread_of_masses(source)
+    lead, spread = lead_of_gold(source)
+    is_ahead = lead > deviations * spread
     chosen = [place for place in ranked(lead) if is_ahead[place]][:heads]
     if not chosen:
         raise QueryError(
@@ -67,15 +66,10 @@ def important_heads(
             "model_id": model,
         },
         # The readers want all three.
-        "params": {
-            "temperature": 0.1,
-            "max_output_tokens": 32,
-            "important_heads": chosen,
-        },
+        "params": {"temperature": 0.1, "max_output_tokens": 32, "important_heads": chosen},
         "hookq": {"hookq_mode": mode},
-        "headcount": source.provenance,
     }
     return Exported(
-        files={"heads.json": f"{json.dumps(content, ensure_ascii=False)}\n".encode()},
+        files={"heads.json": source.json_file(content)},
         notes=(f"{len(chosen)} of {lead.size} heads",),
     )

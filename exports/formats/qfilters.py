@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
-from headcount.exports.formats.head_profiles import (
-    input_notes,
-    profile_of_heads,
-    second_moment_of_heads,
-)
+from headcount.exports.formats.head_profiles import input_notes, moments_of_heads
 from headcount.exports.registry import Exported, Needs, export_format
-from headcount.exports.safetensors_file import safetensors_bytes
 from headcount.exports.source import ExportSource
 
 
@@ -41,33 +34,26 @@ def qfilters(source: ExportSource) -> Exported:
     `make_filters` asks on which side most queries lie, this asks on which side their mean lies. It
     draws 3,000 queries, and this uses all.
     """
-    mean = profile_of_heads(source, "rotated_query_mean", "component")
-    second_moment = second_moment_of_heads(source, "rotated_query_second_moment")
-    filters = filters_of(mean, second_moment, source.group_size)
-    n_layers, n_kv_heads = source.kv_shape
-    config = {
-        "num_layers": n_layers,
-        "num_kv_heads": n_kv_heads,
-        "kv_head_dim": source.run["d_head"],
-        "headcount": source.provenance,
-    }
-    tensors = {"q_filters": filters.astype(np.float32)}
-    return Exported(
-        files={
-            "model.safetensors": safetensors_bytes(tensors, source.provenance),
-            "config.json": f"{json.dumps(config, indent=1, ensure_ascii=False)}\n".encode(),
-        },
-        notes=input_notes(source),
-    )
-
-
-def filters_of(mean: np.ndarray, second_moment: np.ndarray, group_size: int) -> np.ndarray:
-    """Filters `[layer kv_head d_head]` from moments of every query head."""
+    mean, second_moment = moments_of_heads(source, "rotated_query")
     # Eigenvectors are columns, in ascending order of their eigenvalues.
     directions = np.linalg.eigh(second_moment).eigenvectors[..., -1]
     projection = (directions * mean).sum(-1, keepdims=True)
     # An eigenvector may as well point the other way.
     away_from_queries = np.where(projection > 0, -directions, directions)
-    n_layers, n_heads, d_head = directions.shape
-    by_group = away_from_queries.reshape(n_layers, n_heads // group_size, group_size, d_head)
-    return by_group.mean(2)
+    n_layers, n_kv_heads = source.kv_shape
+    d_head = source.run["d_head"]
+    groups = away_from_queries.reshape(n_layers, n_kv_heads, source.group_size, d_head)
+    filters = groups.mean(2)
+    config = {
+        "num_layers": n_layers,
+        "num_kv_heads": n_kv_heads,
+        "kv_head_dim": d_head,
+    }
+    tensors = {"q_filters": filters.astype(np.float32)}
+    return Exported(
+        files={
+            "model.safetensors": source.safetensors_file(tensors),
+            "config.json": source.json_file(config, indent=1),
+        },
+        notes=input_notes(source),
+    )

@@ -8,16 +8,13 @@ import math
 import numpy as np
 
 from headcount.exports.registry import Exported, Needs, export_format, ranked
-from headcount.exports.source import ExportSource, column_of
-from headcount.queries.sql_text import quoted_name
+from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.scans.values import Count
 
 GOLD, OTHER = "labelled_key_mass(gold,query)", "labelled_key_mass(other,query)"
 
-PASSAGES = Needs(
-    statistics=(GOLD, OTHER), families=("passages",), input={"family": "passages", "query": 16}
-)
+PASSAGES = Needs(statistics=(GOLD, OTHER), families=("passages",), input_options={"query": 16})
 """Random passages, and a query that is a part of one of them: it needs no text."""
 
 
@@ -47,8 +44,8 @@ def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
     * `heads`: how many heads at most. The published files have 16. Heads whose lead is below two
       standard errors are left out.
     """
-    lead = lead_of_gold(source)
-    is_certain = lead > 2 * spread_of_masses(source) / math.sqrt(source.run["sequences_done"])
+    lead, spread = lead_of_gold(source)
+    is_certain = lead > 2 * spread / math.sqrt(source.run["sequences_done"])
     chosen = [place for place in ranked(lead) if is_certain[place]][:heads]
     if not chosen:
         raise QueryError(
@@ -71,41 +68,20 @@ def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
     )
 
 
-def lead_of_gold(source: ExportSource) -> np.ndarray:
-    """The mean mass on the gold passage less that on another one, `[layer head]`."""
-    return _masses(source, GOLD, "avg") - _masses(source, OTHER, "avg") / other_passages(source)
+def lead_of_gold(source: ExportSource) -> tuple[np.ndarray, np.ndarray]:
+    """The mean mass on the gold passage less that on another one, and the standard deviations of
+    both masses over the sequences, `[layer head]`.
 
-
-def spread_of_masses(source: ExportSource) -> np.ndarray:
-    """The standard deviations of both masses over the sequences, `[layer head]`.
-
-    That of the lead is no larger than this sum.
+    That of the lead is no larger than their sum.
     """
     if source.run["sequences_done"] < 2:
         raise QueryError(
             f"run {source.run_id}: has one sequence; {source.format.name} needs 2 or more, to say "
             "how much they differ"
         )
-    of_gold = _masses(source, GOLD, "stddev_samp")
-    return of_gold + _masses(source, OTHER, "stddev_samp") / other_passages(source)
-
-
-def _masses(source: ExportSource, statistic: str, aggregate: str) -> np.ndarray:
-    """A mass on passages, aggregated over the sequences, `[layer head]`.
-
-    A layer that does not attend is NaN. Passages beyond a layer's window get nothing from it.
-    """
-    column = quoted_name(column_of(statistic))
-    rows = source.rows(
-        f"SELECT layer, head, {aggregate}(coalesce({column}, 0)) FROM heads "
-        f"WHERE {source.of_this_run()} GROUP BY layer, head"
-    )
-    matrix = np.full(source.shape, np.nan)
-    for layer, head, value in rows:
-        matrix[layer, head] = value
-    return matrix
-
-
-def other_passages(source: ExportSource) -> int:
-    """How many passages of a sequence are not the gold one."""
-    return json.loads(source.run["input_options"])["passages"] - 1
+    others = source.input_options["passages"] - 1
+    lead = source.matrix(GOLD, "avg(value)", "heads")
+    lead -= source.matrix(OTHER, "avg(value)", "heads") / others
+    spread = source.matrix(GOLD, "stddev_samp(value)", "heads")
+    spread += source.matrix(OTHER, "stddev_samp(value)", "heads") / others
+    return lead, spread

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from typing import Annotated
 
 import numpy as np
@@ -39,8 +39,7 @@ print(heads["retrieval_kv_heads"], heads["sink_size"], heads["recent_size"])
 """,
     needs=Needs(
         statistics=("duplicate_score", "induction_score"),
-        families=("repeated_random",),
-        input=REPEATED,
+        families=(REPEATED,),
     ),
 )
 def razor(
@@ -66,8 +65,8 @@ def razor(
     * `recent`: fewest last keys that the other heads keep, S_0 of the paper.
     * `compression`: the other heads keep one in so many keys, C of the paper.
     """
-    echo_scores = source.by_head("duplicate_score", MEAN_OR_NOTHING)
-    induction_scores = source.by_head("induction_score", MEAN_OR_NOTHING)
+    echo_scores = source.matrix("duplicate_score", MEAN_OR_NOTHING)
+    induction_scores = source.matrix("induction_score", MEAN_OR_NOTHING)
     # If all scores are 0, the highest ones say nothing.
     if not np.nansum(echo_scores + induction_scores):
         raise QueryError(
@@ -76,12 +75,9 @@ def razor(
         )
     echo_heads = highest_heads(echo_scores, echo)
     induction_heads = highest_heads(induction_scores, induction)
-    chosen = {(layer, head) for layer, head, _ in (*echo_heads, *induction_heads)}
     # A cache keeps or drops the keys of a KV head for all of its query heads.
-    kv_heads = sorted({(layer, head // source.group_size) for layer, head in chosen})
-    whole = np.zeros(source.kv_shape, bool)
-    for place in kv_heads:
-        whole[place] = True
+    chosen = (*echo_heads, *induction_heads)
+    kv_heads = sorted({(layer, head // source.group_size) for layer, head, _ in chosen})
     content = {
         "echo_heads": echo_heads,
         "induction_heads": induction_heads,
@@ -89,13 +85,12 @@ def razor(
         "sink_size": sink,
         "recent_size": recent,
         "compression": compression,
-        "headcount": source.provenance,
     }
     return Exported(
-        files={"razor.json": f"{json.dumps(content, ensure_ascii=False)}\n".encode()},
-        notes=(f"{len(kv_heads)} of {whole.size} KV heads keep the whole cache",),
+        files={"razor.json": source.json_file(content)},
+        notes=(f"{len(kv_heads)} of {math.prod(source.kv_shape)} KV heads keep the whole cache",),
         cut=CacheCut(
-            whole=whole, sink=sink, recent=max(recent, source.run["n_ctx"] // compression)
+            heads=kv_heads, sink=sink, recent=max(recent, source.run["n_ctx"] // compression)
         ),
     )
 

@@ -7,13 +7,10 @@ import json
 import numpy as np
 
 from headcount.exports.registry import Exported, Needs, export_format
-from headcount.exports.source import ExportSource, column_of
-from headcount.queries.sql_text import quoted_name
-
-NEEDLE = {"family": "needle"}
-"""A fact of random tokens in random tokens: it needs no text and fits every model."""
+from headcount.exports.source import ExportSource
 
 NEEDLE_FAMILIES = ("needle", "text_needle")
+"""The first is a fact of random tokens in random tokens: it needs no text and fits every model."""
 
 
 @export_format(
@@ -29,7 +26,7 @@ with open("head_score/my-model.json") as file:
     scores = json.loads(file.readline())
 print(sum(scores["1-5"]) / len(scores["1-5"]))  # layer 1, head 5
 """,
-    needs=Needs(statistics=("retrieval_score",), families=NEEDLE_FAMILIES, input=NEEDLE),
+    needs=Needs(statistics=("retrieval_score",), families=NEEDLE_FAMILIES),
 )
 def retrieval_heads(source: ExportSource, *, only_scores: bool = False) -> Exported:
     """The retrieval scores of every head, one for each sequence with a needle (Wu et al. 2024).
@@ -41,8 +38,7 @@ def retrieval_heads(source: ExportSource, *, only_scores: bool = False) -> Expor
     * `only_scores`: `true` leaves out the second line, for readers that take the file as one JSON
       value.
     """
-    scores = scores_by_head(source, "retrieval_score")
-    return exported_scores(source, scores, only_scores)
+    return exported_scores(source, scores_by_head(source, "retrieval_score"), only_scores)
 
 
 def scores_by_head(source: ExportSource, statistic: str) -> dict[str, list[float]]:
@@ -51,12 +47,7 @@ def scores_by_head(source: ExportSource, statistic: str) -> dict[str, list[float
     A layer that does not attend scores 0, and so does a head in a sequence whose needle lies beyond
     its window: it attends to nothing there.
     """
-    column = quoted_name(column_of(statistic))
-    rows = source.rows(
-        f"SELECT layer, head, list(coalesce({column}, 0) ORDER BY sequence) "
-        f"FROM heads WHERE {source.of_this_run()} GROUP BY ALL"
-    )
-    values = {(layer, head): scores for layer, head, scores in rows}
+    values = source.by_head(statistic, "list(value ORDER BY sequence)", "heads")
     return {
         # float32 has no more than nine digits.
         f"{layer}-{head}": [float(f"{score:.9g}") for score in values.get((layer, head), [0.0])]
@@ -68,12 +59,10 @@ def exported_scores(
     source: ExportSource, scores: dict[str, list[float]], only_scores: bool
 ) -> Exported:
     """Scores as a file of JSON lines, the second of which says where they are from."""
-    lines = [json.dumps(scores)]
+    content = f"{json.dumps(scores)}\n".encode()
     if not only_scores:
-        lines.append(json.dumps({"headcount": source.provenance}, ensure_ascii=False))
+        content += source.json_file({})
     highest = sorted(scores, key=lambda head: -float(np.mean(scores[head])))[:5]
     shown = ", ".join(f"{head} ({np.mean(scores[head]):.2f})" for head in highest)
-    return Exported(
-        files={"scores.json": ("\n".join(lines) + "\n").encode()},
-        notes=(f"highest mean scores (layer-head): {shown}",),
-    )
+    notes = (f"highest mean scores (layer-head): {shown}",)
+    return Exported(files={"scores.json": content}, notes=notes)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import headcount
 from headcount.exports.formats.expected_attention import expected_attention
-from headcount.exports.formats.minference import minference
-from headcount.exports.formats.qfilters import qfilters
 from headcount.exports.registry import export_formats
-from headcount.exports.source import ExportSource, choose_run
+from headcount.exports.source import choose_run
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.errors import QueryError
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
+from tests.reference.forward import forward
+from tests.reference.weights import read_weights
 from tests.toys.commands import printed
 from tests.toys.toy_models import family, save_model
 
@@ -55,39 +55,16 @@ def database(home: Path) -> Iterator[RunDatabase]:
 
 @pytest.fixture(scope="module")
 def queries(home: Path, database: RunDatabase) -> dict[str, np.ndarray]:
-    """Queries of all sequences in float64 `[layer head sequence pos d_head]`, before and after
-    their rotation, taken from transformers where its own modules rotate and multiply them.
+    """Queries of all sequences by the reference model, `[layer head sequence pos d_head]`, before
+    and after their rotation.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.models.llama import modeling_llama
-
+    weights = read_weights(home / "llama")
     rows = database.rows("SELECT tokens FROM sequences ORDER BY sequence")
-    network = AutoModelForCausalLM.from_pretrained(home / "llama", attn_implementation="eager")
-    kept: dict[str, list[torch.Tensor]] = {"before": [], "after": []}
-    rotate, attend = modeling_llama.apply_rotary_pos_emb, modeling_llama.eager_attention_forward
-
-    def keep_unrotated(q: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        kept["before"].append(q)
-        return rotate(q, *rest, **options)
-
-    def keep_rotated(module: Any, q: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        kept["after"].append(q)
-        return attend(module, q, *rest, **options)
-
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(modeling_llama, "apply_rotary_pos_emb", keep_unrotated)
-        patch.setattr(modeling_llama, "eager_attention_forward", keep_rotated)
-        network.double()(torch.tensor([tokens for (tokens,) in rows]))
+    runs = [forward(weights, tokens) for (tokens,) in rows]
     return {
-        name: np.stack([queries.numpy() for queries in of_layers]).swapaxes(1, 2)
-        for name, of_layers in kept.items()
+        name: np.stack([[getattr(layer, name) for layer in run.layers] for run in runs], axis=2)
+        for name in ("q", "q_rotated")
     }
-
-
-def opened(database: RunDatabase, name: str, **changes: Any) -> ExportSource:
-    """What a format reads, with some facts of the run changed."""
-    source = choose_run(database, export_formats()[name], {}, Path("nowhere"))
-    return ExportSource(database, {**source.run, **changes}, source.format, {}, Path("nowhere"))
 
 
 def test_expected_attention_has_mean_and_covariance_of_the_queries_of_all_sequences(
@@ -98,7 +75,7 @@ def test_expected_attention_has_mean_and_covariance_of_the_queries_of_all_sequen
     assert tensors["query_mean"].shape == (LAYERS, HEADS, D_HEAD)
     assert tensors["query_cov"].shape == (LAYERS, HEADS, D_HEAD, D_HEAD)
     for layer, head in np.ndindex(LAYERS, HEADS):
-        later = queries["before"][layer, head, :, 4:].reshape(-1, D_HEAD)
+        later = queries["q"][layer, head, :, 4:].reshape(-1, D_HEAD)
         close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
         np.testing.assert_allclose(tensors["query_mean"][layer, head], later.mean(0), **close)
         np.testing.assert_allclose(tensors["query_cov"][layer, head], np.cov(later.T), **close)
@@ -119,7 +96,7 @@ def test_qfilters_are_the_first_singular_vectors_of_rotated_queries(
     for layer, kv_head in np.ndindex(LAYERS, KV_HEADS):
         of_group: list[np.ndarray] = []
         for head in (2 * kv_head, 2 * kv_head + 1):
-            rotated = queries["after"][layer, head].reshape(-1, D_HEAD)
+            rotated = queries["q_rotated"][layer, head].reshape(-1, D_HEAD)
             direction = np.linalg.svd(rotated, full_matrices=False).Vh[0]
             of_group.append(-np.sign(rotated.mean(0) @ direction) * direction)
         expected = np.mean(of_group, axis=0)
@@ -151,9 +128,8 @@ def test_minference_takes_the_candidate_with_the_largest_share(home: Path, datab
         assert shares[layer, head, best] == shares[layer, head].max()
 
 
-def test_what_cannot_be_exported_is_said_in_a_line(database: RunDatabase):
-    with pytest.raises(QueryError, match="measured layer 0 only, and qfilters describes every"):
-        qfilters(opened(database, "qfilters", measured_heads="layer 0"))
+def test_sequences_of_first_tokens_alone_have_no_queries_to_come(database: RunDatabase):
+    export = export_formats()["expected-attention"]
+    source = choose_run(database, export, {}, Path("nowhere"))
     with pytest.raises(QueryError, match="n_ctx is 4; expected more than the 4 first tokens"):
-        expected_attention(opened(database, "expected-attention", n_ctx=4))
-    assert minference(opened(database, "minference", n_ctx=30_000)).notes == ()
+        expected_attention(replace(source, run={**source.run, "n_ctx": 4}))

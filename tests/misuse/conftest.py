@@ -39,6 +39,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repeated = {"family": "repeated_random"}
     write_run(shelf / "SCORES", "a-1", copies, **repeated)
     write_run(shelf / "OTHER", "a-1", copies)
+    for name, named in (("a-1", "toy"), ("b-1", "other")):
+        write_run(shelf / "MIXED", name, copies, model=named)
     write_run(shelf / "HALF", "a-1", copies, **repeated, commit=[0])
     write_run(shelf / "DUO", "a-1", copies | distant, **repeated)
     write_run(shelf / "DUO", "b-1", distant)

@@ -58,8 +58,8 @@ ONLY_IN = {
         "jobs/corpus/preparation.py",
         "jobs/cluster/ray_cluster.py", "jobs/cluster/submission.py",
     ),
-    "pyiceberg": ("exports/formats/iceberg.py", "exports/in_memory/held_files.py"),
-    "safetensors": ("workers/model/", "models/", "exports/safetensors_file.py"),
+    "pyiceberg": ("exports/formats/iceberg.py", "exports/held_files.py"),
+    "safetensors": ("workers/model/", "models/", "exports/source.py"),
     "tokenizers": ("workers/model/", "models/"),
     "torch": (
         "workers/", "models/", "jobs/commands/doctor.py",
