@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from headcount.reproduce.published_values import PublishedValue, Scale, named_reason, read_values
+from headcount.reproduce.published_values import PublishedValue, Scale, read_values
 from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.places import reason
 from headcount.workers.model.files.model_info import ModelInfo
@@ -67,14 +67,6 @@ class ControlledQuery(BaseModel):
     """Why a model with random weights cannot be told from the published model."""
     passes_null: Reasons = ""
     """Why an intervention that does nothing cannot be told from the published intervention."""
-
-    def why_random_passes(self, name: str) -> str:
-        """Why a row of this name holds for random weights, too; empty if it must not."""
-        return named_reason(self.passes_random, name)
-
-    def why_null_passes(self, name: str) -> str:
-        """Why a row of this name holds if interventions do nothing, too; empty if it must not."""
-        return named_reason(self.passes_null, name)
 
 
 class Check(ControlledQuery):
@@ -253,12 +245,7 @@ class Replication(BaseModel):
 
 def replications() -> dict[str, Replication]:
     """Every replication we ship, by name."""
-    return {file.stem: read_replication(file) for file in sorted(REPLICATIONS.glob("*.toml"))}
-
-
-def read_replication(file: Path) -> Replication:
-    """Read one replication's file."""
-    return read_toml(file, Replication)
+    return {file.stem: read_toml(file, Replication) for file in sorted(REPLICATIONS.glob("*.toml"))}
 
 
 def read_toml(file: Path, model: type[M]) -> M:
@@ -281,7 +268,7 @@ def find_replications(names: Iterable[str]) -> dict[str, Replication]:
     selection: dict[str, Replication] = {}
     for name in names:
         if name.endswith(".toml"):
-            selection[Path(name).stem] = read_replication(Path(name))
+            selection[Path(name).stem] = read_toml(Path(name), Replication)
         elif name in shipped_replications:
             selection[name] = shipped_replications[name]
         else:

@@ -19,6 +19,7 @@ from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import replications
 from headcount.reproduce.replication_runs import plan_replication
 from headcount.reproduce.verdicts import has_sizes
+from tests.reproduce.controls import named_reason
 from tests.toys import published
 from tests.toys import toy_models as toy
 
@@ -119,9 +120,10 @@ def test_no_tolerance_reaches_nothing_at_all() -> None:
         for check in REPLICATIONS[name].check:
             for value in check.values:
                 # A control may do nothing, and the check says so.
-                why = check.why_null_passes(value.name)
+                why = named_reason(check.passes_null, value.name)
                 if not name.startswith("sink_circuit"):
-                    why = why or check.why_random_passes(value.name) or value.value == 0
+                    why = why or named_reason(check.passes_random, value.name)
+                    why = why or value.value == 0
                 assert why or not value.is_near(0.0), value.full_name
 
 

@@ -17,8 +17,8 @@ from headcount import app
 from headcount.reproduce.published_texts import (
     GPT2_TOKENS,
     RECIPES,
-    Sources,
     Text,
+    TokenizedRow,
     fingerprints,
     gpt2_tokenizer,
     how_to_get,
@@ -178,12 +178,12 @@ def test_rows_are_drawn_in_the_published_order(tokenizer: Path) -> None:
         rows = [(row["dataset"], int(row["source_index"])) for row in csv.DictReader(lines)]
     # How many rows of each data set have 40 tokens. Only these numbers give the published order.
     counts = {"sst2": 986, "gsm8k": 5671, "humaneval": 159}
-    sources = Sources(
-        lambda data_set: ["a" * 40] * counts[data_set.name],
-        lambda: gpt2_tokenizer(str(tokenizer)),
-        lambda line: None,
-    )
-    drawn = short_texts(sources, RECIPES["sink_circuit"].seed)
+    rows_by_name = {
+        name: [TokenizedRow(place, "", [0] * 40) for place in range(count)]
+        for name, count in counts.items()
+    }
+    seed = RECIPES["sink_circuit"].seed
+    drawn = short_texts(rows_by_name, gpt2_tokenizer(str(tokenizer)), seed)
     for name in counts:
         # A row that comes later in the data set comes later among those of 40 tokens.
         published_places = np.argsort([index for dataset, index in rows if dataset == name])
