@@ -97,23 +97,17 @@ class Check(ControlledQuery):
         """Every published value, from the file or from `published`."""
         return self._values
 
-    @property
-    def scale(self) -> Scale:
-        """What the tolerance is measured in."""
-        if self.log10:
-            return "log10"
-        return "relative" if self.relative else "absolute"
-
     @model_validator(mode="after")
     def _read_values(self, info: ValidationInfo) -> Self:
         if bool(self.published) and bool(self.file):
             raise ValueError("expected either published or file, got both")
         if self.relative and self.log10:
             raise ValueError("expected either relative or log10, got both")
+        scale: Scale = "log10" if self.log10 else "relative" if self.relative else "absolute"
         if self.file:
             directory: Path = (info.context or {}).get("directory", REPLICATIONS)
             self._values = read_values(
-                directory / self.file, self.scale, self.tolerance, self.standard_error
+                directory / self.file, scale, self.tolerance, self.standard_error
             )
             return self
         if self.tolerance is None:
@@ -124,7 +118,7 @@ class Check(ControlledQuery):
                 name=name,
                 value=value,
                 tolerance=self.tolerance,
-                scale=self.scale,
+                scale=scale,
                 standard_error=errors.get(name) if isinstance(errors, dict) else errors,
             )
             for name, value in self.published.items()

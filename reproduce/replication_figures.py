@@ -4,31 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 from headcount.queries.ask.asking import Record, Row, RunDatabase
 from headcount.queries.report.html_page import TEMPLATES, Figures, json_value, write_html
-from headcount.reproduce.replication import Figure
+from headcount.reproduce.replication import Figure, Replication
 from headcount.reproduce.verdicts import Result, finite_number
 from headcount.schemas.errors import QueryError, RunError
-
-
-@dataclass(frozen=True)
-class Heading:
-    """What stands above the results of a page."""
-
-    replication: str
-    """Name of the replication."""
-    title: str
-    source: str
-    model: str
-    runs: str
-    """Name of the directory that the runs lie in."""
-    warning: str = ""
-    """What a reader must know before the numbers. Empty if there is nothing."""
 
 
 class _NothingToDrawError(Exception):
@@ -37,23 +21,27 @@ class _NothingToDrawError(Exception):
 
 def write_page(
     output: Path,
-    heading: Heading,
+    name: str,
+    replication: Replication,
+    model: str,
     results: Sequence[Result],
-    figures: Iterable[Figure],
     database: RunDatabase,
+    warning: str = "",
 ) -> None:
-    """Write the page of one replication: its results, and its figures drawn from the runs."""
+    """Write the page of one replication: its results, and its figures drawn from the runs.
+
+    The file has the name of the directory of the runs. `warning` is what a reader must know before
+    the numbers.
+    """
     page_figures = Figures()
-    judged = [result for result in results if result.verdict != "not comparable"]
-    incomparable = [result for result in results if result.verdict == "not comparable"]
     content = {
-        "title": f"{heading.replication}: {heading.title}",
-        "facts": {"source": heading.source, "model": heading.model, "runs": heading.runs},
-        "banner": heading.warning,
-        "judged": judged,
-        "incomparable": incomparable,
+        "title": f"{name}: {replication.title}",
+        "facts": {"source": replication.source, "model": model, "runs": output.stem},
+        "banner": warning,
+        "judged": [result for result in results if result.verdict != "not comparable"],
+        "incomparable": [result for result in results if result.verdict == "not comparable"],
         "counts": Counter(result.verdict for result in results),
-        "cards": [_card(heading.replication, figure, database, page_figures) for figure in figures],
+        "cards": [_card(name, figure, database, page_figures) for figure in replication.figure],
     }
     write_html(
         TEMPLATES / "replication_figures", output, content, json_value(page_figures.contents)

@@ -14,7 +14,7 @@ from headcount.jobs.run.progress import watch_index
 from headcount.queries.commands.query import tell_user, warn_of_damage
 from headcount.reproduce.published_texts import how_to_get
 from headcount.reproduce.replication import Replication
-from headcount.reproduce.replication_figures import Heading, write_page
+from headcount.reproduce.replication_figures import write_page
 from headcount.reproduce.replication_runs import open_replication_runs, plan_replication
 from headcount.reproduce.verdicts import Result, has_sizes, judge, warning
 from headcount.schemas.errors import HeadcountError
@@ -124,13 +124,6 @@ class Attempt:
         page = place(f"{self.directory}.html")
         if not isinstance(page, Path):
             return ""
-        heading = Heading(
-            replication=self.name,
-            title=replication.title,
-            source=replication.source,
-            model=self.model,
-            runs=page.stem,
-            warning=warning(replication, info, self.model),
-        )
-        write_page(page, heading, self.results, replication.figure, database)
+        notice = warning(replication, info, self.model)
+        write_page(page, self.name, replication, self.model, self.results, database, notice)
         return str(page)

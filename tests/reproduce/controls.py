@@ -176,9 +176,10 @@ def short_replication(
     """The replication with few sequences, and with the scans that a model of these sizes has."""
     scans: dict[str, dict[str, Any]] = {}
     for name, entry in replication.scan.items():
-        fields = replication.defaults | entry
-        alternatives = fields.pop("sizes", [{}])
+        alternatives: list[Sizes] = entry.get("sizes", [{}])
         is_of_sizes = any(each.items() <= sizes.items() for each in alternatives)
+        fields = replication.defaults | entry
+        fields = {key: fields[key] for key in fields if key not in ("sizes", "bundled")}
         if not is_of_sizes or _is_only_drawn(replication, name, fields):
             continue
         # A corpus that is not here: the miniature reads something else.
@@ -354,12 +355,11 @@ class ControlRuns:
         self, name: str, replication: Replication, model: tuple[str, KnownModels]
     ) -> list[Plan]:
         """Measure the missing runs of a replication on a model; the plans of all its runs."""
-        path, known = model
-        return measured_plans(replication, path, str(self.runs(name)), known)
+        return measured_plans(replication, *model, str(self.runs(name)))
 
 
 def measured_plans(
-    replication: Replication, model: str, directory: str, known: KnownModels
+    replication: Replication, model: str, known: KnownModels, directory: str
 ) -> list[Plan]:
     """Measure what is missing of runs in a directory, in this process, without a word."""
     plans = plan_replication(replication, model, directory, models=known, fingerprinted=False)
@@ -367,13 +367,12 @@ def measured_plans(
     return plans
 
 
-def with_untouched(replication: Replication, is_miniature: bool = False) -> Replication:
+def with_untouched(replication: Replication) -> Replication:
     """The replication, in which each scan that lacks the untouched model measures nothing else."""
     scans: dict[str, dict[str, Any]] = {}
     for name, entry in replication.scan.items():
-        fields = replication.defaults | entry
-        if is_miniature:
-            fields |= replication.bundled | entry.get("bundled", {})
+        # Of a short replication the last two are empty.
+        fields = replication.defaults | entry | replication.bundled | entry.get("bundled", {})
         interventions = fields.get("interventions", ["none"])
         scans[name] = entry if "none" in interventions else entry | {"interventions": ["none"]}
     return replication.model_copy(update={"scan": scans})
@@ -492,27 +491,23 @@ class ReplicationControls:
             controls += self._null_figures(sizes, changed, null)
         return controls
 
-    def _short(self, sizes: Sizes, of_few_heads: bool = False) -> ShortReplication:
-        return short_replication(self.replication, sizes, self.runs.extent, of_few_heads)
-
     def _random_runs(self, sizes: Sizes) -> RunsShown:
-        short = self._short(sizes)
+        short = short_replication(self.replication, sizes, self.runs.extent)
         self._note(short)
         model = self.runs.model(short, UNTRAINED)
         return runs_shown(self.runs.measure(self.name, short.replication, model))
 
     def _changed_runs(self, sizes: Sizes) -> tuple[RunsShown, RunsShown]:
         """Runs whose interventions show, and the same as if they did nothing."""
-        short = self._short(sizes, of_few_heads=True)
-        model = self.runs.model(short, LIVELY)
+        short = short_replication(self.replication, sizes, self.runs.extent, of_few_heads=True)
         try:
-            plans = self.runs.measure(self.name, short.replication, model)
+            plans = self.runs.measure(self.name, short.replication, self.runs.model(short, LIVELY))
         except HeadcountError:
             # An intervention names a head that a small model lacks.
-            short = self._short(sizes)
-            model = self.runs.model(short, LIVELY)
-            plans = self.runs.measure(self.name, short.replication, model)
+            short = short_replication(self.replication, sizes, self.runs.extent)
+            plans = self.runs.measure(self.name, short.replication, self.runs.model(short, LIVELY))
         self._note(short)
+        model = self.runs.model(short, LIVELY)
         untouched = self.runs.measure(self.name, with_untouched(short.replication), model)
         return runs_shown(plans), runs_shown(plans, untouched)
 
@@ -618,10 +613,10 @@ def measured_miniature(
     interventions did nothing.
     """
     model = replication.bundled_model
-    plans = measured_plans(replication, model, directory, models)
-    other = with_untouched(replication, is_miniature=True)
+    plans = measured_plans(replication, model, models, directory)
+    other = with_untouched(replication)
     is_other = other != replication
-    untouched = measured_plans(other, model, directory, models) if is_other else plans
+    untouched = measured_plans(other, model, models, directory) if is_other else plans
     database = open_replication_runs(replication, directory)
     if is_other:
         # A user's directory does not have the others.
@@ -668,14 +663,14 @@ def passing_share(value: PublishedValue) -> float:
     # Both the published and the measured value scatter about the true one.
     draws = generator.standard_normal((2, DRAWS)) * value.standard_error + value.value
     published, measured = draws
-    if value.scale == "log10":
-        both = (published > 0) & (measured > 0)
-        ratio = np.divide(measured, published, out=np.ones(DRAWS), where=both)
-        near = both & (np.abs(np.log10(ratio, where=both, out=np.zeros(DRAWS))) <= value.tolerance)
-    else:
-        unit = np.abs(published) if value.scale == "relative" else 1.0
-        near = np.abs(measured - published) <= value.tolerance * unit
-    return float(near.mean())
+    with np.errstate(invalid="ignore"):
+        # The logarithm of what is not above 0 is NaN, and near nothing.
+        distances = {
+            "absolute": measured - published,
+            "relative": measured / published - 1,
+            "log10": np.log10(measured) - np.log10(published),
+        }
+    return float((np.abs(distances[value.scale]) <= value.tolerance).mean())
 
 
 def scatter_problems(name: str, replication: Replication) -> list[Control]:

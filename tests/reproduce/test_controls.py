@@ -126,15 +126,6 @@ def test_an_intervention_that_does_nothing_has_the_untouched_rows(runs: ControlR
     assert shown() == dict.fromkeys(changed, changed["interventions", "none"])
 
 
-def test_a_run_that_two_models_share_is_measured_once(runs: ControlRuns) -> None:
-    check = {"sql": RATIO, "tolerance": 0.2, "published": {"none ratio": 3}}
-    # Longer contexts than the controls measure are one model to them.
-    checks = [check | {"sizes": SIZES | {"n_ctx": n_ctx}} for n_ctx in (4096, 8192)]
-    ReplicationControls("shared", toy_replication(**TOY, check=checks), runs).measure()
-    # 16 positions and the most; each with weights of two kinds.
-    assert len(list(runs.runs("shared").rglob("manifest.json"))) == 4
-
-
 def test_what_would_take_too_long_is_smaller_and_says_so() -> None:
     sizes = {"n_layers": 12, "n_heads": 12, "n_ctx": 1024, "d_vocab": 50257}
     short = short_replication(REPLICATIONS["masked_keys"], sizes, QUICK)

@@ -26,7 +26,7 @@ from headcount.reproduce.replication import (
     read_toml,
     replications,
 )
-from headcount.reproduce.replication_figures import Heading, write_page
+from headcount.reproduce.replication_figures import write_page
 from headcount.reproduce.replication_runs import plan_replication
 from headcount.reproduce.verdicts import Result, judge, warning
 from headcount.schemas.errors import ScanError
@@ -81,8 +81,7 @@ def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its
     assert len(results) - len(figures) >= len(replication.claim)
     measured = [result.measured for result in results]
     assert all(math.isfinite(value) for value in measured if value is not None)
-    heading = Heading(*[""] * 6)
-    write_page(tmp_path / "page.html", heading, results, replication.figure, database)
+    write_page(tmp_path / "page.html", name, replication, "m", results, database)
     page = (tmp_path / "page.html").read_text()
     assert all(figure.title in html.unescape(page) for figure in replication.figure)
     # Last, because it changes what the database shows.
@@ -94,7 +93,13 @@ def test_a_replication_that_runs_again_measures_nothing_twice(tmp_path: Path) ->
     def write_times() -> list[int]:
         return sorted(file.stat().st_mtime_ns for file in tmp_path.rglob("*.parquet"))
 
-    assert reproduce("position_geometry", "--out", str(tmp_path))[0] == 0
+    exit_code, output = reproduce("position_geometry", "--out", str(tmp_path))
+    assert exit_code == 0
+    # The page lies beside the directory of the runs.
+    (page,) = tmp_path.rglob("*.html")
+    assert f"figures in {page}" in output
+    assert page.with_suffix("").is_dir()
+    assert "<strong>a miniature: its numbers are not comparable" in page.read_text()
     times_before = write_times()
     assert times_before
     assert reproduce("position_geometry", "--out", str(tmp_path))[0] == 0
