@@ -257,7 +257,7 @@ def _print_results(attempt: Attempt) -> None:
     # On a miniature nearly all published figures cannot be compared. That long list comes last.
     for result in sorted(printed, key=lambda result: VERDICT_ORDER.index(result.verdict)):
         published, measured = (
-            f"{value:.4g}" if isinstance(value, float) else value or ""
+            "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
             for value in (result.published, result.measured)
         )
         table.add_row(result.name, published, measured, result.tolerance_text, result.verdict)

@@ -45,7 +45,6 @@ from headcount.reproduce.replication import (
     Check,
     Reasons,
     Replication,
-    Sizes,
     find_replications,
     replications,
 )
@@ -82,6 +81,10 @@ NOTHING = (0.0, 1.0, 100.0)
 """What changes, ratios and percentages of an intervention that does nothing are."""
 
 
+ModelSizes = Mapping[str, int | str]
+"""ModelSizes of a model, by field of its description."""
+
+
 class Control(NamedTuple):
     """What one control says of one figure or claim."""
 
@@ -103,7 +106,9 @@ def named_reason(reasons: Reasons, name: str) -> str:
     return next((reasons[each] for each in [name, *beginnings] if each in reasons), "")
 
 
-def _is_same(value: float, other: float) -> bool:
+def _is_same(value: float | None, other: float | None) -> bool:
+    if value is None or other is None:
+        return value is other
     return math.isclose(value, other, rel_tol=SAME, abs_tol=SAME)
 
 
@@ -171,12 +176,12 @@ class ShortReplication(NamedTuple):
 
 
 def short_replication(
-    replication: Replication, sizes: Sizes, extent: Extent, of_few_heads: bool = False
+    replication: Replication, sizes: ModelSizes, extent: Extent, of_few_heads: bool = False
 ) -> ShortReplication:
     """The replication with few sequences, and with the scans that a model of these sizes has."""
     scans: dict[str, dict[str, Any]] = {}
     for name, entry in replication.scan.items():
-        alternatives: list[Sizes] = entry.get("sizes", [{}])
+        alternatives: list[ModelSizes] = entry.get("sizes", [{}])
         is_of_sizes = any(each.items() <= sizes.items() for each in alternatives)
         fields = replication.defaults | entry
         fields = {key: fields[key] for key in fields if key not in ("sizes", "bundled")}
@@ -199,11 +204,11 @@ def short_replication(
 def _affordable_sizes(
     replication: Replication,
     scans: Mapping[str, Mapping[str, Any]],
-    sizes: Sizes,
+    sizes: ModelSizes,
     extent: Extent,
     of_few_heads: bool,
 ) -> tuple[dict[str, int], list[str]]:
-    """Sizes of a model that there is time for, and what of them is smaller than published."""
+    """ModelSizes of a model that there is time for, and what of them is smaller than published."""
     notes: list[str] = []
     n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", WITHOUT_HEADS))
     names = [value.name for value in replication.published_values]
@@ -465,7 +470,7 @@ class ReplicationControls:
 
     def measure(self) -> list[Control]:
         """Measure all runs, then ask every check and every claim."""
-        all_sizes: list[Sizes] = []
+        all_sizes: list[ModelSizes] = []
         for check in self.replication.check:
             for value in check.values:
                 if (sizes := self.replication.sizes_of(check, value)) not in all_sizes:
@@ -491,13 +496,13 @@ class ReplicationControls:
             controls += self._null_figures(sizes, changed, null)
         return controls
 
-    def _random_runs(self, sizes: Sizes) -> RunsShown:
+    def _random_runs(self, sizes: ModelSizes) -> RunsShown:
         short = short_replication(self.replication, sizes, self.runs.extent)
         self._note(short)
         model = self.runs.model(short, UNTRAINED)
         return runs_shown(self.runs.measure(self.name, short.replication, model))
 
-    def _changed_runs(self, sizes: Sizes) -> tuple[RunsShown, RunsShown]:
+    def _changed_runs(self, sizes: ModelSizes) -> tuple[RunsShown, RunsShown]:
         """Runs whose interventions show, and the same as if they did nothing."""
         short = short_replication(self.replication, sizes, self.runs.extent, of_few_heads=True)
         try:
@@ -520,7 +525,7 @@ class ReplicationControls:
             self._shown = shown
 
     def _measured(
-        self, sizes: Sizes, shown: RunsShown
+        self, sizes: ModelSizes, shown: RunsShown
     ) -> Iterator[tuple[Check, PublishedValue, float | None]]:
         """What was published for a model of these sizes, and what some runs measure of it."""
         for check in self.replication.check:
@@ -537,7 +542,7 @@ class ReplicationControls:
                         self._values[key] = measured_by_name(self.name, check.sql, self.database)
                 yield check, value, self._values[key].get(value.name)
 
-    def _random_figures(self, sizes: Sizes, shown: RunsShown) -> list[Control]:
+    def _random_figures(self, sizes: ModelSizes, shown: RunsShown) -> list[Control]:
         controls: list[Control] = []
         for check, value, measured in self._measured(sizes, shown):
             if measured is None:
@@ -548,7 +553,9 @@ class ReplicationControls:
                 controls.append(Control(self.name, value.full_name, "random", not why, text))
         return controls
 
-    def _null_figures(self, sizes: Sizes, changed: RunsShown, null: RunsShown) -> list[Control]:
+    def _null_figures(
+        self, sizes: ModelSizes, changed: RunsShown, null: RunsShown
+    ) -> list[Control]:
         """Figures that an intervention which does nothing passes."""
         # All with interventions first: to show other runs takes longer than a query.
         before_and_after = [*self._measured(sizes, changed)], [*self._measured(sizes, null)]
@@ -641,12 +648,9 @@ def null_claims(
     null.show(database)
     controls: list[Control] = []
     for words, value, _, why in passing_claims(name, replication, database):
-        if words in with_interventions:
-            # The same words and the same number: it depends on no intervention.
-            before = with_interventions[words]
-            is_undefined = value is None or before is None
-            if value is before if is_undefined else _is_same(value, before):
-                continue
+        # The same words and the same number: it depends on no intervention.
+        if words in with_interventions and _is_same(value, with_interventions[words]):
+            continue
         text = why or f"holds under interventions that do nothing ({value})"
         controls.append(Control(name, words, "null", not why, text))
     return controls
