@@ -10,8 +10,8 @@ import csv
 import hashlib
 import io
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +23,17 @@ from headcount.workers.model.files.text_tokenizer import TextTokenizer
 GPT2_TOKENS = 50257
 """Size of GPT-2's vocabulary, whose tokenizer cut the published texts."""
 
-TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
-"""What is fetched of a model of the Hub, without its weights."""
+PER_DATA_SET = 100
+"""Texts of each data set."""
+
+SHORT, LONG = 40, 1024
+"""Tokens of a short text, and of a long text at least."""
+
+SENTENCE = "It was the best of times, it was the worst of times, it was the age of wisdom."
+"""The sentence of figure 5 (Dickens 1859): 21 tokens of GPT-2."""
 
 
-@dataclass(frozen=True)
-class DataSet:
+class DataSet(NamedTuple):
     """A public data set, and which of its fields is read."""
 
     name: str
@@ -46,18 +51,6 @@ DATA_SETS = (
 )
 """In the order of the source: one generator draws from all three in turn."""
 
-PER_DATA_SET = 100
-"""Texts of each data set."""
-
-SHORT = 40
-"""Tokens of a short text."""
-
-LONG = 1024
-"""Tokens of a long text, at least."""
-
-SENTENCE = "It was the best of times, it was the worst of times, it was the age of wisdom."
-"""The sentence of figure 5 (Dickens 1859): 21 tokens of GPT-2."""
-
 
 class Text(NamedTuple):
     """One text of a data set."""
@@ -68,82 +61,56 @@ class Text(NamedTuple):
     text: str
 
 
-class Piece(NamedTuple):
+class TokenizedRow(NamedTuple):
     """A row of a data set with its tokens."""
 
     index: int
     text: str
-    tokens: list[int]
+    tokens: Sequence[int]
 
 
-ReadRows = Callable[[DataSet], Iterable[Any]]
-"""What gives the values of a data set's field, in the order of its rows."""
-
-Tell = Callable[[str], None]
-"""What takes a line that says what was done."""
+Rows = Mapping[str, Sequence[TokenizedRow]]
+"""The rows of each data set, by its name, in the order of the source."""
 
 
-@dataclass(frozen=True)
-class Sources:
-    """What texts are built from."""
-
-    read_rows: ReadRows
-    load_tokenizer: Callable[[], TextTokenizer]
-    tell: Tell
-
-
-def short_texts(sources: Sources, seed: int) -> list[Text]:
+def short_texts(rows_by_name: Rows, tokenizer: TextTokenizer, seed: int) -> list[Text]:
     """The first 40 tokens of 100 rows of each data set, drawn by one generator for all three."""
-    tokenizer = sources.load_tokenizer()
     generator = random.Random(seed)
     texts: list[Text] = []
-    for data_set in DATA_SETS:
-        pieces = _pieces(data_set, sources.read_rows, tokenizer)
-        candidates = _long_enough(data_set, pieces, sources.tell)
+    for name, rows in rows_by_name.items():
+        candidates = _long_enough(rows)
         generator.shuffle(candidates)
         texts += [
-            Text(data_set.name, piece.index, tokenizer.text(piece.tokens[:SHORT]))
-            for piece in candidates[:PER_DATA_SET]
+            Text(name, row.index, tokenizer.text([*row.tokens[:SHORT]]))
+            for row in candidates[:PER_DATA_SET]
         ]
     return texts
 
 
-def long_texts(sources: Sources, seed: int) -> list[Text]:
+def long_texts(rows_by_name: Rows, tokenizer: TextTokenizer, seed: int) -> list[Text]:
     """100 texts of each data set, each a row that is continued by other rows of the same data set.
 
     Texts of the three data sets alternate, so that the first 150 are 50 of each.
     """
-    tokenizer = sources.load_tokenizer()
-    by_data_set = [
-        _continued_texts(number, data_set, sources, tokenizer, seed)
-        for number, data_set in enumerate(DATA_SETS)
-    ]
-    return [text for texts in zip(*by_data_set, strict=True) for text in texts]
-
-
-def the_sentence(sources: Sources, seed: int) -> list[Text]:
-    """The one sentence of figure 5."""
-    return [Text("sentence", 0, SENTENCE)]
-
-
-def _continued_texts(
-    number: int, data_set: DataSet, sources: Sources, tokenizer: TextTokenizer, seed: int
-) -> list[Text]:
-    """The long texts of one data set; `number` is its place among the three."""
-    pieces = _pieces(data_set, sources.read_rows, tokenizer)
-    # The seeds are the source's: one draw for the beginnings, and one for each continuation.
-    beginnings = _long_enough(data_set, pieces, sources.tell)
-    random.Random(seed * 1009 + number * 9176).shuffle(beginnings)
-    texts: list[Text] = []
-    for order, beginning in enumerate(beginnings[:PER_DATA_SET]):
-        generator = random.Random(seed * 1000003 + number * 9176 + order * 7919)
-        text = _continued(beginning, pieces, tokenizer, generator)
-        texts.append(Text(data_set.name, beginning.index, text))
-    return texts
+    texts_by_data_set: list[list[Text]] = []
+    for number, (name, rows) in enumerate(rows_by_name.items()):
+        # The seeds are the source's: one draw for the beginnings, and one for each continuation.
+        beginnings = _long_enough(rows)
+        random.Random(seed * 1009 + number * 9176).shuffle(beginnings)
+        texts: list[Text] = []
+        for order, beginning in enumerate(beginnings[:PER_DATA_SET]):
+            generator = random.Random(seed * 1000003 + number * 9176 + order * 7919)
+            text = _continued(beginning, rows, tokenizer, generator)
+            texts.append(Text(name, beginning.index, text))
+        texts_by_data_set.append(texts)
+    return [text for texts in zip(*texts_by_data_set, strict=True) for text in texts]
 
 
 def _continued(
-    beginning: Piece, pieces: list[Piece], tokenizer: TextTokenizer, generator: random.Random
+    beginning: TokenizedRow,
+    rows: Sequence[TokenizedRow],
+    tokenizer: TextTokenizer,
+    generator: random.Random,
 ) -> str:
     """A row, continued by rows in random order until it is long enough.
 
@@ -153,36 +120,18 @@ def _continued(
     parts = [beginning.text]
     count = len(beginning.tokens)
     while True:
-        order = list(pieces)
+        order = list(rows)
         generator.shuffle(order)
-        for piece in order:
+        for row in order:
             if count >= LONG and len(tokenizer.encode("".join(parts))) >= LONG:
                 return "".join(parts)
-            parts.append(piece.text)
-            count += len(piece.tokens)
+            parts.append(row.text)
+            count += len(row.tokens)
 
 
-def _pieces(data_set: DataSet, read_rows: ReadRows, tokenizer: TextTokenizer) -> list[Piece]:
-    """The rows of a data set that have text, with white space collapsed to single spaces."""
-    cleaned = [" ".join(str(value or "").split()) for value in read_rows(data_set)]
-    rows = [(index, text) for index, text in enumerate(cleaned) if text]
-    tokens = tokenizer.encode_many([text for _, text in rows])
-    return [Piece(index, text, ids) for (index, text), ids in zip(rows, tokens, strict=True)]
-
-
-def _long_enough(data_set: DataSet, pieces: Sequence[Piece], tell: Tell) -> list[Piece]:
+def _long_enough(rows: Iterable[TokenizedRow]) -> list[TokenizedRow]:
     """The rows of at least 40 tokens, of which the authors drew 100."""
-    candidates = [piece for piece in pieces if len(piece.tokens) >= SHORT]
-    tell(
-        f"{data_set.name}: {counted(len(pieces), 'row')} with text, {len(candidates):,} of at "
-        f"least {SHORT} tokens, {PER_DATA_SET} drawn"
-    )
-    if len(candidates) < PER_DATA_SET:
-        raise CorpusError(
-            f"{data_set.name}: expected {PER_DATA_SET} rows or more with at least {SHORT} tokens "
-            f"in the field {data_set.field}, got {len(candidates)}; is this the whole data set?"
-        )
-    return candidates
+    return [row for row in rows if len(row.tokens) >= SHORT]
 
 
 # What can be built
@@ -196,10 +145,11 @@ class Recipe:
     """A phrase that says what they are."""
     file: str
     """The file that the replications read."""
-    build: Callable[[Sources, int], list[Text]]
-    seed: int
+    draw: Callable[[Rows, TextTokenizer, int], list[Text]] | None
+    """What draws them with a seed. None is for the sentence, which is drawn from nothing."""
+    seed: int = 0
     """The seed of the published texts."""
-    fingerprints: dict[str, str]
+    fingerprints: dict[str, str] = field(default_factory=dict)
     """Of the published texts, by data set. Empty if the authors published none."""
 
 
@@ -219,16 +169,8 @@ RECIPES = {
         "300 texts of 1024 tokens, rows of one data set joined",
         "sink_circuit_long_texts.csv",
         long_texts,
-        0,
-        {},
     ),
-    "sink_circuit_sentence": Recipe(
-        "the sentence of figure 5",
-        "sink_circuit_sentence.csv",
-        the_sentence,
-        0,
-        {},
-    ),
+    "sink_circuit_sentence": Recipe("the sentence of figure 5", "sink_circuit_sentence.csv", None),
 }
 """By the name that `headcount reproduce texts` takes."""
 
@@ -243,6 +185,94 @@ def how_to_get(message: str) -> str:
         if recipe.file in message:
             return f"headcount reproduce texts {name} -o {recipe.file}"
     return ""
+
+
+def build_texts(
+    recipe: Recipe, directory: Path | None, tokenizer: str, seed: int, tell: Callable[[str], None]
+) -> list[Text]:
+    """The texts of a recipe, from local copies of the data sets below a directory, or from the Hub.
+
+    `tell` takes a line for each data set that was read.
+    """
+    if recipe.draw is None:
+        return [Text("sentence", 0, SENTENCE)]
+    gpt2 = gpt2_tokenizer(tokenizer)
+    rows_by_name: dict[str, list[TokenizedRow]] = {}
+    for data_set in DATA_SETS:
+        # White space is collapsed to single spaces, and rows without text are left out.
+        cleaned = [" ".join(str(value or "").split()) for value in _values(data_set, directory)]
+        numbered = [(index, text) for index, text in enumerate(cleaned) if text]
+        tokens = gpt2.encode_many([text for _, text in numbered])
+        rows = [TokenizedRow(*row, ids) for row, ids in zip(numbered, tokens, strict=True)]
+        candidates = len(_long_enough(rows))
+        tell(
+            f"{data_set.name}: {counted(len(rows), 'row')} with text, {candidates:,} of at "
+            f"least {SHORT} tokens, {PER_DATA_SET} drawn"
+        )
+        if candidates < PER_DATA_SET:
+            raise CorpusError(
+                f"{data_set.name}: expected {PER_DATA_SET} rows or more with at least {SHORT} "
+                f"tokens in the field {data_set.field}, got {candidates}; is this the whole data "
+                "set?"
+            )
+        rows_by_name[data_set.name] = rows
+    return recipe.draw(rows_by_name, gpt2, seed)
+
+
+def gpt2_tokenizer(spec: str) -> TextTokenizer:
+    """GPT-2's tokenizer, in a model's directory or from the Hub (without the model's weights)."""
+    if Path(spec).expanduser().is_dir() or spec.startswith("bundled:"):
+        return TextTokenizer(find_model(spec), GPT2_TOKENS)
+    from huggingface_hub import snapshot_download
+
+    files = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
+    try:
+        directory = snapshot_download(spec, allow_patterns=files)
+    except Exception as error:
+        raise ModelError(
+            f"--tokenizer {spec}: neither a directory, nor to be had from the Hub "
+            f"({reason(error)}); expected a directory with GPT-2's tokenizer.json, or a Hub id"
+        ) from None
+    return TextTokenizer(Path(directory), GPT2_TOKENS)
+
+
+def _values(data_set: DataSet, directory: Path | None) -> list[Any]:
+    """The values of the field that is read, in the order of the rows."""
+    from datasets import load_dataset, load_from_disk
+
+    source, configuration = data_set.hub, data_set.configuration
+    if directory is not None:
+        names = dict.fromkeys([data_set.name, data_set.hub.rpartition("/")[2]])
+        copies = [directory / name for name in names if (directory / name).is_dir()]
+        if not copies:
+            raise CorpusError(
+                f"{directory}: expected a directory {' or '.join(names)} with a copy of "
+                f"{data_set.hub}, got none"
+            )
+        # A copy may hold its configurations as directories, or only the one that is needed.
+        inner = copies[0] / (configuration or "")
+        source, configuration = str(inner if inner.is_dir() else copies[0]), None
+    try:
+        # The library `datasets` saves these two, and reads what it saved in another way.
+        if any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            saved: Any = load_from_disk(source)
+            rows = saved[data_set.split] if isinstance(saved, dict) else saved
+        else:
+            rows = load_dataset(source, configuration, split=data_set.split, streaming=True)
+        return [row[data_set.field] for row in rows]
+    except KeyError as error:
+        raise CorpusError(
+            f"{source}: expected the split {data_set.split} and the field {data_set.field}, and "
+            f"{error} is missing; is this {data_set.hub}?"
+        ) from None
+    except Exception as error:
+        raise CorpusError(
+            f"{source}: the split {data_set.split} cannot be read ({reason(error)}); without the "
+            "network, give local copies of the three data sets with --from DIR"
+        ) from None
+
+
+# What was built
 
 
 def fingerprints(texts: Iterable[Text]) -> dict[str, str]:
@@ -267,78 +297,6 @@ def as_csv(texts: Iterable[Text]) -> bytes:
     writer.writerow(Text._fields)
     writer.writerows(texts)
     return lines.getvalue().encode()
-
-
-# Sources
-
-
-def gpt2_tokenizer(spec: str) -> TextTokenizer:
-    """GPT-2's tokenizer, in a model's directory or from the Hub (without the model's weights)."""
-    if Path(spec).expanduser().is_dir() or spec.startswith("bundled:"):
-        return TextTokenizer(find_model(spec), GPT2_TOKENS)
-    from huggingface_hub import snapshot_download
-
-    try:
-        directory = snapshot_download(spec, allow_patterns=TOKENIZER_FILES)
-    except Exception as error:
-        raise ModelError(
-            f"--tokenizer {spec}: neither a directory, nor to be had from the Hub "
-            f"({reason(error)}); expected a directory with GPT-2's tokenizer.json, or a Hub id"
-        ) from None
-    return TextTokenizer(Path(directory), GPT2_TOKENS)
-
-
-def rows_of_hub(data_set: DataSet) -> Iterable[Any]:
-    """The values of a data set of the Hub."""
-    return _read(data_set, data_set.hub, data_set.configuration)
-
-
-def rows_below(directory: Path) -> ReadRows:
-    """What reads local copies: directories below this one, with the names of the data sets."""
-
-    def read_rows(data_set: DataSet) -> Iterable[Any]:
-        names = [data_set.name, data_set.hub.rpartition("/")[2]]
-        copies = [directory / name for name in names if (directory / name).is_dir()]
-        if not copies:
-            raise CorpusError(
-                f"{directory}: expected a directory {' or '.join(dict.fromkeys(names))} with a "
-                f"copy of {data_set.hub}, got none"
-            )
-        copy = copies[0]
-        configuration = data_set.configuration
-        # A copy may hold its configurations as directories, or only the one that is needed.
-        if configuration and (copy / configuration).is_dir():
-            copy = copy / configuration
-        return _read(data_set, str(copy), None)
-
-    return read_rows
-
-
-SAVED = ("state.json", "dataset_dict.json")
-"""Files of a directory that the library `datasets` saved."""
-
-
-def _read(data_set: DataSet, source: str, configuration: str | None) -> Iterable[Any]:
-    """The values of the field, from a Hub id or a directory."""
-    from datasets import load_dataset, load_from_disk
-
-    try:
-        if any((Path(source) / name).is_file() for name in SAVED):
-            saved: Any = load_from_disk(source)
-            rows = saved[data_set.split] if isinstance(saved, dict) else saved
-        else:
-            rows = load_dataset(source, configuration, split=data_set.split, streaming=True)
-        return [row[data_set.field] for row in rows]
-    except KeyError as error:
-        raise CorpusError(
-            f"{source}: expected the split {data_set.split} and the field {data_set.field}, and "
-            f"{error} is missing; is this {data_set.hub}?"
-        ) from None
-    except Exception as error:
-        raise CorpusError(
-            f"{source}: the split {data_set.split} cannot be read ({reason(error)}); without the "
-            "network, give local copies of the three data sets with --from DIR"
-        ) from None
 
 
 def check_published(recipe: Recipe, texts: Sequence[Text], seed: int) -> str:

@@ -58,22 +58,6 @@ class PublishedValue:
         return abs(measured - self.value) <= self.allowed_distance
 
 
-def named_reason(reasons: str | Mapping[str, str], name: str) -> str:
-    """The reason for a name: by that name, by a beginning `name*`, or the one for all.
-
-    >>> named_reason({"first key*": "a share"}, "first key, T = 64")
-    'a share'
-    """
-    if isinstance(reasons, str):
-        return reasons
-    if name in reasons:
-        return reasons[name]
-    for pattern, why in reasons.items():
-        if pattern.endswith("*") and name.startswith(pattern[:-1]):
-            return why
-    return ""
-
-
 def read_values(
     file: Path,
     scale: Scale,
@@ -93,34 +77,23 @@ def read_values(
             f"{file.name}: expected the columns name and value, and of the others "
             f"{', '.join(COLUMNS[2:])} those needed, got {', '.join(columns) or 'none'}"
         )
-    values: list[PublishedValue] = []
+    values: dict[tuple[str, str], PublishedValue] = {}
     for row in rows:
-        name = row["name"]
-        row_tolerance = _number(file, row, "tolerance", tolerance)
-        if row_tolerance is None:
-            raise ValueError(f"{file.name}: {name}: no tolerance, in the file or in the check")
-        common = standard_error
-        if isinstance(common, Mapping):
-            common = common.get(name)
+        name, model = row["name"], row.get("model") or ""
         value = _number(file, row, "value", None)
         if value is None:
             raise ValueError(f"{file.name}: {name}: no value")
-        values.append(
-            PublishedValue(
-                name=name,
-                value=value,
-                tolerance=row_tolerance,
-                scale=scale,
-                standard_error=_number(file, row, "standard_error", common),
-                model=row.get("model") or "",
-            )
-        )
-    keys = [(value.model, value.name) for value in values]
-    # Counting each key takes long in a file of thousands, and hardly any names one twice.
-    twice = {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else set()
-    if twice:
-        raise ValueError(f"{file.name}: names {sorted(twice)[0][1]!r} twice")
-    return tuple(values)
+        own_tolerance = _number(file, row, "tolerance", tolerance)
+        if own_tolerance is None:
+            raise ValueError(f"{file.name}: {name}: no tolerance, in the file or in the check")
+        scatter = standard_error
+        if isinstance(scatter, Mapping):
+            scatter = scatter.get(name)
+        scatter = _number(file, row, "standard_error", scatter)
+        if (model, name) in values:
+            raise ValueError(f"{file.name}: names {name!r} twice")
+        values[model, name] = PublishedValue(name, value, own_tolerance, scale, scatter, model)
+    return tuple(values.values())
 
 
 def _number(

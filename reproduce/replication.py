@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from headcount.reproduce.published_values import PublishedValue, Scale, named_reason, read_values
+from headcount.reproduce.published_values import PublishedValue, Scale, read_values
 from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.places import reason
 from headcount.workers.model.files.model_info import ModelInfo
@@ -68,14 +68,6 @@ class ControlledQuery(BaseModel):
     passes_null: Reasons = ""
     """Why an intervention that does nothing cannot be told from the published intervention."""
 
-    def why_random_passes(self, name: str) -> str:
-        """Why a row of this name holds for random weights, too; empty if it must not."""
-        return named_reason(self.passes_random, name)
-
-    def why_null_passes(self, name: str) -> str:
-        """Why a row of this name holds if interventions do nothing, too; empty if it must not."""
-        return named_reason(self.passes_null, name)
-
 
 class Check(ControlledQuery):
     """Numbers that were published, by name. `sql` gives rows (name, measured value)."""
@@ -105,23 +97,17 @@ class Check(ControlledQuery):
         """Every published value, from the file or from `published`."""
         return self._values
 
-    @property
-    def scale(self) -> Scale:
-        """What the tolerance is measured in."""
-        if self.log10:
-            return "log10"
-        return "relative" if self.relative else "absolute"
-
     @model_validator(mode="after")
     def _read_values(self, info: ValidationInfo) -> Self:
         if bool(self.published) and bool(self.file):
             raise ValueError("expected either published or file, got both")
         if self.relative and self.log10:
             raise ValueError("expected either relative or log10, got both")
+        scale: Scale = "log10" if self.log10 else "relative" if self.relative else "absolute"
         if self.file:
             directory: Path = (info.context or {}).get("directory", REPLICATIONS)
             self._values = read_values(
-                directory / self.file, self.scale, self.tolerance, self.standard_error
+                directory / self.file, scale, self.tolerance, self.standard_error
             )
             return self
         if self.tolerance is None:
@@ -132,7 +118,7 @@ class Check(ControlledQuery):
                 name=name,
                 value=value,
                 tolerance=self.tolerance,
-                scale=self.scale,
+                scale=scale,
                 standard_error=errors.get(name) if isinstance(errors, dict) else errors,
             )
             for name, value in self.published.items()
@@ -253,12 +239,7 @@ class Replication(BaseModel):
 
 def replications() -> dict[str, Replication]:
     """Every replication we ship, by name."""
-    return {file.stem: read_replication(file) for file in sorted(REPLICATIONS.glob("*.toml"))}
-
-
-def read_replication(file: Path) -> Replication:
-    """Read one replication's file."""
-    return read_toml(file, Replication)
+    return {file.stem: read_toml(file, Replication) for file in sorted(REPLICATIONS.glob("*.toml"))}
 
 
 def read_toml(file: Path, model: type[M]) -> M:
@@ -281,7 +262,7 @@ def find_replications(names: Iterable[str]) -> dict[str, Replication]:
     selection: dict[str, Replication] = {}
     for name in names:
         if name.endswith(".toml"):
-            selection[Path(name).stem] = read_replication(Path(name))
+            selection[Path(name).stem] = read_toml(Path(name), Replication)
         elif name in shipped_replications:
             selection[name] = shipped_replications[name]
         else:

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 from headcount.queries.ask.asking import Record, Row, RunDatabase
 from headcount.queries.report.html_page import TEMPLATES, Figures, json_value, write_html
-from headcount.reproduce.replication import Figure
-from headcount.reproduce.verdicts import Result
+from headcount.reproduce.replication import Figure, Replication
+from headcount.reproduce.verdicts import Result, finite_number
 from headcount.schemas.errors import QueryError, RunError
-
-
-@dataclass(frozen=True)
-class Heading:
-    """What stands above the results of a page."""
-
-    replication: str
-    """Name of the replication."""
-    title: str
-    source: str
-    model: str
-    runs: str
-    """Name of the directory that the runs lie in."""
-    warning: str = ""
-    """What a reader must know before the numbers. Empty if there is nothing."""
-
-
-Label = float | str
-"""Where a value stands on an axis."""
 
 
 class _NothingToDrawError(Exception):
@@ -42,23 +21,27 @@ class _NothingToDrawError(Exception):
 
 def write_page(
     output: Path,
-    heading: Heading,
+    name: str,
+    replication: Replication,
+    model: str,
     results: Sequence[Result],
-    figures: Iterable[Figure],
     database: RunDatabase,
+    warning: str = "",
 ) -> None:
-    """Write the page of one replication: its results, and its figures drawn from the runs."""
+    """Write the page of one replication: its results, and its figures drawn from the runs.
+
+    The file has the name of the directory of the runs. `warning` is what a reader must know before
+    the numbers.
+    """
     page_figures = Figures()
-    judged = [result for result in results if result.verdict != "not comparable"]
-    incomparable = [result for result in results if result.verdict == "not comparable"]
     content = {
-        "title": f"{heading.replication}: {heading.title}",
-        "facts": {"source": heading.source, "model": heading.model, "runs": heading.runs},
-        "banner": heading.warning,
-        "judged": judged,
-        "incomparable": incomparable,
+        "title": f"{name}: {replication.title}",
+        "facts": {"source": replication.source, "model": model, "runs": output.stem},
+        "banner": warning,
+        "judged": [result for result in results if result.verdict != "not comparable"],
+        "incomparable": [result for result in results if result.verdict == "not comparable"],
         "counts": Counter(result.verdict for result in results),
-        "cards": [_card(heading.replication, figure, database, page_figures) for figure in figures],
+        "cards": [_card(name, figure, database, page_figures) for figure in replication.figure],
     }
     write_html(
         TEMPLATES / "replication_figures", output, content, json_value(page_figures.contents)
@@ -84,61 +67,45 @@ def _figure_content(figure: Figure, rows: Sequence[Row]) -> Record:
         raise _NothingToDrawError("its query gives no rows")
     if len(rows[0]) != 3:
         raise QueryError(f"expected 3 columns, got {len(rows[0])}")
-    second_labels = _labels(row[1] for row in rows)
     values = [_finite_number(row[2]) for row in rows]
-    if all(value is None for value in values):
-        raise _NothingToDrawError("its query gives no numbers, only undefined values")
-    if figure.kind == "heat":
-        first_labels = _labels(row[0] for row in rows)
-        return _heatmap(first_labels, second_labels, values)
-    series_names = ["" if row[0] is None else str(row[0]) for row in rows]
-    return {"series": _series(series_names, second_labels, values)}
-
-
-def _series(
-    names: Sequence[str], labels: Sequence[Label], values: Sequence[float | None]
-) -> list[Record]:
-    """Lines or bars, one for each name, in the order of the rows."""
-    series_by_name: dict[str, Record] = {}
-    for name, label, value in zip(names, labels, values, strict=True):
-        series = series_by_name.setdefault(name, {"name": name, "labels": [], "values": []})
-        series["labels"].append(label)
-        series["values"].append(value)
-    return list(series_by_name.values())
-
-
-def _heatmap(
-    column_labels: list[Label], row_labels: list[Label], values: list[float | None]
-) -> Record:
-    """Cells by column and row. The colours are even around 0 if a value is negative."""
-    columns = _distinct(column_labels)
-    rows = _distinct(row_labels)
-    # A cell that no row of the query names stays empty.
-    cells: list[list[float | None]] = [[None] * len(columns) for _ in rows]
-    for column, row, value in zip(column_labels, row_labels, values, strict=True):
-        cells[rows.index(row)][columns.index(column)] = value
     numbers = [value for value in values if value is not None]
-    low = min(numbers)
-    high = max(numbers)
-    scale = "sequential"
+    if not numbers:
+        raise _NothingToDrawError("its query gives no numbers, only undefined values")
+    labels = _labels(row[1] for row in rows)
+    if figure.kind != "heat":
+        # Lines or bars, one for each name, in the order of the rows.
+        series_by_name: dict[str, Record] = {}
+        for (name, _, _), label, value in zip(rows, labels, values, strict=True):
+            text = "" if name is None else str(name)
+            series = series_by_name.setdefault(text, {"name": text, "labels": [], "values": []})
+            series["labels"].append(label)
+            series["values"].append(value)
+        return {"series": list(series_by_name.values())}
+
+    column_labels = _labels(row[0] for row in rows)
+    columns, row_names = _distinct(column_labels), _distinct(labels)
+    # A cell that no row of the query names stays empty.
+    cells: list[list[float | None]] = [[None] * len(columns) for _ in row_names]
+    for column, label, value in zip(column_labels, labels, values, strict=True):
+        cells[row_names.index(label)][columns.index(column)] = value
+    low, high, scale = min(numbers), max(numbers), "sequential"
     if low < 0:
+        # The colours are even around 0.
         largest = max(-low, high)
         low, high, scale = -largest, largest, "diverging"
-    return {"z": cells, "columns": columns, "rows": rows, "low": low, "high": high, "scale": scale}
+    ends = {"low": low, "high": high, "scale": scale}
+    return {"z": cells, "columns": columns, "rows": row_names} | ends
 
 
 def _finite_number(value: SupportsFloat | str | None) -> float | None:
     """A number that can be drawn. None if it is undefined or infinite."""
-    if value is None:
-        return None
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        return finite_number(value)
+    except RunError:
         raise QueryError(f"expected a number in its third column, got {value!r}") from None
-    return number if math.isfinite(number) else None
 
 
-def _labels(values: Iterable[Any]) -> list[Label]:
+def _labels(values: Iterable[Any]) -> list[float | str]:
     """Numbers if all are numbers, else texts: an axis is either linear or has categories."""
     # DuckDB gives a literal such as 0.5 as a Decimal.
     labels = [float(value) if isinstance(value, Decimal) else value for value in values]
@@ -148,9 +115,7 @@ def _labels(values: Iterable[Any]) -> list[Label]:
     return ["–" if label is None else str(label) for label in labels]
 
 
-def _distinct(labels: list[Label]) -> list[Label]:
+def _distinct(labels: list[float | str]) -> list[float | str]:
     """Each label once: numbers by size, texts in the order they come."""
     numbers = {label for label in labels if not isinstance(label, str)}
-    if numbers:
-        return [*sorted(numbers)]
-    return list(dict.fromkeys(labels))
+    return [*sorted(numbers)] or list(dict.fromkeys(labels))

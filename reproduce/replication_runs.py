@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,54 +42,53 @@ def plan_replication(
     replication: Replication,
     model: str,
     out: str,
-    overrides: Sequence[str] = (),
+    overrides: Iterable[str] = (),
     watch: Watch = unwatched,
     *,
     text: str | None = None,
     models: KnownModels | None = None,
+    fingerprinted: bool = True,
 ) -> list[Plan]:
     """The plans of a replication's runs.
 
-    They lie in one directory, whose name is a fingerprint of all that they measure: with another
-    model, formula or input the runs lie elsewhere. An override `SCAN.key=value` is for one scan of
-    the replication, any other for all. `watch` is told how far the preparation of a corpus is.
-    `text` is the file of the authors' text. `models` describes each model once for several
-    replications.
+    They lie in one directory below `out`, whose name is a fingerprint of all that they measure:
+    with another model, formula or input the runs lie elsewhere. If not `fingerprinted`, they lie in
+    `out` itself, which may have other runs. An override `SCAN.key=value` is for one scan, any other
+    for all. `watch` is told how far the preparation of a corpus is. `text` is the file of the
+    authors' text. `models` describes each model once for several replications.
     """
-    check_overrides([replication], overrides)
-    # The name of the directory needs all resolved scans, and every plan needs the directory. So
-    # scans are resolved first, with another `out`, which is no part of what they measure.
-    scans = _resolved_scans(replication, model, out, overrides, text, models or KnownModels())
-    identities = {
-        name: [resolved.identity, resolved.meanings, resolved.scan.sequences]
-        for name, resolved in scans.items()
-    }
-    content = json.dumps(identities, sort_keys=True, default=str)
-    fingerprint = hashlib.sha256(content.encode()).hexdigest()[:8]
-    # Runs of one replication lie in many directories, and read the same texts.
-    return _plan_runs(scans, str(place(out) / fingerprint), str(place(out) / FOLDER), watch)
+    models = models or KnownModels()
+    info = models.describe(model)
+    scans: dict[str, ResolvedScan] = {}
+    for scan_name, entry in replication.scan.items():
+        # Some scans are only for models with enough positions, or with a query bias.
+        if "sizes" in entry and not any(has_sizes(info, sizes) for sizes in entry["sizes"]):
+            continue
+        fields = _scan_fields(replication, entry, model, text)
+        own_overrides = _overrides_of_scan(overrides, scan_name)
+        checkpoints = _models_by_run_name(scan_name, entry.get("checkpoints"), model)
+        for run_name, checkpoint in checkpoints.items():
+            places = {"model": checkpoint, "out": out}
+            scan = parse_scan(override_fields(fields | places, own_overrides))
+            # An override may name another model, or a revision of it.
+            is_known = scan.model == checkpoint and scan.revision is None
+            scans[run_name] = resolve(scan, models.describe(checkpoint) if is_known else None)
 
-
-def plan_replication_in(
-    directory: str,
-    replication: Replication,
-    model: str,
-    watch: Watch = unwatched,
-    models: KnownModels | None = None,
-) -> list[Plan]:
-    """The plans of a replication's runs in a directory of any name, which may have other runs."""
-    scans = _resolved_scans(replication, model, directory, (), None, models or KnownModels())
-    return _plan_runs(scans, directory, str(place(directory) / FOLDER), watch)
-
-
-def _plan_runs(
-    scans: Mapping[str, ResolvedScan], directory: str, corpora: str, watch: Watch
-) -> list[Plan]:
-    """The plans of some scans; their tokens lie in `corpora` unless a scan says another place."""
+    # The name of the directory needs all resolved scans, and every plan needs the directory.
+    # `out` is no part of what a scan measures.
+    directory = out
+    if fingerprinted:
+        identities = {
+            name: [resolved.identity, resolved.meanings, resolved.scan.sequences]
+            for name, resolved in scans.items()
+        }
+        content = json.dumps(identities, sort_keys=True, default=str)
+        directory = str(place(out) / hashlib.sha256(content.encode()).hexdigest()[:8])
     plans: list[Plan] = []
     for name, resolved in scans.items():
-        places = {"out": directory, "corpora": resolved.scan.corpora or corpora}
-        scan = resolved.scan.model_copy(update=places)
+        # Runs of one replication lie in many directories, and read the same texts.
+        corpora = resolved.scan.corpora or str(place(out) / FOLDER)
+        scan = resolved.scan.model_copy(update={"out": directory, "corpora": corpora})
         run = RunDirectory.of(directory, scan.run_id(name))
         preparation = Preparation(watch=watch)
         plans.append(plan_run(replace(resolved, scan=scan), run, preparation=preparation))
@@ -121,28 +120,14 @@ def measure_runs(
         )
 
 
-def tokens_to_measure(plans: Iterable[Plan]) -> int:
-    """Tokens that some runs still have to send through a model."""
-    tokens = 0
-    for plan in plans:
-        # Shards are of one size, except the last, so this is near enough for a time left.
-        share_missing = 1 - plan.shards_done / max(1, plan.manifest.shards)
-        tokens += round(plan.tokens * share_missing)
-    return tokens
-
-
 def open_replication_runs(
     replication: Replication, directory: str, tell: Tell = lambda line: None
 ) -> RunDatabase:
     """Open the runs of a replication, with the views that its checks and figures ask.
 
-    `tell` is called with a line whenever damage is found.
+    Every replication may ask `replication_TABLE`, with the scan of each row. `tell` is called with
+    a line whenever damage is found.
     """
-    return open_runs(directory, table_views() | replication.view, tell=tell)
-
-
-def table_views() -> dict[str, str]:
-    """Views that every replication may ask: `replication_TABLE`, with the scan of each row."""
     views: dict[str, str] = {}
     for table in TABLES:
         # The means of a profile are asked over all shards, not by shard.
@@ -150,7 +135,7 @@ def table_views() -> dict[str, str]:
         views[f"replication_{table}"] = (
             f"SELECT name AS scan, {source}.* FROM {source} JOIN runs USING (run_id)"
         )
-    return views
+    return open_runs(directory, views | replication.view, tell=tell)
 
 
 def check_overrides(selection: Sequence[Replication], overrides: Iterable[str]) -> None:
@@ -161,20 +146,15 @@ def check_overrides(selection: Sequence[Replication], overrides: Iterable[str]) 
     for replication in selection:
         known_names |= {*replication.scan}
     for override in overrides:
-        key, equals, _ = override.partition("=")
-        first_name = key.partition(".")[0].strip()
-        last_name = key.rpartition(".")[2].strip()
-        # An override without "=" is refused later, with a message of its own.
-        if equals and first_name not in known_names:
-            raise ScanError(
-                f"--set {override}: {unknown('scan or field', first_name, known_names)}"
-            )
-        if last_name in HEAD_FIELDS:
+        names = [name.strip() for name in override.partition("=")[0].split(".")]
+        if names[0] not in known_names:
+            raise ScanError(f"--set {override}: {unknown('scan or field', names[0], known_names)}")
+        if names[-1] in HEAD_FIELDS:
             raise ScanError(
                 f"--set {override}: a replication's figures are of the heads that its own scans "
                 "name; leave it out, or measure some heads with headcount scan"
             )
-        if last_name == "precision":
+        if names[-1] == "precision":
             raise ScanError(
                 f"--set {override}: replications are measured in {PRECISION}; other formats "
                 "drift by more than some tolerances allow; leave it out, or measure with "
@@ -182,53 +162,18 @@ def check_overrides(selection: Sequence[Replication], overrides: Iterable[str]) 
             )
 
 
-def overrides_of_replication(overrides: Iterable[str], replication: Replication) -> list[str]:
-    """The overrides that concern a replication: of a field, or of one of its scans."""
-    own_names = {*replication.scan, *Scan.model_fields}
-    return [
-        override
-        for override in overrides
-        if override.partition("=")[0].partition(".")[0].strip() in own_names
-    ]
-
-
-def _resolved_scans(
-    replication: Replication,
-    model: str,
-    out: str,
-    overrides: Sequence[str],
-    text: str | None,
-    models: KnownModels,
-) -> dict[str, ResolvedScan]:
-    """The scans of a replication that this model can have, by name."""
-    info = models.describe(model)
-    scans: dict[str, ResolvedScan] = {}
-    for scan_name, entry in replication.scan.items():
-        # Some scans are only for models with enough positions, or with a query bias.
-        if "sizes" in entry and not any(has_sizes(info, sizes) for sizes in entry["sizes"]):
-            continue
-        scan_overrides = _overrides_of_scan(overrides, scan_name, replication)
-        checkpoints = _models_by_run_name(scan_name, entry.get("checkpoints"), model)
-        for run_name, checkpoint in checkpoints.items():
-            fields = _scan_fields(replication, entry, model, text)
-            fields |= {"model": checkpoint, "out": out}
-            scan = parse_scan(override_fields(fields, scan_overrides))
-            # An override may name another model, or a revision of it.
-            is_known = scan.model == checkpoint and scan.revision is None
-            scans[run_name] = resolve(scan, models.describe(checkpoint) if is_known else None)
-    return scans
-
-
-def _overrides_of_scan(overrides: Iterable[str], scan: str, replication: Replication) -> list[str]:
-    """The overrides that concern a scan, without its name."""
-    scan_overrides: list[str] = []
+def _overrides_of_scan(overrides: Iterable[str], scan: str) -> list[str]:
+    """The overrides of fields of every scan, and those that name this scan, without its name."""
+    own: list[str] = []
     for override in overrides:
         first_name, _, remainder = override.partition(".")
-        if first_name == scan:
-            scan_overrides.append(remainder)
-        elif first_name not in replication.scan:
-            scan_overrides.append(override)
-    return scan_overrides
+        key = override.partition("=")[0].partition(".")[0].strip()
+        if first_name.strip() == scan:
+            own.append(remainder)
+        # A scan's name alone is no field, and is refused with the scan.
+        elif key in {scan, *Scan.model_fields}:
+            own.append(override)
+    return own
 
 
 def _models_by_run_name(scan: str, checkpoints: str | None, model: str) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,7 +113,6 @@ def reproduce(
     does not fit the model, or lacks a file, is said and skipped. Exit codes: 2 if a result fails, 3
     if none fails but something was skipped that fits the model.
     """
-    from headcount.queries.ask.formats import check_suffix
     from headcount.reproduce.replication import find_replications, replications
 
     if listed:
@@ -121,14 +122,13 @@ def reproduce(
         raise ScanError("expected the name of a replication, or --all; --list names them")
     selection = replications() if every else find_replications(names or [])
     if file is not None:
-        check_suffix(file, ".json")
-    if file is not None and not file.parent.is_dir():
-        raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
+        _check_output(file, ".json")
     text_by_replication = texts_of_replications(text_files or [], selection)
     # These import torch, which takes seconds: a mistake above is answered without it.
     from headcount.jobs.resources import Resources
-    from headcount.reproduce.replication_runs import check_overrides
-    from headcount.reproduce.reproduction import Reproduction, progress_of, write_results
+    from headcount.jobs.run.progress import WholeProgress
+    from headcount.reproduce.replication_runs import check_overrides, measure_runs
+    from headcount.reproduce.reproduction import Attempt
     from headcount.workers.model.files.known_models import KnownModels
     from headcount.workers.process import prepare_process
 
@@ -137,28 +137,24 @@ def reproduce(
     resources = Resources(replicas, cores, device, address)
     resources.check_here()
     console = Console(highlight=False, stderr=True)
-    reproduction = Reproduction(
-        model=model,
-        only_fitting=every and model is not None,
-        out=out,
-        overrides=overrides or [],
-        texts=text_by_replication,
-        resources=resources,
-        allow_other_code=allow_other_code,
-        models=KnownModels(),
-        console=console,
-    )
+    models = KnownModels()
     if model is not None:
         # A model that is not there is one mistake, and not a reason to skip every replication.
-        reproduction.models.describe(model)
-    attempts = reproduction.plan(selection)
-    write_results(attempts, file)
-    all_runs = progress_of(attempts)
+        models.describe(model)
+    # What cannot be measured is said before anything is.
+    attempts: list[Attempt] = []
+    for name, replication in selection.items():
+        measured = model or replication.bundled_model
+        attempt = Attempt(name, replication, measured, text_by_replication.get(name))
+        attempt.plan(out, overrides or [], models, console, every and model is not None)
+        attempts.append(attempt)
+    _write_results(attempts, file)
+    all_runs = WholeProgress(sum(attempt.tokens_to_measure for attempt in attempts))
     for attempt in attempts:
         if attempt.skipped:
             continue
         try:
-            reproduction.measure(attempt, all_runs)
+            measure_runs(attempt.plans, resources, console, allow_other_code, models, all_runs)
             page = attempt.judge()
             _print_results(attempt)
             if page:
@@ -166,8 +162,17 @@ def reproduce(
         # One replication that cannot be measured says nothing about the others.
         except Exception as error:
             attempt.skip(error, console)
-        write_results(attempts, file)
+        _write_results(attempts, file)
     _end(attempts, console)
+
+
+def _check_output(file: Path, suffix: str) -> None:
+    """Refuse a file that cannot be written, before the work and not after it."""
+    from headcount.queries.ask.formats import check_suffix
+
+    check_suffix(file, suffix)
+    if not file.parent.is_dir():
+        raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
 
 
 def texts_of_replications(
@@ -199,6 +204,17 @@ def texts_of_replications(
             raise RunError(f"--text {option}: no such file; expected {next(iter(wanted))}")
         files |= {name: text_file for name, what in wanted_by_replication.items() if what in wanted}
     return files
+
+
+def _write_results(attempts: Sequence[Attempt], file: Path | None) -> None:
+    """Write the results so far: a command that is stopped leaves them."""
+    if file is None:
+        return
+    results = [asdict(result) for attempt in attempts for result in attempt.results]
+    try:
+        file.write_text(f"{json.dumps(results, indent=1)}\n", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{file}: cannot be written ({error.strerror})") from None
 
 
 def _end(attempts: Sequence[Attempt], console: Console) -> None:
@@ -240,24 +256,16 @@ def _print_results(attempt: Attempt) -> None:
     printed = [result for result in results if not result.file or result.verdict == "fail"]
     # On a miniature nearly all published figures cannot be compared. That long list comes last.
     for result in sorted(printed, key=lambda result: VERDICT_ORDER.index(result.verdict)):
-        table.add_row(
-            result.name,
-            _cell(result.published),
-            _cell(result.measured),
-            result.tolerance_text,
-            result.verdict,
+        published, measured = (
+            "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
+            for value in (result.published, result.measured)
         )
+        table.add_row(result.name, published, measured, result.tolerance_text, result.verdict)
     console = Console(highlight=False)
     console.print(table)
     of_tables = [(result.file, result.verdict) for result in results if result.file]
     for (file, verdict), count in Counter(of_tables).items():
         say(console, f"{file}: {count:,} {verdict}")
-
-
-def _cell(value: float | str | None) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def _print_replications(replications: dict[str, Replication]) -> None:
@@ -316,15 +324,11 @@ def texts(
     We ship no text of others. The texts are built from public data sets by the authors' recipe,
     and compared with a fingerprint of the published ones.
     """
-    from headcount.queries.ask.formats import check_suffix
     from headcount.reproduce.published_texts import (
         RECIPES,
-        Sources,
         as_csv,
+        build_texts,
         check_published,
-        gpt2_tokenizer,
-        rows_below,
-        rows_of_hub,
     )
     from headcount.schemas.files.places import write_whole
 
@@ -332,18 +336,9 @@ def texts(
         raise ScanError(unknown("texts", name, RECIPES))
     recipe = RECIPES[name]
     file = output or Path(recipe.file)
-    check_suffix(file, ".csv")
-    if not file.absolute().parent.is_dir():
-        raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
+    _check_output(file, ".csv")
     drawn_with = recipe.seed if seed is None else seed
-    built = recipe.build(
-        Sources(
-            rows_of_hub if source is None else rows_below(source),
-            lambda: gpt2_tokenizer(tokenizer),
-            typer.echo,
-        ),
-        drawn_with,
-    )
+    built = build_texts(recipe, source, tokenizer, drawn_with, typer.echo)
     write_whole(file.absolute(), as_csv(built))
     typer.echo(f"{file}: {recipe.what}")
     typer.echo(check_published(recipe, built, drawn_with))

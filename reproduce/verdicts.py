@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, SupportsFloat
+from typing import Literal, SupportsFloat
 
 from headcount.queries.ask.asking import Row, RunDatabase
-from headcount.reproduce.replication import Check, Claim, Replication
+from headcount.reproduce.replication import Claim, Replication
 from headcount.schemas.errors import QueryError, RunError
 from headcount.workers.model.files.model_info import ModelInfo
 
@@ -58,70 +58,97 @@ def judge(
     """
     results: list[Result] = []
     for check in replication.check:
-        results += _check_results(name, replication, check, info, model, database, has_text)
+        measured_values = measured_by_name(name, check.sql, database)
+        # Without the authors' text another one was read, and a figure of theirs says nothing of it.
+        lacks_text = check.needs_text and not has_text
+        for published in check.values:
+            # An override may leave out a part of the scan: then there is no number, and no pass.
+            value = measured_values.get(published.name)
+            verdict: Verdict = "pass" if published.is_near(value) else "fail"
+            reason = ""
+            if not has_sizes(info, replication.sizes_of(check, published)):
+                verdict, reason = "not comparable", "published for a model of other sizes"
+            elif lacks_text:
+                verdict = "not comparable"
+                reason = f"published for the authors' text: --text {name}=FILE"
+            results.append(
+                Result(
+                    replication=name,
+                    name=published.full_name,
+                    published=published.value,
+                    measured=value,
+                    tolerance=published.allowed_distance,
+                    verdict=verdict,
+                    model=model,
+                    in_decades=published.scale == "log10",
+                    file=check.file,
+                    reason=reason,
+                )
+            )
     for claim in replication.claim:
         # A claim without a list of models is claimed of all.
-        if not claim.models or model in claim.models:
-            results += _claim_results(name, claim, model, database)
+        if claim.models and model not in claim.models:
+            continue
+        rows = claim_rows(name, claim, database)
+        for words, value, holds in rows:
+            verdict = "pass" if holds else "fail"
+            results.append(Result(name, words, "holds", value, None, verdict, model))
+        if not rows:
+            words = f"{claim.words}: no rows"
+            results.append(Result(name, words, "holds", None, None, "not comparable", model))
     return results
 
 
-def _check_results(
-    name: str,
-    replication: Replication,
-    check: Check,
-    info: ModelInfo,
-    model: str,
-    database: RunDatabase,
-    has_text: bool,
-) -> list[Result]:
-    """One result for each published number."""
-    measured_values = measured_by_name(name, check.sql, database)
-    # Without the authors' text another one was read, and a figure of theirs says nothing of it.
-    lacks_text = check.needs_text and not has_text
-    results: list[Result] = []
-    for published in check.values:
-        # An override may leave out a part of the scan: then there is no number, and no pass.
-        value = finite_number(measured_values.get(published.name))
-        verdict: Verdict = "pass" if published.is_near(value) else "fail"
-        reason = ""
-        if not has_sizes(info, replication.sizes_of(check, published)):
-            verdict, reason = "not comparable", "published for a model of other sizes"
-        elif lacks_text:
-            verdict = "not comparable"
-            reason = f"published for the authors' text: --text {name}=FILE"
-        results.append(
-            Result(
-                replication=name,
-                name=published.full_name,
-                published=published.value,
-                measured=value,
-                tolerance=published.allowed_distance,
-                verdict=verdict,
-                model=model,
-                in_decades=published.scale == "log10",
-                file=check.file,
-                reason=reason,
-            )
-        )
-    return results
-
-
-def _claim_results(name: str, claim: Claim, model: str, database: RunDatabase) -> list[Result]:
-    """One result for each row of the claim's SQL, or one that says that there are no rows."""
-    rows = rows_of(name, claim.sql, 3, database)
-    if not rows:
-        words = f"{claim.words}: no rows"
-        return [Result(name, words, "holds", None, None, "not comparable", model)]
-    results: list[Result] = []
-    for words, value, holds in rows:
-        measured = finite_number(value)
+def claim_rows(
+    name: str, claim: Claim, database: RunDatabase
+) -> list[tuple[str, float | None, bool]]:
+    """The words, the value, and whether they hold, of each row of a claim's SQL."""
+    rows: list[tuple[str, float | None, bool]] = []
+    for words, value, holds in _rows(name, claim.sql, 3, database):
+        number = finite_number(value)
         # 0/0 is NaN. For SQL it is greater than every number, so a comparison with it may hold,
         # but it shows nothing.
-        is_undefined = value is not None and measured is None
-        verdict: Verdict = "pass" if holds and not is_undefined else "fail"
-        results.append(Result(name, str(words), "holds", measured, None, verdict, model))
-    return results
+        is_undefined = value is not None and number is None
+        rows.append((str(words), number, bool(holds) and not is_undefined))
+    return rows
+
+
+def measured_by_name(name: str, sql: str, database: RunDatabase) -> dict[str, float | None]:
+    """The values that a check's SQL gives, by name."""
+    values: dict[str, float | None] = {}
+    for key, value in _rows(name, sql, 2, database):
+        # A later row would silently win over an earlier one.
+        if str(key) in values:
+            raise RunError(f"{name}: a check names {key!r} twice")
+        values[str(key)] = finite_number(value)
+    return values
+
+
+def _rows(name: str, sql: str, column_count: int, database: RunDatabase) -> list[Row]:
+    """The rows of a replication's SQL. A mistake in it is one line that quotes its beginning."""
+    first_line = sql.strip().partition("\n")[0]
+    try:
+        rows = database.rows(sql)
+    except QueryError as error:
+        raise RunError(f"{name}: {error}, in {first_line}") from None
+    if rows and len(rows[0]) != column_count:
+        raise RunError(
+            f"{name}: expected {column_count} columns, got {len(rows[0])}, in {first_line}"
+        )
+    return rows
+
+
+def finite_number(value: SupportsFloat | str | None) -> float | None:
+    """A number as JSON can hold it. None if it is undefined or infinite."""
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise RunError(
+            f"the SQL of a replication gives {value!r} where a number is expected"
+        ) from None
+    return number if math.isfinite(number) else None
 
 
 def has_sizes(info: ModelInfo, sizes: Mapping[str, object]) -> bool:
@@ -140,41 +167,3 @@ def warning(replication: Replication, info: ModelInfo, model: str) -> str:
     if any(has_sizes(info, sizes) for sizes in replication.all_sizes):
         return "a model of the sizes of a published one: its numbers are compared, and may differ"
     return f"another model: {incomparable}"
-
-
-def finite_number(value: SupportsFloat | str | None) -> float | None:
-    """A number as JSON can hold it. None if it is undefined or infinite."""
-    if value is None:
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise RunError(
-            f"the SQL of a replication gives {value!r} where a number is expected"
-        ) from None
-    return number if math.isfinite(number) else None
-
-
-def measured_by_name(name: str, sql: str, database: RunDatabase) -> dict[str, Any]:
-    """The values that a check's SQL gives, by name."""
-    values: dict[str, Any] = {}
-    for key, value in rows_of(name, sql, 2, database):
-        # A later row would silently win over an earlier one.
-        if str(key) in values:
-            raise RunError(f"{name}: a check names {key!r} twice")
-        values[str(key)] = value
-    return values
-
-
-def rows_of(name: str, sql: str, column_count: int, database: RunDatabase) -> list[Row]:
-    """The rows of a replication's SQL. A mistake in it is one line that quotes its beginning."""
-    first_line = sql.strip().partition("\n")[0]
-    try:
-        rows = database.rows(sql)
-    except QueryError as error:
-        raise RunError(f"{name}: {error}, in {first_line}") from None
-    if rows and len(rows[0]) != column_count:
-        raise RunError(
-            f"{name}: expected {column_count} columns, got {len(rows[0])}, in {first_line}"
-        )
-    return rows

@@ -13,50 +13,60 @@ round, a model that is right must pass: the scatter that the authors give is dra
   a percentage, and is compared so. Any other value becomes that of a figure that depends on no
   intervention, the untouched model's: its published value is compared.
 
-`python -m tests.reproduce.controls [NAME …]`, or `make controls` for all.
+All runs of a replication lie in one directory and are opened once; `RunsShown` says which of them
+its SQL sees. `python -m tests.reproduce.controls [NAME …]`, or `make controls` for all.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import math
+import re
+import string
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 
+from headcount.jobs.plan.plan import Plan
+from headcount.jobs.resources import Resources
 from headcount.queries.ask.asking import RunDatabase
+from headcount.queries.sql_text import text_literal
 from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import (
     Check,
-    Claim,
+    Reasons,
     Replication,
     find_replications,
     replications,
 )
-from headcount.reproduce.replication_runs import open_replication_runs, plan_replication_in
-from headcount.reproduce.verdicts import Result, finite_number, judge, measured_by_name, rows_of
-from headcount.schemas.errors import HeadcountError, QueryError, RunError
-from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.process import prepare_process
-from tests.reproduce.control_runs import (
-    FULL,
-    QUICK,
-    ControlRuns,
-    RunsShown,
-    ShortReplication,
-    as_if_untouched,
-    as_measured,
-    measure_run,
-    short_replication,
-    stand_in_files,
-    with_untouched,
+from headcount.reproduce.replication_runs import (
+    measure_runs,
+    open_replication_runs,
+    plan_replication,
 )
-from tests.toys.random_model import LIVELY, UNTRAINED
+from headcount.reproduce.verdicts import Result, claim_rows, judge, measured_by_name
+from headcount.schemas.errors import HeadcountError, QueryError, RunError
+from headcount.schemas.scans.kinds import TABLES
+from headcount.workers.inputs.corpus.text_files import located
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.process import prepare_process
+from tests.toys.random_model import (
+    LIVELY,
+    MOST_POSITIONS,
+    UNTRAINED,
+    miniature_steps,
+    write_random_model,
+)
 
 DRAWS = 20_000
 """Pairs of a published and a measured value that are drawn for the scatter of one figure."""
@@ -65,14 +75,17 @@ LEAST_PASSING = 0.99
 """Share of right models that a figure must pass."""
 
 SAME = 1e-6
-"""Relative difference below which two measured values are one."""
+"""Difference below which two measured values are one: DuckDB may add up in another order."""
 
 NOTHING = (0.0, 1.0, 100.0)
 """What changes, ratios and percentages of an intervention that does nothing are."""
 
 
-@dataclass(frozen=True)
-class Control:
+ModelSizes = Mapping[str, int | str]
+"""ModelSizes of a model, by field of its description."""
+
+
+class Control(NamedTuple):
     """What one control says of one figure or claim."""
 
     replication: str
@@ -82,19 +95,356 @@ class Control:
     is_wrong: bool
     """Whether it passes although it must not, and no reason is given."""
     text: str
-    """What was seen."""
+    """What was seen, or the reason."""
 
 
-# What a figure measures
+def named_reason(reasons: Reasons, name: str) -> str:
+    """The reason for a name: by that name, by a beginning `name*`, or the one for all."""
+    if isinstance(reasons, str):
+        return reasons
+    beginnings = [each for each in reasons if each[-1] == "*" and name.startswith(each[:-1])]
+    return next((reasons[each] for each in [name, *beginnings] if each in reasons), "")
 
 
-def measured_values(name: str, check: Check, database: RunDatabase) -> dict[str, float | None]:
-    """What a check measures, by name. Nothing if these runs lack what its SQL reads."""
-    try:
-        values = measured_by_name(name, check.sql, database)
-    except (RunError, QueryError):
-        return {}
-    return {key: finite_number(value) for key, value in values.items()}
+def _is_same(value: float | None, other: float | None) -> bool:
+    if value is None or other is None:
+        return value is other
+    return math.isclose(value, other, rel_tol=SAME, abs_tol=SAME)
+
+
+# Short replications
+
+CHARACTERS = string.ascii_letters + string.digits + " .,"
+"""Characters of a text that stands for another: 65, as many as the models of characters have."""
+
+LEAST_VOCABULARY, MOST_VOCABULARY = 1024, 50257
+"""Tokens of a vocabulary if predictions of a large one would take too long, and of GPT-2's."""
+
+FEW_LAYERS, FEW_HEADS = 4, 8
+"""Size of the model that shows which figures an intervention moves: any model shows it."""
+
+HIDING_COST = 10
+"""How many times as long as others interventions take that hide keys: they build whole patterns."""
+
+MOST_DRAWN = 8
+"""Sequences of a scan that is a picture. Scans of more are for means, which SQL may read by any
+part of their names.
+"""
+
+WITHOUT_HEADS = 8
+"""Heads of a model of which the source names no number of heads."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much of a replication the controls measure. No figure needs precision to be wrong."""
+
+    sequences: int
+    """Most sequences of a scan."""
+    least_sequences: int
+    """Least sequences of a scan, if the replication has as many, however many tokens they have."""
+    tokens: int
+    """Tokens of a scan under one intervention, unless so few sequences have more."""
+    logits: float
+    """Predictions for losses times vocabulary, of a scan; beyond that the vocabulary is smaller."""
+    layers: int
+    """Most layers, and most heads of a layer, of a model of which no certain head is published."""
+    small_vocabulary: bool
+    """Whether ids of tokens that inputs name are moved into a small vocabulary."""
+    entries: float
+    """Entries of all patterns of a replication. Beyond that the model has fewer heads, and then
+    fewer layers, if no certain head is published.
+    """
+
+
+FULL = Extent(6, 2, 1024, 2e9, 1000, False, 4e10)
+"""What `make controls` measures."""
+
+QUICK = Extent(6, 1, 256, 5e5, 12, True, 3e8)
+"""What the tests measure, of every replication."""
+
+
+class ShortReplication(NamedTuple):
+    """A replication with few sequences, for a model of published layers and heads."""
+
+    replication: Replication
+    sizes: dict[str, int]
+    steps: tuple[int, ...]
+    """Steps of its training after which the model has checkpoints."""
+    notes: list[str]
+    """What is smaller than published and might matter, a line each."""
+
+
+def short_replication(
+    replication: Replication, sizes: ModelSizes, extent: Extent, of_few_heads: bool = False
+) -> ShortReplication:
+    """The replication with few sequences, and with the scans that a model of these sizes has."""
+    scans: dict[str, dict[str, Any]] = {}
+    for name, entry in replication.scan.items():
+        alternatives: list[ModelSizes] = entry.get("sizes", [{}])
+        is_of_sizes = any(each.items() <= sizes.items() for each in alternatives)
+        fields = replication.defaults | entry
+        fields = {key: fields[key] for key in fields if key not in ("sizes", "bundled")}
+        if not is_of_sizes or _is_only_drawn(replication, name, fields):
+            continue
+        # A corpus that is not here: the miniature reads something else.
+        if fields.get("input", {"family": "pile"})["family"] == "pile":
+            fields["input"] = (replication.bundled | entry.get("bundled", {}))["input"]
+        few = max(extent.least_sequences, min(extent.sequences, extent.tokens // fields["n_ctx"]))
+        published = fields.get("sequences", "all")
+        fields["sequences"] = few if published == "all" else min(few, published)
+        scans[name] = fields
+    model_sizes, notes = _affordable_sizes(replication, scans, sizes, extent, of_few_heads)
+    for fields in scans.values():
+        fields["input"] = _with_small_ids(fields["input"], model_sizes["d_vocab"])
+    short = replication.model_copy(update={"scan": scans, "defaults": {}, "bundled": {}})
+    return ShortReplication(short, model_sizes, _steps(replication), notes)
+
+
+def _affordable_sizes(
+    replication: Replication,
+    scans: Mapping[str, Mapping[str, Any]],
+    sizes: ModelSizes,
+    extent: Extent,
+    of_few_heads: bool,
+) -> tuple[dict[str, int], list[str]]:
+    """ModelSizes of a model that there is time for, and what of them is smaller than published."""
+    notes: list[str] = []
+    n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", WITHOUT_HEADS))
+    names = [value.name for value in replication.published_values]
+    # Figures of single heads keep all heads, because any of them may be named.
+    if not any(re.search(r"L\d+H\d+", name) for name in names):
+        if of_few_heads:
+            n_layers, n_heads = min(n_layers, FEW_LAYERS), min(n_heads, FEW_HEADS)
+        published = n_layers, n_heads
+        if n_layers > extent.layers:
+            n_layers, n_heads = extent.layers, min(n_heads, extent.layers)
+        # As many heads, and then layers, as there is time for.
+        entries = sum(map(_entries, scans.values()))
+        n_heads = max(1, min(n_heads, int(extent.entries / (entries * n_layers))))
+        n_layers = min(n_layers, max(FEW_LAYERS, int(extent.entries / (entries * n_heads))))
+        if (n_layers, n_heads) != published:
+            notes.append(
+                f"{n_layers} of {published[0]} layers and {n_heads} of {published[1]} heads"
+            )
+
+    # Without predictions and without ids of tokens, no figure depends on the vocabulary.
+    names_tokens = any({"token", "low", "high"} & {*fields["input"]} for fields in scans.values())
+    needs_ids = names_tokens and not extent.small_vocabulary
+    is_small = not needs_ids and not any(fields.get("predictions") for fields in scans.values())
+    d_vocab = min(int(sizes["d_vocab"]), LEAST_VOCABULARY if is_small else MOST_VOCABULARY)
+    # Logits take the time of a scan that predicts.
+    predictions = max(map(_predictions, scans.values()))
+    if predictions and not needs_ids:
+        vocabulary = max(LEAST_VOCABULARY, int(extent.logits / predictions))
+        if vocabulary < d_vocab:
+            notes.append(f"a vocabulary of {vocabulary:,}, published {sizes['d_vocab']:,}")
+            d_vocab = vocabulary
+    n_ctx = min(int(sizes.get("n_ctx", MOST_POSITIONS)), MOST_POSITIONS)
+    affordable = {"n_layers": n_layers, "n_heads": n_heads, "n_ctx": n_ctx, "d_vocab": d_vocab}
+    return affordable, notes
+
+
+def _is_only_drawn(replication: Replication, scan: str, fields: Mapping[str, Any]) -> bool:
+    """Whether a scan of a few sequences is only drawn: a picture cannot fail."""
+    sequences = fields.get("sequences", "all")
+    if sequences == "all" or sequences > MOST_DRAWN:
+        return False
+    queries = [each.sql for each in (*replication.check, *replication.claim)]
+    is_asked = any(f"'{scan}'" in sql for sql in [*replication.view.values(), *queries])
+    return not is_asked and any(f"'{scan}'" in figure.sql for figure in replication.figure)
+
+
+def _entries(fields: Mapping[str, Any]) -> int:
+    """Entries of the patterns of one head and layer, as many as take as long as a scan does."""
+    interventions: list[str] = fields.get("interventions", ["none"])
+    is_hiding = [each.startswith(("mask_", "keep_window")) for each in interventions]
+    passes = sum(HIDING_COST if hides else 1 for hides in is_hiding)
+    return passes * fields["sequences"] * fields["n_ctx"] ** 2
+
+
+def _predictions(fields: Mapping[str, Any]) -> int:
+    """Predictions of a scan that asks for losses. Others predict one token a sequence."""
+    if "loss" not in str(fields.get("predictions")):
+        return 0
+    return len(fields.get("interventions", ["none"])) * fields["sequences"] * fields["n_ctx"]
+
+
+def _with_small_ids(source: Mapping[str, Any], d_vocab: int) -> dict[str, Any]:
+    """An input that names tokens of a small vocabulary. The last one stays the last: BOS."""
+    small = dict(source)
+    if d_vocab >= MOST_VOCABULARY:
+        return small
+    if int(small.get("high", 0)) > d_vocab:
+        small["high"] = d_vocab - 1
+        small["low"] = min(int(small.get("low", 0)), d_vocab // 2)
+    token = int(small.get("token", 0))
+    if token >= d_vocab:
+        is_last = token == MOST_VOCABULARY - 1
+        small["token"] = d_vocab - 1 if is_last else token % (d_vocab - 1)
+    return small
+
+
+def _steps(replication: Replication) -> tuple[int, ...]:
+    """Steps that figures were published for; three of the miniature's if figures name none."""
+    if not any("checkpoints" in entry for entry in replication.scan.values()):
+        return ()
+    names = [value.name for value in replication.published_values]
+    published = {int(step) for name in names for step in re.findall(r"^step (\d+)", name)}
+    if published:
+        return tuple(sorted({0, *published}))
+    steps = miniature_steps(replication.bundled_model)
+    return steps[0], steps[len(steps) // 2], steps[-1]
+
+
+@contextlib.contextmanager
+def stand_in_files(replication: Replication) -> Iterator[None]:
+    """Work in an empty directory with a file for each that a scan of the replication names.
+
+    They hold lines of this project's licence, as if they were of three data sets.
+    """
+    words = Path(located("bundled:LICENSE")).read_text(encoding="utf-8").split()
+    letters = "".join(letter for letter in " ".join(words) if letter in CHARACTERS)
+    lines = ["text,dataset"]
+    for row in range(3 * FULL.sequences):
+        text = " ".join(words[row * 11 : row * 11 + 400]).replace('"', "")
+        lines.append(f'"{text}",{("sst2", "gsm8k", "humaneval")[row % 3]}')
+    contents = {".txt": letters + CHARACTERS, ".csv": "\n".join(lines) + "\n"}
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+        # Files are named in any option of an input, so all texts of the scans are looked at.
+        texts = json.dumps([replication.defaults, replication.scan])
+        # A name with a slash is of a corpus elsewhere.
+        for name in re.findall(r'"([^"/]+(?:\.txt|\.csv))"', texts):
+            Path(name).write_text(contents[Path(name).suffix], encoding="utf-8")
+        yield
+
+
+# Runs
+
+
+class SameModel(KnownModels):
+    """A model whose checkpoints all have its weights, so that one load is enough."""
+
+    _description: ModelInfo | None = None
+
+    def describe(self, model: str) -> ModelInfo:
+        """What the model is, and each of its checkpoints."""
+        if self._description is None:
+            self._description = super().describe(model)
+        return self._description
+
+
+class ControlRuns:
+    """Measures short runs; the same run of the same model is measured once."""
+
+    def __init__(self, directory: Path, extent: Extent) -> None:
+        self.directory = directory
+        self.extent = extent
+        self._models: dict[str, tuple[str, KnownModels]] = {}
+
+    def model(self, short: ShortReplication, scale: float) -> tuple[str, KnownModels]:
+        """The model of a short replication, written and loaded once for all that have its sizes."""
+        layout = short.replication.bundled_model
+        key = str((layout, short.sizes, short.steps, scale))
+        if key not in self._models:
+            directory = self.directory / f"model-{len(self._models)}"
+            path = write_random_model(directory, layout, short.sizes, scale, short.steps)
+            self._models[key] = str(path), SameModel()
+        return self._models[key]
+
+    def runs(self, name: str) -> Path:
+        """Where the runs of a replication lie."""
+        return self.directory / f"runs-{name}"
+
+    def measure(
+        self, name: str, replication: Replication, model: tuple[str, KnownModels]
+    ) -> list[Plan]:
+        """Measure the missing runs of a replication on a model; the plans of all its runs."""
+        return measured_plans(replication, *model, str(self.runs(name)))
+
+
+def measured_plans(
+    replication: Replication, model: str, known: KnownModels, directory: str
+) -> list[Plan]:
+    """Measure what is missing of runs in a directory, in this process, without a word."""
+    plans = plan_replication(replication, model, directory, models=known, fingerprinted=False)
+    measure_runs(plans, Resources(0, device="cpu"), Console(quiet=True), models=known)
+    return plans
+
+
+def with_untouched(replication: Replication) -> Replication:
+    """The replication, in which each scan that lacks the untouched model measures nothing else."""
+    scans: dict[str, dict[str, Any]] = {}
+    for name, entry in replication.scan.items():
+        # Of a short replication the last two are empty.
+        fields = replication.defaults | entry | replication.bundled | entry.get("bundled", {})
+        interventions = fields.get("interventions", ["none"])
+        scans[name] = entry if "none" in interventions else entry | {"interventions": ["none"]}
+    return replication.model_copy(update={"scan": scans})
+
+
+class RunsShown(NamedTuple):
+    """Which runs the SQL of a replication sees, and which interventions of each."""
+
+    cells: tuple[tuple[str, str], ...]
+    """Id of each run, with each intervention that its scan asks for."""
+    is_null: bool
+    """Whether each intervention has the rows of the untouched model."""
+
+    def show(self, database: RunDatabase) -> None:
+        """Let the tables of a database hold these runs alone.
+
+        Their rows are copied into memory: every check reads them again, from many small files.
+        """
+        execute = database.connection.execute
+        cells = ", ".join(
+            f"({text_literal(run)}, {text_literal(name)})" for run, name in self.cells
+        )
+        execute(
+            "CREATE OR REPLACE TABLE internal.shown AS "
+            f"SELECT * FROM (VALUES {cells}) AS t(run_id, shown_as)"
+        )
+        shown_runs = "run_id IN (SELECT run_id FROM internal.shown)"
+        execute(
+            f"CREATE OR REPLACE VIEW main.runs AS SELECT * FROM internal.runs WHERE {shown_runs}"
+        )
+        source = "'none'" if self.is_null else "shown.shown_as"
+        columns: dict[tuple[str, str], set[str]] = {}
+        sql = "SELECT schema_name, table_name, column_name FROM duckdb_columns() WHERE NOT internal"
+        for schema, table, column in execute(sql).fetchall():
+            columns.setdefault((schema, table), set()).add(column)
+        for name, table in TABLES.items():
+            measured_columns = columns.get(("internal", name), set())
+            if "intervention" not in measured_columns:
+                continue
+            # The columns that users see, in their order: views over a table must still fit it.
+            is_labelled = "label" in columns["main", name] - measured_columns
+            label = ", 'L' || layer || 'H' || head AS label" if is_labelled else ""
+            rows = (
+                f"SELECT measured.* REPLACE (shown.shown_as AS intervention) "
+                f"FROM internal.{name} AS measured JOIN internal.shown AS shown "
+                f"ON measured.run_id = shown.run_id AND measured.intervention = {source}"
+            )
+            if table.written == "once":
+                # Of the weights, which are filed under `none` whatever the scan changes.
+                rows = f"SELECT * FROM internal.{name} WHERE {shown_runs}"
+            execute(f"CREATE OR REPLACE TABLE internal.shown_{name} AS {rows}")
+            execute(
+                f"CREATE OR REPLACE VIEW main.{name} AS SELECT *{label} FROM internal.shown_{name}"
+            )
+
+
+def runs_shown(plans: Sequence[Plan], untouched: Sequence[Plan] | None = None) -> RunsShown:
+    """Runs as they were measured, or with rows of the untouched model for each intervention.
+
+    `untouched` are the runs of `with_untouched`, in the same order.
+    """
+    cells = tuple(
+        (source.run.run_id, str(intervention))
+        for plan, source in zip(plans, untouched or plans, strict=True)
+        for intervention in plan.scan.interventions
+    )
+    return RunsShown(cells, untouched is not None)
 
 
 # Controls
@@ -120,201 +470,165 @@ class ReplicationControls:
 
     def measure(self) -> list[Control]:
         """Measure all runs, then ask every check and every claim."""
+        all_sizes: list[ModelSizes] = []
+        for check in self.replication.check:
+            for value in check.values:
+                if (sizes := self.replication.sizes_of(check, value)) not in all_sizes:
+                    all_sizes.append(sizes)
+        if self.replication.published_sizes not in all_sizes:
+            all_sizes.append(self.replication.published_sizes)
         with stand_in_files(self.replication):
-            all_sizes = self._distinct_sizes()
             random_runs = [(sizes, self._random_runs(sizes)) for sizes in all_sizes]
             changed_sizes = all_sizes if has_interventions(self.replication) else []
-            changed_runs = [(sizes, self._changed_runs(sizes)) for sizes in changed_sizes]
+            changed_runs = [(sizes, *self._changed_runs(sizes)) for sizes in changed_sizes]
             # Opened when all runs are there: a database does not see those that come later.
             self.database = open_replication_runs(self.replication, str(self.runs.runs(self.name)))
         controls: list[Control] = []
         for sizes, shown in random_runs:
             controls += self._random_figures(sizes, shown)
             if sizes == self.replication.published_sizes:
-                controls += self._random_claims(shown)
-        for sizes, (changed, null) in changed_runs:
+                self._show(shown)
+                rows = passing_claims(self.name, self.replication, self.database)
+                for words, value, why, _ in rows:
+                    text = why or f"holds for random weights ({value})"
+                    controls.append(Control(self.name, words, "random", not why, text))
+        for sizes, changed, null in changed_runs:
             controls += self._null_figures(sizes, changed, null)
         return controls
 
-    # Runs
-
-    def _distinct_sizes(self) -> list[dict[str, int | str]]:
-        """The sizes of each model that something was published for, each once."""
-        sizes: list[dict[str, int | str]] = []
-        for check in self.replication.check:
-            for value in check.values:
-                if self.replication.sizes_of(check, value) not in sizes:
-                    sizes.append(dict(self.replication.sizes_of(check, value)))
-        if self.replication.published_sizes not in sizes:
-            sizes.append(dict(self.replication.published_sizes))
-        return sizes
-
-    def _random_runs(self, sizes: Mapping[str, int | str]) -> RunsShown:
+    def _random_runs(self, sizes: ModelSizes) -> RunsShown:
         short = short_replication(self.replication, sizes, self.runs.extent)
         self._note(short)
         model = self.runs.model(short, UNTRAINED)
-        return as_measured(self.runs.measure(self.name, short.replication, model))
+        return runs_shown(self.runs.measure(self.name, short.replication, model))
 
-    def _changed_runs(self, sizes: Mapping[str, int | str]) -> tuple[RunsShown, RunsShown]:
+    def _changed_runs(self, sizes: ModelSizes) -> tuple[RunsShown, RunsShown]:
         """Runs whose interventions show, and the same as if they did nothing."""
         short = short_replication(self.replication, sizes, self.runs.extent, of_few_heads=True)
         try:
-            model = self.runs.model(short, LIVELY)
-            plans = self.runs.measure(self.name, short.replication, model)
+            plans = self.runs.measure(self.name, short.replication, self.runs.model(short, LIVELY))
         except HeadcountError:
             # An intervention names a head that a small model lacks.
             short = short_replication(self.replication, sizes, self.runs.extent)
-            model = self.runs.model(short, LIVELY)
-            plans = self.runs.measure(self.name, short.replication, model)
+            plans = self.runs.measure(self.name, short.replication, self.runs.model(short, LIVELY))
         self._note(short)
-        other = with_untouched(short.replication)
-        is_other = other != short.replication
-        untouched = self.runs.measure(self.name, other, model) if is_other else plans
-        return as_measured(plans), as_if_untouched(plans, untouched)
+        model = self.runs.model(short, LIVELY)
+        untouched = self.runs.measure(self.name, with_untouched(short.replication), model)
+        return runs_shown(plans), runs_shown(plans, untouched)
 
     def _note(self, short: ShortReplication) -> None:
         self.notes += [note for note in short.notes if note not in self.notes]
-
-    # Queries
-
-    def _measured(self, check: Check, shown: RunsShown) -> dict[str, float | None]:
-        """What a check measures on some runs; models of other sizes may ask for the same."""
-        key = (shown, check.sql)
-        if key not in self._values:
-            self._show(shown)
-            self._values[key] = measured_values(self.name, check, self.database)
-        return self._values[key]
 
     def _show(self, shown: RunsShown) -> None:
         if shown != self._shown:
             shown.show(self.database)
             self._shown = shown
 
-    def _values_of(self, sizes: Mapping[str, int | str]) -> Iterator[tuple[Check, PublishedValue]]:
-        """What was published for a model of these sizes."""
+    def _measured(
+        self, sizes: ModelSizes, shown: RunsShown
+    ) -> Iterator[tuple[Check, PublishedValue, float | None]]:
+        """What was published for a model of these sizes, and what some runs measure of it."""
         for check in self.replication.check:
             for value in check.values:
-                if self.replication.sizes_of(check, value) == sizes:
-                    yield check, value
+                if self.replication.sizes_of(check, value) != sizes:
+                    continue
+                # Models of other sizes may ask for the same.
+                key = (shown, check.sql)
+                if key not in self._values:
+                    self._show(shown)
+                    # These runs may lack what the SQL reads.
+                    self._values[key] = {}
+                    with contextlib.suppress(RunError, QueryError):
+                        self._values[key] = measured_by_name(self.name, check.sql, self.database)
+                yield check, value, self._values[key].get(value.name)
 
-    def _random_figures(self, sizes: Mapping[str, int | str], shown: RunsShown) -> list[Control]:
+    def _random_figures(self, sizes: ModelSizes, shown: RunsShown) -> list[Control]:
         controls: list[Control] = []
-        for check, value in self._values_of(sizes):
-            measured = self._measured(check, shown).get(value.name)
+        for check, value, measured in self._measured(sizes, shown):
             if measured is None:
                 self.unmeasured.append(value.full_name)
             elif value.is_near(measured):
-                why = check.why_random_passes(value.name)
+                why = named_reason(check.passes_random, value.name)
                 text = why or f"published {value.value:.4g}, random weights {measured:.4g}"
                 controls.append(Control(self.name, value.full_name, "random", not why, text))
         return controls
 
-    def _random_claims(self, shown: RunsShown) -> list[Control]:
-        self._show(shown)
-        controls: list[Control] = []
-        for claim in self.replication.claim:
-            for words, value, holds in claim_rows(self.name, claim, self.database):
-                if holds:
-                    why = claim.why_random_passes(words)
-                    why = why or claim.why_random_passes(claim.words)
-                    text = why or f"holds for random weights ({value})"
-                    controls.append(Control(self.name, words, "random", not why, text))
-        return controls
-
     def _null_figures(
-        self, sizes: Mapping[str, int | str], changed: RunsShown, null: RunsShown
+        self, sizes: ModelSizes, changed: RunsShown, null: RunsShown
     ) -> list[Control]:
+        """Figures that an intervention which does nothing passes."""
         # All with interventions first: to show other runs takes longer than a query.
-        values = [
-            (check, value, self._measured(check, changed).get(value.name))
-            for check, value in self._values_of(sizes)
-        ]
-        pairs: list[tuple[Check, PublishedValue, float, float]] = []
-        for check, value, before in values:
-            after = self._measured(check, null).get(value.name)
+        before_and_after = [*self._measured(sizes, changed)], [*self._measured(sizes, null)]
+        pairs: list[tuple[Check, PublishedValue, float]] = []
+        untouched: list[tuple[Check, float, float]] = []
+        for (check, value, before), (_, _, after) in zip(*before_and_after, strict=True):
             if before is None or after is None:
                 self.without_null.append(value.full_name)
+            elif _is_same(before, after):
+                untouched.append((check, after, value.value))
             else:
-                pairs.append((check, value, before, after))
-        return null_figures(self.name, pairs)
+                pairs.append((check, value, after))
+        controls: list[Control] = []
+        for check, value, after in pairs:
+            # What is published for a model whose interventions do nothing. The row of the same
+            # check comes first: another may be rounded otherwise.
+            candidates = [nothing for nothing in NOTHING if _is_same(after, nothing)]
+            rows = sorted(untouched, key=lambda row: row[0] is not check)
+            candidates += [
+                published
+                for _, measured, published in rows
+                if math.isclose(after, measured, rel_tol=SAME)
+            ]
+            if candidates and value.is_near(candidates[0]):
+                why = named_reason(check.passes_null, value.name)
+                text = why or f"published {value.value:.4g}, untouched {candidates[0]:.4g}"
+                controls.append(Control(self.name, value.full_name, "null", not why, text))
+        return controls
 
 
-def claim_rows(
-    name: str, claim: Claim, database: RunDatabase
-) -> list[tuple[str, float | None, bool]]:
-    """Claim, value and whether it holds, in the order of the rows."""
-    try:
-        rows = rows_of(name, claim.sql, 3, database)
-    except (RunError, QueryError):
-        return []
-    results: list[tuple[str, float | None, bool]] = []
-    for words, value, holds in rows:
-        number = finite_number(value)
-        is_undefined = value is not None and number is None
-        results.append((str(words), number, bool(holds) and not is_undefined))
-    return results
-
-
-def null_figures(
-    name: str, pairs: Sequence[tuple[Check, PublishedValue, float, float]]
-) -> list[Control]:
-    """Figures that an intervention which does nothing passes: of each, the values with and without
-    it.
+def passing_claims(
+    name: str, replication: Replication, database: RunDatabase
+) -> Iterator[tuple[str, float | None, str, str]]:
+    """Words and value of each claim that holds on the runs shown, and why it may hold for random
+    weights and for interventions that do nothing; empty if it must not.
     """
-    untouched = [
-        (check, value, after)
-        for check, value, before, after in pairs
-        if math.isclose(before, after, rel_tol=SAME, abs_tol=SAME)
-    ]
-    controls: list[Control] = []
-    for check, value, before, after in pairs:
-        if math.isclose(before, after, rel_tol=SAME, abs_tol=SAME):
-            continue
-        null_value = _null_value(check, after, untouched)
-        if null_value is not None and value.is_near(null_value):
-            why = check.why_null_passes(value.name)
-            shown = f"published {value.value:.4g}, untouched {null_value:.4g}"
-            text = why or shown
-            controls.append(Control(name, value.full_name, "null", not why, text))
-    return controls
+    for claim in replication.claim:
+        # These runs may lack what the SQL reads.
+        with contextlib.suppress(RunError, QueryError):
+            for words, value, holds in claim_rows(name, claim, database):
+                if holds:
+                    reasons = [
+                        named_reason(each, words) or named_reason(each, claim.words)
+                        for each in (claim.passes_random, claim.passes_null)
+                    ]
+                    yield words, value, reasons[0], reasons[1]
 
 
-def _null_value(
-    check: Check, after: float, untouched: Sequence[tuple[Check, PublishedValue, float]]
-) -> float | None:
-    """The published value of a model whose interventions do nothing; None if there is none."""
-    for nothing in NOTHING:
-        if math.isclose(after, nothing, rel_tol=SAME, abs_tol=SAME):
-            return nothing
-    same = [
-        (other, value)
-        for other, value, measured in untouched
-        if math.isclose(after, measured, rel_tol=SAME)
-    ]
-    # The row of the same check comes first: another may be rounded otherwise.
-    same.sort(key=lambda pair: pair[0] is not check)
-    return same[0][1].value if same else None
+def has_interventions(replication: Replication) -> bool:
+    """Whether any scan of a replication intervenes."""
+    fields = [replication.defaults, replication.bundled, *replication.scan.values()]
+    return any({*entry.get("interventions", [])} - {"none"} for entry in fields)
 
 
 # Claims of interventions, on the miniature, where they hold
 
 
-def null_claims_of_miniature(
-    name: str, replication: Replication, directory: str, models: KnownModels
-) -> list[Control]:
-    """Claims that hold on the miniature if interventions do nothing; missing runs are measured."""
-    if not replication.claim or not has_interventions(replication):
-        return []
+def measured_miniature(
+    replication: Replication, directory: str, models: KnownModels
+) -> tuple[RunDatabase, ModelInfo, RunsShown]:
+    """The runs of a replication on its miniature, what that is, and what shows them as if
+    interventions did nothing.
+    """
     model = replication.bundled_model
-    plans = plan_replication_in(directory, replication, model, models=models)
-    untouched_replication = with_untouched(replication, is_miniature=True)
-    untouched = plan_replication_in(directory, untouched_replication, model, models=models)
-    for plan in [*plans, *untouched]:
-        measure_run(plan, models)
+    plans = measured_plans(replication, model, models, directory)
+    other = with_untouched(replication)
+    is_other = other != replication
+    untouched = measured_plans(other, model, models, directory) if is_other else plans
     database = open_replication_runs(replication, directory)
-    as_measured(plans).show(database)
-    results = judge(name, replication, plans[0].info, model, database)
-    return null_claims(name, replication, database, results, as_if_untouched(plans, untouched))
+    if is_other:
+        # A user's directory does not have the others.
+        runs_shown(plans).show(database)
+    return database, plans[0].info, runs_shown(plans, untouched)
 
 
 def null_claims(
@@ -328,39 +642,21 @@ def null_claims(
 
     `results` are those of the runs with interventions.
     """
+    if not has_interventions(replication):
+        return []
     with_interventions = {each.name: each.measured for each in results if each.verdict == "pass"}
     null.show(database)
     controls: list[Control] = []
-    for claim in replication.claim:
-        for words, value, holds in claim_rows(name, claim, database):
-            if not holds or _depends_on_no_intervention(words, value, with_interventions):
-                continue
-            why = claim.why_null_passes(words) or claim.why_null_passes(claim.words)
-            text = why or f"holds under interventions that do nothing ({value})"
-            controls.append(Control(name, words, "null", not why, text))
+    for words, value, _, why in passing_claims(name, replication, database):
+        # The same words and the same number: it depends on no intervention.
+        if words in with_interventions and _is_same(value, with_interventions[words]):
+            continue
+        text = why or f"holds under interventions that do nothing ({value})"
+        controls.append(Control(name, words, "null", not why, text))
     return controls
 
 
-def _depends_on_no_intervention(
-    words: str, null_value: float | None, with_interventions: Mapping[str, float | None]
-) -> bool:
-    """Whether a claim has the same words and the same number with the interventions."""
-    if words not in with_interventions:
-        return False
-    value = with_interventions[words]
-    if null_value is None or value is None:
-        return null_value is value
-    # DuckDB may add up in another order, so the last bits may differ.
-    return math.isclose(null_value, value, rel_tol=SAME, abs_tol=SAME)
-
-
-def has_interventions(replication: Replication) -> bool:
-    """Whether any scan of a replication intervenes."""
-    fields = [replication.defaults, replication.bundled, *replication.scan.values()]
-    interventions = [
-        intervention for entry in fields for intervention in entry.get("interventions", [])
-    ]
-    return any(intervention != "none" for intervention in interventions)
+# Scatter
 
 
 def passing_share(value: PublishedValue) -> float:
@@ -371,26 +667,25 @@ def passing_share(value: PublishedValue) -> float:
     # Both the published and the measured value scatter about the true one.
     draws = generator.standard_normal((2, DRAWS)) * value.standard_error + value.value
     published, measured = draws
-    if value.scale == "log10":
-        both = (published > 0) & (measured > 0)
-        ratio = np.divide(measured, published, out=np.ones(DRAWS), where=both)
-        near = both & (np.abs(np.log10(ratio, where=both, out=np.zeros(DRAWS))) <= value.tolerance)
-    else:
-        unit = np.abs(published) if value.scale == "relative" else 1.0
-        near = np.abs(measured - published) <= value.tolerance * unit
-    return float(near.mean())
+    with np.errstate(invalid="ignore"):
+        # The logarithm of what is not above 0 is NaN, and near nothing.
+        distances = {
+            "absolute": measured - published,
+            "relative": measured / published - 1,
+            "log10": np.log10(measured) - np.log10(published),
+        }
+    return float((np.abs(distances[value.scale]) <= value.tolerance).mean())
 
 
 def scatter_problems(name: str, replication: Replication) -> list[Control]:
     """Figures that a right model fails in more than one of a hundred cases."""
     controls: list[Control] = []
-    for check in replication.check:
-        for value in check.values:
-            share = passing_share(value)
-            # The draws themselves scatter by 0.0007.
-            if share < LEAST_PASSING - 0.002:
-                text = f"a right model passes in {share:.1%} of cases"
-                controls.append(Control(name, value.full_name, "scatter", True, text))
+    for value in replication.published_values:
+        share = passing_share(value)
+        # The draws themselves scatter by 0.0007.
+        if share < LEAST_PASSING - 0.002:
+            text = f"a right model passes in {share:.1%} of cases"
+            controls.append(Control(name, value.full_name, "scatter", True, text))
     return controls
 
 
@@ -403,7 +698,7 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     prepare_process()
     selection = find_replications(options.names) if options.names else replications()
-    wrong = 0
+    wrong_count = 0
     with tempfile.TemporaryDirectory() as directory:
         runs = ControlRuns(Path(directory), QUICK if options.quick else FULL)
         models = KnownModels()
@@ -411,34 +706,33 @@ def main(words: Sequence[str]) -> int:
             began = time.process_time()
             try:
                 controls = ReplicationControls(name, replication, runs)
-                results = [*scatter_problems(name, replication), *controls.measure()]
-                miniature = str(Path(directory) / f"miniature-{name}")
-                results += null_claims_of_miniature(name, replication, miniature, models)
+                found = [*scatter_problems(name, replication), *controls.measure()]
+                if replication.claim and has_interventions(replication):
+                    home = str(Path(directory) / f"miniature-{name}")
+                    database, info, null = measured_miniature(replication, home, models)
+                    model = replication.bundled_model
+                    results = judge(name, replication, info, model, database)
+                    found += null_claims(name, replication, database, results, null)
             except HeadcountError as error:
                 print(f"{name}: no controls: {error}", flush=True)
-                wrong += 1
+                wrong_count += 1
                 continue
-            _print(controls, results, time.process_time() - began, options.reasons)
-            wrong += sum(result.is_wrong for result in results)
-    return 1 if wrong else 0
-
-
-def _print(
-    controls: ReplicationControls, results: Iterable[Control], seconds: float, with_reasons: bool
-) -> None:
-    wrong = [result for result in results if result.is_wrong]
-    excused = [result for result in results if not result.is_wrong]
-    print(
-        f"{controls.name}: {len(wrong)} pass that must not, {len(excused)} with a reason; "
-        f"{seconds:.1f} s of a processor",
-        flush=True,
-    )
-    for note in controls.notes:
-        print(f"  measured with {note}")
-    if controls.unmeasured:
-        print(f"  no value for random weights: {len(controls.unmeasured)} figures")
-    for result in [*wrong, *(excused if with_reasons else [])]:
-        print(f"  {result.control}: {result.name}: {result.text}")
+            wrong = [each for each in found if each.is_wrong]
+            excused = [each for each in found if not each.is_wrong]
+            wrong_count += len(wrong)
+            seconds = time.process_time() - began
+            print(
+                f"{name}: {len(wrong)} pass that must not, {len(excused)} with a reason; "
+                f"{seconds:.1f} s of a processor",
+                flush=True,
+            )
+            for note in controls.notes:
+                print(f"  measured with {note}")
+            if controls.unmeasured:
+                print(f"  no value for random weights: {len(controls.unmeasured)} figures")
+            for each in [*wrong, *(excused if options.reasons else [])]:
+                print(f"  {each.control}: {each.name}: {each.text}")
+    return 1 if wrong_count else 0
 
 
 if __name__ == "__main__":

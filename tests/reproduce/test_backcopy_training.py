@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from headcount.models import backcopy as training
 from headcount.workers.inputs.families.bigram_backcopy import (
     BUNDLED_TEXT,
     Bigrams,
-    Chain,
     bigrams_of,
     chain_of,
     follow,
@@ -28,20 +26,6 @@ from tests.toys.toy_models import measure
 
 def tokens_of(table: Bigrams, batch: int = 300, length: int = 33) -> np.ndarray:
     return next(training.sequences(table, batch, length, 0, "cpu")).numpy()
-
-
-@pytest.mark.parametrize("variant", ["backcopy", "dormant_markov", "interpolate"])
-def test_tensors_of_many_sequences_follow_the_chain_of_one(variant: Any):
-    rng = np.random.default_rng(0)
-    places, copied = rng.random((20, 7)), rng.random((20, 7)) < 0.5
-    chain = chain_of(bigrams_of(BUNDLED_TEXT, 3), variant)
-    tensors = Chain(torch.from_numpy(chain.rows), torch.from_numpy(chain.wakes), chain.copies)
-    together = torch.stack(
-        follow(tensors, torch.from_numpy(places), torch.from_numpy(copied))
-    ).numpy()
-    single_sequences = [follow(chain, places[:, i], copied[:, i]) for i in range(7)]
-    assert together.T.tolist() == np.array(single_sequences).tolist()
-    assert np.isin(together, [0, 1, 2]).any()
 
 
 def test_training_draws_fresh_batches_of_the_input_family_behind_bos():

@@ -56,32 +56,6 @@ def test_a_scan_with_sizes_is_of_those_models_alone(tmp_path: Path) -> None:
     assert longest == [512, 1024]
 
 
-def test_maps_are_means_of_the_patterns(tmp_path: Path) -> None:
-    interventions = 'interventions=["none","zero_query_bias"]'
-    database = measured("sink_circuit_maps", tmp_path, "sequences=2", interventions)
-    path = find_model(MODEL)
-    gpt: Any = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager").eval()
-    sql = "SELECT tokens FROM replication_sequences WHERE intervention = 'none' ORDER BY sequence"
-    tokens = torch.tensor([row[0] for row in database.rows(sql)])
-    for intervention in ("none", "zero_query_bias"):
-        if intervention == "zero_query_bias":
-            for block in gpt.transformer.h:
-                # Queries are the first third of the joint weights.
-                block.attn.c_attn.bias.data[:128] = 0
-        with torch.no_grad():
-            patterns = gpt(tokens, output_attentions=True).attentions
-        expected = torch.stack(patterns).mean((0, 1, 2)).numpy()
-        found = np.zeros((21, 21))
-        where = f"WHERE intervention = '{intervention}'"
-        for query, key, attention in database.rows(
-            f"SELECT query, key, attention FROM maps {where}"
-        ):
-            found[query, key] = attention
-        np.testing.assert_allclose(found, expected, atol=1e-5)
-        ((first,),) = database.rows(f"SELECT first FROM sinks {where}")
-        assert first == pytest.approx(expected[10:, 0].mean(), abs=1e-5)
-
-
 @pytest.mark.long
 def test_figures_of_models_are_numpys(tmp_path: Path) -> None:
     database = measured("sink_circuit_models", tmp_path, "sequences=3")

@@ -14,21 +14,18 @@ import pytest
 from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import replications
 from headcount.reproduce.replication_runs import open_replication_runs
-from tests.reproduce.control_runs import (
+from tests.reproduce.controls import (
     FULL,
     QUICK,
+    Control,
     ControlRuns,
     Extent,
-    as_if_untouched,
-    as_measured,
-    short_replication,
-    with_untouched,
-)
-from tests.reproduce.controls import (
-    Control,
     ReplicationControls,
     passing_share,
+    runs_shown,
     scatter_problems,
+    short_replication,
+    with_untouched,
 )
 from tests.toys.random_model import LIVELY
 from tests.toys.toy_replications import toy_replication
@@ -118,51 +115,42 @@ def test_an_intervention_that_does_nothing_has_the_untouched_rows(runs: ControlR
     def shown() -> dict[Any, Any]:
         return {(scan, name): values for scan, name, *values in database.rows(sql)}
 
-    as_measured(plans).show(database)
+    runs_shown(plans).show(database)
     changed = shown()
     assert [*changed] == [
         ("alone", "zero_positions"), ("interventions", "none"), ("interventions", "zero_head(0,0)"),
         ("interventions", "zero_positions"),
     ]  # fmt: skip
     assert changed["interventions", "none"] != changed["interventions", "zero_positions"]
-    as_if_untouched(plans, untouched).show(database)
+    runs_shown(plans, untouched).show(database)
     assert shown() == dict.fromkeys(changed, changed["interventions", "none"])
-
-
-def test_a_run_that_two_models_share_is_measured_once(runs: ControlRuns) -> None:
-    check = {"sql": RATIO, "tolerance": 0.2, "published": {"none ratio": 3}}
-    # Longer contexts than the controls measure are one model to them.
-    checks = [check | {"sizes": SIZES | {"n_ctx": n_ctx}} for n_ctx in (4096, 8192)]
-    ReplicationControls("shared", toy_replication(**TOY, check=checks), runs).measure()
-    # 16 positions and the most; each with weights of two kinds.
-    assert len(list(runs.runs("shared").rglob("manifest.json"))) == 4
 
 
 def test_what_would_take_too_long_is_smaller_and_says_so() -> None:
     sizes = {"n_layers": 12, "n_heads": 12, "n_ctx": 1024, "d_vocab": 50257}
     short = short_replication(REPLICATIONS["masked_keys"], sizes, QUICK)
-    assert short.notes == (
+    assert short.notes == [
         "4 of 12 layers and 1 of 12 heads",
         "a vocabulary of 1,024, published 50,257",
-    )
+    ]
     # Positions, lengths and interventions stay as published: checks refer to them.
     scans, published = short.replication.scan, REPLICATIONS["masked_keys"].scan
     assert scans.keys() == published.keys()
     for name, scan in scans.items():
         assert scan["n_ctx"] == published[name]["n_ctx"]
         assert scan.get("interventions") == published[name].get("interventions")
-    assert short_replication(REPLICATIONS["first_keys"], sizes, QUICK).notes == ()
+    assert short_replication(REPLICATIONS["first_keys"], sizes, QUICK).notes == []
 
 
 def test_a_model_has_its_published_layers_if_a_figure_is_of_one_of_its_heads() -> None:
     def layers(name: str, extent: Extent) -> int:
-        return short_replication(
-            REPLICATIONS[name], REPLICATIONS[name].published_sizes, extent
-        ).n_layers
+        sizes = REPLICATIONS[name].published_sizes
+        return short_replication(REPLICATIONS[name], sizes, extent).sizes["n_layers"]
 
     assert (layers("sink_rates", QUICK), layers("sink_rates", FULL)) == (12, 48)
     medium = {"n_layers": 24, "n_heads": 16, "n_ctx": 1024, "d_vocab": 50257}
-    assert short_replication(REPLICATIONS["first_keys"], medium, QUICK).n_layers == 24
+    short = short_replication(REPLICATIONS["first_keys"], medium, QUICK)
+    assert short.sizes["n_layers"] == 24
 
 
 UNMEASURED = {

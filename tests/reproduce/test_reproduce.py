@@ -23,22 +23,17 @@ from headcount.reproduce.replication import (
     Check,
     Claim,
     Replication,
-    read_replication,
+    read_toml,
     replications,
 )
-from headcount.reproduce.replication_figures import Heading, write_page
-from headcount.reproduce.replication_runs import (
-    open_replication_runs,
-    plan_replication,
-    plan_replication_in,
-)
+from headcount.reproduce.replication_figures import write_page
+from headcount.reproduce.replication_runs import plan_replication
 from headcount.reproduce.verdicts import Result, judge, warning
 from headcount.schemas.errors import ScanError
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import find_model
-from tests.reproduce import control_runs
-from tests.reproduce.controls import has_interventions, null_claims
+from tests.reproduce.controls import measured_miniature, null_claims
 from tests.toys import published
 from tests.toys import toy_models as toy
 from tests.toys.toy_replications import replication_text, toy_replication
@@ -75,19 +70,8 @@ def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its
     # It needs nothing of the directory in which it runs.
     monkeypatch.chdir(tmp_path)
     replication = REPLICATIONS[name]
-    model = replication.bundled_model
-    plans = plan_replication(replication, model, str(tmp_path), models=models)
-    directory = plans[0].scan.out
-    other = control_runs.with_untouched(replication, is_miniature=True)
-    is_other = other != replication
-    untouched = plan_replication_in(directory, other, model, models=models) if is_other else plans
-    for plan in {plan.run.run_id: plan for plan in [*plans, *untouched]}.values():
-        control_runs.measure_run(plan, models)
-    database = open_replication_runs(replication, directory)
-    if is_other:
-        # A user's directory does not have the others.
-        control_runs.as_measured(plans).show(database)
-    results = judge(name, replication, plans[0].info, model, database)
+    database, info, null = measured_miniature(replication, str(tmp_path / "runs"), models)
+    results = judge(name, replication, info, replication.bundled_model, database)
     assert [result.name for result in results if result.verdict == "fail"] == []
     # Every published figure is there, and none is compared with a miniature.
     figures = [result for result in results if result.published != "holds"]
@@ -97,22 +81,25 @@ def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its
     assert len(results) - len(figures) >= len(replication.claim)
     measured = [result.measured for result in results]
     assert all(math.isfinite(value) for value in measured if value is not None)
-    heading = Heading(*[""] * 6)
-    write_page(tmp_path / "page.html", heading, results, replication.figure, database)
+    write_page(tmp_path / "page.html", name, replication, "m", results, database)
     page = (tmp_path / "page.html").read_text()
     assert all(figure.title in html.unescape(page) for figure in replication.figure)
     # Last, because it changes what the database shows.
-    if has_interventions(replication):
-        null = control_runs.as_if_untouched(plans, untouched)
-        controls = null_claims(name, replication, database, results, null)
-        assert [control.name for control in controls if control.is_wrong] == []
+    controls = null_claims(name, replication, database, results, null)
+    assert [control.name for control in controls if control.is_wrong] == []
 
 
 def test_a_replication_that_runs_again_measures_nothing_twice(tmp_path: Path) -> None:
     def write_times() -> list[int]:
         return sorted(file.stat().st_mtime_ns for file in tmp_path.rglob("*.parquet"))
 
-    assert reproduce("position_geometry", "--out", str(tmp_path))[0] == 0
+    exit_code, output = reproduce("position_geometry", "--out", str(tmp_path))
+    assert exit_code == 0
+    # The page lies beside the directory of the runs.
+    (page,) = tmp_path.rglob("*.html")
+    assert f"figures in {page}" in output
+    assert page.with_suffix("").is_dir()
+    assert "<strong>a miniature: its numbers are not comparable" in page.read_text()
     times_before = write_times()
     assert times_before
     assert reproduce("position_geometry", "--out", str(tmp_path))[0] == 0
@@ -228,7 +215,7 @@ def test_verdicts() -> None:
 def replication_in(directory: Path, text: str, values: str) -> Replication:
     (directory / "values.csv").write_text(values)
     (directory / "toy.toml").write_text(replication_text(text + "\n[scan]"))
-    return read_replication(directory / "toy.toml")
+    return read_toml(directory / "toy.toml", Replication)
 
 
 def test_a_file_of_published_values_may_name_models_and_tolerances(tmp_path: Path) -> None:

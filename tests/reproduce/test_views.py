@@ -93,17 +93,6 @@ def test_slopes_are_of_each_data_set_and_then_averaged() -> None:
     assert rows == [("sst2", pytest.approx(-0.5)), ("gsm8k", pytest.approx(-0.25))]
 
 
-def test_half_a_dose_is_part_of_the_change() -> None:
-    dose = """
-        SELECT * FROM (VALUES ('scale_query_bias', 0.0, 0.2), ('scale_query_bias', 0.5, 0.35),
-                              ('scale_query_bias', 1.0, 0.5)) AS t(name, dose, mean)
-    """
-    sql = check("sink_circuit_doses", "half a dose").sql
-    assert opened("sink_circuit_doses", dose=dose).execute(sql).fetchall() == [
-        ("scale_query_bias: part of the change that half a dose makes", pytest.approx(0.3))
-    ]
-
-
 def test_a_step_of_a_training_is_in_the_name_of_its_scan() -> None:
     connection = opened(
         "sink_circuit_training",
@@ -230,11 +219,3 @@ def test_heads_whose_outputs_shrink_are_counted() -> None:
     measured = dict(recency(0.001, exponents).execute(shrinking.sql).fetchall())
     assert list(measured.values()) == [2, 7, 0]
     assert set(measured) == set(shrinking.published)
-
-
-def test_p_of_b_without_bos_is_compared_by_its_size() -> None:
-    without, ratio = check("previous_token", "P(B), without-bos").values
-    # Twice the published value is as right as half of it; the probability with BOS is not.
-    assert [without.is_near(p) for p in (3.6e-6, 1.5e-5, 0.0551)] == [True, True, False]
-    # Nothing gained by BOS is a ratio of 1.
-    assert [ratio.is_near(r) for r in (7590, 2000, 1)] == [True, True, False]
