@@ -85,76 +85,6 @@ def change_json(file: Path, change: Callable[[Any], object]) -> None:
 # What a run is
 
 
-def exchange_two_ids(home: Path) -> None:
-    def exchange(tokenizer: Any) -> None:
-        vocabulary = tokenizer["model"]["vocab"]
-        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-
-    change_json(home / "bytes" / "tokenizer.json", exchange)
-
-
-def change_weights(home: Path) -> None:
-    name = "transformer.wpe.weight"
-    toy.change_weights(home / "bytes", lambda w: w[name].view(-1)[5].add_(1e-3))
-
-
-def change_code(home: Path) -> None:
-    (manifest,) = home.glob("runs/*/manifest.json")
-    other_record = {"fingerprint": "0123456789ab"}
-    change_json(manifest, lambda it: it["kinds"]["statistics"]["entropy"].update(other_record))
-
-
-@pytest.mark.parametrize(("change", "phrase"), [
-    (exchange_two_ids, 'the tokenizer ("X", now "X")'),
-    (change_weights, "the model's weights (model.safetensors: X, now X)"),
-    (lambda home: toy.change_config(home / "bytes", layer_norm_epsilon=1e-3),
-     "the model's configuration (config.json: X, now X)"),
-    (change_code, 'the code of statistic entropy ("X", now "X")'),
-])  # fmt: skip
-def test_a_change_is_named_and_what_can_be_done_instead(
-    home: Path, command: Command, change: Callable[[Path], None], phrase: str
-):
-    run = without_last_commit(scan_here(command, "--set", "seed=3"))
-    change(home)
-    for words, path in (
-        (("scan", "toy.toml", "--set", "seed=3"), f"runs/{run.name}"),
-        (("resume", run), run),
-    ):
-        line = refusal(command, *words)
-        assert re.sub(r"\b[0-9a-f]{12,16}\b", "X", line) == (
-            f"error: {path}: this run measured something else: {phrase}; headcount scan --new "
-            f"starts another run, headcount rm {path} deletes this one"
-        )
-
-
-def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command: Command):
-    uniform = (home / "toy.toml").read_text().replace('"pile"', '"uniform_random"')
-    uniform = uniform.replace('input.files = "*.jsonl"\n', "")
-    needle = "input.text = 'bundled:LICENSE'\ninput.key = 1\ninput.value = 1\n"
-    (home / "toy.toml").write_text(uniform)
-    run = without_last_commit(scan_here(command))
-    exchange_two_ids(home)
-    assert scan_here(command) == run
-    sql = "SELECT name, tokenizer FROM runs"
-    assert connect_to_tables(run).execute(sql).fetchall() == [("toy", None)]
-    (home / "toy.toml").write_text(uniform.replace("uniform_random", "needle") + needle)
-    run = without_last_commit(scan_here(command))
-    tokenizer = TextTokenizer(home / "bytes", 257).fingerprint
-    assert connect_to_tables(run).execute(sql).fetchall() == [("toy", tokenizer)]
-    exchange_two_ids(home)
-    assert "something else: the tokenizer (" in refusal(command, "scan", "toy.toml")
-
-
-def test_other_libraries_are_named_before_anything_is_measured(home: Path, command: Command):
-    run = without_last_commit(scan_here(command))
-    old_versions = {"tokenizers": "0.1", "gone": "2.0"}
-    change_json(run / "manifest.json", lambda fields: fields["versions"].update(old_versions))
-    code, lines = command("resume", run, *IN_PROCESS)
-    assert code == 0
-    told = f'{run.name[7:]}: begun with other libraries: tokenizers ("0.1", now'
-    assert lines[0].startswith(told)
-
-
 def test_the_layout_of_its_file_does_not_change_a_tokenizer(home: Path):
     path = home / "bytes" / "tokenizer.json"
     before = TextTokenizer(home / "bytes", 257).fingerprint
@@ -208,15 +138,6 @@ def test_new_runs_have_numbers_and_the_newest_that_fits_is_continued(home: Path,
         (home / "runs" / name / "manifest.json").write_text("{")
     phrase = "deletes it; headcount scan --new starts another run"
     assert refusal(command, "scan", "toy.toml").endswith(phrase)
-
-
-def test_the_remains_of_a_run_are_not_continued(home: Path, command: Command):
-    run = scan_here(command)
-    (run / "manifest.json").unlink()
-    assert refusal(command, "scan", "toy.toml").endswith(
-        f"{run.name}: holds commits and no manifest.json, so nothing says what they measured; "
-        f"headcount rm runs/{run.name} deletes it, and then the same command starts anew"
-    )
 
 
 # Runs are continued from any directory
@@ -287,16 +208,6 @@ def test_a_run_whose_directory_was_moved_asks_where_its_model_lies(
     without_last_commit(run)
     monkeypatch.chdir("/")
     assert command("resume", run, *IN_PROCESS)[0] == 0
-
-
-def test_fields_that_change_rows_cannot_be_set(home: Path, command: Command):
-    run = scan_here(command)
-    for setting in ("n_ctx=16", "input.packing=concat", "out=elsewhere"):
-        assert refusal(command, "resume", run, "--set", setting) == (
-            f"error: --set {setting}: when {run.name[7:]} continues, only batch_size, sequences, "
-            "corpora, bad_rows, bad_rows_in_a_row, model, input.files or input.text can change, "
-            "because they change no row of it; a scan with another value makes a run of its own"
-        )
 
 
 # Runs are deleted
