@@ -268,14 +268,6 @@ def test_every_shipped_query_is_described(tmp_path: Path) -> None:
     assert comments["head"] == "Head within the layer, from 0."
 
 
-def with_queries(folder: Path, queries: dict[str, str]) -> Path:
-    """A folder with the shipped queries and others."""
-    shutil.copytree(QUERIES, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    for name, sql in queries.items():
-        (folder / f"{name}.sql").write_text(sql)
-    return folder
-
-
 # What counts
 
 
@@ -377,16 +369,6 @@ def test_a_run_directory_and_a_directory_of_runs(tmp_path: Path, monkeypatch: An
         connect(run.path / "commits")
 
 
-def test_two_formulas_under_one_name_are_refused(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", SINKS)
-    run = write_run(tmp_path, "b-2", SINKS, fingerprints={"sink_mass": "changed"})
-    problem = r"'sink_mass'.* run a-1 .* run b-2 \(changed\); query one run"
-    with pytest.raises(QueryError, match=problem):
-        connect(tmp_path)
-    assert read_manifest(run)["kinds"]["statistics"]["sink_mass"]["fingerprint"] == "changed"
-    assert ask(run.path, "SELECT count(*) FROM heads") == [(24,)]
-
-
 @pytest.mark.long
 def test_named_queries_read_only_tables_that_are_compared_with_their_commits(
     tmp_path: Path,
@@ -429,7 +411,10 @@ def test_views_that_lack_a_column_can_be_listed(tmp_path: Path) -> None:
         "ungrouped": "-- Another.\nSELECT layer, sum(sink_mass) FROM heads",
         "lost": "-- A table that nobody has.\nFROM nowhere",
     }
-    folder = with_queries(tmp_path / "queries", queries)
+    folder = tmp_path / "queries"
+    shutil.copytree(QUERIES, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    for name, sql in queries.items():
+        (folder / f"{name}.sql").write_text(sql)
     write_run(tmp_path / "runs", "a-1", SINKS)
     database = open_runs(tmp_path / "runs", queries=folder)
     unmeasured = database.unmeasured_views()
