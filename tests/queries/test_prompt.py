@@ -15,22 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.ask.asking import RunDatabase
 from headcount.queries.ask.named_queries import QUERIES, read_queries
 from headcount.queries.ask.prompt import completions
-from tests.toys.toy_runs import write_run
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs")
-    write_run(out, "a-1", {"sink_mass": lambda row: 0.1 + row.head, "entropy": lambda row: None})
-    return out
-
-
-@pytest.fixture(scope="module")
-def database(path: Path) -> RunDatabase:
-    return open_runs(path)
 
 
 @pytest.mark.parametrize(("text", "expected"), [
@@ -45,12 +32,12 @@ def test_names_are_completed(database: RunDatabase, text: str, expected: list[st
     assert [name for name, _ in completions(text, database, read_queries(QUERIES))] == expected
 
 
-def test_a_pipe_asks_several_queries_and_a_mistake_ends_none(path: Path) -> None:
+def test_a_pipe_asks_several_queries_and_a_mistake_ends_none(small: Path) -> None:
     lines = (
         "ranking --limit 3\nSELECT lyer FROM heads\nhelp outliers\n\n"
         "SELECT count(*) AS n FROM heads;\nquit\nFROM heads\n"
     )
-    words = ["query", str(path), "--interactive"]
+    words = ["query", str(small), "--interactive"]
     result = CliRunner().invoke(app, words, input=lines, catch_exceptions=False)
     assert result.exit_code == 0
     assert result.stdout.split() == ["n", "──", "24"]
@@ -60,7 +47,7 @@ def test_a_pipe_asks_several_queries_and_a_mistake_ends_none(path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_terminal_completes_and_remembers(path: Path, tmp_path: Path) -> None:
+def test_a_terminal_completes_and_remembers(small: Path, tmp_path: Path) -> None:
     terminal, end = pty.openpty()
     environment = os.environ | {
         "XDG_STATE_HOME": str(tmp_path),
@@ -68,7 +55,7 @@ def test_a_terminal_completes_and_remembers(path: Path, tmp_path: Path) -> None:
         # Nobody here tells where the cursor is. The prompt would wait two seconds for that.
         "PROMPT_TOOLKIT_NO_CPR": "1",
     }
-    command = [sys.executable, "-m", "headcount", "query", str(path), "--interactive"]
+    command = [sys.executable, "-m", "headcount", "query", str(small), "--interactive"]
     process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment)
     os.close(end)
     try:
