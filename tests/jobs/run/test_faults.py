@@ -71,7 +71,7 @@ SCHEDULES: dict[str, tuple[bool, int, list[Life]]] = {
 def chaos() -> Iterator[tuple[World, pa.Table]]:
     """A cluster of a head and two nodes that all of these tests maltreat."""
     main = "tests.toys.toy_replica.main"
-    with open_world(4, ToyReplica, main, with_forked_workers=True) as (world, expected):
+    with open_world(4, ToyReplica, main) as (world, expected):
         # Clients of a store wait longer after every refusal: a few are enough here.
         world.bad_requests = 4
         yield world, expected
