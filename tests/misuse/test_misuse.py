@@ -20,10 +20,11 @@ from filelock import FileLock
 
 import headcount
 from headcount.jobs.endings import ended_in_lines
-from headcount.schemas.errors import ScanError
+from headcount.schemas.errors import ModelError, ScanError
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan import parse_scan, safe_name
 from headcount.workers.interventions import bind
+from headcount.workers.model.files.text_tokenizer import _check_size
 from tests import ROOT
 from tests.misuse.conftest import Command
 from tests.toys import toy_models as toy
@@ -294,6 +295,17 @@ def refusal(text: str, n_ctx: int = 16) -> str:
 def test_an_intervention_that_means_nothing_is_refused(row: list[Any]):
     text, line, *n_ctx = row
     assert agree(line, refusal(text, *n_ctx))
+
+
+@rows("tokenizers")
+def test_a_tokenizer_fits_its_model(row: list[Any]):
+    size, d_vocab, line = row
+    said = ""
+    try:
+        _check_size(Path("model"), {str(token): token for token in range(size)}, d_vocab)
+    except ModelError as error:
+        said = str(error)
+    assert agree(line, said), said
 
 
 # Names
