@@ -229,11 +229,11 @@ def fork_workers(listener: socket.socket) -> None:
         with connection:
             _, outputs, _, _ = socket.recv_fds(connection, 1, 2)
             with connection.makefile("rb") as file:
-                request = json.load(file)
+                words, environment, directory = json.load(file)
             if os.fork() == 0:
                 listener.close()
                 connection.close()
-                _run_worker(*request, outputs)
+                _run_worker(words, environment, directory, outputs)
             for descriptor in outputs:
                 os.close(descriptor)
 
