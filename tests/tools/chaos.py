@@ -195,14 +195,6 @@ def halt_after_commits(orders: Path, commits: int) -> None:
         (orders / f"wait@commit.{number}").touch()
 
 
-FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {}
-
-
-def fault(function: Callable[[World], None]) -> Callable[[World], None]:
-    FAULTS_BY_NAME[function.__name__] = function
-    return function
-
-
 def sends(number: int, to_driver: bool) -> Callable[[World], None]:
     """A fault: the driver or a replica gets a signal, whatever it is doing."""
 
@@ -241,23 +233,6 @@ def strikes_at_write(action: str, point: str, path: str) -> Callable[[World], No
     return strike
 
 
-FAULTS_BY_NAME |= {
-    "replica_killed": sends(signal.SIGKILL, to_driver=False),
-    # The notice of a preemption.
-    "replica_terminated": sends(signal.SIGTERM, to_driver=False),
-    "driver_killed": sends(signal.SIGKILL, to_driver=True),
-    "driver_terminated": sends(signal.SIGTERM, to_driver=True),
-    # Just before a data file appears.
-    "replica_killed_while_writing": strikes_at_write("kill", "data", "/heads/"),
-    # Between the data files and the commit.
-    "replica_killed_before_its_commit": strikes_at_write("kill", "commit", "/commits/"),
-    # No space left on device, or the store says 500.
-    "disk_full_for_data": strikes_at_write("full", "data", "/sequences/"),
-    "disk_full_for_a_commit": strikes_at_write("full", "commit", "/commits/"),
-}
-
-
-@fault
 def store_answers_503(world: World) -> None:
     """Some requests are refused, some answers are lost, some take long."""
     if world.store is None:
@@ -272,7 +247,6 @@ def store_answers_503(world: World) -> None:
     )
 
 
-@fault
 def replica_slow(world: World) -> None:
     """A replica stands still until the run is over."""
     for process in world.replicas()[:1]:
@@ -280,22 +254,13 @@ def replica_slow(world: World) -> None:
         world.suspended.append(process)
 
 
-@fault
 def node_lost(world: World) -> None:
     """kill -9 of a raylet; another node comes in its place."""
     cluster = world.ensure_cluster()
-    # A node whose replica stands still would not be missed.
-    idle_raylets = {process.ppid() for process in world.suspended if process.is_running()}
-    nodes = [
-        node
-        for node in cluster.worker_nodes
-        if node.all_processes["raylet"][0].process.pid not in idle_raylets
-    ]
-    cluster.remove_node(world.rng.choice(nodes), allow_graceful=False)
+    cluster.remove_node(world.rng.choice([*cluster.worker_nodes]), allow_graceful=False)
     world.add_node(cluster)
 
 
-@fault
 def head_lost(world: World) -> None:
     """The head and everything on the cluster dies; the next command finds a new one."""
     assert world.driver is not None
@@ -307,7 +272,6 @@ def head_lost(world: World) -> None:
         world.cluster = None
 
 
-@fault
 def second_driver(world: World) -> None:
     """The same command is given twice at once."""
     first = world.driver
@@ -315,7 +279,6 @@ def second_driver(world: World) -> None:
     world.driver = first
 
 
-@fault
 def left_behind(world: World) -> None:
     """What a dead worker may leave: half a temporary file, a data file without its commit."""
     if isinstance(world.run.path, StorePath):
@@ -325,6 +288,28 @@ def left_behind(world: World) -> None:
     # The first is never looked at; the second is deleted when all shards are done.
     (heads / f".shard-{world.rng.randrange(SHARDS):06d}.parquet.dead.tmp").write_bytes(b"PAR1 half")
     (heads / shard_file_name(SHARDS - 1, "0" * 32)).write_bytes(b"PAR1 half")
+
+
+FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {
+    "replica_killed": sends(signal.SIGKILL, to_driver=False),
+    # The notice of a preemption.
+    "replica_terminated": sends(signal.SIGTERM, to_driver=False),
+    "driver_killed": sends(signal.SIGKILL, to_driver=True),
+    "driver_terminated": sends(signal.SIGTERM, to_driver=True),
+    # Just before a data file appears.
+    "replica_killed_while_writing": strikes_at_write("kill", "data", "/heads/"),
+    # Between the data files and the commit.
+    "replica_killed_before_its_commit": strikes_at_write("kill", "commit", "/commits/"),
+    # No space left on device, or the store says 500.
+    "disk_full_for_data": strikes_at_write("full", "data", "/sequences/"),
+    "disk_full_for_a_commit": strikes_at_write("full", "commit", "/commits/"),
+    "store_answers_503": store_answers_503,
+    "replica_slow": replica_slow,
+    "node_lost": node_lost,
+    "head_lost": head_lost,
+    "second_driver": second_driver,
+    "left_behind": left_behind,
+}
 
 
 class Result(NamedTuple):
@@ -398,14 +383,13 @@ def reference(scan_file: Path, out: Path, replica_class: type[Replica] = Replica
 def open_world(
     seed: int,
     replica_class: type[Replica] = Replica,
-    main: str = "headcount.command_line.main",
     *,
     with_store: bool = True,
     n_nodes: int = 2,
 ) -> Iterator[tuple[World, pa.Table]]:
     """Everything that schedules need, and the rows of an undisturbed run.
 
-    `main` is headcount with replicas that measure as this class does.
+    Replicas measure as this class does: they have a model or are toys.
     """
     start_fork_server()
     before = dict(os.environ)
@@ -417,7 +401,9 @@ def open_world(
         orders = {"PYTHONPATH": str(FAULTS), "FAULTS": str(folder / "orders"), MARK: str(folder)}
         os.environ |= orders | (store.env() if store else {})
         parent = stack.enter_context(forked_workers())
-        world = World(folder, random.Random(seed), store, parent, n_nodes, main=main)
+        world = World(folder, random.Random(seed), store, parent, n_nodes)
+        if replica_class is not Replica:
+            world.main = "tests.toys.toy_replica.main"
         world.orders.mkdir()
         world.scan_file.write_text(SCAN)
         expected = reference(world.scan_file, folder / "undisturbed", replica_class)

@@ -156,9 +156,8 @@ class SelfStoppingReplica(ToyReplica):
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[tuple[World, pa.Table]]:
     """Ray with room for two replicas, whose processes are forks: the tests below kill a dozen."""
-    main = "tests.toys.toy_replica.main"
     seed = date.today().toordinal()
-    opened = open_world(seed, ToyReplica, main, with_store=False, n_nodes=0)
+    opened = open_world(seed, ToyReplica, with_store=False, n_nodes=0)
     with opened as (world, expected), joined(world.ensure_cluster()):
         yield world, expected
 
