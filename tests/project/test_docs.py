@@ -116,14 +116,15 @@ def main_of_a_copy() -> None:
 
 
 def apply_diff(file: Path, diff: str) -> None:
-    """Add the lines that a diff adds, each below the line that stands above it in the diff."""
+    """Add the lines that a diff adds, each below or in place of the line above it in the diff."""
     source = file.read_text(encoding="utf-8")
     for line_above, line in itertools.pairwise(diff.splitlines()):
         if line.startswith("+"):
             # The first character of a line of a diff is its sign.
             anchor = f"\n{line_above[1:]}\n"
             assert source.count(anchor) == 1, line_above
-            source = source.replace(anchor, f"{anchor}{line[1:]}\n")
+            kept = "\n" if line_above.startswith("-") else anchor
+            source = source.replace(anchor, f"{kept}{line[1:]}\n")
     file.write_text(source, encoding="utf-8")
 
 
