@@ -92,7 +92,7 @@ chaos: .venv/.tools
 	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -m '' tests/schemas/test_damage.py -k no_damage_is_read
 	@$(BIN)/python -m tests.tools.random_deaths --schedules $(SCHEDULES) --seed $(SEED)
 	@$(BIN)/python -m tests.tools.random_deaths --schedules $(SCHEDULES) --seed $(SEED) --store
-	@$(BIN)/python -m tests.tools.chaos --schedules $(SCHEDULES) --seed $(SEED)
+	@$(BIN)/python -c 'from tests.tools.chaos import main; main()' --schedules $(SCHEDULES) --seed $(SEED)
 
 controls: .venv/.tools
 	$(BIN)/python -m tests.reproduce.controls $(REPLICATION)

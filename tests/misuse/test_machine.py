@@ -105,12 +105,6 @@ WAITED_FOR = {
 """What ends the waiting, and seconds that a test can wait."""
 
 
-def in_store(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """Let `s3://` mean the store at an address."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{address}")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-
-
 def test_what_does_not_answer_is_one_line(
     command: Command, directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -122,7 +116,8 @@ def test_what_does_not_answer_is_one_line(
     # It takes connections and says nothing.
     with socket.create_server(("127.0.0.1", 0)) as server:
         silent = f"127.0.0.1:{server.getsockname()[1]}"
-        in_store(monkeypatch, silent)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{silent}")
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
         # A command, and how it is refused.
         for words, start in (
             (f"scan own.toml --address {silent}",
@@ -135,27 +130,6 @@ def test_what_does_not_answer_is_one_line(
             code, lines = command(*words.split())
             assert code == 2, words
             assert lines[-1].startswith(f"error: {start}"), words
-
-
-def test_a_store_that_is_down_is_one_line(
-    command: Command, directory: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(directory)
-    in_store(monkeypatch, "127.0.0.1:9")
-    monkeypatch.setattr("headcount.schemas.files.places.PAUSE_SECONDS", 0)
-    line = (
-        "error: s3://bucket: the store at http://127.0.0.1:9 does not answer (Connection refused); "
-        "bring it or the network up, or name another address in AWS_ENDPOINT_URL, then run the "
-        "same command"
-    )
-    for words in (
-        "scan own.toml --replicas 0 --set out=s3://bucket/runs",
-        "status s3://bucket/runs/run_id=a-1",
-        "query s3://bucket/runs heads",
-        "report s3://bucket/runs",
-        "compact s3://bucket/runs",
-    ):
-        assert command(*words.split()) == (2, [line]), words
 
 
 @pytest.mark.long
@@ -281,18 +255,3 @@ def test_watching_ends_with_the_run(runs: Path, command: Command, monkeypatch: p
         assert command("status", runs / "run_id=toy-1a2b3c4d", "--watch") == (0, [])
     assert b"complete  every shard is committed" in os.read(our_end, 10_000)
     os.close(our_end)
-
-
-@pytest.mark.long
-def test_watching_ends_quietly(tmp_path: Path):
-    run = toy_runs.write_run(tmp_path / "runs", "toy-1", {"sink_mass": lambda _: 0.5}, commit=[0])
-    words = [*DIES_WITH_ITS_PARENT, *HEADCOUNT, "status", str(run.path), "--watch"]
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [*words, "--every", "0.2"]
-    with subprocess.Popen(command, env=environment(), **streams) as watching:
-        assert watching.stdout is not None
-        for _ in range(2):
-            assert "  shards 1 of 2 done" in watching.stdout.readline()
-        watching.send_signal(signal.SIGINT)
-        _, errors = watching.communicate(timeout=120)
-        assert (watching.returncode, errors) == (130, "stopped\n")

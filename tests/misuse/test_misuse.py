@@ -20,10 +20,11 @@ from filelock import FileLock
 
 import headcount
 from headcount.jobs.endings import ended_in_lines
-from headcount.schemas.errors import ScanError
+from headcount.schemas.errors import ModelError, ScanError
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan import parse_scan, safe_name
 from headcount.workers.interventions import bind
+from headcount.workers.model.files.text_tokenizer import _check_size
 from tests import ROOT
 from tests.misuse.conftest import Command
 from tests.toys import toy_models as toy
@@ -46,7 +47,7 @@ def repeated(value: Any) -> Any:
 def rows(section: str) -> Any:
     """The rows of a section as parameters, named by what stands first."""
     section_rows = repeated(TABLE["rows"][section])
-    names = [str(row[0] or row[1])[:60] for row in section_rows]
+    names = [str(row[-1] if section == "runs" else row[0] or row[1])[:60] for row in section_rows]
     return pytest.mark.parametrize("row", section_rows, ids=names)
 
 
@@ -89,9 +90,18 @@ def fill(weights: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
             weights[name].fill_(value)
 
 
+def merged(old: Any, new: Any) -> Any:
+    """The new value; of two tables, their entries together."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {name: merged(old.get(name), value) for name, value in new.items()}
+
+
 CHANGES: dict[str, Callable[[Path, Any], object]] = {
     ".pth": lambda path, value: torch.save(value, path),
-    ".json": lambda path, value: path.write_text(json.dumps(json.loads(path.read_text()) | value)),
+    ".json": lambda path, value: path.write_text(
+        json.dumps(merged(json.loads(path.read_text()), value))
+    ),
     ".safetensors": lambda path, value: toy.change_weights(path.parent, lambda w: fill(w, value)),
 }
 """What a table does to a file of a model, by the ending of its name."""
@@ -100,10 +110,10 @@ CHANGES: dict[str, Callable[[Path, Any], object]] = {
 class Folder:
     """The folder in which a row runs."""
 
-    def __init__(self, path: Path, command: Command, locks: ExitStack) -> None:
-        self.path = path
-        self.command = command
-        self.locks = locks
+    def __init__(
+        self, path: Path, command: Command, locks: ExitStack, patch: pytest.MonkeyPatch
+    ) -> None:
+        self.path, self.command, self.locks, self.patch = path, command, locks, patch
 
     @property
     def files(self) -> list[Path]:
@@ -117,10 +127,23 @@ class Folder:
                 change(path, value, self.locks)
 
     def run(self, words: str) -> tuple[int, list[str]]:
-        """How a command ends: its code, and its lines of stderr."""
-        arguments = [path for word in shlex.split(words) for path in glob.glob(word) or [word]]
+        """How a command ends, behind variables that it sets: its code, and its lines of stderr."""
+        split = shlex.split(words)
+        while re.match("[A-Z_]+=", split[0]):
+            self.patch.setenv(*split.pop(0).split("=", 1))
+        arguments = [path for word in split for path in glob.glob(word) or [word]]
         code, lines = self.command(*arguments)
         return code, [line.replace(str(self.path), "TMP") for line in lines]
+
+    def follow(self, steps: list[Any]) -> list[str]:
+        """What the last of some commands says, with changes of files between them."""
+        said: list[str] = []
+        for step in steps:
+            if isinstance(step, dict):
+                self.change(step)
+            else:
+                _, said = self.run(step)
+        return said
 
 
 @pytest.fixture
@@ -130,10 +153,12 @@ def folder(
     monkeypatch.chdir(tmp_path)
     # The trace of an error of ours is kept where temporary files lie.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # Nobody waits here for a store that is down.
+    monkeypatch.setattr("headcount.schemas.files.places.PAUSE_SECONDS", 0)
     for path in shelf.iterdir():
         (tmp_path / path.name).symlink_to(path)
     with ExitStack() as locks:
-        folder = Folder(tmp_path, command, locks)
+        folder = Folder(tmp_path, command, locks, monkeypatch)
         texts = TABLE["folder"].items()
         folder.change({name: text.removeprefix("\n") for name, text in texts})
         yield folder
@@ -198,6 +223,13 @@ def test_a_command_is_refused(folder: Folder, row: list[Any]):
     assert folder.files == before
 
 
+@rows("runs")
+def test_a_run_is_continued_only_as_what_it_is(folder: Folder, row: list[Any]):
+    *steps, line = row
+    found = "\n".join(folder.follow(steps)).removeprefix("error: ")
+    assert agree(line, found), found
+
+
 def test_a_good_scan_is_planned(folder: Folder):
     assert folder.run("plan toy.toml") == (0, [])
 
@@ -221,16 +253,12 @@ def test_the_program_says_what_the_page_says(
     title, *steps = row
     if title == "GPU wanted" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    said: list[str] = []
-    for step in steps:
-        if isinstance(step, dict):
-            folder.change(step)
-        elif step.startswith("raise "):
-            with pytest.raises(SystemExit), ended_in_lines():
-                exec(step)
-            said = capsys.readouterr().err.splitlines()
-        else:
-            _, said = folder.run(step)
+    if isinstance(steps[0], str) and steps[0].startswith("raise "):
+        with pytest.raises(SystemExit), ended_in_lines():
+            exec(steps[0])
+        said = capsys.readouterr().err.splitlines()
+    else:
+        said = folder.follow(steps)
     # The page may break a long message into lines.
     expected, found = (" ".join(text.split()) for text in (MESSAGES[title], " ".join(said)))
     assert agree(f"…{expected}…", found), found
@@ -267,6 +295,17 @@ def refusal(text: str, n_ctx: int = 16) -> str:
 def test_an_intervention_that_means_nothing_is_refused(row: list[Any]):
     text, line, *n_ctx = row
     assert agree(line, refusal(text, *n_ctx))
+
+
+@rows("tokenizers")
+def test_a_tokenizer_fits_its_model(row: list[Any]):
+    size, d_vocab, line = row
+    said = ""
+    try:
+        _check_size(Path("model"), {str(token): token for token in range(size)}, d_vocab)
+    except ModelError as error:
+        said = str(error)
+    assert agree(line, said), said
 
 
 # Names

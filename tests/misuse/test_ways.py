@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from headcount.jobs.plan.identity import last_run, next_run, runs_of
 from headcount.jobs.plan.plan import make_plan, prepare_run
 from headcount.jobs.plan.scan_files import portable_scan
 from headcount.jobs.upkeep.removal import remove
-from headcount.schemas.errors import ModelError, RunError
+from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import Scan, load_scan, safe_name
-from headcount.workers.model.files.text_tokenizer import TextTokenizer, _check_size
+from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from tests.misuse.conftest import Command
 from tests.toys import toy_models as toy
 from tests.toys.commands import printed
-from tests.toys.refusals import refused
 from tests.toys.toy_runs import connect_to_tables, local, write_run
 
 IN_PROCESS = ("--replicas", "0", "--device", "cpu")
@@ -85,104 +83,12 @@ def change_json(file: Path, change: Callable[[Any], object]) -> None:
 # What a run is
 
 
-def exchange_two_ids(home: Path) -> None:
-    def exchange(tokenizer: Any) -> None:
-        vocabulary = tokenizer["model"]["vocab"]
-        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-
-    change_json(home / "bytes" / "tokenizer.json", exchange)
-
-
-def change_weights(home: Path) -> None:
-    name = "transformer.wpe.weight"
-    toy.change_weights(home / "bytes", lambda w: w[name].view(-1)[5].add_(1e-3))
-
-
-def change_code(home: Path) -> None:
-    (manifest,) = home.glob("runs/*/manifest.json")
-    other_record = {"fingerprint": "0123456789ab"}
-    change_json(manifest, lambda it: it["kinds"]["statistics"]["entropy"].update(other_record))
-
-
-@pytest.mark.parametrize(("change", "phrase"), [
-    (exchange_two_ids, 'the tokenizer ("X", now "X")'),
-    (change_weights, "the model's weights (model.safetensors: X, now X)"),
-    (lambda home: toy.change_config(home / "bytes", layer_norm_epsilon=1e-3),
-     "the model's configuration (config.json: X, now X)"),
-    (change_code, 'the code of statistic entropy ("X", now "X")'),
-])  # fmt: skip
-def test_a_change_is_named_and_what_can_be_done_instead(
-    home: Path, command: Command, change: Callable[[Path], None], phrase: str
-):
-    run = without_last_commit(scan_here(command, "--set", "seed=3"))
-    change(home)
-    for words, path in (
-        (("scan", "toy.toml", "--set", "seed=3"), f"runs/{run.name}"),
-        (("resume", run), run),
-    ):
-        line = refusal(command, *words)
-        assert re.sub(r"\b[0-9a-f]{12,16}\b", "X", line) == (
-            f"error: {path}: this run measured something else: {phrase}; headcount scan --new "
-            f"starts another run, headcount rm {path} deletes this one"
-        )
-
-
-def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command: Command):
-    uniform = (home / "toy.toml").read_text().replace('"pile"', '"uniform_random"')
-    uniform = uniform.replace('input.files = "*.jsonl"\n', "")
-    needle = "input.text = 'bundled:LICENSE'\ninput.key = 1\ninput.value = 1\n"
-    (home / "toy.toml").write_text(uniform)
-    run = without_last_commit(scan_here(command))
-    exchange_two_ids(home)
-    assert scan_here(command) == run
-    sql = "SELECT name, tokenizer FROM runs"
-    assert connect_to_tables(run).execute(sql).fetchall() == [("toy", None)]
-    (home / "toy.toml").write_text(uniform.replace("uniform_random", "needle") + needle)
-    run = without_last_commit(scan_here(command))
-    tokenizer = TextTokenizer(home / "bytes", 257).fingerprint
-    assert connect_to_tables(run).execute(sql).fetchall() == [("toy", tokenizer)]
-    exchange_two_ids(home)
-    assert "something else: the tokenizer (" in refusal(command, "scan", "toy.toml")
-
-
-def test_other_libraries_are_named_before_anything_is_measured(home: Path, command: Command):
-    run = without_last_commit(scan_here(command))
-    old_versions = {"tokenizers": "0.1", "gone": "2.0"}
-    change_json(run / "manifest.json", lambda fields: fields["versions"].update(old_versions))
-    code, lines = command("resume", run, *IN_PROCESS)
-    assert code == 0
-    told = f'{run.name[7:]}: begun with other libraries: tokenizers ("0.1", now'
-    assert lines[0].startswith(told)
-
-
 def test_the_layout_of_its_file_does_not_change_a_tokenizer(home: Path):
     path = home / "bytes" / "tokenizer.json"
     before = TextTokenizer(home / "bytes", 257).fingerprint
     change_json(path, lambda tokenizer: tokenizer.update(truncation=None))
     path.write_text(json.dumps(json.loads(path.read_text()), indent=3, sort_keys=True))
     assert TextTokenizer(home / "bytes", 257).fingerprint == before
-
-
-@pytest.mark.parametrize(("size", "d_vocab", "phrase"), [
-    (50_254, 50_432, None),  # GPT-NeoX
-    (151_669, 151_936, None),  # Qwen
-    (100_015, 102_400, None),  # DeepSeekMoE 16B
-    (257, 257, None),
-    (257, 512, None),
-    (257, 513, "257 tokens and the model 513; expected 258 to 513"),
-    (45_231, 50_257, "45,231 tokens and the model 50,257; expected 45,232 to 50,257"),
-    (50_258, 50_257, "50,258 tokens and the model 50,257; expected 45,232 to 50,257"),
-    (1, 2, "1 tokens and the model 2; expected 2 to 2"),
-])  # fmt: skip
-def test_a_tokenizer_fits_its_model(size: int, d_vocab: int, phrase: str | None):
-    vocabulary = {str(token): token for token in range(size)}
-    if phrase is None:
-        _check_size(Path("model"), vocabulary, d_vocab)
-        return
-    assert refused(ModelError, _check_size, Path("model"), vocabulary, d_vocab) == (
-        f"model: its tokenizer has {phrase}, because models are padded by 255 tokens or 10% at "
-        "most; tokenizer files are missing or another model's"
-    )
 
 
 # Numbered runs
@@ -208,15 +114,6 @@ def test_new_runs_have_numbers_and_the_newest_that_fits_is_continued(home: Path,
         (home / "runs" / name / "manifest.json").write_text("{")
     phrase = "deletes it; headcount scan --new starts another run"
     assert refusal(command, "scan", "toy.toml").endswith(phrase)
-
-
-def test_the_remains_of_a_run_are_not_continued(home: Path, command: Command):
-    run = scan_here(command)
-    (run / "manifest.json").unlink()
-    assert refusal(command, "scan", "toy.toml").endswith(
-        f"{run.name}: holds commits and no manifest.json, so nothing says what they measured; "
-        f"headcount rm runs/{run.name} deletes it, and then the same command starts anew"
-    )
 
 
 # Runs are continued from any directory
@@ -289,34 +186,15 @@ def test_a_run_whose_directory_was_moved_asks_where_its_model_lies(
     assert command("resume", run, *IN_PROCESS)[0] == 0
 
 
-def test_fields_that_change_rows_cannot_be_set(home: Path, command: Command):
-    run = scan_here(command)
-    for setting in ("n_ctx=16", "input.packing=concat", "out=elsewhere"):
-        assert refusal(command, "resume", run, "--set", setting) == (
-            f"error: --set {setting}: when {run.name[7:]} continues, only batch_size, sequences, "
-            "corpora, bad_rows, bad_rows_in_a_row, model, input.files or input.text can change, "
-            "because they change no row of it; a scan with another value makes a run of its own"
-        )
-
-
 # Runs are deleted
 
 
-def test_a_run_is_deleted_and_a_link_is_not(home: Path, command: Command):
+def test_broken_runs_are_deleted_by_any_name(home: Path, command: Command):
     runs = [scan_here(command), scan_here(command, "--new")]
     (runs[0] / "manifest.json").write_text("{")
-    with FileLock(runs[0] / ".lock"):
-        code, (line,) = command("rm", runs[0], "--yes")
-        assert code == 2
-        assert "another process is at work on this run" in line
-    assert (runs[0] / "manifest.json").exists()
     words = ("rm", runs[0], f"runs/{runs[1].name}", "--yes")
     assert command(*words) == (0, [f"deleted {run}" for run in runs])
     assert list((home / "runs").glob("run_id=*")) == []
-    (home / "run_id=link").symlink_to(home / "bytes")
-    line = f"error: {home}/run_id=link: a link to {home}/bytes; delete what it leads to"
-    assert command("rm", "run_id=link", "--yes") == (2, [line])
-    assert (home / "bytes" / "config.json").exists()
 
 
 def test_a_deletion_cut_short_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -112,9 +112,7 @@ def follow_page(
         yield step, follow(step, folder, names)
 
 
-def follow(
-    step: FileToSave | CommandBlock, folder: Path, names: dict[str, object] | None = None
-) -> str:
+def follow(step: FileToSave | CommandBlock, folder: Path, names: dict[str, object]) -> str:
     """Do one step of a page in a folder; what it prints on stdout.
 
     `names` are those of the page's Python so far, as a notebook keeps them.
@@ -126,7 +124,7 @@ def follow(
         if step.language == "python":
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                exec(step.code, {} if names is None else names)
+                exec(step.code, names)
             return printed.getvalue()
         # In quotations and remarks a shell sees nothing of its own.
         shown = [re.sub(r"\"[^\"]*\"|'[^']*'| #.*", "", command) for command in step.commands]

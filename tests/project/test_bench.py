@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases
-from benchmarks.cases import FULL, QUICK, Cell, cells
-from benchmarks.measure import weigh_run
+from benchmarks.cases import FULL, QUICK, Cell
 from benchmarks.targets import (
     PEAK_FLOPS,
     CellMeasurements,
@@ -30,57 +27,23 @@ from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 from tests import ROOT
 from tests.tools.processes import Command
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CAN_WEIGH = Path("/proc/self/clear_refs").exists()
-MB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that a quick run of the whole benchmark wrote into."""
-    out = tmp_path_factory.mktemp("bench")
-    # Threads only wait for each other at these sizes.
-    place: Any = {"environment": os.environ | {"OMP_NUM_THREADS": "1"}, "directory": ROOT}
-    command = Command("--quick", "--out", out, main="benchmarks.bench.main", **place)
-    ended = command.ended(timeout=600)
-    assert ended.code == 0, ended.stdout + ended.stderr
-    (out / "stdout").write_text(ended.stdout, encoding="utf-8")
-    return out
-
-
-@pytest.fixture(scope="module")
-def record(quick: Path) -> dict[str, Any]:
-    (line,) = (quick / "history.jsonl").read_text(encoding="utf-8").splitlines()
-    return json.loads(line)
-
 
 @pytest.mark.long
-@pytest.mark.skipif(not CAN_WEIGH, reason="memory is read from Linux's /proc")
-def test_a_quick_run_measures_the_rows_of_its_device_and_names_others(
-    record: dict[str, Any],
-) -> None:
+def test_a_quick_run_has_a_verdict_for_every_target(tmp_path: Path) -> None:
+    # Threads only wait for each other at these sizes.
+    place: Any = {"environment": os.environ | {"OMP_NUM_THREADS": "1"}, "directory": ROOT}
+    command = Command("--quick", "--out", tmp_path, main="benchmarks.bench.main", **place)
+    ended = command.ended(timeout=600)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    (line,) = (tmp_path / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = json.loads(line)["rows"]
     wanted = targets(QUICK)
-    assert [row["row"] for row in record["rows"]] == [target.row for target in wanted]
-    for target, row in zip(wanted, record["rows"], strict=True):
-        if target.device in ("", DEVICE):
-            assert 0 < row["value"] < math.inf, row
-            assert row["verdict"] in (("–",) if target.reach == "–" else ("met", "missed")), row
-        else:
-            words = (row["value"], row["measured"], row["verdict"])
-            assert words == (None, "not measured", "not measured")
-    if DEVICE == "cuda":
-        return  # A GPU's batches are found, not given.
-    cell_fields = ("model", "way", "precision", "batch", "n_ctx")
-    recorded = {Cell(*(entry[name] for name in cell_fields)): entry for entry in record["cells"]}
-    assert set(recorded) == {cell for case in cases.CASES["cpu"] for cell in cells(case, QUICK)}
-    assert {cell.way for cell in recorded} == set(WAYS)
-    for cell, entry in recorded.items():
-        (seconds,) = entry["seconds"]
-        assert 0 < seconds < math.inf
-        if cases.is_weighed(cell, QUICK):
-            assert 100 * MB < entry["loaded"] <= entry["peak"] < 10_000 * MB
-        else:
-            assert entry["peak"] is None
+    assert [row["row"] for row in rows] == [target.row for target in wanted]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for target, row in zip(wanted, rows, strict=True):
+        assert row["verdict"] == target.verdict(row["value"]), row
+        assert row["value"] is None or target.device in ("", device), row
+    assert {row["verdict"] for row in rows} & {"met", "missed"}
 
 
 def test_a_verdict_is_met_or_missed_or_not_measured() -> None:
@@ -150,16 +113,6 @@ def test_gpu_rows_follow_from_the_best_batches() -> None:
     assert {target.value(Results("cpu", measurements)) for target in targets(FULL)} == {None}
 
 
-@pytest.mark.skipif(not CAN_WEIGH, reason="memory is read from Linux's /proc")
-def test_what_a_run_holds_for_a_moment_is_weighed() -> None:
-    def run(tokens: torch.Tensor) -> None:
-        torch.ones(64 * MB if tokens.shape[1] > 16 else 1, dtype=torch.uint8)
-
-    torch.ones(256 * MB, dtype=torch.uint8)  # An earlier peak does not count.
-    loaded, peak = weigh_run(run, torch.zeros(1, 17))
-    assert 60 * MB < peak - loaded < 80 * MB
-
-
 @pytest.mark.long
 def test_every_way_does_the_work_it_is_compared_for(tmp_path: Path) -> None:
     path = make_gpt2_small(tmp_path / "gpt2", **QUICK.gpt2)
@@ -185,14 +138,6 @@ def test_every_way_does_the_work_it_is_compared_for(tmp_path: Path) -> None:
     formats = (bare.last_hidden_state.dtype, half.last_hidden_state.dtype)
     assert formats == (torch.float32, torch.bfloat16)
     assert bare.past_key_values is None
-
-
-def test_tokens_repeat_as_often_as_in_text(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 50257}')
-    tokens = draw_tokens(tmp_path, 16, 1024)
-    earlier_copies = (tokens[:, :, None] == tokens[:, None]).tril(-1).sum() / tokens.numel()
-    assert 5 < earlier_copies < 7.5  # The Pile: 5 to 7.
-    assert torch.equal(tokens, draw_tokens(tmp_path, 16, 1024))
 
 
 def test_the_readme_has_the_cost_by_length_of_the_last_whole_run() -> None:

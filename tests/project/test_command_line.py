@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import headcount
 from headcount.commands import PANELS
@@ -18,16 +17,13 @@ from headcount.workers.inputs import INPUTS
 from headcount.workers.interventions import INTERVENTIONS
 from headcount.workers.model.files.bundled_models import BUNDLED
 from tests import ROOT
+from tests.toys.commands import printed
 
 
-def printed(*words: str | Path) -> str:
-    """What a command prints on a terminal of 80 columns."""
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(headcount.app, [*map(str, words)])
-    assert result.exit_code == 0, (words, result.output, result.exception)
-    return result.stdout
-
-
-def test_every_command_is_in_one_panel_and_help_fits_the_terminal() -> None:
+def test_every_command_is_in_one_panel_and_help_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     in_panels = [name for names in PANELS.values() for name in names]
     assert sorted(in_panels) == sorted(get_command(headcount.app).commands)  # pyright: ignore
     help_text = printed("--help")

@@ -43,14 +43,11 @@ FOLLOWED = """
 import runpy
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from headcount import app
 from headcount.queries.open.connection import connect
-from headcount.workers.replica import Replica
 from tests.toys.runs_here import measure_here
 
 
@@ -85,18 +82,6 @@ plan = run(
 query = "SELECT intervention, layer, sequence, update_norm FROM layers ORDER BY ALL"
 rows = connect(plan.run.path).execute(query).fetchall()
 assert len(rows) == 2 * 2 * 6, len(rows)
-update_norms = []
-def add_update_norm(layer, activations):
-    if "resid_post" in activations:
-        update = activations["resid_post"] - activations["resid_pre"]
-        update_norms.append(update.norm(dim=-1).mean(-1))
-tokens = np.concatenate([plan.sequences.shard(shard).tokens for shard in range(3)])
-with torch.inference_mode():
-    Replica(plan.info, plan.scan, "cpu").engine.run(
-        torch.from_numpy(tokens).long(), {}, add_update_norm, {"resid_pre", "resid_post"}
-    )
-measured = [row[3] for row in rows if row[0] == "none"]
-np.testing.assert_allclose(measured, torch.cat(update_norms).numpy(), rtol=1e-5)
 headcount("compact", plan.run.path)
 assert len(list(Path(plan.run.path).glob("layers/*/merged-*.parquet"))) == 2
 connection = connect(plan.run.path)
@@ -131,14 +116,15 @@ def main_of_a_copy() -> None:
 
 
 def apply_diff(file: Path, diff: str) -> None:
-    """Add the lines that a diff adds, each below the line that stands above it in the diff."""
+    """Add the lines that a diff adds, each below or in place of the line above it in the diff."""
     source = file.read_text(encoding="utf-8")
     for line_above, line in itertools.pairwise(diff.splitlines()):
         if line.startswith("+"):
             # The first character of a line of a diff is its sign.
             anchor = f"\n{line_above[1:]}\n"
             assert source.count(anchor) == 1, line_above
-            source = source.replace(anchor, f"{anchor}{line[1:]}\n")
+            kept = "\n" if line_above.startswith("-") else anchor
+            source = source.replace(anchor, f"{kept}{line[1:]}\n")
     file.write_text(source, encoding="utf-8")
 
 

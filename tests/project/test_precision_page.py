@@ -53,12 +53,6 @@ def test_acceptable_means_the_99th_percentile_of_standard_probabilities_and_norm
     assert acceptable(within | {name: Drift(0.0, p99, 1.0)}) == is_acceptable
 
 
-def test_figures_are_read_back_to_the_bit(tmp_path: Path) -> None:
-    drift = {"float32": {"sink_mass": Drift(0.1, 1 / 3, 5e-324)}}
-    precision.write_figures([precision.Case("a", "text", 2, 8, drift)], tmp_path / "figures.csv")
-    assert precision.read_figures(tmp_path / "figures.csv") == {("a", "text"): drift}
-
-
 def test_the_query_of_the_page_answers_the_table_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     text = PAGE.read_text(encoding="utf-8")

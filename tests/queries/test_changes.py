@@ -40,10 +40,6 @@ def varied_cells(shift: float = 0.0) -> dict[str, Cell]:
     }
 
 
-def answer_rows(path: Path, query: str) -> list[dict[str, Any]]:
-    return open_runs(path).records(query)
-
-
 def check(row: dict[str, Any], before: list[Any], after: list[Any], names: tuple[str, str]) -> None:
     """Hold a row to the values on each sequence; its columns of means have these names."""
     # Files hold float32, so the exact change is that of the rounded values.
@@ -66,7 +62,7 @@ def test_effects_are_those_of_numpy(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", cells, sequences=11, interventions=INTERVENTIONS)
     # A run without interventions has no effects.
     write_run(tmp_path, "b-2", cells, sequences=3)
-    effects = answer_rows(tmp_path, "effects")
+    effects = open_runs(tmp_path).records("effects")
     assert {row["run_id"] for row in effects} == {"a-1"}
     # Interventions, layers, heads and statistics; value_norm is never defined.
     assert len(effects) == 2 * 2 * 3 * 2
@@ -88,7 +84,7 @@ def test_a_single_pair_has_no_standard_error_and_no_pair_no_row(tmp_path: Path) 
 
     cells = {"sink_mass": only_first, "entropy": never_both}
     write_run(tmp_path, "a-1", cells, interventions=("none", "zero_mlps"), layers=1, heads=1)
-    (effect,) = answer_rows(tmp_path, "effects")
+    (effect,) = open_runs(tmp_path).records("effects")
     assert effect["statistic"] == "sink_mass"
     assert (effect["change"], effect["standard_error"], effect["pairs"]) == (0, None, 1)
 
@@ -100,7 +96,7 @@ def test_run_changes_are_those_of_numpy_in_both_directions(tmp_path: Path) -> No
     del second_cells["entropy"]
     write_run(tmp_path, "a-1", first_cells, sequences=9, interventions=INTERVENTIONS[:2])
     write_run(tmp_path, "b-2", second_cells, sequences=7, heads=2, interventions=INTERVENTIONS)
-    changes = answer_rows(tmp_path, "run_changes")
+    changes = open_runs(tmp_path).records("run_changes")
     # Directions, interventions, layers and heads that both runs have.
     assert len(changes) == 2 * 2 * 2 * 2
     assert {row["statistic"] for row in changes} == {"sink_mass"}
@@ -117,4 +113,4 @@ def test_run_changes_are_those_of_numpy_in_both_directions(tmp_path: Path) -> No
 def test_runs_on_other_input_are_not_compared(tmp_path: Path, different: dict[str, Any]) -> None:
     write_run(tmp_path, "a-1", varied_cells())
     write_run(tmp_path, "b-2", varied_cells(), **different)
-    assert answer_rows(tmp_path, "run_changes") == []
+    assert open_runs(tmp_path).records("run_changes") == []

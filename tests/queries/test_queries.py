@@ -65,28 +65,9 @@ NEEDED: dict[str, Cell] = {
 """What all named queries together need. Views over all statistics take long to bind."""
 
 
-def written(connection: Connection, query: str, format_: Format, limit: int | None = None) -> str:
-    out = io.StringIO()
-    write(run_query(connection, query), format_, out, limit)
-    return out.getvalue()
-
-
 def sink_mass(row: Row) -> float:
     """0.5 and 0.75 in turn for head 1, and a quarter of that for the others."""
     return (0.5 if row.sequence % 2 == 0 else 0.75) / (1 if row.head == 1 else 4)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs")
-    write_run(path, "a-1", {"sink_mass": lambda row: 0.1 + row.head, "entropy": lambda row: None})
-    return path
-
-
-@pytest.fixture(scope="module")
-def database(small: Path) -> RunDatabase:
-    """One connection for the queries that leave no trace."""
-    return open_runs(small)
 
 
 # Views
@@ -268,14 +249,6 @@ def test_every_shipped_query_is_described(tmp_path: Path) -> None:
     assert comments["head"] == "Head within the layer, from 0."
 
 
-def with_queries(folder: Path, queries: dict[str, str]) -> Path:
-    """A folder with the shipped queries and others."""
-    shutil.copytree(QUERIES, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    for name, sql in queries.items():
-        (folder / f"{name}.sql").write_text(sql)
-    return folder
-
-
 # What counts
 
 
@@ -377,16 +350,6 @@ def test_a_run_directory_and_a_directory_of_runs(tmp_path: Path, monkeypatch: An
         connect(run.path / "commits")
 
 
-def test_two_formulas_under_one_name_are_refused(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", SINKS)
-    run = write_run(tmp_path, "b-2", SINKS, fingerprints={"sink_mass": "changed"})
-    problem = r"'sink_mass'.* run a-1 .* run b-2 \(changed\); query one run"
-    with pytest.raises(QueryError, match=problem):
-        connect(tmp_path)
-    assert read_manifest(run)["kinds"]["statistics"]["sink_mass"]["fingerprint"] == "changed"
-    assert ask(run.path, "SELECT count(*) FROM heads") == [(24,)]
-
-
 @pytest.mark.long
 def test_named_queries_read_only_tables_that_are_compared_with_their_commits(
     tmp_path: Path,
@@ -429,7 +392,10 @@ def test_views_that_lack_a_column_can_be_listed(tmp_path: Path) -> None:
         "ungrouped": "-- Another.\nSELECT layer, sum(sink_mass) FROM heads",
         "lost": "-- A table that nobody has.\nFROM nowhere",
     }
-    folder = with_queries(tmp_path / "queries", queries)
+    folder = tmp_path / "queries"
+    shutil.copytree(QUERIES, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    for name, sql in queries.items():
+        (folder / f"{name}.sql").write_text(sql)
     write_run(tmp_path / "runs", "a-1", SINKS)
     database = open_runs(tmp_path / "runs", queries=folder)
     unmeasured = database.unmeasured_views()
@@ -483,7 +449,9 @@ OTHERS = [
 ]
 
 
-def test_writing_and_reading_outside_the_runs_is_refused_in_one_line(small: Path) -> None:
+def test_writing_and_reading_outside_the_runs_is_refused_in_one_line(tmp_path: Path) -> None:
+    small = tmp_path / "runs"
+    write_run(small, "a-1", SINKS)
     secret, neighbour = small.parent / "secret.csv", small / "run_id=a-10.csv"
     for file in (secret, neighbour):
         file.write_text("a\n1\n")
@@ -566,34 +534,6 @@ def test_a_query_is_asked_once_however_many_rows_there_are(database: RunDatabase
         text = "\n".join(lines("table", None, 100_000, prefix=prefix))
         assert ("CTE" in text, "more rows" in text, len(executions)) == (True, False, count)
     database.connection.remove_function(name)
-
-
-# Formats
-
-
-def test_a_table_is_exact_and_counts_what_it_leaves_out(database: RunDatabase) -> None:
-    def lines(query: str, limit: int | None = None) -> list[str]:
-        return written(database.connection, query, "table", limit).split("\n")
-
-    query = "SELECT label, mean_sink_mass / 3 AS third, mean_entropy, 1234567 AS n FROM by_head"
-    assert lines(query, 2) == [
-        "label     third   mean_entropy           n",
-        "──────────────────────────────────────────",
-        "L0H0    0.03333              –   1,234,567",
-        "L0H1     0.3667              –   1,234,567",
-        "… 4 more rows (--limit 2)",
-        "",
-    ]
-    assert lines("SELECT [1/3, NULL, 12345.678] AS a, ['none', NULL] AS b") == [
-        "a                     b",
-        "───────────────────────────────",
-        "[0.3333, –, 12,346]   [none, –]",
-        "",
-    ]
-    assert lines("SELECT 1 AS a WHERE false") == ["a", "─", "no rows", ""]
-    # In a pipe, wide tables are not mangled.
-    names = run_query(database.connection, "by_head").schema.names
-    assert lines("by_head")[0].split() == names
 
 
 # Command line

@@ -1,9 +1,8 @@
 """Runs under seeded schedules of faults, and whether each row is there once in the end.
 
-`make chaos SCHEDULES=200 SEED=7`, or `python -m tests.tools.chaos`. A schedule is a scan on a real
-Ray cluster of a head and two nodes, on a disk or in a store that can have faults. Faults hit it at
-random moments. Then the same command is given until it succeeds, and its rows are compared with
-those of an undisturbed run.
+`make chaos SCHEDULES=200 SEED=7`. A schedule is a scan on a real Ray cluster of a head and two
+nodes, on a disk or in a store that can have faults. Faults hit it at random moments. Then the same
+command is given until it succeeds, and its rows are compared with those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import pyarrow as pa
 from ray.cluster_utils import Cluster
 
-from headcount.jobs.cluster.ray_cluster import SYSTEM_CONFIG
 from headcount.jobs.plan.plan import make_plan, prepare_run
 from headcount.jobs.upkeep.checking import check_run
 from headcount.schemas.files.places import StorePath, names
@@ -35,12 +33,12 @@ from headcount.schemas.files.run_directory import RunDirectory, shard_file_name
 from headcount.schemas.scans.scan import load_scan
 from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica
-from headcount.workers.shard import run_shard
 from tests import ROOT
 from tests.s3.s3_server import Action, Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of
-from tests.tools.processes import MARK, Command, kill, marked, start_fork_server
-from tests.tools.workers import FORKED, NODE_OPTIONS, forked_workers
+from tests.tools.processes import MARK, Command, kill, start_fork_server
+from tests.tools.workers import NODE_OPTIONS, forked_workers, start_cluster
+from tests.toys.runs_here import measured
 
 FAULTS = ROOT / "tests" / "faults"
 SHARDS = 24
@@ -77,12 +75,10 @@ class World:
     folder: Path
     rng: random.Random
     store: S3Server | None
-    node_options: Mapping[str, Any]
-    """Options of each node of the cluster."""
+    workers_parent: psutil.Process
+    """What workers are forked from."""
     n_nodes: int = 2
     """Nodes of one core beside the head, which then has none; without any it has two."""
-    workers_parent: psutil.Process | None = None
-    """What workers are forked from, if they are."""
     cluster: Cluster | None = None
     out: str = ""
     n_replicas: int = 2
@@ -137,10 +133,7 @@ class World:
     def ensure_cluster(self) -> Cluster:
         """The head and its nodes. Nodes that are gone are replaced."""
         if self.cluster is None:
-            head_options = {"_system_config": SYSTEM_CONFIG, "num_cpus": 0 if self.n_nodes else 2}
-            self.cluster = Cluster(
-                initialize_head=True, head_node_args={**self.node_options, **head_options}
-            )
+            self.cluster = start_cluster(num_cpus=0 if self.n_nodes else 2)
         while len(self.cluster.worker_nodes) < self.n_nodes:
             self.add_node(self.cluster)
         self.cluster.wait_for_nodes()
@@ -148,7 +141,7 @@ class World:
 
     def add_node(self, cluster: Cluster) -> None:
         """Add a node of one core, and do not wait for it."""
-        cluster.add_node(**self.node_options, num_cpus=1, wait=False)
+        cluster.add_node(**NODE_OPTIONS, num_cpus=1, wait=False)
 
     def start_driver(self) -> Command:
         """Give the user's command: a new driver of the run."""
@@ -165,11 +158,7 @@ class World:
         return self.driver
 
     def replicas(self) -> list[psutil.Process]:
-        if self.workers_parent is None:
-            return list(marked(str(self.folder), "ray::ReplicaActor"))
-        # What is forked has the mark of the process that it is forked from: none.
-        children = self.workers_parent.children()
-        return [process for process in children if is_replica(process)]
+        return [process for process in self.workers_parent.children() if is_replica(process)]
 
     def committed_shards(self) -> int:
         """How many shards are committed.
@@ -204,14 +193,6 @@ def halt_after_commits(orders: Path, commits: int) -> None:
         (orders / f"pass@commit.{number}").touch()
     for number in range(8):
         (orders / f"wait@commit.{number}").touch()
-
-
-FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {}
-
-
-def fault(function: Callable[[World], None]) -> Callable[[World], None]:
-    FAULTS_BY_NAME[function.__name__] = function
-    return function
 
 
 def sends(number: int, to_driver: bool) -> Callable[[World], None]:
@@ -252,23 +233,6 @@ def strikes_at_write(action: str, point: str, path: str) -> Callable[[World], No
     return strike
 
 
-FAULTS_BY_NAME |= {
-    "replica_killed": sends(signal.SIGKILL, to_driver=False),
-    # The notice of a preemption.
-    "replica_terminated": sends(signal.SIGTERM, to_driver=False),
-    "driver_killed": sends(signal.SIGKILL, to_driver=True),
-    "driver_terminated": sends(signal.SIGTERM, to_driver=True),
-    # Just before a data file appears.
-    "replica_killed_while_writing": strikes_at_write("kill", "data", "/heads/"),
-    # Between the data files and the commit.
-    "replica_killed_before_its_commit": strikes_at_write("kill", "commit", "/commits/"),
-    # No space left on device, or the store says 500.
-    "disk_full_for_data": strikes_at_write("full", "data", "/sequences/"),
-    "disk_full_for_a_commit": strikes_at_write("full", "commit", "/commits/"),
-}
-
-
-@fault
 def store_answers_503(world: World) -> None:
     """Some requests are refused, some answers are lost, some take long."""
     if world.store is None:
@@ -283,7 +247,6 @@ def store_answers_503(world: World) -> None:
     )
 
 
-@fault
 def replica_slow(world: World) -> None:
     """A replica stands still until the run is over."""
     for process in world.replicas()[:1]:
@@ -291,22 +254,13 @@ def replica_slow(world: World) -> None:
         world.suspended.append(process)
 
 
-@fault
 def node_lost(world: World) -> None:
     """kill -9 of a raylet; another node comes in its place."""
     cluster = world.ensure_cluster()
-    # A node whose replica stands still would not be missed.
-    idle_raylets = {process.ppid() for process in world.suspended if process.is_running()}
-    nodes = [
-        node
-        for node in cluster.worker_nodes
-        if node.all_processes["raylet"][0].process.pid not in idle_raylets
-    ]
-    cluster.remove_node(world.rng.choice(nodes), allow_graceful=False)
+    cluster.remove_node(world.rng.choice([*cluster.worker_nodes]), allow_graceful=False)
     world.add_node(cluster)
 
 
-@fault
 def head_lost(world: World) -> None:
     """The head and everything on the cluster dies; the next command finds a new one."""
     assert world.driver is not None
@@ -318,7 +272,6 @@ def head_lost(world: World) -> None:
         world.cluster = None
 
 
-@fault
 def second_driver(world: World) -> None:
     """The same command is given twice at once."""
     first = world.driver
@@ -326,7 +279,6 @@ def second_driver(world: World) -> None:
     world.driver = first
 
 
-@fault
 def left_behind(world: World) -> None:
     """What a dead worker may leave: half a temporary file, a data file without its commit."""
     if isinstance(world.run.path, StorePath):
@@ -338,18 +290,38 @@ def left_behind(world: World) -> None:
     (heads / shard_file_name(SHARDS - 1, "0" * 32)).write_bytes(b"PAR1 half")
 
 
-@dataclass(frozen=True)
-class Result:
+FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {
+    "replica_killed": sends(signal.SIGKILL, to_driver=False),
+    # The notice of a preemption.
+    "replica_terminated": sends(signal.SIGTERM, to_driver=False),
+    "driver_killed": sends(signal.SIGKILL, to_driver=True),
+    "driver_terminated": sends(signal.SIGTERM, to_driver=True),
+    # Just before a data file appears.
+    "replica_killed_while_writing": strikes_at_write("kill", "data", "/heads/"),
+    # Between the data files and the commit.
+    "replica_killed_before_its_commit": strikes_at_write("kill", "commit", "/commits/"),
+    # No space left on device, or the store says 500.
+    "disk_full_for_data": strikes_at_write("full", "data", "/sequences/"),
+    "disk_full_for_a_commit": strikes_at_write("full", "commit", "/commits/"),
+    "store_answers_503": store_answers_503,
+    "replica_slow": replica_slow,
+    "node_lost": node_lost,
+    "head_lost": head_lost,
+    "second_driver": second_driver,
+    "left_behind": left_behind,
+}
+
+
+class Result(NamedTuple):
+    """The faults that happened, and how many rows are not there once with their value."""
+
     faults: list[str]
-    expected: int
     lost: int
     doubled: int
     wrong: int
-    seconds: float
 
     @property
     def good(self) -> bool:
-        """Whether each row is there once, with its value."""
         return not (self.lost or self.doubled or self.wrong)
 
 
@@ -361,7 +333,6 @@ def draw_life(rng: random.Random, kinds: Sequence[str] = ()) -> Life:
 
 def run_schedule(world: World, expected: pa.Table, lives: list[Life]) -> Result:
     """Bring one scan to its end, with faults in the first lives of its driver."""
-    began = time.monotonic()
     world.begin_schedule()
     faults: list[str] = []
     exit_codes = [_run_driver(world, life, faults) for life in lives]
@@ -376,7 +347,7 @@ def run_schedule(world: World, expected: pa.Table, lives: list[Life]) -> Result:
     wrong += sum(len(damage.shards) for damage in checked.damaged)
     # A bare glob would count one that no commit refers to.
     wrong += checked.unreferenced
-    return Result(faults, len(expected), lost, doubled, wrong, time.monotonic() - began)
+    return Result(faults, lost, doubled, wrong)
 
 
 def _run_driver(world: World, life: Life, struck: list[str]) -> int:
@@ -405,25 +376,20 @@ def reference(scan_file: Path, out: Path, replica_class: type[Replica] = Replica
     prepare_process(threads=1)
     plan = make_plan(load_scan(scan_file, [f"out={out}"]), "chaos")
     prepare_run(plan, "")
-    replica = replica_class(plan.info, plan.scan, "cpu")
-    for shard in range(plan.manifest.shards):
-        run_shard(replica, plan.run, plan.sequences.shard(shard))
-    return rows_of(plan.run)
+    return rows_of(measured(plan, replica_class).run)
 
 
 @contextmanager
 def open_world(
     seed: int,
     replica_class: type[Replica] = Replica,
-    main: str = "headcount.command_line.main",
     *,
     with_store: bool = True,
     n_nodes: int = 2,
-    with_forked_workers: bool = False,
 ) -> Iterator[tuple[World, pa.Table]]:
     """Everything that schedules need, and the rows of an undisturbed run.
 
-    `main` is headcount with replicas that measure as this class does. Forked workers start at once.
+    Replicas measure as this class does: they have a model or are toys.
     """
     start_fork_server()
     before = dict(os.environ)
@@ -434,9 +400,10 @@ def open_world(
         # whoever is left behind in the end is found by the mark.
         orders = {"PYTHONPATH": str(FAULTS), "FAULTS": str(folder / "orders"), MARK: str(folder)}
         os.environ |= orders | (store.env() if store else {})
-        parent = stack.enter_context(forked_workers()) if with_forked_workers else None
-        node_options = NODE_OPTIONS | (FORKED if with_forked_workers else {})
-        world = World(folder, random.Random(seed), store, node_options, n_nodes, parent, main=main)
+        parent = stack.enter_context(forked_workers())
+        world = World(folder, random.Random(seed), store, parent, n_nodes)
+        if replica_class is not Replica:
+            world.main = "tests.toys.toy_replica.main"
         world.orders.mkdir()
         world.scan_file.write_text(SCAN)
         expected = reference(world.scan_file, folder / "undisturbed", replica_class)
@@ -453,36 +420,23 @@ def open_world(
 
 
 def main() -> None:
+    """Run schedules. `make chaos` calls it from another program: a file that is run itself is also
+    imported by what workers are forked from, and this one imports Ray.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    results: list[Result] = []
+    bad = 0
     with open_world(options.seed) as (world, expected):
         for number in range(1, options.schedules + 1):
+            began = time.monotonic()
             lives = [draw_life(world.rng) for _ in range(world.rng.randint(1, 2))]
             result = run_schedule(world, expected, lives)
-            results.append(result)
-            verdict = "ok"
-            if not result.good:
-                verdict = f"LOST {result.lost}, DOUBLED {result.doubled}, WRONG {result.wrong}"
-            where = world.out.partition("://")[0] if "://" in world.out else "disk"
-            print(
-                f"{number}: {where}, {', '.join(result.faults)}: {verdict} in "
-                f"{result.seconds:.0f} s",
-                flush=True,
-            )
+            bad += not result.good
+            where = "a store" if "://" in world.out else "a disk"
+            seconds = time.monotonic() - began
+            print(f"{number}: in {seconds:.0f} s on {where}, {result}", flush=True)
         print(", ".join(f"{kind} {count}" for kind, count in world.struck.most_common()))
-    rows, lost, doubled, wrong = (
-        sum(getattr(result, name) for result in results)
-        for name in ("expected", "lost", "doubled", "wrong")
-    )
-    print(
-        f"{options.schedules} schedules, {rows:,} rows expected, {lost} rows lost, {doubled} rows "
-        f"doubled, {wrong} rows with other values"
-    )
-    sys.exit(not all(result.good for result in results))
-
-
-if __name__ == "__main__":
-    main()
+    print(f"{options.schedules} schedules of {len(expected):,} rows, {bad} bad")
+    sys.exit(bool(bad))

@@ -15,7 +15,7 @@ SERVER = "HEADCOUNT_WORKERS"
 
 def main() -> None:
     """Ask for a fork, which gets this command line, environment, directory and output."""
-    request = {"words": sys.argv[1:], "environment": dict(os.environ), "directory": os.getcwd()}
+    request = [sys.argv[1:], dict(os.environ), os.getcwd()]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[SERVER])
         socket.send_fds(connection, [b"o"], [1, 2])

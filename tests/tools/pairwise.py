@@ -25,23 +25,18 @@ def pairs(cell: Cell) -> Iterable[Hashable]:
     return combinations(enumerate(cell), 2)
 
 
-def cover(
-    cells: Sequence[Cell], facets: Callable[..., Iterable[Hashable]] = pairs, seed: int = SEED
-) -> list[Cell]:
-    """Cells that together have every facet of all: the next one is that with the most new ones."""
-    remaining = {cell: set(facets(cell)) for cell in random.Random(seed).sample(cells, len(cells))}
-    chosen: list[Cell] = []
+def sampled(cells: Sequence[Cell], facets: Callable[..., Iterable[Hashable]] = pairs) -> list[Any]:
+    """The cells for `parametrize`. Those are long without which the others have every facet of all;
+    the name of one that is not tells the seed.
+    """
+    remaining = {cell: set(facets(cell)) for cell in random.Random(SEED).sample(cells, len(cells))}
+    chosen: set[Cell] = set()
     while any(remaining.values()):
+        # The next one is that with the most new facets.
         best = max(remaining, key=lambda cell: len(remaining[cell]))
-        chosen.append(best)
+        chosen.add(best)
         found = remaining.pop(best)
         remaining = {cell: missing - found for cell, missing in remaining.items()}
-    return chosen
-
-
-def sampled(cells: Sequence[Cell], facets: Callable[..., Iterable[Hashable]] = pairs) -> list[Any]:
-    """The cells for `parametrize`; those outside the cover are long. A name tells the seed."""
-    chosen = set(cover(cells, facets))
     return [
         pytest.param(*cell, id="-".join(map(str, (*cell, f"HEADCOUNT_SEED={SEED}"))))
         if cell in chosen

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from multiprocessing import forkserver
@@ -38,15 +42,6 @@ Ray starts its own processes in the same way, so those of a driver end with the 
 """
 
 
-def marked(mark: str, part_of_command: str = "") -> Iterator[psutil.Process]:
-    """The processes that have MARK=mark in their environment and this in their command line."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            command_line = " ".join(process.cmdline())
-            if part_of_command in command_line and process.environ().get(MARK) == mark:
-                yield process
-
-
 def libraries_alone(venv: Path) -> Path:
     """Make a virtual environment with this one's libraries and without this project."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
@@ -59,10 +54,13 @@ def libraries_alone(venv: Path) -> Path:
 
 
 def kill(mark: str) -> None:
-    """End all marked processes. A driver that was killed may leave its Ray behind."""
-    for process in marked(mark):
+    """End all processes that have MARK=mark in their environment. A driver that was killed may
+    leave its Ray behind.
+    """
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            process.kill()
+            if process.environ().get(MARK) == mark:
+                process.kill()
 
 
 class Ended(NamedTuple):
@@ -97,9 +95,9 @@ class Command:
         for name in ("stdout", "stderr"):
             (self._output / name).touch()
         self._stdout = stdout or self._output / "stdout"
-        command = _Command([*map(str, words)], dict(environment), directory, dict(constants), main)
         outputs = (self._stdout, self._output / "stderr")
-        self._process = start_fork(_run_command, command, outputs)
+        place = (dict(environment), directory, outputs)
+        self._process = start_fork(_run_command, main, [*map(str, words)], *place, dict(constants))
 
     @property
     def pid(self) -> int:
@@ -174,36 +172,89 @@ def start_fork_server() -> None:
     forkserver.ensure_running()
 
 
-class _Command(NamedTuple):
-    words: list[str]
-    environment: dict[str, str]
-    directory: Path
-    constants: dict[str, float]
-    main: str
-
-
-def _run_command(command: _Command, outputs: tuple[Path, Path]) -> None:
+def _run_command(
+    main: str,
+    words: list[str],
+    environment: dict[str, str],
+    directory: Path,
+    outputs: tuple[Path, Path],
+    constants: dict[str, float],
+) -> None:
     """Become `headcount …`. `outputs` are its stdout and its stderr."""
     end_with_the_tests()
-    for descriptor, path in enumerate(outputs, start=1):
-        with path.open("w") as file:
-            os.dup2(file.fileno(), descriptor)
+    descriptors = [os.open(path, os.O_WRONLY | os.O_TRUNC) for path in outputs]
+    _become(["headcount", *words], environment, str(directory), descriptors)
     # The old one believes that it can be told to go back, which is not true of a pipe.
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    os.environ.clear()
-    os.environ.update(command.environment)
-    os.chdir(command.directory)
-    sys.argv = ["headcount", *command.words]
-    # Python would import it when it starts; a forked process has started.
-    if "FAULTS" in os.environ:
-        import_module("tests.faults.sitecustomize")
-    for path, seconds in command.constants.items():
+    for path, seconds in constants.items():
         module_name, _, name = path.rpartition(".")
         module = import_module(module_name)
         assert hasattr(module, name), path
         setattr(module, name, seconds)
-    module_name, _, name = command.main.rpartition(".")
+    module_name, _, name = main.rpartition(".")
     getattr(import_module(module_name), name)()
+
+
+def _become(
+    words: list[str], environment: dict[str, str], directory: str, outputs: list[int]
+) -> None:
+    """Take over a command line, an environment, a directory, and a stdout and a stderr."""
+    for target, descriptor in enumerate(outputs, start=1):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    sys.argv = words
+    # Python would import it when it starts; a forked process has started.
+    if "FAULTS" in os.environ:
+        import_module("tests.faults.sitecustomize")
+
+
+def fork_workers(listener: socket.socket) -> None:
+    """Fork a worker of Ray for every request of `forked_worker.py`.
+
+    This process has imported everything but Ray, which reads its settings while it is imported:
+    which job a worker belongs to is one of them.
+    """
+    end_with_the_tests()
+    assert "ray" not in sys.modules
+    # Modules of tests import it.
+    import_module("pytest")
+    # Nobody asks how a worker ended: the kernel forgets it at once.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            _, outputs, _, _ = socket.recv_fds(connection, 1, 2)
+            with connection.makefile("rb") as file:
+                words, environment, directory = json.load(file)
+            if os.fork() == 0:
+                listener.close()
+                connection.close()
+                _run_worker(words, environment, directory, outputs)
+            for descriptor in outputs:
+                os.close(descriptor)
+
+
+def _run_worker(
+    words: list[str], environment: dict[str, str], directory: str, outputs: list[int]
+) -> None:
+    """Be the process that Ray has asked for, to its end."""
+    end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _become(words, environment, directory, outputs)
+    # As Ray's `setup_worker.py` does it, for an environment that only sets variables.
+    setup_worker = import_module("ray._private.workers.setup_worker")
+    options, sys.argv = setup_worker.parser.parse_known_args(words)
+    context = json.loads(options.serialized_runtime_env_context or "{}")
+    assert not context.get("command_prefix")
+    import_module("ray._private.utils").update_envs(context.get("env_vars", {}))
+    # The first word is Ray's program of a worker.
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit()
 
 
 def end_with_the_tests() -> None:

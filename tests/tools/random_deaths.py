@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -39,6 +38,7 @@ from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import parse_scan
 from tests.s3.s3_server import Action, Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of
+from tests.tools.deaths import death_at_change
 from tests.toys.toy_replica import ToyReplica
 
 SIZES = (20, 31, 47)
@@ -83,7 +83,8 @@ class Schedules:
         begin = context.Event()
         children: list[tuple[Any, Any]] = []
         for action in actions:
-            changes = self.rng.randrange(MOST_CHANGES) if mortal and self.store is None else None
+            dies_here = mortal and self.store is None
+            changes = self.rng.randrange(MOST_CHANGES) if dies_here else sys.maxsize
             reader, writer = context.Pipe(duplex=False)
             arguments = (action, begin, writer, changes, self.rng.random() < 0.5)
             process = context.Process(target=live, args=arguments)
@@ -149,44 +150,17 @@ class Schedules:
             self.bad.append(f"{name}, {drawn}: LOST {lost}, DOUBLED {doubled}, WRONG {wrong}")
 
 
-def live(
-    action: Callable[[], object], begin: Any, writer: Any, changes: int | None, after: bool
-) -> None:
+def live(action: Callable[[], object], begin: Any, writer: Any, changes: int, after: bool) -> None:
     """The life of one process: it answers with an error, and with what the action returns."""
     begin.wait()
     sys.stderr = io.StringIO()
-    if changes is not None:
-        die_at_change(changes, after)
     try:
-        writer.send(("", action()))
+        with death_at_change(changes, partial(os._exit, 1), after):
+            writer.send(("", action()))
     except HeadcountError as error:
         writer.send((str(error), None))
     except BaseException:
         writer.send((traceback.format_exc(), None))
-
-
-def die_at_change(changes: int, after: bool) -> None:
-    """End this process at the next change of the disk after so many, before or after it."""
-    remaining = changes
-
-    def fatal(change: Callable[..., Any]) -> Callable[..., Any]:
-        def changing(*arguments: Any, **options: Any) -> Any:
-            nonlocal remaining
-            # Nobody looks at unfinished files or locks.
-            is_seen = not str(arguments[-1]).endswith((".tmp", ".lock"))
-            remaining -= is_seen
-            dies = is_seen and remaining < 0
-            if dies and not after:
-                os._exit(1)
-            result = change(*arguments, **options)
-            if dies:
-                os._exit(1)
-            return result
-
-        return changing
-
-    for owner, name in ((os, "replace"), (os, "rename"), (os, "link"), (Path, "unlink")):
-        setattr(owner, name, fatal(getattr(owner, name)))
 
 
 def measure(scan: dict[str, Any]) -> None:

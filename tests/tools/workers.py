@@ -22,24 +22,23 @@ from ray.cluster_utils import Cluster
 from headcount.jobs.cluster.ray_cluster import SYSTEM_CONFIG
 from headcount.jobs.endings import listen_to_signals
 from tests.tools.forked_worker import SERVER
-from tests.tools.processes import start_fork
-from tests.tools.worker_server import serve
-
-FORKED = {"setup_worker_path": str(Path(__file__).with_name("forked_worker.py"))}
-"""Options of a node of `ray.cluster_utils.Cluster` whose workers are forks."""
+from tests.tools.processes import fork_workers, start_fork
 
 NODE_OPTIONS: dict[str, Any] = {
     "include_dashboard": False,
     "include_log_monitor": False,
     "no_monitor": True,  # It would start machines that are missing. Here there are none to start.
     "object_store_memory": 80 << 20,
+    "setup_worker_path": str(Path(__file__).with_name("forked_worker.py")),
 }
-"""Options of a node of `ray.cluster_utils.Cluster`, without processes that no test needs."""
+"""Options of a node of `ray.cluster_utils.Cluster` whose workers are forks, without processes that
+no test needs.
+"""
 
 
 def start_cluster(**options: Any) -> Cluster:
-    """A cluster of one node with these options, whose workers are forks."""
-    head_options = NODE_OPTIONS | FORKED | {"_system_config": SYSTEM_CONFIG} | options
+    """A cluster of one node with these options."""
+    head_options = NODE_OPTIONS | {"_system_config": SYSTEM_CONFIG} | options
     return Cluster(initialize_head=True, head_node_args=head_options)
 
 
@@ -69,13 +68,13 @@ def joined(cluster: Cluster) -> Iterator[None]:
 
 @contextmanager
 def forked_workers() -> Iterator[psutil.Process]:
-    """Provide the process that workers of nodes with the options FORKED are children of."""
+    """Provide the process that workers of nodes of NODE_OPTIONS are children of."""
     with tempfile.TemporaryDirectory(prefix="hc-") as directory:
         path = f"{directory}/workers"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen()
-            server = start_fork(serve, listener)
+            server = start_fork(fork_workers, listener)
         os.environ[SERVER] = path
         try:
             yield psutil.Process(server.pid)

@@ -71,7 +71,7 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
                 weight.add_(1)
 
 
-def legacy_state(d_mlp: int | None = None) -> dict[str, torch.Tensor]:
+def legacy_state() -> dict[str, torch.Tensor]:
     """Weights of a two-layer model, named and shaped as in old TransformerLens checkpoints."""
     generator = torch.Generator().manual_seed(0)
     heads, d_model, d_head = 4, 32, 8

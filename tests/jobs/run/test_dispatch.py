@@ -49,7 +49,7 @@ from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from tests import ROOT
 from tests.tools.chaos import FAULTS_BY_NAME, World, draw_life, open_world, run_schedule
 from tests.tools.processes import Command
-from tests.tools.workers import FORKED, NODE_OPTIONS, joined, start_cluster
+from tests.tools.workers import NODE_OPTIONS, joined, start_cluster
 from tests.toys import toy_models as toy
 from tests.toys.toy_replica import SteadyReplica, ToyReplica
 
@@ -156,14 +156,8 @@ class SelfStoppingReplica(ToyReplica):
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[tuple[World, pa.Table]]:
     """Ray with room for two replicas, whose processes are forks: the tests below kill a dozen."""
-    opened = open_world(
-        date.today().toordinal(),
-        ToyReplica,
-        "tests.toys.toy_replica.main",
-        with_store=False,
-        n_nodes=0,
-        with_forked_workers=True,
-    )
+    seed = date.today().toordinal()
+    opened = open_world(seed, ToyReplica, with_store=False, n_nodes=0)
     with opened as (world, expected), joined(world.ensure_cluster()):
         yield world, expected
 
@@ -446,7 +440,7 @@ def test_a_node_a_replica_and_the_driver_are_taken_away(
     # is taken, and moves to the head when the node is drained.
     head_taken = placement_group([{"CPU": 2}])
     assert head_taken.wait(60)
-    node = cluster.add_node(wait=True, **NODE_OPTIONS, **FORKED, num_cpus=1)
+    node = cluster.add_node(wait=True, **NODE_OPTIONS, num_cpus=1)
     # A node of Ray has taken SIGTERM for itself.
     listen_to_signals()
     raylet = node.all_processes["raylet"][0].process

@@ -48,8 +48,7 @@ SCHEDULES: dict[str, tuple[bool, int, list[Life]]] = {
             "driver_terminated 18",
         ),
     ),
-    # The second driver is refused, because the first one holds the lock. The node that is lost has
-    # the only replica that still moves, so the run cannot end before it is lost.
+    # The second driver is refused, because the first one holds the lock.
     "nodes and a second driver, on a disk": (
         False,
         2,
@@ -70,8 +69,7 @@ SCHEDULES: dict[str, tuple[bool, int, list[Life]]] = {
 @pytest.fixture(scope="module")
 def chaos() -> Iterator[tuple[World, pa.Table]]:
     """A cluster of a head and two nodes that all of these tests maltreat."""
-    main = "tests.toys.toy_replica.main"
-    with open_world(4, ToyReplica, main, with_forked_workers=True) as (world, expected):
+    with open_world(4, ToyReplica) as (world, expected):
         # Clients of a store wait longer after every refusal: a few are enough here.
         world.bad_requests = 4
         yield world, expected

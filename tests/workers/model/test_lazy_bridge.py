@@ -42,7 +42,7 @@ def test_a_standard_scan_does_not_import_transformerlens(tmp_path: Path) -> None
         *("scan", "own.toml", "--replicas", "0"),
         environment=os.environ,
         directory=tmp_path,
-        main="tests.tools.listed_modules.main",
+        main="tests.tools.preloaded.main_that_lists_modules",
     ).ended()
     modules = done.stdout.split()
     assert (done.code, "torch" in modules) == (0, True), done.stderr
