@@ -81,7 +81,7 @@ def chosen(table: pa.Table, subset: dict[str, Any]) -> pa.Table:
 
 
 def assert_same(actual: pa.Table, expected: pa.Table, exact: bool) -> None:
-    """Equal rows, in equal order; numbers of sliced products may round otherwise."""
+    """Equal rows, in equal order; sliced products may round otherwise, and M2 squares that."""
     assert actual.schema == expected.schema
     for name in actual.column_names:
         pair = [table[name].combine_chunks() for table in (actual, expected)]
@@ -91,7 +91,7 @@ def assert_same(actual: pa.Table, expected: pa.Table, exact: bool) -> None:
             assert pair[0].equals(pair[1]), name
         else:
             numbers = [np.array(column.to_pylist(), float) for column in pair]
-            np.testing.assert_allclose(*numbers, rtol=2e-6, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(*numbers, rtol=5e-6, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(("name", "engine", "subsets"), [
