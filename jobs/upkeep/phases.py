@@ -192,9 +192,9 @@ def note(phase: Phase, detail: str = "", tokens_per_second: float | None = None)
 
 
 def about(run: RunDirectory) -> None:
-    """Write the notes about a run from now on."""
+    """Write the notes about a run from now on; what is already written goes on."""
     heartbeat = _Heartbeat.of_process
-    if heartbeat is not None:
+    if heartbeat is not None and heartbeat.thread is None:
         heartbeat.thread = threading.Thread(target=_beat, args=[heartbeat, run], daemon=True)
         heartbeat.thread.start()
 
