@@ -48,7 +48,7 @@ from headcount.schemas.files.places import Place, StorePath, place
 from headcount.schemas.files.tables import HEADS, PARTITIONS
 from headcount.schemas.scans.kinds import TABLES
 
-MACROS = Path(__file__).with_name("macros.sql")
+MACROS = Path(__file__).with_name("internal") / "macros.sql"
 """What all views compute spreads and errors by."""
 
 AT_AN_END = """

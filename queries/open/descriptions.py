@@ -12,7 +12,9 @@ from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.files.tables import OF_HEAD, PARTITIONS, PROFILES, SEQUENCES, Column
 from headcount.schemas.scans.kinds import TABLES
 
-TEXTS = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
+COLUMNS_FILE = Path(__file__).with_name("internal") / "columns.toml"
+
+TEXTS = tomllib.loads(COLUMNS_FILE.read_text(encoding="utf-8"))
 
 VIEWS: dict[str, str] = {table.name: table.description for table in TABLES.values()} | TEXTS[
     "views"

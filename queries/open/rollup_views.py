@@ -29,13 +29,9 @@ from headcount.schemas.histogram_bins import (
     Axis,
 )
 
-PARTS = dict(
-    re.findall(
-        r"-- part: (\w+)\n(.*?)(?=\n-- part|\Z)",
-        Path(__file__).with_suffix(".sql").read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
-)
+SQL = (Path(__file__).with_name("internal") / "rollup_views.sql").read_text(encoding="utf-8")
+
+PARTS = dict(re.findall(r"-- part: (\w+)\n(.*?)(?=\n-- part|\Z)", SQL, flags=re.DOTALL))
 """The SQL of the views, by name of the part."""
 
 BIN_ENDS = PARTS["bin_ends"].format(
