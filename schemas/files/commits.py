@@ -268,9 +268,16 @@ def gather(directory: Place, commits: Sequence[Commit], segments: Segments | Non
 
 def gather_loose(directory: Place, run_id: str) -> None:
     """Gather the commits that are files of their own, if there are enough for a segment."""
+
+    def read(name: str) -> Commit | None:
+        try:
+            return read_commit(directory / name, run_id)
+        except FileNotFoundError:
+            return None  # Another driver has gathered it since the directory was listed.
+
     loose = _loose(names(directory))
     if len(loose) >= COMMITS_PER_SEGMENT:
-        commits = _at_once(directory, lambda name: read_commit(directory / name, run_id), loose)
+        commits = _at_once(directory, read, loose)
         gather(directory, [commit for commit in commits if commit is not None])
 
 

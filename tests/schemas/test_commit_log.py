@@ -16,7 +16,7 @@ import headcount.schemas.files.commits as commit_log
 from headcount.jobs.run.loop import followed
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files.commit import COMMITS, Commit, Failure
-from headcount.schemas.files.commits import gather, taken_back, write_segment
+from headcount.schemas.files.commits import gather, gather_loose, taken_back, write_segment
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import StorePath, names, place
 from headcount.schemas.files.run_directory import RunDirectory
@@ -48,6 +48,21 @@ def test_gathering_changes_where_commits_are_and_nothing_else(run: RunDirectory)
     loose = [f"shard-{shard:06d}.json" for shard in (0, 1, 7, 8, 9)]
     assert commit_log_files(run, "shard-") == loose
     assert run.commit_log(["rows", "host"]).column_names == ["shard", "rows", "host"]
+
+
+def test_a_commit_that_another_driver_gathers_meanwhile_is_left_to_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(commit_log, "COMMITS_PER_SEGMENT", 5)
+    commits_before = list(run.commits())
+    gather(run.commits_directory, commits_before[3:4])
+    # It is listed still, and cannot be read.
+    listed = local(run.commits_directory) / "shard-000003.json"
+    listed.symlink_to("nowhere")
+    gather_loose(run.commits_directory, run.run_id)
+    listed.unlink()
+    assert commit_log_files(run, "shard-") == []
+    assert list(run.commits()) == commits_before
 
 
 @pytest.mark.parametrize("deletions", range(4))
