@@ -176,7 +176,7 @@ def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
     # A replica that outlived its driver may leave a commit that is older than the run's extension,
     # and lacks sequences.
     damaged = set(shards[is_own & ~holds_whole_shard(manifest, commit_log)].tolist())
-    for damage in run.damaged_files([commit_log], manifest if verify else None):
+    for damage in run.damaged_files(commit_log, manifest if verify else None):
         # A roll-up is written again from rows (`headcount compact`). Nothing needs measuring.
         if not damage.is_of_rollup:
             damaged.update(shard for shard in damage.shards if shard < manifest.shards)

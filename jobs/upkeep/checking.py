@@ -37,7 +37,7 @@ def check_run(run: RunDirectory) -> Checked:
     committed_paths: set[str] = set()
     committed_bytes = 0
     try:
-        for file, why in examined_files(run.path, manifest, [commit_log]):
+        for file, why in examined_files(run.path, manifest, commit_log):
             committed_paths.add(file.path)
             committed_bytes += file.bytes
             if why is not None:

@@ -153,7 +153,7 @@ def _merge(run: RunDirectory, rows: int, tell: Tell, merge_groups: MergeGroups) 
     manifest = run.manifest()
     commit_log = run.commit_log().combine_chunks()
     # All roll-ups are read: they take 4 % of the rows' space.
-    damages = run.damaged_files([commit_log], manifest, [ROLLUPS.name])
+    damages = run.damaged_files(commit_log, manifest, [ROLLUPS.name])
     damaged_rollups = frozenset(damage.path for damage in damages)
 
     def group_of(positions: np.ndarray) -> Group:

@@ -176,7 +176,7 @@ def _done_and_damaged(run: RunDirectory, manifest: Manifest) -> tuple[pa.Table, 
     A roll-up only repeats rows, so it is not among these files.
     """
     commit_log = run.commit_log([*COLUMNS, *BY_SIZE])
-    damages = [one for one in run.damaged_files([commit_log]) if not one.is_of_rollup]
+    damages = [one for one in run.damaged_files(commit_log) if not one.is_of_rollup]
     damaged_shards = [shard for damage in damages for shard in damage.shards]
     is_whole = ~np.isin(commit_log["shard"].to_numpy(), damaged_shards)
     is_done = holds_whole_shard(manifest, commit_log) & is_whole

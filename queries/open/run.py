@@ -136,7 +136,7 @@ def _read_once(directory: RunDirectory, code: str | None) -> Run:
         if code not in codes:
             raise QueryError(f"run {directory.run_id}: {unknown('code', code, set(codes))}")
         commit_log = commit_log.filter(pa.array([own == code for own in codes], pa.bool_()))
-    return Run(directory, manifest, commit_log, code, directory.damaged_files([commit_log]))
+    return Run(directory, manifest, commit_log, code, directory.damaged_files(commit_log))
 
 
 ReadRun = Callable[[RunDirectory, str | None], Run]

@@ -113,13 +113,12 @@ def _folders(paths: pa.Array) -> pa.Array:
     return pc.replace_substring_regex(paths, "/[^/]*$", "")
 
 
-def files_damaged_by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage]:
-    """Committed files that are missing or have another size; `parts` are those of a commit log.
+def files_damaged_by_size(home: Place, commit_log: pa.Table) -> list[Damage]:
+    """Committed files of a commit log that are missing or have another size.
 
     A directory is listed once, instead of asking for each file: in a store a request per file would
     take hours. A path outside the run's tables is damage.
     """
-    commit_log = pa.concat_tables(parts)
     # A row of the commit log has a list of files. From here on there is one entry per file.
     files = pc.list_flatten(commit_log["files"])
     paths, committed = (pc.struct_field(files, name) for name in ("path", "bytes"))
@@ -196,13 +195,13 @@ def committed_files(
 def examined_files(
     home: Place,
     manifest: Manifest,
-    parts: Iterable[pa.Table],
+    commit_log: pa.Table,
     tables: Iterable[str] = TABLES,
     threads: int = READERS,
 ) -> Iterator[tuple[CommittedFile, str | None]]:
     """The files of a commit log, each once, with what is wrong with it: None if nothing is."""
     bounds = declared_bounds(manifest)
-    files = committed_files(pa.concat_tables(parts), tables)
+    files = committed_files(commit_log, tables)
     with ThreadPoolExecutor(threads) as pool:
         # A few at a time: the pool would read ahead without limit if nobody took its results.
         while batch := list(islice(files, 4 * threads)):

@@ -143,21 +143,21 @@ class RunDirectory:
 
     def damaged_files(
         self,
-        parts: Iterable[pa.Table],
+        commit_log: pa.Table,
         manifest: Manifest | None = None,
         tables: Iterable[str] = TABLES,
     ) -> list[Damage]:
         """Files of a commit log that differ from what was committed.
 
         They are compared by name and size, or those of some `tables` by content if a `manifest`
-        is given. The `parts` need the columns `schemas.files.damage.BY_SIZE` or `BY_CONTENT`.
+        is given. It needs the columns `schemas.files.damage.BY_SIZE` or `BY_CONTENT`.
         """
         try:
             if manifest is None:
-                return files_damaged_by_size(self.path, parts)
+                return files_damaged_by_size(self.path, commit_log)
             return [
                 Damage(file.path, file.shards, why)
-                for file, why in examined_files(self.path, manifest, parts, tables)
+                for file, why in examined_files(self.path, manifest, commit_log, tables)
                 if why is not None
             ]
         except OSError as error:

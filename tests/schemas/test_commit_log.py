@@ -191,7 +191,7 @@ def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory
     local(data_file(run, "heads", "none", 4)).write_bytes(bytes(size_of(run, 4)))
 
     def damages(manifest: Manifest | None = None) -> dict[str, tuple[list[int], str]]:
-        return {d.path: (d.shards, d.why) for d in run.damaged_files([run.commit_log()], manifest)}
+        return {d.path: (d.shards, d.why) for d in run.damaged_files(run.commit_log(), manifest)}
 
     heads = "heads/intervention=none/shard-{:06d}.parquet".format
     by_size = {heads(2): ([2], "is gone")} | {

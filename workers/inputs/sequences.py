@@ -92,32 +92,44 @@ class Sequences:
         low, high, token = options.get("low", 0), options.get("high"), options.get("token")
         end, position = info.d_vocab if high is None else high, options.get("position")
         ids, first = f"0 to {info.d_vocab - 1}, the token ids of {info.name}", int(scan.bos)
-        problems: dict[str, bool] = {
-            f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}": (
-                scan.n_ctx > info.n_ctx
+        # What is wrong, and how it is said. The first one counts.
+        problems: list[tuple[bool, str]] = [
+            (
+                scan.n_ctx > info.n_ctx,
+                f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}",
             ),
-            "input.repeat_bos: expected with bos = true only; leave it out": (
-                bool(options.get("repeat_bos")) and not scan.bos
+            (
+                bool(options.get("repeat_bos")) and not scan.bos,
+                "input.repeat_bos: expected with bos = true only; leave it out",
             ),
-            f"input.low: expected {ids}, got {low}": low >= info.d_vocab,
-            f"input.high: expected 1 to {info.d_vocab}, the tokens of {info.name}, got {high}": (
-                end > info.d_vocab
+            (low >= info.d_vocab, f"input.low: expected {ids}, got {low}"),
+            (
+                end > info.d_vocab,
+                f"input.high: expected 1 to {info.d_vocab}, the tokens of {info.name}, got {high}",
             ),
-            f"input.low: expected less than high = {high}, got {low}": low >= end,
-            f"input.token: expected {ids}, got {token}": (
-                position is not None and token is not None and token >= info.d_vocab
+            (low >= end, f"input.low: expected less than high = {high}, got {low}"),
+            (
+                position is not None and token is not None and token >= info.d_vocab,
+                f"input.token: expected {ids}, got {token}",
             ),
-            f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in a "
-            f"sequence, got {position}": (
-                position is not None and not first <= position < scan.n_ctx
+            (
+                position is not None and not first <= position < scan.n_ctx,
+                f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in "
+                f"a sequence, got {position}",
             ),
-            f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
-            "token": self.length < 1,
+            (
+                self.length < 1,
+                f"n_ctx: {scan.n_ctx} leaves no room for a token beside the "
+                "beginning-of-sequence token",
+            ),
             # A corpus can be read to its end. What is drawn has none.
-            "sequences: expected a number, got 'all'; the family "
-            f"{self.family.name} has no end": self.is_drawn and scan.sequences == "all",
-        }
-        for problem, is_wrong in problems.items():
+            (
+                self.is_drawn and scan.sequences == "all",
+                "sequences: expected a number, got 'all'; the family "
+                f"{self.family.name} has no end",
+            ),
+        ]
+        for is_wrong, problem in problems:
             if is_wrong:
                 raise ScanError(problem)
         for key in ("files", "text"):
