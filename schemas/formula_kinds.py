@@ -26,8 +26,19 @@ LAYER_VALUES: dict[str, str] = {
     "labels": "positions that the input family labels, a mask [batch pos] by label",
     "copies": "for every query, the earlier keys that hold the same token",
     "successors": "for every query, the keys that follow an earlier copy of its token",
+    "dz": "∂L/∂z, L the mean next-token loss of the sequence in nats [batch pos head d_head]",
+    "dv": "∂L/∂v, of all query heads that share the values, repeated for each of them [batch pos "
+    "head d_head]",
+    "direct_dz": "the part of ∂L/∂z that goes straight to the last norm, whose scale is frozen "
+    "[batch pos head d_head]",
+    "logit_dz": "∂C/∂z along the same way, C the mean centred logit of the next token [batch pos "
+    "head d_head]",
+    "logit_parts": "what the parts of a layer add to C, five in number [batch part]",
 }
 """Every name a statistic may take as a parameter, with its TransformerLens axes."""
+
+GRADIENTS = ("dz", "dv", "direct_dz", "logit_dz", "logit_parts")
+"""Those of them that only a backward pass knows."""
 
 PREDICTION_INPUTS: dict[str, str] = {
     "tokens": "token ids [batch pos]",
@@ -81,12 +92,14 @@ MODEL_WEIGHTS: dict[str, str] = {
 """Weights that a model has once. A statistic is undefined if the model lacks a weight it reads."""
 
 PROFILE_AXES = (
-    "key", "query", "lag", "pair", "dimension", "component", "pair of components", "candidate"
+    "key", "query", "lag", "pair", "dimension", "component", "pair of components", "candidate",
+    "part",
 )  # fmt: skip
 """What a profile runs over.
 
 Keys, queries, lags d = q-k, pairs of a query and a key k ≤ q, coordinates of the residual stream,
-components of a head's queries, pairs of components i ≤ j, or the candidates of a search.
+components of a head's queries, pairs of components i ≤ j, the candidates of a search, or the parts
+of a sum.
 """
 
 PAIRED_AXES = ("pair", "pair of components")
@@ -100,14 +113,16 @@ earlier layers, or nothing.
 STATISTICS = Kind(
     field="statistics",
     word="statistic",
-    meaning="Columns of the heads table: standard, all, or a list of names, in which these words "
-    "and options may stand, as in distant_mass(4,64).",
+    meaning="Columns of the heads table: standard, all that a forward pass gives, effects (all "
+    "that need a backward pass), or a list of names, in which these words and options may stand, "
+    "as in distant_mass(4,64).",
     table=tables.HEADS,
     computed="in every layer",
     reads=LAYER_VALUES,
+    gradients=GRADIENTS,
     facts=("range", "uniform_baseline"),
     may_have_options=True,
-    sets=("standard", "all"),
+    sets=("standard", "all", "effects"),
     default="standard",
     page="statistics.md",
 )
@@ -121,6 +136,7 @@ PROFILES = Kind(
     table=tables.PROFILES,
     computed="in every layer",
     reads=LAYER_VALUES,
+    gradients=GRADIENTS,
     facts=("axis",),
     axes=PROFILE_AXES,
     averaged=True,
@@ -143,6 +159,7 @@ CURVES = Kind(
     table=tables.CURVES,
     computed="in every layer",
     reads=LAYER_VALUES,
+    gradients=GRADIENTS,
     facts=("axis",),
     page="profiles.md",
 )

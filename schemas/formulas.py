@@ -152,6 +152,16 @@ class Formula(Entry):
         return self.facts | (choice if self.arguments else {}) | {"fingerprint": self.fingerprint}
 
     @property
+    def gradients(self) -> frozenset[str]:
+        """What it reads that only a backward pass knows."""
+        return frozenset(self.parameters).intersection(self.kind.gradients)
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether it needs a backward pass."""
+        return bool(self.gradients)
+
+    @property
     def listed(self) -> bool:
         """Whether its value is a list."""
         return self.per_token or self.axis not in ("", "none")
@@ -181,6 +191,8 @@ class Kind(Registry[Formula]):
     computed: Computed
     reads: Mapping[str, str]
     """What the formulas may read, with its meaning."""
+    gradients: Sequence[str] = ()
+    """What of this only a backward pass knows."""
     facts: Sequence[str]
     """What manifests keep besides the facts that every formula has."""
     axes: Sequence[str] = ("",)
@@ -191,7 +203,8 @@ class Kind(Registry[Formula]):
     named_by: str | None = None
     """Column that holds the names of formulas; if there is none, every formula is a column."""
     sets: tuple[str, ...] = ()
-    """Words that a scan may write in place of a list of names, or in the list: all, and standard.
+    """Words that a scan may write in place of a list of names, or in the list: standard, all (that
+    a forward pass gives) and effects (all that need a backward pass).
     """
     default: str | tuple[str, ...] = ()
     """What a scan without the field measures. If it is empty, the scan's list may be empty too."""
@@ -266,7 +279,12 @@ class Kind(Registry[Formula]):
         return replace(formula, arguments=tuple(options.items()))
 
     def _in_set(self, word: str) -> list[Formula]:
-        return [formula for formula in self.values() if formula.standard or word == "all"]
+        return [
+            formula
+            for formula in self.values()
+            if word == ("effects" if formula.needs_gradients else "all")
+            or (formula.standard and word == "standard")
+        ]
 
     def select(self, names: str | Iterable[str]) -> tuple[Formula, ...]:
         """The formulas that a scan names, in registry order.

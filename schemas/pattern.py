@@ -156,5 +156,22 @@ class Pattern(Protocol):
         `[batch head query key]`.
         """
 
+    def within(self, sink: int, recent: int, v: Tensor) -> Tensor:
+        """`Σ_k A'[q, k] v[k]`, where `A'` is `A` on the keys that a query sees and that are among
+        the first `sink` or the last `recent`, scaled so that these and the gate sum to 1; NaN if
+        that leaves no key out. Values and answer are `[batch pos head d_head]`.
+        """
+
+    def with_keys(self, k: Tensor, v: Tensor) -> Tensor:
+        """`Σ_k A'[q, k] v[k]`, where `A'` is the pattern that other keys make, with all changes.
+        Keys, values and answer are `[batch pos head d_head]`.
+        """
+
+    def weighted(self, v: Tensor) -> Tensor:
+        """`Σ_k A[q, k] v[k]`. Values and answer are `[batch pos head d_head]`."""
+
+    def shared(self, x: Tensor) -> Tensor:
+        """The sum of `x [batch head]` over the query heads that share a head's keys."""
+
     def positions(self) -> Tensor:
         """`0 .. T-1` as float32 on the pattern's device: `[query]`."""

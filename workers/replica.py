@@ -21,6 +21,7 @@ from headcount.workers.engine.changes import LABELS
 from headcount.workers.engine.dense_engine import DenseEngine
 from headcount.workers.engine.engine import Engine
 from headcount.workers.engine.fused_engine import FusedEngine
+from headcount.workers.engine.gradient_engine import GradientEngine
 from headcount.workers.engine.kernel.kernel_check import proven_sweep
 from headcount.workers.engine.patching import with_partner
 from headcount.workers.engine.prediction_inputs import check_unembedding
@@ -87,7 +88,7 @@ class Replica:
             for kind in scan.kinds()
         }
         self.requested = Requested(existing, scan.measured_heads(self.model.info))
-        if self.requested.computed("after the pass"):
+        if self.requested.computed("after the pass") or scan.needs_gradients:
             check_unembedding(self.model)
         self.free_since: float | None = None
         """When the last shard was measured. It tells how long the replica waited for the next."""
@@ -97,7 +98,8 @@ class Replica:
         if scan.engine == "fused" and scan.weight_processing == "raw":
             # With the GPU's kernel if it agrees with the tiles here.
             sweep = proven_sweep(self.model, scan.n_ctx, self.precision, self.device)
-            self.engine = FusedEngine(self.model, self.precision, sweep)
+            engine = GradientEngine if scan.needs_gradients else FusedEngine
+            self.engine = engine(self.model, self.precision, sweep)
 
     def measure(
         self,
@@ -153,7 +155,9 @@ class Replica:
         changes = bound.changes(self.model)
         is_fused = settled.engine == "fused"
         engine = self.engine.changed(changes) if is_fused else DenseEngine(self.model, changes)
-        with torch.inference_mode(), changed_weights(self.model, bound):
+        # Tensors of inference mode can never have gradients.
+        inference = torch.no_grad() if self.scan.needs_gradients else torch.inference_mode()
+        with inference, changed_weights(self.model, bound):
             yield engine
 
     @property

@@ -135,6 +135,10 @@ OPTIONAL_PLACES: dict[str, tuple[Column, ...]] = {
         candidate (int16): Candidate of a search, from 0, in the order that the profile's formula
             lists; NULL for the others.
     """),
+    "part": described("""
+        part (int16): Part of a sum, from 0, in the order that the profile's formula lists; NULL for
+            the others.
+    """),
     "earlier head": described("""
         earlier_layer (int16): Layer of the earlier head, from 0, of values by pair of heads; NULL
             for the others.

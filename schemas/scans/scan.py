@@ -60,6 +60,9 @@ PARTITION_PREFIXES = ("run_id=", "intervention=")
 LONGEST_NAME = 100
 """Longest name of a scan. With a fingerprint it names a directory, a job and a part of URLs."""
 
+GRADIENT_PRECISIONS = ("auto", "float32", "float64")
+"""Precisions that have a backward pass; auto means float32."""
+
 CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_rows_in_a_row")
 """Fields that say how, how much and where. A run is found again if only these differ."""
 
@@ -181,13 +184,20 @@ class Scan(Measured):
         used = [kind for kind in KINDS if self.names(kind)]
         return [kind for kind in used if computed in (None, kind.computed)]
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether a backward pass follows every forward pass."""
+        return any(
+            formula.needs_gradients for kind in self.kinds() for formula in self.formulas(kind)
+        )
+
     def measured_heads(self, model: ModelSize) -> MeasuredHeads:
         """The heads that the scan measures; raises `ScanError` if the model lacks one of them."""
         return find_heads(self.layers, self.heads, model)
 
     def depth(self, model: ModelSize) -> int:
-        """Number of layers in a forward pass. Predictions need all layers."""
-        if self.kinds("after the pass"):
+        """Number of layers in a forward pass. Predictions and effects on the loss need all."""
+        if self.kinds("after the pass") or self.needs_gradients:
             return model.n_layers
         return self.measured_heads(model).layers[-1] + 1
 
@@ -311,6 +321,7 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     _check_named(scan)
     _check_paths(scan)
     _check_precision(scan)
+    _check_gradients(scan)
     return scan
 
 
@@ -376,6 +387,21 @@ def _check_precision(scan: Scan) -> None:
             "precision: engine = 'dense' and weight_processing = 'folded' compute in "
             f"{' or '.join(BRIDGE_PRECISIONS[1:])}, got {scan.precision!r}"
         )
+
+
+def _check_gradients(scan: Scan) -> None:
+    """Refuse a backward pass where there is none: it goes through the fused engine alone."""
+    needing = [f.text for kind in scan.kinds() for f in scan.formulas(kind) if f.needs_gradients]
+    if not needing:
+        return
+    for field, expected in {
+        "engine": ("fused",), "weight_processing": ("raw",), "precision": GRADIENT_PRECISIONS
+    }.items():  # fmt: skip
+        if getattr(scan, field) not in expected:
+            raise ScanError(
+                f"{field}: {needing[0]} needs a backward pass, which expects "
+                f"{' or '.join(expected)}, got {getattr(scan, field)!r}"
+            )
 
 
 def _check_paths(scan: Scan) -> None:

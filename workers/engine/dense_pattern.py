@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from headcount.workers.model.attention_facts import (
     distances,
     facts_of_heads,
     pattern_of,
+    summed_over_group,
     unseen_keys,
+    weighted_values,
     window_of,
     without_bias,
 )
@@ -48,6 +51,8 @@ class DensePattern:
         self.q = q
         self.k = k
         self.facts = facts
+        self.with_other_keys = partial(DensePattern.of, q, facts=facts)
+        """Makes the pattern of other keys `[batch kv_head pos d_qk]`, with all changes."""
         self.hidden = hidden
         self.n_ctx = pattern.shape[-1]
         self.window = window_of(facts, self.n_ctx)
@@ -197,6 +202,29 @@ class DensePattern:
 
     def dense_scores(self) -> Tensor:
         return self.scores
+
+    def within(self, sink: int, recent: int, v: Tensor) -> Tensor:
+        if recent >= self.window:
+            return torch.full_like(v, torch.nan)
+        position = torch.arange(self.n_ctx, device=self.pattern.device)
+        is_kept = (position < sink) | (distances(position, position) < recent)  # [query key]
+        attention = self.pattern * is_kept
+        total = attention.sum(-1, keepdim=True)
+        if self.facts.sink is not None:
+            total = total + self.gate()[..., None]
+        # A changed pattern may leave a query nothing of what is kept.
+        attention = attention / total.clamp(min=torch.finfo(total.dtype).tiny)
+        return weighted_values(attention, v.transpose(1, 2)).transpose(1, 2)
+
+    def with_keys(self, k: Tensor, v: Tensor) -> Tensor:
+        group = self.q.shape[1] // self.k.shape[1]
+        return self.with_other_keys(k.transpose(1, 2)[:, ::group]).weighted(v)
+
+    def weighted(self, v: Tensor) -> Tensor:
+        return weighted_values(self.pattern, v.transpose(1, 2)).transpose(1, 2)
+
+    def shared(self, x: Tensor) -> Tensor:
+        return summed_over_group(x, self.k.shape[1])
 
     def positions(self) -> Tensor:
         return torch.arange(self.n_ctx, dtype=self.pattern.dtype, device=self.pattern.device)

@@ -33,6 +33,11 @@ class Activations(TypedDict):
     pattern: FusedPattern | DensePattern
     z: Tensor  # `[batch pos head d_head]`
     resid_post: Tensor  # `[batch pos d_model]`
+    dz: NotRequired[Tensor]  # `schemas.formula_kinds.GRADIENTS`, behind the backward pass
+    dv: NotRequired[Tensor]
+    direct_dz: NotRequired[Tensor | None]  # None where it is not known
+    logit_dz: NotRequired[Tensor | None]
+    logit_parts: NotRequired[Tensor | None]
     copies: NotRequired[TokenPairs]  # earlier copies of each token, if `run` got `matches`
     successors: NotRequired[TokenPairs]  # what follows them, likewise
 
@@ -95,15 +100,18 @@ class Engine(ABC):
         read_late: Container[str] = LAYER_VALUES,
         on_final: OnFinal | None = None,
         layers: Collection[int] | None = None,
+        gradients: frozenset[str] = frozenset(),
     ) -> None:
         """One forward pass over tokens `[batch pos]` that shows some layers, by default all.
 
         It ends with the last of these layers. If there is `on_final`, it goes through all layers
-        and ends before the unembedding.
+        and ends before the unembedding. If `gradients` are asked for (`GRADIENTS`), a backward pass
+        follows, and layers are shown once more with them: only the gradient engine has it.
         """
         shown_layers = self.model.info.attention_layers_or_all if layers is None else layers
+        late = (read_late, on_final, shown_layers, gradients)
         try:
-            self.run_pass(PassRequest(tokens, matches, on_layer, read_late, on_final, shown_layers))
+            self.run_pass(PassRequest(tokens, matches, on_layer, *late))
         except StopPass:
             pass
 
@@ -122,6 +130,7 @@ class PassRequest:
     read_late: Container[str]
     on_final: OnFinal | None
     shown_layers: Collection[int]
+    gradients: frozenset[str] = frozenset()
 
     def ends_with(self, layer: int) -> bool:
         """Whether nothing after a layer is asked for."""

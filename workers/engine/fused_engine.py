@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -17,21 +16,17 @@ from headcount.schemas.scans.precision import PRECISIONS
 from headcount.workers.engine.changes import Streaming, hidden_keys
 from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
 from headcount.workers.engine.engine import Activations, Engine, PassRequest, StopPass
-from headcount.workers.engine.fused_pattern import FusedPattern
+from headcount.workers.engine.fused_pattern import FusedPattern, z_within
 from headcount.workers.engine.kernel.sweep_kernel import Sweep
 from headcount.workers.engine.number_formats import WeightHalves, linears_in, outside_linears
 from headcount.workers.model.attention_facts import (
     MASKED,
     AttentionFacts,
     all_scores,
-    distances,
     facts_of_heads,
     pattern_of,
-    products_of,
-    scored,
     unseen_keys,
     weighted_values,
-    window_of,
 )
 from headcount.workers.model.bare_modules import MLP, child_of_each, mlps_in_pieces
 from headcount.workers.model.model import Model, at_least_float32
@@ -65,7 +60,7 @@ class FusedEngine(Engine):
 
     def run_pass(self, request: PassRequest) -> None:
         """The forward pass of `run`, through the bare modules."""
-        fused_pass = _FusedPass(self, request)
+        fused_pass = FusedPass(self, request)
         device = request.tokens.device.type
         # A GPU wants large products, and a narrow format would convert the weights for each piece.
         is_divided = device == "cpu" and self.formats.linears in ("float32", "float64")
@@ -82,7 +77,7 @@ class _OfEveryHead(UserDict[str, Any]):
     are rotated back, when they are asked for: the copy lives no longer than its reader wants.
     """
 
-    def __init__(self, activations: Mapping[str, Any], of_pass: _FusedPass) -> None:
+    def __init__(self, activations: Mapping[str, Any], of_pass: FusedPass) -> None:
         super().__init__(activations)
         self.of_pass = of_pass
 
@@ -93,13 +88,13 @@ class _OfEveryHead(UserDict[str, Any]):
         if name == "unrotated_q":
             return self.of_pass.rotated_back(self.data["q"])
         activation = self.data[name]
-        if name not in ("k", "v"):
+        if name not in ("k", "v", "dv") or activation is None:
             return activation
         group = self.of_pass.n_heads // activation.shape[2]
         return activation if group == 1 else activation.repeat_interleave(group, 2)
 
 
-class _FusedPass:
+class FusedPass:
     """One forward pass through the bare modules: where it is, and what it knows of the layer."""
 
     def __init__(self, engine: FusedEngine, request: PassRequest) -> None:
@@ -290,7 +285,7 @@ def streamed_attention(
     It is made of two pieces, a window and the first keys, so no matrix of scores is needed. It
     answers nothing but z: where somebody asks about the pattern, the pattern is built.
     """
-    n_heads, n_ctx = q.shape[1:3]
+    n_heads = q.shape[1]
     z = q.new_empty(*q.shape[:3], v.shape[3])
     for streams in (True, False):
         heads = [head for head in range(n_heads) if (head in streaming.heads[layer]) == streams]
@@ -300,28 +295,9 @@ def streamed_attention(
         # The heads of one group can differ, so each of them gets its own keys and values.
         kv_index = index // (n_heads // k.shape[1])
         some_facts = facts_of_heads(facts, index)
+        factors = (q[:, index], k[:, kv_index], v[:, kv_index], some_facts)
         if streams:
-            # A layer with a window of its own sees no further, whatever the change leaves it.
-            recent = min(streaming.recent, window_of(facts, n_ctx))
-            some_facts = replace(some_facts, window=recent)
-        factors = (q[:, index], k[:, kv_index], v[:, kv_index])
-        seen = FusedPattern(*factors, some_facts, {}, number_format=number_format, sweep=sweep)
-        z[:, index] = _with_first_keys(seen, facts, streaming.sink) if streams else seen.z
+            z[:, index] = z_within(*factors, streaming.sink, streaming.recent, number_format, sweep)
+        else:
+            z[:, index] = FusedPattern(*factors, {}, None, number_format, sweep).z
     return z
-
-
-def _with_first_keys(window: FusedPattern, facts: AttentionFacts, sink: int) -> Tensor:
-    """z of heads that see a window and the first `sink` keys that the layer's facts let them."""
-    first_keys, first_values = window.k[:, :, :sink], window.v[:, :, :sink]
-    positions = torch.arange(window.n_ctx, device=window.q.device)
-    behind = distances(positions, positions[:sink])  # [query key]
-    scores = scored(products_of(window.q, first_keys), behind, replace(window.facts, window=None))
-    # A first key that is in the window is counted there. One behind the layer's own is not seen.
-    is_left_out = (behind < window.window) | (behind >= window_of(facts, window.n_ctx))
-    scores = scores.masked_fill(is_left_out, -torch.inf)
-    # A softmax over both pieces: the log-sum-exp of the whole row says what share each has.
-    window_lse = window.lse[..., None]  # [batch head query 1]
-    lse = torch.cat([scores, window_lse], dim=-1).logsumexp(-1, keepdim=True)
-    share_of_window = (window_lse - lse).exp()
-    # Each piece is a softmax of its own; its share of the whole row weighs it.
-    return window.z * share_of_window + weighted_values((scores - lse).exp(), first_values)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from headcount.workers.model.attention_facts import (
     facts_of_heads,
     products_of,
     scored,
+    summed_over_group,
     weighted_values,
     window_of,
     without_bias,
@@ -293,6 +295,27 @@ class FusedPattern:
     def dense_scores(self) -> Tensor:
         return all_scores(self.q, self.k, self.facts)
 
+    def within(self, sink: int, recent: int, v: Tensor) -> Tensor:
+        if recent >= self.window:
+            return torch.full_like(v, torch.nan)
+        factors = (self.q, self.k, self._by_kv_head(v), self.facts)
+        return z_within(*factors, sink, recent, self.number_format, self.sweep).transpose(1, 2)
+
+    def with_keys(self, k: Tensor, v: Tensor) -> Tensor:
+        factors = (self.q, self._by_kv_head(k), self._by_kv_head(v), self.facts)
+        other = FusedPattern(*factors, {}, None, self.number_format, self.sweep)
+        return other.z.transpose(1, 2)
+
+    def weighted(self, v: Tensor) -> Tensor:
+        return self.with_keys(self.k.transpose(1, 2), v)
+
+    def _by_kv_head(self, x: Tensor) -> Tensor:
+        """Keys or values `[batch pos head d]` that query heads share, once each, heads first."""
+        return x.transpose(1, 2)[:, :: x.shape[2] // self.k.shape[1]]
+
+    def shared(self, x: Tensor) -> Tensor:
+        return summed_over_group(x, self.k.shape[1])
+
     def positions(self) -> Tensor:
         return torch.arange(self.n_ctx, dtype=self.q.dtype, device=self.q.device)
 
@@ -316,7 +339,7 @@ class FusedPattern:
 
     def _sweep(self, questions: set[str]) -> None:
         if self.sweep is None:
-            self._answers |= _TileSweep(self, questions).answers()
+            self._answers |= TileSweep(self, questions).answers()
             return
         dtype = HALVES.get(self.number_format, torch.float32)
         pairs = [pairs for name, pairs in self.matches.items() if name in questions]
@@ -345,6 +368,38 @@ class FusedPattern:
             # These weights are A itself and no longer need to be divided: the total is 1.
             sums.add(tile, slice(0, self.q.shape[1]), attention, torch.ones_like(attention[..., 0]))
         self._answers |= sums.answers
+
+
+def z_within(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    facts: AttentionFacts,
+    sink: int,
+    recent: int,
+    number_format: str = "float32",
+    sweep: Sweep | None = None,
+) -> Tensor:
+    """z `[batch head pos d_v]` of queries that see the first `sink` keys and the last `recent`, of
+    those that the layer's facts let them see. It takes no more time than a window does.
+    """
+    n_ctx = q.shape[2]
+    recent = min(recent, window_of(facts, n_ctx))
+    in_window = replace(facts, window=recent)
+    window = FusedPattern(q, k, v, in_window, {}, number_format=number_format, sweep=sweep)
+    first_keys, first_values = window.k[:, :, :sink], window.v[:, :, :sink]
+    positions = torch.arange(n_ctx, device=q.device)
+    behind = distances(positions, positions[:sink])  # [query key]
+    scores = scored(products_of(window.q, first_keys), behind, replace(facts, window=None))
+    # A first key in the window is counted there. One behind the layer's own is not seen.
+    is_left_out = (behind < recent) | (behind >= window_of(facts, n_ctx))
+    scores = scores.masked_fill(is_left_out, -torch.inf)
+    # A softmax over both pieces: the log-sum-exp of the whole row says what share each has. A
+    # learned sink is counted with the window.
+    window_lse = window.lse[..., None]  # [batch head query 1]
+    lse = torch.cat([scores, window_lse], dim=-1).logsumexp(-1, keepdim=True)
+    of_window = window.z * (window_lse - lse).exp()
+    return of_window + weighted_values((scores - lse).exp(), first_values)
 
 
 class _Tile(NamedTuple):
@@ -397,7 +452,7 @@ def _distant_sum(weights: Tensor, tile: _Tile, sink: int, recent: int) -> Tensor
     return common + of_some.tril(queries.start - recent - common_stop).sum(-1)
 
 
-class _TileSweep:
+class TileSweep:
     """One sweep over the scores of a pattern: the answers, and how each tile fills its part.
 
     A tile is `[batch head query key]`: some sequences, the heads that share some keys, some
@@ -448,17 +503,8 @@ class _TileSweep:
 
     def answers(self) -> dict[str, Tensor]:
         """Sweep once over all tiles; answers by question, in natural units."""
-        q = self.pattern.q
-        kv_heads = self.values.shape[1]
-        group = q.shape[1] // kv_heads
-        # A tile takes as many heads of keys as `TILE_BYTES` allow, counted in float32 scores.
-        most_queries = _queries_in_tile(q)
-        most_keys = min(q.shape[2], self.window + most_queries - 1)
-        bytes_of_kv_head = 4 * group * most_queries * most_keys
-        at_once = max(1, TILE_BYTES[q.device.type] // bytes_of_kv_head)
-        for tile in _tiles(q, self.window):
-            for first in range(0, kv_heads, at_once):
-                self._sweep_tile(tile, slice(first, min(first + at_once, kv_heads)), group)
+        for tile, heads, kv_heads in self.parts():
+            self._sweep_tile(tile, heads, kv_heads)
         answers = {
             "z": self.z,
             "lse": self.log2_sums.mul_(LN2),  # ln x = ln 2 · log2 x
@@ -470,13 +516,27 @@ class _TileSweep:
         masses = {name: mass.transpose(1, 2) for name, mass in self.masses.items()}
         return answers | masses | self.sums.answers
 
-    def _sweep_tile(self, tile: _Tile, kv_heads: slice, group: int) -> None:
-        """Write the answers of a tile and some heads of keys, which `group` query heads share."""
+    def parts(self) -> Iterator[tuple[_Tile, slice, slice]]:
+        """Every tile with some query heads and the heads of keys that these share."""
+        q = self.pattern.q
+        kv_heads = self.pattern.k.shape[1]
+        group = q.shape[1] // kv_heads
+        # A tile takes as many heads of keys as `TILE_BYTES` allow, counted in float32 scores.
+        most_queries = _queries_in_tile(q)
+        most_keys = min(q.shape[2], self.window + most_queries - 1)
+        bytes_of_kv_head = 4 * group * most_queries * most_keys
+        at_once = max(1, TILE_BYTES[q.device.type] // bytes_of_kv_head)
+        for tile in _tiles(q, self.window):
+            for first in range(0, kv_heads, at_once):
+                stop = min(first + at_once, kv_heads)
+                yield tile, slice(first * group, stop * group), slice(first, stop)
+
+    def _sweep_tile(self, tile: _Tile, heads: slice, kv_heads: slice) -> None:
+        """Write the answers of a tile, some query heads, and the heads of keys that they share."""
         sequences, queries, keys = tile
-        heads = slice(kv_heads.start * group, kv_heads.stop * group)
         at = (sequences, heads, queries)
         sink = None if self.sink is None else self.sink[heads]
-        scores = self._scores(tile, heads, kv_heads)  # [batch head query key]
+        scores = self.scores(tile, heads, kv_heads)  # [batch head query key]
 
         # 2^s overflows from s = 128 on. Less the row's maximum, the largest weight is 1. The
         # softmax does not change, because the factor 2^-maximum cancels in weights / total.
@@ -528,7 +588,7 @@ class _TileSweep:
             masses = mass[sequences, queries, heads]
             masses.index_put_((batch, query), attention, accumulate=True)
 
-    def _scores(self, tile: _Tile, heads: slice, kv_heads: slice) -> Tensor:
+    def scores(self, tile: _Tile, heads: slice, kv_heads: slice) -> Tensor:
         """A tile of scores in base 2, masked where unseen: `[batch head query key]`."""
         sequences, queries, keys = tile
         count = queries.stop - queries.start

@@ -35,17 +35,17 @@ class PredictionInputs(dict[str, Tensor]):
 
     def chunks(self, rows: Tensor) -> list[Tensor]:
         """Rows of a stream, or what belongs to them, in pieces whose logits may be held."""
-        bytes_of_row = 4 * self.model.info.d_vocab
-        return list(rows.split(max(1, CHUNK_BYTES // bytes_of_row)))
+        return row_chunks(self.model, rows)
+
+
+def row_chunks(model: Model, rows: Tensor) -> list[Tensor]:
+    """Rows, or what belongs to them, in pieces whose logits may be held."""
+    bytes_of_row = 4 * model.info.d_vocab
+    return list(rows.split(max(1, CHUNK_BYTES // bytes_of_row)))
 
 
 def check_unembedding(model: Model) -> None:
     """Refuse a model whose predictions are not the softmax of its unembedding."""
-    if model.logit_field is not None:
-        raise ModelError(
-            f"{model.info.name}: {model.logit_field} changes its logits, which predictions do not "
-            "know; leave predictions out"
-        )
     if not model.modules("unembed"):
         raise ModelError(f"{model.info.name}: no unembedding was found; leave predictions out")
 
@@ -55,7 +55,7 @@ def _token_losses(inputs: PredictionInputs) -> dict[str, Tensor]:
     next_tokens = inputs.tokens[:, 1:].flatten()  # [batch·(pos-1)]
     losses: list[Tensor] = []
     for stream, tokens in zip(inputs.chunks(streams), inputs.chunks(next_tokens), strict=True):
-        logits = inputs.model.unembed(stream)  # [row d_vocab]
+        logits = inputs.model.logits(stream)  # [row d_vocab]
         # -ln p(token) = ln Σ e^logits - logit of the token.
         losses.append(logits.logsumexp(-1) - logits.gather(-1, tokens[:, None])[:, 0])
     token_loss = inputs.hidden.new_full(inputs.tokens.shape, math.nan)
@@ -70,7 +70,7 @@ def _final_predictions(inputs: PredictionInputs) -> dict[str, Tensor]:
     final_logprobs: list[Tensor] = []
     streams = inputs.chunks(inputs.hidden[:, -1])
     for stream, tokens in zip(streams, inputs.chunks(inputs.tokens), strict=True):
-        logits = inputs.model.unembed(stream)  # [batch d_vocab]
+        logits = inputs.model.logits(stream)  # [batch d_vocab]
         token_logits = logits.gather(-1, tokens)  # [batch pos]
         final_logits.append(token_logits)
         final_logprobs.append(token_logits - logits.logsumexp(-1, keepdim=True))

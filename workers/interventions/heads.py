@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from headcount.schemas.pattern import Pattern
 from headcount.schemas.scans.values import Index
+from headcount.schemas.statistics.effects import Bits, quantised
 from headcount.workers.engine.changes import replaced
 from headcount.workers.engine.token_pairs import find_matches
 from headcount.workers.interventions.intervention_registry import intervention
@@ -54,6 +56,26 @@ def patch_head_at(
 
 
 @intervention
+def quantise_values(
+    z: Tensor, pattern: Pattern, v: Tensor, *, layer: Index, head: Index, bits: Bits = 4
+) -> Tensor:
+    """The values of one head, and of the query heads that share them, have so many bits, as the
+    statistic effect_quantised_values has it.
+    """
+    return z.where(~sharing(pattern, z, head), pattern.weighted(quantised(v, bits)))
+
+
+@intervention
+def quantise_keys(
+    z: Tensor, pattern: Pattern, k: Tensor, v: Tensor, *, layer: Index, head: Index, bits: Bits = 4
+) -> Tensor:
+    """The keys of one head, and of the query heads that share them, have so many bits, as the
+    statistic effect_quantised_keys has it.
+    """
+    return z.where(~sharing(pattern, z, head), pattern.with_keys(quantised(k, bits), v))
+
+
+@intervention
 def head_to_first(pattern: Tensor, *, layer: Index, head: Index) -> Tensor:
     """One head attends to the first token alone (Guo et al. 2024; Stolfo et al. 2024)."""
     return replaced(pattern, (slice(None), head), to_first(pattern[:, head]))
@@ -87,6 +109,12 @@ def ideal_induction(pattern: Tensor, tokens: Tensor, *, layer: Index, head: Inde
     equally = pairs.to(pattern.dtype) / count.clamp_min(1)
     ideal = torch.where(count > 0, equally, to_first(pattern[:, head]))
     return replaced(pattern, (slice(None), head), ideal)
+
+
+def sharing(pattern: Pattern, z: Tensor, head: int) -> Tensor:
+    """Which heads share the keys and values of one: `[1 head 1]`, beside z."""
+    is_head = replaced(torch.zeros_like(z[:1, 0, :, 0]), (..., head), 1)  # [1 head]
+    return pattern.shared(is_head)[..., None] > 0
 
 
 def to_first(pattern: Tensor) -> Tensor:

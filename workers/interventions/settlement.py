@@ -52,8 +52,10 @@ def settle(model: Model, scan: Scan, device: str) -> Settlement:
     precision = scan.precision
     if precision == "auto":
         # The whole run has one precision, and the dense engine is never faster than float32.
+        # Nor has it gradients in a narrower one.
         is_dense = any(settlement.engine == "dense" for settlement in settled.values())
-        precision = "float32" if is_dense else FASTEST_ACCEPTABLE[device]
+        in_float32 = is_dense or scan.needs_gradients
+        precision = "float32" if in_float32 else FASTEST_ACCEPTABLE[device]
     for settlement in settled.values():
         check_bridge_precision(settlement, precision)
     return Settlement(precision, settled)
@@ -77,6 +79,11 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
         reason = "engine is 'dense'"
     if reason is None:
         return Settled(bound, "fused", "")
+    if scan.needs_gradients:
+        raise ScanError(
+            f"interventions: '{intervention}' needs the dense engine ({reason}), which has no "
+            "backward pass; leave it out, or the statistics that need gradients"
+        )
     if not model.has_bridge:
         raise ScanError(
             f"interventions: '{intervention}' needs the dense engine ({reason}), and "

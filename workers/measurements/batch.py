@@ -25,6 +25,7 @@ from headcount.schemas.scans.kinds import KINDS
 from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.workers.engine.engine import Activations, Engine
 from headcount.workers.engine.fused_pattern import uniform_pattern
+from headcount.workers.engine.gradient_engine import LOGIT_PARTS
 from headcount.workers.engine.prediction_inputs import PredictionInputs
 from headcount.workers.engine.token_pairs import find_matches
 from headcount.workers.measurements.moments import count_mean_m2, entries_of
@@ -38,7 +39,7 @@ from headcount.workers.model.layer_weights import (
 from headcount.workers.model.model import Model
 
 HEAD_AXIS = {
-    **dict.fromkeys(("q", "unrotated_q", "k", "v", "z"), 2),
+    **dict.fromkeys(("q", "unrotated_q", "k", "v", "z", "dz", "dv", "direct_dz", "logit_dz"), 2),
     **dict.fromkeys(("b_Q", "b_K", "W_K", "W_O"), 0),
 }
 """The axis of heads of each of `schemas.statistics.LAYER_VALUES` that has one."""
@@ -63,6 +64,12 @@ class Requested:
             if kind.computed == when
             for formula in self.formulas.get(kind.field, ())
         ]
+
+    @property
+    def gradients(self) -> frozenset[str]:
+        """What formulas read that only a backward pass knows."""
+        names = (formula.gradients for _, formula in self.computed("in every layer"))
+        return frozenset[str]().union(*names)
 
     def reads(self, name: str) -> bool:
         """Whether a formula of a layer reads this, or the rule that says where it has a value."""
@@ -119,24 +126,41 @@ class LayerFormulas:
         weights = self._weights[layer]
         unknown_weights = {name for name in self.weight_names if name not in weights}
         # Not merged into one dict, because an engine may make a value when it is asked for.
-        sources = [weights, self.shared_values, _of_heads(activations, heads)]
-        available = ChainMap(*cast(list[dict[str, LayerValue]], sources))
-        available_names = {name for name in self.read_names if name in available}
-        if "pattern" in available:
-            self.windows.add(available["pattern"].window)
+        of_heads, of_all = (
+            ChainMap(*cast(list[dict[str, LayerValue]], [weights, self.shared_values, of_layer]))
+            for of_layer in (_of_heads(activations, heads), activations)
+        )
+        available_names = {name for name in self.read_names if name in of_heads}
+        if "pattern" in of_heads:
+            self.windows.add(of_heads["pattern"].window)
         for formula, reads in self.reads.items():
             if (layer, formula) in self._evaluated:
                 continue
             if reads & unknown_weights:
                 # Only formulas whose value is one number read weights.
                 value = torch.full(self.tokens.shape[:1], torch.nan, device=self.tokens.device)
-            elif reads <= available_names:
-                value = defined_or_nan(formula, available)
-            else:
+            elif not reads <= available_names:
                 continue
+            elif formula.needs_gradients:
+                value = self._of_gradients(formula, of_all, heads)
+            else:
+                value = defined_or_nan(formula, of_heads)
             for kind in self.kinds_of[formula]:
                 self._store(kind, formula, layer, value)
             self._evaluated.add((layer, formula))
+
+    def _of_gradients(
+        self, formula: Formula, values: Mapping[str, LayerValue], heads: tuple[int, ...] | None
+    ) -> Tensor:
+        """A formula that reads gradients, of all heads first: heads that share keys or values have
+        one effect, and some of them may not be measured.
+        """
+        if any(values[name] is None for name in formula.parameters):
+            shape = (len(self.tokens), LOGIT_PARTS) if formula.axis else (len(self.tokens),)
+            return torch.full(shape, torch.nan, device=self.tokens.device)
+        value = defined_or_nan(formula, values)
+        has_heads = value.dim() > 1 and not formula.axis
+        return value[:, list(heads)] if has_heads and heads is not None else value
 
     def _store(self, kind: Kind, formula: Formula, layer: int, value: Tensor) -> None:
         """Keep what a formula is in a layer, or its moments over the batch."""
@@ -272,6 +296,7 @@ def launch(
         layer_formulas.read_late,
         final_streams.append if predictions else None,
         requested.heads.layers,
+        requested.gradients,
     )
 
     # Uniform attention is decided by the tokens and by what a query sees.

@@ -90,6 +90,12 @@ def weighted_values(pattern: Tensor, v: Tensor) -> Tensor:
     return (by_shared_head(pattern, v.shape[1]) @ v).view(*pattern.shape[:3], v.shape[3])
 
 
+def summed_over_group(x: Tensor, kv_heads: int) -> Tensor:
+    """The sum of `x [batch head]` over the heads that share keys and values, for each of them."""
+    by_group = x.unflatten(1, (kv_heads, -1))
+    return by_group.sum(-1, keepdim=True).expand_as(by_group).flatten(1)
+
+
 def distances(queries: Tensor, keys: Tensor) -> Tensor:
     """`q - k`: `[query key]`."""
     return queries[:, None] - keys
@@ -100,7 +106,8 @@ def scored(products: Tensor, behind: Tensor, facts: AttentionFacts) -> Tensor:
     # A new tensor, so what follows may write over it.
     scores = products * facts.scale
     if facts.soft_cap is not None:
-        scores = scores.div_(facts.soft_cap).tanh_().mul_(facts.soft_cap)
+        # Not in place at the end: the gradient of tanh is made of its result.
+        scores = scores.div_(facts.soft_cap).tanh_() * facts.soft_cap
     if facts.slopes is not None:
         slopes = facts.slopes.to(scores).view(-1, *[1] * behind.dim())  # [head …]
         scores = scores.addcmul_(slopes, behind.to(scores), value=-1)

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 CHECK_TOKENS = 8  # of the bridge's check: fewer than any model looks back
 LARGEST_WEIGHT = 1e6  # no model that was trained has a weight as large as this
 
-LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Fields of a config that change logits after the unembedding."""
-
 MODULE_OUTPUTS = ("pos_embed", "attn_out", "mlp_out")
 """Activations that are seen as the outputs of modules, which may be unknown."""
 
@@ -433,17 +430,38 @@ class Model:
         is_large = largest > LARGEST_WEIGHT
         return f"{name_of_largest} holds {largest:.3g}, which overflows" if is_large else None
 
-    @property
-    def logit_field(self) -> str | None:
-        """A field of the config that changes logits after the unembedding; None if none does."""
-        config = getattr(self.bare, "config", None)
-        # A factor of 1 changes nothing.
-        changing = (name for name in LOGIT_FIELDS if getattr(config, name, None) not in (None, 1))
-        return next(changing, None)
+    # Logits
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """Logits `[… d_vocab]` of a part of the stream after the last norm, `[… d_model]`."""
+        return self.changed_logits(self.unembed(stream))[0]
 
     def unembed(self, stream: Tensor) -> Tensor:
-        """Logits `[… d_vocab]` of a part of the stream after the last norm, `[… d_model]`."""
+        """What the unembedding makes of the stream, before a factor and a cap change it."""
         return self.modules("unembed")[0](stream)
+
+    def changed_logits(self, unembedded: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Logits, and their derivatives by what the unembedding puts out.
+
+        logit = cap tanh(scale x / cap), or scale x without a cap
+        """
+        scaled = unembedded if self.logit_scale == 1 else unembedded * self.logit_scale
+        cap = getattr(self._config, "final_logit_softcapping", None)
+        if cap is None:
+            return scaled, self.logit_scale
+        tanh = (scaled / cap).tanh()
+        return cap * tanh, self.logit_scale * (1 - tanh.square())
+
+    @property
+    def logit_scale(self) -> float:
+        """What the model multiplies the unembedding's output by."""
+        factor = getattr(self._config, "logit_scale", None)  # as Cohere has it
+        divisor = getattr(self._config, "logits_scaling", None)  # as Granite has it
+        return (1.0 if factor is None else factor) / (1.0 if divisor is None else divisor)
+
+    @property
+    def _config(self) -> object:
+        return getattr(self.bare, "config", None)
 
     # Activations
 

@@ -22,7 +22,7 @@ from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
-from headcount.workers.engine.fused_engine import _FusedPass
+from headcount.workers.engine.fused_engine import FusedPass
 from headcount.workers.interventions import INTERVENTIONS
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.replica import InterventionMeasurements, Replica
@@ -417,19 +417,19 @@ def give_facts(
     monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], layers: Sequence[int]
 ) -> None:
     """Let the attention of some layers have these facts, as if the model had given them."""
-    attend = _FusedPass.attend
+    attend = FusedPass.attend
     tensors = {
         name: torch.tensor(value) if isinstance(value, tuple) else value
         for name, value in facts.items()
     }
 
     def attend_with_facts(
-        self: _FusedPass, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: AttentionFacts
+        self: FusedPass, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: AttentionFacts
     ) -> torch.Tensor:
         has_facts = self.layer in layers
         return attend(self, q, k, v, replace(given, **tensors) if has_facts else given)
 
-    monkeypatch.setattr(_FusedPass, "attend", attend_with_facts)
+    monkeypatch.setattr(FusedPass, "attend", attend_with_facts)
 
 
 @pytest.mark.parametrize(

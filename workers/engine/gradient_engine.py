@@ -1,0 +1,333 @@
+"""A pass forward and backward: what a head does for the loss, to first order.
+
+The bare modules run with the same attention as in the fused engine. Weights are frozen, so only
+activations have gradients. Logits are made a chunk of rows at a time, forward and backward, and
+attention a tile at a time.
+
+The direct part needs no backward pass through layers: what the last norm hands back, its scale
+frozen, goes through each layer's output projection alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headcount.schemas.errors import ScanError
+from headcount.workers.engine.attention_gradient import FusedAttention
+from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.engine.engine import PassRequest, StopPass
+from headcount.workers.engine.fused_engine import FusedEngine, FusedPass
+from headcount.workers.engine.fused_pattern import FusedPattern
+from headcount.workers.engine.prediction_inputs import row_chunks
+from headcount.workers.engine.stream_writes import LayerWrites, StreamWrites, first_of
+from headcount.workers.model.attention_facts import AttentionFacts, weighted_values
+
+DIRECT = ("direct_dz", "logit_dz", "logit_parts")
+"""Those of `GRADIENTS` that need no backward pass through layers."""
+
+STREAM = ("resid_pre", "resid_post", "attn_out")
+"""Activations whose change what is written straight to the logits would have to pass."""
+
+
+LOGIT_PARTS = 5
+"""The embeddings, all heads, what else the attention adds, the rest of the layer, and what lies
+behind the stream.
+"""
+
+
+class GradientEngine(FusedEngine):
+    """Runs the bare modules forward and backward, if gradients are asked for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (as `FusedEngine`)
+        super().__init__(*args, **kwargs)
+        self.writes = StreamWrites(self.model)
+
+    def run_pass(self, request: PassRequest) -> None:
+        """The pass of `run`; layers are shown once more behind it, with their gradients."""
+        if not request.gradients:
+            super().run_pass(request)
+            return
+        changed = [c.target for c in self.changes.changes if c.target in STREAM]
+        if changed and not request.gradients.isdisjoint(DIRECT):
+            raise ScanError(
+                f"interventions: what a head writes straight to the logits is not known where "
+                f"{changed[0]} is changed; leave out the statistics that begin with direct_, or "
+                "the intervention"
+            )
+        gradient_pass = _GradientPass(self, request)
+        with torch.enable_grad(), gradient_pass.hooked():
+            try:
+                self.model.run_bare(request.tokens, gradient_pass.attend)
+            except StopPass:
+                pass
+        gradient_pass.finish()
+
+
+@dataclass
+class _Tape:
+    """What is kept of a layer until its gradients are known."""
+
+    activations: dict[str, Any]
+    v: Tensor  # `[batch kv_head pos d_head]`
+    z: Tensor  # `[batch head pos d_head]`, before any change of z
+    written_z: Tensor | None = None  # `[batch pos head d_head]`, after it
+    attn_out: Tensor | None = None
+    normed_attn_out: Tensor | None = None  # what a norm behind the attention makes of it
+    other: Tensor | None = None  # what the rest of the layer adds to the stream
+    stream: Tensor | None = None  # before the layer
+
+
+class _GradientPass(FusedPass):
+    """One pass forward and backward."""
+
+    def __init__(self, engine: GradientEngine, request: PassRequest) -> None:
+        self.keep_final = request.on_final
+        super().__init__(engine, replace(request, on_final=self._end))
+        self.writes = engine.writes
+        self.wanted = request.gradients
+        self.tapes: dict[int, _Tape] = {}
+        self.final: Tensor | None = None  # the stream after the last norm
+        self.last_stream: Tensor | None = None  # before the last norm
+        self.scored = ExitStack()
+
+    # Forward
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Within it, modules tell this pass what they write to the stream, and where it is."""
+        with super().hooked(), ExitStack() as hooks:
+            if not self.wanted.isdisjoint(DIRECT):
+                if self.writes.last_norm is not None:
+                    keep = self._keep_last_stream
+                    hooks.enter_context(self.writes.last_norm.register_forward_pre_hook(keep))
+                for layer in self.request.shown_layers:
+                    writes = self.writes.layers.get(layer)
+                    for name, module in () if writes is None else writes.modules():
+                        keep = partial(self._keep, layer, name)
+                        hooks.enter_context(module.register_forward_hook(keep))
+            yield
+
+    def _keep(self, layer: int, name: str, _module: nn.Module, _args: Any, output: Any) -> None:  # noqa: ANN401
+        if layer in self.tapes:
+            setattr(self.tapes[layer], name, first_of(output))
+
+    def _keep_last_stream(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.last_stream = args[0]
+
+    def _end(self, final: Tensor) -> None:
+        self.final = final
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
+        """z `[batch pos head d_head]`, which knows where it comes from."""
+        layer = self.layer
+        is_shown = layer in self.request.shown_layers
+        if is_shown and not v.requires_grad:
+            # The first layer that is shown: nothing before it needs a gradient.
+            q, k, v = (factor.detach().requires_grad_() for factor in (q, k, v))
+        if layer in self.dense_layers:
+            pattern = self._built_pattern(q, k, facts)
+            pattern.with_other_keys = partial(self._with_other_keys, layer, q.detach(), facts)
+            z = weighted_values(pattern.pattern, v)
+        else:
+            questions = self.engine.questions if is_shown else set[str]()
+            factors = (q.detach(), k.detach(), v.detach())
+            how = (self.engine.formats.scores, self.engine.sweep)
+            pattern = FusedPattern(*factors, facts, self.request.matches, questions, *how)
+            z = FusedAttention.apply(q, k, v, pattern)
+        self.activations["pattern"] = pattern
+        if is_shown:
+            by_position = {name: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v))}
+            kept = {**by_position, "pattern": pattern}
+            self.tapes[layer] = _Tape(kept, v, z, stream=self.activations.get("resid_pre"))
+        return z.transpose(1, 2)
+
+    def _with_other_keys(
+        self, layer: int, q: Tensor, facts: AttentionFacts, k: Tensor
+    ) -> DensePattern:
+        """The pattern of a layer that other keys make, with all changes."""
+        self.layer = layer
+        self.activations = dict(self.tapes[layer].activations)
+        return self._built_pattern(q, k, facts)
+
+    def _show_layer(self) -> None:
+        tape = self.tapes.get(self.layer)
+        if tape is not None and "z" in self.activations:
+            tape.written_z = self.activations["z"]
+        with torch.no_grad():
+            super()._show_layer()
+
+    # Backward
+
+    def finish(self) -> None:
+        """Go back from the loss, and show every layer once more with its gradients."""
+        assert self.final is not None
+        if self.keep_final is not None:
+            self.keep_final(self.final.detach())
+        by_stream = self._by_final_stream()
+        shown: dict[int, dict[str, Any]] = {layer: {} for layer in self.tapes}
+        if not self.wanted.isdisjoint(DIRECT):
+            self._add_direct(shown, *by_stream)
+        if not self.wanted.isdisjoint(("dz", "dv")):
+            tapes = self.tapes.values()
+            ends = [tape.z for tape in tapes] + [tape.v for tape in tapes]
+            # None where a change has cut the way to the loss.
+            gradients = torch.autograd.grad(self.final, ends, by_stream[0], materialize_grads=True)
+            for i, layer in enumerate(shown):
+                shown[layer]["dz"] = gradients[i].transpose(1, 2)
+                shown[layer]["dv"] = gradients[len(shown) + i].transpose(1, 2)
+        self.final = self.last_stream = None
+        for layer, gradients_of_layer in shown.items():
+            tape = self.tapes.pop(layer)
+            self.layer = layer
+            z = tape.z.detach().transpose(1, 2)
+            self.activations = {**tape.activations, "z": z, **gradients_of_layer}
+            self._show_layer()
+
+    def _by_final_stream(self) -> tuple[Tensor, Tensor, Tensor]:
+        """∂L and ∂C by the stream after the last norm `[batch pos d_model]`, and C `[batch]`.
+
+        L is the mean loss of the next tokens of a sequence, C the mean of their centred logits. The
+        last query has no next token.
+        """
+        assert self.final is not None
+        stream, tokens = self.final.detach(), self.request.tokens
+        losses, logits = torch.zeros_like(stream), torch.zeros_like(stream)
+        centred = stream.new_zeros(stream.shape[:2])
+        share = 1 / max(1, tokens.shape[1] - 1)
+        of_logits = not self.wanted.isdisjoint(("logit_dz", "logit_parts"))
+        rows = [x.flatten(0, 1) for x in (stream[:, :-1], tokens[:, 1:])]
+        found: list[tuple[Tensor, ...]] = []
+        for row, token in zip(*(row_chunks(self.model, x) for x in rows), strict=True):
+            found.append(self._of_rows(row, token[:, None], share, of_logits))
+        if found:
+            of_rows = [torch.cat(parts) for parts in zip(*found, strict=True)]
+            batch = len(tokens)
+            losses[:, :-1] = of_rows[0].view(batch, -1, stream.shape[2])
+            logits[:, :-1] = of_rows[1].view(batch, -1, stream.shape[2])
+            centred[:, :-1] = of_rows[2].view(batch, -1)
+        return losses, logits, centred.sum(1)
+
+    def _of_rows(
+        self, stream: Tensor, token: Tensor, share: float, of_logits: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `_by_final_stream` returns, of rows `[row d_model]` with next tokens `[row 1]`."""
+        leaf = stream.requires_grad_()
+        with torch.enable_grad():
+            raw = self.model.unembed(leaf)  # [row d_vocab]
+        with torch.no_grad():
+            logits, slope = self.model.changed_logits(raw.detach())
+            by_logit = logits.softmax(-1)
+            by_logit.scatter_add_(1, token, -torch.ones_like(token, dtype=logits.dtype))
+            by_logit.mul_(slope * share)
+        (losses,) = torch.autograd.grad(raw, leaf, by_logit)
+        if not of_logits:
+            return (
+                losses,
+                torch.zeros_like(stream[:, :1]).expand_as(stream),
+                raw.new_zeros(len(raw)),
+            )
+        weight, scale = self.model.modules("unembed")[0].weight, self.model.logit_scale
+        with torch.no_grad():
+            direction = (weight[token[:, 0]] - weight.mean(0)) * (scale * share)
+            centred = (raw.gather(1, token)[:, 0] - raw.mean(-1)) * (scale * share)
+        return losses, direction, centred
+
+    def _add_direct(
+        self, shown: dict[int, dict[str, Any]], losses: Tensor, logits: Tensor, centred: Tensor
+    ) -> None:
+        """Add what goes straight from z to the last norm to what is known of each layer."""
+        names = [name for name in DIRECT if name in self.wanted]
+        assert self.final is not None
+        last_norm, final = self.writes.last_norm, self.final
+        last_stream = final if last_norm is None else self.last_stream
+        if last_stream is None or not self.writes.is_known:
+            for layer in shown:
+                shown[layer] |= dict.fromkeys(names)
+            return
+        by_stream = {
+            name: gradient
+            if last_norm is None
+            else through_frozen_norm(last_norm, last_stream, final, gradient)
+            for name, gradient in (("direct_dz", losses), ("logit_dz", logits))
+            if name in names or (name == "logit_dz" and "logit_parts" in names)
+        }
+        behind = None
+        if "logit_dz" in by_stream:
+            behind = centred - _products(by_stream["logit_dz"], last_stream.detach())
+        for layer, tape in self.tapes.items():
+            writes = self.writes.layers.get(layer)
+            if writes is None or self.model.changes_z(layer):
+                shown[layer] |= dict.fromkeys(names)
+                continue
+            for name, gradient in by_stream.items():
+                at_attention = self._at_attention(writes, tape, gradient)
+                assert tape.written_z is not None
+                ends = [tape.z, tape.written_z]
+                by_z, by_written_z = torch.autograd.grad(
+                    tape.attn_out, ends, at_attention, retain_graph=True, materialize_grads=True
+                )
+                shown[layer][name] = by_z.transpose(1, 2)
+                if name == "logit_dz" and behind is not None and "logit_parts" in names:
+                    parts = self._parts(layer, writes, tape, gradient, by_written_z)
+                    is_last = layer == len(self.model.blocks) - 1
+                    parts.append(behind if is_last else torch.zeros_like(behind))
+                    shown[layer]["logit_parts"] = torch.stack(parts, dim=1)
+
+    def _at_attention(self, writes: LayerWrites, tape: _Tape, by_stream: Tensor) -> Tensor:
+        """A gradient by the stream `[batch pos d_model]`, at the attention's output."""
+        scaled = by_stream * writes.factor
+        if writes.norm is None:
+            return scaled
+        assert tape.attn_out is not None
+        assert tape.normed_attn_out is not None
+        return through_frozen_norm(writes.norm, tape.attn_out, tape.normed_attn_out, scaled)
+
+    def _parts(
+        self, layer: int, writes: LayerWrites, tape: _Tape, by_stream: Tensor, by_z: Tensor
+    ) -> list[Tensor]:
+        """What the embeddings, all heads, the rest of the attention and of the layer add."""
+        attention = tape.attn_out if writes.norm is None else tape.normed_attn_out
+        assert attention is not None
+        assert tape.stream is not None
+        assert tape.written_z is not None
+        nothing = by_stream.new_zeros(len(by_stream))
+        heads = (by_z * tape.written_z.detach()).sum((1, 2, 3))
+        whole = writes.factor * _products(by_stream, attention.detach())
+        other = nothing
+        if tape.other is not None:
+            other = writes.factor * _products(by_stream, tape.other.detach().view_as(by_stream))
+        embeddings = _products(by_stream, tape.stream.detach()) if layer == 0 else nothing
+        return [embeddings, heads, whole - heads, other]
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Σ ⟨a, b⟩ over positions, of `[batch pos d_model]`: `[batch]`."""
+    return (a * b).sum((1, 2))
+
+
+def through_frozen_norm(norm: nn.Module, x: Tensor, y: Tensor, by_y: Tensor) -> Tensor:
+    """∂/∂x from ∂/∂y `[… d_model]`, where y = norm(x) and the scale of the norm stands still.
+
+    With the scale s, the gain γ and P = I - 11ᵀ/D (P = I where the norm keeps the mean), it is
+    y = γ P x/s + β, and the answer is P(γ ∂/∂y)/s. The whole gradient is that less its part along
+    P x, which is known: ⟨P x, P(γ ∂/∂y)/s⟩ = ⟨y - β, ∂/∂y⟩. So the norm is asked, and no weight of
+    it is read.
+    """
+    (whole,) = torch.autograd.grad(y, x, by_y, retain_graph=True)
+    with torch.no_grad():
+        zeros, ones = torch.zeros_like(x[..., :1, :]), torch.ones_like(x[..., :1, :])
+        bias = norm(zeros)
+        subtracts_mean = torch.allclose(norm(ones), bias, atol=1e-4)
+        centred = x - x.mean(-1, keepdim=True) if subtracts_mean else x
+        missing = ((y - bias) * by_y).sum(-1, keepdim=True) - (centred * whole).sum(
+            -1, keepdim=True
+        )
+        length = centred.square().sum(-1, keepdim=True)
+        return whole + centred * (missing / length.clamp(min=torch.finfo(length.dtype).tiny))
