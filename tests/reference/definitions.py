@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.reference.forward import ActivationChange, Run, forward
+from tests.reference.forward import ActivationChange, Run, forward, log_probabilities, token_losses
 from tests.reference.reference_changes import run_changed
 from tests.reference.weights import Array, Weights, read_weights
 
@@ -512,17 +512,6 @@ def share_of_lines(h: Head, n_columns: int, n_diagonals: int) -> float:
 
 
 # Predictions
-
-
-def log_probabilities(logits: Array) -> Array:
-    largest = logits.max()
-    return logits - largest - math.log(np.exp(logits - largest).sum())
-
-
-def token_losses(run: Run) -> list[float]:
-    """-ln p(t[i] | t[<i]), NaN for the first."""
-    pairs = zip(run.logits[:-1], run.tokens[1:], strict=True)
-    return [math.nan, *(-float(log_probabilities(logits)[token]) for logits, token in pairs)]
 
 
 def half(run: Run) -> int:

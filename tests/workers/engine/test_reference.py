@@ -360,14 +360,18 @@ def test_every_intervention_changes_something(shelf: Shelf) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "gpt2-mini", "llama-gqa", "neox", *(n for n in OF_ONE_THING if n != "legacy-pth")],
+    [
+        *("gpt2", "gpt2-mini", "llama-gqa", "neox", "gemma2-low-caps", "gpt-oss"),
+        *(name for name in OF_ONE_THING if name != "legacy-pth"),
+    ],
 )
 def test_the_reference_runs_models_as_their_library_does(shelf: Shelf, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     weights = shelf.weights(name)
     tokens, _, _ = sequences_of(shelf.d_vocab(name), N_CTX)
-    as_written: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float64}
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    as_written: dict[str, Any] = {**eager, "dtype": torch.float64}
     model: Any = AutoModelForCausalLM.from_pretrained(shelf.path(name), **as_written)
     with torch.inference_mode():
         output = model(torch.from_numpy(tokens).long(), output_attentions=True)
