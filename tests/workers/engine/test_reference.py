@@ -117,7 +117,9 @@ WITH_OPTIONS = (
 )  # fmt: skip
 """Statistics with options that mean something in short sequences."""
 
-STATISTICS_MEASURED = {s.name: s for s in STATISTICS.select(["all", *WITH_OPTIONS])}
+ASKED = [*STATISTIC_DEFINITIONS, *WITH_OPTIONS]
+STATISTICS_MEASURED = {s.name: s for s in STATISTICS.select(ASKED)}
+"""All but the effects, which are compared in `test_effects`."""
 WITH_BASELINE = [s.name for s in STATISTICS_MEASURED.values() if s.uniform_baseline]
 
 EVERY = [name + options for name in INTERVENTIONS for options in OPTIONS.get(name, ("",))]
@@ -163,7 +165,7 @@ class Shelf:
         n_ctx = 256 if name == "gpt2-long" else N_CTX
         curves = [p for p in PROFILES if PROFILES[p].axis != "pair"]
         return self.models.replica(
-            name, engine, n_ctx=n_ctx, precision=precision, statistics=["all", *WITH_OPTIONS],
+            name, engine, n_ctx=n_ctx, precision=precision, statistics=ASKED,
             profiles=list(PROFILES), curves=curves, predictions=list(PREDICTIONS),
             weight_statistics=list(WEIGHT_STATISTICS),
         )  # fmt: skip
