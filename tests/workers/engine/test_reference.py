@@ -36,6 +36,7 @@ from tests.reference.definitions import (
     Reference,
     recompute,
 )
+from tests.reference.effect_definitions import EFFECT_DEFINITIONS
 from tests.reference.forward import Run, forward
 from tests.reference.reference_changes import (
     ACTIVATION_CHANGES,
@@ -327,7 +328,7 @@ def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
 
 
 def test_everything_that_is_registered_has_an_independent_definition() -> None:
-    assert set(STATISTIC_DEFINITIONS) == set(STATISTICS)
+    assert {*STATISTIC_DEFINITIONS, *EFFECT_DEFINITIONS} == set(STATISTICS)
     assert {*STATISTIC_DEFINITIONS, *VARIANT_DEFINITIONS} == set(STATISTICS_MEASURED)
     assert set(PROFILE_DEFINITIONS) == set(PROFILES)
     assert set(PREDICTION_DEFINITIONS) == set(PREDICTIONS)
