@@ -155,6 +155,7 @@ def read_weights(path: Path) -> Weights:
         "bloom": read_bloom,
         "gemma2": read_gemma2,
         "gpt_oss": read_gpt_oss,
+        "granite": read_granite,
         "phi": read_phi,
         "gpt_neo": read_gpt_neo,
         "gpt_neox": read_neox,
@@ -366,6 +367,21 @@ def read_llama(name: str, config: Config, tensors: Tensors) -> Weights:
             )
         )
     return like_llama(name, config, tensors, layers, last)
+
+
+def read_granite(name: str, config: Config, tensors: Tensors) -> Weights:
+    """Granite: Llama, whose embeddings, layers and logits are multiplied, written into weights."""
+    weights = read_llama(name, config, tensors)
+
+    def multiplied(mlp: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        return lambda x: mlp(x) * config["residual_multiplier"]
+
+    for layer in weights.layers:
+        assert layer.mlp is not None
+        layer.scale, layer.mlp = config["attention_multiplier"], multiplied(layer.mlp)
+        layer.W_O = layer.W_O * config["residual_multiplier"]
+    weights.W_U = weights.W_U / config["logits_scaling"]
+    return replace(weights, W_E=weights.W_E * config["embedding_multiplier"])
 
 
 def read_gemma2(name: str, config: Config, tensors: Tensors) -> Weights:

@@ -188,6 +188,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         **GQA,
     ),
+    "granite": lambda: family(
+        "GraniteConfig",
+        embedding_multiplier=2.0,
+        attention_multiplier=0.5,
+        residual_multiplier=0.7,
+        logits_scaling=4.0,
+        **GQA,
+    ),
     "bigcode": lambda: family(
         "GPTBigCodeConfig", n_embd=32, n_inner=48, n_layer=2, n_head=4, n_positions=N_CTX
     ),

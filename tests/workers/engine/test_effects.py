@@ -36,7 +36,7 @@ DEFINITIONS: dict[str, Definition] = {**EFFECT_DEFINITIONS, **EFFECT_VARIANTS}
 GRADIENTS = ("gradient_norm", "gradient_sink_share")
 """These take a slope for every coordinate."""
 EFFECTS = [column for column in DEFINITIONS if column not in GRADIENTS]
-FAMILIES = ("gpt2", "llama-gqa", "qwen3", "gemma2-low-caps", "gpt-oss")
+FAMILIES = ("gpt2", "llama-gqa", "qwen3", "gemma2-low-caps", "gpt-oss", "granite")
 TOLERANCES = {"float64": 1e-5, "float32": 1e-3}
 
 

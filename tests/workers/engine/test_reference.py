@@ -364,7 +364,7 @@ def test_every_intervention_changes_something(shelf: Shelf) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("gpt2", "gpt2-mini", "llama-gqa", "neox", "gemma2-low-caps", "gpt-oss"),
+        *("gpt2", "gpt2-mini", "llama-gqa", "neox", "gemma2-low-caps", "gpt-oss", "granite"),
         *(name for name in OF_ONE_THING if name != "legacy-pth"),
     ],
 )
