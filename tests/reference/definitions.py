@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.reference.forward import ActivationChange, Run, forward
+from tests.reference.effect_definitions import direct_logit_of_parts
+from tests.reference.forward import ActivationChange, Run, forward, log_probabilities, token_losses
 from tests.reference.reference_changes import run_changed
 from tests.reference.weights import Array, Weights, read_weights
 
@@ -58,6 +59,8 @@ class Head:
     """How many keys a query sees at most."""
     has_sink: bool
     """Whether there is a learned sink."""
+    run: Run
+    layer: int
 
     @property
     def T(self) -> int:
@@ -486,6 +489,7 @@ PROFILE_DEFINITIONS: dict[str, Callable[[Head], list[float]]] = {
     "rotated_query_mean": lambda h: [mean(map(float, component)) for component in h.q_rotated.T],
     "rotated_query_second_moment": lambda h: second_moment(h.q_rotated),
     "sink_resid_post_by_dimension": lambda h: h.resid_post[0].tolist(),
+    "direct_logit_of_parts": lambda h: direct_logit_of_parts(h.run, h.layer),
 }
 PROFILES_OF_FIXED_POSITIONS = ("score_shift_by_key", "score_shift_lead_by_key")
 """Those that a model that rotates queries and keys does not have."""
@@ -512,17 +516,6 @@ def share_of_lines(h: Head, n_columns: int, n_diagonals: int) -> float:
 
 
 # Predictions
-
-
-def log_probabilities(logits: Array) -> Array:
-    largest = logits.max()
-    return logits - largest - math.log(np.exp(logits - largest).sum())
-
-
-def token_losses(run: Run) -> list[float]:
-    """-ln p(t[i] | t[<i]), NaN for the first."""
-    pairs = zip(run.logits[:-1], run.tokens[1:], strict=True)
-    return [math.nan, *(-float(log_probabilities(logits)[token]) for logits, token in pairs)]
 
 
 def half(run: Run) -> int:
@@ -602,7 +595,7 @@ def heads_of(run: Run, labels: Sequence[str]) -> list[list[Head]]:
     """The heads of a run, by layer."""
     weights = run.weights
     heads: list[list[Head]] = []
-    for layer, seen in zip(weights.layers, run.layers, strict=True):
+    for number, (layer, seen) in enumerate(zip(weights.layers, run.layers, strict=True)):
         b_Q = np.zeros(layer.W_Q[:, 0].shape) if layer.b_Q is None else layer.b_Q
         b_K = np.zeros(layer.W_K[:, 0].shape) if layer.b_K is None else layer.b_K
         scores = np.where(np.isneginf(seen.scores), np.nan, seen.scores)
@@ -620,6 +613,7 @@ def heads_of(run: Run, labels: Sequence[str]) -> list[list[Head]]:
             "resid_pre": seen.resid_pre, "resid_post": seen.resid_post,
             "s": layer.scale, "rotary": weights.rotary, "has_sink": layer.sink is not None,
             "window": min(len(run.tokens), layer.window or len(run.tokens)),
+            "run": run, "layer": number,
         }  # fmt: skip
         heads.append(
             [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,7 +30,11 @@ class LayerActivations:
     scores: Array
     """-∞ where the key lies in the future or a change hides it."""
     pattern: Array
+    z_before_change: Array
+    """pattern · v, before a change of z."""
     z: Array
+    attn_out: Array
+    """What the attention adds to the stream `[pos d_model]`."""
     resid_post: Array
 
 
@@ -43,8 +48,16 @@ class Run:
     layers: list[LayerActivations]
     logits: Array
     """`[pos d_vocab]`."""
+    changes: Sequence[ActivationChange] = ()
+    partner: Run | None = None
+    labels: Sequence[str] = ()
     values_before_change: dict[tuple[int, int], Array] = field(default_factory=dict)
     """What change i was given in a layer: of a partner's run, what a patch writes."""
+
+    def again(self, change: ActivationChange, layers: int | None = None) -> Run:
+        """The same sequence with one more change, which is made last."""
+        changes = [*self.changes, change]
+        return forward(self.weights, self.tokens, changes, self.partner, layers, self.labels)
 
     @cached_property
     def effective_positions(self) -> Array | None:
@@ -98,7 +111,7 @@ def forward(
     for number in range(len(weights.layers[:layers])):
         stream = forward_pass.after_layer(number, stream)
     if layers is None:
-        forward_pass.run.logits = weights.final_norm(stream) @ weights.W_U + weights.b_U
+        forward_pass.run.logits = weights.logits(stream)
     return forward_pass.run
 
 
@@ -117,7 +130,7 @@ class _ForwardPass:
         self.changes = changes
         self.partner = partner
         self.labels = labels
-        self.run = Run(weights, tokens, [], np.zeros(0))
+        self.run = Run(weights, tokens, [], np.zeros(0), changes, partner, labels)
         self.known: dict[str, Array] = {}
         """What changes may read of the present layer."""
 
@@ -159,14 +172,15 @@ class _ForwardPass:
             attn_out = attn_out + layer.b_O
         if layer.norm_after_attention:
             attn_out = layer.norm_after_attention(attn_out)
-        resid_mid = resid_pre + self.changed("attn_out", number, attn_out)
+        activations.attn_out = self.changed("attn_out", number, attn_out)
+        resid_mid = resid_pre + activations.attn_out
         resid_post = resid_mid + self.mlp_out(number, resid_pre, resid_mid)
         activations.resid_post = self.changed("resid_post", number, resid_post)
         self.run.layers.append(activations)
         return activations.resid_post
 
     def attention(self, number: int, resid_pre: Array) -> LayerActivations:
-        """Everything up to z; `resid_post` is still that of the layer before."""
+        """Everything up to z; `attn_out` and `resid_post` are still to come."""
         weights, layer = self.weights, self.weights.layers[number]
         n_ctx = len(self.run.tokens)
         x = layer.norm_before_attention(resid_pre)
@@ -182,6 +196,7 @@ class _ForwardPass:
         self.known |= {"q": q, "k": k, "v": v}
         q_rotated = rotated(q, weights.rotated, weights.rotary_base)
         k_rotated = rotated(k, weights.rotated, weights.rotary_base)
+        k_rotated = self.changed("k_rotated", number, k_rotated)
         scores = q_rotated @ k_rotated.transpose(0, 2, 1) * layer.scale
         if layer.soft_cap is not None:
             scores = layer.soft_cap * np.tanh(scores / layer.soft_cap)
@@ -198,10 +213,10 @@ class _ForwardPass:
             row = np.concatenate([scores, sink], axis=-1)
         pattern = self.changed("pattern", number, softmax(row)[..., :n_ctx])
         self.known["pattern"] = pattern
-        z = self.changed("z", number, pattern @ v)
-        return LayerActivations(
-            resid_pre, q, k, v, q_rotated, k_rotated, scores, pattern, z, resid_pre
-        )
+        z_before_change = self.changed("z_before_change", number, pattern @ v)
+        z = self.changed("z", number, z_before_change)
+        of_heads = (q, k, v, q_rotated, k_rotated, scores, pattern, z_before_change, z)
+        return LayerActivations(resid_pre, *of_heads, resid_pre, resid_pre)
 
     def mlp_out(self, number: int, resid_pre: Array, resid_mid: Array) -> Array | float:
         """What the MLP adds to the stream; 0 if the layer does not have one."""
@@ -238,3 +253,15 @@ def softmax(scores: Array) -> Array:
     """Over the last axis."""
     exponentials = np.exp(scores - scores.max(-1, keepdims=True))
     return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def log_probabilities(logits: Array) -> Array:
+    """Over the last axis."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def token_losses(run: Run) -> list[float]:
+    """-ln p(t[i] | t[<i]), NaN for the first."""
+    pairs = zip(run.logits[:-1], run.tokens[1:], strict=True)
+    return [math.nan, *(-float(log_probabilities(logits)[token]) for logits, token in pairs)]

@@ -85,6 +85,8 @@ class Weights:
     """How many of the first coordinates of q and k are rotated."""
     rotary_base: float = 10000.0
     norm_of_embeddings: Norm | None = None
+    final_soft_cap: float | None = None
+    """A logit x becomes cap tanh(x/cap)."""
     mlp_is_a_module: bool = True
     """Whether the product can ask the first MLP alone: only then are effective positions known."""
     n_heads: int = field(init=False)
@@ -99,6 +101,11 @@ class Weights:
     def shared(self, x: Array) -> Array:
         """Repeat what query heads share: `[key_head …]` becomes `[head …]`."""
         return np.repeat(x, self.n_heads // len(x), axis=0)
+
+    def logits(self, stream: Array) -> Array:
+        """`[pos d_model]` becomes `[pos d_vocab]`."""
+        logits, cap = self.final_norm(stream) @ self.W_U + self.b_U, self.final_soft_cap
+        return logits if cap is None else cap * np.tanh(logits / cap)
 
     def effective_positions(self) -> Array | None:
         """EPE[j] = W_pos[j] + MLP_0(W_pos[j]), without the norm; W_pos[j] where there is no MLP."""
@@ -147,6 +154,8 @@ def read_weights(path: Path) -> Weights:
         "gpt_bigcode": read_bigcode,
         "bloom": read_bloom,
         "gemma2": read_gemma2,
+        "gpt_oss": read_gpt_oss,
+        "granite": read_granite,
         "phi": read_phi,
         "gpt_neo": read_gpt_neo,
         "gpt_neox": read_neox,
@@ -360,9 +369,23 @@ def read_llama(name: str, config: Config, tensors: Tensors) -> Weights:
     return like_llama(name, config, tensors, layers, last)
 
 
+def read_granite(name: str, config: Config, tensors: Tensors) -> Weights:
+    """Granite: Llama, whose embeddings, layers and logits are multiplied, written into weights."""
+    weights = read_llama(name, config, tensors)
+
+    def multiplied(mlp: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        return lambda x: mlp(x) * config["residual_multiplier"]
+
+    for layer in weights.layers:
+        assert layer.mlp is not None
+        layer.scale, layer.mlp = config["attention_multiplier"], multiplied(layer.mlp)
+        layer.W_O = layer.W_O * config["residual_multiplier"]
+    weights.W_U = weights.W_U / config["logits_scaling"]
+    return replace(weights, W_E=weights.W_E * config["embedding_multiplier"])
+
+
 def read_gemma2(name: str, config: Config, tensors: Tensors) -> Weights:
-    """Gemma 2 without capped scores: norms of 1 + weight, also after attention and MLP."""
-    assert config["attn_logit_softcapping"] is None
+    """Gemma 2: norms of 1 + weight, also after attention and MLP; capped scores and logits."""
     last = Part(tensors, "model", config["rms_norm_eps"], config["head_dim"], False, one_more=True)
     layers: list[Layer] = []
     for number in range(config["num_hidden_layers"]):
@@ -376,10 +399,62 @@ def read_gemma2(name: str, config: Config, tensors: Tensors) -> Weights:
                 scale=1 / math.sqrt(config["query_pre_attn_scalar"]),
                 norm_after_attention=part.norm("post_attention_layernorm"),
                 norm_after_mlp=part.norm("post_feedforward_layernorm"),
+                soft_cap=config["attn_logit_softcapping"],
+                window=window_of(config, number),
             )
         )
     weights = like_llama(name, config, tensors, layers, last)
+    weights.final_soft_cap = config["final_logit_softcapping"]
     return replace(weights, W_E=weights.W_E * math.sqrt(config["hidden_size"]))
+
+
+def window_of(config: Config, layer: int) -> int | None:
+    return config["sliding_window"] if "sliding" in config["layer_types"][layer] else None
+
+
+def read_gpt_oss(name: str, config: Config, tensors: Tensors) -> Weights:
+    """gpt-oss: learned sinks, windows in every other layer, and experts in the place of an MLP."""
+    last = Part(tensors, "model", config["rms_norm_eps"], config["head_dim"], subtracts_mean=False)
+    layers: list[Layer] = []
+    for number in range(config["num_hidden_layers"]):
+        part = replace(last, name=f"model.layers.{number}")
+        layers.append(
+            part.layer(
+                part.three("self_attn.{}_proj"),
+                "self_attn.o_proj",
+                ("input_layernorm", "post_attention_layernorm"),
+                experts(part, config),
+                window=window_of(config, number),
+                sink=tensors[f"{part.name}.self_attn.sinks"],
+            )
+        )
+    return like_llama(name, config, tensors, layers, last)
+
+
+def experts(part: Part, config: Config) -> Callable[[Array], Array]:
+    """The best experts of a token, weighted by the softmax of their scores.
+
+    Columns of gate and input lie in turn, and both are clipped.
+    """
+    names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    W_in, b_in, W_out, b_out = (part.tensors[f"{part.name}.mlp.experts.{x}"] for x in names)
+    W_router, b_router = part.W("mlp.router"), part.b("mlp.router")
+    count, alpha, limit = (
+        config[name] for name in ("num_experts_per_tok", "swiglu_alpha", "swiglu_limit")
+    )
+
+    def expert(x: Array, i: int) -> Array:
+        product = x @ W_in[i] + b_in[i]
+        gate, up = np.minimum(product[::2], limit), np.clip(product[1::2], -limit, limit)
+        return (up + 1) * gate / (1 + np.exp(-alpha * gate)) @ W_out[i] + b_out[i]
+
+    def of_token(x: Array) -> Array:
+        scores = x @ W_router + b_router
+        best = np.argsort(-scores)[:count]
+        shares = np.exp(scores[best] - scores[best].max())
+        return sum(shares[j] * expert(x, i) for j, i in enumerate(best)) / shares.sum()
+
+    return lambda stream: np.array([of_token(x) for x in stream])
 
 
 def partly_rotated(d_head: int, rope: dict[str, Any]) -> dict[str, Any]:

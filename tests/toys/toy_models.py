@@ -171,6 +171,31 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         "Gemma2Config", attn_logit_softcapping=None, final_logit_softcapping=None, **GEMMA2
     ),
     "gemma2-capped": lambda: family("Gemma2Config", **GEMMA2),
+    "gemma2-low-caps": lambda: family(
+        "Gemma2Config",
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=4.0,
+        head_dim=8,
+        sliding_window=6,
+        **GQA,
+    ),
+    "gpt-oss": lambda: family(
+        "GptOssConfig",
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **GQA,
+    ),
+    "granite": lambda: family(
+        "GraniteConfig",
+        embedding_multiplier=2.0,
+        attention_multiplier=0.5,
+        residual_multiplier=0.7,
+        logits_scaling=4.0,
+        **GQA,
+    ),
     "bigcode": lambda: family(
         "GPTBigCodeConfig", n_embd=32, n_inner=48, n_layer=2, n_head=4, n_positions=N_CTX
     ),

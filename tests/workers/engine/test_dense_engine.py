@@ -23,7 +23,7 @@ from headcount.workers.replica import InterventionMeasurements
 from tests.reference.weights import Weights, read_gemma2, read_llama, read_tensors
 from tests.toys import model_families
 from tests.toys import toy_models as toy
-from tests.workers.engine.test_reference import WITH_OPTIONS, compare, reference_of, sequences_of
+from tests.workers.engine.test_reference import ASKED, compare, reference_of, sequences_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,7 +65,7 @@ def measured(
     curves = [profile for profile in PROFILES if PROFILES[profile].axis != "pair"]
     replica = toy.replica(
         path_of(shelf, name), n_ctx=N_CTX, engine=engine, precision="float32",
-        statistics=["all", *WITH_OPTIONS], profiles=list(PROFILES), curves=curves,
+        statistics=ASKED, profiles=list(PROFILES), curves=curves,
         predictions=list(PREDICTIONS),
     )  # fmt: skip
     return replica.measure(tokens, intervention, labels, partner)

@@ -36,6 +36,7 @@ from tests.reference.definitions import (
     Reference,
     recompute,
 )
+from tests.reference.effect_definitions import EFFECT_DEFINITIONS
 from tests.reference.forward import Run, forward
 from tests.reference.reference_changes import (
     ACTIVATION_CHANGES,
@@ -117,7 +118,9 @@ WITH_OPTIONS = (
 )  # fmt: skip
 """Statistics with options that mean something in short sequences."""
 
-STATISTICS_MEASURED = {s.name: s for s in STATISTICS.select(["all", *WITH_OPTIONS])}
+ASKED = [*STATISTIC_DEFINITIONS, *WITH_OPTIONS]
+STATISTICS_MEASURED = {s.name: s for s in STATISTICS.select(ASKED)}
+"""All but the effects, which are compared in `test_effects`."""
 WITH_BASELINE = [s.name for s in STATISTICS_MEASURED.values() if s.uniform_baseline]
 
 EVERY = [name + options for name in INTERVENTIONS for options in OPTIONS.get(name, ("",))]
@@ -163,7 +166,7 @@ class Shelf:
         n_ctx = 256 if name == "gpt2-long" else N_CTX
         curves = [p for p in PROFILES if PROFILES[p].axis != "pair"]
         return self.models.replica(
-            name, engine, n_ctx=n_ctx, precision=precision, statistics=["all", *WITH_OPTIONS],
+            name, engine, n_ctx=n_ctx, precision=precision, statistics=ASKED,
             profiles=list(PROFILES), curves=curves, predictions=list(PREDICTIONS),
             weight_statistics=list(WEIGHT_STATISTICS),
         )  # fmt: skip
@@ -325,7 +328,7 @@ def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
 
 
 def test_everything_that_is_registered_has_an_independent_definition() -> None:
-    assert set(STATISTIC_DEFINITIONS) == set(STATISTICS)
+    assert {*STATISTIC_DEFINITIONS, *EFFECT_DEFINITIONS} == set(STATISTICS)
     assert {*STATISTIC_DEFINITIONS, *VARIANT_DEFINITIONS} == set(STATISTICS_MEASURED)
     assert set(PROFILE_DEFINITIONS) == set(PROFILES)
     assert set(PREDICTION_DEFINITIONS) == set(PREDICTIONS)
@@ -360,14 +363,18 @@ def test_every_intervention_changes_something(shelf: Shelf) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "gpt2-mini", "llama-gqa", "neox", *(n for n in OF_ONE_THING if n != "legacy-pth")],
+    [
+        *("gpt2", "gpt2-mini", "llama-gqa", "neox", "gemma2-low-caps", "gpt-oss", "granite"),
+        *(name for name in OF_ONE_THING if name != "legacy-pth"),
+    ],
 )
 def test_the_reference_runs_models_as_their_library_does(shelf: Shelf, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     weights = shelf.weights(name)
     tokens, _, _ = sequences_of(shelf.d_vocab(name), N_CTX)
-    as_written: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float64}
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    as_written: dict[str, Any] = {**eager, "dtype": torch.float64}
     model: Any = AutoModelForCausalLM.from_pretrained(shelf.path(name), **as_written)
     with torch.inference_mode():
         output = model(torch.from_numpy(tokens).long(), output_attentions=True)
