@@ -6,7 +6,7 @@ from headcount.schemas.units import Logits
 
 
 @profile("Elhage et al. 2021", axis="part", missing="a layer adds to the stream in another way")
-def direct_logit_by_part(logit_parts: Tensor) -> Logits:
+def direct_logit_of_parts(logit_parts: Tensor) -> Logits:
     """What each part of a layer adds straight to the logit of the next token, less the mean over
     the vocabulary; before any cap of the logits, with the scale of the last norm frozen.
 
@@ -15,7 +15,7 @@ def direct_logit_by_part(logit_parts: Tensor) -> Logits:
 
     The sum over parts and layers is the whole mean centred logit.
 
-    >>> direct_logit_by_part(nats([1, 2, 0, 3, 0])).tolist()
+    >>> direct_logit_of_parts(nats([1, 2, 0, 3, 0])).tolist()
     [[1.0, 2.0, 0.0, 3.0, 0.0]]
     """
     return logit_parts

@@ -199,13 +199,27 @@ def mean_product(logits: Array, slopes: Array) -> Array:
     return (logits[..., :-1, :] * slopes).sum(-1).mean(-1)
 
 
+def written_by(run: Run, layer: int, direction: Array) -> Array:
+    """What each head adds to the stream for a direction of z before an intervention changes z."""
+    seen = run.layers[layer]
+    if not seen.attn_out.any():  # The intervention writes nothing of it.
+        return np.zeros((len(direction), *seen.resid_pre.shape))
+
+    def z_at(epsilon: float) -> Array:
+        moved = ActivationChange("z_before_change", lambda z, place: z + epsilon * direction, layer)
+        return run.again(moved, layers=layer + 1).layers[layer].z
+
+    # Changes of z are linear in z.
+    return stream_of(run, layer, (z_at(1) - z_at(-1)) / 2)
+
+
 def direct_effect(run: Run, layer: int) -> list[float]:
-    written = stream_of(run, layer, run.layers[layer].z)
+    written = written_by(run, layer, run.layers[layer].z_before_change)
     return mean_product(logits_of(run, written), gain_slopes(run)).tolist()
 
 
 def direct_logit(run: Run, layer: int) -> list[float]:
-    written = stream_of(run, layer, run.layers[layer].z)
+    written = written_by(run, layer, run.layers[layer].z_before_change)
     return mean_product(logits_of(run, written), centred_slopes(run)).tolist()
 
 
@@ -216,7 +230,7 @@ def direct_effect_of(alternative: str, *options: int) -> Definition:
         other = ALTERNATIVES[alternative](run, layer, *options)
         if other is None:
             return [math.nan] * run.weights.n_heads
-        written = stream_of(run, layer, other - run.layers[layer].z)
+        written = written_by(run, layer, other - run.layers[layer].z_before_change)
         effects = -mean_product(logits_of(run, written), gain_slopes(run))
         groups = changed_together(run.weights, alternative)
         return [float(effects[heads].sum()) for heads in groups for _ in heads]

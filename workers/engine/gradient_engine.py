@@ -32,7 +32,7 @@ from headcount.workers.model.attention_facts import AttentionFacts, weighted_val
 DIRECT = ("direct_dz", "logit_dz", "logit_parts")
 """Those of `GRADIENTS` that need no backward pass through layers."""
 
-STREAM = ("resid_pre", "resid_post", "attn_out")
+STREAM = ("resid_pre", "resid_post")
 """Activations whose change what is written straight to the logits would have to pass."""
 
 
@@ -184,11 +184,12 @@ class _GradientPass(FusedPass):
                 shown[layer]["dv"] = gradients[len(shown) + i].transpose(1, 2)
         self.final = self.last_stream = None
         for layer, gradients_of_layer in shown.items():
-            tape = self.tapes.pop(layer)
+            tape = self.tapes[layer]
             self.layer = layer
             z = tape.z.detach().transpose(1, 2)
             self.activations = {**tape.activations, "z": z, **gradients_of_layer}
             self._show_layer()
+            del self.tapes[layer]
 
     def _by_final_stream(self) -> tuple[Tensor, Tensor, Tensor]:
         """∂L and ∂C by the stream after the last norm `[batch pos d_model]`, and C `[batch]`.
@@ -270,9 +271,13 @@ class _GradientPass(FusedPass):
                 at_attention = self._at_attention(writes, tape, gradient)
                 assert tape.written_z is not None
                 ends = [tape.z, tape.written_z]
-                by_z, by_written_z = torch.autograd.grad(
-                    tape.attn_out, ends, at_attention, retain_graph=True, materialize_grads=True
-                )
+                if tape.attn_out is None or not tape.attn_out.requires_grad:
+                    # An intervention writes something else in its place.
+                    by_z, by_written_z = map(torch.zeros_like, ends)
+                else:
+                    by_z, by_written_z = torch.autograd.grad(
+                        tape.attn_out, ends, at_attention, retain_graph=True, materialize_grads=True
+                    )
                 shown[layer][name] = by_z.transpose(1, 2)
                 if name == "logit_dz" and behind is not None and "logit_parts" in names:
                     parts = self._parts(layer, writes, tape, gradient, by_written_z)
