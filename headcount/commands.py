@@ -16,6 +16,7 @@ PANELS = {
         "init": "jobs.commands.scan",
         "plan": "jobs.commands.scan",
         "scan": "jobs.commands.scan",
+        "calibrate": "jobs.commands.calibrate",
         "corpus": "jobs.commands.corpus",
         "doctor": "jobs.commands.upkeep",
     },

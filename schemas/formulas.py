@@ -53,6 +53,9 @@ after the pass: in every forward pass, from what the model predicts.
 from the weights: once in a run, from the untouched weights.
 """
 
+CALIBRATED = "measured_by"
+"""The fact of a formula that names the intervention whose change of the loss it estimates."""
+
 P = ParamSpec("P")
 
 
@@ -77,6 +80,8 @@ class Formula(Entry):
     """Whether it reads only directions, as a cosine does. A vector of zeros has no direction."""
     missing: str = ""
     """What a layer may lack so that it has no value there: the end of the sentence "NULL if …"."""
+    measured_by: str = ""
+    """The intervention whose change of the loss it estimates, with {layer}, {head} and options."""
     arguments: Arguments = ()
     """Every option of the function, with a value."""
 
@@ -140,6 +145,9 @@ class Formula(Entry):
         """What columns, comments and manifests say about it."""
         names = ("unit", "source", "meaning", "formula", "description", *self.kind.facts)
         facts = {name: getattr(self, name) for name in names}
+        if self.measured_by:
+            places = {"layer": "{layer}", "head": "{head}"}
+            facts[CALIBRATED] = self.measured_by.format(**places, **dict(self.arguments))
         if "range" in facts:
             # JSON does not have infinity.
             facts["range"] = [bound if math.isfinite(bound) else None for bound in self.range]

@@ -149,7 +149,7 @@ def status(
     """
     from headcount.jobs.upkeep.status import as_lines
 
-    directory = _run_directory(run, runs)
+    directory = run_directory(run, runs)
     redraws = watch and sys.stdout.isatty()
     lines_on_screen = 0
     while True:
@@ -369,7 +369,7 @@ def resume(
     from headcount.jobs.plan.plan import check_overrides
     from headcount.jobs.resources import Resources
 
-    directory = _run_directory(run, runs)
+    directory = run_directory(run, runs)
     resources = Resources.asked_for(replicas, cores, device, address)
     if address is not None:
         from headcount.jobs.cluster.submission import JobClient, options
@@ -427,7 +427,7 @@ def _resume_here(
     refuse_failures({directory: failures})
 
 
-def _run_directory(run: str, runs: str) -> RunDirectory:
+def run_directory(run: str, runs: str) -> RunDirectory:
     """Find a run by its path, by its address in a store, or by its name or id.
 
     A name or an id is looked for in the directory `runs`. A path becomes absolute, because the

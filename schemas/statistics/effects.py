@@ -55,7 +55,11 @@ def effect(dz: Tensor, change: Tensor) -> Tensor:
     return (dz * change).sum((1, 3))
 
 
-@statistic("after Xiao et al. 2024, arXiv 2410.10819", defined=has_distant_keys)
+@statistic(
+    "after Xiao et al. 2024, arXiv 2410.10819",
+    defined=has_distant_keys,
+    measured_by="stream_heads({sink},{recent},L{layer}H{head})",
+)
 def effect_window(
     pattern: Pattern, v: Tensor, z: Tensor, dz: Tensor, *, sink: Index = 4, recent: Count = 64
 ) -> NatsPerToken:
@@ -97,7 +101,11 @@ def direct_effect_window(
     return effect(direct_dz, pattern.within(sink, recent, v) - z)
 
 
-@statistic("after Wang et al. 2022, arXiv 2211.00593", defined=has_next_token)
+@statistic(
+    "after Wang et al. 2022, arXiv 2211.00593",
+    defined=has_next_token,
+    measured_by="mean_head({layer},{head})",
+)
 def effect_mean(z: Tensor, dz: Tensor) -> NatsPerToken:
     """Rise of the loss, to first order, if the head's output becomes its mean over the positions up
     to each.
@@ -122,7 +130,11 @@ def direct_effect_mean(z: Tensor, direct_dz: Tensor) -> NatsPerToken:
     return effect(direct_dz, causal_mean(z) - z)
 
 
-@statistic("after Liu et al. 2024, arXiv 2402.02750", defined=has_next_token)
+@statistic(
+    "after Liu et al. 2024, arXiv 2402.02750",
+    defined=has_next_token,
+    measured_by="quantise_values({layer},{head},{bits})",
+)
 def effect_quantised_values(v: Tensor, dv: Tensor, *, bits: Bits = 4) -> NatsPerToken:
     """Rise of the loss, to first order, if the head's values have so many `bits`; the same for all
     query heads that share them.
@@ -152,7 +164,11 @@ def direct_effect_quantised_values(
     return pattern.shared(effect(direct_dz, pattern.weighted(quantised(v, bits) - v)))
 
 
-@statistic("after Liu et al. 2024, arXiv 2402.02750", defined=has_next_token)
+@statistic(
+    "after Liu et al. 2024, arXiv 2402.02750",
+    defined=has_next_token,
+    measured_by="quantise_keys({layer},{head},{bits})",
+)
 def effect_quantised_keys(
     pattern: Pattern, k: Tensor, v: Tensor, z: Tensor, dz: Tensor, *, bits: Bits = 4
 ) -> NatsPerToken:
@@ -185,7 +201,11 @@ def direct_effect_quantised_keys(
     return pattern.shared(effect(direct_dz, pattern.with_keys(quantised(k, bits), v) - z))
 
 
-@statistic("Michel et al. 2019, arXiv 1905.10650", defined=has_next_token)
+@statistic(
+    "Michel et al. 2019, arXiv 1905.10650",
+    defined=has_next_token,
+    measured_by="zero_head({layer},{head})",
+)
 def effect_zero_magnitude(z: Tensor, dz: Tensor) -> NatsPerToken:
     """Size of the change of the loss, to first order, if the head's output becomes zero.
 

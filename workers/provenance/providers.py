@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headcount.schemas.files.fingerprints import digest, module_code
+from headcount.schemas.formula_kinds import GRADIENTS
 from headcount.schemas.formulas import Formula
 from headcount.schemas.packages import PACKAGE
 
@@ -34,12 +35,21 @@ CIRCUIT_CODE = (*WEIGHT_CODE, "workers.model.circuit")
 MATCH_CODE = ("workers.engine.token_pairs",)
 PREDICTION_CODE = (*ENGINE_CODE, "workers.engine.prediction_inputs")
 
+GRADIENT_CODE = (
+    *PATTERN_CODE,
+    "workers.engine.prediction_inputs",
+    "workers.engine.gradient_engine",
+    "workers.engine.attention_gradient",
+    "workers.engine.stream_writes",
+)
+
 PROVIDERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("tokens", "labels"), ()),
     **dict.fromkeys(("copies", "successors"), MATCH_CODE),
     **dict.fromkeys(("q", "k", "v", "resid_pre", "resid_post"), ENGINE_CODE),
     "unrotated_q": (*ENGINE_CODE, "workers.model.rotations"),
     **dict.fromkeys(("pattern", "z"), PATTERN_CODE),
+    **dict.fromkeys(GRADIENTS, GRADIENT_CODE),
     **dict.fromkeys(("b_Q", "b_K", "W_Q", "W_K", "W_O"), WEIGHT_CODE),
     **dict.fromkeys(("read_Q", "read_K", "read_V", "earlier_read_V", "earlier_W_O"), MODEL_CODE),
     **dict.fromkeys(("copying_eigenvalues", "W_pos", "components", "rotary"), MODEL_CODE),

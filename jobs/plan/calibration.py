@@ -1,0 +1,78 @@
+"""The scan that measures what the effects of a run estimate: some heads, one intervention each."""
+
+from __future__ import annotations
+
+import random
+from itertools import zip_longest
+from typing import Any
+
+from headcount.schemas.errors import RunError
+from headcount.schemas.files.manifest import Manifest
+from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.formulas import CALIBRATED
+from headcount.schemas.scans.measured_heads import Head
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.model.files.model_info import ModelInfo
+
+
+def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> dict[str, Any]:
+    """The fields of a scan of the first sequences of a run, under the interventions whose effects
+    the run estimates, each on the same drawn heads.
+
+    Its rows are losses. The view `effect_calibration` finds them beside the estimates.
+    """
+    manifest = run.manifest()
+    templates = [
+        record[CALIBRATED]
+        for record in manifest.kinds.get("statistics", {}).values()
+        if record.get(CALIBRATED)
+    ]
+    if not templates:
+        raise RunError(
+            f"{run.run_id}: expected a run with effects that an intervention can measure, and it "
+            'has none; add "effects" to statistics in its scan, and scan again'
+        )
+    fields = dict(manifest.identity["scan"])
+    drawn = drawn_heads(manifest, heads, draw)
+    interventions = [
+        template.format(layer=head.layer, head=head.head)
+        for template in templates
+        for head in drawn
+    ]
+    kept = min(sequences, manifest.sequences)
+    fields |= {
+        "interventions": ["none", *interventions],
+        "statistics": ["sink_mass"],
+        "predictions": ["loss"],
+        "profiles": [],
+        "curves": [],
+        "weight_statistics": [],
+        # Of one layer, so that the others need no pattern; losses need a whole pass anyway.
+        "layers": [drawn[0].layer],
+        "heads": "all",
+        "sequences": kept,
+        "sequences_per_shard": min(kept, fields["sequences_per_shard"]),
+        # What has a backward pass.
+        "precision": "float64" if fields.get("precision") == "float64" else "float32",
+        "out": str(run.path.parent),
+        "corpora": manifest.corpora,
+        "batch_size": manifest.batch_size,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def drawn_heads(manifest: Manifest, count: int, draw: int) -> list[Head]:
+    """Heads of a run, as many of each layer as of the others, but for one."""
+    fields: dict[str, Any] = dict(manifest.model)
+    files = tuple(fields.pop("files", {}).items())
+    layers = fields.pop("attention_layers", None)
+    info = ModelInfo("", files=files, attention_layers=layers and tuple(layers), **fields)
+    scan = parse_scan({**manifest.identity["scan"], "sequences": 1})
+    measured = scan.measured_heads(info)
+    generator = random.Random(draw)
+    shuffled = [
+        generator.sample([Head(layer, head) for head in of_layer], len(of_layer))
+        for layer, of_layer in sorted(measured.by_layer.items())
+    ]
+    turns = (head for turn in zip_longest(*shuffled) for head in turn if head is not None)
+    return sorted([head for head, _ in zip(turns, range(count), strict=False)])
