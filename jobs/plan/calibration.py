@@ -6,12 +6,14 @@ import random
 from itertools import zip_longest
 from typing import Any
 
-from headcount.schemas.errors import RunError
+from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.formulas import CALIBRATED
+from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.measured_heads import Head
 from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.interventions import bind
 from headcount.workers.model.files.model_info import ModelInfo
 
 
@@ -33,12 +35,11 @@ def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> 
             'has none; add "effects" to statistics in its scan, and scan again'
         )
     fields = dict(manifest.identity["scan"])
-    drawn = drawn_heads(manifest, heads, draw)
-    interventions = [
-        template.format(layer=head.layer, head=head.head)
-        for template in templates
-        for head in drawn
-    ]
+    info = _info(manifest)
+    drawn = drawn_heads(manifest, info, heads, draw)
+    texts = (t.format(layer=head.layer, head=head.head) for t in templates for head in drawn)
+    # A window as long as the sequences has no effect, and none to measure.
+    interventions = [text for text in texts if _does_something(text, info, fields["n_ctx"])]
     kept = min(sequences, manifest.sequences)
     fields |= {
         "interventions": ["none", *interventions],
@@ -58,15 +59,17 @@ def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> 
         "corpora": manifest.corpora,
         "batch_size": manifest.batch_size,
     }
+    fields["input"] = _set(fields["input"])
+    return _set(fields)
+
+
+def _set(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that have a value: TOML knows no other."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def drawn_heads(manifest: Manifest, count: int, draw: int) -> list[Head]:
+def drawn_heads(manifest: Manifest, info: ModelInfo, count: int, draw: int) -> list[Head]:
     """Heads of a run, as many of each layer as of the others, but for one."""
-    fields: dict[str, Any] = dict(manifest.model)
-    files = tuple(fields.pop("files", {}).items())
-    layers = fields.pop("attention_layers", None)
-    info = ModelInfo("", files=files, attention_layers=layers and tuple(layers), **fields)
     scan = parse_scan({**manifest.identity["scan"], "sequences": 1})
     measured = scan.measured_heads(info)
     generator = random.Random(draw)
@@ -76,3 +79,18 @@ def drawn_heads(manifest: Manifest, count: int, draw: int) -> list[Head]:
     ]
     turns = (head for turn in zip_longest(*shuffled) for head in turn if head is not None)
     return sorted([head for head, _ in zip(turns, range(count), strict=False)])
+
+
+def _info(manifest: Manifest) -> ModelInfo:
+    fields: dict[str, Any] = dict(manifest.model)
+    layers = fields.pop("attention_layers", None)
+    del fields["files"]
+    return ModelInfo("", attention_layers=layers and tuple(layers), **fields)
+
+
+def _does_something(text: str, info: ModelInfo, n_ctx: int) -> bool:
+    try:
+        bind(parse_intervention(text)).check(info, n_ctx)
+    except ScanError:
+        return False
+    return True

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from tests.reference.effect_definitions import direct_logit_of_parts
 from tests.reference.forward import ActivationChange, Run, forward, log_probabilities, token_losses
 from tests.reference.reference_changes import run_changed
 from tests.reference.weights import Array, Weights, read_weights
@@ -489,7 +488,6 @@ PROFILE_DEFINITIONS: dict[str, Callable[[Head], list[float]]] = {
     "rotated_query_mean": lambda h: [mean(map(float, component)) for component in h.q_rotated.T],
     "rotated_query_second_moment": lambda h: second_moment(h.q_rotated),
     "sink_resid_post_by_dimension": lambda h: h.resid_post[0].tolist(),
-    "direct_logit_of_parts": lambda h: direct_logit_of_parts(h.run, h.layer),
 }
 PROFILES_OF_FIXED_POSITIONS = ("score_shift_by_key", "score_shift_lead_by_key")
 """Those that a model that rotates queries and keys does not have."""

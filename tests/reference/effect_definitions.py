@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tests.reference.forward import ActivationChange, Run, log_probabilities, token_losses
-from tests.reference.reference_changes import run_changed
+from tests.reference.reference_changes import quantised, run_changed
 from tests.reference.weights import Array, Norm, Weights
 
 Definition = Callable[[Run, int], list[float]]
@@ -44,13 +44,6 @@ def windowed(run: Run, layer: int, sink: int, recent: int) -> Array | None:
     gate = 0 if block.sink is None else 1 - seen.pattern.sum(-1, keepdims=True)
     mass = kept.sum(-1, keepdims=True) + gate
     return kept / np.where(mass == 0, 1, mass) @ seen.v
-
-
-def quantised(x: Array, bits: int) -> Array:
-    """Each row of the last axis in 2^bits steps from its least to its largest coordinate."""
-    low = x.min(-1, keepdims=True)
-    step = (x.max(-1, keepdims=True) - low) / (2**bits - 1)
-    return np.where(step == 0, x, low + step * np.round((x - low) / np.where(step == 0, 1, step)))
 
 
 def with_quantised_values(run: Run, layer: int, bits: int) -> Array:

@@ -77,6 +77,8 @@ class Place:
     """The same value in the run on the partner sequence."""
     labels: Sequence[str] = ()
     """The label of every token, "" if it has none; empty if the input has no labels."""
+    pattern_of: Callable[[Array, Array], Array] | None = None
+    """The layer's pattern of other rotated queries and keys, with all changes."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,11 @@ class _ForwardPass:
             from_partner = None
             if change.patches and self.partner is not None:
                 from_partner = self.partner.values_before_change[number, layer]
-            place = Place(self.run.tokens, layer, self.known, from_partner, self.labels)
+
+            def pattern_of(q: Array, k: Array) -> Array:
+                return self.pattern(layer, q, k)[1]
+
+            place = Place(self.run.tokens, layer, self.known, from_partner, self.labels, pattern_of)
             value = change.function(value.copy(), place)
         return value
 
@@ -182,7 +188,6 @@ class _ForwardPass:
     def attention(self, number: int, resid_pre: Array) -> LayerActivations:
         """Everything up to z; `attn_out` and `resid_post` are still to come."""
         weights, layer = self.weights, self.weights.layers[number]
-        n_ctx = len(self.run.tokens)
         x = layer.norm_before_attention(resid_pre)
         q = projected(x, layer.W_Q, layer.b_Q)
         k = projected(x, layer.W_K, layer.b_K)
@@ -197,7 +202,17 @@ class _ForwardPass:
         q_rotated = rotated(q, weights.rotated, weights.rotary_base)
         k_rotated = rotated(k, weights.rotated, weights.rotary_base)
         k_rotated = self.changed("k_rotated", number, k_rotated)
-        scores = q_rotated @ k_rotated.transpose(0, 2, 1) * layer.scale
+        scores, pattern = self.pattern(number, q_rotated, k_rotated)
+        self.known |= {"q_rotated": q_rotated, "k_rotated": k_rotated, "pattern": pattern}
+        z_before_change = self.changed("z_before_change", number, pattern @ v)
+        z = self.changed("z", number, z_before_change)
+        of_heads = (q, k, v, q_rotated, k_rotated, scores, pattern, z_before_change, z)
+        return LayerActivations(resid_pre, *of_heads, resid_pre, resid_pre)
+
+    def pattern(self, number: int, q: Array, k: Array) -> tuple[Array, Array]:
+        """Scores and pattern of rotated queries and keys, as changes leave them."""
+        layer, n_ctx = self.weights.layers[number], len(self.run.tokens)
+        scores = q @ k.transpose(0, 2, 1) * layer.scale
         if layer.soft_cap is not None:
             scores = layer.soft_cap * np.tanh(scores / layer.soft_cap)
         position = np.arange(n_ctx)
@@ -211,12 +226,7 @@ class _ForwardPass:
         if layer.sink is not None:
             sink = np.broadcast_to(layer.sink[:, None, None], (len(scores), n_ctx, 1))
             row = np.concatenate([scores, sink], axis=-1)
-        pattern = self.changed("pattern", number, softmax(row)[..., :n_ctx])
-        self.known["pattern"] = pattern
-        z_before_change = self.changed("z_before_change", number, pattern @ v)
-        z = self.changed("z", number, z_before_change)
-        of_heads = (q, k, v, q_rotated, k_rotated, scores, pattern, z_before_change, z)
-        return LayerActivations(resid_pre, *of_heads, resid_pre, resid_pre)
+        return scores, self.changed("pattern", number, softmax(row)[..., :n_ctx])
 
     def mlp_out(self, number: int, resid_pre: Array, resid_mid: Array) -> Array | float:
         """What the MLP adds to the stream; 0 if the layer does not have one."""

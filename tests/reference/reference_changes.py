@@ -281,6 +281,12 @@ CHANGES: dict[str, dict[str, Callable[..., Array]]] = {
         "mean_head": lambda value, place, weights, layer, head: put(
             value, head, np.array([value[head, : q + 1].mean(0) for q in range(value.shape[1])])
         ),
+        "quantise_values": lambda value, place, weights, layer, head, bits=4: put(
+            value, group_of(weights, head), quantised_values(place, bits)[group_of(weights, head)]
+        ),
+        "quantise_keys": lambda value, place, weights, layer, head, bits=4: put(
+            value, group_of(weights, head), of_quantised_keys(place, bits)[group_of(weights, head)]
+        ),
         "patch_head": lambda value, place, weights, layer, head: put(
             value, head, place.partner[head]
         ),
@@ -292,6 +298,29 @@ CHANGES: dict[str, dict[str, Callable[..., Array]]] = {
 for _target, _functions in CHANGES.items():
     ACTIVATION_CHANGES |= _functions
     TARGETS |= dict.fromkeys(_functions, _target)
+
+
+def quantised(x: Array, bits: int) -> Array:
+    """Each row of the last axis in 2^bits steps from its least to its largest coordinate."""
+    low = x.min(-1, keepdims=True)
+    step = (x.max(-1, keepdims=True) - low) / (2**bits - 1)
+    return np.where(step == 0, x, low + step * np.round((x - low) / np.where(step == 0, 1, step)))
+
+
+def quantised_values(place: Place, bits: int) -> Array:
+    return place.known["pattern"] @ quantised(place.known["v"], bits)
+
+
+def of_quantised_keys(place: Place, bits: int) -> Array:
+    assert place.pattern_of is not None
+    q, k = place.known["q_rotated"], place.known["k_rotated"]
+    return place.pattern_of(q, quantised(k, bits)) @ place.known["v"]
+
+
+def group_of(weights: Weights, head: int) -> list[int]:
+    """The query heads that share keys and values with one."""
+    size = weights.n_heads // len(weights.layers[0].W_K)
+    return [other for other in range(weights.n_heads) if other // size == head // size]
 
 
 def swapped(value: Array, position: int) -> Array:

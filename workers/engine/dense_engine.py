@@ -237,11 +237,6 @@ class _DensePass:
             # The bridge shows what the layer has made of z.
             z = weighted_values(tensors["pattern"], tensors["v"].transpose(1, 2))
             tensors["z"] = z.transpose(1, 2)
-        n_heads = self.model.info.n_heads
-        for name in {"k", "v"} & tensors.keys():
-            kv_heads = tensors[name].shape[2]
-            # [batch pos head d_head]
-            tensors[name] = tensors[name].repeat_interleave(n_heads // kv_heads, 2)
         has_rotated = "unrotated_q" in tensors or not self.model.can_undo_rotation(layer)
         if "q" in tensors and not has_rotated:
             # The bridge shows queries and keys before their rotation alone.
@@ -262,4 +257,8 @@ class _DensePass:
             if "pattern" in tensors:
                 early_pattern.pattern = tensors["pattern"]
             activations["pattern"] = early_pattern
+        for name in {"k", "v"} & activations.keys():
+            # Last, because a pattern knows which query heads share them: [batch pos head d_head].
+            group = self.model.info.n_heads // tensors[name].shape[2]
+            activations[name] = tensors[name].repeat_interleave(group, 2)
         return cast(Activations, activations)

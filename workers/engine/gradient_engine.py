@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,8 @@ class _GradientPass(FusedPass):
         if is_shown and not v.requires_grad:
             # The first layer that is shown: nothing before it needs a gradient.
             q, k, v = (factor.detach().requires_grad_() for factor in (q, k, v))
-        if layer in self.dense_layers:
+        # A change that reads the pattern may ask what has no gradient in a fused one.
+        if layer in self.dense_layers or "pattern" in self.changes.reads:
             pattern = self._built_pattern(q, k, facts)
             pattern.with_other_keys = partial(self._with_other_keys, layer, q.detach(), facts)
             z = weighted_values(pattern.pattern, v)
@@ -145,7 +146,8 @@ class _GradientPass(FusedPass):
         if is_shown:
             by_position = {name: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v))}
             kept = {**by_position, "pattern": pattern}
-            self.tapes[layer] = _Tape(kept, v, z, stream=self.activations.get("resid_pre"))
+            stream = cast(Tensor, self.activations["resid_pre"])
+            self.tapes[layer] = _Tape(kept, v, z, stream=stream)
         return z.transpose(1, 2)
 
     def _with_other_keys(
@@ -159,7 +161,7 @@ class _GradientPass(FusedPass):
     def _show_layer(self) -> None:
         tape = self.tapes.get(self.layer)
         if tape is not None and "z" in self.activations:
-            tape.written_z = self.activations["z"]
+            tape.written_z = cast(Tensor, self.activations["z"])
         with torch.no_grad():
             super()._show_layer()
 
@@ -234,7 +236,8 @@ class _GradientPass(FusedPass):
                 torch.zeros_like(stream[:, :1]).expand_as(stream),
                 raw.new_zeros(len(raw)),
             )
-        weight, scale = self.model.modules("unembed")[0].weight, self.model.logit_scale
+        weight = cast(Tensor, self.model.modules("unembed")[0].weight)  # [d_vocab d_model]
+        scale = self.model.logit_scale
         with torch.no_grad():
             direction = (weight[token[:, 0]] - weight.mean(0)) * (scale * share)
             centred = (raw.gather(1, token)[:, 0] - raw.mean(-1)) * (scale * share)

@@ -23,7 +23,13 @@ from headcount.workers.replica import InterventionMeasurements
 from tests.reference.weights import Weights, read_gemma2, read_llama, read_tensors
 from tests.toys import model_families
 from tests.toys import toy_models as toy
-from tests.workers.engine.test_reference import ASKED, compare, reference_of, sequences_of
+from tests.workers.engine.test_reference import (
+    ASKED,
+    FORWARD_PROFILES,
+    compare,
+    reference_of,
+    sequences_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,10 +68,10 @@ def measured(
     shelf: toy.Shelf, name: str, intervention: str, engine: str
 ) -> InterventionMeasurements:
     tokens, partner, labels = sequences_of(toy.D_VOCAB, N_CTX)
-    curves = [profile for profile in PROFILES if PROFILES[profile].axis != "pair"]
+    curves = [profile for profile in FORWARD_PROFILES if PROFILES[profile].axis != "pair"]
     replica = toy.replica(
         path_of(shelf, name), n_ctx=N_CTX, engine=engine, precision="float32",
-        statistics=ASKED, profiles=list(PROFILES), curves=curves,
+        statistics=ASKED, profiles=FORWARD_PROFILES, curves=curves,
         predictions=list(PREDICTIONS),
     )  # fmt: skip
     return replica.measure(tokens, intervention, labels, partner)

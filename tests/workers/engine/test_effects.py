@@ -241,6 +241,18 @@ def test_a_window_that_hides_nothing_has_no_effect_to_measure(shelf: Shelf) -> N
             assert np.isnan(measured[column]).all((0, 2)).tolist() == [True, False], name
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parts_of_the_logit(shelf: Shelf, name: str) -> None:
+    weights, tokens = shelf.weights(name), tokens_of(12)[:1]
+    run = forward(weights, tokens[0].tolist())
+    expected = [direct_logit_of_parts(run, layer) for layer in range(len(run.layers))]
+    measured = shelf.models.replica(
+        name, profiles=["direct_logit_of_parts"], precision="float32", n_ctx=12
+    ).measure(tokens)
+    moments = measured.tables["profiles"]["direct_logit_of_parts"]
+    np.testing.assert_allclose(moments[1], expected, atol=1e-5)
+
+
 # What is left behind
 
 

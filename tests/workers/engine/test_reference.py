@@ -100,6 +100,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
     "zero_random_heads": ("(entropy,1,layer_mean)", "(head_output_norm,1,layer_mean,4)"),
     "zero_entropy_sinks": ("(0.8,0.5)",), "entropy_sinks_to_first": ("(0.8,0.5)",),
+    "quantise_values": ("(1,2)",), "quantise_keys": ("(1,2)", "(0,1,2)"),
     "swap_first_key": ("(7)",), "swap_first_value": ("(7)",),
 }  # fmt: skip
 """Options of the interventions that need some, or behave otherwise with others."""
@@ -119,6 +120,7 @@ WITH_OPTIONS = (
 """Statistics with options that mean something in short sequences."""
 
 ASKED = [*STATISTIC_DEFINITIONS, *WITH_OPTIONS]
+FORWARD_PROFILES = [name for name in PROFILES if not PROFILES[name].needs_gradients]
 STATISTICS_MEASURED = {s.name: s for s in STATISTICS.select(ASKED)}
 """All but the effects, which are compared in `test_effects`."""
 WITH_BASELINE = [s.name for s in STATISTICS_MEASURED.values() if s.uniform_baseline]
@@ -164,10 +166,10 @@ class Shelf:
 
     def replica(self, name: str, engine: str, precision: str = "float32") -> Replica:
         n_ctx = 256 if name == "gpt2-long" else N_CTX
-        curves = [p for p in PROFILES if PROFILES[p].axis != "pair"]
+        curves = [p for p in FORWARD_PROFILES if PROFILES[p].axis != "pair"]
         return self.models.replica(
             name, engine, n_ctx=n_ctx, precision=precision, statistics=ASKED,
-            profiles=list(PROFILES), curves=curves, predictions=list(PREDICTIONS),
+            profiles=FORWARD_PROFILES, curves=curves, predictions=list(PREDICTIONS),
             weight_statistics=list(WEIGHT_STATISTICS),
         )  # fmt: skip
 
@@ -330,7 +332,7 @@ def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
 def test_everything_that_is_registered_has_an_independent_definition() -> None:
     assert {*STATISTIC_DEFINITIONS, *EFFECT_DEFINITIONS} == set(STATISTICS)
     assert {*STATISTIC_DEFINITIONS, *VARIANT_DEFINITIONS} == set(STATISTICS_MEASURED)
-    assert set(PROFILE_DEFINITIONS) == set(PROFILES)
+    assert set(PROFILE_DEFINITIONS) == set(FORWARD_PROFILES)
     assert set(PREDICTION_DEFINITIONS) == set(PREDICTIONS)
     assert set(WEIGHT_DEFINITIONS) == set(WEIGHT_STATISTICS)
     assert set(INTERVENTIONS) == {"none", *WEIGHT_CHANGES, *ACTIVATION_CHANGES}
