@@ -151,21 +151,44 @@ export function markedText(statistic, rows) {
 }
 
 // The tokens of a text, with a dash for what is cut off.
-export function tokenText({ tokens: strings, marked, weights, start = 0, length }) {
+export function tokenText({ tokens: strings, marked, weights, start = 0, length, look }) {
   const cut = (words) => html("span", { class: "cut" }, words);
   const missing = length - start - strings.length;
   const names = strings.map((_, i) => `token ${start + i}`);
-  return [start > 0 ? cut("… ") : null, tokens(strings, { marked, weights, names }), missing > 0 ? cut(` … ${number(missing)} more tokens`) : null].filter(Boolean);
+  return [start > 0 ? cut("… ") : null, tokens(strings, { marked, weights, names, look }), missing > 0 ? cut(` … ${number(missing)} more tokens`) : null].filter(Boolean);
+}
+
+// Tokens of a sequence, each of which shows where it looks: the answer of the kind "attention".
+// `showFrom(start)` shows other tokens of a sequence that is cut.
+export function attentionText({ rows: [row], arrays: [weights, outside, received] }, showFrom) {
+  const { tokens: strings, start, n_tokens: length } = row;
+  const readout = html("p", { class: "readout", role: "status" });
+  const name = (i) => `${start + i} ${JSON.stringify(strings[i])}`;
+  const rowOf = (query) => weights.subarray(query * strings.length, (query + 1) * strings.length);
+  const says = (query) => {
+    if (query === null) return void (readout.textContent = "No token is chosen: grounds show what each receives, on average of the tokens that see it.");
+    const keys = [...rowOf(query).subarray(0, query + 1)].map((weight, i) => [weight, name(i)]);
+    const before = [[outside[2 * query], "0, which is cut off"], [outside[2 * query + 1], "others that are cut off"]];
+    const most = [...keys, ...before].filter(([weight]) => weight >= 5e-4).sort(([one], [other]) => other - one).slice(0, 6);
+    readout.textContent = `Token ${name(query)} looks at ${most.map(([weight, words]) => `${words}: ${weight.toFixed(3)}`).join(" · ") || "none"}`;
+  };
+  const look = weights && { row: rowOf, says };
+  const shown = received ?? row.received;
+  if (shown) says(null);
+  const move = (words, to, isOff) => html("button", { type: "button", disabled: isOff, onclick: () => showFrom(to) }, words);
+  const step = Math.ceil(strings.length / 2);
+  const moves = strings.length < length ? [move("Earlier tokens", Math.max(0, start - step), !start), move("Later tokens", start + step, start + strings.length >= length)] : [];
+  return [html("div", { class: "excerpt" }, ...tokenText({ tokens: strings, start, length, weights: shown, look })), readout, ...moves];
 }
 
 // Sequences in which a statistic is extreme: its value, where it comes from, its text once it is there.
-// `showWhole(sequence)` is called for more of it.
-export function excerptList(rows, { statistic, others = [], showWhole }) {
+// `onSequence(sequence)` is called for where its tokens look.
+export function excerptList(rows, { statistic, others = [], onSequence }) {
   const item = (row) => {
     const name = `sequence ${number(row.sequence)}`;
-    const origin = row.file ? `The whole sequence, from ${row.file}, row ${row.row}` : "The whole sequence";
+    const title = `Where its tokens look${row.file ? `. It is from ${row.file}, row ${row.row}` : ""}`;
     const heading = html("p", { class: "note" }, html("strong", {}, number(row.value ?? row[statistic])), " in ");
-    heading.append(showWhole ? button(name, () => showWhole(row.sequence), { title: origin }) : name);
+    heading.append(onSequence ? button(name, () => onSequence(row.sequence), { title }) : name);
     const words = [row.subset ?? row.pile_set_name, ...others.map((other) => `${other} ${number(row[other])}`)].filter(Boolean);
     if (words.length) heading.append(` · ${words.join(" · ")}`);
     const text = row.tokens ? tokenText(row) : [];

@@ -215,13 +215,7 @@ export function heatmap(options) {
 
   const ring = svg("rect", { class: "chosen", width: across - gap + 3, height: down - gap + 3, rx: 2 });
   figure.append(ring);
-  let current = [0, 0];
-  const enter = (row, col) => {
-    marks[current[0]][current[1]].setAttribute("tabindex", -1);
-    current = [row, col];
-    marks[row][col].setAttribute("tabindex", 0);
-  };
-  enter(0, 0);
+  const enter = reachable(figure, marks, { onChoose, onHover });
   figure.choose = (row, col) => {
     const exists = row !== null && row !== undefined && marks[row]?.[col];
     ring.style.display = exists ? "" : "none";
@@ -233,39 +227,39 @@ export function heatmap(options) {
     enter(row, col);
   };
   figure.choose(chosen?.[0], chosen?.[1]);
+  return figure;
+}
 
-  const place = (event) => event.target.dataset?.cell?.split(".").map(Number);
-  figure.addEventListener("click", (event) => {
-    const cell = place(event);
-    if (cell && onChoose) onChoose(...cell);
-  });
-  figure.addEventListener("pointerover", (event) => {
-    const cell = place(event);
-    if (onHover) onHover(...(cell ?? [null, null]));
-  });
-  figure.addEventListener("pointerleave", () => onHover?.(null, null));
-  figure.addEventListener("focusin", (event) => {
-    const cell = place(event);
-    if (cell && onHover) onHover(...cell);
-  });
+// Makes rows of marks reachable: one of them by Tab, the others from it by arrow keys, Home and End.
+// `onHover(row, col)` hears what the pointer or the focus is on, without arguments that it has left;
+// `onChoose(row, col)` hears clicks, Enter and Space. Returns enter(row, col): which one Tab reaches.
+function reachable(place, marks, { onChoose, onHover }) {
+  const at = new Map(marks.flatMap((line, row) => line.map((mark, col) => [mark, [row, col]])));
+  let current = marks[0][0];
+  const enter = (row, col) => {
+    current.setAttribute("tabindex", -1);
+    current = marks[row][col];
+    current.setAttribute("tabindex", 0);
+    return current;
+  };
+  enter(0, 0);
+  const listen = (event, hear) => place.addEventListener(event, ({ target }) => hear?.(...(at.get(target) ?? [])));
+  listen("click", (...cell) => cell.length && onChoose?.(...cell));
+  for (const event of ["pointerover", "focusin"]) listen(event, onHover);
+  for (const event of ["pointerleave", "focusout"]) place.addEventListener(event, () => onHover?.());
   const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
-  figure.addEventListener("keydown", (event) => {
-    const cell = place(event);
-    if (!cell) return;
-    const [row, col] = cell;
+  place.addEventListener("keydown", (event) => {
+    const [row, col] = at.get(event.target) ?? [];
+    if (row === undefined) return;
+    const [down, right] = moves[event.key] ?? [];
     if (event.key === "Enter" || event.key === " ") onChoose?.(row, col);
-    else if (event.key === "Home") marks[row][0].focus();
-    else if (event.key === "End") marks[row].at(-1).focus();
-    else if (moves[event.key]) {
-      const next = marks[row + moves[event.key][0]]?.[col + moves[event.key][1]];
-      if (next) {
-        enter(...next.dataset.cell.split(".").map(Number));
-        next.focus();
-      }
-    } else return;
+    else if (event.key === "Home") enter(row, 0).focus();
+    else if (event.key === "End") enter(row, marks[row].length - 1).focus();
+    else if (!moves[event.key]) return;
+    else if (marks[row + down]?.[col + right]) enter(row + down, col + right).focus();
     event.preventDefault();
   });
-  return figure;
+  return enter;
 }
 
 // The frame of a figure with two axes: ticks, grid and names.
@@ -534,21 +528,40 @@ export function scatter(options) {
 }
 
 // A text, token by token. `marked` are indices of tokens that are set off. `weights`, in 0..1, give
-// each token a ground of its own.
-export function tokens(strings, { marked = [], weights = null, names = null } = {}) {
+// each token a ground of its own. With `look`, a token that is pointed at, walked to or chosen shows
+// `look.row(i)` instead, the weights that it gives; `look.says(i)` hears which one, null for none.
+export function tokens(strings, { marked = [], weights = null, names, look = null }) {
   const colour = colourOf([0, 1], "sequential");
   const inMarked = new Set(marked);
   const pieces = strings.map((string, i) => {
-    const piece = html(inMarked.has(i) ? "mark" : "span", { class: "token" });
+    const piece = html(inMarked.has(i) ? "mark" : "span", { class: "token", role: look && "option", tabindex: look && -1 });
     // A line break or a tab would not be seen.
     piece.textContent = string.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
-    const weight = weights?.[i];
-    if (!isUndefined(weight)) {
-      piece.style.backgroundColor = colour(Math.min(1, weight));
-      if (weight > 0.55) piece.classList.add("strong");
-      piece.title = `${names?.[i] ?? i}: ${number(weight)}`;
-    } else if (names) piece.title = String(names[i]);
     return piece;
   });
-  return html("span", { class: "tokens" }, ...pieces);
+  const place = html("span", { class: "tokens", role: look && "listbox", "aria-label": look && "Tokens" }, ...pieces);
+  const show = (query) => {
+    const shown = query === null ? weights : look.row(query);
+    pieces.forEach((piece, i) => {
+      const weight = query === null || i <= query ? shown?.[i] : null;
+      piece.style.backgroundColor = isUndefined(weight) ? "" : colour(Math.min(1, weight));
+      piece.classList.toggle("strong", weight > 0.55);
+      piece.classList.toggle("later", query !== null && i > query);
+      piece.title = isUndefined(weight) ? names[i] : `${names[i]}: ${number(weight)}`;
+    });
+    look?.says(query);
+  };
+  let chosen = null;
+  if (look) {
+    reachable(place, [pieces], {
+      onHover: (_, i) => show(i ?? chosen),
+      onChoose: (_, i) => {
+        chosen = chosen === i ? null : i;
+        pieces.forEach((piece, j) => piece.setAttribute("aria-selected", String(j === chosen)));
+        show(chosen);
+      },
+    });
+  }
+  show(null);
+  return place;
 }

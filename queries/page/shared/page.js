@@ -1,7 +1,7 @@
 // The page of a report and of the explorer: what is chosen, what that asks, and where answers are shown.
 import { behind, copy, literal, summaries } from "./behind.js";
 import {
-  curveFigure, excerptList, fillPercentile, markedText, marksOf, plusMinus, sentence, statisticsTable, subsetBars, table,
+  attentionText, curveFigure, excerptList, fillPercentile, markedText, marksOf, plusMinus, sentence, statisticsTable, subsetBars, table,
   tableRow, tokenText,
 } from "./card.js";
 import { Cube } from "./cube.js";
@@ -224,6 +224,7 @@ function remember(isStep = false) {
   for (const [name, range] of chosen.brushes) words.append("brush", `${name}:${range.join("-")}`);
   if (chosen.meaning !== "sequences") words.set("picks", chosen.meaning);
   if (chosen.lowest) words.set("end", "lowest");
+  if (chosen.sequence !== null) words.set("sequence", chosen.sequence);
   shownHash = `#${words}`;
   if (location.hash !== shownHash) history[isStep ? "pushState" : "replaceState"](null, "", shownHash);
 }
@@ -249,6 +250,7 @@ function recall() {
     shown: words.get("shown")?.split(",").slice(0, MOST_HISTOGRAMS) ?? [],
     brushes: new Map(isLive ? words.getAll("brush").map(brush).filter(([, range]) => range) : []),
     meaning: words.get("picks") === "rows" ? "rows" : "sequences", lowest: words.get("end") === "lowest",
+    sequence: readNumbers(words.get("sequence"), /^(\d+)$/)?.[0] ?? null,
   });
   by("family").value = "";
   for (const input of document.getElementsByName("meaning")) input.checked = input.value === chosen.meaning;
@@ -331,7 +333,7 @@ async function showHeatmap(turn) {
   const room = by("heatmap").clientWidth;
   const options = {
     ...looks, width: compared && room > 620 ? (room - 50) / 3 : Math.min(room, 560), cell: 48,
-    onHover: (row, col) => { by("readout").textContent = row === null ? "" : says([row, col]); },
+    onHover: (row, col) => { by("readout").textContent = row === undefined ? "" : says([row, col]); },
   };
   const figure = headMap(own.mean, { ...options, title: `${statistic} by layer and head` });
   map = { figures: [figure], cells: [...figure.querySelectorAll("[data-cell]")], colour: colourOf(looks.range, looks.scale), values: own.mean, shown: own.mean };
@@ -629,6 +631,7 @@ async function showHead() {
   // Counts of a sample are not drawn over counts of all rows.
   const under = chosen.brushes.size && !isCoarse ? tryToAsk({ ...query, brushes: brushList() }) : null;
   showExtremes();
+  showAttention();
   showCard(turn);
   if (run.subsets.length) showSubsets(turn);
   if (run.has_curves) showCurves(turn);
@@ -719,17 +722,34 @@ LIMIT 3`;
   by("extremes-card").hidden = !isLive && !answer.rows.length;
   by("extremes-name").textContent = `Where ${label(chosen.head)} has the ${lowest ? "lowest" : "highest"} ${statistic}${chosen.brushes.size ? ", within the brushes" : ""}`;
   by("text-note").textContent = [markedText(statistic, answer.rows), answer.note].filter(Boolean).join(" ");
-  const showWhole = isLive && ((sequence) => showTexts([sequence], null, turn));
-  const list = excerptList(answer.rows, { statistic, others: isLive ? others : [], showWhole });
+  const onSequence = isLive && ((sequence) => choose({ sequence }, showAttention));
+  const list = excerptList(answer.rows, { statistic, others: isLive ? others : [], onSequence });
   by("extremes").replaceChildren(answer.rows.length ? list : html("p", { class: "note" }, "No sequence."));
-  if (isLive && answer.rows.length) showTexts(answer.rows.map((row) => row.sequence), SNIPPET_TOKENS, turn);
+  if (!isLive || !answer.rows.length) return;
+  const texts = await tryToAsk({ kind: "texts", scope: scope(), sequences: answer.rows.map((row) => row.sequence), statistic, first: SNIPPET_TOKENS });
+  if (!texts || turn !== turns.extremes) return;
+  by("text-note").textContent = [markedText(statistic, texts.rows), texts.note].filter(Boolean).join(" ");
+  for (const row of texts.rows) by("extremes").querySelector(`[data-text="${row.sequence}"]`)?.replaceChildren(...tokenText({ ...row, length: row.n_tokens }));
 }
 
-async function showTexts(sequences, first, turn) {
-  const answer = await tryToAsk({ kind: "texts", scope: scope(), sequences, statistic: chosen.statistic, ...(first && { first }) });
-  if (!answer || turn !== turns.extremes) return;
-  by("text-note").textContent = [markedText(chosen.statistic, answer.rows), answer.note].filter(Boolean).join(" ");
-  for (const row of answer.rows) by("extremes").querySelector(`[data-text="${row.sequence}"]`)?.replaceChildren(...tokenText({ ...row, length: row.n_tokens }));
+// A stored sequence, token by token: where each looks in the chosen head.
+async function showAttention(start) {
+  const { sequence, statistic } = chosen;
+  by("sequence").value = sequence ?? "";
+  by("attention").hidden = sequence === null || !isLive;
+  const query = { kind: "attention", scope: scope(), head: head(), sequence, statistic, ...(start !== undefined && { start }) };
+  const key = JSON.stringify(query);
+  // The same tokens stay, and with them the one that is chosen.
+  if (by("attention").hidden || by("attention").dataset.shown === key) return;
+  by("attention").dataset.shown = key;
+  const title = html("h4", {}, `Where the tokens of sequence ${number(sequence)} look in ${label(chosen.head)}`);
+  by("attention").replaceChildren(title, html("p", { class: "note" }, "The model of the run reads it …"));
+  const answer = await tryToAsk(query);
+  if (by("attention").dataset.shown !== key) return;
+  if (!answer) return void by("attention").removeAttribute("data-shown");
+  const hint = "Point at a token, or walk with the arrow keys: grounds show where it looks. A click or Enter holds it.";
+  const note = html("p", { class: "note" }, [answer.why ?? hint, answer.note].filter(Boolean).join(" "));
+  by("attention").replaceChildren(title, note, ...attentionText(answer, showAttention));
 }
 
 // ---- Small multiples: the same statistic elsewhere, and all statistics here
@@ -1069,7 +1089,7 @@ WHERE statistic = ${name}
 }
 
 function listen() {
-  const elsewhere = { layers: null, brushes: new Map(), other: null, pick: null };
+  const elsewhere = { layers: null, brushes: new Map(), other: null, pick: null, sequence: null };
   by("family").onchange = (event) => {
     const isOfFamily = [run.input_family, ""].includes(event.target.value);
     choose(isOfFamily ? {} : { run_id: null, ...elsewhere }, showEverything);
@@ -1103,6 +1123,7 @@ function listen() {
   by("maps-card").ontoggle = showMaps;
   for (const input of document.getElementsByName("meaning")) input.onchange = () => choose({ meaning: input.value }, applyBrushes);
   for (const input of document.getElementsByName("end")) input.onchange = () => choose({ lowest: input.value === "lowest" }, showExtremes);
+  by("sequence").onchange = ({ target }) => choose({ sequence: target.value === "" ? null : Math.max(0, Math.floor(target.valueAsNumber)) }, showAttention);
   by("run-sql").onclick = askSql;
   by("sql").onkeydown = (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) askSql(); };
   // Back, another address, or the token of a server that was started again.

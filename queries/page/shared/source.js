@@ -102,7 +102,7 @@ const embedded = {
 
 // ---- From the server: a header and arrays of numbers.
 
-const ARRAYS = { "<u4": Uint32Array, "<f8": Float64Array };
+const ARRAYS = { "<u4": Uint32Array, "<f4": Float32Array, "<f8": Float64Array };
 
 function unpacked(body) {
   const headerBytes = new DataView(body).getUint32(0, true);
