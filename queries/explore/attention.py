@@ -62,24 +62,21 @@ class Attention(Query):
         if not tokens:
             raise QueryError(f"run {facts.run_id} has no tokens of sequence {self.sequence}")
         marked = marked_keys(self.statistic, tokens, received) if self.statistic else []
-        row = {"sequence": self.sequence, "n_tokens": len(tokens), "tokens": tokens}
-        return Answer({"rows": [row | {"marked": marked, "received": received}]})
+        row = {"n_tokens": len(tokens), "tokens": tokens, "received": received}
+        return Answer({"rows": [row], "first_mark": min(marked, default=0)})
 
     def with_weights(self, answer: Answer, models: RunModels) -> Answer:
         """The answer with the weights of the shown tokens, or with a line that says why not."""
         (row,) = answer.header["rows"]
-        first = max(0, min(row["marked"], default=0) - TOKENS_BEFORE_MARK)
-        start = min(
-            first if self.start is None else self.start, max(0, row["n_tokens"] - SHOWN_TOKENS)
-        )
-        shown = range(start, min(row["n_tokens"], start + SHOWN_TOKENS))
+        length = row["n_tokens"]
+        start = self.start
+        if start is None:
+            start = max(0, answer.header["first_mark"] - TOKENS_BEFORE_MARK)
+        start = min(start, max(0, length - SHOWN_TOKENS))
+        shown = range(start, min(length, start + SHOWN_TOKENS))
         received = row["received"] and row["received"][start : shown.stop]
-        cut = row | {
-            "start": start,
-            "tokens": row["tokens"][start : shown.stop],
-            "marked": [key - start for key in row["marked"] if key in shown],
-            "received": received,
-        }
+        cut = {"start": start, "n_tokens": length, "received": received}
+        cut["tokens"] = row["tokens"][start : shown.stop]
         try:
             return Answer({"rows": [cut]}, self._weights(row["tokens"], shown, models))
         except HeadcountError as error:
@@ -93,8 +90,8 @@ class Attention(Query):
 
     def _weights(self, tokens: list[int], shown: range, models: RunModels) -> tuple[Array, ...]:
         model = models[self.scope.run_id]
-        for other in models.opened_models.values():
-            # One model at a time is in memory.
+        # One model at a time is in memory. A list, because other threads may open models.
+        for other in list(models.opened_models.values()):
             if other is not model:
                 other.loaded = None
         rows: list[Array] = []
@@ -114,5 +111,5 @@ class Attention(Query):
         place = self.head.layer, self.head.head
         intervention = self.scope.intervention
         model.read_pattern(self.sequence, tokens, place, intervention, "auto", read_row)
-        of_shown = slice(shown.start, shown.stop)
-        return np.array(rows, np.float32), np.array(outside, np.float32), (received / seen)[of_shown]
+        of_keys = (received / seen)[shown.start : shown.stop]
+        return np.array(rows, np.float32), np.array(outside, np.float32), of_keys

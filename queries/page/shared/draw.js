@@ -62,7 +62,8 @@ function decadeTicks(low, high) {
   const powers = [...Array(Math.ceil(Math.log10(high)) - first + 1).keys()].map((power) => first + power);
   const digits = high / low > 1e3 ? [1] : [1, 2, 5];
   const ticks = powers.flatMap((power) => digits.map((digit) => Number(`${digit}e${power}`)));
-  return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  return inside.length > 1 ? inside : roundTicks(low, high, 4);
 }
 
 // The drawing area of a figure: its parts are placed in units of about a pixel.

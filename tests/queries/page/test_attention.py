@@ -18,7 +18,8 @@ from selenium.webdriver import ActionChains, Chrome, Keys
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.explore import attention
 from headcount.schemas.errors import QueryError
-from tests.queries.page.test_explore import Page, browser, served
+from tests.pages.browser import Page
+from tests.queries.page.test_explore import browser, served
 from tests.queries.page.test_explore_queries import Asker
 from tests.reference.reference_changes import run_changed
 from tests.reference.weights import read_weights
