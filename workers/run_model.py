@@ -138,11 +138,13 @@ class RunModel:
         import torch
 
         from headcount.schemas.scans.intervention import parse_intervention
+        from headcount.workers.engine.changes import LABELS
         from headcount.workers.engine.patching import with_partner
         from headcount.workers.inputs.sequences import Sequences
-        from headcount.workers.interventions import needs_partners
+        from headcount.workers.interventions import bind
 
         change = parse_intervention(intervention)
+        bound = bind(change)
         replica = self._replica(intervention, device)
         scan = replica.scan
 
@@ -150,11 +152,13 @@ class RunModel:
             return torch.tensor(sequence)[None].to(replica.device)  # [1 pos]
 
         partner: np.ndarray | None = None
-        if needs_partners((change,)):
-            # A partner is not stored. It is drawn from its number alone, so it is the same again.
+        labels: list[str] = []
+        if bound.needs_partner or bound.needs_labels:
+            # Partners are not stored. A sequence is drawn from its number alone: it is the same.
             sequences = Sequences(scan, self.info, partners=True)
             shard = sequences.shard(sequence // scan.sequences_per_shard)
             partner = None if shard.partner is None else shard.partner[sequence - shard.start]
+            labels = [] if shard.labels is None else shard.labels[sequence - shard.start]
         layer, head = layer_and_head
         was_read = False
 
@@ -170,8 +174,13 @@ class RunModel:
                 read_row(q, pattern.row(q)[0, 0])
 
         with replica.engine_under(change, partner) as engine:
+            changes = engine.changes
+            if bound.needs_labels:
+                names = {*labels} - {""}
+                masks = {name: as_batch([one == name for one in labels]) for name in names}
+                changes = changes.given({LABELS: masks})
             partner_batch = None if partner is None else as_batch(partner.tolist())
-            patched_engine = with_partner(engine, partner_batch, depth=layer + 1)
+            patched_engine = with_partner(engine.changed(changes), partner_batch, depth=layer + 1)
             patched_engine.run(as_batch(tokens), {}, read_layer, (), layers=[layer])
 
     def _replica(self, intervention: str, device: str) -> Replica:

@@ -32,33 +32,43 @@ __all__ = ["browser"]
 N_CTX = 24
 HEAD = {"layer": 1, "head": 2}
 WINDOW = 6
-TEXTS = "text\nThe cat sat on the mat and the cat sat\nDer Bär ißt große Äpfel heute\n"
+TEXTS = "text\nThe cat sat on the mat and the cat sat\nDer Junge isst rote Beeren heute\n"
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of two models, each in a directory of its name; one has a window in layer 0."""
+    """A directory of models and of their runs, by name."""
     folder = tmp_path_factory.mktemp("attention")
     (folder / "texts.csv").write_text(TEXTS, encoding="utf-8")
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 257}
-    uncapped = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
-    windows = {"sliding_window": WINDOW, "head_dim": 8, **toy.GQA, **uncapped}
-    windowed = toy.family("Gemma2Config", vocab_size=257, **windows)
-    for name, config in (("plain", toy.gpt2(**sizes)), ("windowed", windowed)):
-        model = toy.byte_tokenizer(toy.save_model(folder / "models" / name, config))
-        fields = {
-            "model": str(model), "out": str(folder / "runs" / name), "n_ctx": N_CTX, "sequences": 2,
-            "input": {"family": "csv_texts", "files": str(folder / "texts.csv")}, "bos": False,
-            "interventions": ["none", "mask_keys(0,2)"], "statistics": ["sink_mass"],
-            "curves": ["attention_received_by_key"],
-        }  # fmt: skip
-        measure_here(fields, name)
+    runs_of(folder, "plain")
     return folder
+
+
+def runs_of(home: Path, name: str, **other: Any) -> Path:
+    """A run of a model, which is measured when a test first wants it."""
+    runs = home / "runs" / name
+    if runs.exists():
+        return runs
+    config = toy.gpt2(n_embd=16, n_layer=2, n_head=4, vocab_size=257)
+    if name == "windowed":
+        # In layer 0.
+        options = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+        options |= {"sliding_window": WINDOW, "head_dim": 8, "vocab_size": 257, **toy.GQA}
+        config = toy.family("Gemma2Config", **options)
+    model = toy.byte_tokenizer(toy.save_model(home / "models" / name, config))
+    fields = {
+        "model": str(model), "out": str(runs), "n_ctx": N_CTX, "sequences": 2, "bos": False,
+        "input": {"family": "csv_texts", "files": str(home / "texts.csv")},
+        "interventions": ["none", "mask_keys(0,2)"], "statistics": ["sink_mass"],
+        "curves": ["attention_received_by_key"],
+    }  # fmt: skip
+    measure_here(fields | other, name)
+    return runs
 
 
 @pytest.fixture
 def ask(home: Path) -> Iterator[Asker]:
-    with closing(asker_of(home / "runs" / "plain")) as asker:
+    with closing(asker_of(runs_of(home, "plain"))) as asker:
         yield asker
 
 
@@ -70,11 +80,11 @@ def asker_of(runs: Path, **options: Any) -> Asker:
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("intervention", ["none", "mask_keys(0,2)"])
-@pytest.mark.parametrize("name", ["plain", "windowed"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("windowed", marks=pytest.mark.long)])
 def test_rows_are_those_of_the_reference_and_columns_those_that_were_kept(
     home: Path, name: str, intervention: str, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = home / "runs" / name
+    runs = runs_of(home, name)
     of_run = f"intervention = '{intervention}' AND sequence = 1"
     database = open_runs(runs)
     ((tokens,),) = database.rows(f"SELECT tokens FROM sequences WHERE {of_run}")
@@ -93,7 +103,7 @@ def test_rows_are_those_of_the_reference_and_columns_those_that_were_kept(
         part = asker("attention", **query, start=11)
         last = asker("attention", **query, start=10**6)
     rows, outside, of_key = whole["arrays"]
-    assert whole["rows"][0]["tokens"][:5] == list("Der B")
+    assert whole["rows"][0]["tokens"][:5] == list("Der J")
     assert not outside.any()
     # Behind the window there is no attention.
     assert np.isnan(rows).any() == (name == "windowed" and layer == 0)
@@ -107,11 +117,27 @@ def test_rows_are_those_of_the_reference_and_columns_those_that_were_kept(
     assert [answer["rows"][0]["start"] for answer in (part, last)] == [11, N_CTX - 8]
 
 
+def test_labels_of_a_sequence_are_drawn_again(home: Path) -> None:
+    ideal = "ideal_backcopy(1,2)"
+    scanned = {"family": "backcopy", "text": str(home / "texts.csv"), "alphabet": "tokenizer"}
+    other = {"input": scanned, "interventions": ["none", ideal], "curves": []}
+    runs = runs_of(home, "labelled", **other)
+    sql = f"SELECT labels FROM sequences WHERE sequence = 1 AND intervention = '{ideal}'"
+    ((labels,),) = open_runs(runs).rows(sql)
+    with closing(asker_of(runs)) as asker:
+        query = {"sequence": 1, "head": HEAD, "scope": {"intervention": ideal}}
+        weights = asker("attention", **query)["arrays"][0]
+    # A trigger looks at the token before it, all others at the first one.
+    keys = [max(0, q - 1) if label == "trigger" else 0 for q, label in enumerate(labels)]
+    assert weights.argmax(1).tolist() == keys
+    assert sum(keys) > 0
+
+
 @pytest.mark.parametrize("missing", ["model", "PyTorch"])
 def test_without_the_model_a_line_says_why_and_what_was_kept_is_shown(
     home: Path, tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = shutil.copytree(home / "runs" / "plain", tmp_path / "runs")
+    runs = shutil.copytree(runs_of(home, "plain"), tmp_path / "runs")
     model = str(home / "models" / "plain")
     if missing == "model":
         manifest = next(runs.glob("*/manifest.json"))
@@ -133,9 +159,10 @@ def test_without_the_model_a_line_says_why_and_what_was_kept_is_shown(
             assert len(asker("attention", sequence=0, head=HEAD)["arrays"]) == 3
 
 
+@pytest.mark.long
 def test_a_model_stays_loaded_until_another_is_asked(home: Path, tmp_path: Path) -> None:
     for name in ("plain", "windowed"):
-        shutil.copytree(home / "runs" / name, tmp_path, dirs_exist_ok=True)
+        shutil.copytree(runs_of(home, name), tmp_path, dirs_exist_ok=True)
     with closing(Asker(tmp_path)) as asker:
         first, second = [run["run_id"] for run in asker.engine.runs.overview()["runs"]]
 
