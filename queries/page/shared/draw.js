@@ -478,8 +478,10 @@ export function tokens(strings, { marked = [], weights = null, names, look = nul
     const shown = query === null ? weights : look.row(query);
     pieces.forEach((piece, i) => {
       const weight = query === null || i <= query ? shown?.[i] : null;
-      piece.style.backgroundColor = isUndefined(weight) ? "" : sequential(weight);
-      piece.style.color = isUndefined(weight) ? "" : inkOn(weight);
+      // By the root, because many weights are small beside that of a sink.
+      const strength = isUndefined(weight) ? null : Math.sqrt(weight);
+      piece.style.backgroundColor = strength === null ? "" : sequential(strength);
+      piece.style.color = strength === null ? "" : inkOn(strength);
       piece.classList.toggle("later", query !== null && i > query);
       piece.title = isUndefined(weight) ? names[i] : `${names[i]}: ${number(weight)}`;
     });

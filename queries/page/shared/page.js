@@ -730,7 +730,11 @@ async function showAttention(start) {
   by("attention").replaceChildren(title, html("p", { class: "note" }, "The model of the run reads it …"));
   const answer = await tryToAsk(query);
   if (by("attention").dataset.shown !== key) return;
-  if (!answer) return void by("attention").removeAttribute("data-shown");
+  if (!answer) {
+    // A model that loads longer than a query may take is there the next time.
+    by("attention").removeAttribute("data-shown");
+    return void by("attention").lastChild.replaceChildren(`${by("trouble").textContent} `, button("Ask again", () => showAttention(start)));
+  }
   const hint = "Point at a token, or walk with the arrow keys: grounds show where it looks. A click or Enter holds it.";
   const note = html("p", { class: "note" }, [answer.why ?? hint, answer.note].filter(Boolean).join(" "));
   by("attention").replaceChildren(title, note, ...attentionText(answer, showAttention));
