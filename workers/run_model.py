@@ -15,7 +15,6 @@ from headcount.schemas.errors import ModelError, QueryError
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
 
     from headcount.schemas.files.places import Place
     from headcount.workers.engine.engine import Activations
@@ -109,14 +108,16 @@ class RunModel:
         device: str,
     ) -> list[Look]:
         """Where each query of a head looks."""
+        import numpy as np
+
         looks: list[Look] = []
 
-        def read_row(_query: int, attention: Tensor) -> None:
+        def read_row(_query: int, attention: np.ndarray) -> None:
             # Keys behind the window have no attention.
-            mass, key = attention.nan_to_num(nan=0).max(dim=-1)
+            key = int(np.nan_to_num(attention).argmax())
+            mass = float(np.nan_to_num(attention[key]))
             # A change can leave a query no attention at all, and then the largest is any key's.
-            seen = int(key) if mass > 0 else -1
-            looks.append(Look(seen, mass.item(), attention[0].item()))
+            looks.append(Look(key if mass > 0 else -1, mass, float(attention[0])))
 
         self.read_pattern(sequence, tokens, (layer, head), intervention, device, read_row)
         return looks
@@ -128,7 +129,7 @@ class RunModel:
         layer_and_head: tuple[int, int],
         intervention: str,
         device: str,
-        read_row: Callable[[int, Tensor], None],
+        read_row: Callable[[int, np.ndarray], None],
     ) -> None:
         """Run a sequence again, as no run stores a pattern, and read that of a head.
 
@@ -171,7 +172,7 @@ class RunModel:
             pattern = activations["pattern"].only([head])
             # A row at a time: the pattern of a long sequence does not fit the memory.
             for q in range(len(tokens)):
-                read_row(q, pattern.row(q)[0, 0])
+                read_row(q, pattern.row(q)[0, 0].double().cpu().numpy())
 
         with replica.engine_under(change, partner) as engine:
             changes = engine.changes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -14,9 +14,6 @@ from headcount.queries.explore.page_queries import where as where_clause
 from headcount.queries.report.examples import RECEIVED, marked_keys
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.workers.run_model import RunModels
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SHOWN_TOKENS = 256
 """Tokens of a sequence in one answer, which has a weight for each pair of them."""
@@ -99,8 +96,7 @@ class Attention(Query):
         received = np.zeros(len(tokens))
         seen = np.zeros(len(tokens))
 
-        def read_row(query: int, attention: Tensor) -> None:
-            row = attention.cpu().double().numpy()  # [key]
+        def read_row(query: int, row: Array) -> None:
             given = np.nan_to_num(row)
             received[:] += given
             seen[: query + 1] += ~np.isnan(row[: query + 1])
