@@ -7,6 +7,7 @@ import http.client
 import json
 import queue
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from selenium.webdriver import ActionChains, Keys
 from headcount.command_line import main
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.explore import query_engine
 from headcount.queries.explore.query_engine import Engine
 from headcount.queries.explore.server import HEADERS, MOST_BYTES, Guard, make_app
 from headcount.schemas.files.run_directory import RunDirectory
@@ -450,6 +452,30 @@ def test_the_page_asked_its_host_alone_and_logged_nothing(page: Page, explorer: 
     # The refused DROP is logged by the browser itself.
     messages = [entry["message"] for entry in page.browser.get_log("browser")]
     assert [message for message in messages if "400 (Bad Request)" not in message] == []
+
+
+@pytest.mark.long
+def test_refreshing_beside_a_running_scan_shows_more_and_never_an_error(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(query_engine, "FRESH_SECONDS", 0)
+    scan = write(tmp_path / "scan", "live", per_shard=5)
+    run = write(tmp_path / "runs", "live", per_shard=5, commit=[0])
+    engine = Engine(str(run))
+    with served(engine) as address, tab(page, address):
+        assert page.text("#progress").startswith(f"5 of {SEQUENCES} sequences are in")
+        for shard in range(1, SEQUENCES // 5):
+            # Data files first and the commit last, as a replica writes them.
+            for kind, sequences in (("parquet", 5 * shard), ("json", 5 * shard + 5)):
+                for source in (scan / "run_id=live").rglob(f"*{shard:05d}*.{kind}"):
+                    shutil.copy(source, run / source.relative_to(scan))
+                page.click("#refresh")
+                assert not page.find("#trouble").is_displayed()
+                assert page.text("#warnings") == ""
+                assert page.text("#progress").startswith(f"{sequences} ")
+        assert count(page, "sink_mass") == SEQUENCES
+        assert page.browser.get_log("browser") == []
+    engine.close()
 
 
 @pytest.fixture
