@@ -5,7 +5,7 @@ Imports wait until they are needed: every command loads this file, and a run is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headcount.workers.engine.engine import Activations
     from headcount.workers.model.files.model_info import ModelInfo
     from headcount.workers.model.files.text_tokenizer import TextTokenizer
+    from headcount.workers.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class RunModel:
         self.run = RunDirectory(absolute(run))
         self.manifest = self.run.manifest()
         self.new_place = model
+        self.loaded: tuple[str, Replica] | None = None  # with its device
 
     @property
     def _scan_fields(self) -> dict[str, Any]:
@@ -105,59 +107,101 @@ class RunModel:
         intervention: str,
         device: str,
     ) -> list[Look]:
-        """Where each query of a head looks: a sequence is run again, as no run stores it."""
+        """Where each query of a head looks."""
+        import numpy as np
+
+        looks: list[Look] = []
+
+        def read_row(_query: int, attention: np.ndarray) -> None:
+            # Keys behind the window have no attention.
+            key = int(np.nan_to_num(attention).argmax())
+            mass = float(np.nan_to_num(attention[key]))
+            # A change can leave a query no attention at all, and then the largest is any key's.
+            looks.append(Look(key if mass > 0 else -1, mass, float(attention[0])))
+
+        self.read_pattern(sequence, tokens, (layer, head), intervention, device, read_row)
+        return looks
+
+    def read_pattern(
+        self,
+        sequence: int,
+        tokens: list[int],
+        layer_and_head: tuple[int, int],
+        intervention: str,
+        device: str,
+        read_row: Callable[[int, np.ndarray], None],
+    ) -> None:
+        """Run a sequence again, as no run stores a pattern, and read that of a head.
+
+        `read_row` gets each query and its attention to all keys, `[key]`: 0 behind the query, NaN
+        behind the window. The model stays loaded.
+        """
         import torch
 
         from headcount.schemas.scans.intervention import parse_intervention
-        from headcount.schemas.scans.scan import parse_scan
+        from headcount.workers.engine.changes import LABELS
         from headcount.workers.engine.patching import with_partner
         from headcount.workers.inputs.sequences import Sequences
-        from headcount.workers.interventions import needs_partners
-        from headcount.workers.process import prepare_process
-        from headcount.workers.replica import Replica
+        from headcount.workers.interventions import bind
 
         change = parse_intervention(intervention)
-        # As the rows were measured, but one sequence under one intervention. The precision is read
-        # from a commit, because the scan may say `auto`.
-        commit = self.run.any_commit()
-        precisions = set() if commit is None else {method.precision for method in commit.methods}
-        changes: dict[str, Any] = {"interventions": [intervention], "batch_size": 1}
-        if len(precisions) == 1:
-            changes["precision"] = precisions.pop()
-        scan = parse_scan(self._scan_fields | changes)
-        # Before torch computes anything: it sets threads and memory.
-        prepare_process()
-        replica = Replica(self.info, scan, device)
+        bound = bind(change)
+        replica = self._replica(intervention, device)
+        scan = replica.scan
 
         def as_batch(sequence: Sequence[int]) -> torch.Tensor:
             return torch.tensor(sequence)[None].to(replica.device)  # [1 pos]
 
         partner: np.ndarray | None = None
-        if needs_partners((change,)):
-            # A partner is not stored. It is drawn from its number alone, so it is the same again.
+        labels: list[str] = []
+        if bound.needs_partner or bound.needs_labels:
+            # Partners are not stored. A sequence is drawn from its number alone: it is the same.
             sequences = Sequences(scan, self.info, partners=True)
             shard = sequences.shard(sequence // scan.sequences_per_shard)
             partner = None if shard.partner is None else shard.partner[sequence - shard.start]
-        looks: list[Look] = []
+            labels = [] if shard.labels is None else shard.labels[sequence - shard.start]
+        layer, head = layer_and_head
+        was_read = False
 
-        def read_pattern(shown_layer: int, activations: Activations) -> None:
+        def read_layer(shown_layer: int, activations: Activations) -> None:
+            nonlocal was_read
             # The fused engine shows a layer twice.
-            if shown_layer != layer or looks:
+            if shown_layer != layer or was_read:
                 return
+            was_read = True
+            pattern = activations["pattern"].only([head])
             # A row at a time: the pattern of a long sequence does not fit the memory.
             for q in range(len(tokens)):
-                attention = activations["pattern"].row(q)[0, head]  # [key]
-                # Keys behind the window have no attention.
-                mass, key = attention.nan_to_num(nan=0).max(dim=-1)
-                # A change can leave a query no attention at all, and then the largest is any key's.
-                seen = int(key) if mass > 0 else -1
-                looks.append(Look(seen, mass.item(), attention[0].item()))
+                read_row(q, pattern.row(q)[0, 0].double().cpu().numpy())
 
         with replica.engine_under(change, partner) as engine:
+            changes = engine.changes
+            if bound.needs_labels:
+                names = {*labels} - {""}
+                masks = {name: as_batch([one == name for one in labels]) for name in names}
+                changes = changes.given({LABELS: masks})
             partner_batch = None if partner is None else as_batch(partner.tolist())
-            patched_engine = with_partner(engine, partner_batch, depth=layer + 1)
-            patched_engine.run(as_batch(tokens), {}, read_pattern, (), layers=[layer])
-        return looks
+            patched_engine = with_partner(engine.changed(changes), partner_batch, depth=layer + 1)
+            patched_engine.run(as_batch(tokens), {}, read_layer, (), layers=[layer])
+
+    def _replica(self, intervention: str, device: str) -> Replica:
+        """The model as it measured the rows, but one sequence at a time; it is loaded once."""
+        from headcount.schemas.scans.scan import parse_scan
+        from headcount.workers.process import prepare_process
+        from headcount.workers.replica import Replica
+
+        if self.loaded is None or self.loaded[0] != device:
+            # The precision is read from a commit, because the scan may say `auto`.
+            commit = self.run.any_commit()
+            precisions = set() if commit is None else {one.precision for one in commit.methods}
+            changes: dict[str, Any] = {"interventions": [intervention], "batch_size": 1}
+            if len(precisions) == 1:
+                changes["precision"] = precisions.pop()
+            # Before torch computes anything: it sets threads and memory.
+            prepare_process()
+            scan = parse_scan(self._scan_fields | changes)
+            self.loaded = device, Replica(self.info, scan, device)
+        return self.loaded[1]
 
 
 class RunModels:

@@ -37,6 +37,10 @@ def explore(
         str,
         typer.Option(metavar="SIZE", help="Memory that queries may take: 4GB, or 50%."),
     ] = "50%",
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Where the model of the runs lies, if it has moved."),
+    ] = None,
     code: Code = None,
 ) -> None:
     """Open a page on which every head of the runs can be looked at, over any number of rows."""
@@ -47,7 +51,7 @@ def explore(
     from headcount.queries.explore.server import LOCAL_NAMES, serve
     from headcount.queries.open.connection import check_memory
 
-    engine = Engine(runs, code=code, memory=check_memory(memory), deadline=timeout)
+    engine = Engine(runs, code=code, model=model, memory=check_memory(memory), deadline=timeout)
     warn_of_damage(engine.runs.database)
     if host not in LOCAL_NAMES:
         tell_user(

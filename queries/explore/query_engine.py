@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from headcount.queries.ask.answers import query_error, run_query
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.ask.formats import json_value
+from headcount.queries.explore.attention import Attention
 from headcount.queries.explore.opened import MOST_SAMPLES, PageRuns, SampleKey
 from headcount.queries.explore.page_queries import (
     Answer,
@@ -83,7 +84,7 @@ class Sql(BaseModel):
     text: Annotated[str, Field(max_length=100_000)]
 
 
-Asked = Annotated[PageQuery | Overview | Sql, Field(discriminator="kind")]
+Asked = Annotated[PageQuery | Attention | Overview | Sql, Field(discriminator="kind")]
 
 ASKED: TypeAdapter[Query | Overview | Sql] = TypeAdapter(Asked)
 """Reads whatever the page may ask."""
@@ -97,6 +98,7 @@ class Engine:
         path: str,
         *,
         code: str | None = None,
+        model: str | None = None,
         memory: str = MEMORY,
         deadline: float = DEADLINE,
     ) -> None:
@@ -104,12 +106,14 @@ class Engine:
         self.code = code
         self.memory = memory
         self.deadline = deadline
-        self.models = RunModels(path)
+        self.models = RunModels(path, model)
         self.cache = AnswerCache()
         self.memory_of_runs = RunMemory()
         self.threads = ThreadPoolExecutor(THREADS, "query")
         # A long query of the user's must not hold up the page.
         self.sql_threads = ThreadPoolExecutor(THREADS, "sql")
+        # A model is loaded once, and by one thread, which holds up no other query.
+        self.model_thread = ThreadPoolExecutor(1, "model")
         # A tokenizer is opened once, and by one thread.
         self.text_thread = ThreadPoolExecutor(1, "text")
         self.sample_thread = ThreadPoolExecutor(1, "sample")
@@ -254,7 +258,10 @@ class Engine:
 
     def close(self) -> None:
         """Take no more queries, and stop those that are being answered."""
-        for threads in (self.threads, self.sql_threads, self.text_thread, self.sample_thread):
+        for threads in (
+            *(self.threads, self.sql_threads, self.sample_thread),
+            *(self.text_thread, self.model_thread),
+        ):
             threads.shutdown(wait=False, cancel_futures=True)
         give_up = time.monotonic() + CLOSING_SECONDS
         while self._running and time.monotonic() < give_up:
@@ -296,7 +303,12 @@ class Engine:
                 raise query_error(error) from None
             runs = self.runs
             header, answer = await self._compute(runs, query)
-        if isinstance(query, Texts):
+        if isinstance(query, Attention):
+            stored, models = answer, self.models
+            answer = await self._in_thread(
+                self.model_thread, runs, lambda _: query.with_weights(stored, models)
+            )
+        if isinstance(query, Texts | Attention):
             answer = await self._with_texts(query, answer)
         return _packed(runs, Answer(header | answer.header, answer.arrays))
 
@@ -370,7 +382,7 @@ class Engine:
             connection.interrupt()
             await asyncio.sleep(INTERRUPT_SECONDS)
 
-    async def _with_texts(self, query: Texts, answer: Answer) -> Answer:
+    async def _with_texts(self, query: Query, answer: Answer) -> Answer:
         """The answer with the text of each token."""
         loop = asyncio.get_running_loop()
         run_id = query.scope.run_id
@@ -386,7 +398,8 @@ class Engine:
             return {"rows": with_text}
 
         # Without a deadline: a tokenizer has nothing that could interrupt it.
-        return Answer(await loop.run_in_executor(self.text_thread, texts))
+        header = await loop.run_in_executor(self.text_thread, texts)
+        return replace(answer, header=answer.header | header)
 
 
 def _take_error(result: asyncio.Future[Any]) -> None:

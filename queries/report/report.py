@@ -78,8 +78,13 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
     sections: Record = {}
     overview = [_overview_of_run(database, run) for run in runs.values()]
     for run, shown in zip(runs.values(), overview, strict=True):
-        sections |= _sections(database, run, detail, models)
-        own = [sections[key] for key in _keys(run)]
+        own: list[Record] = []
+        # A run without rows yet has sections too.
+        for intervention in run["interventions"]:
+            section = read_section(database, run, intervention, with_details=detail.distributions)
+            examples = _examples(database, section, detail, models)
+            own.append(_head_facts(database, section) | {"examples": examples})
+            sections[f"{run['run_id']}/{intervention}"] = own[-1]
         shown["has_curves"] = any(section["curves"] for section in own)
         # A manifest may not say the sizes of its model.
         shown |= {size: own[0][size] for size in ("n_layers", "n_heads")}
@@ -99,11 +104,6 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
     )
 
 
-def _keys(run: Record) -> list[str]:
-    """The names of the sections of a run."""
-    return [f"{run['run_id']}/{intervention}" for intervention in run["interventions"]]
-
-
 def _detail(runs: Iterable[Record]) -> Detail:
     """What fits into a file of a few megabytes, however many runs and heads there are."""
     cells = 0
@@ -115,19 +115,6 @@ def _detail(runs: Iterable[Record]) -> Detail:
     excerpts_of_head = MOST_EXAMPLE_STATISTICS * (MOST + LEAST)
     heads_with_examples = MOST_EXCERPTS // (excerpts_of_head * max(1, sections))
     return Detail(cells <= MOST_DETAILED_CELLS, max(2, heads_with_examples))
-
-
-def _sections(
-    database: RunDatabase, run: Record, detail: Detail, models: RunModels | None
-) -> dict[str, Record]:
-    """What is said of each intervention of a run. A run without rows yet has sections too."""
-    sections: dict[str, Record] = {}
-    for key, intervention in zip(_keys(run), run["interventions"], strict=True):
-        section = read_section(database, run, intervention, with_details=detail.distributions)
-        sections[key] = _head_facts(database, section) | {
-            "examples": _examples(database, section, detail, models),
-        }
-    return sections
 
 
 def _overview_of_run(database: RunDatabase, run: Record) -> Record:
@@ -351,36 +338,26 @@ def _dormant_blocks(database: RunDatabase) -> list[Record]:
 
     It sets copying where the input repeats against resting elsewhere.
     """
-    key_columns = ("model", "intervention", "repeated_run", "unrepeated_run", "text_run")
-    rows_by_key: dict[tuple[str | None, ...], list[Record]] = {}
-    # Any other error is raised: an empty place on the page means that nothing was measured.
     view = "dormant_induction_heads"
-    is_unmeasured = view in database.unmeasured_views(view)
-    for row in [] if is_unmeasured else records(database, view, f"FROM {view}"):
-        key = tuple(row[column] for column in key_columns)
-        rows_by_key.setdefault(key, []).append(row)
-    blocks: list[Record] = []
-    for key, rows in rows_by_key.items():
-        points: list[Record] = []
-        # The view ranks its rows by the induction score, so the first heads are the strongest.
-        for index, row in enumerate(rows):
-            induction = row["induction_repeated"]
-            # Most heads never copy and lie in one crowd, where labels could not be read.
-            has_label = index < LABELLED_HEADS and (induction or 0) > 0.1
-            points.append(
-                {
-                    "name": row["label"],
-                    "x": induction,
-                    "y": row["sink_unrepeated"],
-                    "on": row["is_dormant"],
-                    "label": has_label,
-                }
-            )
-        blocks.append(
-            {
-                **dict(zip(key_columns, key, strict=True)),
-                "passing": sum(bool(row["is_dormant"]) for row in rows),
-                "points": points,
-            }
+    # Any other error is raised: an empty place on the page means that nothing was measured.
+    if view in database.unmeasured_views(view):
+        return []
+    keys = "model, intervention, repeated_run, unrepeated_run, text_run"
+    # Most heads never copy and lie in one crowd, where labels could not be read.
+    sql = f"""
+        SELECT
+            {keys}, count(*) FILTER (is_dormant) AS passing,
+            list({{
+                'name': label, 'x': induction_repeated, 'y': sink_unrepeated, 'on': is_dormant,
+                'label': place <= {LABELLED_HEADS} AND induction_repeated > 0.1
+            }} ORDER BY place) AS points
+        FROM (
+            SELECT *, row_number() OVER (
+                PARTITION BY {keys} ORDER BY induction_repeated DESC NULLS LAST, layer, head
+            ) AS place
+            FROM {view}
         )
-    return blocks
+        GROUP BY ALL
+        ORDER BY repeated_run, unrepeated_run, text_run, intervention
+    """
+    return records(database, view, sql)

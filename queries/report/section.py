@@ -139,7 +139,7 @@ def read_section(
     `with_details` also reads distributions and subsets.
     """
     rows = _Rows(database, run, intervention)
-    summaries = rows.table("means of heads", rows.summaries())
+    summaries = _table(database, "means of heads", rows.summaries())
     measured = set(summaries["statistic"].to_pylist())
     # In the order of the registry, and not in that of the rows.
     names = [
@@ -158,15 +158,15 @@ def read_section(
         return section
     of_head = f" AND layer = {head.layer} AND head = {head.head}" if head else ""
     if with_details:
-        bins = rows.table("distributions", rows.distributions(of_head))
+        bins = _table(database, "distributions", rows.distributions(of_head))
         for name, of_statistic in _split(bins, "statistic"):
             section.histograms[name] = _histograms(of_statistic, shape)
         if sql := rows.subsets(of_head):
-            for subset, of_subset in _split(rows.table("subsets", sql), "pile_set_name"):
+            for subset, of_subset in _split(_table(database, "subsets", sql), "pile_set_name"):
                 section.subsets[subset] = numbers_by_head(of_subset, names, shape)
     # An intervention has changes if the same run also measured the untouched model.
     if intervention != "none" and "none" in run["interventions"]:
-        changes = rows.table("changes", rows.changes(of_head))
+        changes = _table(database, "changes", rows.changes(of_head))
         section.changes = numbers_by_head(changes, names, shape)
     section.curves = list(_curves(database, section, of_head))
     return section
@@ -252,10 +252,6 @@ class _Rows:
         self.has_rollups = bool(own.files(ROLLUPS.name))
         measured = database.columns("heads")
         self.statistics = [one for one in measured_statistics([own]) if one.name in measured]
-
-    def table(self, subject: str, sql: str) -> pa.Table:
-        """The rows of a query as a table. If it fails, the error names its subject."""
-        return _table(self.database, subject, sql)
 
     def summaries(self, of_head: str = "", by_subset: bool = False) -> str:
         """Means by head, or by head and subset of the Pile."""

@@ -11,3 +11,4 @@ function show(statistic) {
 }
 
 show(null);
+document.body.dataset.ready = "yes";

@@ -1,6 +1,6 @@
 // What is behind a figure: its query to copy, its numbers as CSV, and itself as a picture. SVG and PNG
 // have the light colours, without any style sheet.
-import { html, svg } from "./draw.js";
+import { html, set, svg } from "./draw.js";
 
 const TITLE = 24;
 const PIXELS = 3;
@@ -37,8 +37,8 @@ export function picture(place) {
     size.width = Math.max(size.width, width);
     size.height += TITLE + height;
   }
-  for (const [name, value] of Object.entries(size)) whole.setAttribute(name, Math.ceil(value));
-  whole.setAttribute("viewBox", `0 0 ${Math.ceil(size.width)} ${Math.ceil(size.height)}`);
+  const [width, height] = [size.width, size.height].map(Math.ceil);
+  set(whole, { width, height, viewBox: `0 0 ${width} ${height}` });
   return { text: new XMLSerializer().serializeToString(whole), ...size };
 }
 
@@ -60,16 +60,6 @@ function download(name, content) {
   link.click();
   // The browser has taken the content by then.
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
-}
-
-// Buttons that save the figures of a place. `name` is a function.
-function pictureButtons(place, name) {
-  const button = (kind, content) => {
-    const node = html("button", { type: "button", "data-picture": kind }, kind.toUpperCase());
-    node.addEventListener("click", async () => download(`${name()}.${kind}`, await content(picture(place))));
-    return node;
-  };
-  return [button("svg", (drawn) => new Blob([drawn.text], { type: "image/svg+xml" })), button("png", png)];
 }
 
 // A field of a CSV file. Quotes are doubled, as RFC 4180 says.
@@ -116,7 +106,11 @@ export function behind({ sql, columns, rows, name, plot, askSql }) {
     const save = () => download(`${now(name)}.csv`, new Blob([csv(now(columns), rows())], { type: "text/csv" }));
     buttons.push(button("Download CSV", save, { "data-csv": "" }));
   }
-  if (plot) buttons.push(...pictureButtons(plot, () => now(name)));
+  const kinds = plot ? { svg: (drawn) => new Blob([drawn.text], { type: "image/svg+xml" }), png } : {};
+  for (const [kind, content] of Object.entries(kinds)) {
+    const save = async () => download(`${now(name)}.${kind}`, await content(picture(plot)));
+    buttons.push(button(kind.toUpperCase(), save, { "data-picture": kind }));
+  }
   const pictures = plot ? "SQL, data, picture" : rows ? "SQL, data" : "SQL";
   const details = html("details", { class: "behind", ontoggle: show }, html("summary", {}, pictures), place, ...buttons);
   if (typeof sql === "string") show();

@@ -11,23 +11,16 @@ export function plusMinus(value, error) {
 
 // A table. A column is a name, or `{name, title, words}`; `rows` are elements.
 export function table(columns, rows, caption) {
-  const heads = columns.map((column) =>
-    html("th", { scope: "col", title: column.title, class: column.words ? "words" : null }, column.name ?? column),
-  );
-  return html(
-    "table",
-    {},
-    html("caption", { class: "visually-hidden" }, caption),
-    html("thead", {}, html("tr", {}, ...heads)),
-    html("tbody", {}, ...rows),
-  );
+  const heads = columns.map(({ name, title, words }, i) => html("th", { scope: "col", title, class: words ? "words" : null }, name ?? columns[i]));
+  return html("table", {}, html("caption", { class: "visually-hidden" }, caption), html("thead", {}, html("tr", {}, heads)), html("tbody", {}, rows));
 }
 
 // A row of a table, from texts or cells.
 export const tableRow = (cells, attributes = {}) =>
   html("tr", attributes, ...cells.map((cell) => (cell instanceof Element && cell.tagName === "TD" ? cell : html("td", {}, cell))));
 
-const button = (text, onclick, attributes = {}) => html("button", { type: "button", class: "plain", onclick, ...attributes }, text);
+// A button that looks like a link.
+export const button = (content, onclick, attributes = {}) => html("button", { type: "button", class: "plain", onclick, ...attributes }, content);
 
 // Where a head stands among the others: a number on a bar from 0 to 100.
 export function fillPercentile(cell, percentile) {
@@ -44,23 +37,18 @@ export function statisticsTable(rows, { label, statistic, onStatistic, percentil
     : [{ name: "mean ±", title: "One standard error, over documents" }, { name: "baseline", title: "What uniform attention would score" }];
   const ends = compared ? [] : ["smallest", "largest", "undefined"];
   const columns = ["statistic", ...numbers, { name: "percentile", title: "Share of the other heads with a smaller mean" }, ...ends];
-  return table(
-    columns,
-    rows.map((row) => {
-      const name = button("", () => onStatistic?.(row.statistic), { title: titles[row.statistic] });
-      name.append(...breakable(row.statistic));
-      const other = compared?.find((one) => one.statistic === row.statistic);
-      const cells = compared
-        ? [number(row.mean), number(other?.mean), plusMinus(...difference(row, other))]
-        : [plusMinus(row.mean, row.standard_error), isUndefined(row.uniform_baseline) ? "" : number(row.uniform_baseline)];
-      const place = html("td", { class: "percentile" });
-      fillPercentile(place, percentile(row.statistic));
-      const last = [number(row.minimum), number(row.maximum), row.count === most ? "" : number(most - row.count)];
-      const about = { "aria-selected": String(row.statistic === statistic), "data-statistic": row.statistic };
-      return tableRow([name, ...cells, place, ...(compared ? [] : last)], about);
-    }),
-    `Every statistic of ${label}`,
-  );
+  const tableRows = rows.map((row) => {
+    const name = button(breakable(row.statistic), () => onStatistic?.(row.statistic), { title: titles[row.statistic] });
+    const other = compared?.find((one) => one.statistic === row.statistic);
+    const cells = compared
+      ? [number(row.mean), number(other?.mean), plusMinus(...difference(row, other))]
+      : [plusMinus(row.mean, row.standard_error), isUndefined(row.uniform_baseline) ? "" : number(row.uniform_baseline)];
+    const place = html("td", { class: "percentile" });
+    fillPercentile(place, percentile(row.statistic));
+    const last = compared ? [] : [number(row.minimum), number(row.maximum), row.count === most ? "" : number(most - row.count)];
+    return tableRow([name, ...cells, place, ...last], { "aria-selected": String(row.statistic === statistic), "data-statistic": row.statistic });
+  });
+  return table(columns, tableRows, `Every statistic of ${label}`);
 }
 
 // The difference of a statistic of a head, and its error: paired if both are of the same sequences.
@@ -104,14 +92,8 @@ export function curveFigure(curve, label, where, askSql) {
   const length = curve.indices.at(-1) + 1;
   const thinned = length > curve.indices.length ? ` ${curve.indices.length} of ${length} places are drawn.` : "";
   const { axis, profile } = curve;
-  const figure = lines({
-    x: curve.indices,
-    series: [{ name: profile, y: curve.values, errors: curve.standard_errors }],
-    xName: axis,
-    yName: curve.unit,
-    title: `${profile} of ${label}`,
-    height: 170,
-  });
+  const series = [{ name: profile, y: curve.values, errors: curve.standard_errors }];
+  const figure = lines({ x: curve.indices, series, xName: axis, yName: curve.unit, title: `${profile} of ${label}`, height: 170 });
   const plot = html("div", { class: "plot" }, figure);
   const sql = curve.profiled
     ? `SELECT ${axis}, mean, standard_error
@@ -136,36 +118,60 @@ ORDER BY ALL`;
   ];
 }
 
+// What frames say of tokens, by the beginning of a statistic's name.
+const FRAMED = {
+  sink_: "The framed token is the first one, key 0.",
+  induction: "Framed tokens follow an earlier copy of a token that comes again.",
+  duplicate: "Framed tokens come again later.",
+  "": "The framed token receives most attention.",
+};
+
 // What frames and grounds of tokens mean.
 export function markedText(statistic, rows) {
   const grounds = rows.some((row) => row.weights) ? "The stronger its ground, the more attention a token receives: point at it." : "";
   if (!rows.some((row) => row.marked?.length)) return grounds;
-  const framed = statistic.startsWith("sink_")
-    ? "The framed token is the first one, key 0."
-    : statistic.startsWith("induction")
-      ? "Framed tokens follow an earlier copy of a token that comes again."
-      : statistic.startsWith("duplicate")
-        ? "Framed tokens come again later."
-        : "The framed token receives most attention.";
-  return `${framed} ${grounds}`.trim();
+  return `${FRAMED[Object.keys(FRAMED).find((begin) => statistic.startsWith(begin))]} ${grounds}`.trim();
 }
 
 // The tokens of a text, with a dash for what is cut off.
-export function tokenText({ tokens: strings, marked, weights, start = 0, length }) {
+export function tokenText({ tokens: strings, marked, weights, start = 0, length, look }) {
   const cut = (words) => html("span", { class: "cut" }, words);
   const missing = length - start - strings.length;
   const names = strings.map((_, i) => `token ${start + i}`);
-  return [start > 0 ? cut("… ") : null, tokens(strings, { marked, weights, names }), missing > 0 ? cut(` … ${number(missing)} more tokens`) : null].filter(Boolean);
+  return [start > 0 ? cut("… ") : null, tokens(strings, { marked, weights, names, look }), missing > 0 ? cut(` … ${number(missing)} more tokens`) : null].filter(Boolean);
+}
+
+// Tokens of a sequence, each of which shows where it looks: the answer of the kind "attention".
+// `showFrom(start)` shows other tokens of a sequence that is cut.
+export function attentionText({ rows: [row], arrays: [weights, outside, received] }, showFrom) {
+  const { tokens: strings, start, n_tokens: length } = row;
+  const readout = html("p", { class: "readout", role: "status" });
+  const name = (i) => `${start + i} ${JSON.stringify(strings[i])}`;
+  const rowOf = (query) => weights.subarray(query * strings.length, (query + 1) * strings.length);
+  const says = (query) => {
+    if (query === null) return void (readout.textContent = "No token is chosen: grounds show what each receives, on average of the tokens that see it.");
+    const keys = [...rowOf(query).subarray(0, query + 1)].map((weight, i) => [weight, name(i)]);
+    const before = [[outside[2 * query], "0, which is cut off"], [outside[2 * query + 1], "others that are cut off"]];
+    const most = [...keys, ...before].filter(([weight]) => weight >= 5e-4).sort(([one], [other]) => other - one).slice(0, 6);
+    readout.textContent = `Token ${name(query)} looks at ${most.map(([weight, words]) => `${words}: ${weight.toFixed(3)}`).join(" · ") || "none"}`;
+  };
+  const look = weights && { row: rowOf, says };
+  const shown = received ?? row.received;
+  if (shown) says(null);
+  const move = (words, to, isOff) => html("button", { type: "button", disabled: isOff, onclick: () => showFrom(to) }, words);
+  const step = Math.ceil(strings.length / 2);
+  const moves = strings.length < length ? [move("Earlier tokens", Math.max(0, start - step), !start), move("Later tokens", start + step, start + strings.length >= length)] : [];
+  return [html("div", { class: "excerpt" }, ...tokenText({ tokens: strings, start, length, weights: shown, look })), readout, ...moves];
 }
 
 // Sequences in which a statistic is extreme: its value, where it comes from, its text once it is there.
-// `showWhole(sequence)` is called for more of it.
-export function excerptList(rows, { statistic, others = [], showWhole }) {
+// `onSequence(sequence)` is called for where its tokens look.
+export function excerptList(rows, { statistic, others = [], onSequence }) {
   const item = (row) => {
     const name = `sequence ${number(row.sequence)}`;
-    const origin = row.file ? `The whole sequence, from ${row.file}, row ${row.row}` : "The whole sequence";
+    const title = `Where its tokens look${row.file ? `. It is from ${row.file}, row ${row.row}` : ""}`;
     const heading = html("p", { class: "note" }, html("strong", {}, number(row.value ?? row[statistic])), " in ");
-    heading.append(showWhole ? button(name, () => showWhole(row.sequence), { title: origin }) : name);
+    heading.append(onSequence ? button(name, () => onSequence(row.sequence), { title }) : name);
     const words = [row.subset ?? row.pile_set_name, ...others.map((other) => `${other} ${number(row[other])}`)].filter(Boolean);
     if (words.length) heading.append(` · ${words.join(" · ")}`);
     const text = row.tokens ? tokenText(row) : [];
@@ -191,16 +197,11 @@ export function drawCard(card, chosen, onStatistic) {
   const about = `${card.model} · ${card.input_family}${card.intervention === "none" ? "" : ` · ${card.intervention}`}`;
   const parts = [html("h2", {}, card.label), html("p", { class: "note" }, about)];
   const options = { label: card.label, statistic, onStatistic, titles, percentile: (name) => percentiles[name] };
-  const columns = ["mean", "standard_error", "documents", "minimum", "maximum", "count", "undefined"];
+  const columns = ["statistic", "mean", "standard_error", "documents", "minimum", "maximum", "count", "undefined"];
   parts.push(
     html("p", { class: "finding" }, sentence(card.label, one, one?.percentile, card.heads)),
     html("div", { class: "scroll" }, statisticsTable(rows, options)),
-    behind({
-      sql: summaries(["statistic", ...columns], where),
-      name: `${card.label}-statistics`,
-      columns: ["statistic", ...columns],
-      rows: () => rows.map((row) => [row.name, ...columns.map((column) => row[column])]),
-    }),
+    behind({ sql: summaries(columns, where), name: `${card.label}-statistics`, columns, rows: () => rows.map((row) => columns.map((column) => row[column])) }),
   );
   if (one) {
     parts.push(html("h3", { class: "detail-name" }, ...breakable(one.name)), html("p", { class: "meaning" }, one.meaning));

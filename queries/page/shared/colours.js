@@ -30,13 +30,11 @@ export function diverging(t) {
   return both(between(DIVERGING_LIGHT, t), between(DIVERGING_DARK, t));
 }
 
+// Letters that can be read on the ground `sequential(t)`.
+export const inkOn = (t) => both(t > 0.63 ? "var(--card)" : "var(--text)", t > 0.49 ? "var(--card)" : "var(--text)");
+
 const SERIES = [
-  ["#0b6aa8", "#6cb8ee"],
-  ["#c4550c", "#f0935a"],
-  ["#00805c", "#4fc9a0"],
-  ["#a8548a", "#dd9cc4"],
-  ["#8a6a00", "#e3bd4c"],
-  ["#555f68", "#aab4bc"],
+  ["#0b6aa8", "#6cb8ee"], ["#c4550c", "#f0935a"], ["#00805c", "#4fc9a0"], ["#a8548a", "#dd9cc4"], ["#8a6a00", "#e3bd4c"], ["#555f68", "#aab4bc"],
 ];
 
 // The colour of the series with a number. After the sixth they begin anew.

@@ -3,41 +3,35 @@
 // Plain ES modules. The explorer serves these files as they are. `queries/report/html_page.py` joins them
 // for a page that is one file: it takes the words `export` and the imports away, so names are
 // unique over all files of a page. A text from data is only ever set as textContent.
-import { diverging, sequential, seriesColour } from "./colours.js";
+import { diverging, inkOn, sequential, seriesColour } from "./colours.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
-function filled(node, attributes, children) {
+export const isUndefined = (value) => value === null || value === undefined || Number.isNaN(value);
+
+// Sets attributes of an element, and appends children to it. `onclick` and the like are listeners.
+export function set(node, attributes, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined || value === false) continue;
+    if (isUndefined(value) || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat().filter((child) => !isUndefined(child)));
   return node;
 }
 
-// An element of SVG. `onclick` and the like are listeners, all else are attributes.
-export function svg(name, attributes = {}, ...children) {
-  return filled(document.createElementNS(SVG, name), attributes, children);
-}
-
-// An element of HTML, in the same way.
-export function html(name, attributes = {}, ...children) {
-  return filled(document.createElement(name), attributes, children);
-}
+// An element of SVG, and one of HTML.
+export const svg = (name, attributes = {}, ...children) => set(document.createElementNS(SVG, name), attributes, ...children);
+export const html = (name, attributes = {}, ...children) => set(document.createElement(name), attributes, ...children);
 
 // A name that may go over lines behind its underscores, and nowhere within its words.
-export function breakable(name) {
-  return name.split(/(?<=_)/).flatMap((part, i) => (i ? [html("wbr"), part] : [part]));
-}
+export const breakable = (name) => name.split(/(?<=_)/).flatMap((part, i) => (i ? [html("wbr"), part] : [part]));
 
 // A number for people: four digits, a dash if it is undefined.
 export function number(x) {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
-  if (Number.isInteger(x) || Math.abs(x) >= 1e4)
-    return Math.round(x).toLocaleString("en").replace("-", "−");
+  if (Number.isInteger(x) || Math.abs(x) >= 1e4) return Math.round(x).toLocaleString("en").replace("-", "−");
   const short = Number(x.toPrecision(4));
   return (Math.abs(x) < 1e-5 ? Number(x.toPrecision(3)).toExponential() : String(short)).replaceAll("-", "−");
 }
@@ -46,8 +40,7 @@ export function number(x) {
 function tickText(x) {
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
-  if (size >= 1e6 || (size > 0 && size < 1e-3))
-    return Number(x.toPrecision(2)).toExponential().replace("e+", "e").replaceAll("-", "−");
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) return Number(x.toPrecision(2)).toExponential().replace("e+", "e").replaceAll("-", "−");
   return String(Number(x.toPrecision(3))).replace("-", "−");
 }
 
@@ -59,41 +52,35 @@ export function roundTicks(low, high, most = 5, onlyWhole = false) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= rough * 0.999);
   const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++)
-    ticks.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step);
   return ticks;
 }
 
 // Powers of ten, with 2 and 5 between them if there are few.
 function decadeTicks(low, high) {
+  const first = Math.floor(Math.log10(low));
+  const powers = [...Array(Math.ceil(Math.log10(high)) - first + 1).keys()].map((power) => first + power);
   const digits = high / low > 1e3 ? [1] : [1, 2, 5];
-  const ticks = [];
-  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
-    for (const digit of digits) ticks.push(Number(`${digit}e${power}`));
-  }
-  return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  const ticks = powers.flatMap((power) => digits.map((digit) => Number(`${digit}e${power}`)));
+  const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  return inside.length > 1 ? inside : roundTicks(low, high, 4);
 }
 
 // The drawing area of a figure: its parts are placed in units of about a pixel.
 function canvas(width, height, attributes = {}, ...children) {
-  const place = { viewBox: `0 0 ${width} ${height}`, width, height, class: "figure" };
-  return svg("svg", { ...place, ...attributes }, ...children);
+  return svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "figure", ...attributes }, ...children);
 }
 
-function text(x, y, content, attributes = {}) {
-  const node = svg("text", { x, y, ...attributes });
-  node.textContent = content;
-  return node;
+const text = (x, y, content, attributes = {}) => svg("text", { x, y, ...attributes }, String(content));
+export const titled = (mark, content) => set(mark, {}, svg("title", {}, content));
+
+// A name that ends at x. It has at most so many letters, and all as its title.
+function shortText(x, y, name, limit, attributes = {}) {
+  const whole = String(name);
+  const short = whole.length > limit + 1 ? `${whole.slice(0, limit)}…` : whole;
+  return titled(text(x, y, short, { "text-anchor": "end", ...attributes }), whole);
 }
 
-export function titled(mark, content) {
-  const title = svg("title");
-  title.textContent = content;
-  mark.append(title);
-  return mark;
-}
-
-export const isUndefined = (value) => value === null || value === undefined || Number.isNaN(value);
 const indices = (names) => (typeof names === "number" ? [...Array(names).keys()] : names);
 
 export function everyOther(count, most) {
@@ -103,29 +90,21 @@ export function everyOther(count, most) {
   return (index) => index % round === 0;
 }
 
+const STRIPES = 32; // Of a legend.
+
 // A colour for each value of a range: a function.
-export function colourOf(range, scale) {
-  const [low, high] = range;
+export function colourOf([low, high], scale) {
   const colours = scale === "diverging" ? diverging : sequential;
   return (value) => colours(high > low ? (value - low) / (high - low) : 0.5);
 }
 
-function legend(x, y, width, range, scale) {
-  const group = svg("g", { class: "legend", "aria-hidden": "true" });
-  const colour = colourOf(range, scale);
-  const steps = 32;
-  for (let i = 0; i < steps; i++) {
-    const value = range[0] + ((i + 0.5) / steps) * (range[1] - range[0]);
-    const stripe = { x: x + (i * width) / steps, y, width: width / steps + 0.4, height: 6 };
-    group.append(svg("rect", { ...stripe, fill: colour(value) }));
-  }
-  group.append(text(x, y + 18, tickText(range[0])));
-  group.append(text(x + width, y + 18, tickText(range[1]), { "text-anchor": "end" }));
-  if (scale === "diverging") {
-    const middle = tickText((range[0] + range[1]) / 2);
-    group.append(text(x + width / 2, y + 18, middle, { "text-anchor": "middle" }));
-  }
-  return group;
+function legend(x, y, width, [low, high], scale) {
+  const colour = colourOf([low, high], scale);
+  const fill = (i) => colour(low + ((i + 0.5) / STRIPES) * (high - low));
+  const stripe = (_, i) => svg("rect", { x: x + (i * width) / STRIPES, y, width: width / STRIPES + 0.4, height: 6, fill: fill(i) });
+  const middle = scale === "diverging" ? text(x + width / 2, y + 18, tickText((low + high) / 2), { "text-anchor": "middle" }) : null;
+  const end = text(x + width, y + 18, tickText(high), { "text-anchor": "end" });
+  return svg("g", { class: "legend", "aria-hidden": "true" }, Array.from({ length: STRIPES }, stripe), text(x, y + 18, tickText(low)), end, middle);
 }
 
 // Values by row and column, as colours.
@@ -134,17 +113,16 @@ function legend(x, y, width, range, scale) {
 // `faint(row, col)` says which cells are pale. `square` keeps cells square however many there are.
 // `isSmall` leaves out the names of rows and columns.
 // `onChoose(row, col)` and `onHover(row, col)` are optional. `cellName(row, col)` names a cell.
-// The element has a method `choose(row, col)`, which moves the mark.
+// The element has methods `choose(row, col)`, which moves the mark, and `paint(values)`.
 export function heatmap(options) {
-  const { values, range, scale = "sequential", title = "", onChoose, onHover, chosen, faint } = options;
+  const { range, scale = "sequential", title = "", onChoose, onHover, chosen, faint, isSmall } = options;
   const rows = indices(options.rows);
   const cols = indices(options.cols);
   const { rowName = "layer", colName = "head", width = 340 } = options;
-  const plain = options.cellName ?? ((row, col) => `L${rows[row]}H${cols[col]}`);
+  const cellName = options.cellName ?? ((row, col) => `L${rows[row]}H${cols[col]}`);
   const longest = Math.max(...rows.map((name) => String(name).length));
   // Numbers leave room for the name of their axis. Names say themselves what they are.
   const haveNumbers = rows.every((name) => typeof name === "number");
-  const { isSmall } = options;
   const left = isSmall ? 2 : haveNumbers ? 22 + 6 * longest : Math.min(150, 12 + 6 * longest);
   const top = 4;
   const widest = (width - left - 2) / cols.length;
@@ -156,116 +134,84 @@ export function heatmap(options) {
   const right = left + across * cols.length;
   const legendTop = bottom + (isSmall ? 6 : 32);
   const colour = colourOf(range, scale);
-  const says = (row, col) => {
-    const value = values[row][col];
-    return `${plain(row, col)}  ${isUndefined(value) ? "undefined or not measured" : number(value)}`;
-  };
-  const cells = svg("g", { role: "rowgroup" });
-  const marks = [];
-  rows.forEach((_, row) => {
-    const line = svg("g", { role: "row" });
-    marks.push(
-      cols.map((_, col) => {
-        const value = values[row][col];
-        const cell = svg("rect", {
-          x: (left + col * across).toFixed(2),
-          y: (top + row * down).toFixed(2),
-          width: (across - gap).toFixed(2),
-          height: (down - gap).toFixed(2),
-          "data-cell": `${row}.${col}`,
-          role: "gridcell",
-          tabindex: -1,
-          "aria-label": says(row, col),
-          // Outlines of small cells would run together into a grey ground.
-          class: isUndefined(value) ? `cell empty ${gap ? "" : "small"}` : "cell",
-          fill: isUndefined(value) ? null : colour(value),
-          "fill-opacity": faint?.(row, col) ? 0.3 : null,
-        });
-        line.append(titled(cell, says(row, col)));
-        return cell;
-      }),
-    );
-    cells.append(line);
-  });
+  const marks = rows.map((_, row) => cols.map((_, col) => svg("rect", {
+    x: (left + col * across).toFixed(2), y: (top + row * down).toFixed(2), width: (across - gap).toFixed(2), height: (down - gap).toFixed(2),
+    "data-cell": `${row}.${col}`, role: "gridcell", tabindex: -1, "fill-opacity": faint?.(row, col) ? 0.3 : null,
+    // Outlines of small cells would run together into a grey ground.
+    class: gap ? "cell" : "cell small",
+  }, svg("title"))));
   const figure = canvas(Math.max(right + 2, left + 130), legendTop + 22, { role: "grid", "aria-label": title });
-  figure.append(cells);
+  figure.append(svg("g", { role: "rowgroup" }, marks.map((line) => svg("g", { role: "row" }, line))));
+  figure.paint = (values) => marks.forEach((line, row) => line.forEach((cell, col) => {
+    const value = values[row][col];
+    const says = `${cellName(row, col)}  ${isUndefined(value) ? "undefined or not measured" : number(value)}`;
+    cell.firstChild.textContent = says;
+    set(cell, { "aria-label": says, fill: isUndefined(value) ? "" : colour(value) });
+    cell.classList.toggle("empty", isUndefined(value));
+  }));
+  figure.paint(options.values);
 
   const shownRow = everyOther(rows.length, (down * rows.length) / 13);
   const shownCol = everyOther(cols.length, (across * cols.length) / (cols.length > 100 ? 26 : 20));
   const axes = svg("g", { "aria-hidden": "true" });
   rows.forEach((name, row) => {
-    if (isSmall || (haveNumbers && !shownRow(row))) return;
-    const limit = Math.floor((left - 14) / 6);
-    const short = String(name).length > limit + 1 ? `${String(name).slice(0, limit)}…` : name;
+    if (haveNumbers && !shownRow(row)) return;
     const y = top + row * down + (down - gap) / 2 + 3.6;
-    axes.append(titled(text(left - 5, y, short, { "text-anchor": "end" }), String(name)));
+    axes.append(shortText(left - 5, y, name, Math.floor((left - 14) / 6)));
   });
   cols.forEach((name, col) => {
-    if (isSmall || !shownCol(col)) return;
-    const x = left + col * across + (across - gap) / 2;
-    axes.append(text(x, bottom + 12, name, { "text-anchor": "middle" }));
+    if (shownCol(col)) axes.append(text(left + col * across + (across - gap) / 2, bottom + 12, name, { "text-anchor": "middle" }));
   });
-  if (!isSmall && haveNumbers && rowName && bottom - top >= 44) {
-    const middle = top + (bottom - top) / 2;
-    const turned = `rotate(-90 9 ${middle})`;
-    axes.append(text(9, middle, rowName, { "text-anchor": "middle", transform: turned }));
-  }
-  if (!isSmall) axes.append(text((left + right) / 2, bottom + 25, colName, { "text-anchor": "middle" }));
-  figure.append(axes, legend(left, legendTop, Math.max(90, Math.min(right - left, 180)), range, scale));
+  const middle = top + (bottom - top) / 2;
+  if (haveNumbers && rowName && bottom - top >= 44) axes.append(text(9, middle, rowName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }));
+  axes.append(text((left + right) / 2, bottom + 25, colName, { "text-anchor": "middle" }));
+  figure.append(isSmall ? "" : axes, legend(left, legendTop, Math.max(90, Math.min(right - left, 180)), range, scale));
 
   const ring = svg("rect", { class: "chosen", width: across - gap + 3, height: down - gap + 3, rx: 2 });
   figure.append(ring);
-  let current = [0, 0];
-  const enter = (row, col) => {
-    marks[current[0]][current[1]].setAttribute("tabindex", -1);
-    current = [row, col];
-    marks[row][col].setAttribute("tabindex", 0);
-  };
-  enter(0, 0);
+  const enter = reachable(figure, marks, { onChoose, onHover });
   figure.choose = (row, col) => {
-    const exists = row !== null && row !== undefined && marks[row]?.[col];
+    const exists = marks[row]?.[col];
     ring.style.display = exists ? "" : "none";
     for (const cell of figure.querySelectorAll("[aria-selected]")) cell.removeAttribute("aria-selected");
     if (!exists) return;
-    marks[row][col].setAttribute("aria-selected", "true");
-    ring.setAttribute("x", left + col * across - 1.5);
-    ring.setAttribute("y", top + row * down - 1.5);
-    enter(row, col);
+    set(enter(row, col), { "aria-selected": "true" });
+    set(ring, { x: left + col * across - 1.5, y: top + row * down - 1.5 });
   };
   figure.choose(chosen?.[0], chosen?.[1]);
+  return figure;
+}
 
-  const place = (event) => event.target.dataset?.cell?.split(".").map(Number);
-  figure.addEventListener("click", (event) => {
-    const cell = place(event);
-    if (cell && onChoose) onChoose(...cell);
-  });
-  figure.addEventListener("pointerover", (event) => {
-    const cell = place(event);
-    if (onHover) onHover(...(cell ?? [null, null]));
-  });
-  figure.addEventListener("pointerleave", () => onHover?.(null, null));
-  figure.addEventListener("focusin", (event) => {
-    const cell = place(event);
-    if (cell && onHover) onHover(...cell);
-  });
+// Makes rows of marks reachable: one of them by Tab, the others from it by arrow keys, Home and End.
+// `onHover(row, col)` hears what the pointer or the focus is on, without arguments that it has left;
+// `onChoose(row, col)` hears clicks, Enter and Space. Returns enter(row, col): which one Tab reaches.
+function reachable(place, marks, { onChoose, onHover }) {
+  const at = new Map(marks.flatMap((line, row) => line.map((mark, col) => [mark, [row, col]])));
+  let current = marks[0][0];
+  const enter = (row, col) => {
+    current.setAttribute("tabindex", -1);
+    current = marks[row][col];
+    current.setAttribute("tabindex", 0);
+    return current;
+  };
+  enter(0, 0);
+  const listen = (event, hear) => place.addEventListener(event, ({ target }) => hear?.(...(at.get(target) ?? [])));
+  listen("click", (...cell) => cell.length && onChoose?.(...cell));
+  for (const event of ["pointerover", "focusin"]) listen(event, onHover);
+  for (const event of ["pointerleave", "focusout"]) place.addEventListener(event, () => onHover?.());
   const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
-  figure.addEventListener("keydown", (event) => {
-    const cell = place(event);
-    if (!cell) return;
-    const [row, col] = cell;
+  place.addEventListener("keydown", (event) => {
+    const [row, col] = at.get(event.target) ?? [];
+    if (row === undefined) return;
+    const [down, right] = moves[event.key] ?? [];
     if (event.key === "Enter" || event.key === " ") onChoose?.(row, col);
-    else if (event.key === "Home") marks[row][0].focus();
-    else if (event.key === "End") marks[row].at(-1).focus();
-    else if (moves[event.key]) {
-      const next = marks[row + moves[event.key][0]]?.[col + moves[event.key][1]];
-      if (next) {
-        enter(...next.dataset.cell.split(".").map(Number));
-        next.focus();
-      }
-    } else return;
+    else if (event.key === "Home") enter(row, 0).focus();
+    else if (event.key === "End") enter(row, marks[row].length - 1).focus();
+    else if (!moves[event.key]) return;
+    else if (marks[row + down]?.[col + right]) enter(row + down, col + right).focus();
     event.preventDefault();
   });
-  return figure;
+  return enter;
 }
 
 // The frame of a figure with two axes: ticks, grid and names.
@@ -379,52 +325,36 @@ export function bars(options) {
   const limit = Math.floor((left - 14) / 6.2);
   names.forEach((name, i) => {
     const full = String(name);
-    const short = full.length > limit + 1 ? `${full.slice(0, limit)}…` : full;
-    const middle = top + i * room + (thick * series.length) / 2 + 3.8;
-    figure.append(titled(text(left - 6, middle, short, { "text-anchor": "end", class: "name" }), full));
+    figure.append(shortText(left - 6, top + i * room + (thick * series.length) / 2 + 3.8, name, limit, { class: "name" }));
     series.forEach((one, j) => {
       const value = one.values[i];
       const y = top + i * room + j * thick;
       const error = one.errors?.[i];
       const says = `${several ? `${one.name}, ` : ""}${full}: ${number(value)}${isUndefined(error) ? "" : ` ± ${number(error)}`}`;
       const [from, to] = [x(Math.min(0, value ?? 0)), x(Math.max(0, value ?? 0))];
-      const bar = svg("rect", {
-        x: from,
-        y: y + 1,
-        width: Math.max(isUndefined(value) ? 0 : 1, to - from),
-        height: thick - 2,
-        // A rule of the page's style would win over the colour of a series.
-        class: several ? null : "bar",
-        fill: several ? seriesColour(j) : null,
-      });
+      // A rule of the page's style would win over the colour of a series.
+      const looks = several ? { fill: seriesColour(j) } : { class: "bar" };
+      const bar = svg("rect", { x: from, y: y + 1, width: Math.max(isUndefined(value) ? 0 : 1, to - from), height: thick - 2, ...looks });
       const group = titled(svg("g", { "data-bar": full }, bar), says);
-      if (!isUndefined(error) && !isUndefined(value)) {
-        const middleY = y + thick / 2;
-        const reach = { x1: x(Math.max(low, value - error)), x2: x(value + error) };
-        group.append(svg("line", { ...reach, y1: middleY, y2: middleY, class: "whisker" }));
-      }
-      const right = Math.max(to, isUndefined(error) ? 0 : x(value + error));
-      group.append(text(right + 5, y + thick / 2 + 3.8, number(value), { class: "value" }));
-      figure.append(group);
+      const middle = y + thick / 2;
+      const hasError = !isUndefined(value) && !isUndefined(error);
+      const end = hasError ? Math.max(to, x(value + error)) : to;
+      if (hasError) group.append(svg("line", { x1: x(Math.max(low, value - error)), x2: x(value + error), y1: middle, y2: middle, class: "whisker" }));
+      figure.append(set(group, {}, text(end + 5, middle + 3.8, number(value), { class: "value" })));
     });
   });
-  if (several) {
-    let at = left;
-    series.forEach((one, j) => {
-      figure.append(
-        svg("rect", { x: at, y: 3, width: 10, height: 9, fill: seriesColour(j) }),
-        text(at + 14, 11, one.name, {}),
-      );
-      at += 26 + 6 * String(one.name).length;
-    });
-  }
-  if (low < 0)
-    figure.append(svg("line", { x1: x(0), x2: x(0), y1: top, y2: bottom, class: "axis" }));
+  let at = left;
+  series.forEach((one, j) => {
+    if (!several) return;
+    figure.append(svg("rect", { x: at, y: 3, width: 10, height: 9, fill: seriesColour(j) }), text(at + 14, 11, one.name));
+    at += 26 + 6 * String(one.name).length;
+  });
+  if (low < 0) figure.append(svg("line", { x1: x(0), x2: x(0), y1: top, y2: bottom, class: "axis" }));
   if (reference && !isUndefined(reference.x)) {
     const at = x(reference.x);
     const line = svg("line", { x1: at, x2: at, y1: top - 3, y2: bottom, class: "mark baseline" });
-    figure.append(titled(line, `${reference.name}: ${number(reference.x)}`));
-    figure.append(text(at, top - 5, reference.name, { "text-anchor": at > width / 2 ? "end" : "start", class: "mark-name" }));
+    const name = text(at, top - 5, reference.name, { "text-anchor": at > width / 2 ? "end" : "start", class: "mark-name" });
+    figure.append(titled(line, `${reference.name}: ${number(reference.x)}`), name);
   }
   if (unit) figure.append(text((left + right) / 2, bottom + 14, unit, { "text-anchor": "middle" }));
   return figure;
@@ -475,8 +405,7 @@ export function scatter(options) {
     if (!range) return;
     const [left, right] = [range[0], range[1]].map((value) => inside(box.x(value), box.left, box.right));
     const [bottom, top] = [range[2], range[3]].map((value) => inside(box.y(value), box.top, box.bottom));
-    for (const [name, value] of Object.entries({ x: left, y: top, width: right - left, height: bottom - top }))
-      band.setAttribute(name, value.toFixed(1));
+    set(band, { x: left, y: top, width: right - left, height: bottom - top });
   };
   figure.pick(null);
 
@@ -534,21 +463,41 @@ export function scatter(options) {
 }
 
 // A text, token by token. `marked` are indices of tokens that are set off. `weights`, in 0..1, give
-// each token a ground of its own.
-export function tokens(strings, { marked = [], weights = null, names = null } = {}) {
-  const colour = colourOf([0, 1], "sequential");
+// each token a ground of its own. With `look`, a token that is pointed at, walked to or chosen shows
+// `look.row(i)` instead, the weights that it gives; `look.says(i)` hears which one, null for none.
+export function tokens(strings, { marked = [], weights = null, names, look = null }) {
   const inMarked = new Set(marked);
   const pieces = strings.map((string, i) => {
-    const piece = html(inMarked.has(i) ? "mark" : "span", { class: "token" });
+    const piece = html(inMarked.has(i) ? "mark" : "span", { class: "token", role: look && "option", tabindex: look && -1 });
     // A line break or a tab would not be seen.
     piece.textContent = string.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
-    const weight = weights?.[i];
-    if (!isUndefined(weight)) {
-      piece.style.backgroundColor = colour(Math.min(1, weight));
-      if (weight > 0.55) piece.classList.add("strong");
-      piece.title = `${names?.[i] ?? i}: ${number(weight)}`;
-    } else if (names) piece.title = String(names[i]);
     return piece;
   });
-  return html("span", { class: "tokens" }, ...pieces);
+  const place = html("span", { class: "tokens", role: look && "listbox", "aria-label": look && "Tokens" }, ...pieces);
+  const show = (query) => {
+    const shown = query === null ? weights : look.row(query);
+    pieces.forEach((piece, i) => {
+      const weight = query === null || i <= query ? shown?.[i] : null;
+      // By the root, because many weights are small beside that of a sink.
+      const strength = isUndefined(weight) ? null : Math.sqrt(weight);
+      piece.style.backgroundColor = strength === null ? "" : sequential(strength);
+      piece.style.color = strength === null ? "" : inkOn(strength);
+      piece.classList.toggle("later", query !== null && i > query);
+      piece.title = isUndefined(weight) ? names[i] : `${names[i]}: ${number(weight)}`;
+    });
+    look?.says(query);
+  };
+  let chosen = null;
+  if (look) {
+    reachable(place, [pieces], {
+      onHover: (_, i) => show(i ?? chosen),
+      onChoose: (_, i) => {
+        chosen = chosen === i ? null : i;
+        pieces.forEach((piece, j) => piece.setAttribute("aria-selected", String(j === chosen)));
+        show(chosen);
+      },
+    });
+  }
+  show(null);
+  return place;
 }

@@ -1,5 +1,5 @@
 // A histogram, with a brush if it listens: a range that a pointer, a finger or the arrow keys move.
-import { everyOther, html, isUndefined, number, roundTicks, svg, titled } from "./draw.js";
+import { everyOther, html, isUndefined, number, roundTicks, set, svg, titled } from "./draw.js";
 
 // Bins of an axis. The server has the same number: a brush is two bins of it.
 export const BINS = 128;
@@ -72,22 +72,12 @@ export function histogram(name, meaning, listeners) {
   const band = svg("rect", { class: "band", y: TOP - 4, height: BOTTOM - TOP + 4 });
   const ticks = svg("g", { "aria-hidden": "true" });
   const marks = svg("g");
-  const handles = (listeners ? ["from", "to"] : []).map((end) =>
-    svg(
-      "g",
-      { class: "handle", role: "slider", tabindex: 0, "aria-label": `${name}, ${end}` },
-      svg("rect", { class: "grip", x: -4, y: TOP + 24, width: 8, height: 34, rx: 3 }),
-    ),
-  );
-  const figure = svg(
-    "svg",
-    {
-      viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: listeners ? "figure brushed" : "figure histogram-figure",
-      "data-hist": name, role: listeners ? "group" : "img", "aria-label": `Distribution of ${name}`,
-    },
+  const handles = (listeners ? ["from", "to"] : []).map((end) => svg("g", { class: "handle", role: "slider", tabindex: 0, "aria-label": `${name}, ${end}` },
+    svg("rect", { class: "grip", x: -4, y: TOP + 24, width: 8, height: 34, rx: 3 })));
+  const looks = listeners ? { class: "figure brushed", role: "group" } : { class: "figure histogram-figure", role: "img" };
+  const figure = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "data-hist": name, "aria-label": `Distribution of ${name}`, ...looks },
     svg("title"), all, ghost, own, svg("line", { x1: LEFT, x2: RIGHT, y1: BOTTOM, y2: BOTTOM, class: "axis" }), ticks, marks,
-    ...(listeners ? [band, ...handles] : []),
-  );
+    listeners ? [band, handles].flat() : []);
   const element = html("div", { class: "histogram" }, html("div", { class: "name" }, title, says), figure);
   let axis = axisOf([0, 1]);
   let range = null;
@@ -99,19 +89,13 @@ export function histogram(name, meaning, listeners) {
   function show() {
     const [first, last] = ends();
     const [from, to] = [xOf(first / BINS), xOf((last + 1) / BINS)];
-    band.setAttribute("x", from);
-    band.setAttribute("width", to - from);
+    set(band, { x: from, width: to - from });
     element.classList.toggle("picked", range !== null);
     says.textContent = range ? inWords(range, axis.ends) : "";
-    handles.forEach((handle, i) => {
-      handle.setAttribute("transform", `translate(${i ? to : from} 0)`);
-      handle.setAttribute("aria-valuemin", 0);
-      handle.setAttribute("aria-valuemax", BINS);
-      handle.setAttribute("aria-valuenow", i ? last + 1 : first);
-      handle.setAttribute("aria-valuetext", inWords(ends(), axis.ends));
-    });
+    const value = { "aria-valuemin": 0, "aria-valuemax": BINS, "aria-valuetext": inWords(ends(), axis.ends) };
+    handles.forEach((handle, i) => set(handle, { ...value, transform: `translate(${i ? to : from} 0)`, "aria-valuenow": i ? last + 1 : first }));
   }
-  function set(bins) {
+  function pick(bins) {
     range = bins && (bins[0] > 0 || bins[1] < BINS - 1) ? bins : null;
     // Several events of one frame are drawn once.
     frame ||= requestAnimationFrame(() => {
@@ -150,19 +134,18 @@ export function histogram(name, meaning, listeners) {
       if (!drag) return;
       const at = place(event);
       if (drag.held === undefined) {
-        set(snap(drag.fixed, at));
         drag.hasMoved = true;
-        return;
+        return pick(snap(drag.fixed, at));
       }
       const moved = Math.round((at - drag.held) * BINS);
       const shift = Math.min(BINS - 1 - drag.last, Math.max(-drag.first, moved));
       drag.hasMoved ||= shift !== 0;
-      set([drag.first + shift, drag.last + shift]);
+      pick([drag.first + shift, drag.last + shift]);
     });
     const release = () => {
       if (!drag) return;
       // A click beside the brush takes it away.
-      if (drag.isNew && !drag.hasMoved && range) set(null);
+      if (drag.isNew && !drag.hasMoved && range) pick(null);
       drag = null;
       rest(0);
     };
@@ -174,15 +157,12 @@ export function histogram(name, meaning, listeners) {
         const step = event.shiftKey ? 8 : 1;
         const [first, last] = ends();
         const edges = [first, last + 1];
-        const moves = {
-          ArrowLeft: -step, ArrowDown: -step, ArrowRight: step, ArrowUp: step, PageDown: -8, PageUp: 8,
-          Home: -BINS, End: BINS,
-        };
-        if (event.key === "Escape") set(null);
+        const moves = { ArrowLeft: -step, ArrowDown: -step, ArrowRight: step, ArrowUp: step, PageDown: -8, PageUp: 8, Home: -BINS, End: BINS };
+        if (event.key === "Escape") pick(null);
         else if (event.key in moves) {
           const limits = i ? [first + 1, BINS] : [0, last];
           edges[i] = Math.min(limits[1], Math.max(limits[0], edges[i] + moves[event.key]));
-          set([edges[0], edges[1] - 1]);
+          pick([edges[0], edges[1] - 1]);
         } else return;
         event.preventDefault();
         rest(250);
@@ -196,25 +176,21 @@ export function histogram(name, meaning, listeners) {
     // `edges` are those of all bins, or the two ends.
     setAxis(edges) {
       axis = axisOf(edges);
-      ticks.replaceChildren(
-        ...axis.ticks.map(([share, value]) => {
-          const x = xOf(share);
-          const anchor = x < LEFT + 10 ? "start" : x > RIGHT - 10 ? "end" : "middle";
-          return svg("text", { x, y: HEIGHT - 6, "text-anchor": anchor }, number(Number(value.toPrecision(3))));
-        }),
-      );
+      ticks.replaceChildren(...axis.ticks.map(([share, value]) => {
+        const x = xOf(share);
+        const anchor = x < LEFT + 10 ? "start" : x > RIGHT - 10 ? "end" : "middle";
+        return svg("text", { x, y: HEIGHT - 6, "text-anchor": anchor }, number(Number(value.toPrecision(3))));
+      }));
       marks.replaceChildren();
       show();
     },
     // Values with a name: `{x, name}`.
     mark(shown) {
       const inside = shown.filter(({ x }) => !isUndefined(x) && axis.place(x) >= 0 && axis.place(x) <= 1);
-      marks.replaceChildren(
-        ...inside.map(({ x, name: mark, kind }) => {
-          const at = xOf(axis.place(x));
-          return titled(svg("line", { x1: at, x2: at, y1: TOP, y2: BOTTOM, class: `mark ${kind ?? ""}` }), `${mark}: ${number(x)}`);
-        }),
-      );
+      marks.replaceChildren(...inside.map(({ x, name: mark, kind }) => {
+        const at = xOf(axis.place(x));
+        return titled(svg("line", { x1: at, x2: at, y1: TOP, y2: BOTTOM, class: `mark ${kind ?? ""}` }), `${mark}: ${number(x)}`);
+      }));
     },
     setRange(bins) { range = bins; show(); },
     drawAll(counts) { all.setAttribute("d", steps(counts, Math.max(...counts))); },

@@ -1,7 +1,7 @@
 // The page of a report and of the explorer: what is chosen, what that asks, and where answers are shown.
 import { behind, copy, literal, summaries } from "./behind.js";
 import {
-  curveFigure, excerptList, fillPercentile, markedText, marksOf, plusMinus, sentence, statisticsTable, subsetBars, table,
+  attentionText, button, curveFigure, excerptList, fillPercentile, markedText, marksOf, plusMinus, sentence, statisticsTable, subsetBars, table,
   tableRow, tokenText,
 } from "./card.js";
 import { Cube } from "./cube.js";
@@ -16,6 +16,7 @@ const RANKINGS = {
   sink_mass: ["sink_heads", (mean) => (1 + (run.n_ctx - 1) * mean) / run.n_ctx > 0.3],
   induction_score: ["induction_heads", (mean) => mean >= 0.4],
 };
+const SUMMARY = ["mean", "standard_error", "documents", "count"];
 const MOST_HISTOGRAMS = 12;
 const MOST_SECTIONS = 24;
 const SHOWN_HEADS = 10;
@@ -34,7 +35,7 @@ let absent = []; // What was asked for and is not here.
 let run = null;
 let numbers = {}; // Of the chosen statistics of all heads, by name: what is known so far.
 let compared = null; // What the heatmap is compared with.
-let map = null; // The drawn heatmap, its means and its colours.
+let map = null; // The drawn heatmaps, the means of the first, and those that are shown in it.
 let picked = null; // The heads that the scatter picks, as places. Null is all.
 let histograms = new Map();
 let cube = null; // The cube of one brush: its key, its promise, and the cube once it is there.
@@ -143,6 +144,12 @@ function fillMenus() {
   by("absent").textContent = `${absent.join("; ")}.`;
 }
 
+// The run and the intervention that RUN/INTERVENTION names.
+function sectionNamed(words) {
+  const [, run_id, intervention] = /^(.*)\/([^/]*)$/.exec(words ?? "") ?? [];
+  return run_id === undefined ? null : { run_id, intervention };
+}
+
 // The runs and interventions whose heads can be set beside those of the run.
 function sections() {
   const isAlike = (one) => one.n_layers === run.n_layers && one.n_heads === run.n_heads && one.sequences_done > 0;
@@ -194,17 +201,12 @@ function fillHeader() {
     started: run.created && String(run.created).replace("T", " ").replace(/(:\d\d)(\.\d+)?(Z|\+00:00)$/, " UTC"),
   };
   const shown = Object.entries(about).filter(([, value]) => value);
-  by("facts").replaceChildren(...shown.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value))));
+  by("facts").replaceChildren(...shown.flatMap(([name, value]) => [html("dt", {}, name), html("dd", {}, value)]));
   const damaged = run.damaged?.length ? ` Damaged and left out: shard ${run.damaged.join(", ")}.` : "";
-  const lines = [...overview.damage];
-  if (!isLive && !run.complete)
-    lines.push(
-      `Incomplete: ${number(run.shards_done)} of ${number(run.shards)} shards are done, which are ` +
-        `${number(run.sequences_done)} of ${number(run.sequences)} sequences.${damaged}`,
-    );
-  if (overview.is_short)
-    lines.push("One file holds the means of so many heads, but not their distributions. A report of one run, or headcount explore, has them.");
-  by("warnings").replaceChildren(...lines.map((line) => html("p", { class: "warning" }, line)));
+  const done = `${number(run.shards_done)} of ${number(run.shards)} shards are done, which are ${number(run.sequences_done)} of ${number(run.sequences)} sequences`;
+  const warnings = [...overview.damage, ...(isLive || run.complete ? [] : [`Incomplete: ${done}.${damaged}`])];
+  if (overview.is_short) warnings.push("One file holds the means of so many heads, but not their distributions. A report of one run, or headcount explore, has them.");
+  by("warnings").replaceChildren(...warnings.map((words) => html("p", { class: "warning" }, words)));
 }
 
 // ---- The address
@@ -224,6 +226,7 @@ function remember(isStep = false) {
   for (const [name, range] of chosen.brushes) words.append("brush", `${name}:${range.join("-")}`);
   if (chosen.meaning !== "sequences") words.set("picks", chosen.meaning);
   if (chosen.lowest) words.set("end", "lowest");
+  if (chosen.sequence !== null) words.set("sequence", chosen.sequence);
   shownHash = `#${words}`;
   if (location.hash !== shownHash) history[isStep ? "pushState" : "replaceState"](null, "", shownHash);
 }
@@ -238,17 +241,17 @@ function recall() {
     return found?.slice(1).map(Number) ?? null;
   };
   const brush = (text) => [text.replace(/:[^:]*$/, ""), readNumbers(text, /:(\d+)-(\d+)$/)?.map((bin) => Math.min(bin, BINS - 1)).sort((a, b) => a - b)];
-  const [, otherRun, otherIntervention] = /^(.*)\/([^/]*)$/.exec(words.get("with") ?? "") ?? [];
   const end = "(-?[\\d.]+(?:e[-+]?\\d+)?)";
   Object.assign(chosen, {
     run_id: words.get("run"), intervention: words.get("intervention"), subset: words.get("subset"), statistic: words.get("statistic"),
-    other: otherRun === undefined ? null : { run_id: otherRun, intervention: otherIntervention },
+    other: sectionNamed(words.get("with")),
     layers: readNumbers(words.get("layers"), /^(\d+)-(\d+)$/), head: readNumbers(words.get("head"), /^L(\d+)H(\d+)$/),
     x: words.get("x"), y: words.get("y"), colour: words.get("colour"), hasAxes: words.has("x"),
     pick: readNumbers(words.get("pick"), new RegExp(`^${end},${end},${end},${end}$`)), ownRange: words.get("range") === "own",
     shown: words.get("shown")?.split(",").slice(0, MOST_HISTOGRAMS) ?? [],
     brushes: new Map(isLive ? words.getAll("brush").map(brush).filter(([, range]) => range) : []),
     meaning: words.get("picks") === "rows" ? "rows" : "sequences", lowest: words.get("end") === "lowest",
+    sequence: readNumbers(words.get("sequence"), /^(\d+)$/)?.[0] ?? null,
   });
   by("family").value = "";
   for (const input of document.getElementsByName("meaning")) input.checked = input.value === chosen.meaning;
@@ -331,10 +334,10 @@ async function showHeatmap(turn) {
   const room = by("heatmap").clientWidth;
   const options = {
     ...looks, width: compared && room > 620 ? (room - 50) / 3 : Math.min(room, 560), cell: 48,
-    onHover: (row, col) => { by("readout").textContent = row === null ? "" : says([row, col]); },
+    onHover: (row, col) => { by("readout").textContent = row === undefined ? "" : says([row, col]); },
   };
   const figure = headMap(own.mean, { ...options, title: `${statistic} by layer and head` });
-  map = { figures: [figure], cells: [...figure.querySelectorAll("[data-cell]")], colour: colourOf(looks.range, looks.scale), values: own.mean, shown: own.mean };
+  map = { figures: [figure], values: own.mean, shown: own.mean };
   if (compared) {
     const second = headMap(compared.theirs.mean, { ...options, title: `${statistic} in ${sectionName(chosen.other)}` });
     const third = headMap(compared.mean, { ...options, ...differenceLooks(compared, own.mean), title: `Difference of ${statistic}` });
@@ -406,24 +409,10 @@ function says(cell) {
   return `${here} → ${there}; difference ${difference}`;
 }
 
-// Other colours for the same cells, which is faster than another drawing.
-function recolour(values) {
-  map.shown = values;
-  map.cells.forEach((cell, i) => {
-    const isEmpty = isUndefined(values[i]);
-    cell.classList.toggle("empty", isEmpty);
-    if (isEmpty) cell.removeAttribute("fill");
-    else cell.setAttribute("fill", map.colour(values[i]));
-  });
-}
-
-// What cells say, after their colours have come to rest.
-function renameCells() {
-  map?.cells.forEach((cell, i) => {
-    const words = `${labelAt(i)}  ${isUndefined(map.shown[i]) ? "undefined or not measured" : number(map.shown[i])}`;
-    cell.querySelector("title").textContent = words;
-    cell.setAttribute("aria-label", words);
-  });
+// Other means in the same cells, which is faster than another drawing.
+function repaint(means) {
+  map.shown = means;
+  map.figures[0].paint(matrix(means));
 }
 
 // ---- The scatter of heads, and the heads that it picks
@@ -476,10 +465,9 @@ function showPicked() {
   const name = chosen.statistic;
   const rows = ranked(name).filter(({ i }) => !picked || picked.has(i));
   const axes = [chosen.x, chosen.y].filter((axis) => axis !== name && axis in numbers);
-  const button = (i) => html("button", { type: "button", class: "plain", onclick: () => chooseHead(cellAt(i)) }, labelAt(i));
   const cells = ({ i, mean, error }) => [plusMinus(mean, error), ...axes.map((axis) => number(axisValue(axis, i)))];
   const isChosen = (i) => Boolean(chosen.head) && i === place(chosen.head);
-  const row = (entry) => tableRow([button(entry.i), ...cells(entry)], { "aria-selected": String(isChosen(entry.i)) });
+  const row = (entry) => tableRow([button(labelAt(entry.i), () => chooseHead(cellAt(entry.i))), ...cells(entry)], { "aria-selected": String(isChosen(entry.i)) });
   by("heads-name").textContent = picked ? `Picked heads by ${name}` : `Heads with the largest ${name}`;
   const listed = rows.slice(0, picked ? rows.length : SHOWN_HEADS);
   by("heads-rows").replaceChildren(table(["head", `${name} ±`, ...axes], listed.map(row), "Heads by the chosen statistic"));
@@ -554,7 +542,7 @@ async function brushed(name, range) {
   sayPicked(whole.picked(range), whole.rows);
   const began = performance.now();
   for (const [other, figure] of histograms) if (other !== name) figure.drawOwn(whole.histogram(other, range));
-  recolour(whole.means(range));
+  repaint(whole.means(range));
   performance.measure("brush", { start: began });
 }
 
@@ -571,12 +559,11 @@ function takeBrushAway() {
   sayPicked();
   if (chosen.brushes.size) return showHead();
   for (const figure of histograms.values()) figure.drawUnbrushed();
-  recolour(map.values);
+  repaint(map.values);
 }
 
 function rested() {
   remember();
-  renameCells();
   showExtremes();
 }
 
@@ -593,7 +580,6 @@ async function applyBrushes() {
   const last = [...chosen.brushes].at(-1);
   if (!last) return sayPicked();
   await brushed(...last);
-  renameCells();
 }
 
 // ---- The head
@@ -629,6 +615,7 @@ async function showHead() {
   // Counts of a sample are not drawn over counts of all rows.
   const under = chosen.brushes.size && !isCoarse ? tryToAsk({ ...query, brushes: brushList() }) : null;
   showExtremes();
+  showAttention();
   showCard(turn);
   if (run.subsets.length) showSubsets(turn);
   if (run.has_curves) showCurves(turn);
@@ -655,7 +642,7 @@ async function showCard(turn) {
   card = own.rows;
   for (const [name, figure] of histograms) figure.mark(marksOf(card.find((row) => row.statistic === name)));
   const titles = Object.fromEntries(overview.statistics.map(({ name, meaning }) => [name, meaning]));
-  const options = { label: label(chosen.head), statistic: chosen.statistic, onStatistic: chooseStatistic, percentile, titles, compared: other?.rows };
+  const options = { label: label(chosen.head), statistic: chosen.statistic, onStatistic: (name) => choose({ statistic: name }, showAll), percentile, titles, compared: other?.rows };
   const scrolled = by("card-rows").scrollTop;
   by("card-rows").replaceChildren(statisticsTable(card, options));
   by("card-rows").scrollTop = scrolled;
@@ -684,7 +671,7 @@ async function showSubsets(turn) {
   const answer = await tryToAsk({ kind: "subsets", scope: scope(), head: head(), statistic });
   if (!answer || turn !== turns.head) return;
   by("subsets-note").textContent = `Mean ${statistic} of ${label(chosen.head)}, ± standard error over documents. The number of sequences is in brackets.`;
-  const columns = ["subset", "mean", "standard_error", "documents", "count"];
+  const columns = ["subset", ...SUMMARY];
   by("subsets").replaceChildren(
     subsetBars(answer.rows, statistic, numbers[statistic]?.uniform_baseline),
     behind({
@@ -719,17 +706,38 @@ LIMIT 3`;
   by("extremes-card").hidden = !isLive && !answer.rows.length;
   by("extremes-name").textContent = `Where ${label(chosen.head)} has the ${lowest ? "lowest" : "highest"} ${statistic}${chosen.brushes.size ? ", within the brushes" : ""}`;
   by("text-note").textContent = [markedText(statistic, answer.rows), answer.note].filter(Boolean).join(" ");
-  const showWhole = isLive && ((sequence) => showTexts([sequence], null, turn));
-  const list = excerptList(answer.rows, { statistic, others: isLive ? others : [], showWhole });
+  const onSequence = isLive && ((sequence) => choose({ sequence }, showAttention));
+  const list = excerptList(answer.rows, { statistic, others: isLive ? others : [], onSequence });
   by("extremes").replaceChildren(answer.rows.length ? list : html("p", { class: "note" }, "No sequence."));
-  if (isLive && answer.rows.length) showTexts(answer.rows.map((row) => row.sequence), SNIPPET_TOKENS, turn);
+  if (!isLive || !answer.rows.length) return;
+  const texts = await tryToAsk({ kind: "texts", scope: scope(), sequences: answer.rows.map((row) => row.sequence), statistic, first: SNIPPET_TOKENS });
+  if (!texts || turn !== turns.extremes) return;
+  by("text-note").textContent = [markedText(statistic, texts.rows), texts.note].filter(Boolean).join(" ");
+  for (const row of texts.rows) by("extremes").querySelector(`[data-text="${row.sequence}"]`)?.replaceChildren(...tokenText({ ...row, length: row.n_tokens }));
 }
 
-async function showTexts(sequences, first, turn) {
-  const answer = await tryToAsk({ kind: "texts", scope: scope(), sequences, statistic: chosen.statistic, ...(first && { first }) });
-  if (!answer || turn !== turns.extremes) return;
-  by("text-note").textContent = [markedText(chosen.statistic, answer.rows), answer.note].filter(Boolean).join(" ");
-  for (const row of answer.rows) by("extremes").querySelector(`[data-text="${row.sequence}"]`)?.replaceChildren(...tokenText({ ...row, length: row.n_tokens }));
+// A stored sequence, token by token: where each looks in the chosen head.
+async function showAttention(start) {
+  const { sequence, statistic } = chosen;
+  by("sequence").value = sequence ?? "";
+  by("attention").hidden = sequence === null || !isLive;
+  const query = { kind: "attention", scope: scope(), head: head(), sequence, statistic, ...(start !== undefined && { start }) };
+  const key = JSON.stringify(query);
+  // The same tokens stay, and with them the one that is chosen.
+  if (by("attention").hidden || by("attention").dataset.shown === key) return;
+  by("attention").dataset.shown = key;
+  const title = html("h4", {}, `Where the tokens of sequence ${number(sequence)} look in ${label(chosen.head)}`);
+  by("attention").replaceChildren(title, html("p", { class: "note" }, "The model of the run reads it …"));
+  const answer = await tryToAsk(query);
+  if (by("attention").dataset.shown !== key) return;
+  if (!answer) {
+    // A model that loads longer than a query may take is there the next time.
+    by("attention").removeAttribute("data-shown");
+    return void by("attention").lastChild.replaceChildren(`${by("trouble").textContent} `, button("Ask again", () => showAttention(start)));
+  }
+  const hint = "Point at a token, or walk with the arrow keys: grounds show where it looks. A click or Enter holds it.";
+  const note = html("p", { class: "note" }, [answer.why ?? hint, answer.note].filter(Boolean).join(" "));
+  by("attention").replaceChildren(title, note, ...attentionText(answer, showAttention));
 }
 
 // ---- Small multiples: the same statistic elsewhere, and all statistics here
@@ -751,7 +759,7 @@ async function showSections(turn) {
     const show = () => choose({ run_id: one.run_id, intervention: one.intervention, other: null }, showEverything);
     const isChosen = one.run_id === chosen.run_id && one.intervention === chosen.intervention;
     const { model } = overview.runs.find(({ run_id }) => run_id === one.run_id);
-    const name = html("button", { type: "button", class: "plain", onclick: show, title: model, "aria-pressed": String(isChosen) }, ...breakable(sectionName(one)));
+    const name = button(breakable(sectionName(one)), show, { title: model, "aria-pressed": String(isChosen) });
     const options = { ...looks, width: 190, isSmall: true, chosen: null, title: `${statistic} in ${sectionName(one)}` };
     return means[i] && html("figure", { "data-section": sectionName(one) }, html("figcaption", {}, name), headMap(means[i], options));
   };
@@ -799,7 +807,7 @@ async function showMaps() {
   if (!by("maps-card").open || !mayAskForAll()) return;
   const turn = turns.all;
   const cards = groups(run.statistics.filter((name) => numbers[name] && kindOf(numbers[name]) === "heads"));
-  const button = (name) => html("button", { type: "button", class: "plain", onclick: () => chooseStatistic(name), title: facts(name).meaning }, ...breakable(name));
+  const choice = (name) => button(breakable(name), () => choose({ statistic: name }, showAll), { title: facts(name).meaning });
   const drawn = [];
   for (const [name, ...alike] of cards) {
     const difference = chosen.other && (await comparison(name));
@@ -808,10 +816,10 @@ async function showMaps() {
     const [first] = ranked(name);
     const figure = headMap((difference ?? numbers[name]).mean, { ...looks, width: 190, isSmall: true, title: `${difference ? "Difference of " : ""}${name}` });
     map?.figures.push(figure);
-    drawn.push(html("figure", { "data-map": name }, html("figcaption", {}, button(name)), figure,
+    drawn.push(html("figure", { "data-map": name }, html("figcaption", {}, choice(name)), figure,
       html("p", { class: "note" }, first ? `most: ${labelAt(first.i)}, ${number(first.mean)}` : ""),
       html("details", {}, html("summary", {}, "Definition"), html("p", {}, facts(name).meaning), facts(name).formula ? html("code", {}, facts(name).formula) : ""),
-      ...(alike.length ? [html("details", { class: "alike" }, html("summary", {}, `${alike.length} alike`), ...alike.map((one) => html("div", {}, button(one))))] : []),
+      ...(alike.length ? [html("details", { class: "alike" }, html("summary", {}, `${alike.length} alike`), ...alike.map((one) => html("div", {}, choice(one))))] : []),
     ));
   }
   by("maps").replaceChildren(...drawn);
@@ -829,7 +837,6 @@ function linesCard(title, meaning, unit, series, query, log = false) {
     behind({ plot, sql: query, askSql: offer, name: title, columns: ["layer", ...series.map((line) => line.name)], rows }));
 }
 
-const SUMMARY = ["mean", "standard_error", "documents", "count"];
 const summariesSql = (name) => summaries(["layer", "head", ...SUMMARY], `${conditions(chosen)}\n  AND statistic = ${literal(name)}`);
 
 function subsetsCard() {
@@ -847,13 +854,12 @@ function subsetsCard() {
     cellName: (row, col) => `${subsets[row][0]}, ${labelAt(heads[col])}`,
     onChoose: (_, col) => chooseHead(cellAt(heads[col])),
   });
-  const columns = ["mean", "standard_error", "documents", "count"];
-  const rows = () => subsets.flatMap(([subset, means]) => allHeads().map((i) => [labelAt(i), subset, ...columns.map((column) => means[column][i])]));
-  const query = `SELECT label, pile_set_name, ${columns.join(", ")}\nFROM subset_summaries\nWHERE ${conditions(chosen)}\n  AND statistic = ${literal(chosen.statistic)}`;
+  const rows = () => subsets.flatMap(([subset, means]) => allHeads().map((i) => [labelAt(i), subset, ...SUMMARY.map((column) => means[column][i])]));
+  const query = `SELECT label, pile_set_name, ${SUMMARY.join(", ")}\nFROM subset_summaries\nWHERE ${conditions(chosen)}\n  AND statistic = ${literal(chosen.statistic)}`;
   const note = `The ${heads.length} heads whose mean ${chosen.statistic} differs most between subsets. The number of sequences is in brackets: with few, a mean says little.`;
   const plot = html("div", { class: "plot" }, figure);
   return [html("figure", { class: "card", "data-subsets": "" }, html("h3", {}, "By subset of the Pile"), html("p", { class: "note" }, note), plot,
-    behind({ plot, sql: query, rows, name: `${chosen.statistic}-subsets`, columns: ["head", "pile_set_name", ...columns] }))];
+    behind({ plot, sql: query, rows, name: `${chosen.statistic}-subsets`, columns: ["head", "pile_set_name", ...SUMMARY] }))];
 }
 
 function predictionsCard() {
@@ -916,9 +922,9 @@ function showMore() {
     if (charts.length && inCharts.includes(name)) continue;
     charts.push(linesCard(name, facts(name).meaning, facts(name).unit, [{ name, y: byLayer(name) }], summariesSql(name)));
   }
-  const shared = ofKind("model").map(([name, { mean }]) => {
+  const shared = ofKind("model").flatMap(([name, { mean }]) => {
     const [value] = defined(mean);
-    return html("div", {}, html("dt", { title: facts(name).meaning }, name), html("dd", {}, value === undefined ? "undefined here" : number(value)));
+    return [html("dt", { title: facts(name).meaning }, name), html("dd", {}, value === undefined ? "undefined here" : number(value))];
   });
   by("more").replaceChildren(
     html("div", { class: "grid" }, ...predictionsCard(), ...subsetsCard(), ...charts, ...dormantCards()),
@@ -953,10 +959,6 @@ function offerSql(query) {
 }
 
 // ---- Everything
-
-function chooseStatistic(name) {
-  choose({ statistic: name }, showAll);
-}
 
 async function showAll() {
   const turn = ++turns.all;
@@ -1069,19 +1071,15 @@ WHERE statistic = ${name}
 }
 
 function listen() {
-  const elsewhere = { layers: null, brushes: new Map(), other: null, pick: null };
-  by("family").onchange = (event) => {
-    const isOfFamily = [run.input_family, ""].includes(event.target.value);
-    choose(isOfFamily ? {} : { run_id: null, ...elsewhere }, showEverything);
-  };
-  by("run").onchange = (event) => choose({ run_id: event.target.value, ...elsewhere }, showEverything);
-  by("intervention").onchange = (event) => choose({ intervention: event.target.value, other: null }, showEverything);
-  by("subset").onchange = (event) => choose({ subset: event.target.value || null }, showEverything);
-  by("compare").onchange = (event) => {
-    const [, run_id, intervention] = /^(.*)\/([^/]*)$/.exec(event.target.value) ?? [];
-    choose({ other: run_id === undefined ? null : { run_id, intervention } }, showAll);
-  };
-  by("statistic").onchange = (event) => chooseStatistic(event.target.value);
+  const elsewhere = { layers: null, brushes: new Map(), other: null, pick: null, sequence: null };
+  const chooseAll = (id, changes, show = showEverything) => { by(id).onchange = ({ target }) => choose(changes(target.value), show); };
+  chooseAll("family", (name) => ([run.input_family, ""].includes(name) ? {} : { run_id: null, ...elsewhere }));
+  chooseAll("run", (run_id) => ({ run_id, ...elsewhere }));
+  chooseAll("intervention", (intervention) => ({ intervention, other: null }));
+  chooseAll("subset", (subset) => ({ subset: subset || null }));
+  chooseAll("compare", (words) => ({ other: sectionNamed(words) }), showAll);
+  chooseAll("statistic", (statistic) => ({ statistic }), showAll);
+  chooseAll("sequence", (words) => ({ sequence: words === "" ? null : Math.max(0, Math.floor(words)) }), showAttention);
   by("own").onchange = (event) => choose({ ownRange: event.target.checked }, showAll);
   for (const axis of ["x", "y", "colour"]) {
     const pick = axis === "colour" ? {} : { pick: null };

@@ -79,9 +79,8 @@ const embedded = {
   subsets({ scope, head, statistic }) {
     const section = sectionOf(scope);
     const at = placeOf(section, head);
-    const subsets = Object.entries(section.values[statistic]?.subsets ?? {});
-    const numbers = ["count", "mean", "standard_error", "documents"];
-    const rows = subsets.map(([subset, means]) => ({ subset, ...Object.fromEntries(numbers.map((name) => [name, means[name][at]])) }));
+    const own = (means) => Object.fromEntries(Object.entries(means).map(([name, numbers]) => [name, numbers[at]]));
+    const rows = Object.entries(section.values[statistic]?.subsets ?? {}).map(([subset, means]) => ({ subset, ...own(means) }));
     return { rows: rows.filter((row) => row.mean !== null).sort((one, other) => other.mean - one.mean) };
   },
   curves({ scope, head }) {
@@ -102,7 +101,7 @@ const embedded = {
 
 // ---- From the server: a header and arrays of numbers.
 
-const ARRAYS = { "<u4": Uint32Array, "<f8": Float64Array };
+const ARRAYS = { "<u4": Uint32Array, "<f4": Float32Array, "<f8": Float64Array };
 
 function unpacked(body) {
   const headerBytes = new DataView(body).getUint32(0, true);

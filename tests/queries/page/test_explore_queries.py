@@ -592,6 +592,7 @@ def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("always_fresh")
 def test_a_page_sees_new_commits(runs: Path, tmp_path: Path, open_at: Opener) -> None:
+    # A replica writes data files first and the commit last.
     for later in copy_of(runs, tmp_path).glob("*/commits/*[123].json"):
         later.unlink()
     asker = open_at(tmp_path)
@@ -605,6 +606,7 @@ def test_a_page_sees_new_commits(runs: Path, tmp_path: Path, open_at: Opener) ->
 
     *before, revision = shown()
     assert before == [False, PER_SHARD, PER_SHARD]
+    assert asker("overview")["damage"] == []
     # Nothing was committed: the answers stay.
     assert shown() == (*before, revision)
     copy_of(runs, tmp_path)

@@ -16,11 +16,9 @@ from xml.etree import ElementTree
 import duckdb
 import numpy as np
 import pytest
-from selenium.webdriver import Chrome
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
 
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import card_html, head_card
@@ -31,7 +29,7 @@ from headcount.schemas.errors import QueryError
 from headcount.schemas.files.digests import digest_of
 from headcount.workers.replica import Replica
 from headcount.workers.run_model import RunModels
-from tests.pages.browser import chromium, cut_tables, requested_urls
+from tests.pages.browser import Page, chromium, cut_tables, requested_urls
 from tests.toys.runs_here import measure_here
 from tests.toys.toy_runs import Cell, Row, data_file, local, one_line, write_run
 
@@ -89,180 +87,146 @@ def report(runs: Path, database: RunDatabase) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    yield from chromium(tmp_path_factory.mktemp("chromium"))
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    for browser in chromium(tmp_path_factory.mktemp("chromium")):
+        # Chromium's own new tab page asks for many chrome:// files first.
+        browser.get("about:blank")
+        browser.get_log("performance")
+        yield Page(browser)
 
 
 @pytest.fixture(scope="module")
-def opened(browser: Chrome, report: Path) -> Chrome:
-    # Chromium's own new tab page asks for many chrome:// files first.
-    browser.get("about:blank")
-    browser.get_log("performance")
-    browser.get(report.as_uri())
-    return browser
+def opened(tab: Page, report: Path) -> Page:
+    tab.open(report.as_uri())
+    return tab
 
 
 @pytest.fixture
-def page(opened: Chrome) -> Chrome:
+def page(opened: Page) -> Page:
     """The report at its first section, with the maps of all statistics unfolded."""
-    opened.execute_script("document.getElementById('maps-card').open = true")
-    show(opened, "run=a-1")
+    opened.run("document.getElementById('maps-card').open = true")
+    opened.show("run=a-1")
     return opened
 
 
-def show(page: Chrome, words: str) -> None:
-    page.execute_script("location.hash = arguments[0]", words)
-    settle(page)
-
-
-def settle(page: Chrome) -> None:
-    """Wait until all that was chosen is drawn: nothing is fetched."""
-    page.execute_async_script("setTimeout(arguments[0], 60)")
-
-
-def texts(page: Chrome, css: str) -> list[str]:
-    script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.textContent)"
-    return page.execute_script(script, css)
-
-
-def attributes(page: Chrome, css: str, name: str) -> list[str]:
-    script = """return [...document.querySelectorAll(arguments[0])]
-        .map((node) => node.getAttribute(arguments[1]))"""
-    return page.execute_script(script, css, name)
-
-
-def one(page: Chrome, css: str) -> WebElement:
-    return page.find_element(By.CSS_SELECTOR, css)
-
-
-def cell(page: Chrome, label: str) -> WebElement:
-    return one(page, f"#heatmap [aria-label^='{label} ']")
-
-
-def rows(page: Chrome, css: str) -> list[list[str]]:
-    script = """return [...document.querySelectorAll(`${arguments[0]} tbody tr`)]
-        .map((row) => [...row.cells].map((cell) => cell.textContent))"""
-    return page.execute_script(script, css)
-
-
-def test_statistics_that_differ_between_heads_are_maps_and_others_are_lines(page: Chrome) -> None:
+def test_statistics_that_differ_between_heads_are_maps_and_others_are_lines(page: Page) -> None:
     # The induction score is the same as the sink mass, and the entropy one more: they share a map.
-    assert attributes(page, "[data-map]", "data-map") == ["sink_mass", "sink_logit_margin"]
-    assert texts(page, "[data-map=sink_mass] .alike div") == ["induction_score", "entropy"]
+    assert page.attributes("[data-map]", "data-map") == ["sink_mass", "sink_logit_margin"]
+    assert page.texts("[data-map=sink_mass] .alike div") == ["induction_score", "entropy"]
     for css in ("#heatmap", "[data-map=sink_mass]"):
-        labels = attributes(page, f"{css} .cell", "aria-label")
+        labels = page.attributes(f"{css} .cell", "aria-label")
         assert [label.split()[0] for label in labels] == LABELS
         # Two colours at least, and a title on every mark.
-        assert len(set(attributes(page, f"{css} .cell", "fill"))) >= 2
-        assert texts(page, f"{css} .cell title") == labels
-    assert attributes(page, "[data-lines]", "data-lines") == ["Residual stream", "Residual peak"]
-    titles = texts(page, "[data-series='before the layer, others'] circle title")
+        assert len(set(page.attributes(f"{css} .cell", "fill"))) >= 2
+        assert page.texts(f"{css} .cell title") == labels
+    assert page.attributes("[data-lines]", "data-lines") == ["Residual stream", "Residual peak"]
+    titles = page.texts("[data-series='before the layer, others'] circle title")
     assert [title.rpartition(": ")[2] for title in titles] == ["4", "16", "64"]
     # The axis has decades: 5, 10, 20 and 50.
-    ticks = texts(page, "[data-lines='Residual stream'] text[text-anchor=end]")
+    ticks = page.texts("[data-lines='Residual stream'] text[text-anchor=end]")
     assert ticks == ["5", "10", "20", "50"]
-    shared = dict(zip(texts(page, "#shared dt"), texts(page, "#shared dd"), strict=True))
+    shared = dict(zip(page.texts("#shared dt"), page.texts("#shared dd"), strict=True))
     assert (shared["duplicate_score"], shared["match_coverage"]) == ("undefined here", "0.5")
     # Signed statistics diverge around zero.
-    legend = texts(page, "[data-map=sink_logit_margin] .legend text")
+    legend = page.texts("[data-map=sink_logit_margin] .legend text")
     assert sorted(legend) == ["0", "3", "−3"]
     # The same statistic in every run and intervention that has rows.
     names = ["a-1", "b-2", "b-2 · zero_query_bias", "d-4"]
-    assert attributes(page, "[data-section]", "data-section") == names
+    assert page.attributes("[data-section]", "data-section") == names
 
 
 @pytest.mark.long
-def test_it_says_what_was_scanned_what_leads_and_how_sure_that_is(page: Chrome) -> None:
-    assert texts(page, "h1") == ["What the attention heads of a <b>model</b> do"]
-    assert texts(page, "#progress") == ["2 of 4 sequences are in (50 %) · 30 rows · input pile"]
+def test_it_says_what_was_scanned_what_leads_and_how_sure_that_is(page: Page) -> None:
+    assert page.texts("h1") == ["What the attention heads of a <b>model</b> do"]
+    assert page.texts("#progress") == ["2 of 4 sequences are in (50 %) · 30 rows · input pile"]
     warning = "Incomplete: 1 of 2 shards are done, which are 2 of 4 sequences."
-    assert texts(page, "#warnings .warning") == [warning]
+    assert page.texts("#warnings .warning") == [warning]
     # The values are 14/16 and 14/16 + 1/64: mean 0.8828, standard error 1/128. L2H3 is 1/16 lower.
     # sink_alpha is above 0.3 if sink_mass is above 1/8: all but the two lowest heads.
-    assert texts(page, "#finding") == [
+    assert page.texts("#finding") == [
         "L2H4 leads in sink_mass with 0.8828 ± 0.0078, 3.5 times the uniform baseline. It is 5.7 "
         "standard errors above L2H3. 13 of 15 heads pass the threshold of sink_heads."
     ]
-    assert texts(page, "#sentence") == [
+    assert page.texts("#sentence") == [
         "sink_mass of L2H4 is 0.8828 ± 0.0078 over 2 sequences, 3.5 times the uniform baseline, "
         "larger than in 100 % of the other 14 heads."
     ]
-    assert texts(page, "#heatmap .legend text") == ["0", "1"]
-    one(page, "#own").click()
+    assert page.texts("#heatmap .legend text") == ["0", "1"]
+    page.find("#own").click()
     # Score n/16 for n = 0 … 14, plus 1/128 on average over the two parities.
-    assert texts(page, "#heatmap .legend text") == ["0.00781", "0.883"]
-    assert "range=own" in page.current_url
-    show(page, "run=c-3")
-    assert texts(page, "#progress") == ["No rows yet."]
-    show(page, "run=b-2")
-    assert texts(page, ".warning:not([hidden])") == []
+    assert page.texts("#heatmap .legend text") == ["0.00781", "0.883"]
+    assert "range=own" in page.browser.current_url
+    page.show("run=c-3")
+    assert page.texts("#progress") == ["No rows yet."]
+    page.show("run=b-2")
+    assert page.texts(".warning:not([hidden])") == []
 
 
 @pytest.mark.long
-def test_a_click_a_key_and_a_name_choose_a_head(page: Chrome) -> None:
-    show(page, "run=a-1&statistic=entropy")
-    target = cell(page, "L1H2")
-    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", target)
-    ActionChains(page).move_to_element(target).perform()
-    assert texts(page, "#readout") == ["L1H2: 1.445 ± 0.0078"]
+def test_a_click_a_key_and_a_name_choose_a_head(page: Page) -> None:
+    page.show("run=a-1&statistic=entropy")
+    target = page.cell("L1H2")
+    page.run("arguments[0].scrollIntoView({block: 'center'})", target)
+    ActionChains(page.browser).move_to_element(target).perform()
+    assert page.texts("#readout") == ["L1H2: 1.445 ± 0.0078"]
     target.click()
-    settle(page)
-    marked = attributes(page, "[aria-selected=true].cell", "aria-label")
+    page.wait()
+    marked = page.attributes("[aria-selected=true].cell", "aria-label")
     assert [label.split()[0] for label in marked] == ["L1H2"] * 3
-    assert texts(page, "#head-name") == ["Head L1H2"]
-    assert "run=a-1&intervention=none&statistic=entropy&head=L1H2" in page.current_url
-    cell(page, "L0H0").send_keys(Keys.ARROW_RIGHT)
-    focused = page.switch_to.active_element
+    assert page.texts("#head-name") == ["Head L1H2"]
+    assert "run=a-1&intervention=none&statistic=entropy&head=L1H2" in page.browser.current_url
+    page.cell("L0H0").send_keys(Keys.ARROW_RIGHT)
+    focused = page.browser.switch_to.active_element
     assert str(focused.get_attribute("aria-label")).startswith("L0H1 ")
     focused.send_keys(Keys.ARROW_DOWN)
-    page.switch_to.active_element.send_keys(Keys.ENTER)
-    assert texts(page, "#head-name") == ["Head L1H1"]
+    page.browser.switch_to.active_element.send_keys(Keys.ENTER)
+    assert page.texts("#head-name") == ["Head L1H1"]
     # One cell of a map is reached by Tab, the others by arrows.
-    assert attributes(page, "#heatmap .cell", "tabindex").count("0") == 1
-    one(page, "#card [data-statistic=induction_score] button").send_keys(Keys.ENTER)
-    settle(page)
-    assert texts(page, "#sentence")[0].startswith("induction_score of L1H1 is ")
+    assert page.attributes("#heatmap .cell", "tabindex").count("0") == 1
+    page.find("#card [data-statistic=induction_score] button").send_keys(Keys.ENTER)
+    page.wait()
+    assert page.texts("#sentence")[0].startswith("induction_score of L1H1 is ")
     for name, why in {"l2h1": "", "L9H1": "expected L0H0 to L2H4"}.items():
-        search = one(page, "#search")
+        search = page.find("#search")
         search.clear()
         search.send_keys(name, Keys.ENTER)
         assert search.get_property("validationMessage") == why
-        assert texts(page, "#head-name") == ["Head L2H1"]
+        assert page.texts("#head-name") == ["Head L2H1"]
 
 
 @pytest.mark.long
-def test_one_brush_picks_heads_in_scatter_heatmap_and_table(page: Chrome) -> None:
-    show(page, "run=a-1&x=head&y=sink_mass")
-    assert len(texts(page, "#scatter .point")) == len(LABELS)
+def test_one_brush_picks_heads_in_scatter_heatmap_and_table(page: Page) -> None:
+    page.show("run=a-1&x=head&y=sink_mass")
+    assert len(page.texts("#scatter .point")) == len(LABELS)
     # The upper two of three layers: L1 has 5/16 to 9/16, L2 has 10/16 to 14/16.
-    show(page, "run=a-1&x=head&y=sink_mass&pick=0,1.5,0.3,1")
-    names = [row[0] for row in rows(page, "#heads-rows")]
+    page.show("run=a-1&x=head&y=sink_mass&pick=0,1.5,0.3,1")
+    names = [row[0] for row in page.rows("#heads-rows")]
     assert names == ["L2H1", "L2H0", "L1H1", "L1H0"]
-    assert texts(page, "#picked-heads") == ["4 of 15 heads picked"]
-    labels = attributes(page, "#heatmap .cell:not(.unpicked)", "aria-label")
+    assert page.texts("#picked-heads") == ["4 of 15 heads picked"]
+    labels = page.attributes("#heatmap .cell:not(.unpicked)", "aria-label")
     assert sorted(name.split()[0] for name in labels) == sorted(names)
-    figure = one(page, "#scatter svg")
+    figure = page.find("#scatter svg")
     figure.send_keys(Keys.ESCAPE)
-    assert texts(page, "#picked-heads") == [""]
+    assert page.texts("#picked-heads") == [""]
     figure.send_keys(Keys.ARROW_RIGHT)
-    assert "pick=" in page.current_url
-    drag = ActionChains(page).move_to_element(figure).click_and_hold()
+    assert "pick=" in page.browser.current_url
+    drag = ActionChains(page.browser).move_to_element(figure).click_and_hold()
     drag.move_by_offset(300, -300).release().perform()
-    assert 0 < len(rows(page, "#heads-rows")) < len(LABELS)
+    assert 0 < len(page.rows("#heads-rows")) < len(LABELS)
 
 
 @pytest.mark.long
 def test_the_numbers_of_a_head_are_those_of_the_rows_and_of_python(
-    page: Chrome, runs: Path, database: RunDatabase
+    page: Page, runs: Path, database: RunDatabase
 ) -> None:
-    show(page, "run=d-4&head=L1H3&statistic=sink_mass")
+    page.show("run=d-4&head=L1H3&statistic=sink_mass")
     files = f"{runs}/run_id=d-4/heads/**/*.parquet"
     numbers = "avg(sink_mass), stddev_samp(sink_mass) / sqrt(count(*)), count(*)"
     sql = f"SELECT {numbers} FROM read_parquet('{files}') WHERE layer = 1 AND head = 3"
     [(mean, error, count)] = duckdb.execute(sql).fetchall()
     # Eight of the other fourteen heads have a smaller mean.
     percentile = str(round(100 * 8 / 14))
-    (row,) = [row for row in rows(page, "#card") if row[0] == "sink_mass"]
+    (row,) = [row for row in page.rows("#card") if row[0] == "sink_mass"]
     assert row == [
         "sink_mass",
         f"{mean:.4g} ± {error:.2g}",
@@ -273,11 +237,11 @@ def test_the_numbers_of_a_head_are_those_of_the_rows_and_of_python(
         "",
     ]
     assert (
-        attributes(page, "#hist-card [data-hist=sink_mass]", "data-count") == [str(count)] == ["4"]
+        page.attributes("#hist-card [data-hist=sink_mass]", "data-count") == [str(count)] == ["4"]
     )
-    show(page, "run=b-2&intervention=zero_query_bias&head=L2H0")
+    page.show("run=b-2&intervention=zero_query_bias&head=L2H0")
     card = head_card(database, "L2H0", "b-2", "zero_query_bias")
-    for row, statistic in zip(rows(page, "#card"), card.statistics, strict=True):
+    for row, statistic in zip(page.rows("#card"), card.statistics, strict=True):
         assert row[0] == statistic.name
         if statistic.mean is not None:
             assert float(row[1].split()[0].replace("−", "-")) == pytest.approx(statistic.mean, 1e-3)
@@ -289,44 +253,44 @@ def test_a_card_in_python_has_the_change_of_a_statistic(database: RunDatabase) -
 
 
 @pytest.mark.long
-def test_an_intervention_or_a_run_beside_another(page: Chrome, database: RunDatabase) -> None:
-    show(page, "run=b-2&head=L2H0&with=b-2/zero_query_bias")
-    captions = texts(page, "#heatmap figcaption")
+def test_an_intervention_or_a_run_beside_another(page: Page, database: RunDatabase) -> None:
+    page.show("run=b-2&head=L2H0&with=b-2/zero_query_bias")
+    captions = page.texts("#heatmap figcaption")
     assert captions == ["b-2", "b-2 · zero_query_bias", "second minus first"]
-    labels = attributes(page, "#heatmap figure:nth-child(3) .cell", "aria-label")
+    labels = page.attributes("#heatmap figure:nth-child(3) .cell", "aria-label")
     sql = "SELECT change FROM effects WHERE statistic = 'sink_mass' ORDER BY layer, head"
     shown = [float(label.split("  ")[1].replace("−", "-")) for label in labels]
     assert shown == pytest.approx([change for (change,) in database.rows(sql)], rel=1e-3)
-    row = next(row for row in rows(page, "#card") if row[0] == "sink_mass")
+    row = next(row for row in page.rows("#card") if row[0] == "sink_mass")
     assert row[1:4] == ["0.6328", "0.3164", "−0.3164 ± 0.0023"]
-    show(page, "run=a-1&with=d-4/none&head=L0H1")
-    cell(page, "L0H1").send_keys(Keys.ARROW_LEFT)
+    page.show("run=a-1&with=d-4/none&head=L0H1")
+    page.cell("L0H1").send_keys(Keys.ARROW_LEFT)
     # L0H0 has 0 and 1/64 in both. Its error over two sequences is 1/128, over four 1/128 · √(1/3).
     error = math.hypot(1 / 128, 1 / 128 / math.sqrt(3))
-    assert texts(page, "#readout")[0].endswith(f"difference 0 ± {error:.2g}")
-    pale = attributes(page, "#heatmap figure:nth-child(3) .cell", "fill-opacity")
+    assert page.texts("#readout")[0].endswith(f"difference 0 ± {error:.2g}")
+    pale = page.attributes("#heatmap figure:nth-child(3) .cell", "fill-opacity")
     assert pale == ["0.3"] * len(LABELS)
 
 
 @pytest.mark.long
-def test_parts_of_the_pile_and_names_that_are_never_markup(page: Chrome, report: Path) -> None:
-    show(page, "run=a-1&head=L2H0&statistic=sink_mass")
-    assert f"{EVIL} (1)" in texts(page, "[data-subsets] text title")
-    assert attributes(page, "#subsets [data-bar]", "data-bar") == ["Github (1)", f"{EVIL} (1)"]
-    assert page.find_elements(By.TAG_NAME, "b") == []
+def test_parts_of_the_pile_and_names_that_are_never_markup(page: Page, report: Path) -> None:
+    page.show("run=a-1&head=L2H0&statistic=sink_mass")
+    assert f"{EVIL} (1)" in page.texts("[data-subsets] text title")
+    assert page.attributes("#subsets [data-bar]", "data-bar") == ["Github (1)", f"{EVIL} (1)"]
+    assert page.all("b") == []
     assert EVIL not in report.read_text(encoding="utf-8")
 
 
 @pytest.mark.long
-def test_every_figure_has_its_sql_which_answers(page: Chrome, database: RunDatabase) -> None:
+def test_every_figure_has_its_sql_which_answers(page: Page, database: RunDatabase) -> None:
     queries: set[str] = set()
     for words in ("run=a-1&head=L2H0", "run=b-2&with=b-2/zero_query_bias", "run=b-2&with=d-4/none"):
-        show(page, words)
+        page.show(words)
         script = "document.querySelectorAll('.behind').forEach((one) => { one.open = true; })"
-        page.execute_script(script)
-        settle(page)
-        queries |= set(texts(page, "main .behind pre"))
-        page.execute_script(script.replace("true", "false"))
+        page.run(script)
+        page.wait()
+        queries |= set(page.texts("main .behind pre"))
+        page.run(script.replace("true", "false"))
     assert len(queries) > 15
     for sql in queries:
         assert database.rows(f"FROM ({sql}) LIMIT 1"), sql
@@ -338,11 +302,11 @@ KEEP_FILES = """window.files = []; window.make ??= URL.createObjectURL;
 
 
 @pytest.mark.long
-def test_the_data_of_a_figure_is_a_file(page: Chrome) -> None:
-    page.execute_script(KEEP_FILES)
+def test_the_data_of_a_figure_is_a_file(page: Page) -> None:
+    page.run(KEEP_FILES)
     button = "[data-subsets] button[data-csv]"
-    page.execute_script("document.querySelector(arguments[0]).click()", button)
-    content = page.execute_async_script("files[0].text().then(arguments[0])")
+    page.run("document.querySelector(arguments[0]).click()", button)
+    content = page.later("files[0].text().then(arguments[0])")
     lines = content.split("\r\n")
     assert lines[0] == "head,pile_set_name,mean,standard_error,documents,count"
     assert lines[1] == f"L0H0,{EVIL},0,,1,1"
@@ -350,12 +314,12 @@ def test_the_data_of_a_figure_is_a_file(page: Chrome) -> None:
 
 
 @pytest.mark.long
-def test_dormant_heads(page: Chrome) -> None:
+def test_dormant_heads(page: Page) -> None:
     # Scores are n/16 + 1/128. Those from 0.4 on are n = 7 … 14.
     note = "8 heads pass both thresholds (induction score 0.4, sink mass 0.3), from b-2, d-4, a-1"
-    assert note in texts(page, "[data-dormant] .note")[0]
-    assert len(texts(page, "[data-dormant] .point")) == len(LABELS)
-    assert len(texts(page, "[data-dormant] .point.on")) == 8
+    assert note in page.texts("[data-dormant] .note")[0]
+    assert len(page.texts("[data-dormant] .point")) == len(LABELS)
+    assert len(page.texts("[data-dormant] .point.on")) == 8
 
 
 CHOSEN = "#head-name, #compare option:checked, #statistic option:checked"
@@ -363,45 +327,43 @@ CHOSEN = "#head-name, #compare option:checked, #statistic option:checked"
 
 @pytest.mark.long
 def test_an_address_opens_what_it_says_and_back_takes_a_choice_back(
-    page: Chrome, report: Path
+    page: Page, report: Path
 ) -> None:
     words = "run=b-2&intervention=zero_query_bias&head=L1H4&statistic=entropy"
-    page.get("about:blank")
-    page.get(f"{report.as_uri()}#{words}")
-    settle(page)
-    assert texts(page, CHOSEN) == ["nothing", "Head L1H4", "entropy"]
-    assert texts(page, "#intervention option:checked") == ["zero_query_bias"]
+    page.open(f"{report.as_uri()}#{words}")
+    assert page.texts(CHOSEN) == ["nothing", "Head L1H4", "entropy"]
+    assert page.texts("#intervention option:checked") == ["zero_query_bias"]
     # What is not there leaves the first run with rows, and is said.
-    show(page, "run=nothing&intervention=off&head=L99H0&with=b-2/nothing&statistic=x&y=z")
-    assert texts(page, "#absent") == [
+    page.show("run=nothing&intervention=off&head=L99H0&with=b-2/nothing&statistic=x&y=z")
+    assert page.texts("#absent") == [
         "run nothing is not here, a-1 is shown; intervention off is not here, none is shown; with "
         "b-2/nothing is not here, no comparison is shown; head L99H0 is not here, the head with "
         "the largest mean is shown; statistic x is not here, sink_mass is shown; y z is not here, "
         "sink_mass is shown."
     ]
-    show(page, "run=b-2&head=L1H4")
-    assert texts(page, "#absent:not([hidden])") == []
-    cell(page, "L2H1").click()
-    one(page, "#compare option[value='a-1/none']").click()
-    settle(page)
-    assert texts(page, CHOSEN) == ["a-1", "Head L2H1", "sink_mass"]
+    page.show("run=b-2&head=L1H4")
+    assert page.texts("#absent:not([hidden])") == []
+    page.cell("L2H1").click()
+    page.find("#compare option[value='a-1/none']").click()
+    page.wait()
+    assert page.texts(CHOSEN) == ["a-1", "Head L2H1", "sink_mass"]
     for chosen in (["nothing", "Head L2H1", "sink_mass"], ["nothing", "Head L1H4", "sink_mass"]):
-        page.back()
-        settle(page)
-        assert texts(page, CHOSEN) == chosen
+        page.browser.back()
+        page.wait()
+        assert page.texts(CHOSEN) == chosen
 
 
 @pytest.mark.long
-def test_a_figure_is_a_picture_with_plain_colours(page: Chrome) -> None:
-    show(page, "run=a-1&head=L2H0")
+def test_a_figure_is_a_picture_with_plain_colours(page: Page) -> None:
+    page.show("run=a-1&head=L2H0")
     dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
-    page.execute_script(KEEP_FILES)
-    card = one(page, "#heat-card")
+    page.device("Emulation.setEmulatedMedia", **dark)
+    page.run(KEEP_FILES)
+    card = page.find("#heat-card")
     for kind in ("svg", "png"):
         button = card.find_element(By.CSS_SELECTOR, f"[data-picture={kind}]")
-        page.execute_script("arguments[0].click()", button)
-    text = page.execute_async_script("files[0].text().then(arguments[0])")
+        page.run("arguments[0].click()", button)
+    text = page.later("files[0].text().then(arguments[0])")
     for word in ("light-dark", "var(", "class=", "style="):
         assert word not in text
     whole = ElementTree.fromstring(text)
@@ -411,49 +373,49 @@ def test_a_figure_is_a_picture_with_plain_colours(page: Chrome) -> None:
     assert cells[0].get("fill") == "rgb(238, 243, 245)"
     assert whole[0][0].text == "sink_mass by layer and head"
     until = time.monotonic() + 10
-    while page.execute_script("return files.length") < 2:
+    while page.run("return files.length") < 2:
         assert time.monotonic() < until
-    head = page.execute_async_script(
+    head = page.later(
         "files[1].slice(0, 24).arrayBuffer().then((b) => arguments[0]([...new Uint8Array(b)]))"
     )
     signature, *size = struct.unpack(">8s8xII", bytes(head))
     assert signature == b"\x89PNG\r\n\x1a\n"
     assert size == [3 * int(whole.attrib[side]) for side in ("width", "height")]
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    page.device("Emulation.setEmulatedMedia", features=[])
 
 
 @pytest.mark.long
-def test_wide_narrow_dark_and_printed_no_table_is_cut(page: Chrome) -> None:
+def test_wide_narrow_dark_and_printed_no_table_is_cut(page: Page) -> None:
     def ground(theme: str) -> str:
         media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
-        page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-        return page.execute_script("return getComputedStyle(document.body).backgroundColor")
+        page.device("Emulation.setEmulatedMedia", **media)
+        return page.run("return getComputedStyle(document.body).backgroundColor")
 
     assert ground("light") == "rgb(250, 250, 248)"
     assert ground("dark") == "rgb(20, 24, 27)"
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    show(page, "run=a-1&head=L2H0")
+    page.device("Emulation.setEmulatedMedia", features=[])
+    page.show("run=a-1&head=L2H0")
     for width in (390, 768, 1100, 1366, 1920):
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == 390}
-        page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        page.device("Emulation.setDeviceMetricsOverride", **size)
         assert cut_tables(page) == [], width
         widths = "return [document.documentElement.scrollWidth <= innerWidth, innerWidth]"
-        assert page.execute_script(widths) == [True, width]
+        assert page.run(widths) == [True, width]
         box = "const box = document.querySelector('#card-rows');"
-        cut = page.execute_script(f"{box} return box.scrollWidth - box.clientWidth")
+        cut = page.run(f"{box} return box.scrollWidth - box.clientWidth")
         assert cut == 0 or width == 390
-    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    printed = page.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+    page.device("Emulation.clearDeviceMetricsOverride")
+    printed = page.device("Page.printToPDF", printBackground=True)
     pages = base64.b64decode(printed["data"]).count(b"/Type /Page\n")
     assert 1 <= pages <= 6
 
 
 @pytest.mark.long
-def test_it_asks_for_nothing_and_complains_about_nothing(page: Chrome, report: Path) -> None:
+def test_it_asks_for_nothing_and_complains_about_nothing(page: Page, report: Path) -> None:
     """Runs last: it reads what all tests before it left in the logs."""
     allowed = (report.as_uri(), "about:blank")
-    assert [url for url in requested_urls(page) if not url.startswith(allowed)] == []
-    assert page.get_log("browser") == []
+    assert [url for url in requested_urls(page.browser) if not url.startswith(allowed)] == []
+    assert page.browser.get_log("browser") == []
     text = report.read_text(encoding="utf-8")
     assert "default-src 'none'" in text
     markup = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
@@ -524,32 +486,31 @@ def text_run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
 
 
 @pytest.mark.long
-def test_the_report_of_a_text(browser: Chrome, text_run: TextRun, tmp_path: Path) -> None:
+def test_the_report_of_a_text(tab: Page, text_run: TextRun, tmp_path: Path) -> None:
     path, replica, shard = text_run
     output = tmp_path / "report.html"
     write_report(open_runs(path), output, RunModels(str(path)))
-    browser.get(f"{output.as_uri()}#head=L1H5&statistic=sink_mass")
-    settle(browser)
+    tab.open(f"{output.as_uri()}#head=L1H5&statistic=sink_mass")
     # The text of the most active sequence, from its first token on, which is framed.
-    (excerpt, *_) = texts(browser, ".excerpt .tokens")
+    (excerpt, *_) = tab.texts(".excerpt .tokens")
     start = excerpt.removeprefix("<|endoftext|>")
     assert start != excerpt
     assert start[:30] in HOSTILE
-    assert attributes(browser, ".excerpt img, .excerpt b", "src") == []
-    assert texts(browser, ".excerpt mark") == ["<|endoftext|>"] * len(texts(browser, ".excerpt"))
-    assert len(texts(browser, "#curves [data-series=attention_by_lag] circle")) == 40
-    assert len(texts(browser, "#curves [data-series=attention_received_by_key] circle")) == 40
-    show(browser, "intervention=zero_head(1,6)")
+    assert tab.attributes(".excerpt img, .excerpt b", "src") == []
+    assert tab.texts(".excerpt mark") == ["<|endoftext|>"] * len(tab.texts(".excerpt"))
+    assert len(tab.texts("#curves [data-series=attention_by_lag] circle")) == 40
+    assert len(tab.texts("#curves [data-series=attention_received_by_key] circle")) == 40
+    tab.show("intervention=zero_head(1,6)")
     untouched, changed = (
         replica.measure(shard.tokens, intervention).sequences["loss"].astype(float)
         for intervention in replica.scan.interventions[:2]
     )
-    row = texts(browser, "[data-predictions] tbody td")
+    row = tab.texts("[data-predictions] tbody td")
     assert row[:2] == ["loss", "nats"]
     # All sequences are of one document, so the means have no errors.
     assert numbers(row[2]) == pytest.approx([changed.mean()], rel=0.06)
     assert numbers(row[3]) == pytest.approx([(changed - untouched).mean()], rel=0.06)
-    assert browser.get_log("browser") == []
+    assert tab.browser.get_log("browser") == []
 
 
 def unpacked_page(page: Path) -> Any:
@@ -586,27 +547,26 @@ def test_a_card_without_a_tokenizer_has_numbers_and_its_curves(text_run: TextRun
 
 
 @pytest.mark.long
-def test_one_head_of_each_layer_has_a_map(browser: Chrome, tmp_path: Path) -> None:
+def test_one_head_of_each_layer_has_a_map(tab: Page, tmp_path: Path) -> None:
     """Nothing shows whether the heads of a layer share a value."""
     write_run(tmp_path, "a-1", {"sink_mass": lambda row: row.layer / 4}, layers=3, heads=1)
     write_report(open_runs(tmp_path), tmp_path / "report.html")
-    browser.get((tmp_path / "report.html").as_uri())
-    settle(browser)
-    browser.execute_script("document.getElementById('maps-card').open = true")
-    settle(browser)
-    assert attributes(browser, "[data-map]", "data-map") == ["sink_mass"]
+    tab.open((tmp_path / "report.html").as_uri())
+    tab.run("document.getElementById('maps-card').open = true")
+    tab.wait()
+    assert tab.attributes("[data-map]", "data-map") == ["sink_mass"]
 
 
 @pytest.mark.long
-def test_a_card_as_a_document(browser: Chrome, text_run: TextRun, tmp_path: Path) -> None:
+def test_a_card_as_a_document(tab: Page, text_run: TextRun, tmp_path: Path) -> None:
     path, *_ = text_run
     card = head_card(open_runs(path), "L1H5")
     (tmp_path / "card.html").write_text(card_html(card), encoding="utf-8")
-    browser.get((tmp_path / "card.html").as_uri())
-    assert one(browser, "h2").text == "L1H5"
-    one(browser, "[data-statistic=induction_score] button").click()
-    assert texts(browser, ".detail-name") == ["induction_score"]
-    assert browser.get_log("browser") == []
+    tab.open((tmp_path / "card.html").as_uri())
+    assert tab.find("h2").text == "L1H5"
+    tab.find("[data-statistic=induction_score] button").click()
+    assert tab.texts(".detail-name") == ["induction_score"]
+    assert tab.browser.get_log("browser") == []
 
 
 # Damage
