@@ -1,11 +1,11 @@
 """What dashboards wait for: `python -m benchmarks.at_scale.rollup_speed`.
 
 A compacted run of GPT-2 small over a billion tokens of the Pile is generated: 144 million rows of
-the standard statistics, with their roll-ups and samples. A few merged files are written; the others are links
-to them, so the disk holds one file in `LINKED`, and only the numbers of shards repeat. Each
-query is asked on two threads, in a connection of its own, until nothing has to be checked any
-more. Queries of roll-ups are timed as they are; named queries over rows are compared with a plain
-DuckDB scan that averages the same columns of the same files.
+the standard statistics, with their roll-ups and samples. A few merged files are written; the
+others are links to them, so the disk holds one file in `LINKED`, and only the numbers of shards
+repeat. Each query is asked on two threads, in a connection of its own, until nothing has to be
+checked any more. Queries of roll-ups are timed as they are; named queries over rows are compared
+with a plain DuckDB scan that averages the same columns of the same files.
 """
 
 from __future__ import annotations
