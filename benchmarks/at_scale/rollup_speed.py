@@ -161,6 +161,7 @@ def _sequence_rows(rng: np.random.Generator, sequence: np.ndarray) -> pa.Table:
         "document": sequence[0] + document,
         "pile_set_name": parts[document - 1].tolist(),
         "n_tokens": np.full(len(sequence), N_CTX),
+        "tokens": [[0]] * len(sequence),
     }
     for statistic in statistics():
         if statistic.uniform_baseline:
