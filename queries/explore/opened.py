@@ -91,8 +91,10 @@ class PageRuns:
         if self._has_profiles:
             make_views(database.connection, "profile_means")
         self._axes: dict[tuple[str, str], Axis] = {}
+        self.is_verified = False
+        """Whether what repeats the rows of heads was compared with its commits."""
         self.has_verified_rows = False
-        """Whether the rows of heads were compared with their commits."""
+        """Whether the rows were compared too."""
 
     def is_current(self, path: str, code: str | None, read: ReadRun) -> bool:
         """Whether nothing was committed and no damage was found since it was opened.
@@ -128,7 +130,16 @@ class PageRuns:
         for table in tables:
             hold_to_commits(self.database.connection, f"FROM {table}")
         # Not before: meanwhile another query may ask.
-        self.has_verified_rows = rows
+        self.is_verified, self.has_verified_rows = True, rows
+
+    def verified(self, rows: bool) -> PageRuns:
+        """The same runs, compared with their commits before anything is noted of them."""
+        self.verify(rows)
+        if _runs_of(self.database) is self._runs:
+            return self
+        runs = PageRuns(self.database, self.revision)
+        runs.verify(rows)
+        return runs
 
     def facts(self, run_id: str) -> RunFacts:
         """What queries need to know of a run, without axes."""

@@ -195,17 +195,19 @@ class Engine:
         self.runs.verify(rows)
         if self.runs.is_current(self.path, self.code, self.memory_of_runs.read_run):
             return self.runs
-        runs = self._open()
         # Before it answers: rows that were compared before are compared in the new state too.
-        runs.verify(self.runs.has_verified_rows)
+        runs = self._open().verified(self.runs.has_verified_rows)
         self.cache.clear()
         return runs
 
     async def _answer(self, query: Query) -> bytes:
-        facts = self.runs.facts(query.scope.run_id)
-        if query.reads_rows(facts) and not self.runs.has_verified_rows:
-            await self.look_again(rows=True)
-        runs = self.runs
+        while True:
+            runs = self.runs
+            needs_rows = query.reads_rows(runs.facts(query.scope.run_id))
+            if runs.is_verified and (runs.has_verified_rows or not needs_rows):
+                break
+            # Without a damaged roll-up, the query may read rows.
+            await self.look_again(rows=needs_rows)
         try:
             header, answer = await self._compute(runs, query)
         except duckdb.Error as error:

@@ -24,7 +24,7 @@ from headcount.queries.explore.axes import BINS, DRAWN_BINS, Axis, axis_of
 from headcount.queries.explore.query_engine import MOST_ROWS, Engine
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.files.run_directory import RunDirectory
-from tests.toys.toy_runs import Entry, Row, one_line, write_run
+from tests.toys.toy_runs import Entry, Row, flip_middle_bit, one_line, write_run
 
 Files = duckdb.DuckDBPyConnection
 LAYERS, HEADS, SEQUENCES, PER_SHARD, N_CTX = 2, 3, 35, 10, 5
@@ -710,6 +710,17 @@ def test_a_sample_is_read_again_after_damage(large_copy: Asker) -> None:
     large_copy("overview")
     # So few are read without a sample.
     assert large_copy("histograms", **SINK_HISTOGRAM)["arrays"][0].sum() == LEFT
+
+
+@pytest.mark.usefixtures("always_fresh")
+def test_a_sample_is_compared_with_its_commit_before_it_is_read(large_copy: Asker) -> None:
+    path = Path(large_copy.engine.path)
+    flip_middle_bit(next(path.glob(f"run_id=toy/{MERGED.replace('heads', 'samples')}")))
+    assert sampled(large_copy) == len(range(0, SEQUENCES, STRIDE))
+    first, second = (large_copy("overview") for _ in range(2))
+    assert len(first["damage"]) == 1
+    # Damage that is known is no news.
+    assert first["revision"] == second["revision"]
 
 
 def test_a_file_that_changes_before_the_sample_is_read_leaves_it(large_copy: Asker) -> None:
