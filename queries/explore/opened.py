@@ -27,7 +27,7 @@ from headcount.queries.report.head_curves import AXES
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, unknown
 from headcount.schemas.files.places import place
-from headcount.schemas.files.tables import CURVES, HEADS, PROFILES, ROLLUPS
+from headcount.schemas.files.tables import CURVES, HEADS, PROFILES, ROLLUPS, SEQUENCES
 from headcount.schemas.scans.kinds import OF_MERGED
 
 LARGE_RUN_ROWS = 20_000_000
@@ -86,9 +86,7 @@ class PageRuns:
         if any(facts.has_rollups for facts in self._facts.values()):
             # Queries are asked on cursors of the connection, which make no views.
             make_views(database.connection, " ".join(_ROLLED_UP_VIEWS))
-        self._has_profiles = any(facts.profiles for facts in self._facts.values())
-        self._has_kept_curves = any(facts.kept_curves for facts in self._facts.values())
-        if self._has_profiles:
+        if any(facts.profiles for facts in self._facts.values()):
             make_views(database.connection, "profile_means")
         self._axes: dict[tuple[str, str], Axis] = {}
         self.is_verified = False
@@ -119,16 +117,9 @@ class PageRuns:
         before: the rows of 10^9 tokens are 12 GB, and what repeats them 0.7 GB.
         """
         rows = rows or self.has_verified_rows
-        tables = [HEADS.name] if rows else []
-        if rows and self._has_kept_curves:
-            tables.append(CURVES.name)
-        tables.append("sequences")
-        if any(facts.has_rollups for facts in self._facts.values()):
-            tables += OF_MERGED
-        if self._has_profiles:
-            tables.append(PROFILES.name)
-        for table in tables:
-            hold_to_commits(self.database.connection, f"FROM {table}")
+        tables = [*OF_MERGED, SEQUENCES.name, PROFILES.name]
+        tables += [HEADS.name, CURVES.name] if rows else []
+        hold_to_commits(self.database.connection, " ".join(tables))
         # Not before: meanwhile another query may ask.
         self.is_verified, self.has_verified_rows = True, rows
 

@@ -209,15 +209,10 @@ def make_views(connection: duckdb.DuckDBPyConnection, query: str | None = None) 
         _make_views(connection.cursor(), opened, query)
 
 
-def describe(connection: duckdb.DuckDBPyConnection) -> None:
-    """Make all views, with comments that say what they and their columns mean."""
-    opened = OPENED[connection]
-    with opened.lock:
-        make_described_views(connection.cursor(), opened)
-
-
 def make_described_views(cursor: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
-    """The same, for whoever holds the lock or needs none."""
+    """Make all views, with comments that say what they and their columns mean. The caller has the
+    lock, or needs none.
+    """
     _make_views(cursor, opened, None)
     if not opened.is_described:
         descriptions = VIEWS | opened.shipped.descriptions
