@@ -78,7 +78,7 @@ class Manifest(BaseModel):
 
         A power of two: what was merged before a run grew has every sequence that is wanted later.
         """
-        rows = self.sequences * self.model["n_layers"] * self.model["n_heads"]
+        rows = self.sequences * self.model.get("n_layers", 1) * self.model.get("n_heads", 1)
         return 1 << max(4, (rows // SAMPLE_ROWS).bit_length())
 
     @property
