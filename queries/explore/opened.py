@@ -151,7 +151,8 @@ class PageRuns:
     ) -> RunFacts:
         """The facts with a table of the sample, in which the rows of a head lie side by side.
 
-        The files of 10^9 tokens would take 40 ms a query, the table takes 7.
+        The files of 10^9 tokens would take 40 ms a query, the table takes 7. Where there are many,
+        DuckDB puts what does not fit into memory into its temporary directory.
         """
         key = facts.run_id, intervention
         with self._lock:
