@@ -25,7 +25,7 @@ PANELS = {
         "report": "queries.commands.query",
         "explore": "queries.commands.explore",
         "text": "queries.commands.text",
-        "views": "queries.commands.views",
+        "views": "queries.commands.query",
         "export": "exports.commands",
     },
     "Runs": {

@@ -4,8 +4,8 @@
 files are the rows of 10^9 tokens. The page is opened in Chromium, with a new server each time.
 
 * How long after its address is opened is the heatmap there?
-* How long after a click on a head are its histograms drawn? At once after the heatmap, and once the
-  sample of a large run is in memory.
+* How long after a click on a head are its histograms drawn? At once after the heatmap, when the
+  sample of a large run is read, and later.
 """
 
 from __future__ import annotations
@@ -32,13 +32,8 @@ FIRST_HEADS = ("7.2", "3.8")
 HEADS = ("5.3", "2.7", "9.1", "0.4", "11.11")
 """Cells that are clicked one after another when the page has come to rest."""
 
-SAMPLE_SECONDS = 300
-"""The sample of a large run is in memory by then."""
-
 SETTLED_SECONDS = 6
 """What the page draws by itself after the heatmap is over by then."""
-
-IS_COARSE = "return document.getElementById('brush-note').textContent.startsWith('Coarse')"
 
 TROUBLE = (
     "const line = document.getElementById('trouble'); return line.hidden ? '' : line.textContent"
@@ -85,15 +80,6 @@ def seconds_to_heatmap(driver: webdriver.Chrome, address: str) -> float:
     return time.perf_counter() - began
 
 
-def wait_for_sample(driver: webdriver.Chrome) -> None:
-    """Wait until histograms do not come from roll-ups any more."""
-    give_up = time.monotonic() + SAMPLE_SECONDS
-    while driver.execute_script(IS_COARSE):
-        if time.monotonic() > give_up:
-            raise SystemExit(f"the sample is not in memory after {SAMPLE_SECONDS} s")
-        time.sleep(0.1)
-
-
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -113,7 +99,6 @@ def main() -> None:
                 to_first_histograms += [
                     driver.execute_async_script(CLICK, head) for head in FIRST_HEADS
                 ]
-                wait_for_sample(driver)
                 time.sleep(SETTLED_SECONDS)
                 to_histograms += [driver.execute_async_script(CLICK, head) for head in HEADS]
                 if trouble := driver.execute_script(TROUBLE):

@@ -1,11 +1,11 @@
 """What dashboards wait for: `python -m benchmarks.at_scale.rollup_speed`.
 
 A compacted run of GPT-2 small over a billion tokens of the Pile is generated: 144 million rows of
-the standard statistics, with their roll-ups. A few merged files are written; the others are links
-to them, so the disk holds one file in `LINKED`, and only the numbers of shards repeat. Each
-query is asked on two threads, in a connection of its own, until nothing has to be checked any
-more. Queries of roll-ups are timed as they are; named queries over rows are compared with a plain
-DuckDB scan that averages the same columns of the same files.
+the standard statistics, with their roll-ups and samples. A few merged files are written; the
+others are links to them, so the disk holds one file in `LINKED`, and only the numbers of shards
+repeat. Each query is asked on two threads, in a connection of its own, until nothing has to be
+checked any more. Queries of roll-ups are timed as they are; named queries over rows are compared
+with a plain DuckDB scan that averages the same columns of the same files.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from headcount.schemas.files.run_directory import RunDirectory, data_path
 from headcount.schemas.files.tables import (
     HEADS,
     ROLLUPS,
+    SAMPLES,
     SEQUENCES,
     uniform_column,
     with_partitions,
@@ -93,13 +94,15 @@ def statistics() -> list[Formula]:
 def write_run(out: Path, files: int) -> RunDirectory:
     """A compacted run of so many merged files."""
     run = RunDirectory.of(out, RUN_ID)
+    manifest = _manifest(files)
     commits: list[dict[str, Any]] = []
     written: list[dict[str, pa.Buffer]] = []
     paths: list[dict[str, Path]] = []
     Path(str(run.commits_directory)).mkdir(parents=True)
     for number in range(files):
         if number % LINKED == 0:
-            written.append({name: parquet_bytes(*content) for name, content in _tables(number)})
+            tables = _tables(number, manifest.sample_stride)
+            written.append({name: parquet_bytes(*content) for name, content in tables})
             paths.append({})
         contents = written[-1]
         data_files: list[dict[str, Any]] = []
@@ -119,21 +122,26 @@ def write_run(out: Path, files: int) -> RunDirectory:
         first = number * SHARDS_OF_FILE
         commits += [_commit(first + shard, data_files) for shard in range(SHARDS_OF_FILE)]
     write_segment(run.commits_directory, pa.Table.from_pylist(commits, COMMITS))
-    Path(str(run.manifest_file)).write_text(_manifest(files).model_dump_json())
+    Path(str(run.manifest_file)).write_text(manifest.model_dump_json())
     return run
 
 
-def _tables(seed: int) -> list[tuple[str, tuple[pa.Table, int]]]:
+def _tables(seed: int, stride: int) -> list[tuple[str, tuple[pa.Table, int]]]:
     """The tables of one merged file, each with the rows of its row groups."""
     rng = np.random.default_rng(seed)
     sequence = np.arange(SEQUENCES_OF_FILE) + seed * SEQUENCES_OF_FILE
     axes = {statistic.name: Axis(*statistic.range) for statistic in statistics()}
     sequence_rows = _sequence_rows(rng, sequence)
     head_rows = _head_rows(rng, sequence, axes)
-    rollups = rolled_up(head_rows, sequence_rows, axes)
+    tables = {
+        HEADS: head_rows,
+        SEQUENCES: sequence_rows,
+        ROLLUPS: rolled_up(head_rows, sequence_rows, axes),
+        SAMPLES: head_rows.filter(pa.array(head_rows["sequence"].to_numpy() % stride == 0)),
+    }
     return [
         (table.name, (with_partitions(rows, RUN_ID, "none"), table.row_group or 65_536))
-        for table, rows in ((HEADS, head_rows), (SEQUENCES, sequence_rows), (ROLLUPS, rollups))
+        for table, rows in tables.items()
     ]
 
 
@@ -153,6 +161,7 @@ def _sequence_rows(rng: np.random.Generator, sequence: np.ndarray) -> pa.Table:
         "document": sequence[0] + document,
         "pile_set_name": parts[document - 1].tolist(),
         "n_tokens": np.full(len(sequence), N_CTX),
+        "tokens": [[0]] * len(sequence),
     }
     for statistic in statistics():
         if statistic.uniform_baseline:
@@ -261,7 +270,7 @@ def main() -> None:
             began = time.process_time()
             write_run(out, options.files)
             print(f"generated in {time.process_time() - began:.0f} CPU seconds")
-        for table in (HEADS, ROLLUPS):
+        for table in (HEADS, ROLLUPS, SAMPLES):
             sizes = [file.stat().st_size for file in out.glob(f"*/{table.name}/*/*.parquet")]
             print(f"{table.name}: {sum(sizes) / 1e6:,.1f} MB in {len(sizes)} files")
         began, cpu_began = time.perf_counter(), time.process_time()

@@ -17,8 +17,8 @@ compaction deletes what was left.
 
 The shards of a merged file share all their files. So they count, are damaged and are taken back
 together, and a file that is read holds no rows that do not count. The last shard of a run may be
-short, and is measured anew when the run grows. It is a group of its own. A damaged roll-up is
-written again in the same three steps.
+short, and is measured anew when the run grows. It is a group of its own. A damaged roll-up or
+sample is written again in the same three steps.
 """
 
 # pyarrow has no types.
@@ -57,8 +57,7 @@ from headcount.schemas.files.commits import (
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import Place, listed, names, reason
 from headcount.schemas.files.run_directory import RunDirectory, pc
-from headcount.schemas.files.tables import ROLLUPS
-from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.scans.kinds import OF_MERGED, TABLES
 
 ROWS = 2_000_000
 """Rows of the largest table, `heads` or `profiles`, in a group. A shard with more is a group."""
@@ -152,8 +151,8 @@ def _merge(run: RunDirectory, rows: int, tell: Tell, merge_groups: MergeGroups) 
     """Merge what can be merged; returns what is wrong with the shards that were left alone."""
     manifest = run.manifest()
     commit_log = run.commit_log().combine_chunks()
-    # All roll-ups are read: they take 4 % of the rows' space.
-    damages = run.damaged_files(commit_log, manifest, [ROLLUPS.name])
+    # All roll-ups and samples are read: they take 5 to 10 % of the rows' space.
+    damages = run.damaged_files(commit_log, manifest, OF_MERGED)
     damaged_rollups = frozenset(damage.path for damage in damages)
 
     def group_of(positions: np.ndarray) -> Group:

@@ -1,6 +1,6 @@
 """The rows of a group of shards, merged into one file for each table and intervention.
 
-Roll-ups of these rows are made on the way, in a file beside the others.
+Roll-ups and a sample of these rows are made on the way, in files beside the others.
 
 A merge writes files and changes nothing else: no commit names them yet. So it may run anywhere, be
 cut off, or outlive the process that asked for it (`jobs.upkeep.compaction`).
@@ -34,9 +34,17 @@ from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, read_content
 from headcount.schemas.files.places import open_at_once, reason, settle, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, data_path, pc
-from headcount.schemas.files.tables import HEADS, ROLLUPS, SEQUENCES, SHARD, with_partitions
+from headcount.schemas.files.tables import (
+    HEADS,
+    ROLLUPS,
+    SAMPLES,
+    SEQUENCE,
+    SEQUENCES,
+    SHARD,
+    with_partitions,
+)
 from headcount.schemas.histogram_bins import Axis
-from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.scans.kinds import OF_MERGED, TABLES
 from headcount.workers.measurements.rollups import rolled_up
 
 ROW_GROUP = 65_536
@@ -66,7 +74,7 @@ class Group:
     commits: pa.Table
     """Their commits, in shard order."""
     damaged_rollups: frozenset[str]
-    """Paths of roll-ups that must be written again."""
+    """Paths of roll-ups and samples that must be written again."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +93,17 @@ MergeGroups = Callable[[Iterable[Group]], Iterator[Merged]]
 
 
 def is_merged(group: Group) -> bool:
-    """Whether all shards of a group name the same files, which hold nothing else, and roll-ups."""
+    """Whether all shards of a group name the same files, which hold nothing else, roll-ups and a
+    sample among them.
+    """
     files = pc.list_flatten(group.commits["files"])
     paths = pc.unique(pc.struct_field(files, "path")).to_pylist()
     lengths = pc.unique(pc.list_value_length(group.commits["files"])).to_pylist()
     shards = pc.unique(pc.struct_field(files, "shards")).to_pylist()
-    rollups = [path for path in paths if path.startswith(f"{ROLLUPS.name}/")]
     return (
         (lengths, shards) == ([len(paths)], [len(group.commits)])
-        and bool(rollups)
-        and group.damaged_rollups.isdisjoint(rollups)
+        and {path.partition("/")[0] for path in paths}.issuperset(OF_MERGED)
+        and group.damaged_rollups.isdisjoint(paths)
     )
 
 
@@ -125,7 +134,8 @@ def _merge_files(group: Group) -> Merged:
 
     A file of which every row counts and that holds all rows of its kind stays.
     """
-    run, bounds = group.run, declared_bounds(group.run.manifest())
+    run, manifest = group.run, group.run.manifest()
+    bounds = declared_bounds(manifest)
     shards = group.commits["shard"].to_pylist()
     old_files: dict[str, dict[str, list[CommittedFile]]] = {}
     for file in committed_files(group.commits):
@@ -134,10 +144,10 @@ def _merge_files(group: Group) -> Merged:
     new_files: dict[tuple[str, str], dict[str, Any]] = {}
     old_paths: set[str] = set()
     for intervention, tables in old_files.items():
-        rolled_up_rows: dict[str, pa.Table] = {}
+        rows_of: dict[str, pa.Table] = {}
         for table, files in tables.items():
             old_paths |= {file.path for file in files}
-            if table == ROLLUPS.name:
+            if table in OF_MERGED:
                 continue  # They are made anew, from the rows.
             # What stays is read all the same: what is damaged must not be committed again.
             rows = _read_rows(run, files, bounds)
@@ -147,20 +157,19 @@ def _merge_files(group: Group) -> Merged:
                     "path": files[0].path, "bytes": files[0].bytes, "digest": files[0].digest,
                 }  # fmt: skip
             else:
-                keys = [(key, "ascending") for key in TABLES[table].order]
-                rows = rows.take(pc.sort_indices(rows, sort_keys=keys))
                 new_files[table, intervention] = _write(run, table, intervention, shards, rows)
             if table in (HEADS.name, SEQUENCES.name):
-                rolled_up_rows[table] = rows
-        if len(rolled_up_rows) == 2:
-            heads, sequences = rolled_up_rows[HEADS.name], rolled_up_rows[SEQUENCES.name]
+                rows_of[table] = rows
+        if len(rows_of) == 2:
+            heads, sequences = rows_of[HEADS.name], rows_of[SEQUENCES.name]
             # A damaged manifest may name more. Whoever opens the run hears of it.
             ends_of = bounds[HEADS.name]
             axes = {n: Axis(*ends) for n, ends in ends_of.items() if n in heads.column_names}
             rollups = with_partitions(rolled_up(heads, sequences, axes), run.run_id, intervention)
-            new_files[ROLLUPS.name, intervention] = _write(
-                run, ROLLUPS.name, intervention, shards, rollups
-            )
+            is_sampled = heads[SEQUENCE.name].to_numpy() % manifest.sample_stride == 0
+            sample = heads.filter(pa.array(is_sampled))
+            for table, rows in ((ROLLUPS.name, rollups), (SAMPLES.name, sample)):
+                new_files[table, intervention] = _write(run, table, intervention, shards, rows)
     new_paths = {file["path"] for file in new_files.values()}
     return Merged(_naming(group.commits, new_files), sorted(old_paths - new_paths), {})
 
@@ -169,6 +178,8 @@ def _write(
     run: RunDirectory, table: str, intervention: str, shards: list[int], rows: pa.Table
 ) -> dict[str, Any]:
     """Write a merged file; returns what a commit says of its content."""
+    keys = [(key, "ascending") for key in TABLES[table].order]
+    rows = rows.take(pc.sort_indices(rows, sort_keys=keys))
     content = parquet_bytes(rows, row_group_size=TABLES[table].row_group or ROW_GROUP)
     digest = digest_of(content)
     # As with the files of a shard, no name is ever used for two contents.

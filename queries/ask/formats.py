@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from headcount.queries.ask.answers import Answer
 from headcount.queries.ask.text_tables import COUNTED_ROWS, TABLE_ROWS, write_table
 from headcount.schemas.errors import QueryError, printable
+from headcount.workers.run_model import RunModels
 
 Format: TypeAlias = Literal["table", "csv", "json", "jsonl", "parquet", "markdown"]
 
@@ -34,6 +35,9 @@ SUFFIXES: dict[str, Format] = {
     ".txt": "table",
 }
 """The format that the name of a file asks for."""
+
+TOKENS_COLUMN = "tokens"
+"""The column that `write_tokens_as_text` writes as text."""
 
 UNSAFE_IN_TERMINALS = re.compile(
     "[\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
@@ -178,6 +182,38 @@ def write(
             for number, text in enumerate(objects):
                 out.write(f",\n{text}" if number else f"[\n{text}")
             out.write("[]\n" if number < 0 else "\n]\n")
+
+
+def write_tokens_as_text(answer: Answer, models: RunModels, run_ids: list[str]) -> None:
+    """Have an answer give text in place of tokens. `run_ids` are all runs that were opened."""
+    schema = answer.schema
+    if TOKENS_COLUMN not in schema.names or not pa.types.is_list(schema.field(TOKENS_COLUMN).type):
+        raise QueryError(
+            f"--text writes the column {TOKENS_COLUMN} as text, and the answer has none; select "
+            "it, for instance: SELECT run_id, sequence, tokens FROM sequences"
+        )
+    # Without run_id a row does not say which model's tokenizer reads it.
+    has_run_ids = "run_id" in schema.names
+    if not has_run_ids and len(run_ids) != 1:
+        raise QueryError(
+            f"--text: these are {len(run_ids)} runs, whose models may read tokens differently; "
+            "select run_id beside tokens"
+        )
+    place = schema.get_field_index(TOKENS_COLUMN)
+    field = pa.field(TOKENS_COLUMN, pa.string())
+
+    def with_text(batch: pa.RecordBatch) -> pa.RecordBatch:
+        token_lists = batch.column(place).to_pylist()
+        runs = batch.column("run_id").to_pylist() if has_run_ids else run_ids * len(token_lists)
+        # Both may be NULL, for example after an outer join in the query. So is the text then.
+        texts = [
+            None if run_id is None or tokens is None else models[run_id].text(tokens)
+            for run_id, tokens in zip(runs, token_lists, strict=True)
+        ]
+        return batch.set_column(place, field, pa.array(texts, pa.string()))
+
+    answer.schema = schema.set(place, field)
+    answer.change = with_text
 
 
 def _markdown_row(cells: Iterable[str]) -> str:

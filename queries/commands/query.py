@@ -1,4 +1,4 @@
-"""The subcommands `query` and `report`."""
+"""The subcommands `query`, `report` and `views`."""
 
 from __future__ import annotations
 
@@ -165,9 +165,8 @@ def _answer(
 ) -> None:
     """Ask a query and write the answer."""
     from headcount.queries.ask.answers import run_query
-    from headcount.queries.ask.formats import rows_to_read, write_file
+    from headcount.queries.ask.formats import rows_to_read, write_file, write_tokens_as_text
     from headcount.queries.ask.mistakes import SqlMistake
-    from headcount.queries.ask.text_columns import write_tokens_as_text
     from headcount.queries.open.column_facts import column_facts, why_empty
 
     try:
@@ -259,6 +258,25 @@ def report(
     warn_of_damage(database)
     write_report(database, output, RunModels(runs) if text else None)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
+
+
+@commands.command()
+def views(
+    runs: RunsArgument,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="DuckDB file to write: .duckdb or .db.")
+    ] = Path("head.duckdb"),
+    code: Code = None,
+) -> None:
+    """Write a DuckDB file with the views of runs and none of their rows, for dashboards and the
+    DuckDB shell. The same command renews it, also while a scan writes.
+    """
+    from headcount.queries.open.exported_views import write_views
+
+    written, damage = write_views(runs, output, code)
+    for line in damage:
+        tell_user(f"warning: {line}")
+    typer.echo(written)
 
 
 def warn_of_damage(database: RunDatabase) -> None:

@@ -39,9 +39,6 @@ MOST_STATISTICS = 12
 MOST_SEQUENCES = 20
 """Sequences that one query names at most."""
 
-BINS_IN_MEMORY = "internal.bins_in_memory"
-"""The table of the histograms of roll-ups that were asked for, by head."""
-
 Array: TypeAlias = "np.ndarray[Any, Any]"
 """An array of some shape and type. The answer's header says which."""
 
@@ -77,23 +74,23 @@ class RunFacts:
     """In a large run, brushes and histograms read one of so many sequences."""
     has_rollups: bool = False
     """Whether means come from roll-ups and not from rows."""
-    keeps_sample: bool = False
-    """Whether these sequences are read once, into a table in memory."""
+    has_large_sample: bool = False
+    """Whether the sample of a merge has enough rows for the ends of axes."""
     sample: str | None = None
-    """That table, for the intervention of a query. None before it is there."""
+    """A table of that sample, under the intervention of a query. None before it was read."""
     profiles: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
     """Profiles by lag, key or query that the run averaged over sequences."""
     kept_curves: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
     """Those that it kept for every sequence and did not average."""
 
     @property
-    def waits_for_sample(self) -> bool:
-        """Whether a sample is to come. Until then, roll-ups answer what they can."""
-        return self.keeps_sample and self.sample is None
+    def is_sampled(self) -> bool:
+        """Whether brushes and histograms read a sample that was merged."""
+        return self.every > 1 and self.has_rollups
 
     @property
     def sampled_rows(self) -> str:
-        """The table that has the rows of the sample: that in memory, once it is there."""
+        """What has the rows of the sample: its table, or the rows of a run without one."""
         return self.sample or "heads"
 
 
@@ -234,7 +231,8 @@ class Query(_Closed):
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Whether the query reads `heads`. Their files are compared with the commits first."""
-        return not (self.rollups_answer and facts.has_rollups)
+        is_sampled = self.reads_sample and facts.is_sampled
+        return not is_sampled and not (self.rollups_answer and facts.has_rollups)
 
     def check(self, facts: RunFacts) -> None:
         """Refuse names and heads that the run does not have."""
@@ -336,18 +334,8 @@ class Histograms(Query):
     statistics: Statistics
     brushes: Brushes = ()
 
-    def reads_rows(self, facts: RunFacts) -> bool:
-        """Not while roll-ups answer."""
-        return not self._is_from_rollups(facts)
-
-    def _is_from_rollups(self, facts: RunFacts) -> bool:
-        # Roll-ups do not know which rows are in a brush.
-        return facts.waits_for_sample and not self.brushes
-
     def statements(self, facts: RunFacts) -> list[Statement]:
         """All statistics in one pass over the rows."""
-        if self._is_from_rollups(facts):
-            return [_rolled_up_bins(self.scope, self.statistics, self.conditions_on_heads)]
         bins = _bins_under_brushes(self.statistics, self.brushes, facts)
         conditions = where(self.conditions(facts, sampled=True))
         rows = f"SELECT {bins} FROM {facts.sampled_rows}{conditions}"
@@ -356,9 +344,6 @@ class Histograms(Query):
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """A row of counts for each statistic."""
         (table,) = tables
-        if self._is_from_rollups(facts):
-            drawn = [_drawn_from_rollups(table, name, facts) for name in self.statistics]
-            return Answer({"source": "rollups"}, (np.array(drawn),))
         counts = np.zeros((len(self.statistics), DRAWN_BINS), np.uint32)
         counts[_places(table, self.statistics), column(table, "bin")] = column(table, "count")
         return Answer({}, (counts,))
@@ -667,37 +652,3 @@ def _places(table: pa.Table, statistics: Sequence[str]) -> Array:
     """The place of each row's statistic among some."""
     place = {name: index for index, name in enumerate(statistics)}
     return np.array([place[name] for name in table["statistic"].to_pylist()], np.int64)
-
-
-def _rolled_up_bins(scope: Scope, statistics: Sequence[str], conditions: list[str]) -> Statement:
-    """The bins of roll-ups with how many values they hold, in the order of the values."""
-    names = ", ".join(map(text_literal, statistics))
-    conditions = [*scope.conditions_on_run, *conditions, f"statistic IN ({names})"]
-    bins = BINS_IN_MEMORY
-    if scope.subset is not None:
-        bins = "internal.subset_bins"
-        conditions.append(f"pile_set_name = {text_literal(scope.subset)}")
-    return Statement(
-        # The outermost bins of an open axis have no end, but their values do.
-        "SELECT statistic, greatest(low, min(minimum)) AS low, least(high, max(maximum)) AS high, "
-        f"sum(count)::BIGINT AS count FROM {bins}{where(conditions)} "
-        "GROUP BY statistic, bin, low, high ORDER BY statistic, bin"
-    )
-
-
-def _drawn_from_rollups(table: pa.Table, statistic: str, facts: RunFacts) -> Array:
-    """Counts by drawn bin, as if the values of a roll-up's bin were spread evenly over it."""
-    is_of_statistic = pa.array([name == statistic for name in table["statistic"].to_pylist()])
-    bins = table.filter(is_of_statistic)
-    if not len(bins):
-        return np.zeros(DRAWN_BINS, np.uint32)
-    # How many values lie below a place: known at the ends of the bins, straight lines between.
-    up_to = np.cumsum(column(bins, "count"))
-    places = np.stack([column(bins, "low"), column(bins, "high")], axis=1).ravel()
-    below = np.stack([np.append(0, up_to[:-1]), up_to], axis=1).ravel()
-    axis = facts.axes[statistic]
-    edges = np.linspace(axis.low, axis.high, DRAWN_BINS + 1)
-    below_edges = np.rint(np.interp(edges, places, below))
-    # The bins at the ends have no outer end.
-    below_edges[[0, -1]] = 0, up_to[-1]
-    return np.diff(below_edges).astype(np.uint32)

@@ -24,7 +24,7 @@ from headcount.queries.ask.answers import query_error, run_query
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.ask.formats import json_value
 from headcount.queries.explore.attention import Attention
-from headcount.queries.explore.opened import MOST_SAMPLES, PageRuns, SampleKey
+from headcount.queries.explore.opened import PageRuns
 from headcount.queries.explore.page_queries import (
     Answer,
     Header,
@@ -44,9 +44,6 @@ DEADLINE = 20.0
 
 FRESH_SECONDS = 2.0
 """A page that asks for the runs within this time gets them as they were looked at last."""
-
-YIELDING_SECONDS = 2.0
-"""Time that the reading of a sample waits for queries of the page before it goes on."""
 
 INTERRUPT_SECONDS = 0.02
 """Time between two interrupts. One that comes before a statement has begun is lost."""
@@ -116,16 +113,12 @@ class Engine:
         self.model_thread = ThreadPoolExecutor(1, "model")
         # A tokenizer is opened once, and by one thread.
         self.text_thread = ThreadPoolExecutor(1, "text")
-        self.sample_thread = ThreadPoolExecutor(1, "sample")
         self.interrupted = 0
         """Queries that were stopped: too long, or nobody waited for them any more."""
         self._running: dict[Future[Any], Interruptible] = {}
         # asyncio itself holds tasks weakly: one that nobody else holds may vanish before it ends.
         self._stopping: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
-        self._wanted_samples: list[SampleKey] = []
-        """Samples that are to be read, the one that was asked for last at the end."""
-        self._sampling: asyncio.Task[None] | None = None
         self.runs = self._open()
         self._looked = time.monotonic()
 
@@ -155,11 +148,7 @@ class Engine:
             )
             seconds = round(time.perf_counter() - began, 3)
             return _packed(runs, Answer(header | {"seconds": seconds}))
-        facts = self.runs.facts_for(query)
-        if facts.waits_for_sample:
-            self._want_sample((facts.run_id, query.scope.intervention))
-        # With the sample: before it was there, roll-ups answered the same query less exactly.
-        key = f"{self.runs.revision} {facts.sample} {query.model_dump_json()}"
+        key = f"{self.runs.revision} {query.model_dump_json()}"
         return await self.cache.get(key, lambda: self._answer(query))
 
     async def prepare(self) -> None:
@@ -169,18 +158,16 @@ class Engine:
             await self.look_again()
             query = self.runs.first_query()
             await self.ask(query.model_dump_json().encode())
-            # A first click needs the axes of the histograms that are shown first, and whole rows.
-            runs = self.runs
-            facts, statistics = runs.first_axes()
+            # A first click needs the axes of the histograms that are shown first, perhaps a sample,
+            # and whole rows.
+            runs, histograms = self.runs, self.runs.first_histograms()
             with contextlib.suppress(duckdb.Error):
                 await self._in_thread(
                     self.threads,
                     runs,
-                    lambda connection: runs.with_axes(facts, statistics, connection.cursor()),
+                    lambda connection: runs.facts_for(histograms, connection.cursor()),
                 )
             await self.look_again(rows=True)
-            if self.runs.facts(query.scope.run_id).keeps_sample:
-                self._want_sample((query.scope.run_id, query.scope.intervention))
 
     async def look_again(self, rows: bool = False) -> None:
         """Open the runs anew if something was committed, or damaged, since they were opened.
@@ -191,77 +178,9 @@ class Engine:
             self.runs = await asyncio.to_thread(self._current_runs, rows)
             self._looked = time.monotonic()
 
-    def _want_sample(self, key: SampleKey) -> None:
-        """Read a sample soon, before others that were wanted earlier."""
-        others = [other for other in self._wanted_samples if other != key]
-        # Who looks through many interventions waits for the last ones alone.
-        self._wanted_samples = [*others, key][-MOST_SAMPLES:]
-        if self._sampling is None or self._sampling.done():
-            self._sampling = asyncio.create_task(self._read_samples())
-
-    async def _read_samples(self) -> None:
-        """Read the samples that are wanted, one after the other."""
-        while self._wanted_samples:
-            # A page that has moved on wants the newest first.
-            key = self._wanted_samples[-1]
-            runs = self.runs
-            try:
-                # What was compared with its commits once is not read again.
-                await self.look_again(rows=True)
-                await self._read_sample(runs, key)
-            except (HeadcountError, duckdb.Error):
-                # A file may have gone or changed under the page. Whole ones are still read.
-                with contextlib.suppress(HeadcountError):
-                    await self.look_again()
-                # Otherwise queries read rows, and say what is wrong with them.
-                if self.runs is runs:
-                    runs.give_up_sample(key)
-            if self.runs is runs:
-                self._wanted_samples = [other for other in self._wanted_samples if other != key]
-
-    async def _read_sample(self, runs: PageRuns, key: SampleKey) -> None:
-        """Read a sample into memory, unless it is there. It is left if the runs change."""
-        if self.runs is not runs or not runs.lacks_sample(key):
-            return
-        sample = runs.new_sample(key)
-
-        async def execute(sql: str) -> None:
-            # However long it takes.
-            def work(connection: Interruptible) -> None:
-                connection.cursor().execute(sql)
-
-            await self._in_thread(self.sample_thread, runs, work, has_deadline=False)
-
-        try:
-            for statement in sample.statements:
-                # Queries that wait for an answer go first.
-                give_up = time.monotonic() + YIELDING_SECONDS
-                while self._running and time.monotonic() < give_up:
-                    await asyncio.sleep(INTERRUPT_SECONDS)
-                # A sample of what was committed then would answer for what is committed now.
-                if self.runs is not runs:
-                    return
-                await execute(statement)
-        except duckdb.Error:
-            await execute(sample.drop)
-            raise
-        for oldest in runs.keep_sample(key, sample):
-            await execute(oldest.drop)
-
-    async def stop_reading(self) -> None:
-        """Read no more samples."""
-        self._wanted_samples.clear()
-        if self._sampling is not None:
-            self._sampling.cancel()
-            # Until it has told its thread to stop.
-            await asyncio.wait([self._sampling])
-
     def close(self) -> None:
         """Take no more queries, and stop those that are being answered."""
-        for threads in (
-            *(self.threads, self.sql_threads, self.sample_thread),
-            *(self.text_thread, self.model_thread),
-        ):
+        for threads in (self.threads, self.sql_threads, self.text_thread, self.model_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         give_up = time.monotonic() + CLOSING_SECONDS
         while self._running and time.monotonic() < give_up:
@@ -280,17 +199,19 @@ class Engine:
         self.runs.verify(rows)
         if self.runs.is_current(self.path, self.code, self.memory_of_runs.read_run):
             return self.runs
-        runs = self._open()
         # Before it answers: rows that were compared before are compared in the new state too.
-        runs.verify(self.runs.has_verified_rows)
+        runs = self._open().verified(self.runs.has_verified_rows)
         self.cache.clear()
         return runs
 
     async def _answer(self, query: Query) -> bytes:
-        facts = self.runs.facts_for(query)
-        if query.reads_rows(facts) and not self.runs.has_verified_rows:
-            await self.look_again(rows=True)
-        runs = self.runs
+        while True:
+            runs = self.runs
+            needs_rows = query.reads_rows(runs.facts(query.scope.run_id))
+            if runs.is_verified and (runs.has_verified_rows or not needs_rows):
+                break
+            # Without a damaged roll-up, the query may read rows.
+            await self.look_again(rows=needs_rows)
         try:
             header, answer = await self._compute(runs, query)
         except duckdb.Error as error:
@@ -298,8 +219,7 @@ class Engine:
                 raise query_error(error) from None
             # A file may have gone or changed under the page. Whole ones are still read, once more.
             await self.look_again()
-            # Or a sample has made room for another.
-            if self.runs is runs and not isinstance(error, duckdb.CatalogException):
+            if self.runs is runs:
                 raise query_error(error) from None
             runs = self.runs
             header, answer = await self._compute(runs, query)
@@ -317,12 +237,7 @@ class Engine:
 
         def work(connection: Interruptible) -> tuple[Header, Answer]:
             cursor = connection.cursor()
-            facts = runs.facts_for(query)
-            query.check(facts)
-            facts = runs.with_axes(facts, query.binned_statistics, cursor)
-            if facts.waits_for_sample:
-                intervention = query.scope.intervention
-                runs.hold_bins(facts, intervention, query.binned_statistics, cursor)
+            facts = runs.facts_for(query, cursor)
             tables: list[pa.Table] = []
             for statement in query.statements(facts):
                 # Of this cursor alone: two queries may call a table by the same name.
@@ -338,8 +253,6 @@ class Engine:
         threads: ThreadPoolExecutor,
         runs: PageRuns,
         work: Callable[[Interruptible], T],
-        *,
-        has_deadline: bool = True,
     ) -> T:
         """Do some work on a thread, until the deadline or until nobody waits for it."""
         connection = Interruptible(runs.database.connection)
@@ -351,8 +264,7 @@ class Engine:
         result.add_done_callback(_take_error)
         try:
             # Shielded: to cancel what waits for a thread would not stop the thread.
-            deadline = self.deadline if has_deadline else None
-            return await asyncio.wait_for(asyncio.shield(result), deadline)
+            return await asyncio.wait_for(asyncio.shield(result), self.deadline)
         except TimeoutError:
             self._stop(job)
             raise QueryError(
@@ -432,7 +344,7 @@ def _packed(runs: PageRuns, answer: Answer) -> bytes:
 def _header(query: Query, facts: RunFacts) -> Header:
     """What every answer says: the axes it uses, its SQL, and whether it is of a sample."""
     # The user reads the same rows from the files: a table in memory is not theirs.
-    statements = query.statements(replace(facts, keeps_sample=False, sample=None))
+    statements = query.statements(replace(facts, sample=None))
     axes = {name: [axis.low, axis.high] for name, axis in facts.axes.items()}
     sql = [statement.sql for statement in statements if not statement.temporary_tables]
     return {"axes": axes, "sql": sql, "every": facts.every}

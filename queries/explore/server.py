@@ -210,7 +210,6 @@ async def _serve(
                 await asyncio.to_thread(webbrowser.open, address)
         number = await _signal()
         preparing.cancel()
-        await engine.stop_reading()
         return number
     finally:
         await runner.cleanup()

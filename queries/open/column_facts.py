@@ -8,7 +8,7 @@ import re
 
 import duckdb
 
-from headcount.queries.open.connection import describe, view_descriptions
+from headcount.queries.open.connection import OPENED, make_described_views, view_descriptions
 from headcount.queries.open.descriptions import PREFIXES
 from headcount.schemas.scans.kinds import KINDS, TABLES
 
@@ -31,7 +31,9 @@ def column_facts(connection: duckdb.DuckDBPyConnection, query: str) -> Facts:
 
     If two views differ, the views that the query reads win, then the tables.
     """
-    describe(connection)
+    opened = OPENED[connection]
+    with opened.lock:
+        make_described_views(connection.cursor(), opened)
     sql = """
         SELECT table_name, column_name, comment FROM duckdb_columns()
         WHERE schema_name = 'main' AND NOT internal AND comment IS NOT NULL

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import duckdb
@@ -32,7 +33,6 @@ from headcount.queries.open.shipped_views import (
     ShippedViews,
     tables_named,
 )
-from headcount.queries.open.stores import CommittedObject, committed_objects, register_stores
 from headcount.queries.open.table_sql import (
     SOURCES,
     UNROLLED_HEADS,
@@ -88,8 +88,15 @@ class OpenedRuns:
     """The SQL of views that the caller added, by name. Each stands on earlier ones at most."""
     unrolled: list[MeasuredStatistic] = field(default_factory=list[MeasuredStatistic])
     """The statistics that the views of roll-ups read from rows."""
-    committed: dict[str, CommittedObject] = field(default_factory=dict[str, CommittedObject])
-    """What commits say about the objects of stores that count, by key."""
+    committed: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What commits say about the objects of stores that count, by key (`queries.open.stores`)."""
+
+    @property
+    def in_stores(self) -> list[tuple[StorePath, pa.Table]]:
+        """The runs that lie in stores, each with its commits that count."""
+        paths = [(run.directory.path, run) for run in self.runs]
+        return [(path, run.done) for path, run in paths if isinstance(path, StorePath)]
+
     lock: Lock = field(default_factory=Lock)
     """Held while views are made or pointed at other files: threads share them."""
 
@@ -136,7 +143,11 @@ def connect(
 def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
     """Create the tables of some runs in an empty database, and point them at the files."""
     runs = opened.runs
-    register_stores(connection, [run.directory.path for run in runs], opened.committed)
+    if in_stores := opened.in_stores:
+        # This imports fsspec, which other runs need not wait for.
+        from headcount.queries.open.stores import register_stores
+
+        register_stores(connection, [path for path, _ in in_stores], opened.committed)
     # DuckDB would otherwise take a misspelt view for a Python variable of the caller.
     connection.execute("SET python_enable_replacements = false")
     connection.execute("CREATE SCHEMA internal")
@@ -198,15 +209,10 @@ def make_views(connection: duckdb.DuckDBPyConnection, query: str | None = None) 
         _make_views(connection.cursor(), opened, query)
 
 
-def describe(connection: duckdb.DuckDBPyConnection) -> None:
-    """Make all views, with comments that say what they and their columns mean."""
-    opened = OPENED[connection]
-    with opened.lock:
-        make_described_views(connection.cursor(), opened)
-
-
 def make_described_views(cursor: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
-    """The same, for whoever holds the lock or needs none."""
+    """Make all views, with comments that say what they and their columns mean. The caller has the
+    lock, or needs none.
+    """
     _make_views(cursor, opened, None)
     if not opened.is_described:
         descriptions = VIEWS | opened.shipped.descriptions
@@ -337,9 +343,10 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
     for _ in range(READINGS):
         # Before anything is opened: stores are not asked for what a commit says. A shard may have
         # been measured again.
-        for run in opened.runs:
-            if isinstance(run.directory.path, StorePath):
-                opened.committed |= committed_objects(run.directory.path, run.done)
+        for path, commits in opened.in_stores:
+            from headcount.queries.open.stores import committed_objects
+
+            opened.committed |= committed_objects(path, commits)
         unfit_sources = [
             source
             for source in SOURCES.values()

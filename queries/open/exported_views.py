@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
@@ -19,7 +18,7 @@ from headcount.queries.open.connection import (
 )
 from headcount.queries.open.run import read_runs
 from headcount.queries.open.shipped_views import ShippedViews
-from headcount.schemas.errors import QueryError
+from headcount.schemas.errors import QueryError, counted
 from headcount.schemas.files.places import place
 
 OLDEST_READER = "v1.4.0"
@@ -57,24 +56,11 @@ COUNTS = """
 """Views, queries with parameters, shards that are done, and shards in all."""
 
 
-@dataclass(frozen=True)
-class ExportedViews:
-    """What was written."""
-
-    views: int
-    macros: int
-    runs: int
-    shards_done: int
-    shards: int
-    bytes: int
-    damage: list[str]
-    """One line for each run that is left out, or of which files are."""
-
-
-def write_views(runs_path: str, output: Path, code: str | None = None) -> ExportedViews:
+def write_views(runs_path: str, output: Path, code: str | None = None) -> tuple[str, list[str]]:
     """Write the views of runs, with absolute paths, into a DuckDB file that appears whole.
 
-    A reader that has an older file open goes on with that one.
+    A reader that has an older file open goes on with that one. Returns a line that says what was
+    written, and one for each run that is left out, or of which files are.
     """
     # It replaces an older one, which should be no other file.
     check_suffix(output, ".duckdb", ".db")
@@ -114,5 +100,9 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> Export
             # Closing writes what is still in the log beside the file.
             connection.close()
         size = partial.stat().st_size
-    damage = damage_lines(opened)
-    return ExportedViews(views, macros, len(opened.runs), shards_done, shards, size, damage)
+    written = (
+        f"{output}: {counted(views, 'view')} and {macros} queries with parameters over "
+        f"{counted(len(opened.runs), 'run')} ({shards_done:,} of {counted(shards, 'shard')} done), "
+        f"{size / 1e6:.1f} MB"
+    )
+    return written, damage_lines(opened)

@@ -15,8 +15,7 @@ from headcount.schemas.files.damage import Damage
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import Place, absolute
 from headcount.schemas.files.run_directory import RunDirectory, check_merged, find_runs, pc
-from headcount.schemas.files.tables import ROLLUPS
-from headcount.schemas.scans.kinds import WORDS
+from headcount.schemas.scans.kinds import OF_MERGED, WORDS
 
 
 @dataclass(frozen=True)
@@ -55,15 +54,15 @@ class Run:
     def files(self, table: str, unrolled: bool = False) -> list[str]:
         """Full paths of a table's files that count.
 
-        `unrolled` leaves out the files whose rows are in the roll-ups that count.
+        `unrolled` leaves out the files whose rows are in the roll-ups and samples that count.
         """
         files = pc.list_flatten(self.done["files"])
         is_read = pc.equal(pc.struct_field(files, "table"), table)
         paths = pc.struct_field(files, "path")
-        if table == ROLLUPS.name or unrolled:
+        if table in OF_MERGED or unrolled:
             commit_of_file = pc.list_parent_indices(self.done["files"]).combine_chunks()
             is_rolled_up = pa.array(self._is_rolled_up).take(commit_of_file)
-            keep = pc.and_ if table == ROLLUPS.name else pc.and_not
+            keep = pc.and_ if table in OF_MERGED else pc.and_not
             is_read = keep(is_read, is_rolled_up)
         # A merged file has one commit per shard, so its path occurs many times.
         unique_paths = pc.unique(paths.filter(is_read))
@@ -71,17 +70,18 @@ class Run:
 
     @cached_property
     def _is_rolled_up(self) -> np.ndarray:
-        """For each commit that counts, whether its rows are in roll-ups that count.
+        """For each commit that counts, whether its rows are in roll-ups and samples that count.
 
         If the roll-up of one intervention is damaged, those of the others do not count either:
         rows are read for all interventions of a shard, or for none.
         """
-        files = pc.list_flatten(self.done["files"])
-        is_rollup = pc.equal(pc.struct_field(files, "table"), ROLLUPS.name)
-        commits_with_rollups = pc.list_parent_indices(self.done["files"]).filter(is_rollup)
-        is_rolled_up = np.isin(np.arange(len(self.done)), commits_with_rollups.to_numpy())
-        is_damaged = np.isin(self.done["shard"].to_numpy(), _shards_of(self.damaged_rollups))
-        return is_rolled_up & ~is_damaged
+        tables = pc.struct_field(pc.list_flatten(self.done["files"]), "table")
+        commits = pc.list_parent_indices(self.done["files"])
+        is_rolled_up = ~np.isin(self.done["shard"].to_numpy(), _shards_of(self.damaged_rollups))
+        for table in OF_MERGED:
+            with_file = commits.filter(pc.equal(tables, table)).to_numpy()
+            is_rolled_up &= np.isin(np.arange(len(self.done)), with_file)
+        return is_rolled_up
 
     @property
     def codes(self) -> list[str]:

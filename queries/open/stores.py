@@ -175,14 +175,9 @@ class _Store(ArrowFSWrapper):
 
 def register_stores(
     connection: duckdb.DuckDBPyConnection,
-    places: Iterable[object],
+    runs: Iterable[StorePath],
     committed: Mapping[str, CommittedObject],
 ) -> None:
     """Let a connection read the stores that runs lie in. The mapping may grow later."""
-    stores: dict[str, StorePath] = {}
-    for place in places:
-        if isinstance(place, StorePath):
-            scheme = place.url.partition("://")[0]
-            stores[scheme] = place
-    for scheme, store in stores.items():
+    for scheme, store in {run.url.partition("://")[0]: run for run in runs}.items():
         connection.register_filesystem(_Store(store.filesystem, scheme, committed))

@@ -25,8 +25,7 @@ from headcount.schemas.files.commits import READERS, pc
 from headcount.schemas.files.digests import digest_of_file
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import OpenFile, Place, open_whole, reason, sizes
-from headcount.schemas.files.tables import ROLLUPS
-from headcount.schemas.scans.kinds import TABLES, columns_of
+from headcount.schemas.scans.kinds import OF_MERGED, TABLES, columns_of
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"(shard|merged)-[\w-]+\.parquet"
@@ -61,8 +60,8 @@ class Damage:
 
     @property
     def is_of_rollup(self) -> bool:
-        """Whether the file is a roll-up. Its shards are done: their rows lie in other files."""
-        return self.path.startswith(f"{ROLLUPS.name}/") and is_data_path(self.path)
+        """Whether a merge made the file of rows that lie in other files: its shards are done."""
+        return self.path.partition("/")[0] in OF_MERGED and is_data_path(self.path)
 
 
 def shards_in_words(shards: Sequence[int]) -> str:

@@ -8,6 +8,8 @@ from typing import Any, Final, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator
 
+from headcount.schemas.files.tables import SAMPLE_ROWS
+
 Records = dict[str, dict[str, dict[str, Any]]]
 """What each name means: a record by name, by the manifest's field that describes the name."""
 
@@ -69,6 +71,15 @@ class Manifest(BaseModel):
         """One past the last sequence of each shard; the last shard of a run may be short."""
         per_shard = self.identity["scan"]["sequences_per_shard"]
         return np.minimum((shards + 1) * per_shard, self.sequences)
+
+    @property
+    def sample_stride(self) -> int:
+        """Of so many sequences, one is in `samples`.
+
+        A power of two: what was merged before a run grew has every sequence that is wanted later.
+        """
+        rows = self.sequences * self.model.get("n_layers", 1) * self.model.get("n_heads", 1)
+        return 1 << max(4, (rows // SAMPLE_ROWS).bit_length())
 
     @property
     def records(self) -> Records:

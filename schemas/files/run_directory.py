@@ -6,7 +6,7 @@ runs/run_id=NAME-HASH/
 ├── index/           which portions of the token store it reads, and what became of documents
 ├── heads/intervention=none/shard-000000-DIGEST.parquet …     and so in sequences/, profiles/, …
 ├── weights/intervention=none/shard-000000-DIGEST.parquet     if the scan names weight statistics
-├── rollups/intervention=none/merged-….parquet             of the rows that `compact` has seen
+├── rollups/intervention=none/merged-….parquet  and samples/: of the rows that `compact` has seen
 ├── failures/shard-000000.json     attempts that failed, and why
 └── commits/shard-000000.json      written last: a shard is done if and only if its commit is in
                                    the commit log (commits.py)

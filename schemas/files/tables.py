@@ -349,3 +349,17 @@ ROLLUPS = Table(
     written="when shards are merged",
     row_group=4096,
 )
+
+SAMPLE_ROWS = 2_000_000
+"""Rows of `samples`, at most, of a run under one intervention."""
+
+SAMPLES = Table(
+    name="samples",
+    grain=("sequence", "layer", "head"),
+    content="the rows of heads of one of every 16 sequences, in large runs of one of every 32, 64, "
+    "128 and so on, over the shards that were merged.",
+    keys=OF_HEAD,
+    order=HEADS.order,
+    written="when shards are merged",
+    row_group=4096,
+)

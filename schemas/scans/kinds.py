@@ -14,7 +14,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from headcount.schemas.files.tables import ROLLUPS, SEQUENCES, Column, Table, carried_column
+from headcount.schemas.files.tables import (
+    HEADS,
+    ROLLUPS,
+    SAMPLES,
+    SEQUENCES,
+    Column,
+    Table,
+    carried_column,
+)
 from headcount.schemas.formula_kinds import CURVES
 from headcount.schemas.formulas import Formula, Kind
 from headcount.schemas.predictions import PREDICTIONS
@@ -33,8 +41,13 @@ WORDS = {kind.field: kind.word for kind in KINDS} | {
 }
 """Noun for one of the names that each field of a manifest describes."""
 
-TABLES: dict[str, Table] = {table.name: table for table in (*(k.table for k in KINDS), ROLLUPS)}
-"""Every table by name: those that the kinds fill, and the roll-ups of `heads`."""
+OF_MERGED = (ROLLUPS.name, SAMPLES.name)
+"""The tables that a merge writes. They repeat what `heads` says: both files, or none, count."""
+
+TABLES: dict[str, Table] = {
+    table.name: table for table in (*(kind.table for kind in KINDS), ROLLUPS, SAMPLES)
+}
+"""Every table by name: those that the kinds fill, and those that a merge writes."""
 
 
 def kinds_of(table: Table) -> list[Kind]:
@@ -51,6 +64,7 @@ def columns_of(
         for name, facts in kinds.get(kind.field, {}).items():
             for table, column in kind.columns(name, facts):
                 columns[table.name][column.name] = column
+    columns[SAMPLES.name] = columns[HEADS.name]
     return columns
 
 

@@ -249,7 +249,7 @@ def test_a_run_directory_is_as_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (run_directory,) = Path("runs").glob("run_id=*")
     written_names = {path.name for path in run_directory.iterdir()} - {".lock"}
     # Only a shard that fails leaves a record in failures/, and only compaction writes roll-ups.
-    assert written_names == drawn_names - {"failures", "rollups"}
+    assert written_names == drawn_names - {"failures", "rollups", "samples"}
 
 
 def test_every_field_of_a_scan_says_what_it_means() -> None:

@@ -99,6 +99,7 @@ def query_everything(home: Path) -> tuple[Rows, list[str]]:
     # The rows of roll-ups are of no shard alone, so they are only read.
     counts = ", ".join(f"(SELECT count(*) FROM {table})" for table in (*TABLES, "rollups"))
     database.rows(f"SELECT {counts}")
+    assert database.rows("FROM samples EXCEPT FROM heads") == []
     rows: Rows = {}
     for table in TABLES:
         # The rows of `weights` lie with shard 0.
@@ -200,11 +201,11 @@ def test_no_damage_is_read_as_data(layout: str, tmp_path: Path, monkeypatch: pyt
         for path, content in damages.items():
             replace_file(path, content, hide=generator.random() < 0.5)
         changed_paths = {path for path, content in damages.items() if content != state.files[path]}
-        # Shards of a damaged roll-up are answered from their rows.
+        # Shards of a damaged roll-up or sample are answered from their rows.
         damaged_shards = {
             (state.shards[path][0], shard)
             for path in changed_paths
-            if "rollups" not in path.parts
+            if not {"rollups", "samples"} & {*path.parts}
             for shard in state.shards[path][1]
         }
         rows, warnings = query_everything(state.home)
@@ -217,7 +218,8 @@ def test_no_damage_is_read_as_data(layout: str, tmp_path: Path, monkeypatch: pyt
             lines = [line for line in warnings if line.startswith(f"warning: run {name}: shard")]
             assert lines
             for line in lines:
-                remedy = "writes it again" if ": rollups/" in line else "--verify measures"
+                is_repeated = re.search(": (rollups|samples)/", line)
+                remedy = "writes it again" if is_repeated else "--verify measures"
                 assert remedy in line
         assert changed_paths or not warnings
         for path in damages:

@@ -39,7 +39,6 @@ let map = null; // The drawn heatmaps, the means of the first, and those that ar
 let picked = null; // The heads that the scatter picks, as places. Null is all.
 let histograms = new Map();
 let cube = null; // The cube of one brush: its key, its promise, and the cube once it is there.
-let isCoarse = false; // Whether histograms come from roll-ups, until a sample is in memory.
 const known = new Map(); // Answers about all heads: numbers by statistic, and where they are from.
 const sql = { hist: "", extremes: "" };
 
@@ -477,8 +476,7 @@ function showPicked() {
 
 function sayBrushNote(every) {
   const hint = "Drag over a histogram, or move its two handles with the arrow keys.";
-  const waiting = `Coarse histograms of all rows, from roll-ups. Brushes wait until 1 of ${every} sequences is in memory.`;
-  by("brush-note").textContent = isCoarse ? waiting : [hint, sampled(every)].filter(Boolean).join(" ");
+  by("brush-note").textContent = [hint, sampled(every)].filter(Boolean).join(" ");
 }
 
 function makeHistograms() {
@@ -508,7 +506,7 @@ async function showBackgrounds() {
 
 // The cube of a brush is asked for when a pointer or the focus comes near: moves then ask nothing.
 function warm(name) {
-  if (!chosen.head || isCoarse) return null;
+  if (!chosen.head) return null;
   const others = brushList().filter((brush) => brush.statistic !== name);
   const statistics = chosen.shown.filter((one) => one !== name);
   if (!statistics.length) statistics.push(name);
@@ -602,7 +600,6 @@ async function showHead() {
   const answer = await tryToAsk(query);
   if (!answer || turn !== turns.head) return;
   sql.hist = answer.sql?.join("\n") ?? histogramsSql();
-  isCoarse = answer.source === "rollups";
   sayBrushNote(answer.every);
   for (const [name, figure] of histograms) {
     const own = answer.histograms[name];
@@ -612,8 +609,7 @@ async function showHead() {
     figure.drawBefore(own.counts);
   }
   performance.measure("head", { start: began });
-  // Counts of a sample are not drawn over counts of all rows.
-  const under = chosen.brushes.size && !isCoarse ? tryToAsk({ ...query, brushes: brushList() }) : null;
+  const under = chosen.brushes.size ? tryToAsk({ ...query, brushes: brushList() }) : null;
   showExtremes();
   showAttention();
   showCard(turn);
@@ -1004,15 +1000,11 @@ async function lookAgain() {
   if (isNew) {
     known.clear();
     await showEverything();
-  } else if (isCoarse && !run.waits_for_sample.includes(chosen.intervention)) {
-    await showHead();
-    await showBackgrounds();
   }
 }
 
 function pollLater() {
-  const isChanging = run && (!run.complete || isCoarse);
-  const pause = isChanging ? LIVE_MILLISECONDS : FINISHED_MILLISECONDS;
+  const pause = run && !run.complete ? LIVE_MILLISECONDS : FINISHED_MILLISECONDS;
   setTimeout(async () => {
     if (!document.hidden && !isDragging() && !isWaiting()) await lookAgain();
     pollLater();

@@ -35,7 +35,7 @@ from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import taken_back, write_segment
 from headcount.schemas.files.places import names
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
-from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.scans.kinds import OF_MERGED, TABLES
 from tests import ROOT
 from tests.tools.deaths import killed_after
 from tests.tools.workers import joined_cluster
@@ -53,8 +53,10 @@ WRITTEN = ("heads", "profiles", "sequences")
 GROUPS = 3 * SHARD
 """Rows of a merged file: shards 0 to 2, 3 to 5, and 6."""
 
-FILES_OF_GROUPS = len(INTERVENTIONS) * 3 * (len(WRITTEN) + 1) + 1
-"""Data files of a run that was merged so: three of each table and of roll-ups, and the weights."""
+FILES_OF_GROUPS = len(INTERVENTIONS) * 3 * (len(WRITTEN) + 2) + 1
+"""Data files of a run that was merged so: three of each table, of roll-ups and of samples, and the
+weights.
+"""
 
 Rows = dict[tuple[str, str], tuple[bytes, str]]
 """The description and the rows of each table under each intervention."""
@@ -136,7 +138,7 @@ def open_parquet(run: RunDirectory, path: str) -> pq.ParquetFile:
 
 
 def read_rows(run: RunDirectory) -> Rows:
-    """Every row that counts of every table, by its keys; roll-ups repeat what these say.
+    """Every row that counts of every table, by its keys, but what repeats them.
 
     A text has every bit of a number, NULLs and the sign of a zero.
     """
@@ -148,7 +150,7 @@ def read_rows(run: RunDirectory) -> Rows:
         mine = [f for f in files if (f["table"], f["intervention"]) == (table, intervention)]
         paths = dict.fromkeys(f["path"] for f in mine)
         joined = pa.concat_tables([open_parquet(run, path).read() for path in paths])
-        if table != "rollups":
+        if table not in OF_MERGED:
             assert joined.num_rows == sum(f["rows"] for f in mine)
             joined = joined.sort_by([(key, "ascending") for key in TABLES[table].order])
             description = joined.schema.serialize().to_pybytes()
@@ -188,12 +190,13 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(run: RunDirectory
     assert before == after
     committed = {file.path: file for commit in run.commits() for file in commit.files}
     shards = [file.shards for file in committed.values() if file.table != "weights"]
-    assert sorted(shards) == [1] * 8 + [3] * 16
+    assert sorted(shards) == [1] * 10 + [3] * 20
     for file in committed.values():
         assert file.bytes == (local(run.path) / file.path).stat().st_size
         table, keys = open_parquet(run, file.path).read(), TABLES[file.table].order
         is_sorted = table.equals(table.sort_by([(key, "ascending") for key in keys]))
         assert is_sorted or "/shard-" in file.path
+    assert sum(file.endswith(".parquet") and "samples/" in file for file in committed) == 6
     # A bare glob counts each row once.
     sql = (
         "SELECT intervention, count(*), count(DISTINCT (sequence, layer, head)) "
@@ -231,7 +234,7 @@ def test_a_compacted_run_continues(run: RunDirectory, original: RunDirectory, ex
     kept = [path for path in first if path in data_files(run) and "merged" in path]
     assert [re.sub("-[0-9a-f]{8}[.]", ".", path) for path in kept] == [
         f"{table}/intervention={i}/merged-000003-000005.parquet"
-        for table in ("heads", "profiles", "rollups", "sequences")
+        for table in ("heads", "profiles", "rollups", "samples", "sequences")
         for i in INTERVENTIONS
     ]
 
@@ -292,27 +295,29 @@ def test_a_damaged_file_is_left_and_the_command_fails(
         str(done.exception).splitlines()[0],
     )
     assert (file.read_bytes(), local(run.commit_file(4)).read_bytes()) == (left, commit)
-    # Two files of each table, the roll-ups of one of them, and the weights.
-    assert len(data_files(run)) == 2 * 6 + 2 + 1
+    # Two files of each table, the roll-ups and the samples of one of them, and the weights.
+    assert len(data_files(run)) == 2 * 6 + 2 * 2 + 1
     copy_shards(original, run, (4,))
     done = CliRunner().invoke(app, words)
-    assert re.search(r"toy-1: 17 files are now 10, [\d.]+ kB are now [\d.]+ kB, in \d", done.output)
+    assert re.search(r"toy-1: 19 files are now 12, [\d.]+ kB are now [\d.]+ kB, in \d", done.output)
     assert_same_and_tidy(run, expected)
 
 
-def rollup_digests(run: RunDirectory) -> dict[tuple[str, int], str]:
-    """The committed digests of roll-ups, by intervention and shard."""
+def rollup_digests(run: RunDirectory) -> dict[tuple[str, str, int], str]:
+    """The committed digests of roll-ups and samples, by table, intervention and shard."""
     return {
-        (file.intervention, commit.shard): file.digest
+        (file.table, file.intervention, commit.shard): file.digest
         for commit in run.commits()
         for file in commit.files
-        if file.table == "rollups"
+        if file.table in OF_MERGED
     }
 
 
-def damage_rollup(run: RunDirectory, how: str, shards: str = "000000-000002") -> None:
-    """Damage the roll-up of a merged group under the first intervention."""
-    (file,) = local(run.path).glob(f"rollups/intervention=none/merged-{shards}-*.parquet")
+def damage_rollup(
+    run: RunDirectory, how: str, shards: str = "000000-000002", table: str = "rollups"
+) -> None:
+    """Damage the roll-up, or the sample, of a merged group under the first intervention."""
+    (file,) = local(run.path).glob(f"{table}/intervention=none/merged-{shards}-*.parquet")
     if how == "gone":
         file.unlink()
     elif how == "cut":
@@ -321,20 +326,21 @@ def damage_rollup(run: RunDirectory, how: str, shards: str = "000000-000002") ->
         flip_middle_bit(file)
 
 
-@pytest.mark.parametrize(("how", "shards"), [
-    ("gone", "000000-000002"), ("cut", "000000-000002"), ("flipped", "000000-000002"),
-    ("flipped", "000006-000006"),
+@pytest.mark.parametrize(("table", "how", "shards"), [
+    ("rollups", "gone", "000000-000002"), ("rollups", "cut", "000000-000002"),
+    ("rollups", "flipped", "000006-000006"), ("samples", "gone", "000000-000002"),
+    ("samples", "flipped", "000003-000005"),
 ])  # fmt: skip
-def test_damaged_roll_ups_come_back_to_the_last_bit(
-    merged: RunDirectory, expected: Rows, how: str, shards: str
+def test_damaged_roll_ups_and_samples_come_back_to_the_last_bit(
+    merged: RunDirectory, expected: Rows, table: str, how: str, shards: str
 ):
     digests, files = rollup_digests(merged), data_files(merged)
-    damage_rollup(merged, how, shards)
+    damage_rollup(merged, how, shards, table)
     words = ["check", str(merged.path)]
     checked = CliRunner().invoke(app, words, env={"COLUMNS": "1000"})
     first, *_, remedy = checked.stdout.splitlines()
     assert checked.exit_code == 1
-    assert f": rollups/intervention=none/merged-{shards}-" in first
+    assert f": {table}/intervention=none/merged-{shards}-" in first
     assert remedy.startswith("toy-1: 1 roll-up damaged, in ")
     assert remedy.endswith(f"headcount compact {merged.path} writes them again from their rows")
     assert compact(merged, GROUPS).problems == []
@@ -383,7 +389,7 @@ def test_killed_after_any_change_all_rows_count_once_and_the_next_compaction_end
         assert read_rows(run) == expected, changes
         compact(run, 4 * SHARD)
         # The first group has its roll-ups again, and the second has others.
-        assert rollup_digests(run).items() > {k: d for k, d in digests.items() if k[1] < 4}.items()
+        assert rollup_digests(run).items() > {k: d for k, d in digests.items() if k[2] < 4}.items()
         assert check_run(run).damaged == [], changes
         assert_same_and_tidy(run, expected)
     assert changes > 25
@@ -459,7 +465,7 @@ def test_two_compactions_at_once_write_the_same_and_delete_after_an_hour(
     # files, two are of shard 2, which was not merged.
     assert data_files(stored) == files_between
     assert set(small_files) < set(files_between)
-    assert (done.before.files, done.after.files) == (9, 7)
+    assert (done.before.files, done.after.files) == (9, 9)
     (segment,) = names(stored.commits_directory)
     compact(stored, 2, lines.append)
     assert lines[0].startswith(

@@ -39,6 +39,7 @@ from tests.queries.page.test_explore_queries import (
     CURVES,
     HEAD,
     SEQUENCES,
+    STRIDE,
     let_be_large,
     unpacked,
     write,
@@ -478,26 +479,6 @@ def test_refreshing_beside_a_running_scan_shows_more_and_never_an_error(
     engine.close()
 
 
-@pytest.fixture
-def large_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """An engine over a merged run of which one sequence of three is the sample."""
-    let_be_large(monkeypatch)
-    write(tmp_path, "large")
-    compact(RunDirectory.of(tmp_path, "large"))
-    engine = Engine(str(tmp_path))
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def may_read(large_engine: Engine) -> Iterator[threading.Event]:
-    """Holds the reading of samples up until it is set."""
-    event = threading.Event()
-    large_engine.sample_thread.submit(event.wait)
-    yield event
-    event.set()
-
-
 @contextmanager
 def served(engine: Engine, token: str = "t" * 24, port: int = 0) -> Iterator[str]:
     """The address of an engine's page, served by a thread."""
@@ -511,7 +492,6 @@ def served(engine: Engine, token: str = "t" * 24, port: int = 0) -> Iterator[str
         await web.TCPSite(runner, guard.host, port).start()
         addresses.put(f"http://{guard.host}:{runner.addresses[0][1]}/#{guard.token}")
         await asyncio.to_thread(has_ended.wait)
-        await engine.stop_reading()
         await runner.cleanup()
 
     thread = threading.Thread(target=asyncio.run, args=[serve()], daemon=True)
@@ -523,43 +503,19 @@ def served(engine: Engine, token: str = "t" * 24, port: int = 0) -> Iterator[str
         thread.join()
 
 
-LOOKS_OFTEN = """
-    const wait = window.setTimeout;
-    window.setTimeout = (then, pause) => wait(then, pause / 10);
-    window.asked = [];
-    const send = window.fetch;
-    window.fetch = (address, request) => {
-        window.asked.push(JSON.parse(request.body).kind);
-        return send(address, request);
-    };
-"""
-"""A script that lets a page look for news ten times as often, and notes what it asks."""
-
-
 @pytest.mark.long
-def test_a_page_is_coarse_until_the_sample_is_in_memory_and_says_so(
-    page: Page, large_engine: Engine, may_read: threading.Event
+def test_a_page_over_a_sample_says_so(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tab(page), served(large_engine) as address:
-        script = {"source": LOOKS_OFTEN}
-        page.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)
+    let_be_large(monkeypatch)
+    write(tmp_path, "large")
+    compact(RunDirectory.of(tmp_path, "large"))
+    engine = Engine(str(tmp_path))
+    with tab(page), served(engine) as address:
         page.open(address)
-        assert page.text("#brush-note").startswith("Coarse histograms of all rows")
-        assert count(page, "sink_mass") == SEQUENCES
-        # No brush is drawn over counts of other rows.
-        page.run("document.querySelector('[data-hist] .handle').focus()")
-        page.wait()
-        assert "histograms" in page.run("return window.asked")
-        assert "cube" not in page.run("return window.asked")
-        may_read.set()
-        # The page looks by itself.
-        until = time.monotonic() + 20
-        while page.text("#brush-note").startswith("Coarse"):
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        page.wait()
-        assert page.text("#brush-note").endswith("1 of 3 sequences is read.")
-        assert count(page, "sink_mass") == len(range(0, SEQUENCES, 3))
+        assert page.text("#brush-note").endswith(f"1 of {STRIDE} sequences is read.")
+        assert count(page, "sink_mass") == len(range(0, SEQUENCES, STRIDE))
+    engine.close()
 
 
 @pytest.mark.long

@@ -8,7 +8,6 @@ import json
 import math
 import shutil
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -22,11 +21,10 @@ import pytest
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.explore import opened
 from headcount.queries.explore.axes import BINS, DRAWN_BINS, Axis, axis_of
-from headcount.queries.explore.opened import AXIS_ROWS
 from headcount.queries.explore.query_engine import MOST_ROWS, Engine
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.files.run_directory import RunDirectory
-from tests.toys.toy_runs import Entry, Row, one_line, write_run
+from tests.toys.toy_runs import Entry, Row, flip_middle_bit, one_line, write_run
 
 Files = duckdb.DuckDBPyConnection
 LAYERS, HEADS, SEQUENCES, PER_SHARD, N_CTX = 2, 3, 35, 10, 5
@@ -388,16 +386,15 @@ def test_an_axis_has_round_ends_around_what_it_shows(declared: Any, ends: Any, a
     assert axis_of(declared, *ends) == Axis(*map(float, axis))
 
 
-def test_axes_from_roll_ups_hold_the_values(merged: Asker, ask: Asker, files: Files) -> None:
-    query = {"head": HEAD, "statistics": STATISTICS}
-    from_rollups = merged("histograms", **query)["axes"]
-    for statistic, (low, high) in ask("histograms", **query)["axes"].items():
-        # A bin on an open axis is 4.4 % of the value, and ends are round.
-        first, last = from_rollups[statistic]
-        assert (first, last) == pytest.approx((low, high), abs=0.1 * (high - low))
+def test_axes_from_a_large_sample_show_its_values(
+    compacted: Path, open_at: Opener, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opened, "AXIS_ROWS", ROWS // STRIDE)
+    axes = open_at(compacted)("histograms", head=HEAD, statistics=STATISTICS)["axes"]
+    for statistic, (low, high) in axes.items():
         ends = f"SELECT min({statistic}), max({statistic}) FROM heads WHERE intervention = 'none'"
-        [(smallest, largest)] = files.execute(ends).fetchall()
-        assert first <= smallest < largest <= last
+        [(smallest, largest)] = files.execute(f"{ends} AND sequence % {STRIDE} = 0").fetchall()
+        assert low <= smallest < largest <= high < 1.2 * largest
 
 
 def test_the_overview_lists_runs_subsets_and_statistics(ask: Asker, merged: Asker) -> None:
@@ -644,155 +641,110 @@ def test_rows_are_checked_when_read(compacted: Path, tmp_path: Path, open_at: Op
 
 # Samples of large runs
 
+STRIDE = 16
+"""One of so many sequences is a sample of so small a run."""
+
+SINK_HISTOGRAM = {"head": HEAD, "statistics": ["sink_mass"]}
+
 
 def let_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let these runs count as large: one of three sequences is a sample."""
-    assert ROWS < AXIS_ROWS
     monkeypatch.setattr(opened, "LARGE_RUN_ROWS", ROWS - 1)
-    # What a run without roll-ups takes, and what fits into memory.
-    monkeypatch.setattr(opened, "SAMPLE_ROWS", ROWS // 3)
-    monkeypatch.setattr(opened, "SAMPLE_ROWS", ROWS // 3)
 
 
 is_large = pytest.fixture(let_be_large)
 
 
 @pytest.fixture
-def large(compacted: Path, open_at: Opener, is_large: None) -> Asker:
-    return open_at(compacted)
-
-
-@pytest.fixture
 def large_copy(compacted: Path, tmp_path: Path, open_at: Opener, is_large: None) -> Asker:
-    """One whose files a test may change."""
+    """A large run whose files a test may change."""
     return open_at(copy_of(compacted, tmp_path))
 
 
-async def until_sample_is_read(asker: Asker, intervention: str = "none") -> None:
-    until = time.monotonic() + 20
-    while asker.engine.runs.lacks_sample((asker.run_id, intervention)):
-        assert time.monotonic() < until
-        await asyncio.sleep(0.01)
+def tables_of_samples(asker: Asker) -> int:
+    sql = "SELECT count(*) FROM duckdb_tables() WHERE regexp_matches(table_name, '^sample_[0-9]')"
+    return asker.engine.runs.database.rows(sql)[0][0]
 
 
-async def sampled_counts(asker: Asker, **query: Any) -> np.ndarray:
-    """Ask for a histogram twice. Returns what it counts from the sample."""
-    query = query or SINK_HISTOGRAM
-    await asker.ask("histograms", **query)
-    await until_sample_is_read(asker, query.get("scope", {}).get("intervention", "none"))
-    return (await asker.ask("histograms", **query))["arrays"][0]
+def sampled(asker: Asker) -> int:
+    """How many sequences a histogram counts, which must say that they are a sample."""
+    asker.engine.cache.clear()
+    answer = asker("histograms", **SINK_HISTOGRAM)
+    assert answer["every"] == STRIDE
+    return answer["arrays"][0].sum()
 
 
 @pytest.mark.usefixtures("is_large")
-def test_a_large_run_without_roll_ups_is_read_in_part_and_says_so(
+def test_a_large_run_without_a_sample_is_read_in_part_and_says_so(
     runs: Path, open_at: Opener, files: Files
 ) -> None:
     asker = open_at(runs)
     everything = {str(asked["kind"]) for asked in QUERIES} - {"extremes"}
-    asyncio.run(hold_to_sql(asker, files, {}, 3, everything))
-    assert asker("overview")["runs"][0]["every"] == 3
-    assert asker("histograms", head=HEAD, statistics=["sink_mass"])["every"] == 3
+    asyncio.run(hold_to_sql(asker, files, {}, STRIDE, everything))
+    assert asker("overview")["runs"][0]["every"] == STRIDE
+    assert tables_of_samples(asker) == 0
 
 
-def test_a_sample_in_memory_is_its_rows(large: Asker, files: Files) -> None:
-    async def shown() -> list[list[str]]:
-        return [await hold_to_sql(large, files, scope, 3) for scope in SCOPES[:2]]
-
-    async def from_memory_and_from_files() -> tuple[list[list[str]], list[list[str]]]:
-        await large.ask("histograms", statistics=["sink_mass"])
-        await until_sample_is_read(large)
-        from_memory = await shown()
-        large.engine.runs.give_up_sample((large.run_id, "none"))
-        large.engine.cache.clear()
-        return from_memory, await shown()
-
-    from_memory, from_files = asyncio.run(from_memory_and_from_files())
-    assert from_memory == from_files
+@pytest.mark.usefixtures("is_large")
+def test_a_merged_sample_is_its_rows(
+    compacted: Path, runs: Path, open_at: Opener, files: Files
+) -> None:
+    large, unmerged = open_at(compacted), open_at(runs)
+    for scope in (SCOPES[0], SCOPES[3]):
+        asyncio.run(hold_to_sql(large, files, scope, STRIDE))
+        query = SINK_HISTOGRAM | {"scope": scope}
+        answers = [asker("histograms", **query) for asker in (large, unmerged)]
+        assert answers[0]["sql"] == answers[1]["sql"]
+    assert tables_of_samples(large) == 2
     assert large.engine.interrupted == 0
-
-
-def test_histograms_come_from_roll_ups_before_the_sample(large: Asker, files: Files) -> None:
-    query = {"head": HEAD, "statistics": STATISTICS}
-
-    async def ask_before_and_after() -> list[dict[str, Any]]:
-        before = await large.ask("histograms", **query)
-        of_subset = await large.ask("histograms", **query, scope={"subset": "ArXiv"})
-        of_layer = await large.ask("histograms", statistics=["sink_mass"], scope={"layers": [1, 1]})
-        await until_sample_is_read(large)
-        return [before, of_subset, of_layer, await large.ask("histograms", **query)]
-
-    before, of_subset, of_layer, after = answers = asyncio.run(ask_before_and_after())
-    assert [answer.get("source") for answer in answers] == [*["rollups"] * 3, None]
-    assert (before["every"], after["every"]) == (3, 3)
-    assert of_subset["arrays"][0][0].sum() == SEQUENCES // 2
-    assert of_layer["arrays"][0].sum() == SEQUENCES * HEADS
-    rows = "FROM heads WHERE intervention = 'none' AND layer = 1 AND head = 2"
-    for counts, statistic in zip(before["arrays"][0], STATISTICS, strict=True):
-        numbers = f"SELECT count({statistic}), avg({statistic}), max({statistic}) {rows}"
-        [(count, mean, largest)] = files.execute(numbers).fetchall()
-        # Every value counts, and the mean of the picture is within a bin of theirs.
-        low, high = before["axes"][statistic]
-        assert counts.sum() == count
-        width = (high - low) / DRAWN_BINS
-        middles = low + width * (np.arange(DRAWN_BINS) + 0.5)
-        tolerance = width + 0.05 * largest
-        assert (counts * middles).sum() / count == pytest.approx(mean, abs=tolerance)
-
-
-def test_samples_make_room_for_each_other(large: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened, "MOST_SAMPLES", 1)
-
-    async def counts() -> list[np.ndarray]:
-        query = {"head": HEAD, "statistics": ["value_norm"]}
-        interventions = ("none", "zero_key_bias", "none")
-        scopes = [{"scope": {"intervention": each}} for each in interventions]
-        return [await sampled_counts(large, **query | scope) for scope in scopes]
-
-    first, changed, again = asyncio.run(counts())
-    assert first.sum() == changed.sum() == len(range(0, SEQUENCES, 3))
-    assert first.tolist() == again.tolist() != changed.tolist()
-    (run,) = large("overview")["runs"]
-    assert run["waits_for_sample"] == ["zero_key_bias"]
-    sql = "SELECT count(*) FROM duckdb_tables() WHERE table_name LIKE 'sample_%'"
-    assert large.engine.runs.database.rows(sql) == [(1,)]
-
-
-def test_a_sample_is_as_small_as_the_memory_for_queries() -> None:
-    sizes = [
-        opened.rows_in_memory(duckdb.connect(config={"memory_limit": memory}), statistics=24)
-        for memory in ("100MB", "200MB", "100GB")
-    ]
-    assert sizes[1] == pytest.approx(2 * sizes[0], rel=1e-3)
-    assert sizes[0] * (24 * 4) < 100e6 / 4
-    assert sizes[2] == opened.SAMPLE_ROWS
-
-
-SINK_HISTOGRAM = {"head": HEAD, "statistics": ["sink_mass"]}
 
 
 @pytest.mark.usefixtures("always_fresh")
 def test_a_sample_is_read_again_after_damage(large_copy: Asker) -> None:
-    async def before_and_after() -> list[int]:
-        before = await sampled_counts(large_copy)
-        cut(Path(large_copy.engine.path), MERGED)
-        await large_copy.ask("overview")
-        return [before.sum(), (await sampled_counts(large_copy)).sum()]
+    path = Path(large_copy.engine.path)
+    assert sampled(large_copy) == len(range(0, SEQUENCES, STRIDE))
+    cut(path, MERGED.replace("heads", "samples"))
+    large_copy("overview")
+    # Its rows are there.
+    assert sampled(large_copy) == len(range(0, SEQUENCES, STRIDE))
+    (line,) = large_copy("overview")["damage"]
+    assert line.endswith(f"headcount compact {path / 'run_id=toy'} writes it again")
+    cut(path, MERGED)
+    large_copy("overview")
+    # So few are read without a sample.
+    assert large_copy("histograms", **SINK_HISTOGRAM)["arrays"][0].sum() == LEFT
 
-    assert asyncio.run(before_and_after()) == [len(range(0, SEQUENCES, 3)), LEFT]
+
+@pytest.mark.usefixtures("always_fresh")
+def test_a_sample_is_compared_with_its_commit_before_it_is_read(large_copy: Asker) -> None:
+    path = Path(large_copy.engine.path)
+    flip_middle_bit(next(path.glob(f"run_id=toy/{MERGED.replace('heads', 'samples')}")))
+    assert sampled(large_copy) == len(range(0, SEQUENCES, STRIDE))
+    first, second = (large_copy("overview") for _ in range(2))
+    assert len(first["damage"]) == 1
+    # Damage that is known is no news.
+    assert first["revision"] == second["revision"]
 
 
-def test_a_file_that_changes_while_the_sample_is_read_leaves_it(large_copy: Asker) -> None:
-    may_read = threading.Event()
-
-    async def counts() -> np.ndarray:
-        await large_copy.engine.look_again(rows=True)
-        large_copy.engine.sample_thread.submit(may_read.wait)
-        await large_copy.ask("histograms", **SINK_HISTOGRAM)
-        # Compared with its commit already: only reading it shows that it has changed.
-        cut(Path(large_copy.engine.path), MERGED)
-        may_read.set()
-        return await sampled_counts(large_copy)
-
+def test_a_file_that_changes_before_the_sample_is_read_leaves_it(large_copy: Asker) -> None:
+    asyncio.run(large_copy.engine.look_again(rows=True))
     before = large_copy.engine.runs
-    assert asyncio.run(counts()).sum() == LEFT
+    # Compared with its commit already: only reading it shows that it has changed.
+    cut(Path(large_copy.engine.path), MERGED.replace("heads", "samples"))
+    assert sampled(large_copy) == len(range(0, SEQUENCES, STRIDE))
     assert large_copy.engine.runs is not before
+
+
+@pytest.mark.usefixtures("is_large")
+def test_what_was_measured_after_a_merge_is_in_the_sample(
+    runs: Path, tmp_path: Path, open_at: Opener
+) -> None:
+    late = "*-000001.*"
+    for file in copy_of(runs, tmp_path).glob(f"run_id=toy/commits/{late}"):
+        file.unlink()
+    compact(RunDirectory.of(tmp_path, "toy"))
+    copy_of(runs, tmp_path)
+    assert tables_of_samples(asker := open_at(tmp_path)) == 0
+    assert sampled(asker) == len(range(0, SEQUENCES, STRIDE))
+    compact(RunDirectory.of(tmp_path, "toy"))
+    assert sampled(asker := open_at(tmp_path)) == len(range(0, SEQUENCES, STRIDE))
+    assert tables_of_samples(asker) == 1
