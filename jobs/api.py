@@ -14,13 +14,11 @@ from typing import Literal
 
 from rich.console import Console
 
-from headcount.jobs.console import say
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.plan.plan import make_plan, prepare_run
 from headcount.jobs.plan.scan_files import ScanOfCheckpoint
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import run_to_end
-from headcount.jobs.run.progress import watch_index
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import RunError, ScanError, counted, printable
 from headcount.schemas.files.places import Place
@@ -56,10 +54,7 @@ def run_scan(
     resources = Resources(replicas, cores, device, address)
     resources.check_here()
     with phases.taken():
-        phases.note("loading the model")
-        with watch_index(console) as watch:
-            preparation = Preparation(resources, watch, False, lambda line: say(console, line))
-            plan = make_plan(scan, name, None, preparation, new)
+        plan = make_plan(scan, name, None, Preparation(resources, console), new)
         prepare_run(plan, text)
         failures = run_to_end(plan, resources, console)
     if failures:

@@ -407,7 +407,6 @@ def _resume_here(
     from headcount.jobs.corpus.preparation import Preparation
     from headcount.jobs.plan.plan import replan, where_begun
     from headcount.jobs.run.loop import refuse_failures, run_to_end
-    from headcount.jobs.run.progress import watch_index
     from headcount.jobs.upkeep import phases
     from headcount.workers.process import prepare_process
 
@@ -417,11 +416,8 @@ def _resume_here(
     # Relative names of the scan are meant from where the run was begun.
     with phases.taken(), where_begun(directory, overrides) as absolute_overrides:
         phases.about(directory)
-        with watch_index(console) as watch:
-            preparation = Preparation(
-                resources, watch, verify_corpus, lambda line: say(console, line)
-            )
-            plan = replan(directory, absolute_overrides, preparation)
+        preparation = Preparation(resources, console, verify_corpus)
+        plan = replan(directory, absolute_overrides, preparation)
         failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
     print(directory.path)
     refuse_failures({directory: failures})

@@ -66,7 +66,6 @@ def prepare(
     scan = scans_of(scan_file, overrides or ())[0].scan
     from headcount.jobs.corpus.preparation import Preparation, corpora_of
     from headcount.jobs.resources import Resources
-    from headcount.jobs.run.progress import watch_index
     from headcount.workers.inputs.sequences import Sequences
     from headcount.workers.model.files.model_info import describe, find_model
     from headcount.workers.process import prepare_process
@@ -82,9 +81,8 @@ def prepare(
         )
     console = Console(highlight=False, stderr=True)
     began = time.monotonic()
-    with watch_index(console) as watch:
-        preparation = Preparation(resources, watch, verify_corpus, lambda line: say(console, line))
-        index = preparation.prepared(sequences, corpora_of(scan))
+    preparation = Preparation(resources, console, verify_corpus)
+    index = preparation.prepared(sequences, corpora_of(scan))
     sequences.use_index(index)
     # As a scan would refuse it.
     sequences.check_index()

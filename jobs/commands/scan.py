@@ -278,7 +278,6 @@ def scan(
     from headcount.jobs.plan.plan import make_plan, prepare_run
     from headcount.jobs.resources import Resources
     from headcount.jobs.run.loop import refuse_failures, run_to_end
-    from headcount.jobs.run.progress import watch_index
     from headcount.jobs.upkeep.compaction import merge_finished
     from headcount.jobs.upkeep.merge_workers import merging
     from headcount.workers.process import prepare_process
@@ -293,12 +292,10 @@ def scan(
     failures: dict[RunDirectory, list[Failure]] = {}
     for requested in scans:
         with phases.taken():
-            phases.note("loading the model")
             try:
-                with watch_index(console) as watch:
-                    preparation = Preparation(resources, watch, verify_corpus, tell)
-                    name = requested.file.stem
-                    scan_plan = make_plan(requested.scan, name, run, preparation, new)
+                preparation = Preparation(resources, console, verify_corpus)
+                name = requested.file.stem
+                scan_plan = make_plan(requested.scan, name, run, preparation, new)
             except HeadcountError as error:
                 # Of several scans, the error says which one it is about.
                 words = [word for each in requested.overrides for word in ("--set", each)]
