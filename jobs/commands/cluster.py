@@ -38,7 +38,6 @@ from headcount.schemas.errors import RunError, unknown
 
 if TYPE_CHECKING:
     from headcount.jobs.cluster.submission import Job, JobClient, Submission
-    from headcount.jobs.resources import Resources
     from headcount.jobs.upkeep.status import Status
     from headcount.schemas.files.places import Place
     from headcount.schemas.files.run_directory import RunDirectory
@@ -106,15 +105,13 @@ def submit(
     prepare_process()
     # All are checked before the first job is made.
     scans = [
-        (portable_scan(scan_file, list(requested.overrides)), list(requested.overrides))
+        (portable_scan(scan_file, requested.overrides), requested.overrides)
         for requested in scans_of(scan_file, overrides or ())
     ]
     resources = Resources(replicas, cores, device, address)
     cluster = JobClient(address)
-    for scan, scan_overrides in scans:
-        submission = submit_scan(
-            cluster, scan, scan_file, scan_overrides, resources, env or [], new
-        )
+    for scan, settings in scans:
+        submission = submit_scan(cluster, scan, scan_file, settings, resources, env or [], new)
         # A script reads the id from stdout; people read the lines on stderr.
         print(submission.run_id, flush=True)
         _tell_submission(cluster, submission)
@@ -243,42 +240,28 @@ def list_runs(
 
     if runs in REGISTRIES and address is None:
         print_terms(known_names(runs))
-    elif runs is None and address is not None:
-        _list_jobs(address)
-    else:
-        _list_directory(runs or "runs", address)
-
-
-def _list_jobs(address: str) -> None:
-    """Print the jobs of a cluster, and what those at work do."""
-    from headcount.jobs.cluster.submission import JobClient
-
-    cluster = JobClient(address)
-    rows = [("job", "state", "started", "phase", "run")]
-    for job in cluster.jobs():
-        started = datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds")
-        phase = "-" if job.ended else cluster.phase(job)
-        rows.append((job.job_id, job.state, started, phase, job.run))
-    print_table(rows)
-
-
-def _list_directory(runs: str, address: str | None) -> None:
-    """Print the runs of a directory, with the states of their jobs if a cluster is asked."""
+        return
     from headcount.jobs.upkeep.status import HEADINGS, Status, as_row, read_statuses
     from headcount.schemas.files.places import absolute
 
-    out = absolute(runs)
-    jobs: dict[str, Job] = {}
+    jobs: list[Job] = []
     if address is not None:
         from headcount.jobs.cluster.submission import JobClient
 
-        # Jobs of one run come in their order, so the last one stays in the dictionary.
-        jobs = {
-            job.run_id: job
-            for job in JobClient(address).jobs()
-            if job.run == f"{out}/run_id={job.run_id}"
-        }
-    at_work = [job for job in jobs.values() if not job.ended]
+        cluster = JobClient(address)
+        jobs = cluster.jobs()
+        if runs is None:
+            rows = [("job", "state", "started", "phase", "run")]
+            for job in jobs:
+                started = datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds")
+                phase = "-" if job.ended else cluster.phase(job)
+                rows.append((job.job_id, job.state, started, phase, job.run))
+            print_table(rows)
+            return
+    out = absolute(runs or "runs")
+    # Jobs of one run come in their order, so the last one stays in the dictionary.
+    last_jobs = {job.run_id: job for job in jobs if job.run == f"{out}/run_id={job.run_id}"}
+    at_work = [job for job in last_jobs.values() if not job.ended]
     with _told_if_silent(out):
         statuses, problems = read_statuses(out, may_be_empty=bool(at_work))
     # The driver of a job may not have said anything yet.
@@ -289,8 +272,8 @@ def _list_directory(runs: str, address: str | None) -> None:
             statuses.append(Status(job.run_id, job.run, begun=False, phase=phase))
     rows = [HEADINGS, *map(as_row, statuses)]
     if address is not None:
-        states = ["job", *(jobs[s.run_id].state if s.run_id in jobs else "none" for s in statuses)]
-        rows = [(*row, state) for row, state in zip(rows, states, strict=True)]
+        states = [last_jobs[s.run_id].state if s.run_id in last_jobs else "none" for s in statuses]
+        rows = [(*row, state) for row, state in zip(rows, ["job", *states], strict=True)]
     print_table(rows)
     # Said below the table, so that one broken run does not hide the others.
     for problem in problems:
@@ -392,18 +375,6 @@ def resume(
             "--env: expected with --address only; a run that continues here has this machine's "
             "variables"
         )
-    _resume_here(directory, resources, overrides or [], verify, verify_corpus, allow_other_code)
-
-
-def _resume_here(
-    directory: RunDirectory,
-    resources: Resources,
-    overrides: list[str],
-    verify: bool,
-    verify_corpus: bool,
-    allow_other_code: bool,
-) -> None:
-    """Continue a run with this process as its driver."""
     from headcount.jobs.corpus.preparation import Preparation
     from headcount.jobs.plan.plan import replan, where_begun
     from headcount.jobs.run.loop import refuse_failures, run_to_end
@@ -414,7 +385,7 @@ def _resume_here(
     resources.check_here()
     console = Console(highlight=False, stderr=True)
     # Relative names of the scan are meant from where the run was begun.
-    with phases.taken(), where_begun(directory, overrides) as absolute_overrides:
+    with phases.taken(), where_begun(directory, overrides or []) as absolute_overrides:
         phases.about(directory)
         preparation = Preparation(resources, console, verify_corpus)
         plan = replan(directory, absolute_overrides, preparation)
@@ -426,8 +397,8 @@ def _resume_here(
 def _run_directory(run: str, runs: str) -> RunDirectory:
     """Find a run by its path, by its address in a store, or by its name or id.
 
-    A name or an id is looked for in the directory `runs`. A path becomes absolute, because the
-    process may change its directory later.
+    Both are looked for in the directory `runs`. A path becomes absolute, because the process may
+    change its directory later.
     """
     from headcount.jobs.upkeep.status import runs_in
     from headcount.schemas.files.places import absolute

@@ -112,7 +112,7 @@ def _by_numbers(path: str) -> tuple[bool, list[int], str]:
     return not has_own_number, numbers, path
 
 
-def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
+def portable_scan(scan_file: Path, overrides: Sequence[str]) -> Scan:
     """Read a scan that other machines will run; refuse mistakes, as far as this one can know.
 
     Places that the nodes of a cluster cannot reach are refused, too. The corpus is not opened,
