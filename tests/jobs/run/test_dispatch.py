@@ -330,13 +330,6 @@ def test_the_tokens_of_shards_know_that_the_last_is_short(tmp_path: Path) -> Non
     assert tokens_of(plan, np.arange(3)) == plan.tokens == 80
 
 
-def test_a_replica_in_this_process_and_a_cluster_contradict_each_other() -> None:
-    with pytest.raises(
-        RunError, match=r"--replicas 0 measures in this process, --address here:6379 on a cluster"
-    ):
-        Resources(0, address="here:6379")
-
-
 def drive_until_the_head_dies() -> None:
     """Begin a run in the directory that the command line names, and kill its head.
 

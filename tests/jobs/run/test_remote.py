@@ -27,7 +27,6 @@ import pytest
 
 from headcount.jobs.plan.plan import make_plan, prepare_run, replan
 from headcount.jobs.plan.scan_files import portable_scan
-from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import load_scan
 from tests import ROOT
@@ -376,11 +375,3 @@ def test_what_every_node_can_see_is_accepted(scan_file: Path) -> None:
     scan = portable_scan(scan_file, words)
     assert (scan.out, scan.model) == ("s3://bucket/runs", "openai-community/gpt2")
     assert scan.input.family == "pile"
-
-
-def test_a_renamed_run_is_not_continued(tmp_path: Path, scan_file: Path) -> None:
-    plan = make_plan(load_scan(scan_file, [f"out={tmp_path}/runs"]), "far")
-    prepare_run(plan, SCAN)
-    renamed = RunDirectory(Path(str(plan.run.path)).rename(tmp_path / "runs" / "run_id=other-1"))
-    with pytest.raises(RunError, match=f"this is run {plan.run.run_id}"):
-        replan(renamed)
