@@ -1,7 +1,12 @@
 """How a command ends that fails or is stopped: with a line for people, and a code for programs.
 
-Exit codes: 2 for an error, 128 + the signal's number if a signal stopped the command, 1 if the
-reader of stdout closed it.
+| code | why |
+|---|---|
+| 0 | it has done what it was asked for |
+| 1 | `check` or `doctor` found something amiss, or the reader of stdout closed it |
+| 2 | an error, which is said in a line |
+| 130 | an interrupt stopped it: 128 + the number of the signal |
+| 143, 129 | SIGTERM or SIGHUP stopped it, likewise |
 
 An interrupt may come anywhere: during an import, inside a library that turns it into an error of
 its own, or where Python can raise nothing. So one handler hears all signals, and one place catches
@@ -167,7 +172,7 @@ def _open_standard_streams() -> None:
 
 
 def _end_failed(error: Exception) -> NoReturn:
-    """Say what went wrong and exit with code 2; in debug mode, raise an error of ours instead."""
+    """Say what went wrong and exit with code 2; in debug mode, raise a mistake of ours instead."""
     if _ProcessState.stop_signal is not None:
         # A library made an error of its own of the interrupt.
         _end_stopped(_ProcessState.stop_signal)

@@ -88,34 +88,27 @@ class RunCorpus:
             ) from None
 
 
-def index_new_run(sequences: Sequences, corpora: Place, preparation: Preparation) -> RunCorpus:
-    """Give the sequences of a run that is about to begin an index of their corpus."""
-    sequences.use_index(preparation.prepared(sequences, corpora))
-    sequences.check_index()
-    return RunCorpus.of(sequences.reader)
-
-
-def index_continued_run(
+def index_run(
     run: RunDirectory,
-    manifest: Manifest,
+    manifest: Manifest | None,
     sequences: Sequences,
     corpora: Place,
     preparation: Preparation,
 ) -> tuple[RunCorpus, bool]:
-    """Give the sequences of a run that continues an index of their corpus.
+    """Give the sequences of a run an index of their corpus; `manifest` is that of a begun one.
 
-    Returns the record of the corpus, and whether it is a new one: because the corpus or its place
-    changed, or because the run is extended. If the corpus changed, it is refused unless every
+    Returns the record of the corpus, and whether it replaces another one: because the corpus or its
+    place changed, or because the run is extended. If the corpus changed, it is refused unless every
     committed sequence is the same as before.
     """
-    before = RunCorpus.read(run)
-    # The index reaches as far as the run does, even if the scan asks for fewer sequences now.
-    sequences.least_sequences = manifest.sequences
+    before = None if manifest is None else RunCorpus.read(run)
     sequences.use_index(preparation.prepared(sequences, corpora))
     now = RunCorpus.of(sequences.reader)
-    if (before.store, before.portions) == (now.store, now.portions):
+    if before is not None and (before.store, before.portions) == (now.store, now.portions):
         return before, False
     sequences.check_index()
+    if manifest is None or before is None:
+        return now, False
     change = _change(run, manifest, sequences, before, now)
     if change is None and not sequences.is_drawn and len(sequences.reader) < manifest.sequences:
         change = f"it held {manifest.sequences:,} sequences and holds {len(sequences.reader):,}"
