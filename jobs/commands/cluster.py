@@ -389,7 +389,9 @@ def resume(
         phases.about(directory)
         preparation = Preparation(resources, console, verify_corpus)
         plan = replan(directory, absolute_overrides, preparation)
-        failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
+        failures = run_to_end(
+            plan, resources, console, verify=verify, allow_other_code=allow_other_code
+        )
     print(directory.path)
     refuse_failures({directory: failures})
 

@@ -308,7 +308,7 @@ def scan(
             _print_bad_rows(console, scan_plan.bad_rows)
             # After a failure the next scan is run all the same: its cause may be another.
             failures[scan_plan.run] = run_to_end(
-                scan_plan, resources, console, verify, allow_other_code=allow_other_code
+                scan_plan, resources, console, verify=verify, allow_other_code=allow_other_code
             )
             if merge and not failures[scan_plan.run]:
                 phases.note("compacting")

@@ -56,13 +56,9 @@ from tests.toys.toy_replica import SteadyReplica, ToyReplica
 SILENT = Console(quiet=True)
 IN_PROCESS = Resources(0, 1, "cpu")
 IDLE_SCAN: dict[str, Any] = {
-    "model": "bundled:attn-only-2l-mini",
-    "n_ctx": 8,
-    "sequences": 60,
-    "sequences_per_shard": 1,
-    "statistics": ["sink_mass"],
-    "input": {"family": "uniform_random"},
-}
+    "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": 60, "sequences_per_shard": 1,
+    "statistics": ["sink_mass"], "input": {"family": "uniform_random"},
+}  # fmt: skip
 """A scan of 60 shards, of one sequence each."""
 PACE = 0.1
 
@@ -207,13 +203,13 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     # A slow restart is waited for, and is no failed one.
     monkeypatch.setattr(dispatch, "MOST_FAILED_STARTS", 1)
     deadly_shard = poison_a_shard(plan, 17)
-    (failure,) = run_to_end(plan, Resources(2, 1, "cpu"), SILENT, replica_class=KillingReplica)
+    (failure,) = run_to_end(plan, Resources(2, 1, "cpu"), SILENT, KillingReplica)
     assert failure.shard == deadly_shard
     assert "its replica died" in failure.error
     assert done_shards(plan) == [s for s in range(60) if s != deadly_shard]
     assert plan.run.failure(deadly_shard) == (ATTEMPTS, failure.error)
     # The next command tries the shard again, and counts its attempts from there.
-    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []
+    assert run_to_end(plan, IN_PROCESS, SILENT, ToyReplica) == []
     assert done_shards(plan) == list(range(60))
     assert {c.attempt for c in plan.run.commits() if c.shard == deadly_shard} == {ATTEMPTS + 1}
 
@@ -222,7 +218,7 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
 def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "LEAST_PATIENCE", 0.5)
     began = time.monotonic()
-    assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, replica_class=SleepingReplica) == []
+    assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, SleepingReplica) == []
     # Waiting for the slow replica would take ten minutes. Ray may take one to start.
     assert time.monotonic() - began < 300
     assert done_shards(plan) == list(range(60))
@@ -264,7 +260,7 @@ def test_when_nothing_succeeds_the_other_shards_are_not_tried(plan: Plan, replic
         match=rf"stopped, because {MOST_FAILURES} shards in a row could not be measured, the last "
         r"with: MemoryError: not here .*; mend the cause and run the same command again",
     ):
-        run_to_end(plan, Resources(replicas, 1, "cpu"), SILENT, replica_class=FailingReplica)
+        run_to_end(plan, Resources(replicas, 1, "cpu"), SILENT, FailingReplica)
     assert done_shards(plan) == []
 
 
@@ -272,38 +268,28 @@ def test_without_ray_a_shard_is_tried_as_often_as_with_it_and_the_next_command_c
     plan: Plan,
 ) -> None:
     failing_shard = poison_a_shard(plan, 7)
-    (failure,) = run_to_end(plan, IN_PROCESS, SILENT, replica_class=PoisonedReplica)
+    # A loop can stop at the first failure.
+    with pytest.raises(RunError, match=rf"{plan.run.run_id}: shard {failing_shard} failed: OSErr"):
+        run_to_end(plan, IN_PROCESS, SILENT, PoisonedReplica, stop_at_failure=True)
+    assert done_shards(plan) == list(range(failing_shard))
+    (failure,) = run_to_end(plan, IN_PROCESS, SILENT, PoisonedReplica)
     assert failure.shard == failing_shard
     assert failure.error.startswith("OSError: poisoned (")
-    assert plan.run.failure(failing_shard) == (ATTEMPTS, failure.error)
+    assert plan.run.failure(failing_shard) == (2 * ATTEMPTS, failure.error)
     assert done_shards(plan) == [shard for shard in range(60) if shard != failing_shard]
     poison(plan, -1)
-    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=PoisonedReplica) == []
+    assert run_to_end(plan, IN_PROCESS, SILENT, PoisonedReplica) == []
     # The first shard with a token fails once, and then no other with it.
     tokens = first_tokens_of(plan)
     attempts = [1 + (tokens.index(token) == shard) for shard, token in enumerate(tokens)]
-    attempts[failing_shard] = ATTEMPTS + 2
+    attempts[failing_shard] = 2 * ATTEMPTS + 2
     assert plan.run.commit_log(["attempt"])["attempt"].to_pylist() == attempts
-
-
-def test_a_loop_can_stop_at_the_first_failure_and_continue_later(plan: Plan) -> None:
-    failing_shard = poison_a_shard(plan, 7)
-    behaviour: dict[str, Any] = {"replica_class": PoisonedReplica, "stop_at_failure": True}
-    with pytest.raises(RunError) as failure:
-        run_to_end(plan, IN_PROCESS, SILENT, **behaviour)
-    line = str(failure.value)
-    assert line.startswith(f"{plan.run.run_id}: shard {failing_shard} failed: OSError: poisoned (")
-    assert "\n" not in line
-    assert done_shards(plan) == list(range(failing_shard))
-    poison(plan, -1)
-    assert run_to_end(plan, IN_PROCESS, SILENT, **behaviour) == []
-    assert done_shards(plan) == list(range(60))
 
 
 def test_a_short_run_says_two_lines_without_a_terminal(plan: Plan) -> None:
     printed = io.StringIO()
     console = Console(file=printed, width=100)
-    assert run_to_end(plan, IN_PROCESS, console, replica_class=ToyReplica) == []
+    assert run_to_end(plan, IN_PROCESS, console, ToyReplica) == []
     first_line, last_line = printed.getvalue().splitlines()
     assert first_line == f"{plan.run.run_id}: 480 tokens, 60 shards, 0 of them done"
     assert re.match(r"480 tokens in .*, .* tokens/s, replicas busy \d+%$", last_line)
@@ -317,7 +303,7 @@ def test_a_replica_in_this_process_computes_on_as_many_cores_as_it_is_given(plan
         def misbehave(self, token: int) -> None:
             threads.append(torch.get_num_threads())
 
-    assert run_to_end(plan, Resources(0, 3, "cpu"), SILENT, replica_class=CountingReplica) == []
+    assert run_to_end(plan, Resources(0, 3, "cpu"), SILENT, CountingReplica) == []
     assert set(threads) == {3}
 
 
@@ -348,7 +334,7 @@ def drive_until_the_head_dies() -> None:
 
         threading.Thread(target=kill_head, daemon=True).start()
         console = Console(stderr=True)
-        run_to_end(plan, Resources(1, 1, "cpu"), console, replica_class=SteadyReplica)
+        run_to_end(plan, Resources(1, 1, "cpu"), console, SteadyReplica)
 
 
 @pytest.mark.long
@@ -368,21 +354,15 @@ def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_continues(tmp_pat
     assert 5 <= len(run.commit_log([])) < 60
     plan = replan(run)
     # Whoever measures: what is missing follows from the commits.
-    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []
+    assert run_to_end(plan, IN_PROCESS, SILENT, ToyReplica) == []
     assert done_shards(plan) == list(range(60))
 
 
 def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
     model = toy.save_byte_model(tmp_path / "bytes")
     (tmp_path / "a.jsonl").write_text('{"text": "abcdefghijklmnop"}\n')
-    fields = {
-        "model": str(model),
-        "n_ctx": 8,
-        "sequences": 1,
-        "statistics": ["entropy"],
-        "input": {"family": "pile", "files": str(tmp_path / "a.jsonl")},
-        "out": str(tmp_path / "runs"),
-    }
+    fields = IDLE_SCAN | {"model": str(model), "sequences": 1, "out": str(tmp_path / "runs")}
+    fields |= {"input": {"family": "pile", "files": str(tmp_path / "a.jsonl")}}
     plan = make_plan(parse_scan(fields), "toy")
     prepare_run(plan, "")
     # The driver has read the tokenizer; the replica reads another one.
@@ -394,7 +374,7 @@ def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
         RunError,
         match=r"^no replica can be made: .*this node has the tokenizer \w{16}, the run \w{16}$",
     ):
-        run_to_end(plan, Resources(1, 1, "cpu"), SILENT, replica_class=ToyReplica)
+        run_to_end(plan, Resources(1, 1, "cpu"), SILENT, ToyReplica)
     assert done_shards(plan) == []
 
 
@@ -461,7 +441,7 @@ def test_a_node_a_replica_and_the_driver_are_taken_away(
     with ThreadPoolExecutor(1) as pool:
         disturbance = pool.submit(disturb)
         with pytest.raises(Stopped) as end:
-            run_to_end(plan, Resources(1, 1, "cpu"), console, replica_class=NotingReplica)
+            run_to_end(plan, Resources(1, 1, "cpu"), console, NotingReplica)
     disturbance.result()
     cluster.remove_node(node)
     assert end.value.number == signal.SIGTERM
@@ -472,7 +452,7 @@ def test_a_node_a_replica_and_the_driver_are_taken_away(
     assert len(set(measurements(plan))) == 2
 
     # The same command measures the rest.
-    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=NotingReplica) == []
+    assert run_to_end(plan, IN_PROCESS, SILENT, NotingReplica) == []
     assert done_shards(plan) == list(range(60))
     assert len(measurements(plan)) == 60
     # No try counted against a shard.
@@ -488,8 +468,8 @@ def test_a_shard_in_this_process_is_finished_or_dropped_if_it_takes_long(
     (Path(plan.scan.out) / "seconds").write_text(str(seconds))
     began = time.monotonic()
     with pytest.raises(Stopped):
-        run_to_end(plan, IN_PROCESS, SILENT, replica_class=SelfStoppingReplica)
+        run_to_end(plan, IN_PROCESS, SILENT, SelfStoppingReplica)
     assert time.monotonic() - began < 30
     assert done_shards(plan) == finished
-    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []
+    assert run_to_end(plan, IN_PROCESS, SILENT, ToyReplica) == []
     assert done_shards(plan) == list(range(60))
