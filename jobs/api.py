@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,7 +49,10 @@ def run_scan(
     """
     scan, name, text = _read(source, fields, name)
     prepare_process()
-    console = _console(quiet)
+    console = Console(stderr=True, highlight=False, quiet=quiet)
+    # Rich draws its bar in Jupyter through ipywidgets, and only if it is told of a terminal.
+    if console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None:
+        console = Console(stderr=True, highlight=False, quiet=quiet, force_terminal=True)
     resources = Resources(replicas, cores, device, address)
     resources.check_here()
     with phases.taken():
@@ -95,13 +97,3 @@ def _toml(value: object) -> str:
             f"{type(value).__name__} {shortened(printable(repr(value)))}"
         )
     return in_toml(value)
-
-
-def _console(quiet: bool) -> Console:
-    """Where progress goes: a bar in a notebook with ipywidgets, lines elsewhere, or nowhere."""
-    if quiet:
-        return Console(file=io.StringIO())
-    console = Console(stderr=True, highlight=False)
-    # Rich draws its bar in Jupyter through ipywidgets, and only if it is told of a terminal.
-    has_bar = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-    return Console(stderr=True, highlight=False, force_terminal=True) if has_bar else console

@@ -168,25 +168,29 @@ def doctor(
     ] = None,
 ) -> None:
     """Check that this machine can run scans, and print what it has."""
-    from headcount.jobs.commands.doctor import check_kernel, check_model, examine
-
-    # Loading the libraries takes seconds, and a large model takes minutes.
-    if model is not None:
-        checks, waiting = check_model(model), "loading the model, then measuring two sequences"
-    elif device == "cuda":
-        checks, waiting = check_kernel(), "comparing the kernel with tiles"
-    else:
-        checks, waiting = examine(out), "loading the libraries, then measuring with every model"
     console = Console(highlight=False)
+    if model is not None:
+        # Loading a large model takes minutes.
+        with console.status("loading the model, then measuring two sequences"):
+            from headcount.jobs.commands.model_report import report_model
+            from headcount.workers.process import prepare_process
+
+            prepare_process()
+            for word, text in report_model(model):
+                say(console, f"{word:<10} {text}")
+        return
+    from headcount.jobs.commands.doctor import check_kernel, examine
+
+    checks, waiting = examine(out), "loading the libraries, then measuring with every model"
+    if device == "cuda":
+        checks, waiting = check_kernel(), "comparing the kernel with tiles"
     healthy = True
     with console.status(waiting):
         for check in checks:
-            mark = "" if check.ok is None else "ok    " if check.ok else "FAIL  "
-            say(console, f"{mark}{check.name:<{16 if mark else 10}} {check.result}")
-            if check.ok is False:
-                healthy = False
-                if check.advice:
-                    say(console, f"{'':<23}{check.advice}")
+            say(console, f"{'ok' if check.ok else 'FAIL':<6}{check.name:<16} {check.result}")
+            if not check.ok and check.advice:
+                say(console, f"{'':<23}{check.advice}")
+            healthy &= check.ok
             # The next check may take seconds.
             sys.stdout.flush()
     if not healthy:

@@ -24,8 +24,8 @@ from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.token_store import Portion
 
-NEWEST_FORMAT = 3
-"""Version of the record."""
+RECORD, NEWEST_FORMAT = "corpus.json", 3
+"""Name and version of the record, in the directory `index` of the run."""
 
 COMPARED_AT_ONCE = 64
 """Sequences that are read at once to be compared."""
@@ -61,7 +61,7 @@ class RunCorpus:
     @classmethod
     def read(cls, run: RunDirectory) -> RunCorpus:
         """The record of a run."""
-        file = _record_file(run)
+        file = run.index / RECORD
         try:
             content = json.loads(file.read_bytes())
             if content["format"] != NEWEST_FORMAT:
@@ -122,14 +122,10 @@ def write_corpus(run: RunDirectory, corpus: RunCorpus, sequences: Sequences) -> 
     sources = [astuple(source) for source in corpus.sources]
     record: dict[str, Any] = {"format": NEWEST_FORMAT, "store": corpus.store}
     record |= {"sources": sources, "portions": corpus.portions}
-    write_whole(_record_file(run), json.dumps(record, ensure_ascii=False).encode())
+    write_whole(run.index / RECORD, json.dumps(record, ensure_ascii=False).encode())
     assert sequences.fates is not None
     fates = json.dumps(sequences.fates.record, indent=1, ensure_ascii=False)
     write_whole(run.fates_file, fates.encode())
-
-
-def _record_file(run: RunDirectory) -> Place:
-    return run.index / "corpus.json"
 
 
 def _change(
@@ -178,16 +174,20 @@ def _change(
             return None
         times, times_now = run_index.token_counts[moved[0]], index.token_counts[moved[0]]
         return f"token {moved[0]} occurred {times:,} times and occurs {times_now:,} times"
-    differences = (
+    changes = (
         _moved_sequence(run_index, index, begin, min(begin + COMPARED_AT_ONCE, stop))
         for start, stop in committed
         for begin in range(start, stop, COMPARED_AT_ONCE)
     )
-    return next(filter(None, differences), None)
+    return next(filter(None, changes), None)
 
 
 def _moved_sequence(before: SequenceIndex, now: SequenceIndex, start: int, stop: int) -> str | None:
     """Why one of the sequences `start .. stop-1` is not the same now; None if all are the same."""
+
+    def place_of(index: SequenceIndex, file: str, row: int) -> str:
+        return next(one for one in index.corpus.sources if one.name == file).place_of(row)
+
     there = min(stop, len(now))
     if start < there:
         old_tokens, old_origins = before.read(start, there)
@@ -198,18 +198,12 @@ def _moved_sequence(before: SequenceIndex, now: SequenceIndex, start: int, stop:
                 [values[i] for values in columns.values()] for columns in (old_origins, origins)
             )
             is_file_same = old_file.rpartition("/")[2] == file.rpartition("/")[2]
+            where = place_of(now, file, origin[0])
             if not is_file_same or old_origin[0] != origin[0]:
-                old_place = _place_of(before, old_file, old_origin[0])
-                place = _place_of(now, file, origin[0])
-                return f"sequence {start + i:,} came from {old_place} and would come from {place}"
+                old_place = place_of(before, old_file, old_origin[0])
+                return f"sequence {start + i:,} came from {old_place} and would come from {where}"
             if old_origin != origin or (old_tokens[i] != tokens[i]).any():
-                place = _place_of(now, file, origin[0])
-                return f"sequence {start + i:,}, which begins in {place}, would not be the same"
+                return f"sequence {start + i:,}, which begins in {where}, would not be the same"
     if there < stop:
         return f"it held {len(before):,} sequences and holds {len(now):,}"
     return None
-
-
-def _place_of(reader: SequenceIndex, file: str, row: int) -> str:
-    """Where a sequence begins, for people."""
-    return next(source for source in reader.corpus.sources if source.name == file).place_of(row)

@@ -169,6 +169,12 @@ def done_shards(plan: Plan) -> list[int]:
     return plan.run.commit_log([])["shard"].to_pylist()
 
 
+def finish_here(plan: Plan, replica_class: type[ToyReplica] = ToyReplica) -> None:
+    """Let the next command measure what is missing, whoever measured the rest."""
+    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class) == []
+    assert done_shards(plan) == list(range(60))
+
+
 def first_tokens_of(plan: Plan) -> list[int]:
     """The first random token of each shard, by which replicas tell shards apart."""
     return [int(plan.sequences.shard(shard).tokens[0, 1]) for shard in range(60)]
@@ -209,8 +215,7 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     assert done_shards(plan) == [s for s in range(60) if s != deadly_shard]
     assert plan.run.failure(deadly_shard) == (ATTEMPTS, failure.error)
     # The next command tries the shard again, and counts its attempts from there.
-    assert run_to_end(plan, IN_PROCESS, SILENT, ToyReplica) == []
-    assert done_shards(plan) == list(range(60))
+    finish_here(plan)
     assert {c.attempt for c in plan.run.commits() if c.shard == deadly_shard} == {ATTEMPTS + 1}
 
 
@@ -354,8 +359,7 @@ def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_continues(tmp_pat
     assert 5 <= len(run.commit_log([])) < 60
     plan = replan(run)
     # Whoever measures: what is missing follows from the commits.
-    assert run_to_end(plan, IN_PROCESS, SILENT, ToyReplica) == []
-    assert done_shards(plan) == list(range(60))
+    finish_here(plan)
 
 
 def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
@@ -452,8 +456,7 @@ def test_a_node_a_replica_and_the_driver_are_taken_away(
     assert len(set(measurements(plan))) == 2
 
     # The same command measures the rest.
-    assert run_to_end(plan, IN_PROCESS, SILENT, NotingReplica) == []
-    assert done_shards(plan) == list(range(60))
+    finish_here(plan, NotingReplica)
     assert len(measurements(plan)) == 60
     # No try counted against a shard.
     assert set(plan.run.commit_log(["attempt"])["attempt"].to_pylist()) == {1}
@@ -471,5 +474,4 @@ def test_a_shard_in_this_process_is_finished_or_dropped_if_it_takes_long(
         run_to_end(plan, IN_PROCESS, SILENT, SelfStoppingReplica)
     assert time.monotonic() - began < 30
     assert done_shards(plan) == finished
-    assert run_to_end(plan, IN_PROCESS, SILENT, ToyReplica) == []
-    assert done_shards(plan) == list(range(60))
+    finish_here(plan)
