@@ -197,6 +197,23 @@ def test_a_mistake_of_ours_is_one_line_and_a_file(
 # Interrupts
 
 
+@pytest.mark.parametrize(("words", "number", "line"), [
+    ("scan a.toml", signal.SIGINT, "stopped; the same command continues the scan where it stopped"),
+    ("scan a.toml --new", signal.SIGTERM,
+     "stopped; the same command without --new continues the scan where it stopped"),
+    ("query runs heads", signal.SIGHUP, "stopped"),
+])  # fmt: skip
+def test_a_command_that_is_stopped_says_how_to_continue(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: str, number: int, line: str,
+):  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["headcount", *words.split()])
+    monkeypatch.setattr(endings._ProcessState, "has_children", False)
+    with pytest.raises(SystemExit) as end, endings.ended_in_lines():
+        raise KeyboardInterrupt if number == signal.SIGINT else endings.Stopped(number)
+    assert (end.value.code, capsys.readouterr().err) == (128 + number, f"{line}\n")
+
+
 def died_before_our_first_lines(errors: str) -> bool:
     """Whether Python was interrupted before the front door had said what an interrupt does."""
     if "init_import_site" in errors:

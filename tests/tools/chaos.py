@@ -296,6 +296,7 @@ FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {
     "replica_terminated": sends(signal.SIGTERM, to_driver=False),
     "driver_killed": sends(signal.SIGKILL, to_driver=True),
     "driver_terminated": sends(signal.SIGTERM, to_driver=True),
+    "driver_interrupted": sends(signal.SIGINT, to_driver=True),
     # Just before a data file appears.
     "replica_killed_while_writing": strikes_at_write("kill", "data", "/heads/"),
     # Between the data files and the commit.

@@ -186,11 +186,9 @@ MEASURING = sorted(
 
 
 def copy_code(
-    out: Path,
-    change: Callable[[str], str],
-    changed: Iterable[str],
+    out: Path, change: Callable[[str], str], changed: Iterable[str],
     files: Iterable[str] = MEASURING,
-) -> Path:
+) -> Path:  # fmt: skip
     """A copy of some code that measures, with some files changed."""
     for file in files:
         (out / file).parent.mkdir(parents=True, exist_ok=True)

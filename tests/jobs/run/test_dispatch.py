@@ -7,9 +7,7 @@ another one each day; `test_faults.py` has the rest.
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 import os
 import re
 import signal
@@ -19,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +28,24 @@ import torch
 from ray.scripts.scripts import drain_node
 from ray.util.placement_group import placement_group, remove_placement_group
 from rich.console import Console
-from typer.testing import CliRunner
 
-import headcount
 from headcount.jobs import endings
 from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.jobs.endings import Stopped, listen_to_signals
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run import dispatch
-from headcount.jobs.run.loop import MOST_FAILURES, run_to_end, tokens_of
+from headcount.jobs.run.loop import MOST_FAILURES, refuse_failures, run_to_end, tokens_of
 from headcount.jobs.run.shards import ATTEMPTS
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.run_directory import find_runs
+from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.model.files.model_info import ModelInfo
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from tests import ROOT
 from tests.tools.chaos import FAULTS_BY_NAME, World, draw_life, open_world, run_schedule
 from tests.tools.processes import Command
 from tests.tools.workers import NODE_OPTIONS, joined, start_cluster
 from tests.toys import toy_models as toy
+from tests.toys.refusals import refused
 from tests.toys.toy_replica import SteadyReplica, ToyReplica
 
 SILENT = Console(quiet=True)
@@ -61,18 +56,6 @@ IDLE_SCAN: dict[str, Any] = {
 }  # fmt: skip
 """A scan of 60 shards, of one sequence each."""
 PACE = 0.1
-
-
-class SleepingReplica(ToyReplica):
-    """One of them takes ten minutes for every shard."""
-
-    def misbehave(self, token: int) -> None:
-        slow_replica, own = (Path(self.scan.out) / name for name in ("slow", f"own-{os.getpid()}"))
-        own.write_text(str(os.getpid()))
-        # A link appears whole or not at all, so exactly one process becomes the slow one.
-        with contextlib.suppress(FileExistsError):
-            os.link(own, slow_replica)
-        time.sleep(600 if slow_replica.read_text() == str(os.getpid()) else 0.05)
 
 
 class FailingReplica(ToyReplica):
@@ -219,45 +202,6 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     assert {c.attempt for c in plan.run.commits() if c.shard == deadly_shard} == {ATTEMPTS + 1}
 
 
-@pytest.mark.long
-def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "LEAST_PATIENCE", 0.5)
-    began = time.monotonic()
-    assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, SleepingReplica) == []
-    # Waiting for the slow replica would take ten minutes. Ray may take one to start.
-    assert time.monotonic() - began < 300
-    assert done_shards(plan) == list(range(60))
-
-
-def test_a_poisoned_shard_fails_alone_and_the_command_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts, runs = tmp_path / "texts.jsonl", tmp_path / "runs"
-    lines = [json.dumps({"text": letter * 64}) for letter in "a" * 8 + "b" * 8 + "c" * 8]
-    texts.write_text("\n".join([*lines[:10], "{broken", *lines[10:]]) + "\n")
-    (poisoned,) = set(TextTokenizer(ROOT / "models" / "gpt2-mini", 257).encode("b"))
-    runs.mkdir()
-    (runs / "poison").write_text(str(poisoned))
-    scan_file = tmp_path / "poisoned.toml"
-    scan_file.write_text(
-        f'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 24\nsequences_per_shard = 8\n'
-        f'out = "{runs}"\nbad_rows = 0.05\n[input]\nfamily = "pile"\nfiles = "{texts}"\n'
-    )
-    # The model has no part in it.
-    with_toy_replicas = partial(run_to_end, replica_class=SteadyReplica)
-    monkeypatch.setattr("headcount.jobs.run.loop.run_to_end", with_toy_replicas)
-    result = CliRunner().invoke(headcount.app, ["scan", str(scan_file), "--replicas", "1"])
-    assert f"{texts}, line 11 (invalid JSON)" in result.stderr
-    assert isinstance(result.exception, RunError)
-    assert str(result.exception).startswith("1 shard failed")
-    (run,) = find_runs(runs)
-    assert [commit.shard for commit in run.commits()] == [0, 2]
-    failure = run.failure(1)
-    assert failure is not None
-    assert failure[0] == ATTEMPTS
-    assert f"poisoned by token {poisoned}" in failure[1]
-
-
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_when_nothing_succeeds_the_other_shards_are_not_tried(plan: Plan, replicas: int) -> None:
     with pytest.raises(
@@ -281,6 +225,13 @@ def test_without_ray_a_shard_is_tried_as_often_as_with_it_and_the_next_command_c
     assert failure.shard == failing_shard
     assert failure.error.startswith("OSError: poisoned (")
     assert plan.run.failure(failing_shard) == (2 * ATTEMPTS, failure.error)
+    line = refused(
+        RunError, refuse_failures, {plan.run: [failure], RunDirectory(Path("other")): []}
+    )
+    assert line == (
+        "1 shard failed, all others are committed; mend the cause, then headcount resume "
+        f"{plan.run.path} continues it"
+    )
     assert done_shards(plan) == [shard for shard in range(60) if shard != failing_shard]
     poison(plan, -1)
     assert run_to_end(plan, IN_PROCESS, SILENT, PoisonedReplica) == []

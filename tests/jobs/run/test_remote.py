@@ -186,20 +186,6 @@ def test_what_only_the_driver_finds_out_is_an_error_of_submit_and_said_by_status
 
 
 @pytest.mark.long
-def test_a_run_that_was_begun_elsewhere_is_resumed_as_a_job(
-    cluster: str, scan_file: Path, tmp_path: Path
-) -> None:
-    plan = make_plan(load_scan(scan_file, [f"out={tmp_path}/runs"]), "far")
-    prepare_run(plan, SCAN)
-    at = ("--address", cluster)
-    told("resume", str(plan.run.path), *at)
-    # Other tests may have had a job for a run of the same id.
-    followed = told("logs", str(plan.run.path), "-f", *at)[1]
-    assert re.fullmatch(rf"{plan.run.run_id}[.\d]*: SUCCEEDED", followed), followed
-    check_every_row_is_there_once(plan.run)
-
-
-@pytest.mark.long
 def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     cluster: str, scan_file: Path, tmp_path: Path
 ) -> None:
