@@ -33,7 +33,7 @@ from headcount.jobs.commands.options import (
     Verify,
     VerifyCorpus,
 )
-from headcount.jobs.console import print_table, print_terms, say
+from headcount.jobs.console import print_table, print_terms, tell
 from headcount.schemas.errors import RunError, unknown
 
 if TYPE_CHECKING:
@@ -119,9 +119,9 @@ def submit(
 
 def _tell_submission(cluster: JobClient, submission: Submission) -> None:
     """Say what was submitted; if it is a new job, wait until its driver is there."""
-    _tell(submission.line)
+    tell(submission.line)
     if submission.is_new:
-        _tell(cluster.wait(submission.job_id))
+        tell(cluster.wait(submission.job_id))
 
 
 @commands.command()
@@ -207,7 +207,7 @@ def _status(directory: RunDirectory, address: str | None) -> tuple[Status, str |
 def _told_if_silent(where: Place) -> Iterator[None]:
     """Say that a store has not answered for a while: a request to it is given up after minutes."""
     line = f"{where}: the store has not answered for {SILENCE_SECONDS:.0f} s; asking it again"
-    timer = Timer(SILENCE_SECONDS, _tell, [line])
+    timer = Timer(SILENCE_SECONDS, tell, [line])
     timer.daemon = True
     # A disk answers at once, or fails.
     if not isinstance(where, Path):
@@ -277,7 +277,7 @@ def list_runs(
     print_table(rows)
     # Said below the table, so that one broken run does not hide the others.
     for problem in problems:
-        _tell(problem)
+        tell(problem)
 
 
 @commands.command()
@@ -298,7 +298,7 @@ def logs(
         sys.stdout.write(text)
         sys.stdout.flush()
     if follow:
-        _tell(f"{job.job_id}: {cluster.job(job.job_id).state}")
+        tell(f"{job.job_id}: {cluster.job(job.job_id).state}")
 
 
 @commands.command()
@@ -312,7 +312,7 @@ def stop(run: RunOrJob, address: Address) -> None:
     cluster = JobClient(address)
     job = cluster.find(run)
     if job.ended:
-        _tell(f"{job.job_id}: has ended before, {job.state}")
+        tell(f"{job.job_id}: has ended before, {job.state}")
         return
     state = cluster.stop(job).state
     # Ray kills a driver that takes its time to say so itself.
@@ -320,7 +320,7 @@ def stop(run: RunOrJob, address: Address) -> None:
     advice = "submitting the scan again continues it"
     if job.has_begun:
         advice = f"headcount resume {job.run} --address {cluster.url} continues the run"
-    _tell(f"{job.job_id}: {state}; {advice}")
+    tell(f"{job.job_id}: {state}; {advice}")
 
 
 @commands.command()
@@ -425,7 +425,3 @@ def _run_directory(run: str, runs: str) -> RunDirectory:
         ids = ", ".join(match.run_id for match in matches)
         raise RunError(f"{directory}: {len(matches)} runs have the name {run}; say which: {ids}")
     return matches[0]
-
-
-def _tell(line: str) -> None:
-    say(Console(highlight=False, stderr=True), line)

@@ -28,7 +28,7 @@ from headcount.jobs.commands.options import (
     Verify,
     VerifyCorpus,
 )
-from headcount.jobs.console import duration, in_bytes, say
+from headcount.jobs.console import duration, in_bytes, say, tell
 from headcount.schemas.errors import HeadcountError, RunError, ScanError, counted, printable
 from headcount.schemas.packages import PACKAGE
 
@@ -281,9 +281,6 @@ def scan(
     from headcount.jobs.upkeep.compaction import merge_finished
     from headcount.jobs.upkeep.merge_workers import merging
     from headcount.workers.process import prepare_process
-
-    def tell(line: str) -> None:
-        say(console, line)
 
     prepare_process()
     console = Console(highlight=False, stderr=True)

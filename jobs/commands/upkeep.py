@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import Annotated, Literal
 
@@ -10,7 +9,7 @@ import typer
 from rich.console import Console
 
 from headcount.jobs.commands.options import Yes
-from headcount.jobs.console import duration, in_bytes, say
+from headcount.jobs.console import check_can_ask, duration, in_bytes, say, tell
 from headcount.schemas.errors import RunError, counted
 
 commands = typer.Typer(rich_markup_mode=None)
@@ -87,15 +86,11 @@ def compact(
     from headcount.schemas.files.places import absolute
     from headcount.schemas.files.run_directory import find_runs
 
-    def tell(line: str) -> None:
-        say(console, line)
-
     if address is not None and processes:
         raise RunError(
             f"--processes {processes} merges on this machine, --address {address} on a cluster; "
             "leave out one"
         )
-    console = Console(highlight=False, stderr=True)
     problems: list[str] = []
     for run in find_runs(absolute(path)):
         try:
@@ -129,18 +124,13 @@ def rm(
     """
     from headcount.jobs.upkeep.removal import check_removable, describe_run, remove
 
-    console = Console(highlight=False, stderr=True)
     # All are checked before the first is deleted.
     run_directories = [check_removable(location) for location in runs]
-    if not yes and not sys.stdin.isatty():
-        raise RunError(
-            "headcount rm asks before it deletes, and stdin is no terminal; "
-            f"{shlex.join(['headcount', 'rm', *runs, '--yes'])} does not ask"
-        )
+    check_can_ask("headcount rm", runs, yes)
     for run in run_directories:
         if yes or typer.confirm(f"Delete {describe_run(run)}?", err=True):
             remove(run)
-            say(console, f"deleted {run.path}")
+            tell(f"deleted {run.path}")
 
 
 @commands.command()
