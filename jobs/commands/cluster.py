@@ -7,11 +7,10 @@ Torch and Ray take seconds to import, so they are imported inside the functions 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -144,42 +143,36 @@ def status(
 
     With a cluster's address, also print the state of the run's job.
     """
+    from rich.live import Live
+    from rich.text import Text
+
     from headcount.jobs.upkeep.status import as_lines
 
     directory = _run_directory(run, runs)
-    redraws = watch and sys.stdout.isatty()
-    lines_on_screen = 0
-    while True:
-        with _told_if_silent(directory.path):
-            run_status, job, error = _status(directory, address)
-        # One object a line, also with --watch, so that a program reads them as they come.
-        if format_ == "json":
-            record = asdict(run_status)
-            if job is not None:
-                record |= {"job": job, "job_error": error}
-            lines = [json.dumps(record)]
-        else:
+    console = Console(highlight=False)
+    redraws = watch and format_ == "text" and console.is_terminal
+    with Live(console=console, auto_refresh=False) if redraws else nullcontext() as live:
+        while True:
+            with _told_if_silent(directory.path):
+                run_status, job, error = _status(directory, address)
             lines = as_lines(run_status)
             if job is not None:
                 lines.append(f"job       {job}{f': {error}' if error else ''}")
-            if redraws:
-                if lines_on_screen:
-                    # The cursor goes back to where the last lines began.
-                    cursor_up, clear_below = f"\x1b[{lines_on_screen}A", "\x1b[J"
-                    print(f"{cursor_up}{clear_below}", end="")
-                # A line that wrapped would take two rows, and the next clearing would miss one.
-                width = shutil.get_terminal_size().columns
-                lines = [line[:width] for line in lines]
+            if live is not None:
+                live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
+            elif format_ == "json":
+                # One object a line, also with --watch, so that a program reads them as they come.
+                asked = {} if job is None else {"job": job, "job_error": error}
+                print(json.dumps(asdict(run_status) | asked), flush=True)
             elif watch:
                 # A log gets one line each time: what it does, or how many shards and tokens.
-                words = [line.split(maxsplit=1) for line in lines[1:3]]
-                told = "; ".join(" ".join(pair) for pair in words)
-                lines = [f"{datetime.now(UTC):%H:%M:%S}  {told}"]
-        print("\n".join(lines), flush=True)
-        lines_on_screen = len(lines)
-        if not watch or run_status.complete:
-            return
-        time.sleep(every)
+                words = [" ".join(line.split(maxsplit=1)) for line in lines[1:3]]
+                print(f"{datetime.now(UTC):%H:%M:%S}  {'; '.join(words)}", flush=True)
+            else:
+                print("\n".join(lines), flush=True)
+            if not watch or run_status.complete:
+                return
+            time.sleep(every)
 
 
 def _status(directory: RunDirectory, address: str | None) -> tuple[Status, str | None, str | None]:

@@ -180,7 +180,8 @@ class World:
 
 def is_replica(process: psutil.Process) -> bool:
     """Whether a worker has become a replica. It may also have ended meanwhile."""
-    with contextlib.suppress(psutil.Error):
+    # One that has just ended has no command line.
+    with contextlib.suppress(psutil.Error, IndexError):
         return process.cmdline()[0].startswith("ray::ReplicaActor")
     return False
 
