@@ -205,6 +205,18 @@ def lack_of_room(resources: Resources) -> str | None:
     return None
 
 
+@contextmanager
+def ray_in_words(subject: str) -> Iterator[None]:
+    """Say in one line that Ray gave up, and so ended `subject`."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise RunError(
+            f"{subject}: Ray gave up ({last_line(str(error))}); the same command continues where "
+            "it stopped"
+        ) from None
+
+
 def draining_nodes() -> set[str]:
     """The nodes that the cluster is about to lose, and that get no new actor."""
     return set(state.get_draining_nodes())

@@ -403,8 +403,9 @@ def submit(
     last_job = cluster.last(run)
     if last_job is not None and last_job.ended:
         has_begun = last_job.has_begun
-        extends = scan.sequences != "all" and has_begun
-        extends = extends and scan.sequences > run.manifest().sequences
+        extends = (
+            has_begun and scan.sequences != "all" and scan.sequences > run.manifest().sequences
+        )
         line = f"{last_job.job_id}: has ended, {last_job.state}"
         if last_job.state == "SUCCEEDED" and not extends:
             line += f"; headcount status {run.path}"

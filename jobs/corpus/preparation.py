@@ -38,12 +38,7 @@ from headcount.workers.inputs.store.preparation import (
 )
 from headcount.workers.inputs.store.token_store import Portion, TokenStore, open_portion
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
-from headcount.workers.provenance.code_fingerprint import (
-    Code,
-    code_fingerprint,
-    learn_fingerprint,
-    read_code,
-)
+from headcount.workers.provenance.code_fingerprint import Code, check_code, read_code
 
 if TYPE_CHECKING:
     import ray
@@ -273,13 +268,7 @@ def prepare_on_node(
     try:
         if directory is not None:
             os.chdir(directory)
-        learn_fingerprint(code)
-        local_code = code_fingerprint()
-        if local_code != code.fingerprint:
-            raise RunError(
-                f"this node runs code {local_code}, the driver {code.fingerprint}; remove the copy "
-                "of headcount that is installed there"
-            )
+        check_code(code)
         if tokenizer.library != store.library:
             raise RunError(
                 f"this node has {tokenizer.library}, and the driver {store.library}; install the "
@@ -305,15 +294,12 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
     """
     # Ray takes a second to import, and most commands that prepare nothing do without.
     import ray
-    import ray.exceptions
 
-    from headcount.jobs.cluster.ray_cluster import connect, lack_of_room, last_line
+    from headcount.jobs.cluster.ray_cluster import connect, lack_of_room, ray_in_words
 
     is_for_replicas = resources.replicas > 0
     resources = connect(replace(resources, replicas=max(1, resources.replicas)))
-    # Names of files may be relative to this directory; another machine does not have it.
-    directory = None if resources.cluster else os.getcwd()
-    code = read_code()
+    code, directory = read_code(), resources.directory
     tokenizer = ray.put(work.sequences.tokenizer)
     waiting = deque(work.missing())
     extents = len(waiting)
@@ -340,24 +326,20 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
             running[task.remote(*arguments)] = extent
 
     try:
-        while (waiting or running) and not work.is_done:
-            start_tasks()
-            ended, _ = ray.wait(list(running), num_returns=1, timeout=LOOK_SECONDS)
-            for reference in ended:
-                _check_end(reference, running.pop(reference))
-            documents_before = work.index.documents
-            work.look()
-            if ended or work.index.documents > documents_before:
-                last_news = time.monotonic()
-            if time.monotonic() - last_news > STARTING_NOTICE:
-                lack = lack_of_room(replace(resources, device="cpu", cores=1))
-                tell(lack or "no news of the tokens yet: all cores are taken")
-                last_news = time.monotonic()
-    except ray.exceptions.RayError as error:
-        raise RunError(
-            f"the preparation of the corpus: Ray gave up ({last_line(str(error))}); the same "
-            "command continues where it stopped"
-        ) from None
+        with ray_in_words("the preparation of the corpus"):
+            while (waiting or running) and not work.is_done:
+                start_tasks()
+                ended, _ = ray.wait(list(running), num_returns=1, timeout=LOOK_SECONDS)
+                for reference in ended:
+                    _check_end(reference, running.pop(reference))
+                documents_before = work.index.documents
+                work.look()
+                if ended or work.index.documents > documents_before:
+                    last_news = time.monotonic()
+                if time.monotonic() - last_news > STARTING_NOTICE:
+                    lack = lack_of_room(replace(resources, device="cpu", cores=1))
+                    tell(lack or "no news of the tokens yet: all cores are taken")
+                    last_news = time.monotonic()
     finally:
         # What the tasks that are left have committed stays.
         for reference in running:

@@ -33,7 +33,6 @@ hands out nothing more, tells the replicas to leave, and takes what they still f
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import Counter, deque
@@ -46,9 +45,13 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 
-from headcount.jobs.cluster.ray_cluster import draining_nodes, lack_of_room, last_line
+from headcount.jobs.cluster.ray_cluster import (
+    draining_nodes,
+    lack_of_room,
+    last_line,
+    ray_in_words,
+)
 from headcount.jobs.endings import is_finishing, work_begins
-from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.preemption import node_is_gone
@@ -99,12 +102,8 @@ def dispatch(
     """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives."""
     dispatcher = _Dispatcher(plan, shards, resources, say, replica_class)
     try:
-        yield from dispatcher.outcomes()
-    except ray.exceptions.RayError as error:
-        raise RunError(
-            f"{plan.run.run_id}: Ray gave up ({last_line(str(error))}); the same command continues "
-            "where it stopped"
-        ) from None
+        with ray_in_words(plan.run.run_id):
+            yield from dispatcher.outcomes()
     finally:
         # A shard that is cut off has no commit. After Ray's end `ray.kill` would join another
         # cluster of this machine.
@@ -185,13 +184,22 @@ class _Dispatcher:
         self.last_look = 0.0
         """When the cluster was last looked at, by the monotonic clock."""
 
-        # A replica gets the reference as bytes. Ray warns of a reference among an actor's
-        # arguments, because it does not keep the object for an actor that restarts; but this
-        # process keeps it as long as there are replicas.
-        tokenizer = plan.manifest.identity.get("tokenizer")
-        self.corpus_reference = ray.put((plan.sequences.index, plan.sequences.corpus, tokenizer))
+        # What all replicas need, sent once. They get the reference as bytes: Ray warns of one among
+        # an actor's arguments, because it does not keep the object for an actor that restarts; but
+        # this process keeps it as long as there are replicas.
+        self.work_reference = ray.put(
+            (
+                plan.scan,
+                plan.info,
+                # Replicas on a cluster work in another directory than this process.
+                RunDirectory(absolute(plan.run.path)),
+                plan.sequences.index,
+                plan.sequences.corpus,
+                plan.manifest.identity.get("tokenizer"),
+            )
+        )
         reference_bytes = cloudpickle.dumps(  # pyright: ignore[reportPrivateImportUsage]
-            self.corpus_reference
+            self.work_reference
         )
         on_gpu = resources.device == "cuda"
         start_actor = ReplicaActor.options(
@@ -202,20 +210,7 @@ class _Dispatcher:
             max_task_retries=0,  # Which shard is tried again is decided here.
             scheduling_strategy="SPREAD",
         ).remote
-        arguments = (
-            plan.scan,
-            plan.info,
-            # Replicas on a cluster work in another directory than this process.
-            RunDirectory(absolute(plan.run.path)),
-            plan.code,
-            read_code(),
-            reference_bytes,
-            resources,
-            replica_class,
-            begun_precisions(plan.run),
-            # Paths of the scan may be relative to this directory; another machine does not have it.
-            None if resources.cluster else os.getcwd(),
-        )
+        arguments = (read_code(), reference_bytes, resources, replica_class, resources.directory)
         # More replicas than shards would have nothing to do. None of them is waited for here.
         count = min(resources.replicas, self.open_count)
         self.replicas = [_RemoteReplica(start_actor(*arguments)) for _ in range(count)]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import platformdirs
 
+from headcount.schemas.errors import RunError
 from headcount.schemas.files.fingerprints import digest, module_code
 from headcount.schemas.packages import MEASURING, PACKAGE
 
@@ -89,3 +90,13 @@ def learn_fingerprint(code: Code) -> None:
     To parse all files takes half a second, and a replica may have no cache of its own.
     """
     _known_fingerprints[code.content] = code.fingerprint
+
+
+def check_code(code: Code) -> None:
+    """Refuse to work for a driver whose code is another one than this machine's."""
+    learn_fingerprint(code)
+    if code_fingerprint() != code.fingerprint:
+        raise RunError(
+            f"this node runs code {code_fingerprint()}, the driver {code.fingerprint}; remove the "
+            "copy of headcount that is installed there"
+        )

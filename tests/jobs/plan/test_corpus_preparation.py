@@ -102,16 +102,10 @@ def portion_files(tmp_path: Path) -> set[Path]:
     return set((tmp_path / "runs" / "corpora").glob("*/*.parquet"))
 
 
-class Said(Console):
-    """A console that keeps the lines that are printed on it: one for each portion."""
-
-    def __init__(self) -> None:
-        self.text = io.StringIO()
-        super().__init__(file=self.text, width=20)
-
-    @property
-    def lines(self) -> list[str]:
-        return self.text.getvalue().splitlines()
+def console() -> tuple[Console, io.StringIO]:
+    """A console that prints a line for each portion, and what it has printed."""
+    text = io.StringIO()
+    return Console(file=text, width=20), text
 
 
 @pytest.fixture(autouse=True)
@@ -121,8 +115,9 @@ def _talkative(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan_and_progress(fields: dict[str, Any]) -> tuple[Plan, list[str]]:
     """A plan, and what the preparation says: nothing if nothing was tokenised."""
-    said = Said()
-    return make_plan(parse_scan(fields), "toy", preparation=Preparation(console=said)), said.lines
+    shown, text = console()
+    plan = make_plan(parse_scan(fields), "toy", preparation=Preparation(console=shown))
+    return plan, text.getvalue().splitlines()
 
 
 # Once
@@ -167,13 +162,13 @@ def test_a_scan_of_few_sequences_prepares_few_portions(
     assert len(prepared(fields_of(model, tmp_path, sequences=4))) == 4
     (first_portion,) = portion_files(tmp_path)
     # More sequences go on behind that portion.
-    said = Said()
-    index = prepared(fields_of(model, tmp_path, sequences=6000), console=said)
+    shown, text = console()
+    index = prepared(fields_of(model, tmp_path, sequences=6000), console=shown)
     assert len(index) == 6000
     assert portion_files(tmp_path) > {first_portion}
     assert 48_000 < index.tokens < 48_000 + 2 * 20_000
     words = rf"preparing tokens: {index.documents:,} documents, {index.tokens:,} tokens, 100%, "
-    assert said.lines[-1].startswith(words)
+    assert text.getvalue().splitlines()[-1].startswith(words)
     # Documents that come first are not taken, so more are needed.
     options = {"skip": 1500, "packing": "document"}
     assert len(prepared(fields_of(model, tmp_path, sequences=4, input=options))) == 4
@@ -194,7 +189,7 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
     fields = fields_of(model, tmp_path)
     killed: list[int] = []
 
-    class Killing(Said):
+    class Killing(Console):
         """Kills a task when the first portions are said to be there."""
 
         def print(self, *words: Any, **style: Any) -> None:
@@ -207,12 +202,12 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
 
     with joined_cluster(num_cpus=1):
         resources = Resources(1, 1, "cpu")
-        said = Killing()
-        index = prepared(fields, resources, said)
+        text = io.StringIO()
+        index = prepared(fields, resources, Killing(file=text))
         assert killed
         assert tokens_of(index) == list("".join(texts).encode())
-        assert f"{len(texts):,} documents" in said.lines[-1]
-        assert " 100%" in said.lines[-1]
+        last = text.getvalue().splitlines()[-1]
+        assert re.search(rf": {len(texts):,} documents, .* 100%", last)
 
         # What no node can do is one line, and what was prepared stays.
         committed = portion_files(tmp_path)
