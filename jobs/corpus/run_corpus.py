@@ -7,12 +7,13 @@ again. That is allowed as long as every committed sequence would still be the sa
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from pydantic import BaseModel, ConfigDict
 
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.schemas.errors import CorpusError, OtherRunError
@@ -24,8 +25,8 @@ from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.token_store import Portion
 
-RECORD, NEWEST_FORMAT = "corpus.json", 3
-"""Name and version of the record, in the directory `index` of the run."""
+RECORD = "corpus.json"
+"""Name of the record, in the directory `index` of the run."""
 
 COMPARED_AT_ONCE = 64
 """Sequences that are read at once to be compared."""
@@ -41,10 +42,11 @@ class RunPortion(NamedTuple):
     """Identifies what it holds, wherever its files lie."""
 
 
-@dataclass(frozen=True)
-class RunCorpus:
+class RunCorpus(BaseModel):
     """What a run keeps of its corpus: where its tokens lie, and of which files they were made."""
 
+    model_config = ConfigDict(frozen=True)
+    format: Literal[4] = 4
     store: str
     """The directory of the token store."""
     sources: tuple[Source, ...]
@@ -56,35 +58,23 @@ class RunCorpus:
         first_sources = [place.first_source for place in index.places]
         in_order = zip(first_sources, index.portions, index.contents, strict=False)
         portions = tuple(RunPortion(*portion) for portion in in_order)
-        return cls(str(index.store.folder), index.corpus.sources, portions)
+        store = str(index.store.folder)
+        return cls(store=store, sources=index.corpus.sources, portions=portions)
 
     @classmethod
     def read(cls, run: RunDirectory) -> RunCorpus:
         """The record of a run."""
-        file = run.index / RECORD
         try:
-            content = json.loads(file.read_bytes())
-            if content["format"] != NEWEST_FORMAT:
-                raise OtherRunError(
-                    f"{file}: format {content['format']}, expected {NEWEST_FORMAT}; another "
-                    "version of headcount wrote it"
-                )
-            return cls(
-                content["store"],
-                tuple(Source(*source) for source in content["sources"]),
-                tuple(
-                    RunPortion(first, Portion(*portion), digest)
-                    for first, portion, digest in content["portions"]
-                ),
-            )
+            return cls.model_validate_json((run.index / RECORD).read_bytes())
         except FileNotFoundError:
             raise OtherRunError(
-                f"{file}: gone, so nothing says which corpus the run was begun with; it can be "
-                "read but not continued"
+                f"{run.index / RECORD}: gone, so nothing says which corpus the run was begun with; "
+                "it can be read but not continued"
             ) from None
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError):
             raise OtherRunError(
-                f"{file}: damaged, so nothing says which corpus the run was begun with"
+                f"{run.index / RECORD}: damaged, or of another version of headcount, so nothing "
+                "says which corpus the run was begun with"
             ) from None
 
 
@@ -119,10 +109,7 @@ def index_run(
 
 def write_corpus(run: RunDirectory, corpus: RunCorpus, sequences: Sequences) -> None:
     """Keep with the run what it reads of its corpus, and what becomes of each document."""
-    sources = [astuple(source) for source in corpus.sources]
-    record: dict[str, Any] = {"format": NEWEST_FORMAT, "store": corpus.store}
-    record |= {"sources": sources, "portions": corpus.portions}
-    write_whole(run.index / RECORD, json.dumps(record, ensure_ascii=False).encode())
+    write_whole(run.index / RECORD, corpus.model_dump_json().encode())
     assert sequences.fates is not None
     fates = json.dumps(sequences.fates.record, indent=1, ensure_ascii=False)
     write_whole(run.fates_file, fates.encode())

@@ -386,7 +386,8 @@ CHANGED = "the corpus has changed since the run was begun: "
      "gone from {run.path.parent}/corpora/"),
     (lambda file, run: record_of(run).rename(local(run.index) / "documents.parquet"),
      "gone, so nothing says which corpus the run was begun with"),
-    (lambda file, run: record_of(run).write_text("[]"), "damaged, so nothing says which corpus"),
+    (lambda file, run: record_of(run).write_text('{"format": 3}'),
+     "damaged, or of another version of headcount, so nothing says which corpus"),
 ])  # fmt: skip
 def test_another_corpus_is_refused_in_one_line(
     tmp_path: Path, change: Callable[[Path, RunDirectory], object], message: str

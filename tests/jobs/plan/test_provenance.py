@@ -36,6 +36,7 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.provenance.code_fingerprint import (
+    check_code,
     code_fingerprint,
     learn_fingerprint,
     read_code,
@@ -221,6 +222,10 @@ def test_the_code_is_known_by_what_python_runs(tmp_path: Path):
         remembered.write_text(said)
         read_code.cache_clear()
         assert code_fingerprint(tmp_path / "before") == found
+    with pytest.raises(
+        RunError, match=rf"this node runs code {CODE_HERE}, the driver 0123456789ab;"
+    ):
+        check_code(before._replace(fingerprint="0123456789ab"))
     # What another process says of its files holds for the same bytes alone.
     learn_fingerprint(before._replace(fingerprint="of another"))
     read_code.cache_clear()
