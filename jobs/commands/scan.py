@@ -190,26 +190,27 @@ def _cost_rows(plan: Plan, cost: Cost) -> Iterator[tuple[str, str]]:
     yield "shards", f"{roughly}{plan.manifest.shards:,}{done}"
     yield "sequences", f"{roughly}{plan.manifest.sequences:,}"
     yield "tokens", f"{roughly}{plan.tokens:,} through the model"
-    unmeasured = 0
-    if estimate is not None:
-        unmeasured = estimate.unmeasured
-        bad = f", {counted(estimate.bad, 'bad row')}" if estimate.bad else ""
+    scale = 1.0 if estimate is None else estimate.scale
+    if index is not None and estimate is not None:
+        documents, tokens, bad = (
+            round(scale * count) for count in (index.documents, index.tokens, index.bad)
+        )
+        bad_rows = f", {counted(bad, 'bad row')}" if bad else ""
         yield (
             "corpus",
-            f"{roughly}{estimate.documents:,} documents, {estimate.tokens:,} tokens{bad} "
-            "(by those prepared)",
+            f"{roughly}{documents:,} documents, {tokens:,} tokens{bad_rows} (by those prepared)",
         )
         yield (
             "",
-            f"{counted(estimate.tokens_there, 'token')} prepared, "
-            f"{roughly}{estimate.tokens_missing:,} tokens to prepare: about "
-            f"{duration(estimate.seconds)} on this machine, {in_bytes(estimate.bytes)}",
+            f"{counted(index.tokens, 'token')} prepared, {roughly}{estimate.tokens_missing:,} "
+            f"tokens to prepare: about {duration(estimate.seconds)} on this machine, "
+            f"{in_bytes(estimate.bytes)}",
         )
     elif index is not None:
-        unmeasured = index.unmeasured
-        documents, tokens = counted(index.documents, "document"), counted(index.tokens, "token")
-        yield "corpus", f"{tokens} of {documents} are prepared in {index.store.folder}"
-    if unmeasured:
+        held = f"{counted(index.tokens, 'token')} of {counted(index.documents, 'document')}"
+        yield "corpus", f"{held} are prepared in {index.store.folder}"
+    if index is not None and index.unmeasured:
+        unmeasured = round(scale * index.unmeasured)
         yield "", f"{roughly}{unmeasured:,} tokens at portions' ends are not measured"
     on_gpu = f", {in_bytes(cost.gpu_memory)} on the GPU" if cost.gpu_memory else ""
     yield "memory", f"{in_bytes(cost.peak_memory)} at the peak of one replica{on_gpu}"

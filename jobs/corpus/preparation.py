@@ -21,7 +21,8 @@ from rich.console import Console
 
 from headcount.jobs.console import duration, say
 from headcount.jobs.run.progress import Show, bar
-from headcount.jobs.upkeep import metrics, phases
+from headcount.jobs.upkeep import phases
+from headcount.jobs.upkeep.metrics import TOKENS_PREPARED, node_name
 from headcount.schemas.errors import HeadcountError, RunError, counted, printable
 from headcount.schemas.files.places import Place, absolute, place, reason
 from headcount.schemas.scans.scan import Scan
@@ -170,7 +171,7 @@ class CorpusWork:
             self.portions[committed.extent][committed.number] = committed
         tokens_before = self.index.tokens
         self._add_in_order()
-        metrics.tokens_prepared(self.index.tokens - tokens_before)
+        TOKENS_PREPARED.tell(self.index.tokens - tokens_before, node=node_name())
         self.show()
 
     def _add_in_order(self) -> None:

@@ -82,11 +82,6 @@ METRICS = (
 )  # fmt: skip
 
 
-def tokens_prepared(tokens: int) -> None:
-    """Count tokens that this process has written to a token store."""
-    TOKENS_PREPARED.tell(tokens, node=node_name())
-
-
 @cache
 def node_name() -> str:
     """The name of this machine, as commits have it."""

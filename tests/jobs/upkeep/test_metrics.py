@@ -98,7 +98,7 @@ def watch(plan: Plan, seen: dict[str, Any]) -> None:
     deadline = time.monotonic() + 90
     while not ray.is_initialized() and time.monotonic() < deadline:
         time.sleep(0.05)
-    metrics.tokens_prepared(123)
+    metrics.TOKENS_PREPARED.tell(123, node=node_name())
     while time.monotonic() < deadline:
         text, samples = scraped()
         seen["text"] += text
@@ -139,7 +139,6 @@ def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan):
 
 
 def test_without_ray_nothing_is_counted_and_nothing_fails():
-    metrics.tokens_prepared(5)
     metrics.SHARDS.tell(1, run_id="toy", state="done")
     assert not ray.is_initialized()
 
