@@ -126,9 +126,8 @@ class _RemoteReplica:
 
     actor: Any
     """Ray's handle. Ray gives it a new process if the old one dies; the handle stays."""
-    ready: bool = False
     readiness: ray.ObjectRef | None = None
-    """Ray's reference that is fulfilled as soon as the replica is loaded."""
+    """Ray's reference that is fulfilled as soon as the replica is loaded; none after that."""
     calls: dict[ray.ObjectRef, _Call] = field(default_factory=dict[ray.ObjectRef, _Call])
     """The shards it works at, by Ray's reference of the result; `DEPTH` at most."""
     has_suspect: bool = False
@@ -145,6 +144,11 @@ class _RemoteReplica:
     """Why none of its shards is to blame for its end; none if one of them is."""
     commits: deque[Commit] = field(default_factory=lambda: deque[Commit](maxlen=IDLE_WINDOW))
     """Its last ones since it was loaded, which tell how long it waits for shards."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is loaded."""
+        return self.readiness is None
 
 
 class _Dispatcher:
@@ -309,7 +313,6 @@ class _Dispatcher:
     def _await_start(self, replica: _RemoteReplica) -> None:
         """Ask Ray for news of a replica that is not loaded yet; do not wait for it here."""
         replica.commits.clear()
-        replica.ready = False
         replica.is_leaving = False
         replica.notice = None
         replica.readiness = replica.actor.ready.remote()
@@ -334,7 +337,6 @@ class _Dispatcher:
                 raise RunError(f"no replica can be made: {last_line(str(error))}") from None
             self._await_start(replica)
         else:
-            replica.ready = True
             replica.readiness = None
             replica.place = place
             replica.notice = replica.actor.told_to_leave.remote()
