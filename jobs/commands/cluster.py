@@ -7,12 +7,14 @@ Torch and Ray take seconds to import, so they are imported inside the functions 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -45,6 +47,17 @@ commands = typer.Typer(rich_markup_mode=None)
 
 SILENCE_SECONDS = 10.0
 """Say so if a store has not answered for this long."""
+
+SENTENCE_END = re.compile(r"(?<![. ])\. ")
+"""A point and a space, which are no part of a range such as `low .. high`."""
+
+REGISTRIES = {
+    "statistics": ("schemas.statistics", "STATISTICS"),
+    "interventions": ("workers.interventions", "INTERVENTIONS"),
+    "inputs": ("workers.inputs", "INPUTS"),
+    "models": ("workers.model.files.bundled_models", "BUNDLED"),
+}
+"""What a scan can name: a module, which is imported for it, and the name there."""
 
 URL = "http://HOST:8265"
 Address = Annotated[str, typer.Option(metavar=URL, help="Address of the cluster's dashboard.")]
@@ -229,8 +242,6 @@ def list_runs(
     With --address alone, the cluster's jobs are listed. With a directory too, its runs are listed
     with the states of their jobs.
     """
-    from headcount.jobs.commands.known_names import REGISTRIES, known_names
-
     if runs in REGISTRIES and address is None:
         print_terms(known_names(runs))
         return
@@ -418,3 +429,19 @@ def _run_directory(run: str, runs: str) -> RunDirectory:
         ids = ", ".join(match.run_id for match in matches)
         raise RunError(f"{directory}: {len(matches)} runs have the name {run}; say which: {ids}")
     return matches[0]
+
+
+def known_names(registry: str) -> list[tuple[str, str]]:
+    """Every name of a registry, with the first sentence about it."""
+    module, name_there = REGISTRIES[registry]
+    entries = getattr(import_module(f"headcount.{module}"), name_there)
+    if registry == "models":
+        from headcount.workers.model.files.bundled_models import first_paragraph_of_card
+
+        meanings = {f"bundled:{name}": first_paragraph_of_card(entries[name]) for name in entries}
+    else:
+        meanings = {name: entry.meaning for name, entry in entries.items()}
+    return [
+        (name, f"{SENTENCE_END.split(' '.join(meaning.split()))[0].rstrip('.')}.")
+        for name, meaning in meanings.items()
+    ]
