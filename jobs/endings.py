@@ -81,17 +81,16 @@ class _ProcessState:
     """Ends the work in hand if it takes too long."""
 
 
-def is_a_command() -> bool:
-    """Whether this process runs a command of ours, and is no notebook or other program."""
-    return _ProcessState.is_a_command
+@contextlib.contextmanager
+def starting_processes() -> Iterator[None]:
+    """Start other processes in a block; a command that is stopped from here on ends them.
 
-
-def processes_start() -> None:
-    """Say that other processes are about to be started.
-
-    From here on a command that is stopped unwinds, so that they are ended.
+    Ray takes SIGTERM for itself when it starts, so a command takes it back.
     """
     _ProcessState.has_children = True
+    yield
+    if _ProcessState.is_a_command:
+        listen_to_signals()
 
 
 @contextlib.contextmanager
@@ -188,8 +187,7 @@ def _end_failed(error: Exception) -> NoReturn:
 def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
     """Let the signals that end a command unwind it; returns the handlers before.
 
-    Signals that the shell wants ignored stay ignored, as `nohup` does. Ray takes SIGTERM for itself
-    when it starts, so this is called again after that.
+    Signals that the shell wants ignored stay ignored, as `nohup` does.
     """
     # Python allows it in the main thread only.
     if threading.current_thread() is not threading.main_thread():
