@@ -140,7 +140,7 @@ def plan(
         )
     for note in scan_plan.notes:
         say(console, f"{run.run_id}: {note}")
-    _print_bad_rows(console, scan_plan.bad_rows)
+    _print_bad_rows(console, scan_plan)
     if len(scans) > 1:
         say(console, f"This is the first of {len(scans)} checkpoints, which are a run each.")
 
@@ -303,7 +303,7 @@ def scan(
             if new:
                 # The same command would start one more.
                 tell(f"{scan_plan.run.run_id}: another run; the command without --new continues it")
-            _print_bad_rows(console, scan_plan.bad_rows)
+            _print_bad_rows(console, scan_plan)
             # After a failure the next scan is run all the same: its cause may be another.
             failures[scan_plan.run] = run_to_end(
                 scan_plan, resources, console, verify=verify, allow_other_code=allow_other_code
@@ -315,10 +315,12 @@ def scan(
     refuse_failures(failures)
 
 
-def _print_bad_rows(console: Console, problems: list[str]) -> None:
-    """Name the first few rows of the corpus that cannot be read."""
-    if not problems:
+def _print_bad_rows(console: Console, plan: Plan) -> None:
+    """Name the first few rows of the corpus that cannot be read; of an estimate, none is known."""
+    findings = None if plan.estimate else plan.sequences.findings
+    if findings is None or not findings.problems:
         return
+    problems = list(findings.problems)
     hidden = len(problems) - MOST_BAD_ROWS
     more = f" and {hidden:,} more" if hidden > 0 else ""
     rows = counted(len(problems), "bad row")

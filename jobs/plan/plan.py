@@ -82,11 +82,6 @@ class Plan:
         return self.manifest.sequences * self.scan.n_ctx * len(self.scan.interventions)
 
     @property
-    def needs_permission(self) -> bool:
-        """Whether the code here has no part in the run yet, so that a user must allow it first."""
-        return self.previous_manifest is not None and self.code not in self.previous_manifest.codes
-
-    @property
     def shards_done(self) -> int:
         """How many shards are committed with all of their sequences."""
         return int(holds_whole_shard(self.manifest, self.run.commit_log(["stop"])).sum())
@@ -110,12 +105,6 @@ class Plan:
                 f"begun with code {self.previous_manifest.code}, continues with code {self.code}"
             )
         return notes
-
-    @property
-    def bad_rows(self) -> list[str]:
-        """The corpus's rows that cannot be read, with their problems."""
-        findings = None if self.estimate else self.sequences.findings
-        return [] if findings is None else list(findings.problems)
 
 
 def make_plan(

@@ -84,7 +84,9 @@ def run_to_end(
     tell = partial(say, console)
     run, previous = plan.run, plan.previous_manifest
     with removed_if_it_never_began(run) if previous is None else nullcontext(), locked(run):
-        is_refused = plan.needs_permission and not allow_other_code
+        # Code that has no part in the run yet must be allowed first.
+        is_other = previous is not None and plan.code not in previous.codes
+        is_refused = is_other and not allow_other_code
         if not is_refused:
             extend(plan)
         missing = missing_shards(plan, verify)

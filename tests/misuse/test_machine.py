@@ -162,7 +162,7 @@ def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path):
     [({"PYTHONIOENCODING": "ascii"}, "\\u2026"), ({"LC_ALL": "C", "HOME": None}, "…")],
 )
 def test_an_environment_without_the_usual_is_no_error(
-    directory: Path, variables: dict[str, str | None], ellipsis: str
+    directory: Path, variables: dict[str, Any], ellipsis: str
 ):
     done = headcount(directory, "list", "absent", **variables)
     assert done.stderr == (
