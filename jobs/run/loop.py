@@ -57,9 +57,6 @@ MOST_UNWRITTEN = 3
 FAILURES_SHOWN = 10
 """Failures that are said one by one at the end. A full disk may cause hundreds."""
 
-MakeReplica = Callable[[ModelInfo, Scan, str], Replica]
-"""Makes the replica that measures: a class, or a function that shares a loaded model."""
-
 
 def run_to_end(
     plan: Plan,
@@ -272,7 +269,7 @@ def measure_in_process(
     shards: np.ndarray,
     device: str,
     cores: int = 0,
-    make_replica: MakeReplica = Replica,
+    make_replica: Callable[[ModelInfo, Scan, str], Replica] = Replica,
 ) -> Generator[Commit | Failure, None, None]:
     """Measure `shards` one after the other; yields each commit and each failed attempt.
 

@@ -7,6 +7,7 @@ another one each day; `test_faults.py` has the rest.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -56,6 +57,18 @@ IDLE_SCAN: dict[str, Any] = {
 }  # fmt: skip
 """A scan of 60 shards, of one sequence each."""
 PACE = 0.1
+
+
+class SleepingReplica(ToyReplica):
+    """One of them takes ten minutes for every shard."""
+
+    def misbehave(self, token: int) -> None:
+        slow_replica, own = (Path(self.scan.out) / name for name in ("slow", f"own-{os.getpid()}"))
+        own.write_text(str(os.getpid()))
+        # A link appears whole or not at all, so exactly one process becomes the slow one.
+        with contextlib.suppress(FileExistsError):
+            os.link(own, slow_replica)
+        time.sleep(600 if slow_replica.read_text() == str(os.getpid()) else 0.05)
 
 
 class FailingReplica(ToyReplica):
@@ -202,6 +215,16 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     assert {c.attempt for c in plan.run.commits() if c.shard == deadly_shard} == {ATTEMPTS + 1}
 
 
+@pytest.mark.long
+def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "LEAST_PATIENCE", 0.5)
+    # Waiting for the slow replica would take ten minutes.
+    began = time.monotonic()
+    assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, SleepingReplica) == []
+    assert time.monotonic() - began < 300
+    assert done_shards(plan) == list(range(60))
+
+
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_when_nothing_succeeds_the_other_shards_are_not_tried(plan: Plan, replicas: int) -> None:
     with pytest.raises(
@@ -211,6 +234,7 @@ def test_when_nothing_succeeds_the_other_shards_are_not_tried(plan: Plan, replic
     ):
         run_to_end(plan, Resources(replicas, 1, "cpu"), SILENT, FailingReplica)
     assert done_shards(plan) == []
+    assert len(plan.run.failed_shards()) >= MOST_FAILURES
 
 
 def test_without_ray_a_shard_is_tried_as_often_as_with_it_and_the_next_command_continues(
