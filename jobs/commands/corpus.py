@@ -62,7 +62,7 @@ def prepare(
 
     # Checkpoints of one model read the same tokens.
     scan = scans_of(scan_file, overrides or ())[0].scan
-    from headcount.jobs.corpus.preparation import Preparation, corpora_of
+    from headcount.jobs.corpus.preparation import Preparation, amounts, corpora_of
     from headcount.jobs.resources import Resources
     from headcount.workers.inputs.sequences import Sequences
     from headcount.workers.model.files.model_info import describe, find_model
@@ -84,13 +84,7 @@ def prepare(
     sequences.use_index(index)
     # As a scan would refuse it.
     sequences.check_index()
-    parts = [
-        counted(len(sequences), "sequence"),
-        counted(index.documents, "document"),
-        counted(index.tokens, "token"),
-    ]
-    if index.bad:
-        parts.append(counted(index.bad, "bad row"))
+    parts = [counted(len(sequences), "sequence"), *amounts(index)]
     if index.unmeasured:
         parts.append(f"{counted(index.unmeasured, 'token')} at portions' ends not measured")
     say(console, f"{', '.join(parts)}, in {duration(time.monotonic() - began)}")

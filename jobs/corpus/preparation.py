@@ -224,9 +224,7 @@ class CorpusWork:
             share = min(1.0, len(index) / index.enough)
         elif self.total_bytes:
             share = self.covered_bytes() / self.total_bytes
-        parts = [counted(index.documents, "document"), counted(index.tokens, "token")]
-        if index.bad:
-            parts.append(counted(index.bad, "bad row"))
+        parts = amounts(index)
         if share is not None:
             parts.append(f"{share:.0%}")
         if prepared := index.tokens - self.tokens_before:
@@ -237,6 +235,12 @@ class CorpusWork:
         phases.note("preparing tokens", ", ".join(parts))
         if self.show_words is not None:
             self.show_words(", ".join(parts), share)
+
+
+def amounts(index: SequenceIndex) -> list[str]:
+    """What an index of a corpus holds, in words."""
+    bad = [counted(index.bad, "bad row")] if index.bad else []
+    return [counted(index.documents, "document"), counted(index.tokens, "token"), *bad]
 
 
 def prepare_here(work: CorpusWork, most: int | None = None) -> None:
