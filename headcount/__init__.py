@@ -122,15 +122,6 @@ def scan(
     `scan("texts.toml", sequences=500)`. `name` names the run of a dict. By default the model runs
     in this process; `replicas` starts as many on Ray. `new` starts another run of the same scan.
     """
-    path = _imported("scan")(
-        source,
-        fields,
-        name=name,
-        replicas=replicas,
-        cores=cores,
-        device=device,
-        address=address,
-        new=new,
-        quiet=quiet,
-    )
+    where = {"replicas": replicas, "cores": cores, "device": device, "address": address}
+    path = _imported("scan")(source, fields, name=name, **where, new=new, quiet=quiet)
     return open(str(path))

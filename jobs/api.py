@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +13,11 @@ from typing import Literal
 
 from rich.console import Console
 
-from headcount.jobs.console import say
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.plan.plan import make_plan, prepare_run
 from headcount.jobs.plan.scan_files import ScanOfCheckpoint
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import run_to_end
-from headcount.jobs.run.progress import watch_index
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import RunError, ScanError, counted, printable
 from headcount.schemas.files.places import Place
@@ -52,14 +49,14 @@ def run_scan(
     """
     scan, name, text = _read(source, fields, name)
     prepare_process()
-    console = _console(quiet)
+    console = Console(stderr=True, highlight=False, quiet=quiet)
+    # Rich draws its bar in Jupyter through ipywidgets, and only if it is told of a terminal.
+    if console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None:
+        console = Console(stderr=True, highlight=False, quiet=quiet, force_terminal=True)
     resources = Resources(replicas, cores, device, address)
     resources.check_here()
     with phases.taken():
-        phases.note("loading the model")
-        with watch_index(console) as watch:
-            preparation = Preparation(resources, watch, False, lambda line: say(console, line))
-            plan = make_plan(scan, name, None, preparation, new)
+        plan = make_plan(scan, name, None, Preparation(resources, console), new)
         prepare_run(plan, text)
         failures = run_to_end(plan, resources, console)
     if failures:
@@ -100,13 +97,3 @@ def _toml(value: object) -> str:
             f"{type(value).__name__} {shortened(printable(repr(value)))}"
         )
     return in_toml(value)
-
-
-def _console(quiet: bool) -> Console:
-    """Where progress goes: a bar in a notebook with ipywidgets, lines elsewhere, or nowhere."""
-    if quiet:
-        return Console(file=io.StringIO())
-    console = Console(stderr=True, highlight=False)
-    # Rich draws its bar in Jupyter through ipywidgets, and only if it is told of a terminal.
-    has_bar = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-    return Console(stderr=True, highlight=False, force_terminal=True) if has_bar else console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import textwrap
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from headcount.schemas.errors import printable
+from headcount.schemas.errors import RunError, printable
 
 
 def say(console: Console, line: str) -> None:
@@ -17,6 +18,20 @@ def say(console: Console, line: str) -> None:
     # Line ends stay: a message may have several lines.
     lines = map(printable, line.split("\n"))
     console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def tell(line: str) -> None:
+    """Print lines for people on stderr: programs read stdout."""
+    say(Console(highlight=False, stderr=True), line)
+
+
+def check_can_ask(command: str, words: Sequence[str], yes: bool) -> None:
+    """Refuse to ask before a deletion where nobody can answer; `yes` says it need not be asked."""
+    if not yes and not sys.stdin.isatty():
+        raise RunError(
+            f"{command} asks before it deletes, and stdin is no terminal; {command} "
+            f"{shlex.join([*words, '--yes'])} does not ask"
+        )
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,12 @@
 """How a command ends that fails or is stopped: with a line for people, and a code for programs.
 
-Exit codes: 2 for an error, 128 + the signal's number if a signal stopped the command, 1 if the
-reader of stdout closed it.
+| code | why |
+|---|---|
+| 0 | it has done what it was asked for |
+| 1 | `check` or `doctor` found something amiss, or the reader of stdout closed it |
+| 2 | an error, which is said in a line |
+| 130 | an interrupt stopped it: 128 + the number of the signal |
+| 143, 129 | SIGTERM or SIGHUP stopped it, likewise |
 
 An interrupt may come anywhere: during an import, inside a library that turns it into an error of
 its own, or where Python can raise nothing. So one handler hears all signals, and one place catches
@@ -76,17 +81,16 @@ class _ProcessState:
     """Ends the work in hand if it takes too long."""
 
 
-def is_a_command() -> bool:
-    """Whether this process runs a command of ours, and is no notebook or other program."""
-    return _ProcessState.is_a_command
+@contextlib.contextmanager
+def starting_processes() -> Iterator[None]:
+    """Start other processes in a block; a command that is stopped from here on ends them.
 
-
-def processes_start() -> None:
-    """Say that other processes are about to be started.
-
-    From here on a command that is stopped unwinds, so that they are ended.
+    Ray takes SIGTERM for itself when it starts, so a command takes it back.
     """
     _ProcessState.has_children = True
+    yield
+    if _ProcessState.is_a_command:
+        listen_to_signals()
 
 
 @contextlib.contextmanager
@@ -167,7 +171,7 @@ def _open_standard_streams() -> None:
 
 
 def _end_failed(error: Exception) -> NoReturn:
-    """Say what went wrong and exit with code 2; in debug mode, raise an error of ours instead."""
+    """Say what went wrong and exit with code 2; in debug mode, raise a mistake of ours instead."""
     if _ProcessState.stop_signal is not None:
         # A library made an error of its own of the interrupt.
         _end_stopped(_ProcessState.stop_signal)
@@ -183,8 +187,7 @@ def _end_failed(error: Exception) -> NoReturn:
 def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
     """Let the signals that end a command unwind it; returns the handlers before.
 
-    Signals that the shell wants ignored stay ignored, as `nohup` does. Ray takes SIGTERM for itself
-    when it starts, so this is called again after that.
+    Signals that the shell wants ignored stay ignored, as `nohup` does.
     """
     # Python allows it in the main thread only.
     if threading.current_thread() is not threading.main_thread():

@@ -60,6 +60,11 @@ class Resources:
         """Address of the cluster to join; none if Ray is started here, or not needed."""
         return self.address or (os.environ.get(JOB_ADDRESS) if self.replicas else None)
 
+    @property
+    def directory(self) -> str | None:
+        """The directory from which relative names of files are meant, if others there have it."""
+        return None if self.cluster else os.getcwd()
+
     def check_here(self) -> None:
         """Refuse GPUs that this machine does not have, before anything else takes time."""
         if self.device != "cuda" or self.cluster is not None:

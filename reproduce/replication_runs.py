@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from headcount.jobs.corpus.preparation import FOLDER, Preparation, Watch, unwatched
+from headcount.jobs.corpus.preparation import FOLDER, HERE, Preparation
 from headcount.jobs.plan.plan import Plan, plan_run, prepare_run
 from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
 from headcount.jobs.resources import Resources
@@ -43,7 +43,7 @@ def plan_replication(
     model: str,
     out: str,
     overrides: Iterable[str] = (),
-    watch: Watch = unwatched,
+    preparation: Preparation = HERE,
     *,
     text: str | None = None,
     models: KnownModels | None = None,
@@ -54,8 +54,8 @@ def plan_replication(
     They lie in one directory below `out`, whose name is a fingerprint of all that they measure:
     with another model, formula or input the runs lie elsewhere. If not `fingerprinted`, they lie in
     `out` itself, which may have other runs. An override `SCAN.key=value` is for one scan, any other
-    for all. `watch` is told how far the preparation of a corpus is. `text` is the file of the
-    authors' text. `models` describes each model once for several replications.
+    for all. `text` is the file of the authors' text. `models` describes each model once for several
+    replications.
     """
     models = models or KnownModels()
     info = models.describe(model)
@@ -90,7 +90,6 @@ def plan_replication(
         corpora = resolved.scan.corpora or str(place(out) / FOLDER)
         scan = resolved.scan.model_copy(update={"out": directory, "corpora": corpora})
         run = RunDirectory.of(directory, scan.run_id(name))
-        preparation = Preparation(watch=watch)
         plans.append(plan_run(replace(resolved, scan=scan), run, preparation=preparation))
     return plans
 

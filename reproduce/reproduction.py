@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from headcount.jobs.console import say
+from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.plan.plan import Plan
-from headcount.jobs.run.progress import watch_index
 from headcount.queries.commands.query import tell_user, warn_of_damage
 from headcount.reproduce.published_texts import how_to_get
 from headcount.reproduce.replication import Replication
@@ -69,16 +69,15 @@ class Attempt:
             if misfit:
                 self.skip(misfit, console)
                 return
-            with watch_index(console) as watch:
-                self.plans = plan_replication(
-                    self.replication,
-                    self.model,
-                    f"{out.rstrip('/')}/{self.name}",
-                    overrides,
-                    watch,
-                    text=self.text,
-                    models=models,
-                )
+            self.plans = plan_replication(
+                self.replication,
+                self.model,
+                f"{out.rstrip('/')}/{self.name}",
+                overrides,
+                Preparation(console=console),
+                text=self.text,
+                models=models,
+            )
         except Exception as error:
             self.skip(error, console)
 

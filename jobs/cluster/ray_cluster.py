@@ -29,7 +29,7 @@ from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 from ray._private.state import state
 
 from headcount.jobs.cluster.job_interpreter import SETUP_HOOK
-from headcount.jobs.endings import is_a_command, listen_to_signals, processes_start
+from headcount.jobs.endings import starting_processes
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files.places import reason
@@ -63,12 +63,12 @@ def connect(resources: Resources) -> Resources:
         # This machine's cores say nothing about those of a cluster.
         cores = 1 if address else max(1, available_cores() // resources.replicas)
     if not ray.is_initialized():
-        processes_start()
         try:
-            if address:
-                _join(address)
-            else:
-                _start(resources.replicas * cores)
+            with starting_processes():
+                if address:
+                    _join(address)
+                else:
+                    _start(resources.replicas * cores)
         except HeadcountError:
             raise
         except ray.exceptions.AuthenticationError as error:
@@ -84,9 +84,6 @@ def connect(resources: Resources) -> Resources:
                 f"{address or 'Ray on this machine'}: no cluster that can be used "
                 f"({reason(error)}){hint}"
             ) from None
-        if is_a_command():
-            # Ray took SIGTERM for itself.
-            listen_to_signals()
     device = resources.device
     if device == "auto":
         # Ray is asked, because a cluster may have GPUs that this machine has not.
@@ -203,6 +200,18 @@ def lack_of_room(resources: Resources) -> str | None:
             f"{max(1, most_cores)}"
         )
     return None
+
+
+@contextmanager
+def ray_in_words(subject: str) -> Iterator[None]:
+    """Say in one line that Ray gave up, and so ended `subject`."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise RunError(
+            f"{subject}: Ray gave up ({last_line(str(error))}); the same command continues where "
+            "it stopped"
+        ) from None
 
 
 def draining_nodes() -> set[str]:

@@ -63,10 +63,9 @@ OF_RAY = ("Running entrypoint for job", "Runtime env is setting up")
 """What a log also holds, and what tells a user nothing."""
 
 TALKATIVE_MODULES = (
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
+    "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk",
     "ray._private.runtime_env.packaging",
-)
+)  # fmt: skip
 """Modules of Ray whose messages on stderr tell the user nothing new."""
 
 
@@ -123,7 +122,7 @@ class Submission(NamedTuple):
     job_id: str
     line: str
     """What was done, in words."""
-    is_new: bool
+    is_new: bool = False
     """Whether it started a job; otherwise the run has one that is at work or succeeded."""
 
 
@@ -145,11 +144,9 @@ class JobClient:
         """The jobs that measure runs, by run, those of a run in their order."""
         with self._explained():
             # Other programs may have jobs there, too.
-            ours = [
-                each for each in self.client.list_jobs() if "headcount" in (each.metadata or {})
-            ]
-            jobs = map(Job.of, ours)
-            return sorted(jobs, key=lambda job: (job.run_id, job.attempt, job.started))
+            all_jobs = self.client.list_jobs()
+            ours = [Job.of(each) for each in all_jobs if "headcount" in (each.metadata or {})]
+            return sorted(ours, key=lambda job: (job.run_id, job.attempt, job.started))
 
     def last(self, run: RunDirectory) -> Job | None:
         """The last job of a run; none if it never had one.
@@ -236,11 +233,8 @@ class JobClient:
                     time.sleep(1)
 
     def _already_submitted(self, job: Job) -> Submission:
-        line = (
-            f"{job.job_id}: already submitted to {self.url}, {job.state}; "
-            f"headcount logs {job.run_id} shows what it does"
-        )
-        return Submission(job.run_id, job.job_id, line, is_new=False)
+        line = f"{job.job_id}: already submitted to {self.url}, {job.state}; headcount logs "
+        return Submission(job.run_id, job.job_id, f"{line}{job.run_id} shows what it does")
 
     def wait(self, job_id: str) -> str:
         """Wait until a job's driver has planned its run; returns a line that says what it does.
@@ -401,13 +395,9 @@ def submit(
     """
     first_run = RunDirectory.of(scan.out, scan.run_id(scan_file.stem))
     # A run whose job has just started has no directory yet, so the cluster's jobs count too.
-    submitted_run_ids = [
-        job.run_id
-        for job in cluster.jobs()
-        if job.run == f"{first_run.path.parent / f'run_id={job.run_id}'}"
-    ]
-    newest_or_next = next_run if new else last_run
-    run = newest_or_next(first_run, submitted_run_ids)
+    out = first_run.path.parent
+    there = [job.run_id for job in cluster.jobs() if job.run == f"{out}/run_id={job.run_id}"]
+    run = next_run(first_run, there) if new else last_run(first_run, there)
 
     has_begun: bool | None = None
     last_job = cluster.last(run)
@@ -419,7 +409,7 @@ def submit(
         line = f"{last_job.job_id}: has ended, {last_job.state}"
         if last_job.state == "SUCCEEDED" and not extends:
             line += f"; headcount status {run.path}"
-            return Submission(run.run_id, last_job.job_id, line, is_new=False)
+            return Submission(run.run_id, last_job.job_id, line)
         if has_begun and not extends:
             message = f" ({last_job.message})" if last_job.message else ""
             raise RunError(

@@ -7,13 +7,14 @@ Torch and Ray take seconds to import, so they are imported inside the functions 
 from __future__ import annotations
 
 import json
-import shutil
+import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -33,12 +34,11 @@ from headcount.jobs.commands.options import (
     Verify,
     VerifyCorpus,
 )
-from headcount.jobs.console import print_table, print_terms, say
+from headcount.jobs.console import print_table, print_terms, tell
 from headcount.schemas.errors import RunError, unknown
 
 if TYPE_CHECKING:
     from headcount.jobs.cluster.submission import Job, JobClient, Submission
-    from headcount.jobs.resources import Resources
     from headcount.jobs.upkeep.status import Status
     from headcount.schemas.files.places import Place
     from headcount.schemas.files.run_directory import RunDirectory
@@ -47,6 +47,17 @@ commands = typer.Typer(rich_markup_mode=None)
 
 SILENCE_SECONDS = 10.0
 """Say so if a store has not answered for this long."""
+
+SENTENCE_END = re.compile(r"(?<![. ])\. ")
+"""A point and a space, which are no part of a range such as `low .. high`."""
+
+REGISTRIES = {
+    "statistics": ("schemas.statistics", "STATISTICS"),
+    "interventions": ("workers.interventions", "INTERVENTIONS"),
+    "inputs": ("workers.inputs", "INPUTS"),
+    "models": ("workers.model.files.bundled_models", "BUNDLED"),
+}
+"""What a scan can name: a module, which is imported for it, and the name there."""
 
 URL = "http://HOST:8265"
 Address = Annotated[str, typer.Option(metavar=URL, help="Address of the cluster's dashboard.")]
@@ -106,15 +117,13 @@ def submit(
     prepare_process()
     # All are checked before the first job is made.
     scans = [
-        (portable_scan(scan_file, list(requested.overrides)), list(requested.overrides))
+        (portable_scan(scan_file, requested.overrides), requested.overrides)
         for requested in scans_of(scan_file, overrides or ())
     ]
     resources = Resources(replicas, cores, device, address)
     cluster = JobClient(address)
-    for scan, scan_overrides in scans:
-        submission = submit_scan(
-            cluster, scan, scan_file, scan_overrides, resources, env or [], new
-        )
+    for scan, settings in scans:
+        submission = submit_scan(cluster, scan, scan_file, settings, resources, env or [], new)
         # A script reads the id from stdout; people read the lines on stderr.
         print(submission.run_id, flush=True)
         _tell_submission(cluster, submission)
@@ -122,9 +131,9 @@ def submit(
 
 def _tell_submission(cluster: JobClient, submission: Submission) -> None:
     """Say what was submitted; if it is a new job, wait until its driver is there."""
-    _tell(submission.line)
+    tell(submission.line)
     if submission.is_new:
-        _tell(cluster.wait(submission.job_id))
+        tell(cluster.wait(submission.job_id))
 
 
 @commands.command()
@@ -147,42 +156,36 @@ def status(
 
     With a cluster's address, also print the state of the run's job.
     """
+    from rich.live import Live
+    from rich.text import Text
+
     from headcount.jobs.upkeep.status import as_lines
 
     directory = run_directory(run, runs)
-    redraws = watch and sys.stdout.isatty()
-    lines_on_screen = 0
-    while True:
-        with _told_if_silent(directory.path):
-            run_status, job, error = _status(directory, address)
-        # One object a line, also with --watch, so that a program reads them as they come.
-        if format_ == "json":
-            record = asdict(run_status)
-            if job is not None:
-                record |= {"job": job, "job_error": error}
-            lines = [json.dumps(record)]
-        else:
+    console = Console(highlight=False)
+    redraws = watch and format_ == "text" and console.is_terminal
+    with Live(console=console, auto_refresh=False) if redraws else nullcontext() as live:
+        while True:
+            with _told_if_silent(directory.path):
+                run_status, job, error = _status(directory, address)
             lines = as_lines(run_status)
             if job is not None:
                 lines.append(f"job       {job}{f': {error}' if error else ''}")
-            if redraws:
-                if lines_on_screen:
-                    # The cursor goes back to where the last lines began.
-                    cursor_up, clear_below = f"\x1b[{lines_on_screen}A", "\x1b[J"
-                    print(f"{cursor_up}{clear_below}", end="")
-                # A line that wrapped would take two rows, and the next clearing would miss one.
-                width = shutil.get_terminal_size().columns
-                lines = [line[:width] for line in lines]
+            if live is not None:
+                live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
+            elif format_ == "json":
+                # One object a line, also with --watch, so that a program reads them as they come.
+                asked = {} if job is None else {"job": job, "job_error": error}
+                print(json.dumps(asdict(run_status) | asked), flush=True)
             elif watch:
                 # A log gets one line each time: what it does, or how many shards and tokens.
-                words = [line.split(maxsplit=1) for line in lines[1:3]]
-                told = "; ".join(" ".join(pair) for pair in words)
-                lines = [f"{datetime.now(UTC):%H:%M:%S}  {told}"]
-        print("\n".join(lines), flush=True)
-        lines_on_screen = len(lines)
-        if not watch or run_status.complete:
-            return
-        time.sleep(every)
+                words = [" ".join(line.split(maxsplit=1)) for line in lines[1:3]]
+                print(f"{datetime.now(UTC):%H:%M:%S}  {'; '.join(words)}", flush=True)
+            else:
+                print("\n".join(lines), flush=True)
+            if not watch or run_status.complete:
+                return
+            time.sleep(every)
 
 
 def _status(directory: RunDirectory, address: str | None) -> tuple[Status, str | None, str | None]:
@@ -210,7 +213,7 @@ def _status(directory: RunDirectory, address: str | None) -> tuple[Status, str |
 def _told_if_silent(where: Place) -> Iterator[None]:
     """Say that a store has not answered for a while: a request to it is given up after minutes."""
     line = f"{where}: the store has not answered for {SILENCE_SECONDS:.0f} s; asking it again"
-    timer = Timer(SILENCE_SECONDS, _tell, [line])
+    timer = Timer(SILENCE_SECONDS, tell, [line])
     timer.daemon = True
     # A disk answers at once, or fails.
     if not isinstance(where, Path):
@@ -239,46 +242,30 @@ def list_runs(
     With --address alone, the cluster's jobs are listed. With a directory too, its runs are listed
     with the states of their jobs.
     """
-    from headcount.jobs.commands.known_names import REGISTRIES, known_names
-
     if runs in REGISTRIES and address is None:
         print_terms(known_names(runs))
-    elif runs is None and address is not None:
-        _list_jobs(address)
-    else:
-        _list_directory(runs or "runs", address)
-
-
-def _list_jobs(address: str) -> None:
-    """Print the jobs of a cluster, and what those at work do."""
-    from headcount.jobs.cluster.submission import JobClient
-
-    cluster = JobClient(address)
-    rows = [("job", "state", "started", "phase", "run")]
-    for job in cluster.jobs():
-        started = datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds")
-        phase = "-" if job.ended else cluster.phase(job)
-        rows.append((job.job_id, job.state, started, phase, job.run))
-    print_table(rows)
-
-
-def _list_directory(runs: str, address: str | None) -> None:
-    """Print the runs of a directory, with the states of their jobs if a cluster is asked."""
+        return
     from headcount.jobs.upkeep.status import HEADINGS, Status, as_row, read_statuses
     from headcount.schemas.files.places import absolute
 
-    out = absolute(runs)
-    jobs: dict[str, Job] = {}
+    jobs: list[Job] = []
     if address is not None:
         from headcount.jobs.cluster.submission import JobClient
 
-        # Jobs of one run come in their order, so the last one stays in the dictionary.
-        jobs = {
-            job.run_id: job
-            for job in JobClient(address).jobs()
-            if job.run == f"{out}/run_id={job.run_id}"
-        }
-    at_work = [job for job in jobs.values() if not job.ended]
+        cluster = JobClient(address)
+        jobs = cluster.jobs()
+        if runs is None:
+            rows = [("job", "state", "started", "phase", "run")]
+            for job in jobs:
+                started = datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds")
+                phase = "-" if job.ended else cluster.phase(job)
+                rows.append((job.job_id, job.state, started, phase, job.run))
+            print_table(rows)
+            return
+    out = absolute(runs or "runs")
+    # Jobs of one run come in their order, so the last one stays in the dictionary.
+    last_jobs = {job.run_id: job for job in jobs if job.run == f"{out}/run_id={job.run_id}"}
+    at_work = [job for job in last_jobs.values() if not job.ended]
     with _told_if_silent(out):
         statuses, problems = read_statuses(out, may_be_empty=bool(at_work))
     # The driver of a job may not have said anything yet.
@@ -289,12 +276,12 @@ def _list_directory(runs: str, address: str | None) -> None:
             statuses.append(Status(job.run_id, job.run, begun=False, phase=phase))
     rows = [HEADINGS, *map(as_row, statuses)]
     if address is not None:
-        states = ["job", *(jobs[s.run_id].state if s.run_id in jobs else "none" for s in statuses)]
-        rows = [(*row, state) for row, state in zip(rows, states, strict=True)]
+        states = [last_jobs[s.run_id].state if s.run_id in last_jobs else "none" for s in statuses]
+        rows = [(*row, state) for row, state in zip(rows, ["job", *states], strict=True)]
     print_table(rows)
     # Said below the table, so that one broken run does not hide the others.
     for problem in problems:
-        _tell(problem)
+        tell(problem)
 
 
 @commands.command()
@@ -315,7 +302,7 @@ def logs(
         sys.stdout.write(text)
         sys.stdout.flush()
     if follow:
-        _tell(f"{job.job_id}: {cluster.job(job.job_id).state}")
+        tell(f"{job.job_id}: {cluster.job(job.job_id).state}")
 
 
 @commands.command()
@@ -329,7 +316,7 @@ def stop(run: RunOrJob, address: Address) -> None:
     cluster = JobClient(address)
     job = cluster.find(run)
     if job.ended:
-        _tell(f"{job.job_id}: has ended before, {job.state}")
+        tell(f"{job.job_id}: has ended before, {job.state}")
         return
     state = cluster.stop(job).state
     # Ray kills a driver that takes its time to say so itself.
@@ -337,7 +324,7 @@ def stop(run: RunOrJob, address: Address) -> None:
     advice = "submitting the scan again continues it"
     if job.has_begun:
         advice = f"headcount resume {job.run} --address {cluster.url} continues the run"
-    _tell(f"{job.job_id}: {state}; {advice}")
+    tell(f"{job.job_id}: {state}; {advice}")
 
 
 @commands.command()
@@ -392,22 +379,9 @@ def resume(
             "--env: expected with --address only; a run that continues here has this machine's "
             "variables"
         )
-    _resume_here(directory, resources, overrides or [], verify, verify_corpus, allow_other_code)
-
-
-def _resume_here(
-    directory: RunDirectory,
-    resources: Resources,
-    overrides: list[str],
-    verify: bool,
-    verify_corpus: bool,
-    allow_other_code: bool,
-) -> None:
-    """Continue a run with this process as its driver."""
     from headcount.jobs.corpus.preparation import Preparation
     from headcount.jobs.plan.plan import replan, where_begun
     from headcount.jobs.run.loop import refuse_failures, run_to_end
-    from headcount.jobs.run.progress import watch_index
     from headcount.jobs.upkeep import phases
     from headcount.workers.process import prepare_process
 
@@ -415,14 +389,13 @@ def _resume_here(
     resources.check_here()
     console = Console(highlight=False, stderr=True)
     # Relative names of the scan are meant from where the run was begun.
-    with phases.taken(), where_begun(directory, overrides) as absolute_overrides:
+    with phases.taken(), where_begun(directory, overrides or []) as absolute_overrides:
         phases.about(directory)
-        with watch_index(console) as watch:
-            preparation = Preparation(
-                resources, watch, verify_corpus, lambda line: say(console, line)
-            )
-            plan = replan(directory, absolute_overrides, preparation)
-        failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
+        preparation = Preparation(resources, console, verify_corpus)
+        plan = replan(directory, absolute_overrides, preparation)
+        failures = run_to_end(
+            plan, resources, console, verify=verify, allow_other_code=allow_other_code
+        )
     print(directory.path)
     refuse_failures({directory: failures})
 
@@ -430,8 +403,8 @@ def _resume_here(
 def run_directory(run: str, runs: str) -> RunDirectory:
     """Find a run by its path, by its address in a store, or by its name or id.
 
-    A name or an id is looked for in the directory `runs`. A path becomes absolute, because the
-    process may change its directory later.
+    Both are looked for in the directory `runs`. A path becomes absolute, because the process may
+    change its directory later.
     """
     from headcount.jobs.upkeep.status import runs_in
     from headcount.schemas.files.places import absolute
@@ -458,5 +431,17 @@ def run_directory(run: str, runs: str) -> RunDirectory:
     return matches[0]
 
 
-def _tell(line: str) -> None:
-    say(Console(highlight=False, stderr=True), line)
+def known_names(registry: str) -> list[tuple[str, str]]:
+    """Every name of a registry, with the first sentence about it."""
+    module, name_there = REGISTRIES[registry]
+    entries = getattr(import_module(f"headcount.{module}"), name_there)
+    if registry == "models":
+        from headcount.workers.model.files.bundled_models import first_paragraph_of_card
+
+        meanings = {f"bundled:{name}": first_paragraph_of_card(entries[name]) for name in entries}
+    else:
+        meanings = {name: entry.meaning for name, entry in entries.items()}
+    return [
+        (name, f"{SENTENCE_END.split(' '.join(meaning.split()))[0].rstrip('.')}.")
+        for name, meaning in meanings.items()
+    ]

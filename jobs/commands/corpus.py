@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from headcount.jobs.commands.options import ClusterAddress, Overrides, VerifyCorpus
-from headcount.jobs.console import duration, in_bytes, print_table, say
-from headcount.schemas.errors import CorpusError, RunError, ScanError, counted, printable
+from headcount.jobs.commands.options import ClusterAddress, Overrides, VerifyCorpus, Yes
+from headcount.jobs.console import check_can_ask, duration, in_bytes, print_table, say, tell
+from headcount.schemas.errors import CorpusError, ScanError, counted, printable
 
 Corpora = Annotated[
     str,
@@ -64,9 +62,8 @@ def prepare(
 
     # Checkpoints of one model read the same tokens.
     scan = scans_of(scan_file, overrides or ())[0].scan
-    from headcount.jobs.corpus.preparation import Preparation, corpora_of
+    from headcount.jobs.corpus.preparation import Preparation, amounts, corpora_of
     from headcount.jobs.resources import Resources
-    from headcount.jobs.run.progress import watch_index
     from headcount.workers.inputs.sequences import Sequences
     from headcount.workers.model.files.model_info import describe, find_model
     from headcount.workers.process import prepare_process
@@ -82,19 +79,12 @@ def prepare(
         )
     console = Console(highlight=False, stderr=True)
     began = time.monotonic()
-    with watch_index(console) as watch:
-        preparation = Preparation(resources, watch, verify_corpus, lambda line: say(console, line))
-        index = preparation.prepared(sequences, corpora_of(scan))
+    preparation = Preparation(resources, console, verify_corpus)
+    index = preparation.prepared(sequences, corpora_of(scan))
     sequences.use_index(index)
     # As a scan would refuse it.
     sequences.check_index()
-    parts = [
-        counted(len(sequences), "sequence"),
-        counted(index.documents, "document"),
-        counted(index.tokens, "token"),
-    ]
-    if index.bad:
-        parts.append(counted(index.bad, "bad row"))
+    parts = [counted(len(sequences), "sequence"), *amounts(index)]
     if index.unmeasured:
         parts.append(f"{counted(index.unmeasured, 'token')} at portions' ends not measured")
     say(console, f"{', '.join(parts)}, in {duration(time.monotonic() - began)}")
@@ -132,7 +122,7 @@ def list_stores(corpora: Corpora = DEFAULT) -> None:
         rows.append((stored.key, tokenizer, printable(text), *counts, size, changed))
     print_table(rows)
     for problem in filter(None, (stored.problem for stored in all_stored)):
-        say(Console(highlight=False, stderr=True), problem)
+        tell(problem)
 
 
 @commands.command()
@@ -159,7 +149,7 @@ def show(key: Key, corpora: CorporaOption = DEFAULT) -> None:
 def remove(
     key: Key,
     corpora: CorporaOption = DEFAULT,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    yes: Yes = False,
 ) -> None:
     """Delete a token store. Scans that read it prepare their tokens again."""
     from headcount.schemas.files.places import absolute
@@ -170,16 +160,11 @@ def remove(
     )
 
     folder = store_folder(absolute(corpora), key)
+    check_can_ask("headcount corpus remove", [key, "--corpora", corpora], yes)
     if not yes:
-        if not sys.stdin.isatty():
-            words = ["headcount", "corpus", "remove", key, "--corpora", corpora, "--yes"]
-            raise RunError(
-                "headcount corpus remove asks before it deletes, and stdin is no terminal; "
-                f"{shlex.join(words)} does not ask"
-            )
         stored = stored_corpus(folder)
         tokens = counted(stored.tokens, "token")
         if not typer.confirm(f"Delete {folder} ({tokens}, {in_bytes(stored.bytes)})?", err=True):
             return
     remove_corpus(folder)
-    say(Console(highlight=False, stderr=True), f"deleted {folder}")
+    tell(f"deleted {folder}")

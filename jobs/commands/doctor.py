@@ -47,22 +47,11 @@ class Check:
     """The result of checking one thing."""
 
     name: str
-    ok: bool | None
-    """None if there is nothing to judge."""
+    ok: bool
     result: str
     """What was found, in words."""
     advice: str = ""
     """What to do if it is not ok."""
-
-
-def check_model(name: str) -> Iterator[Check]:
-    """How a model would be measured; one that cannot be measured raises `ModelError`."""
-    from headcount.jobs.commands.model_report import report_model
-    from headcount.workers.process import prepare_process
-
-    prepare_process()
-    for word, text in report_model(name):
-        yield Check(word, None, text)
 
 
 def check_kernel(
@@ -161,16 +150,11 @@ def check_out(out: str) -> Check:
         file.unlink()
     except (HeadcountError, OSError) as error:
         return Check("out", False, str(error), "mend the access, or choose another place")
+    result = "writes over a file that is there: of two attempts at a shard the last one counts, "
+    result += "which does no harm"
     if is_refused:
-        result = (
-            "writes a file only if there is none: of two attempts at a shard, the second one sees "
-            "the first"
-        )
-    else:
-        result = (
-            "writes over a file that is there: of two attempts at a shard the last one counts, "
-            "which does no harm"
-        )
+        result = "writes a file only if there is none: of two attempts at a shard, the second one "
+        result += "sees the first"
     return Check("out", True, f"{out} {result}")
 
 
@@ -182,12 +166,8 @@ def _check_bundled_model(name: str) -> Check:
     from headcount.workers.model.files.model_info import describe, find_model
     from headcount.workers.replica import Replica
 
-    fields = {
-        "model": f"bundled:{name}",
-        "n_ctx": 32,
-        "sequences": 2,
-        "input": {"family": "repeated_random"},
-    }
+    fields = {"model": f"bundled:{name}", "n_ctx": 32, "sequences": 2}
+    fields |= {"input": {"family": "repeated_random"}}
     try:
         info = describe(find_model(f"bundled:{name}"))
         rng = np.random.default_rng(0)

@@ -16,26 +16,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the scan."),
 ]
-Replicas = Annotated[
-    int, typer.Option(min=1, help="Number of replicas. Each is one model in a process of its own.")
-]
-LocalReplicas = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Number of replicas. Each is one model in a process of its own. 0 measures in this "
-        "process, without Ray.",
-    ),
-]
-MaybeReplicas = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Number of replicas. Each is one model in a process of its own. 0 measures in this "
-        "process, without Ray. By default one for each GPU here, 0 without a GPU, and 1 on a "
-        "cluster.",
-    ),
-]
+_REPLICAS = "Number of replicas. Each is one model in a process of its own."
+_OR_HERE = f"{_REPLICAS} 0 measures in this process, without Ray."
+_BY_GPUS = f"{_OR_HERE} By default one for each GPU here, 0 without a GPU, and 1 on a cluster."
+Replicas = Annotated[int, typer.Option(min=1, help=_REPLICAS)]
+LocalReplicas = Annotated[int, typer.Option(min=0, help=_OR_HERE)]
+MaybeReplicas = Annotated[int | None, typer.Option(min=0, help=_BY_GPUS)]
 Cores = Annotated[
     int,
     typer.Option(

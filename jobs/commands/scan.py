@@ -28,7 +28,7 @@ from headcount.jobs.commands.options import (
     Verify,
     VerifyCorpus,
 )
-from headcount.jobs.console import duration, in_bytes, say
+from headcount.jobs.console import duration, in_bytes, say, tell
 from headcount.schemas.errors import HeadcountError, RunError, ScanError, counted, printable
 from headcount.schemas.packages import PACKAGE
 
@@ -140,7 +140,7 @@ def plan(
         )
     for note in scan_plan.notes:
         say(console, f"{run.run_id}: {note}")
-    _print_bad_rows(console, scan_plan.bad_rows)
+    _print_bad_rows(console, scan_plan)
     if len(scans) > 1:
         say(console, f"This is the first of {len(scans)} checkpoints, which are a run each.")
 
@@ -190,26 +190,27 @@ def _cost_rows(plan: Plan, cost: Cost) -> Iterator[tuple[str, str]]:
     yield "shards", f"{roughly}{plan.manifest.shards:,}{done}"
     yield "sequences", f"{roughly}{plan.manifest.sequences:,}"
     yield "tokens", f"{roughly}{plan.tokens:,} through the model"
-    unmeasured = 0
-    if estimate is not None:
-        unmeasured = estimate.unmeasured
-        bad = f", {counted(estimate.bad, 'bad row')}" if estimate.bad else ""
+    scale = 1.0 if estimate is None else estimate.scale
+    if index is not None and estimate is not None:
+        documents, tokens, bad = (
+            round(scale * count) for count in (index.documents, index.tokens, index.bad)
+        )
+        bad_rows = f", {counted(bad, 'bad row')}" if bad else ""
         yield (
             "corpus",
-            f"{roughly}{estimate.documents:,} documents, {estimate.tokens:,} tokens{bad} "
-            "(by those prepared)",
+            f"{roughly}{documents:,} documents, {tokens:,} tokens{bad_rows} (by those prepared)",
         )
         yield (
             "",
-            f"{counted(estimate.tokens_there, 'token')} prepared, "
-            f"{roughly}{estimate.tokens_missing:,} tokens to prepare: about "
-            f"{duration(estimate.seconds)} on this machine, {in_bytes(estimate.bytes)}",
+            f"{counted(index.tokens, 'token')} prepared, {roughly}{estimate.tokens_missing:,} "
+            f"tokens to prepare: about {duration(estimate.seconds)} on this machine, "
+            f"{in_bytes(estimate.bytes)}",
         )
     elif index is not None:
-        unmeasured = index.unmeasured
-        documents, tokens = counted(index.documents, "document"), counted(index.tokens, "token")
-        yield "corpus", f"{tokens} of {documents} are prepared in {index.store.folder}"
-    if unmeasured:
+        held = f"{counted(index.tokens, 'token')} of {counted(index.documents, 'document')}"
+        yield "corpus", f"{held} are prepared in {index.store.folder}"
+    if index is not None and index.unmeasured:
+        unmeasured = round(scale * index.unmeasured)
         yield "", f"{roughly}{unmeasured:,} tokens at portions' ends are not measured"
     on_gpu = f", {in_bytes(cost.gpu_memory)} on the GPU" if cost.gpu_memory else ""
     yield "memory", f"{in_bytes(cost.peak_memory)} at the peak of one replica{on_gpu}"
@@ -278,13 +279,9 @@ def scan(
     from headcount.jobs.plan.plan import make_plan, prepare_run
     from headcount.jobs.resources import Resources
     from headcount.jobs.run.loop import refuse_failures, run_to_end
-    from headcount.jobs.run.progress import watch_index
     from headcount.jobs.upkeep.compaction import merge_finished
     from headcount.jobs.upkeep.merge_workers import merging
     from headcount.workers.process import prepare_process
-
-    def tell(line: str) -> None:
-        say(console, line)
 
     prepare_process()
     console = Console(highlight=False, stderr=True)
@@ -293,12 +290,10 @@ def scan(
     failures: dict[RunDirectory, list[Failure]] = {}
     for requested in scans:
         with phases.taken():
-            phases.note("loading the model")
             try:
-                with watch_index(console) as watch:
-                    preparation = Preparation(resources, watch, verify_corpus, tell)
-                    name = requested.file.stem
-                    scan_plan = make_plan(requested.scan, name, run, preparation, new)
+                preparation = Preparation(resources, console, verify_corpus)
+                name = requested.file.stem
+                scan_plan = make_plan(requested.scan, name, run, preparation, new)
             except HeadcountError as error:
                 # Of several scans, the error says which one it is about.
                 words = [word for each in requested.overrides for word in ("--set", each)]
@@ -308,10 +303,10 @@ def scan(
             if new:
                 # The same command would start one more.
                 tell(f"{scan_plan.run.run_id}: another run; the command without --new continues it")
-            _print_bad_rows(console, scan_plan.bad_rows)
+            _print_bad_rows(console, scan_plan)
             # After a failure the next scan is run all the same: its cause may be another.
             failures[scan_plan.run] = run_to_end(
-                scan_plan, resources, console, verify, allow_other_code=allow_other_code
+                scan_plan, resources, console, verify=verify, allow_other_code=allow_other_code
             )
             if merge and not failures[scan_plan.run]:
                 phases.note("compacting")
@@ -320,10 +315,12 @@ def scan(
     refuse_failures(failures)
 
 
-def _print_bad_rows(console: Console, problems: list[str]) -> None:
-    """Name the first few rows of the corpus that cannot be read."""
-    if not problems:
+def _print_bad_rows(console: Console, plan: Plan) -> None:
+    """Name the first few rows of the corpus that cannot be read; of an estimate, none is known."""
+    findings = None if plan.estimate else plan.sequences.findings
+    if findings is None or not findings.problems:
         return
+    problems = list(findings.problems)
     hidden = len(problems) - MOST_BAD_ROWS
     more = f" and {hidden:,} more" if hidden > 0 else ""
     rows = counted(len(problems), "bad row")

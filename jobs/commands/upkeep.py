@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import Annotated, Literal
 
@@ -10,7 +9,7 @@ import typer
 from rich.console import Console
 
 from headcount.jobs.commands.options import Yes
-from headcount.jobs.console import duration, in_bytes, say
+from headcount.jobs.console import check_can_ask, duration, in_bytes, say, tell
 from headcount.schemas.errors import RunError, counted
 
 commands = typer.Typer(rich_markup_mode=None)
@@ -87,15 +86,11 @@ def compact(
     from headcount.schemas.files.places import absolute
     from headcount.schemas.files.run_directory import find_runs
 
-    def tell(line: str) -> None:
-        say(console, line)
-
     if address is not None and processes:
         raise RunError(
             f"--processes {processes} merges on this machine, --address {address} on a cluster; "
             "leave out one"
         )
-    console = Console(highlight=False, stderr=True)
     problems: list[str] = []
     for run in find_runs(absolute(path)):
         try:
@@ -129,18 +124,13 @@ def rm(
     """
     from headcount.jobs.upkeep.removal import check_removable, describe_run, remove
 
-    console = Console(highlight=False, stderr=True)
     # All are checked before the first is deleted.
     run_directories = [check_removable(location) for location in runs]
-    if not yes and not sys.stdin.isatty():
-        raise RunError(
-            "headcount rm asks before it deletes, and stdin is no terminal; "
-            f"{shlex.join(['headcount', 'rm', *runs, '--yes'])} does not ask"
-        )
+    check_can_ask("headcount rm", runs, yes)
     for run in run_directories:
         if yes or typer.confirm(f"Delete {describe_run(run)}?", err=True):
             remove(run)
-            say(console, f"deleted {run.path}")
+            tell(f"deleted {run.path}")
 
 
 @commands.command()
@@ -168,25 +158,29 @@ def doctor(
     ] = None,
 ) -> None:
     """Check that this machine can run scans, and print what it has."""
-    from headcount.jobs.commands.doctor import check_kernel, check_model, examine
-
-    # Loading the libraries takes seconds, and a large model takes minutes.
-    if model is not None:
-        checks, waiting = check_model(model), "loading the model, then measuring two sequences"
-    elif device == "cuda":
-        checks, waiting = check_kernel(), "comparing the kernel with tiles"
-    else:
-        checks, waiting = examine(out), "loading the libraries, then measuring with every model"
     console = Console(highlight=False)
+    if model is not None:
+        # Loading a large model takes minutes.
+        with console.status("loading the model, then measuring two sequences"):
+            from headcount.jobs.commands.model_report import report_model
+            from headcount.workers.process import prepare_process
+
+            prepare_process()
+            for word, text in report_model(model):
+                say(console, f"{word:<10} {text}")
+        return
+    from headcount.jobs.commands.doctor import check_kernel, examine
+
+    checks, waiting = examine(out), "loading the libraries, then measuring with every model"
+    if device == "cuda":
+        checks, waiting = check_kernel(), "comparing the kernel with tiles"
     healthy = True
     with console.status(waiting):
         for check in checks:
-            mark = "" if check.ok is None else "ok    " if check.ok else "FAIL  "
-            say(console, f"{mark}{check.name:<{16 if mark else 10}} {check.result}")
-            if check.ok is False:
-                healthy = False
-                if check.advice:
-                    say(console, f"{'':<23}{check.advice}")
+            say(console, f"{'ok' if check.ok else 'FAIL':<6}{check.name:<16} {check.result}")
+            if not check.ok and check.advice:
+                say(console, f"{'':<23}{check.advice}")
+            healthy &= check.ok
             # The next check may take seconds.
             sys.stdout.flush()
     if not healthy:

@@ -32,15 +32,10 @@ class CorpusEstimate:
 
     sample: Sequences
     """The sequences of the portions that are there."""
+    scale: float
+    """How often the whole corpus has what these portions have."""
     sequences: int
     """Of the scan."""
-    documents: int
-    """Of the whole corpus, like the tokens, the bad rows, and the tokens at portions' ends."""
-    tokens: int
-    bad: int
-    unmeasured: int
-    tokens_there: int
-    """Tokens that the store has."""
     tokens_missing: int
     """Tokens that the scan needs and the store does not have."""
     seconds: float
@@ -110,12 +105,8 @@ def _scaled(work: CorpusWork, index: SequenceIndex) -> CorpusEstimate:
         scan = scan.model_copy(update={"sequences": "all"})
     return CorpusEstimate(
         sample=Sequences(scan, sequences.info, index, index.corpus, sequences.partners),
+        scale=scale,
         sequences=total,
-        documents=round(scale * index.documents),
-        tokens=round(scale * index.tokens),
-        bad=round(scale * index.bad),
-        unmeasured=round(scale * index.unmeasured),
-        tokens_there=index.tokens,
         tokens_missing=missing,
         seconds=missing / tokens_per_second,
         bytes=round(missing * stored / max(1, index.tokens)),

@@ -14,10 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from headcount.jobs.upkeep import metrics
+from rich.console import Console
+
+from headcount.jobs.console import duration, say
+from headcount.jobs.run.progress import Show, bar
+from headcount.jobs.upkeep import phases
+from headcount.jobs.upkeep.metrics import TOKENS_PREPARED, node_name
 from headcount.schemas.errors import HeadcountError, RunError, counted, printable
 from headcount.schemas.files.places import Place, absolute, place, reason
 from headcount.schemas.scans.scan import Scan
@@ -34,12 +39,7 @@ from headcount.workers.inputs.store.preparation import (
 )
 from headcount.workers.inputs.store.token_store import Portion, TokenStore, open_portion
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
-from headcount.workers.provenance.code_fingerprint import (
-    Code,
-    code_fingerprint,
-    learn_fingerprint,
-    read_code,
-)
+from headcount.workers.provenance.code_fingerprint import Code, check_code, read_code
 
 if TYPE_CHECKING:
     import ray
@@ -70,33 +70,14 @@ STARTING_NOTICE = 30.0
 """Seconds without a new portion after which a line says why nothing happens."""
 
 
-@dataclass(frozen=True)
-class CorpusProgress:
-    """How far the preparation of a corpus is, what was there before included."""
-
-    documents: int
-    tokens: int
-    bad: int
-    share: float | None
-    """Share of what the scan needs; None if nobody knows how much that is."""
-    tokens_per_second: float | None
-    """None until something was prepared."""
-    seconds_left: float | None
-
-
-Watch = Callable[[CorpusProgress], None]
-"""Is called with every portion that is prepared."""
-
-
-def unwatched(progress: CorpusProgress) -> None:
-    """Watch a corpus being prepared and show nothing."""
-
-
 def corpora_of(scan: Scan) -> Place:
     """The directory that holds the token stores of a scan's corpus."""
     if scan.corpora is not None:
         return absolute(place(scan.corpora))
     return absolute(place(scan.out) / FOLDER)
+
+
+SILENT = Console(quiet=True)
 
 
 @dataclass(frozen=True)
@@ -105,24 +86,27 @@ class Preparation:
 
     resources: Resources | None = None
     """Ray tasks prepare a large corpus if these have replicas or `ray_prepares`."""
-    watch: Watch = unwatched
+    console: Console = SILENT
+    """Shows how far it is."""
     verify: bool = False
     """Whether portions that are there are compared with the texts first."""
-    tell: Callable[[str], None] = lambda line: None
-    """Is called with a line for the user."""
 
     def prepared(self, sequences: Sequences, corpora: Place) -> SequenceIndex:
         """Prepare what the token store lacks for some sequences; returns their index."""
-        work = CorpusWork(sequences, corpora, self.watch)
+        with bar(self.console, "preparing tokens", "preparing tokens: ") as show:
+            return self._prepared(CorpusWork(sequences, corpora, show))
+
+    def _prepared(self, work: CorpusWork) -> SequenceIndex:
+        tell = partial(say, self.console)
         if self.verify:
             # The extents whose portions are in the index.
             damages: dict[Portion, str] = {}
             for extent in work.extents[: work.frontier + 1]:
                 damages |= damaged_portions(work.store, extent)
             for problem in damages.values():
-                self.tell(problem)
+                tell(problem)
             if damages:
-                self.tell(f"{counted(len(damages), 'portion')} differed and will be prepared again")
+                tell(f"{counted(len(damages), 'portion')} differed and will be prepared again")
                 work.store.forget(damages)
                 work.start_again()
         if not work.is_done:
@@ -132,7 +116,7 @@ class Preparation:
             bytes_missing = sum(extent.bytes for extent in work.missing())
             is_large = min(bytes_missing, work.letters_wanted()) >= LEAST_BYTES_ON_RAY
             if is_large and resources and (resources.replicas or resources.ray_prepares):
-                prepare_on_ray(work, resources, self.tell)
+                prepare_on_ray(work, resources, tell)
             else:
                 prepare_here(work)
             if not work.is_done:
@@ -156,10 +140,10 @@ class CorpusWork:
     Portions are added to the index in the order of the corpus, up to the first that is missing.
     """
 
-    def __init__(self, sequences: Sequences, corpora: Place, watch: Watch = unwatched) -> None:
+    def __init__(self, sequences: Sequences, corpora: Place, show: Show | None = None) -> None:
         assert sequences.corpus is not None
         self.sequences = sequences
-        self.watch = watch
+        self.show_words = show
         self.store = sequences.store(corpora)
         self.extents = extents_of(sequences.corpus.sources)
         self.total_bytes = sum(extent.bytes for extent in self.extents)
@@ -187,7 +171,7 @@ class CorpusWork:
             self.portions[committed.extent][committed.number] = committed
         tokens_before = self.index.tokens
         self._add_in_order()
-        metrics.tokens_prepared(self.index.tokens - tokens_before)
+        TOKENS_PREPARED.tell(self.index.tokens - tokens_before, node=node_name())
         self.show()
 
     def _add_in_order(self) -> None:
@@ -233,17 +217,30 @@ class CorpusWork:
         return covered
 
     def show(self) -> None:
-        """Tell how far the preparation is."""
+        """Tell how far the preparation is, what was there before included."""
         index = self.index
-        share = speed = left = None
+        share = None
         if index.enough is not None and not index.corpus.is_read_whole:
             share = min(1.0, len(index) / index.enough)
         elif self.total_bytes:
             share = self.covered_bytes() / self.total_bytes
+        parts = amounts(index)
+        if share is not None:
+            parts.append(f"{share:.0%}")
         if prepared := index.tokens - self.tokens_before:
             speed = prepared / (time.monotonic() - self.began)
-            left = index.tokens * (1 - share) / share / speed if share else None
-        self.watch(CorpusProgress(index.documents, index.tokens, index.bad, share, speed, left))
+            parts.append(f"{speed:,.0f} tokens/s")
+            if share:
+                parts.append(f"{duration(index.tokens * (1 - share) / share / speed)} left")
+        phases.note("preparing tokens", ", ".join(parts))
+        if self.show_words is not None:
+            self.show_words(", ".join(parts), share)
+
+
+def amounts(index: SequenceIndex) -> list[str]:
+    """What an index of a corpus holds, in words."""
+    bad = [counted(index.bad, "bad row")] if index.bad else []
+    return [counted(index.documents, "document"), counted(index.tokens, "token"), *bad]
 
 
 def prepare_here(work: CorpusWork, most: int | None = None) -> None:
@@ -276,13 +273,7 @@ def prepare_on_node(
     try:
         if directory is not None:
             os.chdir(directory)
-        learn_fingerprint(code)
-        local_code = code_fingerprint()
-        if local_code != code.fingerprint:
-            raise RunError(
-                f"this node runs code {local_code}, the driver {code.fingerprint}; remove the copy "
-                "of headcount that is installed there"
-            )
+        check_code(code)
         if tokenizer.library != store.library:
             raise RunError(
                 f"this node has {tokenizer.library}, and the driver {store.library}; install the "
@@ -308,15 +299,12 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
     """
     # Ray takes a second to import, and most commands that prepare nothing do without.
     import ray
-    import ray.exceptions
 
-    from headcount.jobs.cluster.ray_cluster import connect, lack_of_room, last_line
+    from headcount.jobs.cluster.ray_cluster import connect, lack_of_room, ray_in_words
 
     is_for_replicas = resources.replicas > 0
     resources = connect(replace(resources, replicas=max(1, resources.replicas)))
-    # Names of files may be relative to this directory; another machine does not have it.
-    directory = None if resources.cluster else os.getcwd()
-    code = read_code()
+    code, directory = read_code(), resources.directory
     tokenizer = ray.put(work.sequences.tokenizer)
     waiting = deque(work.missing())
     extents = len(waiting)
@@ -343,24 +331,20 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
             running[task.remote(*arguments)] = extent
 
     try:
-        while (waiting or running) and not work.is_done:
-            start_tasks()
-            ended, _ = ray.wait(list(running), num_returns=1, timeout=LOOK_SECONDS)
-            for reference in ended:
-                _check_end(reference, running.pop(reference))
-            documents_before = work.index.documents
-            work.look()
-            if ended or work.index.documents > documents_before:
-                last_news = time.monotonic()
-            if time.monotonic() - last_news > STARTING_NOTICE:
-                lack = lack_of_room(replace(resources, device="cpu", cores=1))
-                tell(lack or "no news of the tokens yet: all cores are taken")
-                last_news = time.monotonic()
-    except ray.exceptions.RayError as error:
-        raise RunError(
-            f"the preparation of the corpus: Ray gave up ({last_line(str(error))}); the same "
-            "command continues where it stopped"
-        ) from None
+        with ray_in_words("the preparation of the corpus"):
+            while (waiting or running) and not work.is_done:
+                start_tasks()
+                ended, _ = ray.wait(list(running), num_returns=1, timeout=LOOK_SECONDS)
+                for reference in ended:
+                    _check_end(reference, running.pop(reference))
+                documents_before = work.index.documents
+                work.look()
+                if ended or work.index.documents > documents_before:
+                    last_news = time.monotonic()
+                if time.monotonic() - last_news > STARTING_NOTICE:
+                    lack = lack_of_room(replace(resources, device="cpu", cores=1))
+                    tell(lack or "no news of the tokens yet: all cores are taken")
+                    last_news = time.monotonic()
     finally:
         # What the tasks that are left have committed stays.
         for reference in running:

@@ -7,12 +7,13 @@ again. That is allowed as long as every committed sequence would still be the sa
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from pydantic import BaseModel, ConfigDict
 
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.schemas.errors import CorpusError, OtherRunError
@@ -24,8 +25,8 @@ from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.token_store import Portion
 
-NEWEST_FORMAT = 3
-"""Version of the record."""
+RECORD = "corpus.json"
+"""Name of the record, in the directory `index` of the run."""
 
 COMPARED_AT_ONCE = 64
 """Sequences that are read at once to be compared."""
@@ -41,10 +42,11 @@ class RunPortion(NamedTuple):
     """Identifies what it holds, wherever its files lie."""
 
 
-@dataclass(frozen=True)
-class RunCorpus:
+class RunCorpus(BaseModel):
     """What a run keeps of its corpus: where its tokens lie, and of which files they were made."""
 
+    model_config = ConfigDict(frozen=True)
+    format: Literal[4] = 4
     store: str
     """The directory of the token store."""
     sources: tuple[Source, ...]
@@ -56,66 +58,47 @@ class RunCorpus:
         first_sources = [place.first_source for place in index.places]
         in_order = zip(first_sources, index.portions, index.contents, strict=False)
         portions = tuple(RunPortion(*portion) for portion in in_order)
-        return cls(str(index.store.folder), index.corpus.sources, portions)
+        store = str(index.store.folder)
+        return cls(store=store, sources=index.corpus.sources, portions=portions)
 
     @classmethod
     def read(cls, run: RunDirectory) -> RunCorpus:
         """The record of a run."""
-        file = _record_file(run)
         try:
-            content = json.loads(file.read_bytes())
-            if content["format"] != NEWEST_FORMAT:
-                raise OtherRunError(
-                    f"{file}: format {content['format']}, expected {NEWEST_FORMAT}; another "
-                    "version of headcount wrote it"
-                )
-            return cls(
-                content["store"],
-                tuple(Source(*source) for source in content["sources"]),
-                tuple(
-                    RunPortion(first, Portion(*portion), digest)
-                    for first, portion, digest in content["portions"]
-                ),
-            )
+            return cls.model_validate_json((run.index / RECORD).read_bytes())
         except FileNotFoundError:
             raise OtherRunError(
-                f"{file}: gone, so nothing says which corpus the run was begun with; it can be "
-                "read but not continued"
+                f"{run.index / RECORD}: gone, so nothing says which corpus the run was begun with; "
+                "it can be read but not continued"
             ) from None
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError):
             raise OtherRunError(
-                f"{file}: damaged, so nothing says which corpus the run was begun with"
+                f"{run.index / RECORD}: damaged, or of another version of headcount, so nothing "
+                "says which corpus the run was begun with"
             ) from None
 
 
-def index_new_run(sequences: Sequences, corpora: Place, preparation: Preparation) -> RunCorpus:
-    """Give the sequences of a run that is about to begin an index of their corpus."""
-    sequences.use_index(preparation.prepared(sequences, corpora))
-    sequences.check_index()
-    return RunCorpus.of(sequences.reader)
-
-
-def index_continued_run(
+def index_run(
     run: RunDirectory,
-    manifest: Manifest,
+    manifest: Manifest | None,
     sequences: Sequences,
     corpora: Place,
     preparation: Preparation,
 ) -> tuple[RunCorpus, bool]:
-    """Give the sequences of a run that continues an index of their corpus.
+    """Give the sequences of a run an index of their corpus; `manifest` is that of a begun one.
 
-    Returns the record of the corpus, and whether it is a new one: because the corpus or its place
-    changed, or because the run is extended. If the corpus changed, it is refused unless every
+    Returns the record of the corpus, and whether it replaces another one: because the corpus or its
+    place changed, or because the run is extended. If the corpus changed, it is refused unless every
     committed sequence is the same as before.
     """
-    before = RunCorpus.read(run)
-    # The index reaches as far as the run does, even if the scan asks for fewer sequences now.
-    sequences.least_sequences = manifest.sequences
+    before = None if manifest is None else RunCorpus.read(run)
     sequences.use_index(preparation.prepared(sequences, corpora))
     now = RunCorpus.of(sequences.reader)
-    if (before.store, before.portions) == (now.store, now.portions):
+    if before is not None and (before.store, before.portions) == (now.store, now.portions):
         return before, False
     sequences.check_index()
+    if manifest is None or before is None:
+        return now, False
     change = _change(run, manifest, sequences, before, now)
     if change is None and not sequences.is_drawn and len(sequences.reader) < manifest.sequences:
         change = f"it held {manifest.sequences:,} sequences and holds {len(sequences.reader):,}"
@@ -126,17 +109,10 @@ def index_continued_run(
 
 def write_corpus(run: RunDirectory, corpus: RunCorpus, sequences: Sequences) -> None:
     """Keep with the run what it reads of its corpus, and what becomes of each document."""
-    sources = [astuple(source) for source in corpus.sources]
-    record: dict[str, Any] = {"format": NEWEST_FORMAT, "store": corpus.store}
-    record |= {"sources": sources, "portions": corpus.portions}
-    write_whole(_record_file(run), json.dumps(record, ensure_ascii=False).encode())
+    write_whole(run.index / RECORD, corpus.model_dump_json().encode())
     assert sequences.fates is not None
     fates = json.dumps(sequences.fates.record, indent=1, ensure_ascii=False)
     write_whole(run.fates_file, fates.encode())
-
-
-def _record_file(run: RunDirectory) -> Place:
-    return run.index / "corpus.json"
 
 
 def _change(
@@ -185,16 +161,20 @@ def _change(
             return None
         times, times_now = run_index.token_counts[moved[0]], index.token_counts[moved[0]]
         return f"token {moved[0]} occurred {times:,} times and occurs {times_now:,} times"
-    differences = (
+    changes = (
         _moved_sequence(run_index, index, begin, min(begin + COMPARED_AT_ONCE, stop))
         for start, stop in committed
         for begin in range(start, stop, COMPARED_AT_ONCE)
     )
-    return next(filter(None, differences), None)
+    return next(filter(None, changes), None)
 
 
 def _moved_sequence(before: SequenceIndex, now: SequenceIndex, start: int, stop: int) -> str | None:
     """Why one of the sequences `start .. stop-1` is not the same now; None if all are the same."""
+
+    def place_of(index: SequenceIndex, file: str, row: int) -> str:
+        return next(one for one in index.corpus.sources if one.name == file).place_of(row)
+
     there = min(stop, len(now))
     if start < there:
         old_tokens, old_origins = before.read(start, there)
@@ -205,18 +185,12 @@ def _moved_sequence(before: SequenceIndex, now: SequenceIndex, start: int, stop:
                 [values[i] for values in columns.values()] for columns in (old_origins, origins)
             )
             is_file_same = old_file.rpartition("/")[2] == file.rpartition("/")[2]
+            where = place_of(now, file, origin[0])
             if not is_file_same or old_origin[0] != origin[0]:
-                old_place = _place_of(before, old_file, old_origin[0])
-                place = _place_of(now, file, origin[0])
-                return f"sequence {start + i:,} came from {old_place} and would come from {place}"
+                old_place = place_of(before, old_file, old_origin[0])
+                return f"sequence {start + i:,} came from {old_place} and would come from {where}"
             if old_origin != origin or (old_tokens[i] != tokens[i]).any():
-                place = _place_of(now, file, origin[0])
-                return f"sequence {start + i:,}, which begins in {place}, would not be the same"
+                return f"sequence {start + i:,}, which begins in {where}, would not be the same"
     if there < stop:
         return f"it held {len(before):,} sequences and holds {len(now):,}"
     return None
-
-
-def _place_of(reader: SequenceIndex, file: str, row: int) -> str:
-    """Where a sequence begins, for people."""
-    return next(source for source in reader.corpus.sources if source.name == file).place_of(row)

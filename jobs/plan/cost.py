@@ -68,7 +68,7 @@ def _devices(device: str) -> tuple[str, str]:
     """The device that a scan will run on, and the device of this machine that stands for it."""
     best_here = resolve_device("auto")
     scan_device = best_here if device == "auto" else device
-    return scan_device, scan_device if scan_device == "cpu" else best_here
+    return scan_device, "cpu" if scan_device == "cpu" else best_here
 
 
 def threads_of(device: str, replicas: int) -> int | None:

@@ -27,21 +27,17 @@ FILE_OPTIONS = ("files", "text")
 """Options of input families that name files."""
 
 LIBRARIES = (
-    "torch",
-    "transformers",
-    "transformer_lens",
-    "ray",
-    "pyarrow",
-    "datasets",
-    "tokenizers",
-)
+    "torch", "transformers", "transformer_lens", "ray", "pyarrow", "datasets", "tokenizers",
+)  # fmt: skip
 """Libraries whose versions a manifest records."""
 
 
 def runs_of(first_run: RunDirectory) -> list[RunDirectory]:
-    """The runs of the scan whose first run is, or would be, `first_run`; the newest first."""
-    runs = sorted(_runs_there(first_run).items(), reverse=True)
-    # A directory without a manifest is half deleted.
+    """The runs of the scan whose first run is, or would be, `first_run`; the newest first.
+
+    A directory without a manifest is half deleted, and is none.
+    """
+    runs = sorted(_by_number(first_run).items(), reverse=True)
     return [run for _, run in runs if run.manifest_file.is_file()]
 
 
@@ -51,7 +47,7 @@ def next_run(first_run: RunDirectory, other_run_ids: Iterable[str] = ()) -> RunD
     Half deleted runs count, so that nobody writes among their remains. `other_run_ids` are of runs
     that lie elsewhere.
     """
-    runs = _runs_there(first_run) | _runs_with_ids(first_run, other_run_ids)
+    runs = _by_number(first_run) | _by_number(first_run, other_run_ids)
     if not runs:
         return first_run
     return RunDirectory(first_run.path.parent / f"{first_run.path.name}-{max(runs) + 1}")
@@ -59,29 +55,24 @@ def next_run(first_run: RunDirectory, other_run_ids: Iterable[str] = ()) -> RunD
 
 def last_run(first_run: RunDirectory, other_run_ids: Iterable[str]) -> RunDirectory:
     """The newest run of the scan, here and elsewhere; `first_run` if there is none."""
-    begun = {n: run for n, run in _runs_there(first_run).items() if run.manifest_file.is_file()}
-    begun |= _runs_with_ids(first_run, other_run_ids)
-    return begun[max(begun)] if begun else first_run
+    elsewhere = _by_number(first_run, other_run_ids).items()
+    begun = [(n, run) for n, run in _by_number(first_run).items() if run.manifest_file.is_file()]
+    return max([*begun, *elsewhere], default=(0, first_run), key=lambda numbered: numbered[0])[1]
 
 
-def _runs_there(first_run: RunDirectory) -> dict[int, RunDirectory]:
+def _by_number(
+    first_run: RunDirectory, run_ids: Iterable[str] | None = None
+) -> dict[int, RunDirectory]:
+    """Those of some runs that are of the scan, by number; by default those in its directory."""
     directory = first_run.path.parent
     try:
-        return _by_number(first_run, names(directory))
+        found = names(directory) if run_ids is None else [f"run_id={run_id}" for run_id in run_ids]
     except OSError as error:
         raise RunError(f"{directory}: cannot be read ({reason(error)})") from None
-
-
-def _runs_with_ids(first_run: RunDirectory, run_ids: Iterable[str]) -> dict[int, RunDirectory]:
-    return _by_number(first_run, (f"run_id={run_id}" for run_id in run_ids))
-
-
-def _by_number(first_run: RunDirectory, directories: Iterable[str]) -> dict[int, RunDirectory]:
-    """Those directories that are runs of the scan, by number; the first run has number 1."""
-    # -1 and -01 are no numbers of runs: the first run has none.
+    # The first run has number 1, and no number in its name: -1 and -01 are none.
     pattern = re.compile(rf"{re.escape(first_run.path.name)}(?:-([2-9]|[1-9]\d+))?")
-    matches = [match for name in directories if (match := pattern.fullmatch(name))]
-    return {int(m[1] or 1): RunDirectory(first_run.path.parent / m[0]) for m in matches}
+    matches = [match for name in found if (match := pattern.fullmatch(name))]
+    return {int(m[1] or 1): RunDirectory(directory / m[0]) for m in matches}
 
 
 def find_run(resolved: ResolvedScan, first_run: RunDirectory, new: bool = False) -> RunDirectory:
@@ -116,7 +107,13 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
     # A manifest holds what JSON makes of an identity: tuples became lists.
     identity = json.loads(json.dumps(resolved.identity))
     # The files come first: a changed configuration explains what follows.
-    changes = _changed_files(manifest.model.get("files", {}), dict(resolved.info.files))
+    files, files_now = manifest.model.get("files", {}), dict(resolved.info.files)
+    changes = [
+        f"the model's {'configuration' if name == 'config.json' else 'weights'} "
+        f"({name}: {files.get(name, 'not there')}, now {files_now.get(name, 'not there')})"
+        for name in sorted({*files, *files_now})
+        if files.get(name) != files_now.get(name)
+    ]
     # Of formulas only the names are compared in any case.
     before, now = (_measured(records) for records in (manifest.records, resolved.records))
     changes += [f"{name} (no longer)" for name in sorted(before.keys() - now.keys())]
@@ -136,16 +133,6 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
         changes = [f"the code of {line}" for line in lines]
     if changes:
         raise OtherRunError(f"{run.path}: this run measured something else: {', '.join(changes)}")
-
-
-def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Which files of a model differ: its configuration, its weights, or both."""
-    return [
-        f"the model's {'configuration' if name == 'config.json' else 'weights'} "
-        f"({name}: {before.get(name, 'not there')}, now {now.get(name, 'not there')})"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-    ]
 
 
 def _values(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,12 +18,7 @@ from typing import Any
 
 from headcount.jobs.corpus.estimate import CorpusEstimate, estimate_corpus
 from headcount.jobs.corpus.preparation import HERE, Preparation, corpora_of
-from headcount.jobs.corpus.run_corpus import (
-    RunCorpus,
-    index_continued_run,
-    index_new_run,
-    write_corpus,
-)
+from headcount.jobs.corpus.run_corpus import RunCorpus, index_run, write_corpus
 from headcount.jobs.plan.identity import (
     FILE_OPTIONS,
     LIBRARIES,
@@ -87,11 +82,6 @@ class Plan:
         return self.manifest.sequences * self.scan.n_ctx * len(self.scan.interventions)
 
     @property
-    def needs_permission(self) -> bool:
-        """Whether the code here has no part in the run yet, so that a user must allow it first."""
-        return self.previous_manifest is not None and self.code not in self.previous_manifest.codes
-
-    @property
     def shards_done(self) -> int:
         """How many shards are committed with all of their sequences."""
         return int(holds_whole_shard(self.manifest, self.run.commit_log(["stop"])).sum())
@@ -116,12 +106,6 @@ class Plan:
             )
         return notes
 
-    @property
-    def bad_rows(self) -> list[str]:
-        """The corpus's rows that cannot be read, with their problems."""
-        findings = None if self.estimate else self.sequences.findings
-        return [] if findings is None else list(findings.problems)
-
 
 def make_plan(
     scan: Scan,
@@ -136,10 +120,9 @@ def make_plan(
     `preparation` makes the tokens of a corpus ready.
     """
     resolved = resolve(scan)
-    if run_id is not None:
-        run = RunDirectory.of(scan.out, run_id)
-    else:
-        run = find_run(resolved, RunDirectory.of(scan.out, resolved.scan.run_id(name)), new)
+    run = RunDirectory.of(scan.out, resolved.scan.run_id(name) if run_id is None else run_id)
+    if run_id is None:
+        run = find_run(resolved, run, new)
     phases.about(run)
     if run_id is not None and not run.manifest_file.is_file():
         raise RunError(f"{run.path}: no such run to continue; without --run the scan starts one")
@@ -171,17 +154,14 @@ def plan_run(
         # Refused before tokens are prepared, which may take hours.
         if previous is not None:
             check_same_identity(run, previous, resolved)
+            # The index reaches as far as the run does, even if fewer sequences are asked for.
             sequences.least_sequences = previous.sequences
         if sequences.corpus is None:
             sequences.shard(0)  # Impossible options show when the first sequences are drawn.
         elif is_estimate and (estimate := estimate_corpus(sequences, corpora)) is not None:
             sequences = estimate.sample
-        elif previous is None:
-            corpus = index_new_run(sequences, corpora, preparation)
         else:
-            corpus, has_new_index = index_continued_run(
-                run, previous, sequences, corpora, preparation
-            )
+            corpus, has_new_index = index_run(run, previous, sequences, corpora, preparation)
     except OtherRunError as error:
         raise with_advice(run, error) from None
 
@@ -259,9 +239,7 @@ def prepare_run(plan: Plan, scan_text: str) -> None:
     if plan.run.manifest_file.is_file():
         return
     write_whole(plan.run.scan_file, scan_text.encode())
-    if plan.corpus is not None:
-        write_corpus(plan.run, plan.corpus, plan.sequences)
-    _write_manifest(plan)
+    _write(plan)
 
 
 def extend(plan: Plan) -> None:
@@ -289,12 +267,15 @@ def extend(plan: Plan) -> None:
         run.commit_file(last_shard).unlink(missing_ok=True)
         if last_shard in run.commit_log([])["shard"].to_pylist():
             write_segment(run.commits_directory, taken_back(run.run_id, [last_shard]))
-    if plan.corpus is not None and (is_longer or plan.has_new_index):
-        write_corpus(run, plan.corpus, plan.sequences)
-    _write_manifest(plan)
+    _write(plan)
 
 
-def _write_manifest(plan: Plan) -> None:
+def _write(plan: Plan) -> None:
+    """Write what a run keeps of its corpus if that is new, and last of all its manifest."""
+    before = plan.previous_manifest
+    is_new = before is None or plan.has_new_index or plan.manifest.sequences > before.sequences
+    if plan.corpus is not None and is_new:
+        write_corpus(plan.run, plan.corpus, plan.sequences)
     write_whole(plan.run.manifest_file, plan.manifest.model_dump_json(indent=1).encode())
 
 

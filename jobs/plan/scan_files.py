@@ -112,7 +112,7 @@ def _by_numbers(path: str) -> tuple[bool, list[int], str]:
     return not has_own_number, numbers, path
 
 
-def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
+def portable_scan(scan_file: Path, overrides: Sequence[str]) -> Scan:
     """Read a scan that other machines will run; refuse mistakes, as far as this one can know.
 
     Places that the nodes of a cluster cannot reach are refused, too. The corpus is not opened,
@@ -126,17 +126,25 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
     from headcount.workers.model.files.model_info import describe, find_model
 
     scan = load_scan(scan_file, overrides)
-    _check_everywhere("out", scan.out, "--set out=s3://BUCKET/runs")
+    places = [("out", scan.out, "--set out=s3://BUCKET/runs")]
     if scan.corpora is not None:
-        _check_everywhere("corpora", scan.corpora, "--set corpora=s3://BUCKET/corpora")
+        places.append(("corpora", scan.corpora, "--set corpora=s3://BUCKET/corpora"))
     for option in FILE_OPTIONS:
         value = scan.input.options.get(option)
-        for file in value if isinstance(value, list) else [value]:
+        places += [
+            (f"input.{option}", file, "an absolute path that every node mounts, or s3://")
+            for file in (value if isinstance(value, list) else [value])
             # A value of another type is an error of the family's check below.
-            if isinstance(file, str) and not file.startswith(BUNDLED):
-                _check_everywhere(
-                    f"input.{option}", file, "an absolute path that every node mounts, or s3://"
-                )
+            if isinstance(file, str) and not file.startswith(BUNDLED)
+        ]
+    for key, location, example in places:
+        # A name in a home directory means another place on every node, too.
+        where = None if location.startswith("~") else place(location)
+        if where is None or not (isinstance(where, StorePath) or where.is_absolute()):
+            raise ScanError(
+                f"{key}: {location} means another place on every node; expected a store or an "
+                f"absolute path ({example})"
+            )
     # `a/b` may be a directory here, and may be a model of the Hub.
     is_directory_here = not os.path.isabs(scan.model) and Path(scan.model).is_dir()
     if scan.model.startswith((".", "~")) or is_directory_here:
@@ -153,13 +161,3 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
         if sequences.family.synthetic:
             sequences.shard(0)  # Impossible options show when the first sequences are drawn.
     return scan
-
-
-def _check_everywhere(key: str, location: str, example: str) -> None:
-    """Refuse a location that means another place on every node, such as one in a home directory."""
-    where = None if location.startswith("~") else place(location)
-    if where is None or not (isinstance(where, StorePath) or where.is_absolute()):
-        raise ScanError(
-            f"{key}: {location} means another place on every node; expected a store or an absolute "
-            f"path ({example})"
-        )

@@ -33,7 +33,6 @@ hands out nothing more, tells the replicas to leave, and takes what they still f
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import Counter, deque
@@ -46,9 +45,13 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 
-from headcount.jobs.cluster.ray_cluster import draining_nodes, lack_of_room, last_line
+from headcount.jobs.cluster.ray_cluster import (
+    draining_nodes,
+    lack_of_room,
+    last_line,
+    ray_in_words,
+)
 from headcount.jobs.endings import is_finishing, work_begins
-from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.preemption import node_is_gone
@@ -99,12 +102,8 @@ def dispatch(
     """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives."""
     dispatcher = _Dispatcher(plan, shards, resources, say, replica_class)
     try:
-        yield from dispatcher.outcomes()
-    except ray.exceptions.RayError as error:
-        raise RunError(
-            f"{plan.run.run_id}: Ray gave up ({last_line(str(error))}); the same command continues "
-            "where it stopped"
-        ) from None
+        with ray_in_words(plan.run.run_id):
+            yield from dispatcher.outcomes()
     finally:
         # A shard that is cut off has no commit. After Ray's end `ray.kill` would join another
         # cluster of this machine.
@@ -127,9 +126,8 @@ class _RemoteReplica:
 
     actor: Any
     """Ray's handle. Ray gives it a new process if the old one dies; the handle stays."""
-    ready: bool = False
     readiness: ray.ObjectRef | None = None
-    """Ray's reference that is fulfilled as soon as the replica is loaded."""
+    """Ray's reference that is fulfilled as soon as the replica is loaded; none after that."""
     calls: dict[ray.ObjectRef, _Call] = field(default_factory=dict[ray.ObjectRef, _Call])
     """The shards it works at, by Ray's reference of the result; `DEPTH` at most."""
     has_suspect: bool = False
@@ -146,6 +144,11 @@ class _RemoteReplica:
     """Why none of its shards is to blame for its end; none if one of them is."""
     commits: deque[Commit] = field(default_factory=lambda: deque[Commit](maxlen=IDLE_WINDOW))
     """Its last ones since it was loaded, which tell how long it waits for shards."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is loaded."""
+        return self.readiness is None
 
 
 class _Dispatcher:
@@ -185,13 +188,22 @@ class _Dispatcher:
         self.last_look = 0.0
         """When the cluster was last looked at, by the monotonic clock."""
 
-        # A replica gets the reference as bytes. Ray warns of a reference among an actor's
-        # arguments, because it does not keep the object for an actor that restarts; but this
-        # process keeps it as long as there are replicas.
-        tokenizer = plan.manifest.identity.get("tokenizer")
-        self.corpus_reference = ray.put((plan.sequences.index, plan.sequences.corpus, tokenizer))
+        # What all replicas need, sent once. They get the reference as bytes: Ray warns of one among
+        # an actor's arguments, because it does not keep the object for an actor that restarts; but
+        # this process keeps it as long as there are replicas.
+        self.work_reference = ray.put(
+            (
+                plan.scan,
+                plan.info,
+                # Replicas on a cluster work in another directory than this process.
+                RunDirectory(absolute(plan.run.path)),
+                plan.sequences.index,
+                plan.sequences.corpus,
+                plan.manifest.identity.get("tokenizer"),
+            )
+        )
         reference_bytes = cloudpickle.dumps(  # pyright: ignore[reportPrivateImportUsage]
-            self.corpus_reference
+            self.work_reference
         )
         on_gpu = resources.device == "cuda"
         start_actor = ReplicaActor.options(
@@ -202,20 +214,7 @@ class _Dispatcher:
             max_task_retries=0,  # Which shard is tried again is decided here.
             scheduling_strategy="SPREAD",
         ).remote
-        arguments = (
-            plan.scan,
-            plan.info,
-            # Replicas on a cluster work in another directory than this process.
-            RunDirectory(absolute(plan.run.path)),
-            plan.code,
-            read_code(),
-            reference_bytes,
-            resources,
-            replica_class,
-            begun_precisions(plan.run),
-            # Paths of the scan may be relative to this directory; another machine does not have it.
-            None if resources.cluster else os.getcwd(),
-        )
+        arguments = (read_code(), reference_bytes, resources, replica_class, resources.directory)
         # More replicas than shards would have nothing to do. None of them is waited for here.
         count = min(resources.replicas, self.open_count)
         self.replicas = [_RemoteReplica(start_actor(*arguments)) for _ in range(count)]
@@ -314,7 +313,6 @@ class _Dispatcher:
     def _await_start(self, replica: _RemoteReplica) -> None:
         """Ask Ray for news of a replica that is not loaded yet; do not wait for it here."""
         replica.commits.clear()
-        replica.ready = False
         replica.is_leaving = False
         replica.notice = None
         replica.readiness = replica.actor.ready.remote()
@@ -339,7 +337,6 @@ class _Dispatcher:
                 raise RunError(f"no replica can be made: {last_line(str(error))}") from None
             self._await_start(replica)
         else:
-            replica.ready = True
             replica.readiness = None
             replica.place = place
             replica.notice = replica.actor.told_to_leave.remote()

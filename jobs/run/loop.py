@@ -57,16 +57,14 @@ MOST_UNWRITTEN = 3
 FAILURES_SHOWN = 10
 """Failures that are said one by one at the end. A full disk may cause hundreds."""
 
-MakeReplica = Callable[[ModelInfo, Scan, str], Replica]
-"""Makes the replica that measures: a class, or a function that shares a loaded model."""
-
 
 def run_to_end(
     plan: Plan,
     resources: Resources,
     console: Console,
-    verify: bool = False,
     replica_class: type[Replica] = Replica,
+    *,
+    verify: bool = False,
     stop_at_failure: bool = False,
     allow_other_code: bool = False,
     models: KnownModels | None = None,
@@ -83,7 +81,9 @@ def run_to_end(
     tell = partial(say, console)
     run, previous = plan.run, plan.previous_manifest
     with removed_if_it_never_began(run) if previous is None else nullcontext(), locked(run):
-        is_refused = plan.needs_permission and not allow_other_code
+        # Code that has no part in the run yet must be allowed first.
+        is_other = previous is not None and plan.code not in previous.codes
+        is_refused = is_other and not allow_other_code
         if not is_refused:
             extend(plan)
         missing = missing_shards(plan, verify)
@@ -269,7 +269,7 @@ def measure_in_process(
     shards: np.ndarray,
     device: str,
     cores: int = 0,
-    make_replica: MakeReplica = Replica,
+    make_replica: Callable[[ModelInfo, Scan, str], Replica] = Replica,
 ) -> Generator[Commit | Failure, None, None]:
     """Measure `shards` one after the other; yields each commit and each failed attempt.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -15,8 +14,8 @@ from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import counted
 from headcount.schemas.files.commit import Commit, Failure
 
-if TYPE_CHECKING:
-    from headcount.jobs.corpus.preparation import CorpusProgress
+Show = Callable[[str, float | None], None]
+"""Shows words, and the share that is done; None if nobody knows how much there is."""
 
 QUIET_SECONDS = 10.0
 """Seconds between two lines if the console is not a terminal."""
@@ -38,7 +37,7 @@ def show_progress(
     failures: list[Failure] = []
     began: float | None = None
     compute_seconds = idle_seconds = 0.0
-    with _bar(console, "tokens") as show:
+    with bar(console, "tokens") as show:
         show("", done / tokens)
         for outcome in outcomes:
             if isinstance(outcome, Failure):
@@ -76,34 +75,8 @@ def show_progress(
 
 
 @contextmanager
-def watch_index(console: Console) -> Iterator[Callable[[CorpusProgress], None]]:
-    """Show how far the preparation of a corpus is; yields what takes each step of it."""
-    with _bar(console, "preparing tokens", "preparing tokens: ") as show:
-
-        def watch(progress: CorpusProgress) -> None:
-            parts = [counted(progress.documents, "document"), counted(progress.tokens, "token")]
-            if progress.bad:
-                parts.append(counted(progress.bad, "bad row"))
-            if progress.share is not None:
-                parts.append(f"{progress.share:.0%}")
-            if progress.tokens_per_second is not None:
-                parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-            if progress.seconds_left is not None:
-                parts.append(f"{duration(progress.seconds_left)} left")
-            phases.note("preparing tokens", ", ".join(parts))
-            show(", ".join(parts), progress.share)
-
-        yield watch
-
-
-@contextmanager
-def _bar(
-    console: Console, title: str, before_lines: str = ""
-) -> Iterator[Callable[[str, float | None], None]]:
-    """A bar with words beside it; if the console is not a terminal, a line every few seconds.
-
-    Yields the function that takes the words and the share that is done.
-    """
+def bar(console: Console, title: str, before_lines: str = "") -> Iterator[Show]:
+    """A bar with words beside it; if the console is not a terminal, a line every few seconds."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
     on_terminal = console.is_terminal
     # A short scan prints no line but its summary.

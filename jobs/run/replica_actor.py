@@ -15,19 +15,19 @@ from typing import NamedTuple
 import ray
 from ray import cloudpickle
 
+from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.preemption import LeaveNotice
 from headcount.jobs.upkeep.metrics import BAD_ROWS, PHASE_SECONDS, TOKENS_MEASURED, node_name
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commit import Commit, Failure
-from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import Sequences, ShardInput
 from headcount.workers.interventions import needs_partners
 from headcount.workers.interventions.settlement import check_begun
 from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
 from headcount.workers.process import prepare_process
-from headcount.workers.provenance.code_fingerprint import Code, code_fingerprint, learn_fingerprint
+from headcount.workers.provenance.code_fingerprint import Code, check_code
 from headcount.workers.replica import Replica, is_device_failure
 from headcount.workers.shard import (
     MeasuredShard,
@@ -59,28 +59,21 @@ class ReplicaActor:
 
     def __init__(
         self,
-        scan: Scan,
-        info: ModelInfo,
-        run: RunDirectory,
-        code: str,
         driver_code: Code,
-        corpus_reference: bytes,
+        work_reference: bytes,
         resources: Resources,
         replica_class: type[Replica],
-        begun: frozenset[str],
         directory: str | None,
     ) -> None:
         self.leave_notice = LeaveNotice()
         # Paths of the scan may be relative to the driver's directory, if it is on this machine.
         if directory is not None:
             os.chdir(directory)
-        learn_fingerprint(driver_code)
-        local_code = code_fingerprint()
-        if local_code != code:
-            raise RunError(
-                f"this node runs code {local_code}, the driver {code}; remove the copy of "
-                "headcount that is installed there"
-            )
+        check_code(driver_code)
+        # The driver has listed and indexed the corpus's files; no replica does it again.
+        scan: Scan
+        info: ModelInfo
+        scan, info, self.run, index, corpus, tokenizer = ray.get(cloudpickle.loads(work_reference))
         # One thread for everything that computes. OpenMP makes a team of threads for each thread
         # that computes. Two teams are more threads than cores, which then sleep between operations:
         # 17,800 tokens/s instead of 29,900.
@@ -93,9 +86,6 @@ class ReplicaActor:
                 f"model {scan.model}: this node has weights {local_info.sha256}, "
                 f"the driver {info.sha256}; copy the driver's files there"
             )
-        self.run = run
-        # The driver has listed and indexed the corpus's files; no replica does it again.
-        index, corpus, tokenizer = ray.get(cloudpickle.loads(corpus_reference))
         partners = needs_partners(scan.interventions)
         self.sequences = Sequences(scan, local_info, index, corpus, partners)
         if tokenizer is not None and tokenizer != self.sequences.tokenizer.fingerprint:
@@ -107,8 +97,9 @@ class ReplicaActor:
         self.replica = self.computing.submit(
             replica_class, local_info, scan, resources.device
         ).result()
-        check_begun(begun, self.replica.precision, run.run_id, resources.device)
-        self.tags = {"run_id": run.run_id, "node": node_name()}
+        run_id, precision = self.run.run_id, self.replica.precision
+        check_begun(begun_precisions(self.run), precision, run_id, resources.device)
+        self.tags = {"run_id": run_id, "node": node_name()}
         self.leave_notice.is_loaded = True
 
     def ready(self) -> ReplicaPlace:

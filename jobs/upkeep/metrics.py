@@ -14,10 +14,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from ray.util.metrics import Counter, Gauge
+from typing import Any, Literal
 
 IDLE_WINDOW = 20
 """Commits over which a replica's idle share is taken."""
@@ -45,9 +42,9 @@ class Metric:
         if ray is None or not ray.is_initialized():
             return
         if self.kind == "gauge":
-            _gauge(self).set(value, tags)
+            _of_ray(self).set(value, tags)
         elif value > 0:  # Ray takes no zero.
-            _counter(self).inc(value, tags)
+            _of_ray(self).inc(value, tags)
 
 
 TOKENS_MEASURED = Metric(
@@ -85,11 +82,6 @@ METRICS = (
 )  # fmt: skip
 
 
-def tokens_prepared(tokens: int) -> None:
-    """Count tokens that this process has written to a token store."""
-    TOKENS_PREPARED.tell(tokens, node=node_name())
-
-
 @cache
 def node_name() -> str:
     """The name of this machine, as commits have it."""
@@ -97,14 +89,9 @@ def node_name() -> str:
 
 
 @cache
-def _counter(metric: Metric) -> Counter:
-    from ray.util.metrics import Counter
+def _of_ray(metric: Metric) -> Any:  # noqa: ANN401 - a counter or a gauge
+    from ray.util.metrics import Counter, Gauge
 
-    return Counter(metric.name, metric.meaning, metric.tags)
-
-
-@cache
-def _gauge(metric: Metric) -> Gauge:
-    from ray.util.metrics import Gauge
-
-    return Gauge(metric.name, metric.meaning, metric.tags)
+    return (Counter if metric.kind == "counter" else Gauge)(
+        metric.name, metric.meaning, metric.tags
+    )

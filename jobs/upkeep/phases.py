@@ -135,7 +135,7 @@ def _delete(file: Place) -> None:
 
 
 class _Heartbeat:
-    """What the driver in this process says."""
+    """What the driver in this process says, and the thread that writes it."""
 
     of_process: _Heartbeat | None = None
     """That of the one command of this process. As a parameter it would go through every function
@@ -144,12 +144,36 @@ class _Heartbeat:
 
     def __init__(self) -> None:
         host, process, now = socket.gethostname(), os.getpid(), time.time()
-        self.driver = Driver(
-            host=host, process=process, phase="loading the model", since=now, at=now
-        )
+        phase: Phase = "loading the model"
+        self.driver = Driver(host=host, process=process, phase=phase, since=now, at=now)
         self.has_news = threading.Event()
         self.has_ended = threading.Event()
         self.thread: threading.Thread | None = None
+
+    def beat(self, run: RunDirectory) -> None:
+        """Write the file about a run until the driver has ended."""
+        # Earlier drivers have nothing more to say.
+        for file, driver in list(_files_of(run)):
+            if not driver.is_alive(time.time()):
+                _delete(file)
+        out, is_job = run.path.parent, JOB_VARIABLE in os.environ
+        name = f"{self.driver.host}-{self.driver.process}.json"
+        file = out / ".drivers" / run.run_id / name
+        is_last = False
+        while not is_last:
+            self.has_news.clear()
+            is_last = self.has_ended.is_set()
+            driver = self.driver.model_copy(update={"at": time.time()})
+            # A run must not end because of what is told of it.
+            with contextlib.suppress(RunError, OSError):
+                # The user of a command that was refused here has read why, and no directory is
+                # left.
+                if is_last and not (driver.ended and (is_job or run.manifest_file.is_file())):
+                    _delete(file)
+                elif is_job or not isinstance(out, Path) or out.is_dir():
+                    write_whole(file, driver.model_dump_json(indent=1).encode())
+            if not is_last:
+                self.has_news.wait(BEAT_SECONDS)
 
 
 @contextlib.contextmanager
@@ -180,13 +204,12 @@ def note(phase: Phase, detail: str = "", tokens_per_second: float | None = None)
     heartbeat = _Heartbeat.of_process
     if heartbeat is None:
         return
-    driver = heartbeat.driver
-    is_new = phase != driver.phase
-    changes: dict[str, object] = {"phase": phase, "detail": detail}
-    changes |= {"tokens_per_second": tokens_per_second}
-    changes |= {"since": time.time()} if is_new else {}
+    is_new = phase != heartbeat.driver.phase
+    said = {"phase": phase, "detail": detail, "tokens_per_second": tokens_per_second}
     # A new object, so that the thread never sees half of it.
-    heartbeat.driver = driver.model_copy(update=changes)
+    heartbeat.driver = heartbeat.driver.model_copy(
+        update=said | ({"since": time.time()} if is_new else {})
+    )
     if is_new:
         heartbeat.has_news.set()
 
@@ -195,33 +218,8 @@ def about(run: RunDirectory) -> None:
     """Write the notes about a run from now on; what is already written goes on."""
     heartbeat = _Heartbeat.of_process
     if heartbeat is not None and heartbeat.thread is None:
-        heartbeat.thread = threading.Thread(target=_beat, args=[heartbeat, run], daemon=True)
+        heartbeat.thread = threading.Thread(target=heartbeat.beat, args=[run], daemon=True)
         heartbeat.thread.start()
-
-
-def _beat(heartbeat: _Heartbeat, run: RunDirectory) -> None:
-    """Write a driver's file until the driver has ended."""
-    # Earlier drivers have nothing more to say.
-    for file, driver in list(_files_of(run)):
-        if not driver.is_alive(time.time()):
-            _delete(file)
-    name = f"{heartbeat.driver.host}-{heartbeat.driver.process}.json"
-    out, is_job = run.path.parent, JOB_VARIABLE in os.environ
-    file = out / ".drivers" / run.run_id / name
-    is_last = False
-    while not is_last:
-        heartbeat.has_news.clear()
-        is_last = heartbeat.has_ended.is_set()
-        driver = heartbeat.driver.model_copy(update={"at": time.time()})
-        # A run must not end because of what is told of it.
-        with contextlib.suppress(RunError, OSError):
-            # The user of a command that was refused here has read why, and no directory is left.
-            if is_last and not (driver.ended and (is_job or run.manifest_file.is_file())):
-                _delete(file)
-            elif is_job or not isinstance(out, Path) or out.is_dir():
-                write_whole(file, driver.model_dump_json(indent=1).encode())
-        if not is_last:
-            heartbeat.has_news.wait(BEAT_SECONDS)
 
 
 def _reason(error: BaseException) -> str:

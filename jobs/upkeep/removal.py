@@ -29,9 +29,9 @@ def check_removable(location: str) -> RunDirectory:
     A broken or half deleted run is accepted: its directory has the name of one.
     """
     run = RunDirectory(absolute(location))
-    if not _is_directory(run.path) and phases.drivers_of(run):
-        return run  # Its job ended before the run began.
     if not _is_directory(run.path):
+        if phases.drivers_of(run):
+            return run  # Its job ended before the run began.
         raise RunError(f"{run.path}: not there; expected the directory of a run")
     if isinstance(run.path, Path) and run.path.is_symlink():
         raise RunError(f"{run.path}: a link to {run.path.resolve()}; delete what it leads to")
@@ -102,13 +102,11 @@ def _is_directory(path: Place) -> bool:
 
 def _delete(path: Place) -> None:
     """Delete a file, or a directory with everything in it; do nothing if there is none."""
-    if not isinstance(path, Path):
-        kind = path.filesystem.get_file_info(path.key).type
-        if kind is pafs.FileType.Directory:
-            path.filesystem.delete_dir(path.key)
-        elif kind is pafs.FileType.File:
-            path.unlink()
-    elif path.is_dir() and not path.is_symlink():
+    if isinstance(path, Path) and path.is_symlink():
+        path.unlink()
+    elif not _is_directory(path):
+        path.unlink(missing_ok=True)
+    elif isinstance(path, Path):
         shutil.rmtree(path)
     else:
-        path.unlink(missing_ok=True)
+        path.filesystem.delete_dir(path.key)

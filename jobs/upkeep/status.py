@@ -9,6 +9,7 @@ What is done, the commit log says. What is being done, the run's drivers say (`p
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -21,9 +22,8 @@ import pyarrow as pa
 from headcount.jobs.console import duration
 from headcount.jobs.upkeep.phases import drivers_of, runs_with_drivers
 from headcount.schemas.errors import RunError, printable
-from headcount.schemas.files.damage import BY_SIZE, Damage
+from headcount.schemas.files.damage import BY_SIZE
 from headcount.schemas.files.document_fates import Fates
-from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import Place
 from headcount.schemas.files.run_directory import RunDirectory, find_runs, holds_whole_shard, pc
 
@@ -116,7 +116,14 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         if not drivers or run.manifest_file.is_file():
             raise
         return Status(run.run_id, str(run.path), begun=False, phase=phase, at_work=bool(alive))
-    commit_log, damages = _done_and_damaged(run, manifest)
+    # A shard is done if its commit is whole and its files are there. A roll-up only repeats rows.
+    commit_log = run.commit_log([*COLUMNS, *BY_SIZE])
+    damages = [one for one in run.damaged_files(commit_log) if not one.is_of_rollup]
+    damaged_shards = {shard for damage in damages for shard in damage.shards}
+    is_whole = ~np.isin(commit_log["shard"].to_numpy(), list(damaged_shards))
+    is_done = holds_whole_shard(manifest, commit_log) & is_whole
+    # Paths and sizes have served. Without them a million commits take half of the memory.
+    commit_log = commit_log.select(["shard", *COLUMNS]).filter(pa.array(is_done))
     done_shards = commit_log["shard"].to_numpy()
     complete = len(done_shards) == manifest.shards
 
@@ -155,7 +162,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         done=len(done_shards),
         missing=manifest.shards - len(done_shards),
         failed=len(failed_shards),
-        damaged=len({shard for damage in damages for shard in damage.shards}),
+        damaged=len(damaged_shards),
         tokens=tokens,
         tokens_done=tokens_done,
         bad_rows=pc.count_distinct(pc.list_flatten(commit_log["bad_rows"])).as_py(),
@@ -168,20 +175,6 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         replicas=_paces(commit_log) if is_measured else [],
         **last_commit,
     )
-
-
-def _done_and_damaged(run: RunDirectory, manifest: Manifest) -> tuple[pa.Table, list[Damage]]:
-    """The commit log of the shards that are done, and the files that are gone or of another size.
-
-    A roll-up only repeats rows, so it is not among these files.
-    """
-    commit_log = run.commit_log([*COLUMNS, *BY_SIZE])
-    damages = [one for one in run.damaged_files(commit_log) if not one.is_of_rollup]
-    damaged_shards = [shard for damage in damages for shard in damage.shards]
-    is_whole = ~np.isin(commit_log["shard"].to_numpy(), damaged_shards)
-    is_done = holds_whole_shard(manifest, commit_log) & is_whole
-    # Paths and sizes have served. Without them a million commits take half of the memory.
-    return commit_log.select(["shard", *COLUMNS]).filter(pa.array(is_done)), damages
 
 
 def _paces(commit_log: pa.Table) -> list[Pace]:
@@ -210,64 +203,54 @@ def _paces(commit_log: pa.Table) -> list[Pace]:
 
 def as_lines(status: Status) -> list[str]:
     """A status as lines for people, of which each begins with a word for its subject."""
-    lines = [f"run       {status.run}"]
+    facts = [("run", status.run)]
     if status.begun:
-        share = status.tokens_done / status.tokens if status.tokens else 1.0
-        lines += [
-            f"shards    {status.done:,} of {status.shards:,} done, {status.missing:,} missing, "
-            f"{status.failed:,} of them failed",
-            f"tokens    {status.tokens_done:,} of {status.tokens:,} ({share:.1%})",
-            *_progress_lines(status),
-        ]
+        facts += _progress(status)
     # A speed says more than that the run is measured.
     if status.phase is not None and status.tokens_per_second is None:
-        lines.append(f"phase     {status.phase}")
+        facts.append(("phase", status.phase))
     if status.documents:
-        lines.append(f"corpus    {Fates({'': status.documents}).line}")
+        facts.append(("corpus", Fates({"": status.documents}).line))
     elif status.bad_rows:
-        lines.append(f"bad rows  {status.bad_rows:,} left out")
-    for pace in status.replicas[:REPLICAS_SHOWN]:
-        speed = f"{pace.tokens_per_second:,.0f} tokens/s, busy {pace.busy:.0%}"
-        lines.append(f"replica   {pace.replica}: {speed}")
+        facts.append(("bad rows", f"{status.bad_rows:,} left out"))
+    facts += [
+        ("replica", f"{pace.replica}: {pace.tokens_per_second:,.0f} tokens/s, busy {pace.busy:.0%}")
+        for pace in status.replicas[:REPLICAS_SHOWN]
+    ]
     if len(status.replicas) > REPLICAS_SHOWN:
-        lines.append(f"replica   and {len(status.replicas) - REPLICAS_SHOWN:,} more")
-    return [printable(line) for line in lines + _problem_lines(status)]
-
-
-def _progress_lines(status: Status) -> list[str]:
-    """Whether a run is complete, how fast it goes, or that it stopped; and its last commit."""
-    lines: list[str] = []
-    if status.complete:
-        lines.append("complete  every shard is committed")
-    elif status.tokens_per_second is not None and status.seconds_left is not None:
-        time_left = duration(status.seconds_left)
-        lines.append(f"speed     {status.tokens_per_second:,.0f} tokens/s, {time_left} left")
-    elif not status.at_work:
-        lines.append(
-            "stopped   no driver was heard of lately; headcount resume "
-            f"{shlex.quote(status.run)} continues it"
-        )
-    if status.last_commit is None:
-        return [*lines, "commit    none yet"]
-    since = duration(status.seconds_since or 0)
-    by_clock = f"at {status.last_commit} by the clock of {status.last_host}"
-    return [*lines, f"commit    the last {since} ago, {by_clock}"]
-
-
-def _problem_lines(status: Status) -> list[str]:
-    """Damaged files and failed shards, the first few of each."""
-    lines: list[str] = []
+        facts.append(("replica", f"and {len(status.replicas) - REPLICAS_SHOWN:,} more"))
     if status.damaged:
-        lines.append(
-            f"damaged   {status.damaged:,} of the missing were committed; headcount resume "
-            f"{status.run} measures them anew"
-        )
-        lines += [f"damaged   {line}" for line in status.damage]
-    for shard, error in status.failures.items():
-        lines.append(f"failed    shard {shard}: {' '.join(error.split())}")
+        again = f"headcount resume {status.run} measures them anew"
+        facts.append(("damaged", f"{status.damaged:,} of the missing were committed; {again}"))
+    facts += [("damaged", damage) for damage in status.damage]
+    facts += [
+        ("failed", f"shard {shard}: {' '.join(error.split())}")
+        for shard, error in status.failures.items()
+    ]
     if status.failed > len(status.failures):
-        lines.append(f"failed    and {status.failed - len(status.failures):,} more")
-    return lines
+        facts.append(("failed", f"and {status.failed - len(status.failures):,} more"))
+    return [printable(f"{subject:<10}{fact}") for subject, fact in facts]
+
+
+def _progress(status: Status) -> Iterator[tuple[str, str]]:
+    """How far a run is, how fast it goes or that it stopped, and its last commit."""
+    share = status.tokens_done / status.tokens if status.tokens else 1.0
+    shards = f"{status.done:,} of {status.shards:,} done, {status.missing:,} missing"
+    yield "shards", f"{shards}, {status.failed:,} of them failed"
+    yield "tokens", f"{status.tokens_done:,} of {status.tokens:,} ({share:.1%})"
+    if status.complete:
+        yield "complete", "every shard is committed"
+    elif status.tokens_per_second is not None and status.seconds_left is not None:
+        left = duration(status.seconds_left)
+        yield "speed", f"{status.tokens_per_second:,.0f} tokens/s, {left} left"
+    elif not status.at_work:
+        command = f"headcount resume {shlex.quote(status.run)}"
+        yield "stopped", f"no driver was heard of lately; {command} continues it"
+    commit = "none yet"
+    if status.last_commit is not None:
+        clock = f"at {status.last_commit} by the clock of {status.last_host}"
+        commit = f"the last {duration(status.seconds_since or 0)} ago, {clock}"
+    yield "commit", commit
 
 
 HEADINGS = ("run", "model", "input", "shards", "failed", "tokens", "created", "phase")

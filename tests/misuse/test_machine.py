@@ -16,9 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -40,21 +39,15 @@ input.family = "uniform_random"
 
 
 HEADCOUNT = (sys.executable, "-m", "headcount")
-Variables = Mapping[str, str | None]
-NONE: Variables = MappingProxyType({})
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def headcount(
-    directory: Path, *words: str | Path, through: Iterable[str] = (), variables: Variables = NONE
+    directory: Path, *words: str | Path, through: Iterable[str] = (), **variables: str | None
 ) -> subprocess.CompletedProcess[str]:
     """Run `headcount …` in a directory, with these variables set, or removed if they are None."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    env = {name: value for name, value in env.items() if value is not None}
     command = [*DIES_WITH_ITS_PARENT, *through, *HEADCOUNT, *map(str, words)]
-    every = {**environment(), **variables}
-    env = {name: value for name, value in every.items() if value is not None}
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     return subprocess.run(command, cwd=directory, env=env, timeout=120, **streams)
 
@@ -85,8 +78,8 @@ def test_files_of_the_user_hide_nothing_and_no_home_is_wanted(
     for name in ("torch", "numpy"):
         (directory / f"{name}.py").write_text("raise SystemExit('a file of the user')")
     limited = ("sh", "-c", f'ulimit -n {files} && exec "$@"', "sh")
-    no_home = {"HOME": "/nonexistent"}
-    done = headcount(directory, "scan", "own.toml", *options, through=limited, variables=no_home)
+    words = ("scan", "own.toml", *options)
+    done = headcount(directory, *words, through=limited, HOME="/nonexistent")
     assert (done.returncode, "rror" in done.stderr) == (0, False), done.stderr
     assert "log level" not in done.stderr
     assert len(list(directory.glob("runs/run_id=*/commits/*.json"))) == 2
@@ -158,7 +151,7 @@ def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path):
         if not is_there or subprocess.run(can_start, capture_output=True).returncode:
             pytest.skip("no other user can start Python here")
         words = ("query", place, "SELECT count(*) FROM heads", "--format", "csv")
-        done = headcount(place, *words, through=as_nobody, variables={"HOME": None})
+        done = headcount(place, *words, through=as_nobody, HOME=None)
     assert (done.returncode, done.stderr) == (0, "")
     assert int(done.stdout.splitlines()[1]) > 0
 
@@ -169,9 +162,9 @@ def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path):
     [({"PYTHONIOENCODING": "ascii"}, "\\u2026"), ({"LC_ALL": "C", "HOME": None}, "…")],
 )
 def test_an_environment_without_the_usual_is_no_error(
-    directory: Path, variables: dict[str, str | None], ellipsis: str
+    directory: Path, variables: dict[str, Any], ellipsis: str
 ):
-    done = headcount(directory, "list", "absent", variables=variables)
+    done = headcount(directory, "list", "absent", **variables)
     assert done.stderr == (
         f"error: {directory / 'absent'}: no run here; expected a run directory, or a directory "
         f"that holds run_id={ellipsis} directories\n"
@@ -197,6 +190,23 @@ def test_a_mistake_of_ours_is_one_line_and_a_file(
 # Interrupts
 
 
+@pytest.mark.parametrize(("words", "number", "line"), [
+    ("scan a.toml", signal.SIGINT, "stopped; the same command continues the scan where it stopped"),
+    ("scan a.toml --new", signal.SIGTERM,
+     "stopped; the same command without --new continues the scan where it stopped"),
+    ("query runs heads", signal.SIGHUP, "stopped"),
+])  # fmt: skip
+def test_a_command_that_is_stopped_says_how_to_continue(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: str, number: int, line: str,
+):  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["headcount", *words.split()])
+    monkeypatch.setattr(endings._ProcessState, "has_children", False)
+    with pytest.raises(SystemExit) as end, endings.ended_in_lines():
+        raise KeyboardInterrupt if number == signal.SIGINT else endings.Stopped(number)
+    assert (end.value.code, capsys.readouterr().err) == (128 + number, f"{line}\n")
+
+
 def died_before_our_first_lines(errors: str) -> bool:
     """Whether Python was interrupted before the front door had said what an interrupt does."""
     if "init_import_site" in errors:
@@ -216,7 +226,8 @@ def test_an_interrupt_is_quiet_at_any_moment(directory: Path):
     started_at = time.monotonic()
     interrupt, end = signal.SIGINT, signal.SIGTERM
     moments = ((0.06, interrupt), (0.3, end), (2.0, interrupt), (2.0, end))
-    options: dict[str, Any] = {"cwd": directory, "env": environment(), "text": True}
+    options: dict[str, Any] = {"cwd": directory, "text": True}
+    options |= {"env": os.environ | {"PYTHONPATH": str(ROOT)}}
     options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     processes = [
         subprocess.Popen([*command, "--set", f"out=runs-{number}"], **options)

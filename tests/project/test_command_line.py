@@ -11,7 +11,7 @@ from typer.main import get_command
 import headcount
 from headcount.commands import PANELS
 from headcount.exports.registry import export_formats
-from headcount.jobs.commands.known_names import REGISTRIES, known_names
+from headcount.jobs.commands.cluster import REGISTRIES, known_names
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs import INPUTS
 from headcount.workers.interventions import INTERVENTIONS

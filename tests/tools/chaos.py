@@ -180,7 +180,8 @@ class World:
 
 def is_replica(process: psutil.Process) -> bool:
     """Whether a worker has become a replica. It may also have ended meanwhile."""
-    with contextlib.suppress(psutil.Error):
+    # One that has just ended has no command line.
+    with contextlib.suppress(psutil.Error, IndexError):
         return process.cmdline()[0].startswith("ray::ReplicaActor")
     return False
 
@@ -296,6 +297,7 @@ FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {
     "replica_terminated": sends(signal.SIGTERM, to_driver=False),
     "driver_killed": sends(signal.SIGKILL, to_driver=True),
     "driver_terminated": sends(signal.SIGTERM, to_driver=True),
+    "driver_interrupted": sends(signal.SIGINT, to_driver=True),
     # Just before a data file appears.
     "replica_killed_while_writing": strikes_at_write("kill", "data", "/heads/"),
     # Between the data files and the commit.

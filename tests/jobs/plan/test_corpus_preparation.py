@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -24,11 +25,11 @@ from typer.testing import CliRunner, Result
 
 import headcount
 from headcount.jobs.corpus import preparation as corpus_preparation
-from headcount.jobs.corpus.preparation import CorpusProgress, Preparation, corpora_of
+from headcount.jobs.corpus.preparation import Preparation, corpora_of
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.resources import Resources
 from headcount.jobs.run import progress
-from headcount.schemas.errors import CorpusError, HeadcountError, RunError, ScanError
+from headcount.schemas.errors import CorpusError, HeadcountError, RunError
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
@@ -101,11 +102,22 @@ def portion_files(tmp_path: Path) -> set[Path]:
     return set((tmp_path / "runs" / "corpora").glob("*/*.parquet"))
 
 
-def plan_and_progress(fields: dict[str, Any]) -> tuple[Plan, list[CorpusProgress]]:
-    """A plan, and the progress of the preparation: none if nothing was tokenised."""
-    said: list[CorpusProgress] = []
-    preparation = Preparation(watch=said.append)
-    return make_plan(parse_scan(fields), "toy", preparation=preparation), said
+def console() -> tuple[Console, io.StringIO]:
+    """A console that prints a line for each portion, and what it has printed."""
+    text = io.StringIO()
+    return Console(file=text, width=20), text
+
+
+@pytest.fixture(autouse=True)
+def _talkative(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+
+
+def plan_and_progress(fields: dict[str, Any]) -> tuple[Plan, list[str]]:
+    """A plan, and what the preparation says: nothing if nothing was tokenised."""
+    shown, text = console()
+    plan = make_plan(parse_scan(fields), "toy", preparation=Preparation(console=shown))
+    return plan, text.getvalue().splitlines()
 
 
 # Once
@@ -115,7 +127,7 @@ def test_scans_of_one_corpus_read_the_same_tokens(model: Path, tmp_path: Path):
     write_texts(tmp_path / "a.jsonl", "What is planned", "is tokenised once", "")
     fields = fields_of(model, tmp_path)
     plan, said = plan_and_progress(fields)
-    assert (said[-1].documents, said[-1].tokens) == (3, 32)
+    assert said[-1].startswith("preparing tokens: 3 documents, 32 tokens, 100%, ")
     assert fates_of(plan.sequences).all == {"used": 2, "empty": 1}
     # The same again, or with other interventions, another length, another packing.
     for changes in (
@@ -150,12 +162,13 @@ def test_a_scan_of_few_sequences_prepares_few_portions(
     assert len(prepared(fields_of(model, tmp_path, sequences=4))) == 4
     (first_portion,) = portion_files(tmp_path)
     # More sequences go on behind that portion.
-    said: list[CorpusProgress] = []
-    index = prepared(fields_of(model, tmp_path, sequences=6000), watch=said.append)
+    shown, text = console()
+    index = prepared(fields_of(model, tmp_path, sequences=6000), console=shown)
     assert len(index) == 6000
     assert portion_files(tmp_path) > {first_portion}
-    assert said[-1].share == 1
-    assert 48_000 < said[-1].tokens < 48_000 + 2 * 20_000
+    assert 48_000 < index.tokens < 48_000 + 2 * 20_000
+    words = rf"preparing tokens: {index.documents:,} documents, {index.tokens:,} tokens, 100%, "
+    assert text.getvalue().splitlines()[-1].startswith(words)
     # Documents that come first are not taken, so more are needed.
     options = {"skip": 1500, "packing": "document"}
     assert len(prepared(fields_of(model, tmp_path, sequences=4, input=options))) == 4
@@ -174,23 +187,27 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
     monkeypatch.setattr(corpus_preparation, "prepare_here", None)
     texts = write_corpus(tmp_path, 3, 3000)
     fields = fields_of(model, tmp_path)
-    said: list[CorpusProgress] = []
     killed: list[int] = []
 
-    def watch(now: CorpusProgress) -> None:
-        said.append(now)
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if not killed and "prepare_on_node" in " ".join(process.cmdline()):
-                    process.kill()
-                    killed.append(process.pid)
+    class Killing(Console):
+        """Kills a task when the first portions are said to be there."""
+
+        def print(self, *words: Any, **style: Any) -> None:
+            super().print(*words, **style)
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if not killed and "prepare_on_node" in " ".join(process.cmdline()):
+                        process.kill()
+                        killed.append(process.pid)
 
     with joined_cluster(num_cpus=1):
         resources = Resources(1, 1, "cpu")
-        index = prepared(fields, resources, watch)
+        text = io.StringIO()
+        index = prepared(fields, resources, Killing(file=text))
         assert killed
         assert tokens_of(index) == list("".join(texts).encode())
-        assert (said[-1].documents, said[-1].share) == (len(texts), 1.0)
+        last = text.getvalue().splitlines()[-1]
+        assert re.search(rf": {len(texts):,} documents, .* 100%", last)
 
         # What no node can do is one line, and what was prepared stays.
         committed = portion_files(tmp_path)
@@ -217,40 +234,35 @@ def corpus(*words: str) -> Result:
     return CliRunner().invoke(headcount.app, ["corpus", *words])
 
 
-def test_what_cannot_be_prepared_is_one_line(model: Path, tmp_path: Path):
+def test_tokens_lie_beside_the_runs_or_where_the_scan_says(model: Path, tmp_path: Path):
     write_corpus(tmp_path, 2, 100)
     (tmp_path / "runs").write_text("no directory")
     told = refused(HeadcountError, prepared, fields_of(model, tmp_path))
     assert str(tmp_path / "runs") in told
-    # Tokens lie beside the runs, or where the scan says.
     fields = fields_of(model, tmp_path, out="s3://bucket/runs")
     assert str(corpora_of(parse_scan(fields))) == "s3://bucket/runs/corpora"
     fields["corpora"] = str(tmp_path / "tokens")
     assert corpora_of(parse_scan(fields)) == tmp_path / "tokens"
-    for corpora, what in ((" ", "can be written"), ("runs/run_id=a", "holds corpora")):
-        with pytest.raises(ScanError, match=f"corpora: expected a directory that {what}"):
-            parse_scan(fields_of(model, tmp_path, corpora=corpora))
-    synthetic = fields_of(model, tmp_path, sequences=2) | {"input": {"family": "uniform_random"}}
-    result = corpus("prepare", scan_file(tmp_path, synthetic))
-    assert isinstance(result.exception, ScanError)
-    assert "uniform_random reads no corpus, so there is nothing to pre" in str(result.exception)
 
 
-def test_a_preparation_prints_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch):
-    def printed(quiet_seconds: float) -> list[str]:
-        monkeypatch.setattr(progress, "QUIET_SECONDS", quiet_seconds)
-        output = io.StringIO()
-        with progress.watch_index(Console(file=output, width=20)) as watch:
-            watch(CorpusProgress(1024, 250_000, 3, 0.25, 400_000.0, 125.0))
-            watch(CorpusProgress(1, 500_000, 0, None, None, None))
-        return output.getvalue().splitlines()
-
-    assert printed(0.0) == [
-        "preparing tokens: 1,024 documents, 250,000 tokens, 3 bad rows, 25%, 400,000 tokens/s, "
-        "2 min 5 s left",
-        "preparing tokens: 1 document, 500,000 tokens",
-    ]
-    assert printed(10.0) == []
+def test_a_preparation_says_how_far_it_is_every_few_seconds(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for module in (store_preparation, corpus_preparation):
+        monkeypatch.setattr(module, "PORTION_LETTERS", 500)
+    # Every look at the clock is a second after the last one.
+    seconds = itertools.count()
+    monkeypatch.setattr(corpus_preparation.time, "monotonic", lambda: float(next(seconds)))
+    write_texts(tmp_path / "a.jsonl", *["x" * 99] * 10)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{\n")
+    fields = fields_of(model, tmp_path, bad_rows=0.5)
+    first, second, last = plan_and_progress(fields)[1]
+    assert first == "preparing tokens: 0 documents, 0 tokens, 0%"
+    assert re.fullmatch(r".*: 6 documents, 594 tokens, \d\d%, \d+ tokens/s, [\d.]+ s left", second)
+    assert re.fullmatch(r".*: 11 documents, 990 tokens, 1 bad row, 100%, .*, 0.0 s left", last)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 1000.0)
+    assert plan_and_progress(fields | {"corpora": str(tmp_path / "again")})[1] == []
 
 
 def test_the_commands_list_show_and_remove_what_is_prepared(model: Path, tmp_path: Path):
@@ -277,8 +289,3 @@ def test_the_commands_list_show_and_remove_what_is_prepared(model: Path, tmp_pat
     assert folder.is_dir()
     assert corpus(*removal, "--yes").exception is None
     assert not folder.exists()
-    # A directory without stores, and none at all.
-    for place in (corpora, str(tmp_path / "nowhere")):
-        nothing = corpus("list", place)
-        assert isinstance(nothing.exception, CorpusError)
-        assert str(nothing.exception).startswith(f"{place}: no token store here; ")

@@ -77,13 +77,10 @@ def test_the_command_says_what_will_run_and_leaves_no_run(
     done = plan(scan, "--device", "cuda", "--replicas", "4")
     assert (done.exception, done.stderr) == (None, "")
     for words in (
-        r"cuda, float16x2_linears, 4 replicas",
-        r"This machine has no cuda",
-        r"measured on its cpu in float32",
-        r"all .* about [\d.]+ ",
-        r"4,400 tokens of 201 documents are prepared",
-        r"documents ┃ all ┃ used ┃ empty ┃",
-    ):
+        r"cuda, float16x2_linears, 4 replicas", r"This machine has no cuda",
+        r"measured on its cpu in float32", r"all .* about [\d.]+ ",
+        r"4,400 tokens of 201 documents are prepared", r"documents ┃ all ┃ used ┃ empty ┃",
+    ):  # fmt: skip
         assert re.search(words, done.stdout), words
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["corpora"]
     assert plan_and_progress(fields)[1] == []

@@ -6,12 +6,12 @@ of older code.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from platformdirs import user_cache_path
 from typer.testing import CliRunner
 
 import headcount.jobs.plan.resolved_scan
@@ -22,7 +22,6 @@ from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.commits import gather
-from headcount.schemas.files.places import write_whole
 from headcount.schemas.formula_kinds import (
     LAYER_VALUES,
     LAYER_WEIGHTS,
@@ -37,6 +36,7 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.provenance.code_fingerprint import (
+    check_code,
     code_fingerprint,
     learn_fingerprint,
     read_code,
@@ -187,11 +187,9 @@ MEASURING = sorted(
 
 
 def copy_code(
-    out: Path,
-    change: Callable[[str], str],
-    changed: Iterable[str],
+    out: Path, change: Callable[[str], str], changed: Iterable[str],
     files: Iterable[str] = MEASURING,
-) -> Path:
+) -> Path:  # fmt: skip
     """A copy of some code that measures, with some files changed."""
     for file in files:
         (out / file).parent.mkdir(parents=True, exist_ok=True)
@@ -218,6 +216,16 @@ def test_the_code_is_known_by_what_python_runs(tmp_path: Path):
         code = read_code(changed(old, new))
         assert code.content != before.content, new
         assert (code.fingerprint != before.fingerprint) == shows, new
+    # It is remembered for the next command, and a broken memory is none.
+    (remembered,) = (user_cache_path("headcount") / "code").glob(before.content)
+    for said, found in (("0123456789ab", "0123456789ab"), ("0123", before.fingerprint)):
+        remembered.write_text(said)
+        read_code.cache_clear()
+        assert code_fingerprint(tmp_path / "before") == found
+    with pytest.raises(
+        RunError, match=rf"this node runs code {CODE_HERE}, the driver 0123456789ab;"
+    ):
+        check_code(before._replace(fingerprint="0123456789ab"))
     # What another process says of its files holds for the same bytes alone.
     learn_fingerprint(before._replace(fingerprint="of another"))
     read_code.cache_clear()
@@ -252,13 +260,3 @@ def test_a_change_in_a_provider_shows_in_the_columns_that_read_it_alone(tmp_path
         assert readers
         changed = {f.name for f in FORMULAS if column_fingerprint(f, longer) != before[f.name]}
         assert changed == readers
-
-
-def test_a_run_of_another_layout_is_refused_in_one_line(tmp_path: Path):
-    plan = plan_of(tmp_path)
-    run_here(plan)
-    fields = json.loads(plan.run.manifest_file.read_bytes())
-    for layout in (None, 3, fields["layout"] + 1):
-        write_whole(plan.run.manifest_file, json.dumps(fields | {"layout": layout}).encode())
-        with pytest.raises(RunError, match=r"read it with the version that wrote it \(.*0\.3\)$"):
-            plan.run.manifest()

@@ -26,16 +26,9 @@ from headcount.jobs.cluster.ray_cluster import draining_nodes, hook_variables
 from headcount.schemas.packages import PACKAGES
 from tests import ROOT
 
-DEPLOY = ROOT / "deploy"
 CLUSTERS = ("cluster.yaml", "deploy/bare-machines.yaml", "deploy/gcp.yaml")
 STARTS = ("head_start_ray_commands", "worker_start_ray_commands")
-SETUP = (
-    "initialization_commands",
-    "setup_commands",
-    "head_setup_commands",
-    "worker_setup_commands",
-)
-IMAGE = re.compile(r"headcount-ray:(\S+)")
+SETUPS = ("initialization_", "setup_", "head_setup_", "worker_setup_")
 JOB_KEYS = """
 entrypoint runtimeEnvYAML submissionMode backoffLimit shutdownAfterJobFinishes
 ttlSecondsAfterFinished activeDeadlineSeconds submitterConfig rayClusterSpec
@@ -54,35 +47,18 @@ def cluster(name: str) -> dict[str, Any]:
     return yaml.safe_load(text(name))
 
 
-def prepared(config: dict[str, Any]) -> dict[str, Any]:
+def prepared(name: str) -> dict[str, Any]:
     """What `ray up` makes of a file before it asks a cloud: with defaults, and checked."""
     # Ray changes the configuration that it is given.
-    complete = prepare_config(copy.deepcopy(config))
+    complete = prepare_config(copy.deepcopy(cluster(name)))
     validate_config(complete)
     return complete
 
 
-def rayjob() -> dict[str, Any]:
-    return yaml.safe_load(text("deploy/rayjob.yaml"))
-
-
-def pods() -> dict[str, dict[str, Any]]:
-    """The head group and the worker groups of the RayJob."""
-    spec = rayjob()["spec"]["rayClusterSpec"]
-    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
-    return groups | {"head": spec["headGroupSpec"]}
-
-
-def requirements() -> dict[str, Requirement]:
-    """What the image asks for, by name."""
-    lines = [
-        line.partition("#")[0].strip() for line in text("deploy/requirements.txt").splitlines()
-    ]
-    wanted = [Requirement(line) for line in lines if line and not line.startswith("-c")]
-    return {canonicalize_name(requirement.name): requirement for requirement in wanted}
-
-
-# What `ray up` reads
+RAYJOB: dict[str, Any] = cluster("deploy/rayjob.yaml")
+RAYJOB_CLUSTER: dict[str, Any] = RAYJOB["spec"]["rayClusterSpec"]
+HEAD: dict[str, Any] = RAYJOB_CLUSTER["headGroupSpec"]
+WORKERS: dict[str, Any] = RAYJOB_CLUSTER["workerGroupSpecs"][0]
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -90,25 +66,25 @@ def test_ray_accepts_a_cluster_file_that_is_closed_and_brings_no_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)  # Not needed for this much.
-    config = prepared(cluster(name))
+    config = prepared(name)
     assert config["cluster_name"] == "headcount"
     # Every node asks for the token and gets it as a file.
     assert "--env RAY_AUTH_MODE=token" in config["docker"]["run_options"]
     assert config["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
     # The dashboard listens on the head itself only.
     (start,) = [command for command in config["head_start_ray_commands"] if "ray start" in command]
-    assert "--head" in start
-    assert re.findall(r"--dashboard-host=(\S+)", start) == ["127.0.0.1"]
-    assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in start
+    assert re.findall(r"--head |--autoscaling-config=\S+|--dashboard-host=\S+", start) == [
+        "--head ", "--autoscaling-config=~/ray_bootstrap_config.yaml", "--dashboard-host=127.0.0.1",
+    ]  # fmt: skip
     assert all("0.0.0.0" not in command for key in STARTS for command in config[key])
     # Neither our code nor another Ray is installed.
     assert config["cluster_synced_files"] == []
-    assert [command for key in SETUP for command in config[key]] == []
+    assert [command for key in SETUPS for command in config[f"{key}commands"]] == []
 
 
 @pytest.mark.parametrize("name", ["cluster.yaml", "deploy/gcp.yaml"])
 def test_nothing_is_paid_for_while_nothing_runs(name: str) -> None:
-    config = prepared(cluster(name))
+    config = prepared(name)
     types = config["available_node_types"]
     head = types.pop(config["head_node_type"])
     # The head is not to be measured on, so it can be small; and it is paid for all the time.
@@ -123,23 +99,19 @@ def test_nothing_is_paid_for_while_nothing_runs(name: str) -> None:
     assert config["provider"]["cache_stopped_nodes"] is False
 
 
-def test_the_clusters_of_two_clouds_differ_only_in_their_machines() -> None:
+def test_clusters_differ_in_their_machines_only_and_use_all_of_them() -> None:
     aws, google = cluster("cluster.yaml"), cluster("deploy/gcp.yaml")
     differing = {key for key in aws | google if aws.get(key) != google.get(key)}
     assert differing == {"provider", "available_node_types"}
-
-
-def test_every_machine_of_a_local_cluster_is_used() -> None:
-    config = prepared(cluster("deploy/bare-machines.yaml"))
-    (machines,) = config["available_node_types"].values()
+    local = prepared("deploy/bare-machines.yaml")
+    (machines,) = local["available_node_types"].values()
     counts = {machines["min_workers"], machines["max_workers"]}
-    assert counts == {len(config["provider"]["worker_ips"])} == {1}
+    assert counts == {len(local["provider"]["worker_ips"])} == {1}
 
 
 def test_no_file_holds_a_key() -> None:
-    secret_names = "SECRET_ACCESS_KEY|AUTH_TOKEN|ACCESS_KEY_ID|SESSION_TOKEN"
-    assigned_secret = rf"({secret_names})['\"]?\s*[:=]\s*['\"]?\w"
-    secrets = rf"AKIA[0-9A-Z]{{16}}|PRIVATE KEY|{assigned_secret}"
+    names = "SECRET_ACCESS_KEY|AUTH_TOKEN|ACCESS_KEY_ID|SESSION_TOKEN"
+    secrets = rf"AKIA[0-9A-Z]{{16}}|PRIVATE KEY|({names})['\"]?\s*[:=]\s*['\"]?\w"
     files = (*CLUSTERS, "deploy/aws-account.sh", "deploy/rayjob.yaml", "docs/guide/cluster.md")
     assert [path for path in files if re.search(secrets, text(path))] == []
 
@@ -158,9 +130,8 @@ def test_cluster_yaml_launches_on_a_simulated_ec2(
         import boto3
         from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
 
-        config = AWSNodeProvider.fillout_available_node_types_resources(
-            prepared(cluster("cluster.yaml"))
-        )
+        config = prepared("cluster.yaml")
+        config = AWSNodeProvider.fillout_available_node_types_resources(config)
         config = AWSNodeProvider.bootstrap_config(config)
         nodes = config["available_node_types"]
         assert nodes["head"]["resources"] == {"CPU": 0}
@@ -176,36 +147,30 @@ def test_cluster_yaml_launches_on_a_simulated_ec2(
             assert len(provider.create_node(nodes[kind]["node_config"], tags, 1)) == 1
 
 
-# What KubeRay reads
-
-
 def test_the_rayjob_runs_a_scan_with_code_from_a_bucket_and_cleans_up() -> None:
-    job = rayjob()
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", job["metadata"]["name"])
-    spec = job["spec"]
+    assert (RAYJOB["apiVersion"], RAYJOB["kind"]) == ("ray.io/v1", "RayJob")
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", RAYJOB["metadata"]["name"])
+    spec = RAYJOB["spec"]
     # Kubernetes drops a key that it does not know, and says nothing.
     assert set(spec) <= set(JOB_KEYS.split())
+    assert set(RAYJOB_CLUSTER) <= set(CLUSTER_KEYS.split())
     assert spec["shutdownAfterJobFinishes"] is True
     assert spec["ttlSecondsAfterFinished"] > 0
     assert spec["backoffLimit"] >= 1, "a lost head is tried again"
-    ray_cluster = spec["rayClusterSpec"]
-    assert set(ray_cluster) <= set(CLUSTER_KEYS.split())
-    assert ray_cluster["authOptions"] == {"mode": "token"}
-    assert ray_cluster["enableInTreeAutoscaling"] is True
+    assert RAYJOB_CLUSTER["authOptions"] == {"mode": "token"}
+    assert RAYJOB_CLUSTER["enableInTreeAutoscaling"] is True
     words = spec["entrypoint"].split()
     assert words[:4] == ["python", "-m", "headcount", "scan"]
     assert re.search(r"--set out=(s3|gs)://", spec["entrypoint"])
+    assert words[words.index("--replicas") + 1] == str(WORKERS["maxReplicas"])
+    assert words[words.index("--device") + 1] == "cuda", "at the start there is no GPU to be seen"
     environment = yaml.safe_load(spec["runtimeEnvYAML"])
     assert re.fullmatch(r"(s3|gs)://\S+\.zip", environment.pop("working_dir"))
     assert environment == {}, "dependencies belong in the image"
-    (group,) = ray_cluster["workerGroupSpecs"]
-    assert words[words.index("--replicas") + 1] == str(group["maxReplicas"])
-    assert words[words.index("--device") + 1] == "cuda", "at the start there is no GPU to be seen"
 
 
-def test_the_rayjobs_pods_are_whole() -> None:
-    for spec in pods().values():
+def test_the_rayjobs_pods_are_whole_its_head_measures_nothing_and_its_workers_come_and_go() -> None:
+    for spec in (HEAD, WORKERS):
         # KubeRay takes strings only.
         assert {type(value) for value in spec["rayStartParams"].values()} <= {str}
         pod = spec["template"]["spec"]
@@ -216,64 +181,52 @@ def test_the_rayjobs_pods_are_whole() -> None:
         # More than asked for is not safe to use.
         memory = {container["resources"][part]["memory"] for part in ("requests", "limits")}
         assert len(memory) == 1
-
-
-def test_the_rayjobs_head_measures_nothing_and_its_workers_come_and_go() -> None:
-    head, worker = pods()["head"], pods()["gpu"]
-    assert head["rayStartParams"]["num-cpus"] == "0"
-    assert "nvidia.com/gpu" not in str(head)
-    assert (worker["replicas"], worker["minReplicas"]) == (0, 0)
-    assert worker["maxReplicas"] == cluster("cluster.yaml")["max_workers"]
-    pod = worker["template"]["spec"]
+    assert HEAD["rayStartParams"]["num-cpus"] == "0"
+    assert "nvidia.com/gpu" not in str(HEAD)
+    assert (WORKERS["replicas"], WORKERS["minReplicas"]) == (0, 0)
+    assert WORKERS["maxReplicas"] == cluster("cluster.yaml")["max_workers"]
+    pod = WORKERS["template"]["spec"]
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert pod["terminationGracePeriodSeconds"] <= 120, "a spot machine waits no longer"
     assert any("spot" in (key + value).lower() for key, value in pod["nodeSelector"].items())
     assert all({"key", "operator", "effect"} <= set(each) for each in pod["tolerations"])
 
 
-# The image
-
-
 def test_one_ray_everywhere() -> None:
+    dockerfile, guide = text("deploy/Dockerfile"), text("docs/guide/cluster.md")
     constraints = text("deploy/constraints.txt")
     (version,) = re.findall(r"^ray(?:\[.*\])?==([\d.]+)", constraints, re.MULTILINE)
-    (base,) = re.findall(r"^FROM rayproject/ray:(\S+)$", text("deploy/Dockerfile"), re.MULTILINE)
+    (base,) = re.findall(r"^FROM rayproject/ray:(\S+)$", dockerfile, re.MULTILINE)
     assert base == f"{version}-py311-gpu"
-    assert f"ray.__version__ == '{version}'" in text("deploy/Dockerfile")
-    assert rayjob()["spec"]["rayClusterSpec"]["rayVersion"] == version
-    containers = [c for pod in pods().values() for c in pod["template"]["spec"]["containers"]]
-    images = [container["image"] for container in containers]
+    assert f"ray.__version__ == '{version}'" in dockerfile
+    assert RAYJOB_CLUSTER["rayVersion"] == version
+    images = [spec["template"]["spec"]["containers"][0]["image"] for spec in (HEAD, WORKERS)]
     images += [cluster(name)["docker"]["image"] for name in CLUSTERS]
-    assert {tag for image in images for tag in IMAGE.findall(image)} == {version}
-    assert set(re.findall(r'"ray\[default\]==(\S+)"', text("docs/guide/cluster.md"))) == {version}
+    tags = {tag for image in images for tag in re.findall(r"headcount-ray:(\S+)", image)}
+    assert tags == set(re.findall(r'"ray\[default\]==(\S+)"', guide)) == {version}
     assert Version(version).release[:2] == Version(ray.__version__).release[:2]
 
 
-def test_the_image_has_every_dependency_of_a_scan() -> None:
+def test_the_image_has_every_dependency_of_a_scan_and_never_our_code() -> None:
+    lines = text("deploy/requirements.txt").splitlines()
+    assert "-c constraints.txt" in lines
+    parsed = [
+        Requirement(line.partition("#")[0]) for line in lines if line[:1] not in ("", "-", "#")
+    ]
+    wanted = {canonicalize_name(requirement.name): requirement for requirement in parsed}
     project = tomllib.loads(text("pyproject.toml"))["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["scan"]]
-    for needed in map(Requirement, lines):
-        wanted = requirements()[canonicalize_name(needed.name)]
-        assert needed.extras <= wanted.extras
-    assert "-c constraints.txt" in text("deploy/requirements.txt").splitlines()
-
-
-def test_the_image_never_has_our_code() -> None:
-    lines = text("deploy/Dockerfile").splitlines()
-    instructions = [line.split() for line in lines if re.match(r"[A-Z]+ ", line)]
-    copied = [words[1:-1] for words in instructions if words[0] in ("COPY", "ADD")]
-    assert copied == [["requirements.txt", "constraints.txt"]]
-    assert not {"headcount", *PACKAGES} & set(requirements())
-    built = re.findall(
-        r"docker build .*", text("deploy/Dockerfile") + text("docs/guide/cluster.md")
-    )
+    needs = [*project["dependencies"], *project["optional-dependencies"]["scan"]]
+    for needed in map(Requirement, needs):
+        assert needed.extras <= wanted[canonicalize_name(needed.name)].extras
+    assert not {"headcount", *PACKAGES} & set(wanted)
+    dockerfile = text("deploy/Dockerfile")
+    copied = re.findall(r"^(?:COPY|ADD) (.+) \S+$", dockerfile, re.MULTILINE)
+    assert copied == ["requirements.txt constraints.txt"]
+    built = re.findall(r"docker build .*", dockerfile + text("docs/guide/cluster.md"))
     assert len(built) == 2
     # The build context holds no code.
     assert all(re.search(r" deploy(\s|$)", command) for command in built)
-    assert not [path for path in DEPLOY.rglob("*") if path.suffix == ".py"]
-
-
-# Ray's own names
+    assert not list((ROOT / "deploy").rglob("*.py"))
 
 
 def test_one_file_has_the_names_that_ray_does_not_promise_to_keep() -> None:

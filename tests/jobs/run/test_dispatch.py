@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import signal
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,38 +29,32 @@ import torch
 from ray.scripts.scripts import drain_node
 from ray.util.placement_group import placement_group, remove_placement_group
 from rich.console import Console
-from typer.testing import CliRunner
 
-import headcount
 from headcount.jobs import endings
 from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.jobs.endings import Stopped, listen_to_signals
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run import dispatch
-from headcount.jobs.run.loop import MOST_FAILURES, run_to_end, tokens_of
+from headcount.jobs.run.loop import MOST_FAILURES, refuse_failures, run_to_end, tokens_of
 from headcount.jobs.run.shards import ATTEMPTS
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.run_directory import find_runs
+from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.model.files.model_info import ModelInfo
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from tests import ROOT
 from tests.tools.chaos import FAULTS_BY_NAME, World, draw_life, open_world, run_schedule
 from tests.tools.processes import Command
 from tests.tools.workers import NODE_OPTIONS, joined, start_cluster
 from tests.toys import toy_models as toy
+from tests.toys.refusals import refused
 from tests.toys.toy_replica import SteadyReplica, ToyReplica
 
 SILENT = Console(quiet=True)
 IN_PROCESS = Resources(0, 1, "cpu")
 IDLE_SCAN: dict[str, Any] = {
-    "model": "bundled:attn-only-2l-mini",
-    "n_ctx": 8,
-    "sequences": 60,
-    "sequences_per_shard": 1,
-    "statistics": ["sink_mass"],
-    "input": {"family": "uniform_random"},
-}
+    "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": 60, "sequences_per_shard": 1,
+    "statistics": ["sink_mass"], "input": {"family": "uniform_random"},
+}  # fmt: skip
 """A scan of 60 shards, of one sequence each."""
 PACE = 0.1
 
@@ -173,6 +165,12 @@ def done_shards(plan: Plan) -> list[int]:
     return plan.run.commit_log([])["shard"].to_pylist()
 
 
+def finish_here(plan: Plan, replica_class: type[ToyReplica] = ToyReplica) -> None:
+    """Let the next command measure what is missing, whoever measured the rest."""
+    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class) == []
+    assert done_shards(plan) == list(range(60))
+
+
 def first_tokens_of(plan: Plan) -> list[int]:
     """The first random token of each shard, by which replicas tell shards apart."""
     return [int(plan.sequences.shard(shard).tokens[0, 1]) for shard in range(60)]
@@ -207,54 +205,24 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     # A slow restart is waited for, and is no failed one.
     monkeypatch.setattr(dispatch, "MOST_FAILED_STARTS", 1)
     deadly_shard = poison_a_shard(plan, 17)
-    (failure,) = run_to_end(plan, Resources(2, 1, "cpu"), SILENT, replica_class=KillingReplica)
+    (failure,) = run_to_end(plan, Resources(2, 1, "cpu"), SILENT, KillingReplica)
     assert failure.shard == deadly_shard
     assert "its replica died" in failure.error
     assert done_shards(plan) == [s for s in range(60) if s != deadly_shard]
     assert plan.run.failure(deadly_shard) == (ATTEMPTS, failure.error)
     # The next command tries the shard again, and counts its attempts from there.
-    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []
-    assert done_shards(plan) == list(range(60))
+    finish_here(plan)
     assert {c.attempt for c in plan.run.commits() if c.shard == deadly_shard} == {ATTEMPTS + 1}
 
 
 @pytest.mark.long
 def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "LEAST_PATIENCE", 0.5)
+    # Waiting for the slow replica would take ten minutes.
     began = time.monotonic()
-    assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, replica_class=SleepingReplica) == []
-    # Waiting for the slow replica would take ten minutes. Ray may take one to start.
+    assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, SleepingReplica) == []
     assert time.monotonic() - began < 300
     assert done_shards(plan) == list(range(60))
-
-
-def test_a_poisoned_shard_fails_alone_and_the_command_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts, runs = tmp_path / "texts.jsonl", tmp_path / "runs"
-    lines = [json.dumps({"text": letter * 64}) for letter in "a" * 8 + "b" * 8 + "c" * 8]
-    texts.write_text("\n".join([*lines[:10], "{broken", *lines[10:]]) + "\n")
-    (poisoned,) = set(TextTokenizer(ROOT / "models" / "gpt2-mini", 257).encode("b"))
-    runs.mkdir()
-    (runs / "poison").write_text(str(poisoned))
-    scan_file = tmp_path / "poisoned.toml"
-    scan_file.write_text(
-        f'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 24\nsequences_per_shard = 8\n'
-        f'out = "{runs}"\nbad_rows = 0.05\n[input]\nfamily = "pile"\nfiles = "{texts}"\n'
-    )
-    # The model has no part in it.
-    with_toy_replicas = partial(run_to_end, replica_class=SteadyReplica)
-    monkeypatch.setattr("headcount.jobs.run.loop.run_to_end", with_toy_replicas)
-    result = CliRunner().invoke(headcount.app, ["scan", str(scan_file), "--replicas", "1"])
-    assert f"{texts}, line 11 (invalid JSON)" in result.stderr
-    assert isinstance(result.exception, RunError)
-    assert str(result.exception).startswith("1 shard failed")
-    (run,) = find_runs(runs)
-    assert [commit.shard for commit in run.commits()] == [0, 2]
-    failure = run.failure(1)
-    assert failure is not None
-    assert failure[0] == ATTEMPTS
-    assert f"poisoned by token {poisoned}" in failure[1]
 
 
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.long)])
@@ -264,46 +232,44 @@ def test_when_nothing_succeeds_the_other_shards_are_not_tried(plan: Plan, replic
         match=rf"stopped, because {MOST_FAILURES} shards in a row could not be measured, the last "
         r"with: MemoryError: not here .*; mend the cause and run the same command again",
     ):
-        run_to_end(plan, Resources(replicas, 1, "cpu"), SILENT, replica_class=FailingReplica)
+        run_to_end(plan, Resources(replicas, 1, "cpu"), SILENT, FailingReplica)
     assert done_shards(plan) == []
+    assert len(plan.run.failed_shards()) >= MOST_FAILURES
 
 
 def test_without_ray_a_shard_is_tried_as_often_as_with_it_and_the_next_command_continues(
     plan: Plan,
 ) -> None:
     failing_shard = poison_a_shard(plan, 7)
-    (failure,) = run_to_end(plan, IN_PROCESS, SILENT, replica_class=PoisonedReplica)
+    # A loop can stop at the first failure.
+    with pytest.raises(RunError, match=rf"{plan.run.run_id}: shard {failing_shard} failed: OSErr"):
+        run_to_end(plan, IN_PROCESS, SILENT, PoisonedReplica, stop_at_failure=True)
+    assert done_shards(plan) == list(range(failing_shard))
+    (failure,) = run_to_end(plan, IN_PROCESS, SILENT, PoisonedReplica)
     assert failure.shard == failing_shard
     assert failure.error.startswith("OSError: poisoned (")
-    assert plan.run.failure(failing_shard) == (ATTEMPTS, failure.error)
+    assert plan.run.failure(failing_shard) == (2 * ATTEMPTS, failure.error)
+    line = refused(
+        RunError, refuse_failures, {plan.run: [failure], RunDirectory(Path("other")): []}
+    )
+    assert line == (
+        "1 shard failed, all others are committed; mend the cause, then headcount resume "
+        f"{plan.run.path} continues it"
+    )
     assert done_shards(plan) == [shard for shard in range(60) if shard != failing_shard]
     poison(plan, -1)
-    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=PoisonedReplica) == []
+    assert run_to_end(plan, IN_PROCESS, SILENT, PoisonedReplica) == []
     # The first shard with a token fails once, and then no other with it.
     tokens = first_tokens_of(plan)
     attempts = [1 + (tokens.index(token) == shard) for shard, token in enumerate(tokens)]
-    attempts[failing_shard] = ATTEMPTS + 2
+    attempts[failing_shard] = 2 * ATTEMPTS + 2
     assert plan.run.commit_log(["attempt"])["attempt"].to_pylist() == attempts
-
-
-def test_a_loop_can_stop_at_the_first_failure_and_continue_later(plan: Plan) -> None:
-    failing_shard = poison_a_shard(plan, 7)
-    behaviour: dict[str, Any] = {"replica_class": PoisonedReplica, "stop_at_failure": True}
-    with pytest.raises(RunError) as failure:
-        run_to_end(plan, IN_PROCESS, SILENT, **behaviour)
-    line = str(failure.value)
-    assert line.startswith(f"{plan.run.run_id}: shard {failing_shard} failed: OSError: poisoned (")
-    assert "\n" not in line
-    assert done_shards(plan) == list(range(failing_shard))
-    poison(plan, -1)
-    assert run_to_end(plan, IN_PROCESS, SILENT, **behaviour) == []
-    assert done_shards(plan) == list(range(60))
 
 
 def test_a_short_run_says_two_lines_without_a_terminal(plan: Plan) -> None:
     printed = io.StringIO()
     console = Console(file=printed, width=100)
-    assert run_to_end(plan, IN_PROCESS, console, replica_class=ToyReplica) == []
+    assert run_to_end(plan, IN_PROCESS, console, ToyReplica) == []
     first_line, last_line = printed.getvalue().splitlines()
     assert first_line == f"{plan.run.run_id}: 480 tokens, 60 shards, 0 of them done"
     assert re.match(r"480 tokens in .*, .* tokens/s, replicas busy \d+%$", last_line)
@@ -317,7 +283,7 @@ def test_a_replica_in_this_process_computes_on_as_many_cores_as_it_is_given(plan
         def misbehave(self, token: int) -> None:
             threads.append(torch.get_num_threads())
 
-    assert run_to_end(plan, Resources(0, 3, "cpu"), SILENT, replica_class=CountingReplica) == []
+    assert run_to_end(plan, Resources(0, 3, "cpu"), SILENT, CountingReplica) == []
     assert set(threads) == {3}
 
 
@@ -328,13 +294,6 @@ def test_the_tokens_of_shards_know_that_the_last_is_short(tmp_path: Path) -> Non
     tokens = [tokens_of(plan, np.array(shards, int)) for shards in chosen]
     assert tokens == [0, 32, 16, 48]
     assert tokens_of(plan, np.arange(3)) == plan.tokens == 80
-
-
-def test_a_replica_in_this_process_and_a_cluster_contradict_each_other() -> None:
-    with pytest.raises(
-        RunError, match=r"--replicas 0 measures in this process, --address here:6379 on a cluster"
-    ):
-        Resources(0, address="here:6379")
 
 
 def drive_until_the_head_dies() -> None:
@@ -355,7 +314,7 @@ def drive_until_the_head_dies() -> None:
 
         threading.Thread(target=kill_head, daemon=True).start()
         console = Console(stderr=True)
-        run_to_end(plan, Resources(1, 1, "cpu"), console, replica_class=SteadyReplica)
+        run_to_end(plan, Resources(1, 1, "cpu"), console, SteadyReplica)
 
 
 @pytest.mark.long
@@ -375,21 +334,14 @@ def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_continues(tmp_pat
     assert 5 <= len(run.commit_log([])) < 60
     plan = replan(run)
     # Whoever measures: what is missing follows from the commits.
-    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []
-    assert done_shards(plan) == list(range(60))
+    finish_here(plan)
 
 
 def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
     model = toy.save_byte_model(tmp_path / "bytes")
     (tmp_path / "a.jsonl").write_text('{"text": "abcdefghijklmnop"}\n')
-    fields = {
-        "model": str(model),
-        "n_ctx": 8,
-        "sequences": 1,
-        "statistics": ["entropy"],
-        "input": {"family": "pile", "files": str(tmp_path / "a.jsonl")},
-        "out": str(tmp_path / "runs"),
-    }
+    fields = IDLE_SCAN | {"model": str(model), "sequences": 1, "out": str(tmp_path / "runs")}
+    fields |= {"input": {"family": "pile", "files": str(tmp_path / "a.jsonl")}}
     plan = make_plan(parse_scan(fields), "toy")
     prepare_run(plan, "")
     # The driver has read the tokenizer; the replica reads another one.
@@ -401,7 +353,7 @@ def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
         RunError,
         match=r"^no replica can be made: .*this node has the tokenizer \w{16}, the run \w{16}$",
     ):
-        run_to_end(plan, Resources(1, 1, "cpu"), SILENT, replica_class=ToyReplica)
+        run_to_end(plan, Resources(1, 1, "cpu"), SILENT, ToyReplica)
     assert done_shards(plan) == []
 
 
@@ -468,7 +420,7 @@ def test_a_node_a_replica_and_the_driver_are_taken_away(
     with ThreadPoolExecutor(1) as pool:
         disturbance = pool.submit(disturb)
         with pytest.raises(Stopped) as end:
-            run_to_end(plan, Resources(1, 1, "cpu"), console, replica_class=NotingReplica)
+            run_to_end(plan, Resources(1, 1, "cpu"), console, NotingReplica)
     disturbance.result()
     cluster.remove_node(node)
     assert end.value.number == signal.SIGTERM
@@ -479,8 +431,7 @@ def test_a_node_a_replica_and_the_driver_are_taken_away(
     assert len(set(measurements(plan))) == 2
 
     # The same command measures the rest.
-    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=NotingReplica) == []
-    assert done_shards(plan) == list(range(60))
+    finish_here(plan, NotingReplica)
     assert len(measurements(plan)) == 60
     # No try counted against a shard.
     assert set(plan.run.commit_log(["attempt"])["attempt"].to_pylist()) == {1}
@@ -495,8 +446,7 @@ def test_a_shard_in_this_process_is_finished_or_dropped_if_it_takes_long(
     (Path(plan.scan.out) / "seconds").write_text(str(seconds))
     began = time.monotonic()
     with pytest.raises(Stopped):
-        run_to_end(plan, IN_PROCESS, SILENT, replica_class=SelfStoppingReplica)
+        run_to_end(plan, IN_PROCESS, SILENT, SelfStoppingReplica)
     assert time.monotonic() - began < 30
     assert done_shards(plan) == finished
-    assert run_to_end(plan, IN_PROCESS, SILENT, replica_class=ToyReplica) == []
-    assert done_shards(plan) == list(range(60))
+    finish_here(plan)

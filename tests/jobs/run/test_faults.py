@@ -7,8 +7,6 @@ replicas with a model.
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -16,17 +14,13 @@ import pytest
 
 from tests.tools.chaos import (
     FAULTS_BY_NAME,
-    PATIENCE_SECONDS,
     Life,
     PlannedFault,
     World,
-    halt_after_commits,
     open_world,
     run_schedule,
 )
-from tests.tools.committed_rows import compare, rows_of
 from tests.toys.toy_replica import ToyReplica
-from tests.toys.toy_runs import local
 
 
 def lives(*texts: str) -> list[Life]:
@@ -45,6 +39,7 @@ SCHEDULES: dict[str, tuple[bool, int, list[Life]]] = {
             "left_behind 1, replica_killed 1, replica_terminated 3, disk_full_for_data 5, "
             "replica_killed_while_writing 7, replica_killed_before_its_commit 9, "
             "disk_full_for_a_commit 11, driver_killed 13",
+            "driver_interrupted 16",
             "driver_terminated 18",
         ),
     ),
@@ -84,42 +79,6 @@ def test_a_run_comes_to_its_end(chaos: tuple[World, pa.Table], name: str) -> Non
     assert result.faults == [planned.kind for life in lives for planned in life]
     assert result.good, result
     assert "Traceback" not in world.errors
-
-
-@pytest.mark.long
-def test_an_interrupted_driver_says_how_to_continue_and_leaves_what_is_done_alone(
-    chaos: tuple[World, pa.Table],
-) -> None:
-    world, expected = chaos
-    world.in_store, world.n_replicas = False, 1
-    world.begin_schedule()
-    # Its replica commits five shards, and then waits for ever.
-    halt_after_commits(world.orders, 5)
-    driver = world.start_driver()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while world.committed_shards() < 5:
-        assert driver.poll() is None, driver.ended()
-        assert time.monotonic() < deadline, (list(world.orders.iterdir()), world.replicas())
-        time.sleep(0.05)
-    FAULTS_BY_NAME["left_behind"](world)
-    foreign_file = local(world.run.path) / "heads" / "intervention=none" / "foreign.parquet"
-    foreign_file.write_bytes(b"not parquet")
-    local(world.run.commit_file(98)).write_text('{"shard":')
-    driver.send_signal(signal.SIGINT)
-    code, _, errors = driver.ended()
-    assert code == 130
-    assert "Traceback" not in errors
-    assert "continues the scan where it stopped" in errors
-    world.withdraw_faults()
-    commits = [local(world.run.commit_file(commit.shard)) for commit in world.run.commits()]
-    written = [commit.stat().st_mtime_ns for commit in commits]
-    assert len(written) == 5
-
-    world.start_driver()
-    assert world.wait_for_drivers() == 0
-    assert "5 of them done" in world.errors
-    assert [commit.stat().st_mtime_ns for commit in commits] == written
-    assert compare(rows_of(world.run), expected) == (0, 0, 0)
 
 
 def test_every_fault_is_tried() -> None:

@@ -16,21 +16,19 @@ import ray
 from rich.console import Console
 
 from headcount.jobs.cluster.ray_cluster import Resources
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.upkeep import metrics
 from headcount.jobs.upkeep.metrics import METRICS, node_name
-from headcount.schemas.scans.scan import parse_scan
 from tests import ROOT
 from tests.toys import toy_models as toy
+from tests.toys.runs_here import begun
 from tests.toys.toy_replica import ToyReplica
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "headcount.json"
 SAMPLE = re.compile(r"^(ray_headcount_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
-SHARDS = 4
-N_CTX = 8
-
+SHARDS, N_CTX = 4, 8
 Samples = dict[tuple[str, str], float]
 """Values by the metric's exported name and the tag that its series differ in."""
 
@@ -61,13 +59,12 @@ class WatchedReplica(ToyReplica):
 def plan(tmp_path: Path) -> Plan:
     """A run over a corpus in which one row cannot be read."""
     model = toy.save_byte_model(tmp_path / "bytes")
-    rows = ['{"text": "abcdefghijklmnop"}', "no row"]
-    rows += ['{"text": "abcdefghijklmnop"}'] * (SHARDS - 1)
-    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    row = '{"text": "abcdefghijklmnop"}'
+    (tmp_path / "a.jsonl").write_text("\n".join([row, "no row", *[row] * (SHARDS - 1), ""]))
     fields = {"model": str(model), "out": str(tmp_path / "runs"), "statistics": ["entropy"]}
     fields |= {"n_ctx": N_CTX, "sequences": SHARDS, "sequences_per_shard": 1, "bad_rows": 0.5}
     fields |= {"input": {"family": "pile", "files": str(tmp_path / "a.jsonl")}}
-    return make_plan(parse_scan(fields), "watched")
+    return begun(fields, "watched")
 
 
 @pytest.fixture
@@ -80,8 +77,8 @@ def _ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def scraped() -> tuple[str, Samples]:
     """What Prometheus would read now: the text, and the samples of headcount in it."""
-    port = ray.nodes()[0]["MetricsExportPort"]
-    address = f"http://{ray.nodes()[0]['NodeManagerAddress']}:{port}/metrics"
+    node = ray.nodes()[0]
+    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     # Ray's collector starts after Ray itself.
     try:
         with urllib.request.urlopen(address, timeout=5) as answer:
@@ -101,7 +98,7 @@ def watch(plan: Plan, seen: dict[str, Any]) -> None:
     deadline = time.monotonic() + 90
     while not ray.is_initialized() and time.monotonic() < deadline:
         time.sleep(0.05)
-    metrics.tokens_prepared(123)
+    metrics.TOKENS_PREPARED.tell(123, node=node_name())
     while time.monotonic() < deadline:
         text, samples = scraped()
         seen["text"] += text
@@ -117,12 +114,10 @@ def watch(plan: Plan, seen: dict[str, Any]) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("_ray")
 def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan):
-    prepare_run(plan, "")
     seen: dict[str, Any] = {"text": "", "samples": {}}
     watcher = threading.Thread(target=watch, args=[plan, seen])
     watcher.start()
-    silent = Console(quiet=True)
-    assert run_to_end(plan, Resources(1, 1, "cpu"), silent, replica_class=WatchedReplica) == []
+    assert run_to_end(plan, Resources(1, 1, "cpu"), Console(quiet=True), WatchedReplica) == []
     watcher.join()
     samples: Samples = seen["samples"]
     assert EXPECTED.items() <= samples.items(), samples
@@ -132,20 +127,18 @@ def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan):
     for phase in ("reading", "measuring", "writing"):
         assert 0 < samples["ray_headcount_phase_seconds_total", phase] < 60
 
-    for metric in METRICS:
-        # Nothing was repeated in this run, so there is no such series.
-        if metric is not metrics.SHARDS_REPEATED:
-            name = metric.exported_name
-            assert f"# TYPE {name} {metric.kind}\n" in seen["text"]
-            series = next(found[1] for found in SAMPLE.findall(seen["text"]) if found[0] == name)
-            tags = dict(LABEL.findall(series))
-            assert set(metric.tags) <= set(tags)
-            assert tags.get("run_id", plan.run.run_id) == plan.run.run_id
-            assert tags.get("node", node_name()) == node_name()
+    # Nothing was repeated in this run, so there is no such series.
+    for metric in [metric for metric in METRICS if metric is not metrics.SHARDS_REPEATED]:
+        name = metric.exported_name
+        assert f"# TYPE {name} {metric.kind}\n" in seen["text"]
+        series = next(found[1] for found in SAMPLE.findall(seen["text"]) if found[0] == name)
+        tags = dict(LABEL.findall(series))
+        assert set(metric.tags) <= set(tags)
+        assert tags.get("run_id", plan.run.run_id) == plan.run.run_id
+        assert tags.get("node", node_name()) == node_name()
 
 
 def test_without_ray_nothing_is_counted_and_nothing_fails():
-    metrics.tokens_prepared(5)
     metrics.SHARDS.tell(1, run_id="toy", state="done")
     assert not ray.is_initialized()
 

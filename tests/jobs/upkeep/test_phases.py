@@ -14,7 +14,6 @@ import pytest
 
 from headcount.jobs.commands import cluster as cluster_commands
 from headcount.jobs.commands.cluster import list_runs
-from headcount.jobs.commands.cluster import status as print_status
 from headcount.jobs.endings import Stopped
 from headcount.jobs.plan.identity import next_run
 from headcount.jobs.upkeep import phases
@@ -24,12 +23,12 @@ from headcount.schemas.errors import CorpusError, RunError
 from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from tests import ROOT
-from tests.jobs.upkeep.test_status import NOW, gather_shards, make_run
+from tests.jobs.upkeep.test_status import NOW, gather_shards, make_run, say
 from tests.s3.s3_server import Rule
+from tests.toys.commands import printed
 from tests.toys.object_stores import object_store
 
 PATIENCE_SECONDS = 60
-SECONDS_NOW = NOW.timestamp()
 
 
 @pytest.fixture
@@ -53,17 +52,6 @@ def heard(run: RunDirectory, words: str) -> phases.Driver:
             return drivers[0]
         assert time.monotonic() < deadline, drivers
         time.sleep(0.005)
-
-
-def say(run: RunDirectory, host: str = "far", **fields: object) -> phases.Driver:
-    """Write what a driver of another machine said at `NOW`."""
-    values = {"host": host, "process": 7, "phase": "loading the model"}
-    values |= {"since": SECONDS_NOW, "at": SECONDS_NOW}
-    driver = phases.Driver.model_validate(values | fields)
-    file = Path(str(run.path)).parent / ".drivers" / run.run_id / f"{host}-7.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(driver.model_dump_json())
-    return driver
 
 
 def test_a_driver_says_what_it_does_and_leaves_nothing_behind(
@@ -131,28 +119,23 @@ with phases.taken():
 
 @pytest.mark.usefixtures("job")
 def test_the_end_of_a_job_is_kept_with_its_reason_until_the_run_goes_on(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: RunDirectory, tmp_path: Path
 ):
     with pytest.raises(CorpusError):
         scan_that_fails(run, CorpusError("input: no file matches\nor so"))
     end = "failed while preparing tokens: input: no file matches or so, "
-    first_line, last_line = as_lines(read_status(run))
+    first_line, last_line = printed("status", run.path).splitlines()
     assert first_line == f"run       {run.path}"
     assert last_line.startswith(f"phase     {end}")
-    print_status(str(run.path), format_="json")
-    record = json.loads(capsys.readouterr().out)
+    record = json.loads(printed("status", "toy", "--runs", tmp_path, "--format=json"))
     assert (record["begun"], record["complete"]) == (False, False)
-
     # It is no run: not for queries, and not for the next run's number.
     with pytest.raises(RunError, match="no run here"):
         find_runs(tmp_path)
     assert next_run(run) == run
-    list_runs(str(tmp_path))
-    words = capsys.readouterr().out.splitlines()[1].split()
+    words = printed("list", tmp_path).splitlines()[1].split()
     assert words[:7] == [run.run_id, *"------"]
     assert " ".join(words[7:]).startswith(end)
-    print_status("toy", runs=str(tmp_path))
-    assert end in capsys.readouterr().out
     remove(check_removable(str(run.path)))
     assert list(tmp_path.iterdir()) == []
 
