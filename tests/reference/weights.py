@@ -153,6 +153,8 @@ def read_weights(path: Path) -> Weights:
         "llama": read_llama,
         "qwen2": read_llama,
         "qwen3": read_llama,
+        "mistral": read_llama,
+        "gpt_oss": read_llama,
         "opt": read_opt,
     }
     read = readers[config["model_type"]] if "model_type" in config else read_legacy
@@ -228,6 +230,19 @@ class Part:
         W_gate, W_in, W_out = (self.W(f"mlp.{x}_proj") for x in ("gate", "up", "down"))
         function = FUNCTIONS[name]
         return lambda x: (function(x @ W_gate) * (x @ W_in)) @ W_out
+
+    def only_expert(self) -> Callable[[Array], Array]:
+        """The MLP of a GPT-OSS with one expert, which every token has whole."""
+        experts = f"{self.name}.mlp.experts"
+        names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        (W_in,), (b_in,), (W_out,), (b_out,) = (self.tensors[f"{experts}.{x}"] for x in names)
+
+        def mlp(x: Array) -> Array:
+            both = x @ W_in + b_in
+            gate, up = np.minimum(both[..., ::2], 7), np.clip(both[..., 1::2], -7, 7)
+            return gate / (1 + np.exp(-1.702 * gate)) * (up + 1) @ W_out + b_out
+
+        return mlp
 
     def three(self, modules: str) -> Three:
         """Queries, keys and values that have a layer each."""
@@ -340,29 +355,42 @@ def like_llama(
     return Weights(name, W_E, None, layers, final, W_U, rotated=width, rotary_base=base)
 
 
+def window_of(config: Config, number: int) -> int | None:
+    """How many keys a query of a layer sees; layers may be of two kinds."""
+    types = config.get("layer_types")
+    slides = types[number] == "sliding_attention" if types else config["model_type"] == "mistral"
+    return config["sliding_window"] if slides else None
+
+
 def read_llama(name: str, config: Config, tensors: Tensors) -> Weights:
-    """Llama, Qwen2 (biases of queries, keys and values) and Qwen3 (norms of queries and keys)."""
+    """Llama, Mistral (a window), Qwen2 (biases of queries, keys and values), Qwen3 (norms of
+    queries and keys) and GPT-OSS (biases, learned sinks, a window in some layers).
+    """
     d_head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     last = Part(tensors, "model", config["rms_norm_eps"], d_head, subtracts_mean=False)
     layers: list[Layer] = []
     for number in range(config["num_hidden_layers"]):
         part = replace(last, name=f"model.layers.{number}")
+        sinks = tensors.get(f"{part.name}.self_attn.sinks")
         layers.append(
             part.layer(
                 part.three("self_attn.{}_proj"),
                 "self_attn.o_proj",
                 ("input_layernorm", "post_attention_layernorm"),
-                part.gated_mlp(config["hidden_act"]),
+                part.gated_mlp(config["hidden_act"]) if sinks is None else part.only_expert(),
                 q_norm=part.norm_if_any("self_attn.q_norm"),
                 k_norm=part.norm_if_any("self_attn.k_norm"),
+                window=window_of(config, number),
+                sink=sinks,
             )
         )
     return like_llama(name, config, tensors, layers, last)
 
 
 def read_gemma2(name: str, config: Config, tensors: Tensors) -> Weights:
-    """Gemma 2 without capped scores: norms of 1 + weight, also after attention and MLP."""
-    assert config["attn_logit_softcapping"] is None
+    """Gemma 2: norms of 1 + weight, also after attention and MLP; capped scores, and a window in
+    some layers.
+    """
     last = Part(tensors, "model", config["rms_norm_eps"], config["head_dim"], False, one_more=True)
     layers: list[Layer] = []
     for number in range(config["num_hidden_layers"]):
@@ -376,6 +404,8 @@ def read_gemma2(name: str, config: Config, tensors: Tensors) -> Weights:
                 scale=1 / math.sqrt(config["query_pre_attn_scalar"]),
                 norm_after_attention=part.norm("post_attention_layernorm"),
                 norm_after_mlp=part.norm("post_feedforward_layernorm"),
+                soft_cap=config["attn_logit_softcapping"],
+                window=window_of(config, number),
             )
         )
     weights = like_llama(name, config, tensors, layers, last)

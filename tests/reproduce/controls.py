@@ -6,8 +6,9 @@ Each must fail, or say in one line why it cannot (`passes_random`, `passes_null`
 round, a model that is right must pass: the scatter that the authors give is drawn many times
 (`scatter_problems`).
 
-* Random weights: a model of the published layers and heads with narrow heads, on few sequences of
-  the published scans, compared as if it were the published model.
+* Random weights: a model with narrow heads and up to 12 layers (all of the published ones if
+  figures name single heads), on few sequences of the published scans, compared as if it were the
+  published model.
 * Interventions that do nothing: the same replication, with every intervention measured as `none`.
   What does not change depends on no intervention. What becomes 0, 1 or 100 is a change, a ratio or
   a percentage, and is compared so. Any other value becomes that of a figure that depends on no
@@ -19,7 +20,6 @@ its SQL sees. `python -m tests.reproduce.controls [NAME …]`, or `make controls
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -27,9 +27,7 @@ import re
 import string
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,22 +78,19 @@ SAME = 1e-6
 NOTHING = (0.0, 1.0, 100.0)
 """What changes, ratios and percentages of an intervention that does nothing are."""
 
-
 ModelSizes = Mapping[str, int | str]
-"""ModelSizes of a model, by field of its description."""
+"""Sizes of a model, by field of its description."""
 
 
 class Control(NamedTuple):
-    """What one control says of one figure or claim."""
+    """A figure or a claim that passes a control, or that a right model fails."""
 
-    replication: str
-    name: str
     control: str
     """random, null or scatter."""
-    is_wrong: bool
-    """Whether it passes although it must not, and no reason is given."""
-    text: str
-    """What was seen, or the reason."""
+    name: str
+    seen: str
+    reason: str = ""
+    """Why it may. Without a reason it is wrong."""
 
 
 def named_reason(reasons: Reasons, name: str) -> str:
@@ -112,73 +107,42 @@ def _is_same(value: float | None, other: float | None) -> bool:
     return math.isclose(value, other, rel_tol=SAME, abs_tol=SAME)
 
 
-# Short replications
+# Short replications: no figure needs precision to be wrong
 
 CHARACTERS = string.ascii_letters + string.digits + " .,"
 """Characters of a text that stands for another: 65, as many as the models of characters have."""
 
-LEAST_VOCABULARY, MOST_VOCABULARY = 1024, 50257
-"""Tokens of a vocabulary if predictions of a large one would take too long, and of GPT-2's."""
+MOST_SEQUENCES, MOST_TOKENS = 6, 256
+"""Of a scan under one intervention. It has one sequence, however many tokens that has."""
 
-FEW_LAYERS, FEW_HEADS = 4, 8
-"""Size of the model that shows which figures an intervention moves: any model shows it."""
+MOST_LAYERS, FEW_LAYERS, MOST_HEADS = 12, 4, 12
+"""Layers and heads of a model of which no certain head is published."""
+
+MOST_ENTRIES = 3e8
+"""Entries of all patterns of a replication. Beyond that the model has fewer heads, and then fewer
+layers, if no certain head is published.
+"""
 
 HIDING_COST = 10
 """How many times as long as others interventions take that hide keys: they build whole patterns."""
+
+SMALL_VOCABULARY, LAST_TOKEN = 1024, 50256
+"""Tokens of a vocabulary if nothing depends on it, or losses would take too long; and the last
+token of GPT-2's, which is its BOS.
+"""
 
 MOST_DRAWN = 8
 """Sequences of a scan that is a picture. Scans of more are for means, which SQL may read by any
 part of their names.
 """
 
-WITHOUT_HEADS = 8
-"""Heads of a model of which the source names no number of heads."""
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How much of a replication the controls measure. No figure needs precision to be wrong."""
-
-    sequences: int
-    """Most sequences of a scan."""
-    least_sequences: int
-    """Least sequences of a scan, if the replication has as many, however many tokens they have."""
-    tokens: int
-    """Tokens of a scan under one intervention, unless so few sequences have more."""
-    logits: float
-    """Predictions for losses times vocabulary, of a scan; beyond that the vocabulary is smaller."""
-    layers: int
-    """Most layers, and most heads of a layer, of a model of which no certain head is published."""
-    small_vocabulary: bool
-    """Whether ids of tokens that inputs name are moved into a small vocabulary."""
-    entries: float
-    """Entries of all patterns of a replication. Beyond that the model has fewer heads, and then
-    fewer layers, if no certain head is published.
-    """
-
-
-FULL = Extent(6, 2, 1024, 2e9, 1000, False, 4e10)
-"""What `make controls` measures."""
-
-QUICK = Extent(6, 1, 256, 5e5, 12, True, 3e8)
-"""What the tests measure, of every replication."""
-
-
-class ShortReplication(NamedTuple):
-    """A replication with few sequences, for a model of published layers and heads."""
-
-    replication: Replication
-    sizes: dict[str, int]
-    steps: tuple[int, ...]
-    """Steps of its training after which the model has checkpoints."""
-    notes: list[str]
-    """What is smaller than published and might matter, a line each."""
-
 
 def short_replication(
-    replication: Replication, sizes: ModelSizes, extent: Extent, of_few_heads: bool = False
-) -> ShortReplication:
-    """The replication with few sequences, and with the scans that a model of these sizes has."""
+    replication: Replication, sizes: ModelSizes
+) -> tuple[Replication, dict[str, int]]:
+    """The replication with few sequences, and with the scans that a model of these sizes has; and
+    the sizes of a model for which there is time.
+    """
     scans: dict[str, dict[str, Any]] = {}
     for name, entry in replication.scan.items():
         alternatives: list[ModelSizes] = entry.get("sizes", [{}])
@@ -190,59 +154,39 @@ def short_replication(
         # A corpus that is not here: the miniature reads something else.
         if fields.get("input", {"family": "pile"})["family"] == "pile":
             fields["input"] = (replication.bundled | entry.get("bundled", {}))["input"]
-        few = max(extent.least_sequences, min(extent.sequences, extent.tokens // fields["n_ctx"]))
+        few = max(1, min(MOST_SEQUENCES, MOST_TOKENS // fields["n_ctx"]))
         published = fields.get("sequences", "all")
         fields["sequences"] = few if published == "all" else min(few, published)
         scans[name] = fields
-    model_sizes, notes = _affordable_sizes(replication, scans, sizes, extent, of_few_heads)
+    affordable = _affordable_sizes(replication, scans, sizes)
     for fields in scans.values():
-        fields["input"] = _with_small_ids(fields["input"], model_sizes["d_vocab"])
+        fields["input"] = _with_small_ids(fields["input"], affordable["d_vocab"])
     short = replication.model_copy(update={"scan": scans, "defaults": {}, "bundled": {}})
-    return ShortReplication(short, model_sizes, _steps(replication), notes)
+    return short, affordable
 
 
 def _affordable_sizes(
-    replication: Replication,
-    scans: Mapping[str, Mapping[str, Any]],
-    sizes: ModelSizes,
-    extent: Extent,
-    of_few_heads: bool,
-) -> tuple[dict[str, int], list[str]]:
-    """ModelSizes of a model that there is time for, and what of them is smaller than published."""
-    notes: list[str] = []
-    n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", WITHOUT_HEADS))
+    replication: Replication, scans: Mapping[str, Mapping[str, Any]], sizes: ModelSizes
+) -> dict[str, int]:
+    # Of some models the source names no number of heads.
+    n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", 8))
     names = [value.name for value in replication.published_values]
     # Figures of single heads keep all heads, because any of them may be named.
     if not any(re.search(r"L\d+H\d+", name) for name in names):
-        if of_few_heads:
-            n_layers, n_heads = min(n_layers, FEW_LAYERS), min(n_heads, FEW_HEADS)
-        published = n_layers, n_heads
-        if n_layers > extent.layers:
-            n_layers, n_heads = extent.layers, min(n_heads, extent.layers)
+        n_layers, n_heads = min(n_layers, MOST_LAYERS), min(n_heads, MOST_HEADS)
         # As many heads, and then layers, as there is time for.
         entries = sum(map(_entries, scans.values()))
-        n_heads = max(1, min(n_heads, int(extent.entries / (entries * n_layers))))
-        n_layers = min(n_layers, max(FEW_LAYERS, int(extent.entries / (entries * n_heads))))
-        if (n_layers, n_heads) != published:
-            notes.append(
-                f"{n_layers} of {published[0]} layers and {n_heads} of {published[1]} heads"
-            )
-
-    # Without predictions and without ids of tokens, no figure depends on the vocabulary.
-    names_tokens = any({"token", "low", "high"} & {*fields["input"]} for fields in scans.values())
-    needs_ids = names_tokens and not extent.small_vocabulary
-    is_small = not needs_ids and not any(fields.get("predictions") for fields in scans.values())
-    d_vocab = min(int(sizes["d_vocab"]), LEAST_VOCABULARY if is_small else MOST_VOCABULARY)
-    # Logits take the time of a scan that predicts.
-    predictions = max(map(_predictions, scans.values()))
-    if predictions and not needs_ids:
-        vocabulary = max(LEAST_VOCABULARY, int(extent.logits / predictions))
-        if vocabulary < d_vocab:
-            notes.append(f"a vocabulary of {vocabulary:,}, published {sizes['d_vocab']:,}")
-            d_vocab = vocabulary
-    n_ctx = min(int(sizes.get("n_ctx", MOST_POSITIONS)), MOST_POSITIONS)
-    affordable = {"n_layers": n_layers, "n_heads": n_heads, "n_ctx": n_ctx, "d_vocab": d_vocab}
-    return affordable, notes
+        n_heads = max(1, min(n_heads, int(MOST_ENTRIES / (entries * n_layers))))
+        n_layers = min(n_layers, max(FEW_LAYERS, int(MOST_ENTRIES / (entries * n_heads))))
+    asked = [fields["predictions"] for fields in scans.values() if "predictions" in fields]
+    is_small = not asked or "loss" in str(asked)
+    d_vocab = int(sizes["d_vocab"])
+    return {
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_ctx": min(int(sizes.get("n_ctx", MOST_POSITIONS)), MOST_POSITIONS),
+        "d_vocab": min(d_vocab, SMALL_VOCABULARY) if is_small else d_vocab,
+    }
 
 
 def _is_only_drawn(replication: Replication, scan: str, fields: Mapping[str, Any]) -> bool:
@@ -263,25 +207,15 @@ def _entries(fields: Mapping[str, Any]) -> int:
     return passes * fields["sequences"] * fields["n_ctx"] ** 2
 
 
-def _predictions(fields: Mapping[str, Any]) -> int:
-    """Predictions of a scan that asks for losses. Others predict one token a sequence."""
-    if "loss" not in str(fields.get("predictions")):
-        return 0
-    return len(fields.get("interventions", ["none"])) * fields["sequences"] * fields["n_ctx"]
-
-
 def _with_small_ids(source: Mapping[str, Any], d_vocab: int) -> dict[str, Any]:
     """An input that names tokens of a small vocabulary. The last one stays the last: BOS."""
     small = dict(source)
-    if d_vocab >= MOST_VOCABULARY:
-        return small
     if int(small.get("high", 0)) > d_vocab:
         small["high"] = d_vocab - 1
         small["low"] = min(int(small.get("low", 0)), d_vocab // 2)
     token = int(small.get("token", 0))
     if token >= d_vocab:
-        is_last = token == MOST_VOCABULARY - 1
-        small["token"] = d_vocab - 1 if is_last else token % (d_vocab - 1)
+        small["token"] = d_vocab - 1 if token == LAST_TOKEN else token % (d_vocab - 1)
     return small
 
 
@@ -306,7 +240,7 @@ def stand_in_files(replication: Replication) -> Iterator[None]:
     words = Path(located("bundled:LICENSE")).read_text(encoding="utf-8").split()
     letters = "".join(letter for letter in " ".join(words) if letter in CHARACTERS)
     lines = ["text,dataset"]
-    for row in range(3 * FULL.sequences):
+    for row in range(3 * MOST_SEQUENCES):
         text = " ".join(words[row * 11 : row * 11 + 400]).replace('"', "")
         lines.append(f'"{text}",{("sst2", "gsm8k", "humaneval")[row % 3]}')
     contents = {".txt": letters + CHARACTERS, ".csv": "\n".join(lines) + "\n"}
@@ -320,47 +254,6 @@ def stand_in_files(replication: Replication) -> Iterator[None]:
 
 
 # Runs
-
-
-class SameModel(KnownModels):
-    """A model whose checkpoints all have its weights, so that one load is enough."""
-
-    _description: ModelInfo | None = None
-
-    def describe(self, model: str) -> ModelInfo:
-        """What the model is, and each of its checkpoints."""
-        if self._description is None:
-            self._description = super().describe(model)
-        return self._description
-
-
-class ControlRuns:
-    """Measures short runs; the same run of the same model is measured once."""
-
-    def __init__(self, directory: Path, extent: Extent) -> None:
-        self.directory = directory
-        self.extent = extent
-        self._models: dict[str, tuple[str, KnownModels]] = {}
-
-    def model(self, short: ShortReplication, scale: float) -> tuple[str, KnownModels]:
-        """The model of a short replication, written and loaded once for all that have its sizes."""
-        layout = short.replication.bundled_model
-        key = str((layout, short.sizes, short.steps, scale))
-        if key not in self._models:
-            directory = self.directory / f"model-{len(self._models)}"
-            path = write_random_model(directory, layout, short.sizes, scale, short.steps)
-            self._models[key] = str(path), SameModel()
-        return self._models[key]
-
-    def runs(self, name: str) -> Path:
-        """Where the runs of a replication lie."""
-        return self.directory / f"runs-{name}"
-
-    def measure(
-        self, name: str, replication: Replication, model: tuple[str, KnownModels]
-    ) -> list[Plan]:
-        """Measure the missing runs of a replication on a model; the plans of all its runs."""
-        return measured_plans(replication, *model, str(self.runs(name)))
 
 
 def measured_plans(
@@ -453,12 +346,14 @@ def runs_shown(plans: Sequence[Plan], untouched: Sequence[Plan] | None = None) -
 class ReplicationControls:
     """Both controls of one replication, on short runs that lie in one directory."""
 
-    def __init__(self, name: str, replication: Replication, runs: ControlRuns) -> None:
+    def __init__(
+        self, name: str, replication: Replication, home: Path, models: KnownModels
+    ) -> None:
+        """`home` has the runs of all replications, and models for all that have their sizes."""
         self.name = name
         self.replication = replication
-        self.runs = runs
-        self.notes: list[str] = []
-        """What was smaller than published and might matter."""
+        self.home = home
+        self.models = models
         self.unmeasured: list[str] = []
         """Published figures that have no value for random weights."""
         self.without_null: list[str] = []
@@ -478,11 +373,12 @@ class ReplicationControls:
         if self.replication.published_sizes not in all_sizes:
             all_sizes.append(self.replication.published_sizes)
         with stand_in_files(self.replication):
-            random_runs = [(sizes, self._random_runs(sizes)) for sizes in all_sizes]
+            random_runs = [(sizes, runs_shown(self.runs(sizes, UNTRAINED))) for sizes in all_sizes]
             changed_sizes = all_sizes if has_interventions(self.replication) else []
             changed_runs = [(sizes, *self._changed_runs(sizes)) for sizes in changed_sizes]
             # Opened when all runs are there: a database does not see those that come later.
-            self.database = open_replication_runs(self.replication, str(self.runs.runs(self.name)))
+            directory = str(self.home / f"runs-{self.name}")
+            self.database = open_replication_runs(self.replication, directory)
         controls: list[Control] = []
         for sizes, shown in random_runs:
             controls += self._random_figures(sizes, shown)
@@ -490,34 +386,27 @@ class ReplicationControls:
                 self._show(shown)
                 rows = passing_claims(self.name, self.replication, self.database)
                 for words, value, why, _ in rows:
-                    text = why or f"holds for random weights ({value})"
-                    controls.append(Control(self.name, words, "random", not why, text))
+                    controls.append(Control("random", words, f"holds ({value})", why))
         for sizes, changed, null in changed_runs:
             controls += self._null_figures(sizes, changed, null)
         return controls
 
-    def _random_runs(self, sizes: ModelSizes) -> RunsShown:
-        short = short_replication(self.replication, sizes, self.runs.extent)
-        self._note(short)
-        model = self.runs.model(short, UNTRAINED)
-        return runs_shown(self.runs.measure(self.name, short.replication, model))
+    def runs(self, sizes: ModelSizes, scale: float, untouched: bool = False) -> list[Plan]:
+        """The short runs on a model with random weights, which are measured if they are missing."""
+        short, affordable = short_replication(self.replication, sizes)
+        layout, steps = short.bundled_model, _steps(short)
+        facts = [*affordable.values(), scale, *steps]
+        model = self.home / "-".join(map(str, [layout.removeprefix("bundled:"), *facts]))
+        if not model.exists():
+            write_random_model(model, layout, affordable, scale, steps)
+        replication = with_untouched(short) if untouched else short
+        directory = str(self.home / f"runs-{self.name}")
+        return measured_plans(replication, str(model), self.models, directory)
 
     def _changed_runs(self, sizes: ModelSizes) -> tuple[RunsShown, RunsShown]:
         """Runs whose interventions show, and the same as if they did nothing."""
-        short = short_replication(self.replication, sizes, self.runs.extent, of_few_heads=True)
-        try:
-            plans = self.runs.measure(self.name, short.replication, self.runs.model(short, LIVELY))
-        except HeadcountError:
-            # An intervention names a head that a small model lacks.
-            short = short_replication(self.replication, sizes, self.runs.extent)
-            plans = self.runs.measure(self.name, short.replication, self.runs.model(short, LIVELY))
-        self._note(short)
-        model = self.runs.model(short, LIVELY)
-        untouched = self.runs.measure(self.name, with_untouched(short.replication), model)
-        return runs_shown(plans), runs_shown(plans, untouched)
-
-    def _note(self, short: ShortReplication) -> None:
-        self.notes += [note for note in short.notes if note not in self.notes]
+        plans = self.runs(sizes, LIVELY)
+        return runs_shown(plans), runs_shown(plans, self.runs(sizes, LIVELY, untouched=True))
 
     def _show(self, shown: RunsShown) -> None:
         if shown != self._shown:
@@ -548,9 +437,9 @@ class ReplicationControls:
             if measured is None:
                 self.unmeasured.append(value.full_name)
             elif value.is_near(measured):
+                seen = f"published {value.value:.4g}, random weights {measured:.4g}"
                 why = named_reason(check.passes_random, value.name)
-                text = why or f"published {value.value:.4g}, random weights {measured:.4g}"
-                controls.append(Control(self.name, value.full_name, "random", not why, text))
+                controls.append(Control("random", value.full_name, seen, why))
         return controls
 
     def _null_figures(
@@ -580,9 +469,9 @@ class ReplicationControls:
                 if math.isclose(after, measured, rel_tol=SAME)
             ]
             if candidates and value.is_near(candidates[0]):
+                seen = f"published {value.value:.4g}, untouched {candidates[0]:.4g}"
                 why = named_reason(check.passes_null, value.name)
-                text = why or f"published {value.value:.4g}, untouched {candidates[0]:.4g}"
-                controls.append(Control(self.name, value.full_name, "null", not why, text))
+                controls.append(Control("null", value.full_name, seen, why))
         return controls
 
 
@@ -651,8 +540,7 @@ def null_claims(
         # The same words and the same number: it depends on no intervention.
         if words in with_interventions and _is_same(value, with_interventions[words]):
             continue
-        text = why or f"holds under interventions that do nothing ({value})"
-        controls.append(Control(name, words, "null", not why, text))
+        controls.append(Control("null", words, f"holds ({value})", why))
     return controls
 
 
@@ -677,61 +565,41 @@ def passing_share(value: PublishedValue) -> float:
     return float((np.abs(distances[value.scale]) <= value.tolerance).mean())
 
 
-def scatter_problems(name: str, replication: Replication) -> list[Control]:
+def scatter_problems(replication: Replication) -> list[Control]:
     """Figures that a right model fails in more than one of a hundred cases."""
     controls: list[Control] = []
     for value in replication.published_values:
         share = passing_share(value)
         # The draws themselves scatter by 0.0007.
         if share < LEAST_PASSING - 0.002:
-            text = f"a right model passes in {share:.1%} of cases"
-            controls.append(Control(name, value.full_name, "scatter", True, text))
+            seen = f"a right model passes in {share:.1%} of cases"
+            controls.append(Control("scatter", value.full_name, seen))
     return controls
 
 
-def main(words: Sequence[str]) -> int:
+def main(names: Sequence[str]) -> int:
     """Print which figures and claims pass that must not; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.reproduce.controls", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="replications; none means all")
-    parser.add_argument("--reasons", action="store_true", help="also print those with a reason")
-    parser.add_argument("--quick", action="store_true", help="as short as the tests measure")
-    options = parser.parse_args(words)
     prepare_process()
-    selection = find_replications(options.names) if options.names else replications()
     wrong_count = 0
-    with tempfile.TemporaryDirectory() as directory:
-        runs = ControlRuns(Path(directory), QUICK if options.quick else FULL)
+    with tempfile.TemporaryDirectory() as home:
         models = KnownModels()
-        for name, replication in selection.items():
-            began = time.process_time()
+        for name, replication in (find_replications(names) or replications()).items():
+            found = scatter_problems(replication)
             try:
-                controls = ReplicationControls(name, replication, runs)
-                found = [*scatter_problems(name, replication), *controls.measure()]
-                if replication.claim and has_interventions(replication):
-                    home = str(Path(directory) / f"miniature-{name}")
-                    database, info, null = measured_miniature(replication, home, models)
-                    model = replication.bundled_model
-                    results = judge(name, replication, info, model, database)
+                found += ReplicationControls(name, replication, Path(home), models).measure()
+                if replication.claim:
+                    runs = f"{home}/miniature-{name}"
+                    database, info, null = measured_miniature(replication, runs, models)
+                    results = judge(name, replication, info, replication.bundled_model, database)
                     found += null_claims(name, replication, database, results, null)
             except HeadcountError as error:
-                print(f"{name}: no controls: {error}", flush=True)
-                wrong_count += 1
-                continue
-            wrong = [each for each in found if each.is_wrong]
-            excused = [each for each in found if not each.is_wrong]
+                found.append(Control("none", name, str(error)))
+            wrong = [each for each in found if not each.reason]
+            reasons = len(found) - len(wrong)
+            print(f"{name}: {len(wrong)} pass that must not, {reasons} with a reason", flush=True)
+            for each in wrong:
+                print(f"  {each.control}: {each.name}: {each.seen}")
             wrong_count += len(wrong)
-            seconds = time.process_time() - began
-            print(
-                f"{name}: {len(wrong)} pass that must not, {len(excused)} with a reason; "
-                f"{seconds:.1f} s of a processor",
-                flush=True,
-            )
-            for note in controls.notes:
-                print(f"  measured with {note}")
-            if controls.unmeasured:
-                print(f"  no value for random weights: {len(controls.unmeasured)} figures")
-            for each in [*wrong, *(excused if options.reasons else [])]:
-                print(f"  {each.control}: {each.name}: {each.text}")
     return 1 if wrong_count else 0
 
 

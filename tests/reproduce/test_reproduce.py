@@ -86,7 +86,7 @@ def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its
     assert all(figure.title in html.unescape(page) for figure in replication.figure)
     # Last, because it changes what the database shows.
     controls = null_claims(name, replication, database, results, null)
-    assert [control.name for control in controls if control.is_wrong] == []
+    assert [control.name for control in controls if not control.reason] == []
 
 
 def test_a_replication_that_runs_again_measures_nothing_twice(tmp_path: Path) -> None:

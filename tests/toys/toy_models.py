@@ -171,6 +171,25 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         "Gemma2Config", attn_logit_softcapping=None, final_logit_softcapping=None, **GEMMA2
     ),
     "gemma2-capped": lambda: family("Gemma2Config", **GEMMA2),
+    # Windows in which the second half of 21 queries does not see key 0.
+    "mistral-window-6": lambda: family("MistralConfig", sliding_window=6, **GQA),
+    "gemma2-window-6": lambda: family(
+        "Gemma2Config",
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=None,
+        layer_types=["sliding_attention"] * 2,
+        **GEMMA2 | {"sliding_window": 6},
+    ),
+    # Learned sinks, a window in the first layer, and one expert.
+    "gpt-oss": lambda: family(
+        "GptOssConfig",
+        head_dim=8,
+        sliding_window=14,
+        num_local_experts=1,
+        num_experts_per_tok=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **GQA,
+    ),
     "bigcode": lambda: family(
         "GPTBigCodeConfig", n_embd=32, n_inner=48, n_layer=2, n_head=4, n_positions=N_CTX
     ),
