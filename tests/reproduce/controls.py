@@ -9,13 +9,12 @@ round, a model that is right must pass: the scatter that the authors give is dra
 * Random weights: a model with narrow heads and up to 12 layers (all of the published ones if
   figures name single heads), on few sequences of the published scans, compared as if it were the
   published model.
-* Interventions that do nothing: the same replication, with every intervention measured as `none`.
-  What does not change depends on no intervention. What becomes 0, 1 or 100 is a change, a ratio or
-  a percentage, and is compared so. Any other value becomes that of a figure that depends on no
-  intervention, the untouched model's: its published value is compared.
+* Interventions that do nothing: the same replication on a replica that measures the untouched model
+  under every intervention. What does not change depends on no intervention. What becomes 0, 1 or
+  100 is a change, a ratio or a percentage, and is compared so. Any other value becomes that of a
+  figure that depends on no intervention, the untouched model's: its published value is compared.
 
-All runs of a replication lie in one directory and are opened once; `RunsShown` says which of them
-its SQL sees. `python -m tests.reproduce.controls [NAME …]`, or `make controls` for all.
+`python -m tests.reproduce.controls [NAME …]`, or `make controls` for all.
 """
 
 from __future__ import annotations
@@ -28,36 +27,32 @@ import string
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
-from headcount.jobs.plan.plan import Plan
-from headcount.jobs.resources import Resources
+from headcount.jobs.plan.plan import prepare_run
 from headcount.queries.ask.asking import RunDatabase
-from headcount.queries.sql_text import text_literal
-from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import (
     Check,
+    PublishedValue,
     Reasons,
     Replication,
     find_replications,
     replications,
 )
-from headcount.reproduce.replication_runs import (
-    measure_runs,
-    open_replication_runs,
-    plan_replication,
-)
+from headcount.reproduce.replication_runs import open_replication_runs, plan_replication
 from headcount.reproduce.verdicts import Result, claim_rows, judge, measured_by_name
 from headcount.schemas.errors import HeadcountError, QueryError, RunError
-from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.workers.inputs.corpus.text_files import located
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.process import prepare_process
+from headcount.workers.replica import InterventionMeasurements, Replica
 from tests.toys.random_model import (
     LIVELY,
     MOST_POSITIONS,
@@ -65,6 +60,7 @@ from tests.toys.random_model import (
     miniature_steps,
     write_random_model,
 )
+from tests.toys.runs_here import measured
 
 DRAWS = 20_000
 """Pairs of a published and a measured value that are drawn for the scatter of one figure."""
@@ -256,95 +252,46 @@ def stand_in_files(replication: Replication) -> Iterator[None]:
 # Runs
 
 
-def measured_plans(
-    replication: Replication, model: str, known: KnownModels, directory: str
-) -> list[Plan]:
-    """Measure what is missing of runs in a directory, in this process, without a word."""
-    plans = plan_replication(replication, model, directory, models=known, fingerprinted=False)
-    measure_runs(plans, Resources(0, device="cpu"), Console(quiet=True), models=known)
-    return plans
+class UntouchedReplica(Replica):
+    """Measures the untouched model, and says that it was measured under each intervention."""
+
+    _measured: tuple[np.ndarray, InterventionMeasurements] | None = None
+
+    def measure(
+        self,
+        tokens: np.ndarray,
+        intervention: Intervention = NONE,
+        labels: list[list[str]] | None = None,
+        partner: np.ndarray | None = None,
+    ) -> InterventionMeasurements:
+        """Measure the same under every intervention, and so only once."""
+        if self._measured is None or self._measured[0] is not tokens:
+            self._measured = tokens, super().measure(tokens, NONE, labels, partner)
+        measured = self._measured[1]
+        method = measured.method.model_copy(update={"intervention": str(intervention)})
+        return replace(measured, method=method)
 
 
-def with_untouched(replication: Replication) -> Replication:
-    """The replication, in which each scan that lacks the untouched model measures nothing else."""
-    scans: dict[str, dict[str, Any]] = {}
-    for name, entry in replication.scan.items():
-        # Of a short replication the last two are empty.
-        fields = replication.defaults | entry | replication.bundled | entry.get("bundled", {})
-        interventions = fields.get("interventions", ["none"])
-        scans[name] = entry if "none" in interventions else entry | {"interventions": ["none"]}
-    return replication.model_copy(update={"scan": scans})
-
-
-class RunsShown(NamedTuple):
-    """Which runs the SQL of a replication sees, and which interventions of each."""
-
-    cells: tuple[tuple[str, str], ...]
-    """Id of each run, with each intervention that its scan asks for."""
-    is_null: bool
-    """Whether each intervention has the rows of the untouched model."""
-
-    def show(self, database: RunDatabase) -> None:
-        """Let the tables of a database hold these runs alone.
-
-        Their rows are copied into memory: every check reads them again, from many small files.
-        """
-        execute = database.connection.execute
-        cells = ", ".join(
-            f"({text_literal(run)}, {text_literal(name)})" for run, name in self.cells
-        )
-        execute(
-            "CREATE OR REPLACE TABLE internal.shown AS "
-            f"SELECT * FROM (VALUES {cells}) AS t(run_id, shown_as)"
-        )
-        shown_runs = "run_id IN (SELECT run_id FROM internal.shown)"
-        execute(
-            f"CREATE OR REPLACE VIEW main.runs AS SELECT * FROM internal.runs WHERE {shown_runs}"
-        )
-        source = "'none'" if self.is_null else "shown.shown_as"
-        columns: dict[tuple[str, str], set[str]] = {}
-        sql = "SELECT schema_name, table_name, column_name FROM duckdb_columns() WHERE NOT internal"
-        for schema, table, column in execute(sql).fetchall():
-            columns.setdefault((schema, table), set()).add(column)
-        for name, table in TABLES.items():
-            measured_columns = columns.get(("internal", name), set())
-            if "intervention" not in measured_columns:
-                continue
-            # The columns that users see, in their order: views over a table must still fit it.
-            is_labelled = "label" in columns["main", name] - measured_columns
-            label = ", 'L' || layer || 'H' || head AS label" if is_labelled else ""
-            rows = (
-                f"SELECT measured.* REPLACE (shown.shown_as AS intervention) "
-                f"FROM internal.{name} AS measured JOIN internal.shown AS shown "
-                f"ON measured.run_id = shown.run_id AND measured.intervention = {source}"
-            )
-            if table.written == "once":
-                # Of the weights, which are filed under `none` whatever the scan changes.
-                rows = f"SELECT * FROM internal.{name} WHERE {shown_runs}"
-            execute(f"CREATE OR REPLACE TABLE internal.shown_{name} AS {rows}")
-            execute(
-                f"CREATE OR REPLACE VIEW main.{name} AS SELECT *{label} FROM internal.shown_{name}"
-            )
-
-
-def runs_shown(plans: Sequence[Plan], untouched: Sequence[Plan] | None = None) -> RunsShown:
-    """Runs as they were measured, or with rows of the untouched model for each intervention.
-
-    `untouched` are the runs of `with_untouched`, in the same order.
-    """
-    cells = tuple(
-        (source.run.run_id, str(intervention))
-        for plan, source in zip(plans, untouched or plans, strict=True)
-        for intervention in plan.scan.interventions
-    )
-    return RunsShown(cells, untouched is not None)
+def measured_runs(
+    replication: Replication,
+    model: str,
+    out: Path,
+    models: KnownModels,
+    replica_class: type[Replica] = Replica,
+) -> tuple[Path, ModelInfo]:
+    """Measure what is missing of runs below a directory; their own directory, and the model."""
+    plans = plan_replication(replication, model, str(out / replica_class.__name__), models=models)
+    for plan in plans:
+        prepare_run(plan, "")
+        measured(plan, partial(replica_class, load=models.load))
+    return Path(plans[0].scan.out), plans[0].info
 
 
 # Controls
 
 
 class ReplicationControls:
-    """Both controls of one replication, on short runs that lie in one directory."""
+    """Both controls of one replication, on short runs."""
 
     def __init__(
         self, name: str, replication: Replication, home: Path, models: KnownModels
@@ -360,94 +307,80 @@ class ReplicationControls:
         """Published figures of a replication with interventions that have no value if interventions
         do nothing.
         """
-        self._values: dict[tuple[RunsShown, str], dict[str, float | None]] = {}
-        self._shown: RunsShown | None = None
+        self._databases: dict[Path, RunDatabase] = {}
+        self._values: dict[tuple[Path, str], dict[str, float | None]] = {}
 
     def measure(self) -> list[Control]:
-        """Measure all runs, then ask every check and every claim."""
-        all_sizes: list[ModelSizes] = []
+        """Measure all runs, and ask every check and every claim."""
+        all_sizes: list[ModelSizes] = [self.replication.published_sizes]
         for check in self.replication.check:
             for value in check.values:
                 if (sizes := self.replication.sizes_of(check, value)) not in all_sizes:
                     all_sizes.append(sizes)
-        if self.replication.published_sizes not in all_sizes:
-            all_sizes.append(self.replication.published_sizes)
-        with stand_in_files(self.replication):
-            random_runs = [(sizes, runs_shown(self.runs(sizes, UNTRAINED))) for sizes in all_sizes]
-            changed_sizes = all_sizes if has_interventions(self.replication) else []
-            changed_runs = [(sizes, *self._changed_runs(sizes)) for sizes in changed_sizes]
-            # Opened when all runs are there: a database does not see those that come later.
-            directory = str(self.home / f"runs-{self.name}")
-            self.database = open_replication_runs(self.replication, directory)
         controls: list[Control] = []
-        for sizes, shown in random_runs:
-            controls += self._random_figures(sizes, shown)
-            if sizes == self.replication.published_sizes:
-                self._show(shown)
-                rows = passing_claims(self.name, self.replication, self.database)
-                for words, value, why, _ in rows:
-                    controls.append(Control("random", words, f"holds ({value})", why))
-        for sizes, changed, null in changed_runs:
-            controls += self._null_figures(sizes, changed, null)
+        for sizes in all_sizes:
+            controls += self._random_figures(sizes)
+            if has_interventions(self.replication):
+                controls += self._null_figures(sizes)
+        database = self.database(self.runs(all_sizes[0], UNTRAINED))
+        for words, value, why, _ in passing_claims(self.name, self.replication, database):
+            controls.append(Control("random", words, f"holds ({value})", why))
         return controls
 
-    def runs(self, sizes: ModelSizes, scale: float, untouched: bool = False) -> list[Plan]:
-        """The short runs on a model with random weights, which are measured if they are missing."""
+    def runs(self, sizes: ModelSizes, scale: float, replica_class: type[Replica] = Replica) -> Path:
+        """The directory of the short runs on a model with random weights."""
         short, affordable = short_replication(self.replication, sizes)
         layout, steps = short.bundled_model, _steps(short)
-        facts = [*affordable.values(), scale, *steps]
-        model = self.home / "-".join(map(str, [layout.removeprefix("bundled:"), *facts]))
+        facts = [layout.removeprefix("bundled:"), *affordable.values(), scale, *steps]
+        model = self.home / "-".join(map(str, facts))
         if not model.exists():
             write_random_model(model, layout, affordable, scale, steps)
-        replication = with_untouched(short) if untouched else short
-        directory = str(self.home / f"runs-{self.name}")
-        return measured_plans(replication, str(model), self.models, directory)
+        out = self.home / self.name
+        with stand_in_files(self.replication):
+            return measured_runs(short, str(model), out, self.models, replica_class)[0]
 
-    def _changed_runs(self, sizes: ModelSizes) -> tuple[RunsShown, RunsShown]:
-        """Runs whose interventions show, and the same as if they did nothing."""
-        plans = self.runs(sizes, LIVELY)
-        return runs_shown(plans), runs_shown(plans, self.runs(sizes, LIVELY, untouched=True))
-
-    def _show(self, shown: RunsShown) -> None:
-        if shown != self._shown:
-            shown.show(self.database)
-            self._shown = shown
+    def database(self, runs: Path) -> RunDatabase:
+        """Runs with the views of the replication, opened once."""
+        if runs not in self._databases:
+            self._databases[runs] = open_replication_runs(self.replication, str(runs))
+        return self._databases[runs]
 
     def _measured(
-        self, sizes: ModelSizes, shown: RunsShown
+        self, sizes: ModelSizes, runs: Path
     ) -> Iterator[tuple[Check, PublishedValue, float | None]]:
         """What was published for a model of these sizes, and what some runs measure of it."""
         for check in self.replication.check:
             for value in check.values:
                 if self.replication.sizes_of(check, value) != sizes:
                     continue
-                # Models of other sizes may ask for the same.
-                key = (shown, check.sql)
+                # Models of other sizes may have the same short runs.
+                key = (runs, check.sql)
                 if key not in self._values:
-                    self._show(shown)
                     # These runs may lack what the SQL reads.
                     self._values[key] = {}
                     with contextlib.suppress(RunError, QueryError):
-                        self._values[key] = measured_by_name(self.name, check.sql, self.database)
+                        self._values[key] = measured_by_name(
+                            self.name, check.sql, self.database(runs)
+                        )
                 yield check, value, self._values[key].get(value.name)
 
-    def _random_figures(self, sizes: ModelSizes, shown: RunsShown) -> list[Control]:
+    def _random_figures(self, sizes: ModelSizes) -> list[Control]:
         controls: list[Control] = []
-        for check, value, measured in self._measured(sizes, shown):
-            if measured is None:
+        for check, value, number in self._measured(sizes, self.runs(sizes, UNTRAINED)):
+            if number is None:
                 self.unmeasured.append(value.full_name)
-            elif value.is_near(measured):
-                seen = f"published {value.value:.4g}, random weights {measured:.4g}"
+            elif value.is_near(number):
+                seen = f"published {value.value:.4g}, random weights {number:.4g}"
                 why = named_reason(check.passes_random, value.name)
                 controls.append(Control("random", value.full_name, seen, why))
         return controls
 
-    def _null_figures(
-        self, sizes: ModelSizes, changed: RunsShown, null: RunsShown
-    ) -> list[Control]:
+    def _null_figures(self, sizes: ModelSizes) -> list[Control]:
         """Figures that an intervention which does nothing passes."""
-        # All with interventions first: to show other runs takes longer than a query.
-        before_and_after = [*self._measured(sizes, changed)], [*self._measured(sizes, null)]
+        before_and_after = (
+            self._measured(sizes, self.runs(sizes, LIVELY, each))
+            for each in (Replica, UntouchedReplica)
+        )
         pairs: list[tuple[Check, PublishedValue, float]] = []
         untouched: list[tuple[Check, float, float]] = []
         for (check, value, before), (_, _, after) in zip(*before_and_after, strict=True):
@@ -494,49 +427,30 @@ def passing_claims(
 
 
 def has_interventions(replication: Replication) -> bool:
-    """Whether any scan of a replication intervenes."""
+    """Whether any scan of a replication intervenes, or of its miniature."""
     fields = [replication.defaults, replication.bundled, *replication.scan.values()]
     return any({*entry.get("interventions", [])} - {"none"} for entry in fields)
-
-
-# Claims of interventions, on the miniature, where they hold
-
-
-def measured_miniature(
-    replication: Replication, directory: str, models: KnownModels
-) -> tuple[RunDatabase, ModelInfo, RunsShown]:
-    """The runs of a replication on its miniature, what that is, and what shows them as if
-    interventions did nothing.
-    """
-    model = replication.bundled_model
-    plans = measured_plans(replication, model, models, directory)
-    other = with_untouched(replication)
-    is_other = other != replication
-    untouched = measured_plans(other, model, models, directory) if is_other else plans
-    database = open_replication_runs(replication, directory)
-    if is_other:
-        # A user's directory does not have the others.
-        runs_shown(plans).show(database)
-    return database, plans[0].info, runs_shown(plans, untouched)
 
 
 def null_claims(
     name: str,
     replication: Replication,
-    database: RunDatabase,
+    out: Path,
+    models: KnownModels,
     results: Iterable[Result],
-    null: RunsShown,
 ) -> list[Control]:
-    """Claims of interventions that hold on a model, and hold there if the interventions do nothing.
+    """Claims of interventions that hold on the miniature, and hold there if they do nothing.
 
     `results` are those of the runs with interventions.
     """
-    if not has_interventions(replication):
+    if not has_interventions(replication) or not replication.claim:
         return []
+    model = replication.bundled_model
+    runs, _ = measured_runs(replication, model, out, models, UntouchedReplica)
+    null = open_replication_runs(replication, str(runs))
     with_interventions = {each.name: each.measured for each in results if each.verdict == "pass"}
-    null.show(database)
     controls: list[Control] = []
-    for words, value, _, why in passing_claims(name, replication, database):
+    for words, value, _, why in passing_claims(name, replication, null):
         # The same words and the same number: it depends on no intervention.
         if words in with_interventions and _is_same(value, with_interventions[words]):
             continue
@@ -587,11 +501,11 @@ def main(names: Sequence[str]) -> int:
             found = scatter_problems(replication)
             try:
                 found += ReplicationControls(name, replication, Path(home), models).measure()
-                if replication.claim:
-                    runs = f"{home}/miniature-{name}"
-                    database, info, null = measured_miniature(replication, runs, models)
-                    results = judge(name, replication, info, replication.bundled_model, database)
-                    found += null_claims(name, replication, database, results, null)
+                model, out = replication.bundled_model, Path(home) / f"miniature-{name}"
+                runs, info = measured_runs(replication, model, out, models)
+                database = open_replication_runs(replication, str(runs))
+                results = judge(name, replication, info, model, database)
+                found += null_claims(name, replication, out, models, results)
             except HeadcountError as error:
                 found.append(Control("none", name, str(error)))
             wrong = [each for each in found if not each.reason]

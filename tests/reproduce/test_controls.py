@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headcount.reproduce.published_values import PublishedValue
-from headcount.reproduce.replication import Replication, replications
-from headcount.reproduce.replication_runs import open_replication_runs
+from headcount.reproduce.replication import PublishedValue, Replication, replications
 from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.replica import Replica
 from tests.reproduce.controls import (
     MOST_SEQUENCES,
     Control,
     ReplicationControls,
+    UntouchedReplica,
     passing_share,
-    runs_shown,
     scatter_problems,
     short_replication,
 )
@@ -98,32 +97,19 @@ def test_a_figure_that_an_intervention_without_effect_passes_is_found(
 
 
 def test_an_intervention_that_does_nothing_has_the_untouched_rows(controls_of: Controls) -> None:
-    replication = toy(sql="", tolerance=1, published={"a": 1})
-    # One scan has the untouched model, and one lacks it.
-    alone = replication.scan["interventions"] | {"interventions": ["zero_positions"]}
-    replication = replication.model_copy(update={"scan": replication.scan | {"alone": alone}})
-    controls = controls_of("both", replication)
-    plans, untouched = (
-        controls.runs(replication.published_sizes, LIVELY, untouched) for untouched in (False, True)
+    controls = controls_of("toy", toy(sql="", tolerance=1, published={"a": 1}))
+    changed, untouched = (
+        dict(
+            controls.database(controls.runs(SIZES, LIVELY, replica)).rows(
+                "SELECT intervention, list(sink_mass_late ORDER BY sequence, label) "
+                "FROM replication_heads GROUP BY ALL ORDER BY ALL"
+            )
+        )
+        for replica in (Replica, UntouchedReplica)
     )
-    pairs = zip(plans, untouched, strict=True)
-    assert [plan.run == other.run for plan, other in pairs] == [True, False]
-    database = open_replication_runs(replication, plans[0].scan.out)
-    sql = "SELECT scan, intervention, count(*), list(sink_mass_late ORDER BY sequence, label) "
-    sql += "FROM replication_heads GROUP BY ALL ORDER BY ALL"
-
-    def shown() -> dict[Any, Any]:
-        return {(scan, name): values for scan, name, *values in database.rows(sql)}
-
-    runs_shown(plans).show(database)
-    changed = shown()
-    assert [*changed] == [
-        ("alone", "zero_positions"), ("interventions", "none"), ("interventions", "zero_head(0,0)"),
-        ("interventions", "zero_positions"),
-    ]  # fmt: skip
-    assert changed["interventions", "none"] != changed["interventions", "zero_positions"]
-    runs_shown(plans, untouched).show(database)
-    assert shown() == dict.fromkeys(changed, changed["interventions", "none"])
+    assert [*changed] == [*untouched] == ["none", "zero_head(0,0)", "zero_positions"]
+    assert changed["none"] != changed["zero_positions"]
+    assert untouched == dict.fromkeys(changed, changed["none"])
 
 
 def test_what_would_take_too_long_is_smaller() -> None:
