@@ -71,31 +71,37 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
                 weight.add_(1)
 
 
-def legacy_state() -> dict[str, torch.Tensor]:
-    """Weights of a two-layer model, named and shaped as in old TransformerLens checkpoints."""
+def legacy_state(
+    n_layers: int = 2,
+    n_heads: int = 4,
+    d_head: int = 8,
+    n_ctx: int = N_CTX,
+    d_vocab: int = D_VOCAB,
+) -> dict[str, torch.Tensor]:
+    """Weights of a model, named and shaped as in old TransformerLens checkpoints."""
     generator = torch.Generator().manual_seed(0)
-    heads, d_model, d_head = 4, 32, 8
+    d_model = n_heads * d_head
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * 0.3
 
-    state = {"embed.W_E": draw(D_VOCAB, d_model), "pos_embed.W_pos": draw(N_CTX, d_model)}
-    for layer in range(2):
+    state = {"embed.W_E": draw(d_vocab, d_model), "pos_embed.W_pos": draw(n_ctx, d_model)}
+    for layer in range(n_layers):
         block = f"blocks.{layer}"
         state |= {f"{block}.ln1.w": 1 + draw(d_model), f"{block}.ln1.b": draw(d_model)}
         for name in "QKV":
             state |= {
-                f"{block}.attn.W_{name}": draw(heads, d_model, d_head),
-                f"{block}.attn.b_{name}": draw(heads, d_head),
+                f"{block}.attn.W_{name}": draw(n_heads, d_model, d_head),
+                f"{block}.attn.b_{name}": draw(n_heads, d_head),
             }
         state |= {
-            f"{block}.attn.W_O": draw(heads, d_head, d_model),
+            f"{block}.attn.W_O": draw(n_heads, d_head, d_model),
             f"{block}.attn.b_O": draw(d_model),
         }
     return state | {
         "ln_final.w": 1 + draw(d_model),
         "ln_final.b": draw(d_model),
-        "unembed.W_U": draw(d_model, D_VOCAB),
+        "unembed.W_U": draw(d_model, d_vocab),
     }
 
 
