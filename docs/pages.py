@@ -6,7 +6,6 @@ written by hand, in the page.
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
 import types
@@ -161,7 +160,7 @@ def _formula_entry(formula: Formula) -> str:
     # The unit stands beside what the values run over: their range, or an axis.
     unit = formula.unit
     if not formula.axis:
-        unit += ", {} to {}".format(*map(_bound, formula.range))
+        unit += ", {:g} to {:g}".format(*formula.range).replace("inf", "∞")
     elif formula.axis != "none":
         unit += f", along {formula.axis}"
     facts = [unit]
@@ -190,12 +189,6 @@ def _formula_entry(formula: Formula) -> str:
         f"{'; '.join(facts)} ({source}).\n",
     ]
     return "\n".join(lines)
-
-
-def _bound(value: float) -> str:
-    if math.isfinite(value):
-        return f"{value:g}"
-    return "∞" if value > 0 else "-∞"
 
 
 # interventions.md
@@ -596,21 +589,15 @@ ANSWER = re.compile(r"^```bash\n.*?^```\n\n^```text\n.*?^```\n", re.DOTALL | re.
 """
 
 
-def answers_by_query(page: str) -> dict[str, str]:
-    """The blocks of queries.md that show the answer of a query, by its name."""
-    sections = page.split("\n### ")[1:]
-    answers = {section.split(maxsplit=1)[0]: ANSWER.search(section) for section in sections}
-    return {name: match[0] for name, match in answers.items() if match}
-
-
 def queries_page(page: str) -> str:
     """Every named query with its parameters, from its file, and its example of the page."""
-    answers = answers_by_query(page)
-    sections = [_query(query, answers.get(name)) for name, query in read_queries(QUERIES).items()]
-    return MARKED.sub(lambda _: "\n".join(sections), page)
+    sections = page.split("\n### ")[1:]
+    answers = {section.split(maxsplit=1)[0]: ANSWER.search(section) for section in sections}
+    texts = [_query(query, answers.get(name)) for name, query in read_queries(QUERIES).items()]
+    return MARKED.sub(lambda _: "\n".join(texts), page)
 
 
-def _query(query: NamedQuery, answer: str | None) -> str:
+def _query(query: NamedQuery, answer: re.Match[str] | None) -> str:
     """One query: what its rows are, what it takes, and an example where it says more."""
     parts = [f"### {query.name}\n", wrapped(query.description)]
     items: list[str] = []
@@ -620,7 +607,7 @@ def _query(query: NamedQuery, answer: str | None) -> str:
     if items:
         parts.append("".join(map(wrapped, items)))
     if answer:
-        parts.append(answer)
+        parts.append(answer[0])
     elif items:
         parts.append(f"`headcount query runs {query.example or query.name}`\n")
     return "\n".join(parts)

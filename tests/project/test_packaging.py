@@ -236,6 +236,7 @@ USERS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
 """What needs which extras and groups."""
 
 
+@pytest.mark.long
 def test_what_is_imported_is_declared_once_and_what_is_declared_is_imported() -> None:
     distributions = packages_distributions()
     used: set[str] = set()
