@@ -323,9 +323,10 @@ class ReplicationControls:
             if has_interventions(self.replication):
                 controls += self._null_figures(sizes)
         database = self.database(self.runs(all_sizes[0], UNTRAINED))
-        for words, value, why, _ in passing_claims(self.name, self.replication, database):
-            controls.append(Control("random", words, f"holds ({value})", why))
-        return controls
+        claims = passing_claims(self.name, self.replication, database, "passes_random")
+        return controls + [
+            Control("random", words, f"holds ({v})", why) for words, v, why in claims
+        ]
 
     def runs(self, sizes: ModelSizes, scale: float, replica_class: type[Replica] = Replica) -> Path:
         """The directory of the short runs on a model with random weights."""
@@ -409,21 +410,19 @@ class ReplicationControls:
 
 
 def passing_claims(
-    name: str, replication: Replication, database: RunDatabase
-) -> Iterator[tuple[str, float | None, str, str]]:
-    """Words and value of each claim that holds on the runs shown, and why it may hold for random
-    weights and for interventions that do nothing; empty if it must not.
+    name: str, replication: Replication, database: RunDatabase, field: str
+) -> Iterator[tuple[str, float | None, str]]:
+    """Words and value of each claim that holds, and why it may, as a field says of the claim; empty
+    if it must not.
     """
     for claim in replication.claim:
+        reasons: Reasons = getattr(claim, field)
         # These runs may lack what the SQL reads.
         with contextlib.suppress(RunError, QueryError):
             for words, value, holds in claim_rows(name, claim, database):
                 if holds:
-                    reasons = [
-                        named_reason(each, words) or named_reason(each, claim.words)
-                        for each in (claim.passes_random, claim.passes_null)
-                    ]
-                    yield words, value, reasons[0], reasons[1]
+                    why = named_reason(reasons, words) or named_reason(reasons, claim.words)
+                    yield words, value, why
 
 
 def has_interventions(replication: Replication) -> bool:
@@ -450,7 +449,7 @@ def null_claims(
     null = open_replication_runs(replication, str(runs))
     with_interventions = {each.name: each.measured for each in results if each.verdict == "pass"}
     controls: list[Control] = []
-    for words, value, _, why in passing_claims(name, replication, null):
+    for words, value, why in passing_claims(name, replication, null, "passes_null"):
         # The same words and the same number: it depends on no intervention.
         if words in with_interventions and _is_same(value, with_interventions[words]):
             continue
