@@ -32,12 +32,12 @@ from headcount.workers.model.files.model_info import ModelInfo
 
 REPLICATIONS = Path(__file__).parent / "replications"
 
-TEXT = "$text"
-"""Stands for the user's text, or for the default text of the replication, in a scan's input."""
+TEXT, STAND_IN = "$text", "bundled:LICENSE"
+"""What stands for the user's text in a scan's input, and what is read if the user gives none."""
 
 M = TypeVar("M", bound=BaseModel)
 
-COLUMNS = ("name", "value", "model", "tolerance", "standard_error")
+COLUMNS = ("name", "value", "model", "tolerance")
 """Columns of a file of published values. The first two are required."""
 
 MODEL_FIELDS = tuple(field.name for field in dataclass_fields(ModelInfo))
@@ -121,8 +121,8 @@ class Check(ControlledQuery):
     published: dict[str, float] = {}
     file: str = ""
     """A CSV file beside the replication's, in place of `published`: the columns name and value,
-    and if needed model, tolerance and standard_error. A row with a `model` is compared only if the
-    measured model has the sizes that `published_models` gives for it.
+    and if needed model and tolerance. A row with a `model` is compared only if the measured model
+    has the sizes that `published_models` gives for it.
     """
     tolerance: float | None = None
     """How far a measured value may lie from the published one."""
@@ -157,7 +157,6 @@ class Check(ControlledQuery):
         for row in rows:
             name, model = row["name"], row.get("model") or ""
             errors = self.standard_error
-            scatter = errors.get(name) if isinstance(errors, dict) else errors
             value = _number(source, row, "value", None)
             tolerance = _number(source, row, "tolerance", self.tolerance)
             if value is None:
@@ -171,7 +170,7 @@ class Check(ControlledQuery):
                 value=value,
                 tolerance=tolerance,
                 scale="log10" if self.log10 else "relative" if self.relative else "absolute",
-                standard_error=_number(source, row, "standard_error", scatter),
+                standard_error=errors.get(name) if isinstance(errors, dict) else errors,
                 model=model,
             )
         return self
@@ -224,13 +223,11 @@ class Claim(ControlledQuery):
 
 
 class StandInText(BaseModel):
-    """The authors' text, which we do not ship, and what stands for it."""
+    """The authors' text, which we do not ship."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     what: str
     """What a user may give with `--text FILE`."""
-    default: str = "bundled:LICENSE"
-    """What is read without `--text`."""
 
 
 class Figure(BaseModel):

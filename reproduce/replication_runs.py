@@ -18,7 +18,7 @@ from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.run.progress import WholeProgress
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.open.verified_files import Tell
-from headcount.reproduce.replication import TEXT, Replication
+from headcount.reproduce.replication import STAND_IN, TEXT, Replication
 from headcount.reproduce.verdicts import has_sizes
 from headcount.schemas.errors import RunError, ScanError, unknown
 from headcount.schemas.files.places import place
@@ -196,7 +196,7 @@ def _scan_fields(
         fields |= entry.get("bundled", {})
     if replication.text is None:
         return fields
-    return _with_text(fields, text or replication.text.default)
+    return _with_text(fields, text or STAND_IN)
 
 
 def _with_text(value: Any, text: str) -> Any:  # noqa: ANN401 (what TOML holds)
