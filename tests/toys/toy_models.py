@@ -16,7 +16,6 @@ import torch
 
 from headcount.schemas.scans.intervention import NONE, Intervention, parse_intervention
 from headcount.schemas.scans.scan import Scan, parse_scan
-from headcount.workers.interventions import BoundIntervention, bind
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
 from headcount.workers.replica import InterventionMeasurements, Replica
@@ -293,11 +292,6 @@ class TextReplica(Replica):
         if isinstance(intervention, str):
             intervention = parse_intervention(intervention)
         return super().measure(tokens, intervention, labels, partner)
-
-
-def bound(text: str) -> BoundIntervention:
-    """An intervention by its text, ready to be made."""
-    return bind(parse_intervention(text))
 
 
 def replica(path: Path, **changes: Any) -> TextReplica:

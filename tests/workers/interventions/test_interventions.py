@@ -20,12 +20,14 @@ from torch import Tensor
 
 from headcount.jobs.plan.plan import make_plan
 from headcount.schemas.errors import MeasureError, ModelError, ScanError
+from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 from headcount.schemas.scans.scan import Input
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import (
     INTERVENTIONS,
+    bind,
     changed_weights,
     intervention,
     intervention_registry,
@@ -298,7 +300,7 @@ def test_a_change_of_a_weight_is_measured_and_undone(
     ],
 )
 def test_weights_that_are_not_restored_are_an_error(paths: Paths, text: str, name: str) -> None:
-    model, change = model_of(paths["gpt2"]), toy.bound(text)
+    model, change = model_of(paths["gpt2"]), bind(parse_intervention(text))
     with torch.inference_mode(), changed_weights(model, change):
         pass
     module, _, weight = name.rpartition(".")
