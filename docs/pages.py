@@ -6,7 +6,6 @@ written by hand, in the page.
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
 import types
@@ -15,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from sys import modules
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, Self, Union, get_args, get_origin, get_type_hints
 
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
@@ -24,12 +24,11 @@ from typer.main import get_command
 from headcount import app
 from headcount.exports.registry import export_formats
 from headcount.queries.ask.named_queries import QUERIES, NamedQuery, read_queries
-from headcount.reproduce.replication import replications
+from headcount.reproduce.replication import REPLICATIONS, read_toml, replications
 from headcount.reproduce.reproduce_commands import DefaultedGroup
-from headcount.reproduce.stated_claims import CATALOGUE, Source, known_words, sources
 from headcount.schemas.formulas import Formula
 from headcount.schemas.registry import REQUIRED, Option, options_of, prose_of
-from headcount.schemas.scans.kinds import KINDS
+from headcount.schemas.scans.kinds import KINDS, TABLES
 from headcount.schemas.scans.measured_heads import Head
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.scans.values import in_toml, range_of
@@ -161,7 +160,7 @@ def _formula_entry(formula: Formula) -> str:
     # The unit stands beside what the values run over: their range, or an axis.
     unit = formula.unit
     if not formula.axis:
-        unit += ", {} to {}".format(*map(_bound, formula.range))
+        unit += ", {:g} to {:g}".format(*formula.range).replace("inf", "∞")
     elif formula.axis != "none":
         unit += f", along {formula.axis}"
     facts = [unit]
@@ -190,12 +189,6 @@ def _formula_entry(formula: Formula) -> str:
         f"{'; '.join(facts)} ({source}).\n",
     ]
     return "\n".join(lines)
-
-
-def _bound(value: float) -> str:
-    if math.isfinite(value):
-        return f"{value:g}"
-    return "∞" if value > 0 else "-∞"
 
 
 # interventions.md
@@ -329,6 +322,70 @@ def exports_page(page: str) -> str:
 
 
 # literature.md
+
+
+CLAIMS = REPLICATIONS.with_name("claims")
+
+CATALOGUE = "catalogue_statistics"
+"""The file of the quantities that the literature measures, and where each is here."""
+
+
+class StatedClaim(BaseModel):
+    """One thing that a source says. If only a part of it is shown, the rest is `left_out`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    text: str
+    shown_by: tuple[str, ...] = ()
+    """What shows it: `REPLICATION: beginning of a name`."""
+    covered_by: str = ""
+    """The column, intervention, input or view that measures it, if it is a definition."""
+    left_out: str = ""
+    """Why it, or a part of it, is not shown."""
+    reason: str = ""
+    """The same in a few words, which several claims may share."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether something here shows or measures it, or a part of it."""
+        return bool(self.shown_by or self.covered_by)
+
+    @model_validator(mode="after")
+    def _say_something(self) -> Self:
+        if not (self.answered or self.left_out):
+            raise ValueError("expected shown_by, covered_by or left_out")
+        if bool(self.left_out) != bool(self.reason):
+            raise ValueError("expected left_out and its reason, got one of them")
+        for place in self.shown_by:
+            if ": " not in place:
+                raise ValueError(
+                    f"shown_by: expected 'REPLICATION: beginning of a name', got {place!r}"
+                )
+        return self
+
+
+class Source(BaseModel):
+    """One source with its claims, a file in reproduce/claims/."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    source: str
+    """What it is called."""
+    page: str = ""
+    """Where it can be read."""
+    claim: tuple[StatedClaim, ...]
+
+
+def sources(directory: Path = CLAIMS) -> dict[str, Source]:
+    """Every source with its claims, by name of the file."""
+    return {file.stem: read_toml(file, Source) for file in sorted(directory.glob("*.toml"))}
+
+
+def known_words() -> set[str]:
+    """Every name that a scan or SQL may use."""
+    words = {name for kind in KINDS for name in kind}
+    words |= {*INPUTS, *INTERVENTIONS, *TABLES}
+    words |= {file.stem for file in QUERIES.rglob("*.sql")}
+    words |= {column for table in TABLES.values() for column in table.own}
+    return words
 
 
 def literature_page(page: str) -> str:
@@ -532,21 +589,15 @@ ANSWER = re.compile(r"^```bash\n.*?^```\n\n^```text\n.*?^```\n", re.DOTALL | re.
 """
 
 
-def answers_by_query(page: str) -> dict[str, str]:
-    """The blocks of queries.md that show the answer of a query, by its name."""
-    sections = page.split("\n### ")[1:]
-    answers = {section.split(maxsplit=1)[0]: ANSWER.search(section) for section in sections}
-    return {name: match[0] for name, match in answers.items() if match}
-
-
 def queries_page(page: str) -> str:
     """Every named query with its parameters, from its file, and its example of the page."""
-    answers = answers_by_query(page)
-    sections = [_query(query, answers.get(name)) for name, query in read_queries(QUERIES).items()]
-    return MARKED.sub(lambda _: "\n".join(sections), page)
+    sections = page.split("\n### ")[1:]
+    answers = {section.split(maxsplit=1)[0]: ANSWER.search(section) for section in sections}
+    texts = [_query(query, answers.get(name)) for name, query in read_queries(QUERIES).items()]
+    return MARKED.sub(lambda _: "\n".join(texts), page)
 
 
-def _query(query: NamedQuery, answer: str | None) -> str:
+def _query(query: NamedQuery, answer: re.Match[str] | None) -> str:
     """One query: what its rows are, what it takes, and an example where it says more."""
     parts = [f"### {query.name}\n", wrapped(query.description)]
     items: list[str] = []
@@ -556,7 +607,7 @@ def _query(query: NamedQuery, answer: str | None) -> str:
     if items:
         parts.append("".join(map(wrapped, items)))
     if answer:
-        parts.append(answer)
+        parts.append(answer[0])
     elif items:
         parts.append(f"`headcount query runs {query.example or query.name}`\n")
     return "\n".join(parts)

@@ -6,9 +6,12 @@ A check compares numbers with published ones, if the model is of the published s
 
 from __future__ import annotations
 
+import csv
+import math
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -23,17 +26,19 @@ from pydantic import (
     model_validator,
 )
 
-from headcount.reproduce.published_values import PublishedValue, Scale, read_values
 from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.places import reason
 from headcount.workers.model.files.model_info import ModelInfo
 
 REPLICATIONS = Path(__file__).parent / "replications"
 
-TEXT = "$text"
-"""Stands for the user's text, or for the default text of the replication, in a scan's input."""
+TEXT, STAND_IN = "$text", "bundled:LICENSE"
+"""What stands for the user's text in a scan's input, and what is read if the user gives none."""
 
 M = TypeVar("M", bound=BaseModel)
+
+COLUMNS = ("name", "value", "model", "tolerance")
+"""Columns of a file of published values. The first two are required."""
 
 MODEL_FIELDS = tuple(field.name for field in dataclass_fields(ModelInfo))
 
@@ -51,6 +56,47 @@ Sizes = Annotated[dict[str, int | str], AfterValidator(_known_sizes)]
 
 Reasons = str | dict[str, str]
 """One line why, for all names or by name. A name that ends in `*` stands for all that begin so."""
+
+
+@dataclass(frozen=True)
+class PublishedValue:
+    """A number that was published, and how near a measured one must be."""
+
+    name: str
+    """The name that the check's SQL gives the measured value."""
+    value: float
+    tolerance: float
+    """In units of the scale."""
+    scale: Literal["absolute", "relative", "log10"] = "absolute"
+    standard_error: float | None = None
+    """Scatter of the value as its authors give it."""
+    model: str = ""
+    """The model that it was published for, if a file has those of several."""
+
+    def __post_init__(self) -> None:
+        """Refuse a logarithm of nothing."""
+        if self.scale == "log10" and self.value <= 0:
+            raise ValueError(f"{self.name}: log10: expected a value above 0, got {self.value:g}")
+
+    @property
+    def full_name(self) -> str:
+        """The name, with that of the model if there is one."""
+        return f"{self.model}: {self.name}" if self.model else self.name
+
+    @property
+    def allowed_distance(self) -> float:
+        """The tolerance in the units of the value, or in decades."""
+        return self.tolerance * abs(self.value) if self.scale == "relative" else self.tolerance
+
+    def is_near(self, measured: float | None) -> bool:
+        """Whether a measured value is within the tolerance. An undefined one is not."""
+        if measured is None or not math.isfinite(measured):
+            return False
+        if self.scale == "log10":
+            # Published values of this scale are above 0 (`__post_init__`).
+            is_positive = measured > 0
+            return is_positive and abs(math.log10(measured / self.value)) <= self.tolerance
+        return abs(measured - self.value) <= self.allowed_distance
 
 
 class ControlledQuery(BaseModel):
@@ -75,8 +121,8 @@ class Check(ControlledQuery):
     published: dict[str, float] = {}
     file: str = ""
     """A CSV file beside the replication's, in place of `published`: the columns name and value,
-    and if needed model, tolerance and standard_error. A row with a `model` is compared only if the
-    measured model has the sizes that `published_models` gives for it.
+    and if needed model and tolerance. A row with a `model` is compared only if the measured model
+    has the sizes that `published_models` gives for it.
     """
     tolerance: float | None = None
     """How far a measured value may lie from the published one."""
@@ -90,12 +136,12 @@ class Check(ControlledQuery):
     """Sizes of the model that these were published for, if it is not the replication's model."""
     needs_text: bool = False
     """Whether the figures are of the authors' own text: not comparable without `--text`."""
-    _values: tuple[PublishedValue, ...] = PrivateAttr(())
+    _values: dict[tuple[str, str], PublishedValue] = PrivateAttr({})
 
     @property
     def values(self) -> tuple[PublishedValue, ...]:
         """Every published value, from the file or from `published`."""
-        return self._values
+        return tuple(self._values.values())
 
     @model_validator(mode="after")
     def _read_values(self, info: ValidationInfo) -> Self:
@@ -103,27 +149,63 @@ class Check(ControlledQuery):
             raise ValueError("expected either published or file, got both")
         if self.relative and self.log10:
             raise ValueError("expected either relative or log10, got both")
-        scale: Scale = "log10" if self.log10 else "relative" if self.relative else "absolute"
+        source = self.file or "published"
+        rows = [{"name": name, "value": value} for name, value in self.published.items()]
         if self.file:
-            directory: Path = (info.context or {}).get("directory", REPLICATIONS)
-            self._values = read_values(
-                directory / self.file, scale, self.tolerance, self.standard_error
-            )
-            return self
-        if self.tolerance is None:
-            raise ValueError("tolerance: missing; expected how far a measured value may lie")
-        errors = self.standard_error
-        self._values = tuple(
-            PublishedValue(
+            rows = _rows_of_file((info.context or {}).get("directory", REPLICATIONS) / self.file)
+        self._values = {}
+        for row in rows:
+            name, model = row["name"], row.get("model") or ""
+            errors = self.standard_error
+            value = _number(source, row, "value", None)
+            tolerance = _number(source, row, "tolerance", self.tolerance)
+            if value is None:
+                raise ValueError(f"{source}: {name}: no value")
+            if tolerance is None:
+                raise ValueError(f"{source}: {name}: no tolerance, in the file or in the check")
+            if (model, name) in self._values:
+                raise ValueError(f"{source}: names {name!r} twice")
+            self._values[model, name] = PublishedValue(
                 name=name,
                 value=value,
-                tolerance=self.tolerance,
-                scale=scale,
+                tolerance=tolerance,
+                scale="log10" if self.log10 else "relative" if self.relative else "absolute",
                 standard_error=errors.get(name) if isinstance(errors, dict) else errors,
+                model=model,
             )
-            for name, value in self.published.items()
-        )
         return self
+
+
+def _number(
+    source: str, row: Mapping[str, Any], column: str, default: float | None
+) -> float | None:
+    """A cell as a number; what the check says if it is empty or the file lacks the column."""
+    text = row.get(column)
+    if text in (None, ""):
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"{source}: {row['name']}: {column}: expected a number, got {text!r}"
+        ) from None
+
+
+def _rows_of_file(file: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV file of published values."""
+    try:
+        with file.open(encoding="utf-8", newline="") as stream:
+            reader = csv.DictReader(stream)
+            columns = tuple(reader.fieldnames or ())
+            rows = list(reader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file.name}: cannot be read ({reason(error)})") from None
+    if not {"name", "value"} <= set(columns) <= set(COLUMNS):
+        raise ValueError(
+            f"{file.name}: expected the columns name and value, and of the others "
+            f"{', '.join(COLUMNS[2:])} those needed, got {', '.join(columns) or 'none'}"
+        )
+    return rows
 
 
 class Claim(ControlledQuery):
@@ -141,13 +223,11 @@ class Claim(ControlledQuery):
 
 
 class StandInText(BaseModel):
-    """The authors' text, which we do not ship, and what stands for it."""
+    """The authors' text, which we do not ship."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     what: str
     """What a user may give with `--text FILE`."""
-    default: str = "bundled:LICENSE"
-    """What is read without `--text`."""
 
 
 class Figure(BaseModel):

@@ -18,7 +18,7 @@ from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.run.progress import WholeProgress
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.open.verified_files import Tell
-from headcount.reproduce.replication import TEXT, Replication
+from headcount.reproduce.replication import STAND_IN, TEXT, Replication
 from headcount.reproduce.verdicts import has_sizes
 from headcount.schemas.errors import RunError, ScanError, unknown
 from headcount.schemas.files.places import place
@@ -47,15 +47,13 @@ def plan_replication(
     *,
     text: str | None = None,
     models: KnownModels | None = None,
-    fingerprinted: bool = True,
 ) -> list[Plan]:
     """The plans of a replication's runs.
 
     They lie in one directory below `out`, whose name is a fingerprint of all that they measure:
-    with another model, formula or input the runs lie elsewhere. If not `fingerprinted`, they lie in
-    `out` itself, which may have other runs. An override `SCAN.key=value` is for one scan, any other
-    for all. `text` is the file of the authors' text. `models` describes each model once for several
-    replications.
+    with another model, formula or input the runs lie elsewhere. An override `SCAN.key=value` is for
+    one scan, any other for all. `text` is
+    the file of the authors' text. `models` describes each model once for several replications.
     """
     models = models or KnownModels()
     info = models.describe(model)
@@ -76,14 +74,12 @@ def plan_replication(
 
     # The name of the directory needs all resolved scans, and every plan needs the directory.
     # `out` is no part of what a scan measures.
-    directory = out
-    if fingerprinted:
-        identities = {
-            name: [resolved.identity, resolved.meanings, resolved.scan.sequences]
-            for name, resolved in scans.items()
-        }
-        content = json.dumps(identities, sort_keys=True, default=str)
-        directory = str(place(out) / hashlib.sha256(content.encode()).hexdigest()[:8])
+    identities = {
+        name: [resolved.identity, resolved.meanings, resolved.scan.sequences]
+        for name, resolved in scans.items()
+    }
+    content = json.dumps(identities, sort_keys=True, default=str)
+    directory = str(place(out) / hashlib.sha256(content.encode()).hexdigest()[:8])
     plans: list[Plan] = []
     for name, resolved in scans.items():
         # Runs of one replication lie in many directories, and read the same texts.
@@ -199,7 +195,7 @@ def _scan_fields(
         fields |= entry.get("bundled", {})
     if replication.text is None:
         return fields
-    return _with_text(fields, text or replication.text.default)
+    return _with_text(fields, text or STAND_IN)
 
 
 def _with_text(value: Any, text: str) -> Any:  # noqa: ANN401 (what TOML holds)

@@ -26,8 +26,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 CPU_LIMIT = 3.0
 """Seconds of a processor after which a test belongs to the long ones."""
-WAIT_LIMIT = 10.0
-"""Seconds after which a test is named at the end. Other programs may have held it up."""
 MODULE_SECONDS = 0.005
 """What a test may take for each module that it is the first to import."""
 LOOP_SECONDS = 0.04
@@ -81,22 +79,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the files that took longest, and the tests that waited."""
+    """Name the files that took longest."""
     of_files: defaultdict[str, float] = defaultdict(float)
-    waited: list[str] = []
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 of_files[report.nodeid.partition("::")[0]] += report.duration
-                if report.duration > WAIT_LIMIT and "long" not in report.keywords:
-                    waited.append(f"{report.duration:7.1f} s  {report.nodeid} ({report.when})")
     terminalreporter.section(f"seconds by file, {sum(of_files.values()):.0f} in all")
     for name, seconds in sorted(of_files.items(), key=lambda pair: -pair[1])[:15]:
         terminalreporter.write_line(f"{seconds:7.1f} s  {name}")
-    if waited:
-        terminalreporter.write_line("not marked `long`, and slow here:")
-        for line in waited:
-            terminalreporter.write_line(line)
 
 
 # The modules and tests that are collected stay for good. The collector would look through these two

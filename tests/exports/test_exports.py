@@ -97,7 +97,7 @@ def test_kv_heads_sum_up_the_query_heads_that_share_keys(copies: Path):
 @pytest.mark.parametrize("name", export_formats())
 def test_every_format_is_listed_and_explains_itself(name: str):
     export = export_formats()[name]
-    assert name in run("--list")
+    assert f"{name}: {export.title}\n    {export.read_by}\n" in run("--list")
     output = run(name, "--help")
     assert export.meaning in output
     for option in export.options.values():

@@ -10,7 +10,6 @@ from typer.main import get_command
 
 import headcount
 from headcount.commands import PANELS
-from headcount.exports.registry import export_formats
 from headcount.jobs.commands.cluster import REGISTRIES, known_names
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs import INPUTS
@@ -48,13 +47,6 @@ def test_what_a_scan_can_name_is_listed_with_its_meaning() -> None:
         assert [line.split()[0] for line in lines] == list(registry)
         assert all(len(line.split()) > 2 and line.endswith(".") for line in lines)
     assert dict(known_names("statistics"))["sink_mass"].startswith("Mean attention to key 0")
-
-
-def test_formats_of_exports_are_two_lines_each() -> None:
-    lines = printed("export", "--list").splitlines()
-    formats = export_formats()
-    assert [line.partition(":")[0] for line in lines[::2]] == list(formats)
-    assert [line.strip() for line in lines[1::2]] == [each.read_by for each in formats.values()]
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -673,11 +673,15 @@ def recompute(
     ]
     heads = [heads_of(run, marks) for run, marks in zip(runs, labels_of_all, strict=True)]
     indifferent = [uniform(by_layer[0][0]) for by_layer in heads]
+    windows = {layer[0].window for layer in heads[0]}
     statistics = {**STATISTIC_DEFINITIONS, **(variants or {})}
     return Reference(
         {name: by_head(heads, define) for name, define in statistics.items()},
         {
-            name: np.array([statistics[name](head) for head in indifferent])
+            # Layers that see more or fewer keys have no common one.
+            name: np.array(
+                [statistics[name](head) if len(windows) == 1 else math.nan for head in indifferent]
+            )
             for name in uniform_baseline
         },
         {

@@ -154,7 +154,6 @@ def read_weights(path: Path) -> Weights:
         "gpt_bigcode": read_bigcode,
         "bloom": read_bloom,
         "gemma2": read_gemma2,
-        "gpt_oss": read_gpt_oss,
         "granite": read_granite,
         "phi": read_phi,
         "gpt_neo": read_gpt_neo,
@@ -162,6 +161,8 @@ def read_weights(path: Path) -> Weights:
         "llama": read_llama,
         "qwen2": read_llama,
         "qwen3": read_llama,
+        "mistral": read_llama,
+        "gpt_oss": read_llama,
         "opt": read_opt,
     }
     read = readers[config["model_type"]] if "model_type" in config else read_legacy
@@ -349,21 +350,33 @@ def like_llama(
     return Weights(name, W_E, None, layers, final, W_U, rotated=width, rotary_base=base)
 
 
+def window_of(config: Config, number: int) -> int | None:
+    """How many keys a query of a layer sees; layers may be of two kinds."""
+    types = config.get("layer_types")
+    slides = types[number] == "sliding_attention" if types else config["model_type"] == "mistral"
+    return config["sliding_window"] if slides else None
+
+
 def read_llama(name: str, config: Config, tensors: Tensors) -> Weights:
-    """Llama, Qwen2 (biases of queries, keys and values) and Qwen3 (norms of queries and keys)."""
+    """Llama, Mistral (a window), Qwen2 (biases of queries, keys and values), Qwen3 (norms of
+    queries and keys) and GPT-OSS (biases, learned sinks, a window in some layers).
+    """
     d_head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     last = Part(tensors, "model", config["rms_norm_eps"], d_head, subtracts_mean=False)
     layers: list[Layer] = []
     for number in range(config["num_hidden_layers"]):
         part = replace(last, name=f"model.layers.{number}")
+        sinks = tensors.get(f"{part.name}.self_attn.sinks")
         layers.append(
             part.layer(
                 part.three("self_attn.{}_proj"),
                 "self_attn.o_proj",
                 ("input_layernorm", "post_attention_layernorm"),
-                part.gated_mlp(config["hidden_act"]),
+                part.gated_mlp(config["hidden_act"]) if sinks is None else experts(part, config),
                 q_norm=part.norm_if_any("self_attn.q_norm"),
                 k_norm=part.norm_if_any("self_attn.k_norm"),
+                window=window_of(config, number),
+                sink=sinks,
             )
         )
     return like_llama(name, config, tensors, layers, last)
@@ -385,7 +398,9 @@ def read_granite(name: str, config: Config, tensors: Tensors) -> Weights:
 
 
 def read_gemma2(name: str, config: Config, tensors: Tensors) -> Weights:
-    """Gemma 2: norms of 1 + weight, also after attention and MLP; capped scores and logits."""
+    """Gemma 2: norms of 1 + weight, also after attention and MLP; capped scores and logits, and a
+    window in some layers.
+    """
     last = Part(tensors, "model", config["rms_norm_eps"], config["head_dim"], False, one_more=True)
     layers: list[Layer] = []
     for number in range(config["num_hidden_layers"]):
@@ -406,29 +421,6 @@ def read_gemma2(name: str, config: Config, tensors: Tensors) -> Weights:
     weights = like_llama(name, config, tensors, layers, last)
     weights.final_soft_cap = config["final_logit_softcapping"]
     return replace(weights, W_E=weights.W_E * math.sqrt(config["hidden_size"]))
-
-
-def window_of(config: Config, layer: int) -> int | None:
-    return config["sliding_window"] if "sliding" in config["layer_types"][layer] else None
-
-
-def read_gpt_oss(name: str, config: Config, tensors: Tensors) -> Weights:
-    """gpt-oss: learned sinks, windows in every other layer, and experts in the place of an MLP."""
-    last = Part(tensors, "model", config["rms_norm_eps"], config["head_dim"], subtracts_mean=False)
-    layers: list[Layer] = []
-    for number in range(config["num_hidden_layers"]):
-        part = replace(last, name=f"model.layers.{number}")
-        layers.append(
-            part.layer(
-                part.three("self_attn.{}_proj"),
-                "self_attn.o_proj",
-                ("input_layernorm", "post_attention_layernorm"),
-                experts(part, config),
-                window=window_of(config, number),
-                sink=tensors[f"{part.name}.self_attn.sinks"],
-            )
-        )
-    return like_llama(name, config, tensors, layers, last)
 
 
 def experts(part: Part, config: Config) -> Callable[[Array], Array]:

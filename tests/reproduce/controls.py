@@ -6,20 +6,19 @@ Each must fail, or say in one line why it cannot (`passes_random`, `passes_null`
 round, a model that is right must pass: the scatter that the authors give is drawn many times
 (`scatter_problems`).
 
-* Random weights: a model of the published layers and heads with narrow heads, on few sequences of
-  the published scans, compared as if it were the published model.
-* Interventions that do nothing: the same replication, with every intervention measured as `none`.
-  What does not change depends on no intervention. What becomes 0, 1 or 100 is a change, a ratio or
-  a percentage, and is compared so. Any other value becomes that of a figure that depends on no
-  intervention, the untouched model's: its published value is compared.
+* Random weights: a model with narrow heads and up to 12 layers (all of the published ones if
+  figures name single heads), on few sequences of the published scans, compared as if it were the
+  published model.
+* Interventions that do nothing: the same replication on a replica that measures the untouched model
+  under every intervention. What does not change depends on no intervention. What becomes 0, 1 or
+  100 is a change, a ratio or a percentage, and is compared so. Any other value becomes that of a
+  figure that depends on no intervention, the untouched model's: its published value is compared.
 
-All runs of a replication lie in one directory and are opened once; `RunsShown` says which of them
-its SQL sees. `python -m tests.reproduce.controls [NAME …]`, or `make controls` for all.
+`python -m tests.reproduce.controls [NAME …]`, or `make controls` for all.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -27,39 +26,33 @@ import re
 import string
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
-from headcount.jobs.plan.plan import Plan
-from headcount.jobs.resources import Resources
+from headcount.jobs.plan.plan import prepare_run
 from headcount.queries.ask.asking import RunDatabase
-from headcount.queries.sql_text import text_literal
-from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import (
     Check,
+    PublishedValue,
     Reasons,
     Replication,
     find_replications,
     replications,
 )
-from headcount.reproduce.replication_runs import (
-    measure_runs,
-    open_replication_runs,
-    plan_replication,
-)
+from headcount.reproduce.replication_runs import open_replication_runs, plan_replication
 from headcount.reproduce.verdicts import Result, claim_rows, judge, measured_by_name
 from headcount.schemas.errors import HeadcountError, QueryError, RunError
-from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.workers.inputs.corpus.text_files import located
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.process import prepare_process
+from headcount.workers.replica import InterventionMeasurements, Replica
 from tests.toys.random_model import (
     LIVELY,
     MOST_POSITIONS,
@@ -67,6 +60,7 @@ from tests.toys.random_model import (
     miniature_steps,
     write_random_model,
 )
+from tests.toys.runs_here import measured
 
 DRAWS = 20_000
 """Pairs of a published and a measured value that are drawn for the scatter of one figure."""
@@ -80,22 +74,19 @@ SAME = 1e-6
 NOTHING = (0.0, 1.0, 100.0)
 """What changes, ratios and percentages of an intervention that does nothing are."""
 
-
 ModelSizes = Mapping[str, int | str]
-"""ModelSizes of a model, by field of its description."""
+"""Sizes of a model, by field of its description."""
 
 
 class Control(NamedTuple):
-    """What one control says of one figure or claim."""
+    """A figure or a claim that passes a control, or that a right model fails."""
 
-    replication: str
-    name: str
     control: str
     """random, null or scatter."""
-    is_wrong: bool
-    """Whether it passes although it must not, and no reason is given."""
-    text: str
-    """What was seen, or the reason."""
+    name: str
+    seen: str
+    reason: str = ""
+    """Why it may. Without a reason it is wrong."""
 
 
 def named_reason(reasons: Reasons, name: str) -> str:
@@ -112,73 +103,42 @@ def _is_same(value: float | None, other: float | None) -> bool:
     return math.isclose(value, other, rel_tol=SAME, abs_tol=SAME)
 
 
-# Short replications
+# Short replications: no figure needs precision to be wrong
 
 CHARACTERS = string.ascii_letters + string.digits + " .,"
 """Characters of a text that stands for another: 65, as many as the models of characters have."""
 
-LEAST_VOCABULARY, MOST_VOCABULARY = 1024, 50257
-"""Tokens of a vocabulary if predictions of a large one would take too long, and of GPT-2's."""
+MOST_SEQUENCES, MOST_TOKENS = 6, 256
+"""Of a scan under one intervention. It has one sequence, however many tokens that has."""
 
-FEW_LAYERS, FEW_HEADS = 4, 8
-"""Size of the model that shows which figures an intervention moves: any model shows it."""
+MOST_LAYERS, FEW_LAYERS, MOST_HEADS = 12, 4, 12
+"""Layers and heads of a model of which no certain head is published."""
+
+MOST_ENTRIES = 3e8
+"""Entries of all patterns of a replication. Beyond that the model has fewer heads, and then fewer
+layers, if no certain head is published.
+"""
 
 HIDING_COST = 10
 """How many times as long as others interventions take that hide keys: they build whole patterns."""
+
+SMALL_VOCABULARY, LAST_TOKEN = 1024, 50256
+"""Tokens of a vocabulary if nothing depends on it, or losses would take too long; and the last
+token of GPT-2's, which is its BOS.
+"""
 
 MOST_DRAWN = 8
 """Sequences of a scan that is a picture. Scans of more are for means, which SQL may read by any
 part of their names.
 """
 
-WITHOUT_HEADS = 8
-"""Heads of a model of which the source names no number of heads."""
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How much of a replication the controls measure. No figure needs precision to be wrong."""
-
-    sequences: int
-    """Most sequences of a scan."""
-    least_sequences: int
-    """Least sequences of a scan, if the replication has as many, however many tokens they have."""
-    tokens: int
-    """Tokens of a scan under one intervention, unless so few sequences have more."""
-    logits: float
-    """Predictions for losses times vocabulary, of a scan; beyond that the vocabulary is smaller."""
-    layers: int
-    """Most layers, and most heads of a layer, of a model of which no certain head is published."""
-    small_vocabulary: bool
-    """Whether ids of tokens that inputs name are moved into a small vocabulary."""
-    entries: float
-    """Entries of all patterns of a replication. Beyond that the model has fewer heads, and then
-    fewer layers, if no certain head is published.
-    """
-
-
-FULL = Extent(6, 2, 1024, 2e9, 1000, False, 4e10)
-"""What `make controls` measures."""
-
-QUICK = Extent(6, 1, 256, 5e5, 12, True, 3e8)
-"""What the tests measure, of every replication."""
-
-
-class ShortReplication(NamedTuple):
-    """A replication with few sequences, for a model of published layers and heads."""
-
-    replication: Replication
-    sizes: dict[str, int]
-    steps: tuple[int, ...]
-    """Steps of its training after which the model has checkpoints."""
-    notes: list[str]
-    """What is smaller than published and might matter, a line each."""
-
 
 def short_replication(
-    replication: Replication, sizes: ModelSizes, extent: Extent, of_few_heads: bool = False
-) -> ShortReplication:
-    """The replication with few sequences, and with the scans that a model of these sizes has."""
+    replication: Replication, sizes: ModelSizes
+) -> tuple[Replication, dict[str, int]]:
+    """The replication with few sequences, and with the scans that a model of these sizes has; and
+    the sizes of a model for which there is time.
+    """
     scans: dict[str, dict[str, Any]] = {}
     for name, entry in replication.scan.items():
         alternatives: list[ModelSizes] = entry.get("sizes", [{}])
@@ -190,59 +150,39 @@ def short_replication(
         # A corpus that is not here: the miniature reads something else.
         if fields.get("input", {"family": "pile"})["family"] == "pile":
             fields["input"] = (replication.bundled | entry.get("bundled", {}))["input"]
-        few = max(extent.least_sequences, min(extent.sequences, extent.tokens // fields["n_ctx"]))
+        few = max(1, min(MOST_SEQUENCES, MOST_TOKENS // fields["n_ctx"]))
         published = fields.get("sequences", "all")
         fields["sequences"] = few if published == "all" else min(few, published)
         scans[name] = fields
-    model_sizes, notes = _affordable_sizes(replication, scans, sizes, extent, of_few_heads)
+    affordable = _affordable_sizes(replication, scans, sizes)
     for fields in scans.values():
-        fields["input"] = _with_small_ids(fields["input"], model_sizes["d_vocab"])
+        fields["input"] = _with_small_ids(fields["input"], affordable["d_vocab"])
     short = replication.model_copy(update={"scan": scans, "defaults": {}, "bundled": {}})
-    return ShortReplication(short, model_sizes, _steps(replication), notes)
+    return short, affordable
 
 
 def _affordable_sizes(
-    replication: Replication,
-    scans: Mapping[str, Mapping[str, Any]],
-    sizes: ModelSizes,
-    extent: Extent,
-    of_few_heads: bool,
-) -> tuple[dict[str, int], list[str]]:
-    """ModelSizes of a model that there is time for, and what of them is smaller than published."""
-    notes: list[str] = []
-    n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", WITHOUT_HEADS))
+    replication: Replication, scans: Mapping[str, Mapping[str, Any]], sizes: ModelSizes
+) -> dict[str, int]:
+    # Of some models the source names no number of heads.
+    n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", 8))
     names = [value.name for value in replication.published_values]
     # Figures of single heads keep all heads, because any of them may be named.
     if not any(re.search(r"L\d+H\d+", name) for name in names):
-        if of_few_heads:
-            n_layers, n_heads = min(n_layers, FEW_LAYERS), min(n_heads, FEW_HEADS)
-        published = n_layers, n_heads
-        if n_layers > extent.layers:
-            n_layers, n_heads = extent.layers, min(n_heads, extent.layers)
+        n_layers, n_heads = min(n_layers, MOST_LAYERS), min(n_heads, MOST_HEADS)
         # As many heads, and then layers, as there is time for.
         entries = sum(map(_entries, scans.values()))
-        n_heads = max(1, min(n_heads, int(extent.entries / (entries * n_layers))))
-        n_layers = min(n_layers, max(FEW_LAYERS, int(extent.entries / (entries * n_heads))))
-        if (n_layers, n_heads) != published:
-            notes.append(
-                f"{n_layers} of {published[0]} layers and {n_heads} of {published[1]} heads"
-            )
-
-    # Without predictions and without ids of tokens, no figure depends on the vocabulary.
-    names_tokens = any({"token", "low", "high"} & {*fields["input"]} for fields in scans.values())
-    needs_ids = names_tokens and not extent.small_vocabulary
-    is_small = not needs_ids and not any(fields.get("predictions") for fields in scans.values())
-    d_vocab = min(int(sizes["d_vocab"]), LEAST_VOCABULARY if is_small else MOST_VOCABULARY)
-    # Logits take the time of a scan that predicts.
-    predictions = max(map(_predictions, scans.values()))
-    if predictions and not needs_ids:
-        vocabulary = max(LEAST_VOCABULARY, int(extent.logits / predictions))
-        if vocabulary < d_vocab:
-            notes.append(f"a vocabulary of {vocabulary:,}, published {sizes['d_vocab']:,}")
-            d_vocab = vocabulary
-    n_ctx = min(int(sizes.get("n_ctx", MOST_POSITIONS)), MOST_POSITIONS)
-    affordable = {"n_layers": n_layers, "n_heads": n_heads, "n_ctx": n_ctx, "d_vocab": d_vocab}
-    return affordable, notes
+        n_heads = max(1, min(n_heads, int(MOST_ENTRIES / (entries * n_layers))))
+        n_layers = min(n_layers, max(FEW_LAYERS, int(MOST_ENTRIES / (entries * n_heads))))
+    asked = [fields["predictions"] for fields in scans.values() if "predictions" in fields]
+    is_small = not asked or "loss" in str(asked)
+    d_vocab = int(sizes["d_vocab"])
+    return {
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_ctx": min(int(sizes.get("n_ctx", MOST_POSITIONS)), MOST_POSITIONS),
+        "d_vocab": min(d_vocab, SMALL_VOCABULARY) if is_small else d_vocab,
+    }
 
 
 def _is_only_drawn(replication: Replication, scan: str, fields: Mapping[str, Any]) -> bool:
@@ -263,25 +203,15 @@ def _entries(fields: Mapping[str, Any]) -> int:
     return passes * fields["sequences"] * fields["n_ctx"] ** 2
 
 
-def _predictions(fields: Mapping[str, Any]) -> int:
-    """Predictions of a scan that asks for losses. Others predict one token a sequence."""
-    if "loss" not in str(fields.get("predictions")):
-        return 0
-    return len(fields.get("interventions", ["none"])) * fields["sequences"] * fields["n_ctx"]
-
-
 def _with_small_ids(source: Mapping[str, Any], d_vocab: int) -> dict[str, Any]:
     """An input that names tokens of a small vocabulary. The last one stays the last: BOS."""
     small = dict(source)
-    if d_vocab >= MOST_VOCABULARY:
-        return small
     if int(small.get("high", 0)) > d_vocab:
         small["high"] = d_vocab - 1
         small["low"] = min(int(small.get("low", 0)), d_vocab // 2)
     token = int(small.get("token", 0))
     if token >= d_vocab:
-        is_last = token == MOST_VOCABULARY - 1
-        small["token"] = d_vocab - 1 if is_last else token % (d_vocab - 1)
+        small["token"] = d_vocab - 1 if token == LAST_TOKEN else token % (d_vocab - 1)
     return small
 
 
@@ -306,7 +236,7 @@ def stand_in_files(replication: Replication) -> Iterator[None]:
     words = Path(located("bundled:LICENSE")).read_text(encoding="utf-8").split()
     letters = "".join(letter for letter in " ".join(words) if letter in CHARACTERS)
     lines = ["text,dataset"]
-    for row in range(3 * FULL.sequences):
+    for row in range(3 * MOST_SEQUENCES):
         text = " ".join(words[row * 11 : row * 11 + 400]).replace('"', "")
         lines.append(f'"{text}",{("sst2", "gsm8k", "humaneval")[row % 3]}')
     contents = {".txt": letters + CHARACTERS, ".csv": "\n".join(lines) + "\n"}
@@ -322,243 +252,136 @@ def stand_in_files(replication: Replication) -> Iterator[None]:
 # Runs
 
 
-class SameModel(KnownModels):
-    """A model whose checkpoints all have its weights, so that one load is enough."""
+class UntouchedReplica(Replica):
+    """Measures the untouched model, and says that it was measured under each intervention."""
 
-    _description: ModelInfo | None = None
-
-    def describe(self, model: str) -> ModelInfo:
-        """What the model is, and each of its checkpoints."""
-        if self._description is None:
-            self._description = super().describe(model)
-        return self._description
-
-
-class ControlRuns:
-    """Measures short runs; the same run of the same model is measured once."""
-
-    def __init__(self, directory: Path, extent: Extent) -> None:
-        self.directory = directory
-        self.extent = extent
-        self._models: dict[str, tuple[str, KnownModels]] = {}
-
-    def model(self, short: ShortReplication, scale: float) -> tuple[str, KnownModels]:
-        """The model of a short replication, written and loaded once for all that have its sizes."""
-        layout = short.replication.bundled_model
-        key = str((layout, short.sizes, short.steps, scale))
-        if key not in self._models:
-            directory = self.directory / f"model-{len(self._models)}"
-            path = write_random_model(directory, layout, short.sizes, scale, short.steps)
-            self._models[key] = str(path), SameModel()
-        return self._models[key]
-
-    def runs(self, name: str) -> Path:
-        """Where the runs of a replication lie."""
-        return self.directory / f"runs-{name}"
+    _measured: tuple[np.ndarray, InterventionMeasurements] | None = None
 
     def measure(
-        self, name: str, replication: Replication, model: tuple[str, KnownModels]
-    ) -> list[Plan]:
-        """Measure the missing runs of a replication on a model; the plans of all its runs."""
-        return measured_plans(replication, *model, str(self.runs(name)))
+        self,
+        tokens: np.ndarray,
+        intervention: Intervention = NONE,
+        labels: list[list[str]] | None = None,
+        partner: np.ndarray | None = None,
+    ) -> InterventionMeasurements:
+        """Measure the same under every intervention, and so only once."""
+        if self._measured is None or self._measured[0] is not tokens:
+            self._measured = tokens, super().measure(tokens, NONE, labels, partner)
+        measured = self._measured[1]
+        method = measured.method.model_copy(update={"intervention": str(intervention)})
+        return replace(measured, method=method)
 
 
-def measured_plans(
-    replication: Replication, model: str, known: KnownModels, directory: str
-) -> list[Plan]:
-    """Measure what is missing of runs in a directory, in this process, without a word."""
-    plans = plan_replication(replication, model, directory, models=known, fingerprinted=False)
-    measure_runs(plans, Resources(0, device="cpu"), Console(quiet=True), models=known)
-    return plans
-
-
-def with_untouched(replication: Replication) -> Replication:
-    """The replication, in which each scan that lacks the untouched model measures nothing else."""
-    scans: dict[str, dict[str, Any]] = {}
-    for name, entry in replication.scan.items():
-        # Of a short replication the last two are empty.
-        fields = replication.defaults | entry | replication.bundled | entry.get("bundled", {})
-        interventions = fields.get("interventions", ["none"])
-        scans[name] = entry if "none" in interventions else entry | {"interventions": ["none"]}
-    return replication.model_copy(update={"scan": scans})
-
-
-class RunsShown(NamedTuple):
-    """Which runs the SQL of a replication sees, and which interventions of each."""
-
-    cells: tuple[tuple[str, str], ...]
-    """Id of each run, with each intervention that its scan asks for."""
-    is_null: bool
-    """Whether each intervention has the rows of the untouched model."""
-
-    def show(self, database: RunDatabase) -> None:
-        """Let the tables of a database hold these runs alone.
-
-        Their rows are copied into memory: every check reads them again, from many small files.
-        """
-        execute = database.connection.execute
-        cells = ", ".join(
-            f"({text_literal(run)}, {text_literal(name)})" for run, name in self.cells
-        )
-        execute(
-            "CREATE OR REPLACE TABLE internal.shown AS "
-            f"SELECT * FROM (VALUES {cells}) AS t(run_id, shown_as)"
-        )
-        shown_runs = "run_id IN (SELECT run_id FROM internal.shown)"
-        execute(
-            f"CREATE OR REPLACE VIEW main.runs AS SELECT * FROM internal.runs WHERE {shown_runs}"
-        )
-        source = "'none'" if self.is_null else "shown.shown_as"
-        columns: dict[tuple[str, str], set[str]] = {}
-        sql = "SELECT schema_name, table_name, column_name FROM duckdb_columns() WHERE NOT internal"
-        for schema, table, column in execute(sql).fetchall():
-            columns.setdefault((schema, table), set()).add(column)
-        for name, table in TABLES.items():
-            measured_columns = columns.get(("internal", name), set())
-            if "intervention" not in measured_columns:
-                continue
-            # The columns that users see, in their order: views over a table must still fit it.
-            is_labelled = "label" in columns["main", name] - measured_columns
-            label = ", 'L' || layer || 'H' || head AS label" if is_labelled else ""
-            rows = (
-                f"SELECT measured.* REPLACE (shown.shown_as AS intervention) "
-                f"FROM internal.{name} AS measured JOIN internal.shown AS shown "
-                f"ON measured.run_id = shown.run_id AND measured.intervention = {source}"
-            )
-            if table.written == "once":
-                # Of the weights, which are filed under `none` whatever the scan changes.
-                rows = f"SELECT * FROM internal.{name} WHERE {shown_runs}"
-            execute(f"CREATE OR REPLACE TABLE internal.shown_{name} AS {rows}")
-            execute(
-                f"CREATE OR REPLACE VIEW main.{name} AS SELECT *{label} FROM internal.shown_{name}"
-            )
-
-
-def runs_shown(plans: Sequence[Plan], untouched: Sequence[Plan] | None = None) -> RunsShown:
-    """Runs as they were measured, or with rows of the untouched model for each intervention.
-
-    `untouched` are the runs of `with_untouched`, in the same order.
-    """
-    cells = tuple(
-        (source.run.run_id, str(intervention))
-        for plan, source in zip(plans, untouched or plans, strict=True)
-        for intervention in plan.scan.interventions
-    )
-    return RunsShown(cells, untouched is not None)
+def measured_runs(
+    replication: Replication,
+    model: str,
+    out: Path,
+    models: KnownModels,
+    replica_class: type[Replica] = Replica,
+) -> tuple[Path, ModelInfo]:
+    """Measure what is missing of runs below a directory; their own directory, and the model."""
+    plans = plan_replication(replication, model, str(out / replica_class.__name__), models=models)
+    for plan in plans:
+        prepare_run(plan, "")
+        measured(plan, partial(replica_class, load=models.load))
+    return Path(plans[0].scan.out), plans[0].info
 
 
 # Controls
 
 
 class ReplicationControls:
-    """Both controls of one replication, on short runs that lie in one directory."""
+    """Both controls of one replication, on short runs."""
 
-    def __init__(self, name: str, replication: Replication, runs: ControlRuns) -> None:
+    def __init__(
+        self, name: str, replication: Replication, home: Path, models: KnownModels
+    ) -> None:
+        """`home` has the runs of all replications, and models for all that have their sizes."""
         self.name = name
         self.replication = replication
-        self.runs = runs
-        self.notes: list[str] = []
-        """What was smaller than published and might matter."""
+        self.home = home
+        self.models = models
         self.unmeasured: list[str] = []
         """Published figures that have no value for random weights."""
         self.without_null: list[str] = []
         """Published figures of a replication with interventions that have no value if interventions
         do nothing.
         """
-        self._values: dict[tuple[RunsShown, str], dict[str, float | None]] = {}
-        self._shown: RunsShown | None = None
+        self._databases: dict[Path, RunDatabase] = {}
+        self._values: dict[tuple[Path, str], dict[str, float | None]] = {}
 
     def measure(self) -> list[Control]:
-        """Measure all runs, then ask every check and every claim."""
-        all_sizes: list[ModelSizes] = []
+        """Measure all runs, and ask every check and every claim."""
+        all_sizes: list[ModelSizes] = [self.replication.published_sizes]
         for check in self.replication.check:
             for value in check.values:
                 if (sizes := self.replication.sizes_of(check, value)) not in all_sizes:
                     all_sizes.append(sizes)
-        if self.replication.published_sizes not in all_sizes:
-            all_sizes.append(self.replication.published_sizes)
-        with stand_in_files(self.replication):
-            random_runs = [(sizes, self._random_runs(sizes)) for sizes in all_sizes]
-            changed_sizes = all_sizes if has_interventions(self.replication) else []
-            changed_runs = [(sizes, *self._changed_runs(sizes)) for sizes in changed_sizes]
-            # Opened when all runs are there: a database does not see those that come later.
-            self.database = open_replication_runs(self.replication, str(self.runs.runs(self.name)))
         controls: list[Control] = []
-        for sizes, shown in random_runs:
-            controls += self._random_figures(sizes, shown)
-            if sizes == self.replication.published_sizes:
-                self._show(shown)
-                rows = passing_claims(self.name, self.replication, self.database)
-                for words, value, why, _ in rows:
-                    text = why or f"holds for random weights ({value})"
-                    controls.append(Control(self.name, words, "random", not why, text))
-        for sizes, changed, null in changed_runs:
-            controls += self._null_figures(sizes, changed, null)
-        return controls
+        for sizes in all_sizes:
+            controls += self._random_figures(sizes)
+            if has_interventions(self.replication):
+                controls += self._null_figures(sizes)
+        database = self.database(self.runs(all_sizes[0], UNTRAINED))
+        claims = passing_claims(self.name, self.replication, database, "passes_random")
+        return controls + [
+            Control("random", words, f"holds ({v})", why) for words, v, why in claims
+        ]
 
-    def _random_runs(self, sizes: ModelSizes) -> RunsShown:
-        short = short_replication(self.replication, sizes, self.runs.extent)
-        self._note(short)
-        model = self.runs.model(short, UNTRAINED)
-        return runs_shown(self.runs.measure(self.name, short.replication, model))
+    def runs(self, sizes: ModelSizes, scale: float, replica_class: type[Replica] = Replica) -> Path:
+        """The directory of the short runs on a model with random weights."""
+        short, affordable = short_replication(self.replication, sizes)
+        layout, steps = short.bundled_model, _steps(short)
+        facts = [layout.removeprefix("bundled:"), *affordable.values(), scale, *steps]
+        model = self.home / "-".join(map(str, facts))
+        if not model.exists():
+            write_random_model(model, layout, affordable, scale, steps)
+        out = self.home / self.name
+        with stand_in_files(self.replication):
+            return measured_runs(short, str(model), out, self.models, replica_class)[0]
 
-    def _changed_runs(self, sizes: ModelSizes) -> tuple[RunsShown, RunsShown]:
-        """Runs whose interventions show, and the same as if they did nothing."""
-        short = short_replication(self.replication, sizes, self.runs.extent, of_few_heads=True)
-        try:
-            plans = self.runs.measure(self.name, short.replication, self.runs.model(short, LIVELY))
-        except HeadcountError:
-            # An intervention names a head that a small model lacks.
-            short = short_replication(self.replication, sizes, self.runs.extent)
-            plans = self.runs.measure(self.name, short.replication, self.runs.model(short, LIVELY))
-        self._note(short)
-        model = self.runs.model(short, LIVELY)
-        untouched = self.runs.measure(self.name, with_untouched(short.replication), model)
-        return runs_shown(plans), runs_shown(plans, untouched)
-
-    def _note(self, short: ShortReplication) -> None:
-        self.notes += [note for note in short.notes if note not in self.notes]
-
-    def _show(self, shown: RunsShown) -> None:
-        if shown != self._shown:
-            shown.show(self.database)
-            self._shown = shown
+    def database(self, runs: Path) -> RunDatabase:
+        """Runs with the views of the replication, opened once."""
+        if runs not in self._databases:
+            self._databases[runs] = open_replication_runs(self.replication, str(runs))
+        return self._databases[runs]
 
     def _measured(
-        self, sizes: ModelSizes, shown: RunsShown
+        self, sizes: ModelSizes, runs: Path
     ) -> Iterator[tuple[Check, PublishedValue, float | None]]:
         """What was published for a model of these sizes, and what some runs measure of it."""
         for check in self.replication.check:
             for value in check.values:
                 if self.replication.sizes_of(check, value) != sizes:
                     continue
-                # Models of other sizes may ask for the same.
-                key = (shown, check.sql)
+                # Models of other sizes may have the same short runs.
+                key = (runs, check.sql)
                 if key not in self._values:
-                    self._show(shown)
                     # These runs may lack what the SQL reads.
                     self._values[key] = {}
                     with contextlib.suppress(RunError, QueryError):
-                        self._values[key] = measured_by_name(self.name, check.sql, self.database)
+                        self._values[key] = measured_by_name(
+                            self.name, check.sql, self.database(runs)
+                        )
                 yield check, value, self._values[key].get(value.name)
 
-    def _random_figures(self, sizes: ModelSizes, shown: RunsShown) -> list[Control]:
+    def _random_figures(self, sizes: ModelSizes) -> list[Control]:
         controls: list[Control] = []
-        for check, value, measured in self._measured(sizes, shown):
-            if measured is None:
+        for check, value, number in self._measured(sizes, self.runs(sizes, UNTRAINED)):
+            if number is None:
                 self.unmeasured.append(value.full_name)
-            elif value.is_near(measured):
+            elif value.is_near(number):
+                seen = f"published {value.value:.4g}, random weights {number:.4g}"
                 why = named_reason(check.passes_random, value.name)
-                text = why or f"published {value.value:.4g}, random weights {measured:.4g}"
-                controls.append(Control(self.name, value.full_name, "random", not why, text))
+                controls.append(Control("random", value.full_name, seen, why))
         return controls
 
-    def _null_figures(
-        self, sizes: ModelSizes, changed: RunsShown, null: RunsShown
-    ) -> list[Control]:
+    def _null_figures(self, sizes: ModelSizes) -> list[Control]:
         """Figures that an intervention which does nothing passes."""
-        # All with interventions first: to show other runs takes longer than a query.
-        before_and_after = [*self._measured(sizes, changed)], [*self._measured(sizes, null)]
+        before_and_after = (
+            self._measured(sizes, self.runs(sizes, LIVELY, each))
+            for each in (Replica, UntouchedReplica)
+        )
         pairs: list[tuple[Check, PublishedValue, float]] = []
         untouched: list[tuple[Check, float, float]] = []
         for (check, value, before), (_, _, after) in zip(*before_and_after, strict=True):
@@ -580,79 +403,57 @@ class ReplicationControls:
                 if math.isclose(after, measured, rel_tol=SAME)
             ]
             if candidates and value.is_near(candidates[0]):
+                seen = f"published {value.value:.4g}, untouched {candidates[0]:.4g}"
                 why = named_reason(check.passes_null, value.name)
-                text = why or f"published {value.value:.4g}, untouched {candidates[0]:.4g}"
-                controls.append(Control(self.name, value.full_name, "null", not why, text))
+                controls.append(Control("null", value.full_name, seen, why))
         return controls
 
 
 def passing_claims(
-    name: str, replication: Replication, database: RunDatabase
-) -> Iterator[tuple[str, float | None, str, str]]:
-    """Words and value of each claim that holds on the runs shown, and why it may hold for random
-    weights and for interventions that do nothing; empty if it must not.
+    name: str, replication: Replication, database: RunDatabase, field: str
+) -> Iterator[tuple[str, float | None, str]]:
+    """Words and value of each claim that holds, and why it may, as a field says of the claim; empty
+    if it must not.
     """
     for claim in replication.claim:
+        reasons: Reasons = getattr(claim, field)
         # These runs may lack what the SQL reads.
         with contextlib.suppress(RunError, QueryError):
             for words, value, holds in claim_rows(name, claim, database):
                 if holds:
-                    reasons = [
-                        named_reason(each, words) or named_reason(each, claim.words)
-                        for each in (claim.passes_random, claim.passes_null)
-                    ]
-                    yield words, value, reasons[0], reasons[1]
+                    why = named_reason(reasons, words) or named_reason(reasons, claim.words)
+                    yield words, value, why
 
 
 def has_interventions(replication: Replication) -> bool:
-    """Whether any scan of a replication intervenes."""
+    """Whether any scan of a replication intervenes, or of its miniature."""
     fields = [replication.defaults, replication.bundled, *replication.scan.values()]
     return any({*entry.get("interventions", [])} - {"none"} for entry in fields)
-
-
-# Claims of interventions, on the miniature, where they hold
-
-
-def measured_miniature(
-    replication: Replication, directory: str, models: KnownModels
-) -> tuple[RunDatabase, ModelInfo, RunsShown]:
-    """The runs of a replication on its miniature, what that is, and what shows them as if
-    interventions did nothing.
-    """
-    model = replication.bundled_model
-    plans = measured_plans(replication, model, models, directory)
-    other = with_untouched(replication)
-    is_other = other != replication
-    untouched = measured_plans(other, model, models, directory) if is_other else plans
-    database = open_replication_runs(replication, directory)
-    if is_other:
-        # A user's directory does not have the others.
-        runs_shown(plans).show(database)
-    return database, plans[0].info, runs_shown(plans, untouched)
 
 
 def null_claims(
     name: str,
     replication: Replication,
-    database: RunDatabase,
+    out: Path,
+    models: KnownModels,
     results: Iterable[Result],
-    null: RunsShown,
 ) -> list[Control]:
-    """Claims of interventions that hold on a model, and hold there if the interventions do nothing.
+    """Claims of interventions that hold on the miniature, and hold there if they do nothing.
 
     `results` are those of the runs with interventions.
     """
-    if not has_interventions(replication):
+    if not has_interventions(replication) or not replication.claim:
         return []
+    model = replication.bundled_model
+    runs, _ = measured_runs(replication, model, out, models, UntouchedReplica)
+    null = open_replication_runs(replication, str(runs))
     with_interventions = {each.name: each.measured for each in results if each.verdict == "pass"}
-    null.show(database)
     controls: list[Control] = []
-    for words, value, _, why in passing_claims(name, replication, database):
+    for words, value, why in passing_claims(name, replication, null, "passes_null"):
         # The same words and the same number: it depends on no intervention.
         if words in with_interventions and _is_same(value, with_interventions[words]):
             continue
-        text = why or f"holds under interventions that do nothing ({value})"
-        controls.append(Control(name, words, "null", not why, text))
+        controls.append(Control("null", words, f"holds ({value})", why))
     return controls
 
 
@@ -677,61 +478,41 @@ def passing_share(value: PublishedValue) -> float:
     return float((np.abs(distances[value.scale]) <= value.tolerance).mean())
 
 
-def scatter_problems(name: str, replication: Replication) -> list[Control]:
+def scatter_problems(replication: Replication) -> list[Control]:
     """Figures that a right model fails in more than one of a hundred cases."""
     controls: list[Control] = []
     for value in replication.published_values:
         share = passing_share(value)
         # The draws themselves scatter by 0.0007.
         if share < LEAST_PASSING - 0.002:
-            text = f"a right model passes in {share:.1%} of cases"
-            controls.append(Control(name, value.full_name, "scatter", True, text))
+            seen = f"a right model passes in {share:.1%} of cases"
+            controls.append(Control("scatter", value.full_name, seen))
     return controls
 
 
-def main(words: Sequence[str]) -> int:
+def main(names: Sequence[str]) -> int:
     """Print which figures and claims pass that must not; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.reproduce.controls", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="replications; none means all")
-    parser.add_argument("--reasons", action="store_true", help="also print those with a reason")
-    parser.add_argument("--quick", action="store_true", help="as short as the tests measure")
-    options = parser.parse_args(words)
     prepare_process()
-    selection = find_replications(options.names) if options.names else replications()
     wrong_count = 0
-    with tempfile.TemporaryDirectory() as directory:
-        runs = ControlRuns(Path(directory), QUICK if options.quick else FULL)
+    with tempfile.TemporaryDirectory() as home:
         models = KnownModels()
-        for name, replication in selection.items():
-            began = time.process_time()
+        for name, replication in (find_replications(names) or replications()).items():
+            found = scatter_problems(replication)
             try:
-                controls = ReplicationControls(name, replication, runs)
-                found = [*scatter_problems(name, replication), *controls.measure()]
-                if replication.claim and has_interventions(replication):
-                    home = str(Path(directory) / f"miniature-{name}")
-                    database, info, null = measured_miniature(replication, home, models)
-                    model = replication.bundled_model
-                    results = judge(name, replication, info, model, database)
-                    found += null_claims(name, replication, database, results, null)
+                found += ReplicationControls(name, replication, Path(home), models).measure()
+                model, out = replication.bundled_model, Path(home) / f"miniature-{name}"
+                runs, info = measured_runs(replication, model, out, models)
+                database = open_replication_runs(replication, str(runs))
+                results = judge(name, replication, info, model, database)
+                found += null_claims(name, replication, out, models, results)
             except HeadcountError as error:
-                print(f"{name}: no controls: {error}", flush=True)
-                wrong_count += 1
-                continue
-            wrong = [each for each in found if each.is_wrong]
-            excused = [each for each in found if not each.is_wrong]
+                found.append(Control("none", name, str(error)))
+            wrong = [each for each in found if not each.reason]
+            reasons = len(found) - len(wrong)
+            print(f"{name}: {len(wrong)} pass that must not, {reasons} with a reason", flush=True)
+            for each in wrong:
+                print(f"  {each.control}: {each.name}: {each.seen}")
             wrong_count += len(wrong)
-            seconds = time.process_time() - began
-            print(
-                f"{name}: {len(wrong)} pass that must not, {len(excused)} with a reason; "
-                f"{seconds:.1f} s of a processor",
-                flush=True,
-            )
-            for note in controls.notes:
-                print(f"  measured with {note}")
-            if controls.unmeasured:
-                print(f"  no value for random weights: {len(controls.unmeasured)} figures")
-            for each in [*wrong, *(excused if options.reasons else [])]:
-                print(f"  {each.control}: {each.name}: {each.text}")
     return 1 if wrong_count else 0
 
 

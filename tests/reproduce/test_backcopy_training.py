@@ -19,7 +19,7 @@ from headcount.workers.inputs.families.bigram_backcopy import (
     chain_of,
     follow,
 )
-from headcount.workers.model.files.model_info import describe, find_model
+from headcount.workers.model.files.model_info import describe
 from tests.reference.definitions import definitions
 from tests.toys.toy_models import measure
 
@@ -88,11 +88,3 @@ def test_the_published_model_has_no_biases_in_linear_layers_and_an_output_of_its
         "lr": 3e-4, "weight_decay": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8,
     }  # fmt: skip
     assert (args.batch, args.length, args.steps, model.config.n_head) == (512, 256, 10_000, 1)
-
-
-def test_the_bundled_model_is_its_last_checkpoint():
-    model = find_model("bundled:backcopy-dynamics-mini")
-    steps = sorted(model.glob("step-*"))
-    assert len(steps) == 6
-    assert describe(steps[-1]).sha256 == describe(model).sha256
-    assert len({describe(step).sha256 for step in steps}) == 6

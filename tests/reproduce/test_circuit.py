@@ -20,9 +20,7 @@ from headcount.reproduce.replication_runs import (
     plan_replication,
 )
 from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.model.files.loading import load_model
-from headcount.workers.model.files.model_info import describe, find_model
-from headcount.workers.model.model import bridge_of
+from headcount.workers.model.files.model_info import find_model
 
 MODEL = "bundled:gpt2-mini"
 REPLICATIONS = replications()
@@ -34,17 +32,6 @@ def measured(name: str, out: Path, *overrides: str) -> RunDatabase:
     plans = plan_replication(REPLICATIONS[name], MODEL, str(out), overrides, models=models)
     measure_runs(plans, Resources(0, device="cpu"), Console(quiet=True), models=models)
     return open_replication_runs(REPLICATIONS[name], plans[0].scan.out)
-
-
-def test_the_miniatures_lack_a_part() -> None:
-    blocks: dict[str, Any] = {}
-    for part in ("mlp", "bias"):
-        info = describe(find_model(REPLICATIONS[f"sink_circuit_no_{part}"].bundled_model))
-        blocks[part] = bridge_of(load_model(info, "raw", "cpu")).blocks
-    assert not any(hasattr(block, "mlp") for block in blocks["mlp"])
-    assert all(hasattr(block, "mlp") for block in blocks["bias"])
-    assert all(not block.attn.b_Q.any() for block in blocks["bias"])
-    assert any(block.attn.b_Q.any() for block in blocks["mlp"])
 
 
 def test_a_scan_with_sizes_is_of_those_models_alone(tmp_path: Path) -> None:

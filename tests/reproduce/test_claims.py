@@ -8,21 +8,20 @@ from pathlib import Path
 import pytest
 
 from docs import pages
-from headcount.reproduce import stated_claims
 from headcount.reproduce.replication import replications
 from headcount.schemas.errors import ScanError
 
 
-def problems(directory: Path = stated_claims.CLAIMS) -> list[str]:
+def problems(directory: Path = pages.CLAIMS) -> list[str]:
     """What claims name that is not there; one line each."""
     shown: dict[str, list[str]] = {}
     for name, replication in replications().items():
         shown[name] = [value.full_name for value in replication.published_values]
         shown[name] += [claim.words for claim in replication.claim]
         shown[name] += [figure.title for figure in replication.figure]
-    known_words = stated_claims.known_words()
+    known_words = pages.known_words()
     lines: list[str] = []
-    for file, source in stated_claims.sources(directory).items():
+    for file, source in pages.sources(directory).items():
         for claim in source.claim:
             where = f"{file}.toml: {claim.text[:60]!r}"
             for place in claim.shown_by:
@@ -38,19 +37,6 @@ def problems(directory: Path = stated_claims.CLAIMS) -> list[str]:
 
 def test_every_claim_names_what_is_there() -> None:
     assert problems() == []
-
-
-def test_the_page_counts_every_claim_and_lists_every_replication() -> None:
-    page = pages.literature_page((pages.DOCS / "literature.md").read_text(encoding="utf-8"))
-    sources = stated_claims.sources()
-    counts = re.findall(
-        r"^\| \[(\w+)\]\(.* \| (\d+) of (\d+) \| (\d+) \| (\d+) \|", page, re.MULTILINE
-    )
-    for file, shown, claims, in_part, left_out in counts:
-        assert int(claims) == len(sources[file].claim)
-        assert int(shown) + int(in_part) + int(left_out) == int(claims)
-    assert [file for file, *_ in counts] == [*sources]
-    assert re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE) == [*replications()]
 
 
 @pytest.mark.parametrize(("answer", "problem"), [

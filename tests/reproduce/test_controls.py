@@ -5,27 +5,23 @@ found, and a model that is right passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from headcount.reproduce.published_values import PublishedValue
-from headcount.reproduce.replication import replications
-from headcount.reproduce.replication_runs import open_replication_runs
+from headcount.reproduce.replication import PublishedValue, Replication, replications
+from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.replica import Replica
 from tests.reproduce.controls import (
-    FULL,
-    QUICK,
+    MOST_SEQUENCES,
     Control,
-    ControlRuns,
-    Extent,
     ReplicationControls,
+    UntouchedReplica,
     passing_share,
-    runs_shown,
     scatter_problems,
     short_replication,
-    with_untouched,
 )
 from tests.toys.random_model import LIVELY
 from tests.toys.toy_replications import toy_replication
@@ -56,101 +52,82 @@ def toy(**check: object) -> Any:
     return toy_replication(**TOY, check=[check])
 
 
-def names(controls: Iterable[Control], control: str = "random") -> list[str]:
+def names(controls: Iterable[Control], control: str) -> list[str]:
     """What passes a control of this kind, and must not."""
-    return [each.name for each in controls if each.is_wrong and each.control == control]
+    return [each.name for each in controls if not each.reason and each.control == control]
+
+
+Controls = Callable[[str, Replication], ReplicationControls]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> ControlRuns:
-    """Models with random weights and their runs, which replications of the same sizes share."""
-    return ControlRuns(tmp_path_factory.mktemp("controls"), QUICK)
-
-
-def passing(runs: ControlRuns, control: str, **check: object) -> list[str]:
-    """What passes a control of this kind on the toy, and must not."""
-    controls = ReplicationControls("toy", toy(**check), runs)
-    return names(controls.measure(), control)
+def controls_of(tmp_path_factory: pytest.TempPathFactory) -> Controls:
+    """Controls in one directory: replications of the same sizes share models."""
+    home, models = tmp_path_factory.mktemp("controls"), KnownModels()
+    return lambda name, replication: ReplicationControls(name, replication, home, models)
 
 
 MEANS = "SELECT intervention, mean FROM means"
 
 
-def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(runs: ControlRuns) -> None:
+def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(
+    controls_of: Controls,
+) -> None:
     # The mean of 1/5, 1/6, 1/7 and 1/8: attention that is the same everywhere.
     published = {"none": np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8]), "zero_positions": 0.9}
     check = {"sql": MEANS, "tolerance": 0.02, "published": published}
-    assert passing(runs, "random", **check) == ["none"]
+    assert names(controls_of("toy", toy(**check)).measure(), "random") == ["none"]
     excused = toy(**check, passes_random={"no*": "a control"})
-    (control,) = ReplicationControls("toy", excused, runs).measure()
-    assert (control.is_wrong, control.text) == (False, "a control")
+    (control,) = controls_of("toy", excused).measure()
+    assert control.reason == "a control"
 
 
-def test_a_figure_that_an_intervention_without_effect_passes_is_found(runs: ControlRuns) -> None:
-    values = {"none ratio": 1.0, "zero_positions ratio": 0.9, "zero_head(0,0) ratio": 0.5}
-    # The untouched model depends on no intervention, and 0.5 is too far from 1.
-    wrong = passing(runs, "null", sql=RATIO, tolerance=0.2, published=values)
-    assert wrong == ["zero_positions ratio"]
-    absolute = {"none": 0.6, "zero_positions": 0.55, "zero_head(0,0)": 0.1}
-    # Doing nothing gives what was published for the untouched model, 0.6.
-    wrong = passing(runs, "null", sql=MEANS, tolerance=0.1, published=absolute)
-    assert wrong == ["zero_positions"]
+def test_a_figure_that_an_intervention_without_effect_passes_is_found(
+    controls_of: Controls,
+) -> None:
+    for sql, tolerance, published in (
+        # The untouched model depends on no intervention, and 0.5 is too far from 1.
+        (RATIO, 0.2, {"none ratio": 1, "zero_positions ratio": 0.9, "zero_head(0,0) ratio": 0.5}),
+        # Doing nothing gives what was published for the untouched model, 0.6.
+        (MEANS, 0.1, {"none": 0.6, "zero_positions": 0.55, "zero_head(0,0)": 0.1}),
+    ):
+        replication = toy(sql=sql, tolerance=tolerance, published=published)
+        wrong = names(controls_of("toy", replication).measure(), "null")
+        assert [name.removesuffix(" ratio") for name in wrong] == ["zero_positions"]
 
 
-def test_an_intervention_that_does_nothing_has_the_untouched_rows(runs: ControlRuns) -> None:
-    replication = toy(sql="", tolerance=1, published={"a": 1})
-    # One scan has the untouched model, and one lacks it.
-    alone = replication.scan["interventions"] | {"interventions": ["zero_positions"]}
-    replication = replication.model_copy(update={"scan": replication.scan | {"alone": alone}})
-    short = short_replication(replication, replication.published_sizes, QUICK)
-    model = runs.model(short, LIVELY)
-    plans = runs.measure("both", short.replication, model)
-    untouched = runs.measure("both", with_untouched(short.replication), model)
-    pairs = zip(plans, untouched, strict=True)
-    assert [plan.run == other.run for plan, other in pairs] == [True, False]
-    database = open_replication_runs(replication, str(runs.runs("both")))
-    sql = "SELECT scan, intervention, count(*), list(sink_mass_late ORDER BY sequence, label) "
-    sql += "FROM replication_heads GROUP BY ALL ORDER BY ALL"
-
-    def shown() -> dict[Any, Any]:
-        return {(scan, name): values for scan, name, *values in database.rows(sql)}
-
-    runs_shown(plans).show(database)
-    changed = shown()
-    assert [*changed] == [
-        ("alone", "zero_positions"), ("interventions", "none"), ("interventions", "zero_head(0,0)"),
-        ("interventions", "zero_positions"),
-    ]  # fmt: skip
-    assert changed["interventions", "none"] != changed["interventions", "zero_positions"]
-    runs_shown(plans, untouched).show(database)
-    assert shown() == dict.fromkeys(changed, changed["interventions", "none"])
+def test_an_intervention_that_does_nothing_has_the_untouched_rows(controls_of: Controls) -> None:
+    controls = controls_of("toy", toy(sql="", tolerance=1, published={"a": 1}))
+    changed, untouched = (
+        dict(
+            controls.database(controls.runs(SIZES, LIVELY, replica)).rows(
+                "SELECT intervention, list(sink_mass_late ORDER BY sequence, label) "
+                "FROM replication_heads GROUP BY ALL ORDER BY ALL"
+            )
+        )
+        for replica in (Replica, UntouchedReplica)
+    )
+    assert [*changed] == [*untouched] == ["none", "zero_head(0,0)", "zero_positions"]
+    assert changed["none"] != changed["zero_positions"]
+    assert untouched == dict.fromkeys(changed, changed["none"])
 
 
-def test_what_would_take_too_long_is_smaller_and_says_so() -> None:
-    sizes = {"n_layers": 12, "n_heads": 12, "n_ctx": 1024, "d_vocab": 50257}
-    short = short_replication(REPLICATIONS["masked_keys"], sizes, QUICK)
-    assert short.notes == [
-        "4 of 12 layers and 1 of 12 heads",
-        "a vocabulary of 1,024, published 50,257",
-    ]
+def test_what_would_take_too_long_is_smaller() -> None:
+    published = REPLICATIONS["masked_keys"]
+    short, sizes = short_replication(published, published.published_sizes)
+    assert sizes == {"n_layers": 4, "n_heads": 1, "n_ctx": 1024, "d_vocab": 1024}
     # Positions, lengths and interventions stay as published: checks refer to them.
-    scans, published = short.replication.scan, REPLICATIONS["masked_keys"].scan
-    assert scans.keys() == published.keys()
-    for name, scan in scans.items():
-        assert scan["n_ctx"] == published[name]["n_ctx"]
-        assert scan.get("interventions") == published[name].get("interventions")
-    assert short_replication(REPLICATIONS["first_keys"], sizes, QUICK).notes == []
-
-
-def test_a_model_has_its_published_layers_if_a_figure_is_of_one_of_its_heads() -> None:
-    def layers(name: str, extent: Extent) -> int:
-        sizes = REPLICATIONS[name].published_sizes
-        return short_replication(REPLICATIONS[name], sizes, extent).sizes["n_layers"]
-
-    assert (layers("sink_rates", QUICK), layers("sink_rates", FULL)) == (12, 48)
+    assert short.scan.keys() == published.scan.keys()
+    for name, scan in short.scan.items():
+        assert scan["n_ctx"] == published.scan[name]["n_ctx"]
+        assert scan["sequences"] <= MOST_SEQUENCES
+        assert scan.get("interventions") == published.scan[name].get("interventions")
+    # Layers and heads stay as published if a figure is of one of the heads.
     medium = {"n_layers": 24, "n_heads": 16, "n_ctx": 1024, "d_vocab": 50257}
-    short = short_replication(REPLICATIONS["first_keys"], medium, QUICK)
-    assert short.sizes["n_layers"] == 24
+    _, sizes = short_replication(REPLICATIONS["first_keys"], medium)
+    assert (sizes["n_layers"], sizes["n_heads"]) == (24, 16)
+    sink_rates = REPLICATIONS["sink_rates"]
+    assert short_replication(sink_rates, sink_rates.published_sizes)[1]["n_layers"] == 12
 
 
 UNMEASURED = {
@@ -168,11 +145,10 @@ UNMEASURED = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", REPLICATIONS)
-def test_no_figure_passes_that_must_not(name: str, runs: ControlRuns) -> None:
+def test_no_figure_passes_that_must_not(name: str, controls_of: Controls) -> None:
     # Claims under interventions that do nothing are tried on the miniatures: test_reproduce.
-    controls = ReplicationControls(name, REPLICATIONS[name], runs)
-    wrong = [control for control in controls.measure() if control.is_wrong]
-    assert [f"{control.control}: {control.name}: {control.text}" for control in wrong] == []
+    controls = controls_of(name, REPLICATIONS[name])
+    assert [control for control in controls.measure() if not control.reason] == []
     assert {*controls.without_null} <= {*controls.unmeasured}
     assert len(controls.unmeasured) == UNMEASURED.get(name, 0), controls.unmeasured
 
@@ -192,9 +168,9 @@ def test_the_share_of_right_models_that_pass(scale: str, tolerance: float, expec
 
 def test_no_figure_fails_a_model_that_is_right() -> None:
     for name, replication in REPLICATIONS.items():
-        assert scatter_problems(name, replication) == []
+        assert scatter_problems(replication) == [], name
 
 
 def test_a_figure_that_is_too_narrow_is_found() -> None:
     replication = toy(sql="", tolerance=0.1, published={"a": 1.0}, standard_error=0.1)
-    assert names(scatter_problems("toy", replication), "scatter") == ["a"]
+    assert names(scatter_problems(replication), "scatter") == ["a"]

@@ -18,22 +18,22 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.reproduce.published_values import PublishedValue
 from headcount.reproduce.replication import (
     Check,
     Claim,
+    PublishedValue,
     Replication,
     read_toml,
     replications,
 )
 from headcount.reproduce.replication_figures import write_page
-from headcount.reproduce.replication_runs import plan_replication
+from headcount.reproduce.replication_runs import open_replication_runs, plan_replication
 from headcount.reproduce.verdicts import Result, judge, warning
 from headcount.schemas.errors import ScanError
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import find_model
-from tests.reproduce.controls import measured_miniature, null_claims
+from tests.reproduce.controls import measured_runs, null_claims
 from tests.toys import published
 from tests.toys import toy_models as toy
 from tests.toys.toy_replications import replication_text, toy_replication
@@ -69,8 +69,9 @@ def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its
 ) -> None:
     # It needs nothing of the directory in which it runs.
     monkeypatch.chdir(tmp_path)
-    replication = REPLICATIONS[name]
-    database, info, null = measured_miniature(replication, str(tmp_path / "runs"), models)
+    replication, out = REPLICATIONS[name], tmp_path / "runs"
+    runs, info = measured_runs(replication, replication.bundled_model, out, models)
+    database = open_replication_runs(replication, str(runs))
     results = judge(name, replication, info, replication.bundled_model, database)
     assert [result.name for result in results if result.verdict == "fail"] == []
     # Every published figure is there, and none is compared with a miniature.
@@ -84,9 +85,8 @@ def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its
     write_page(tmp_path / "page.html", name, replication, "m", results, database)
     page = (tmp_path / "page.html").read_text()
     assert all(figure.title in html.unescape(page) for figure in replication.figure)
-    # Last, because it changes what the database shows.
-    controls = null_claims(name, replication, database, results, null)
-    assert [control.name for control in controls if control.is_wrong] == []
+    controls = null_claims(name, replication, out, models, results)
+    assert [control.name for control in controls if not control.reason] == []
 
 
 def test_a_replication_that_runs_again_measures_nothing_twice(tmp_path: Path) -> None:

@@ -377,7 +377,6 @@ def test_a_damaged_segment_is_refused_with_advice(run: RunDirectory):
 SEGMENT = "commits/segment-000000-1a2b3c4d.parquet"
 BREAKAGES = {
     "no JSON": ("manifest.json", r"\A.*", "{", "not a manifest"),
-    "a list": ("manifest.json", r"\A.*", "[]", "not a manifest"),
     "no scan": ("manifest.json", '"scan":', '"scam":', "not a manifest"),
     "gone": ("manifest.json", None, "", "no manifest.json"),
     "a segment": (SEGMENT, r"\A.*", "PAR1", "damaged"),

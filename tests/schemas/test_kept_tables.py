@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.loop import missing_shards
-from headcount.queries.ask.answers import run_query
-from headcount.queries.open.connection import connect as connect_eagerly
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.files.tables import CURVES as CURVES_TABLE
@@ -23,10 +20,7 @@ from headcount.schemas.scans.kinds import schema_of_rows, table_schema
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import begun, measured
-from tests.toys.toy_runs import data_file, local, write_run
-
-# All questions here go through `run_query`, which makes the views that they name.
-connect = partial(connect_eagerly, lazily=True)
+from tests.toys.toy_runs import ask, data_file, local, write_run
 
 T, SEQUENCES, PER_SHARD, LAYERS, HEADS = 7, 8, 3, 3, 4
 PLACES = ("query", "key", "lag", "candidate", "dimension", "component", "other_component")
@@ -43,10 +37,6 @@ def begin(out: Path, model: Path, **changes: Any) -> Plan:
     sizes = {"n_ctx": T, "sequences": SEQUENCES, "sequences_per_shard": PER_SHARD}
     fields = {"model": str(model), "out": str(out), "input": {"family": "uniform_random"}}
     return begun(fields | sizes | {"statistics": ["sink_alpha"]} | changes)
-
-
-def ask(path: object, question: str) -> list[tuple[Any, ...]]:
-    return list(run_query(connect(path), question).rows())  # pyright: ignore[reportArgumentType]
 
 
 def rows_of_file(run: RunDirectory, table: str, shard: int) -> pa.Table:

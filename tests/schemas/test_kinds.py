@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-from headcount.schemas.files.tables import HEADS, PROFILES, SEQUENCES
 from headcount.schemas.scans.kinds import KINDS, TABLES, table_schema
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.statistics import STATISTICS
@@ -24,16 +23,6 @@ def test_no_two_columns_of_a_table_have_one_name():
     for table in TABLES.values():
         names = table_schema(table, formulas_by_field).names
         assert len(set(names)) == len(names), table.name
-
-
-def test_a_table_says_what_one_row_is():
-    assert HEADS.description == (
-        "One row per run, intervention, sequence, layer and head: every statistic as it was "
-        "measured."
-    )
-    assert HEADS.has("head")
-    assert not SEQUENCES.has("layer")
-    assert not PROFILES.has("head")  # NULL if all heads of a layer share the values.
 
 
 def test_a_scan_is_the_same_after_ray_has_pickled_it():

@@ -17,7 +17,6 @@ import torch
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.upkeep.compaction import compact
-from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.open.connection import connect
 from headcount.queries.report.html_page import unpacked
@@ -31,6 +30,7 @@ from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.shard import intervention_tables
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import begun, measured
+from tests.toys.toy_runs import ask
 
 T = 12
 TOKENS = toy.repeating_tokens(T, batch=3)
@@ -192,10 +192,6 @@ def finished(out: Path, model: Path, **changes: Any) -> Plan:
     return measured(begin(out, model, **changes))
 
 
-def ask(path: Any, question: str) -> list[tuple[Any, ...]]:
-    return list(run_query(connect(path, lazily=True), question).rows())
-
-
 def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path):
     def run_id(**changes: Any) -> str:
         return make_plan(parse_scan(fields_of(tmp_path, gpt2, **changes)), "toy").run.run_id
@@ -216,17 +212,19 @@ def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path):
 def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path):
     fields = {"heads": ["L2H0", "L0H1", "L2H3"], "profiles": ["key_norm_by_key"]}
     plan = finished(tmp_path, gpt2, **fields)
-    assert len(ask(plan.run.path, "heads")) == 4 * 3
     heads = [(0, 1), (2, 0), (2, 3)]
     for _ in range(2):
-        assert ask(plan.run.path, "SELECT DISTINCT layer, head FROM heads ORDER BY ALL") == heads
-        assert ask(plan.run.path, "SELECT layer, head, label FROM by_head") == [
-            (layer, head, f"L{layer}H{head}") for layer, head in heads
-        ]
-        assert ask(plan.run.path, "SELECT layer, heads FROM by_layer") == [(0, 1), (2, 2)]
-        assert ask(plan.run.path, "SELECT layer FROM layer_norms") == [(0,), (2,)]
-        assert ask(plan.run.path, "SELECT DISTINCT layer, head FROM profiles ORDER BY ALL") == heads
-        assert sorted(ask(plan.run.path, "SELECT rank FROM sink_heads")) == [(1,), (2,), (3,)]
+        runs = connect(plan.run.path, lazily=True)
+        for question, rows in {
+            "SELECT count(*) FROM heads": [(4 * 3,)],
+            "SELECT DISTINCT layer, head FROM heads ORDER BY ALL": heads,
+            "SELECT layer, head, label FROM by_head": [(*at, "L{}H{}".format(*at)) for at in heads],
+            "SELECT layer, heads FROM by_layer": [(0, 1), (2, 2)],
+            "SELECT layer FROM layer_norms": [(0,), (2,)],
+            "SELECT DISTINCT layer, head FROM profiles ORDER BY ALL": heads,
+            "SELECT rank FROM sink_heads ORDER BY rank": [(1,), (2,), (3,)],
+        }.items():
+            assert ask(runs, question) == rows, question
         assert compact(plan.run).problems == []
 
 

@@ -34,17 +34,6 @@ def scan_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_minimal_scan_has_these_defaults():
-    assert parse_scan(MINIMAL).model_dump() == {
-        "model": "toy", "revision": None, "weight_processing": "raw", "unused_weights": "refuse",
-        "precision": "auto", "engine": "fused", "n_ctx": 8, "bos": True,
-        "input": {"family": "pile"}, "interventions": ("none",), "layers": "all", "heads": "all",
-        "statistics": "standard", "profiles": (), "curves": (), "weight_statistics": (),
-        "predictions": (), "sequences": 3, "sequences_per_shard": 256, "batch_size": "auto",
-        "seed": 0, "bad_rows": 0.01, "bad_rows_in_a_row": 100, "out": "runs", "corpora": None,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(("override", "key", "value"), [
     ("n_ctx=16", "n_ctx", 16),
     ("sequences=all", "sequences", "all"),
@@ -96,12 +85,6 @@ def test_the_fingerprint_does_not_depend_on_how_and_how_much_is_measured_nor_on_
     backwards = {key: MINIMAL[key] for key in reversed(MINIMAL)}
     backwards |= {"input": dict(reversed(options.items()))}
     assert parse_scan(backwards).fingerprint == fingerprint(input=options)
-
-
-@pytest.mark.parametrize("bridged", [{"engine": "dense"}, {"weight_processing": "folded"}])
-def test_the_bridge_computes_in_float32_or_float64(bridged: dict[str, str]):
-    for precision in ("auto", "float32", "float64"):
-        assert parse_scan(MINIMAL | bridged | {"precision": precision}).precision == precision
 
 
 # Statistics with options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -40,7 +41,7 @@ def begun(fields: dict[str, Any], name: str = "toy") -> Plan:
     return plan
 
 
-def measured(plan: Plan, replica_class: type[Replica] = Replica) -> Plan:
+def measured(plan: Plan, replica_class: Callable[..., Replica] = Replica) -> Plan:
     """Measure the shards of a run that are missing, the last one first."""
     replica = replica_class(plan.info, plan.scan, "cpu")
     for shard in missing_shards(plan).tolist()[::-1]:

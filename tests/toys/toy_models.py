@@ -16,7 +16,6 @@ import torch
 
 from headcount.schemas.scans.intervention import NONE, Intervention, parse_intervention
 from headcount.schemas.scans.scan import Scan, parse_scan
-from headcount.workers.interventions import BoundIntervention, bind
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
 from headcount.workers.replica import InterventionMeasurements, Replica
@@ -71,31 +70,37 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
                 weight.add_(1)
 
 
-def legacy_state() -> dict[str, torch.Tensor]:
-    """Weights of a two-layer model, named and shaped as in old TransformerLens checkpoints."""
+def legacy_state(
+    n_layers: int = 2,
+    n_heads: int = 4,
+    d_head: int = 8,
+    n_ctx: int = N_CTX,
+    d_vocab: int = D_VOCAB,
+) -> dict[str, torch.Tensor]:
+    """Weights of a model, named and shaped as in old TransformerLens checkpoints."""
     generator = torch.Generator().manual_seed(0)
-    heads, d_model, d_head = 4, 32, 8
+    d_model = n_heads * d_head
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * 0.3
 
-    state = {"embed.W_E": draw(D_VOCAB, d_model), "pos_embed.W_pos": draw(N_CTX, d_model)}
-    for layer in range(2):
+    state = {"embed.W_E": draw(d_vocab, d_model), "pos_embed.W_pos": draw(n_ctx, d_model)}
+    for layer in range(n_layers):
         block = f"blocks.{layer}"
         state |= {f"{block}.ln1.w": 1 + draw(d_model), f"{block}.ln1.b": draw(d_model)}
         for name in "QKV":
             state |= {
-                f"{block}.attn.W_{name}": draw(heads, d_model, d_head),
-                f"{block}.attn.b_{name}": draw(heads, d_head),
+                f"{block}.attn.W_{name}": draw(n_heads, d_model, d_head),
+                f"{block}.attn.b_{name}": draw(n_heads, d_head),
             }
         state |= {
-            f"{block}.attn.W_O": draw(heads, d_head, d_model),
+            f"{block}.attn.W_O": draw(n_heads, d_head, d_model),
             f"{block}.attn.b_O": draw(d_model),
         }
     return state | {
         "ln_final.w": 1 + draw(d_model),
         "ln_final.b": draw(d_model),
-        "unembed.W_U": draw(d_model, D_VOCAB),
+        "unembed.W_U": draw(d_model, d_vocab),
     }
 
 
@@ -179,7 +184,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         sliding_window=6,
         **GQA,
     ),
-    "gpt-oss": lambda: family(
+    "gpt-oss-window-6": lambda: family(
         "GptOssConfig",
         head_dim=8,
         num_local_experts=4,
@@ -194,6 +199,25 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         attention_multiplier=0.5,
         residual_multiplier=0.7,
         logits_scaling=4.0,
+        **GQA,
+    ),
+    # Windows in which the second half of 21 queries does not see key 0.
+    "mistral-window-6": lambda: family("MistralConfig", sliding_window=6, **GQA),
+    "gemma2-window-6": lambda: family(
+        "Gemma2Config",
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=None,
+        layer_types=["sliding_attention"] * 2,
+        **GEMMA2 | {"sliding_window": 6},
+    ),
+    # Learned sinks, a window in the first layer, and one expert.
+    "gpt-oss": lambda: family(
+        "GptOssConfig",
+        head_dim=8,
+        sliding_window=14,
+        num_local_experts=1,
+        num_experts_per_tok=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         **GQA,
     ),
     "bigcode": lambda: family(
@@ -293,11 +317,6 @@ class TextReplica(Replica):
         if isinstance(intervention, str):
             intervention = parse_intervention(intervention)
         return super().measure(tokens, intervention, labels, partner)
-
-
-def bound(text: str) -> BoundIntervention:
-    """An intervention by its text, ready to be made."""
-    return bind(parse_intervention(text))
 
 
 def replica(path: Path, **changes: Any) -> TextReplica:

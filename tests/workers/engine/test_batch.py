@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from headcount.schemas.errors import ModelError
+from headcount.schemas.profiles import PROFILES
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.number_formats import LinearProducts
 from headcount.workers.measurements.batch import PendingBatch, collect, launch
@@ -81,9 +82,9 @@ def test_rows_do_not_depend_on_the_batches_or_on_where_memory_ends(
     shelf: toy.Shelf, size: int | str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, tokens = shelf.path("gpt2"), toy.repeating_tokens(20, batch=7)
-    in_one_batch = toy.measure(path, tokens, batch_size=7)
+    in_one_batch = toy.measure(path, tokens, batch_size=7, profiles=list(PROFILES))
     memory_for(monkeypatch, most)
-    replica = toy.replica(path, batch_size=size)
+    replica = toy.replica(path, batch_size=size, profiles=list(PROFILES))
     in_batches = replica.measure(tokens)
     assert most == 7 or replica.batch.size <= most
     for name in STATISTICS:
@@ -92,6 +93,11 @@ def test_rows_do_not_depend_on_the_batches_or_on_where_memory_ends(
         )
     for name, values in in_one_batch.sequences.items():
         np.testing.assert_allclose(in_batches.sequences[name], values, rtol=1e-6, err_msg=name)
+    for name, (count, mean, m2) in in_one_batch.tables["profiles"].items():
+        moments = in_batches.tables["profiles"][name]
+        np.testing.assert_array_equal(moments[0], count)
+        np.testing.assert_allclose(moments[1], mean, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(moments[2], m2, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 def test_what_nobody_reads_later_is_forgotten_after_the_attention(shelf: toy.Shelf) -> None:

@@ -37,7 +37,7 @@ DEFINITIONS: dict[str, Definition] = {**EFFECT_DEFINITIONS, **EFFECT_VARIANTS}
 GRADIENTS = ("gradient_norm", "gradient_sink_share")
 """These take a slope for every coordinate."""
 EFFECTS = [column for column in DEFINITIONS if column not in GRADIENTS]
-FAMILIES = ("gpt2", "llama-gqa", "qwen3", "gemma2-low-caps", "gpt-oss", "granite")
+FAMILIES = ("gpt2", "llama-gqa", "qwen3", "gemma2-low-caps", "gpt-oss-window-6", "granite")
 TOLERANCES = {"float64": 1e-5, "float32": 1e-3}
 OF_FLOAT32_NORMS = 1e-4
 """Of models whose library rotates and norms in float32, whatever their format is: of 1e-4 nats."""
@@ -84,7 +84,7 @@ class Shelf:
         floor = 0 if name.startswith("gpt2") else OF_FLOAT32_NORMS
         for precision, tolerance in TOLERANCES.items():
             # transformers cannot run experts in float64.
-            if (name, precision) == ("gpt-oss", "float64"):
+            if (name, precision) == ("gpt-oss-window-6", "float64"):
                 continue
             measured = self.measured(name, intervention, n_ctx, precision)
             for column, values in expected.items():
@@ -115,7 +115,7 @@ def one_layer(weights: Weights, size: float, cap: float | None) -> Weights:
     return replace(weights, layers=[layer], final_norm=IDENTITY, W_U=W_U, final_soft_cap=cap)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "gpt-oss-window-6"])
 def test_in_one_layer_without_mlp_and_norm_every_effect_is_a_direct_one(
     shelf: Shelf, name: str
 ) -> None:
@@ -129,7 +129,7 @@ def test_in_one_layer_without_mlp_and_norm_every_effect_is_a_direct_one(
             np.testing.assert_allclose(values[column], expected, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "gpt-oss-window-6"])
 def test_where_the_loss_is_a_plane_an_effect_is_what_an_ablation_changes(
     shelf: Shelf, name: str
 ) -> None:
@@ -232,7 +232,7 @@ def test_long_sequences(shelf: Shelf) -> None:
 
 def test_a_window_that_hides_nothing_has_no_effect_to_measure(shelf: Shelf) -> None:
     columns = ["effect_window_1_7", "direct_effect_window_1_7"]
-    for name in ("gemma2-low-caps", "gpt-oss"):
+    for name in ("gemma2-low-caps", "gpt-oss-window-6"):
         path = shelf.models.path(name)
         statistics = [with_brackets(column) for column in columns]
         measured = toy.measure(path, tokens_of(12)[:2], statistics=statistics, n_ctx=12).heads

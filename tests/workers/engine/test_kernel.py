@@ -269,41 +269,14 @@ class TestSweep:
         refused(r"\[1, 6\]: expected .* labels int32 \[batch pos\]", q, k, v, labels=shorter)
 
 
-def interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python with Triton's interpreter."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-
-
 @pytest.mark.long
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="they have run in this process")
 def test_all_of_the_above_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
     words = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "", "-k", "TestSweep", __file__)
-    ended = interpreted(*words)
+    command = [sys.executable, *words]
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="TestSweep has run in this process")
-def test_three_shapes_with_every_fact_in_the_interpreter() -> None:
-    code = """if True:
-        import torch
-        from headcount.workers.engine.kernel.kernel_check import EVERY_FACT, PLAIN, SINK, WINDOW
-        from headcount.workers.engine.kernel.kernel_check import FactNames, Shape, compare
-        from headcount.workers.engine.kernel.sweep_kernel import sweep
-        for shape, factors, facts in (
-            (Shape(2, 1, 17, 24), "float32", PLAIN),
-            # Two tiles of queries, of which the second sees no key of the first tile of keys.
-            (Shape(3, 1, 70, 8, d_v=5), "float32", FactNames(EVERY_FACT)),
-            (Shape(1, 1, 70, 8), "float16", FactNames({WINDOW, SINK})),
-        ):
-            comparison = compare(sweep, shape, factors, torch.device("cpu"), facts)
-            print(comparison.agrees, sorted(facts), comparison.difference, comparison.error)
-    """
-    ended = interpreted("-c", code)
-    lines = ended.stdout.splitlines()
-    assert len(lines) == 3, ended.stderr
-    assert all(line.startswith("True ") for line in lines), ended.stdout
 
 
 def compiled_for_h100(dtype: str, d_head: int, split: bool, with_facts: bool = False) -> Any:

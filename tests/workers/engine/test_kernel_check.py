@@ -147,9 +147,7 @@ def test_a_kernel_that_is_wrong_fails_or_leaves_answers_out_is_seen() -> None:
     assert missing.error.startswith("ValueError: zip()")
 
 
-GPT_OSS = toy.family(
-    "GptOssConfig", head_dim=8, num_key_value_heads=2, num_local_experts=4, sliding_window=7
-)
+GPT_OSS = toy.CONFIGS["gpt-oss"]()
 GEMMA2 = toy.family("Gemma2Config", head_dim=8, num_key_value_heads=1, sliding_window=7)
 
 
@@ -160,7 +158,11 @@ GEMMA2 = toy.family("Gemma2Config", head_dim=8, num_key_value_heads=1, sliding_w
         # A window that no query of this length reaches hides nothing.
         (toy.CONFIGS["mistral-window-20"](), "4/2", [""]),
         (GEMMA2, "4/1", ["", ", a soft cap", ", a window", ", a soft cap, a window"]),
-        (GPT_OSS, "4/2", ["", ", a learned sink", ", a window", ", a window, a learned sink"]),
+        (
+            toy.CONFIGS["gpt-oss"](),
+            "4/2",
+            ["", ", a learned sink", ", a window", ", a window, a learned sink"],
+        ),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )

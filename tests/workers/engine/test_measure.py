@@ -1,4 +1,6 @@
-"""What bundled models show, and that nothing is computed beside the formulas."""
+"""What bundled models show, that nothing is computed beside the formulas, and that columns give the
+scores of other tools, as the pages say.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import GPT2LMHeadModel
 
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.number_formats import LinearProducts
@@ -69,3 +73,30 @@ def test_bundled_models_show_what_their_cards_say(model: str) -> None:
     if model != "attn-only-2l-mini":
         other_norms = (51 * unrepeated["value_norm"] - unrepeated["sink_value_norm"]) / 50
         assert (unrepeated["sink_value_norm"] / other_norms)[resting].min() < 0.3
+
+
+def test_formulas_of_the_catalogue_follow_from_columns(shelf: toy.Shelf) -> None:
+    """TransformerLens's detector scores, from the docs' formulas: `mul` = Σ A∘D / ΣA, `abs` = 1 - T
+    mean |A - D|.
+    """
+    tokens, path = toy.repeating_tokens(21, batch=1), shelf.path("gpt2")
+    model: Any = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager").double().eval()
+    with torch.no_grad():
+        output = model(torch.from_numpy(tokens).long(), output_attentions=True)
+        a = torch.stack(output.attentions, 1)[0].numpy()
+    t = tokens[0]
+    duplicate = np.tril(t[:, None] == t[None], -1).astype(float)
+    induction = np.tril(np.concatenate([np.zeros((21, 1)), duplicate[:, :-1]], axis=1))
+    measured = toy.measure(path, tokens).heads
+    heads = {name: values[0].astype(float) for name, values in measured.items()}
+    for detection, column in ((duplicate, "duplicate_score"), (induction, "induction_score")):
+        mul = heads[column] * heads["match_coverage"]
+        np.testing.assert_allclose(mul, (a * detection).sum((-2, -1)) / a.sum((-2, -1)), atol=1e-6)
+        wanted = 1 - 21 * np.abs(a - detection).mean((-2, -1))
+        np.testing.assert_allclose(2 * mul - heads["match_count"], wanted, atol=1e-5)
+    previous = heads["previous_token_score"] * 20 / 21
+    wanted = 1 - 21 * np.abs(a - np.eye(21, k=-1)).mean((-2, -1))
+    np.testing.assert_allclose(2 * previous - 20 / 21, wanted, atol=1e-5)
+    late = a[:, :, 10:]
+    rest = 1 - heads["sink_mass_late"] - heads["next4_mass_late"]
+    np.testing.assert_allclose(rest, late[..., 5:].sum(-1).mean(-1), atol=1e-6)

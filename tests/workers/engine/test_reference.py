@@ -5,8 +5,7 @@ recomputation from files and formulas in `tests/reference`.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -22,9 +21,7 @@ from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
-from headcount.workers.engine.fused_engine import FusedPass
 from headcount.workers.interventions import INTERVENTIONS
-from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.replica import InterventionMeasurements, Replica
 from tests import ROOT
 from tests.reference.definitions import (
@@ -57,7 +54,8 @@ ENGINES = ("fused", "dense")
 ON_EVERY_INTERVENTION = ("attn-only-2l-mini", "llama-gqa", "neox")
 OF_ONE_THING = (
     "backcopy-3l-mini", "legacy-pth", "gpt2-inverse-layer", "neox-serial", "qwen2", "qwen3",
-    "phi", "gemma2", "bigcode", "opt", "gpt-neo", "bloom",
+    "phi", "gemma2", "bigcode", "opt", "gpt-neo", "bloom", "mistral-window-6", "gemma2-window-6",
+    "gpt-oss",
 )  # fmt: skip
 """Models that differ from another in one thing."""
 
@@ -69,8 +67,8 @@ OF_SCORES = "mask_|keep_window|stream_|mean_query_bias"
 
 OF_POSITIONS = "position|massive_keys|random_keys"
 REFUSED = {
-    "llama-gqa|qwen3|gemma2": f"{OF_POSITIONS}|query_bias",
-    "neox|neox-serial|qwen2|phi": f"{OF_POSITIONS}|mean_query_bias",
+    "llama-gqa|qwen3|gemma2|mistral-window-6|gemma2-window-6": f"{OF_POSITIONS}|query_bias",
+    "neox|neox-serial|qwen2|phi|gpt-oss": f"{OF_POSITIONS}|mean_query_bias",
     "bloom": OF_POSITIONS,
     "gpt-neo": "query_bias",
     "attn-only-2l-mini|legacy-pth": "mlp|swap_effective|swap_raw",
@@ -386,103 +384,6 @@ def test_the_reference_runs_models_as_their_library_does(shelf: Shelf, name: str
         np.testing.assert_allclose(run.logits, output.logits[i], rtol=1e-5, atol=1e-5)
         for layer, pattern in zip(run.layers, output.attentions, strict=True):
             np.testing.assert_allclose(layer.pattern, pattern[i], atol=1e-5)
-
-
-# Facts of a layer
-
-
-CAP, SINK, SLOPES = 0.05, (0.5, -1.0, 2.0, 0.0), (0.5, 0.1, 0.02, 0.3)
-
-FACTS: dict[str, dict[str, Any]] = {
-    # The second half of the queries does not see key 0.
-    "window": {"window": 6},
-    "wide-window": {"window": 14, "slopes": SLOPES},
-    "cap-sink": {"soft_cap": CAP, "sink": SINK},
-    "all": {"window": 12, "soft_cap": CAP, "sink": SINK, "slopes": SLOPES},
-}
-OF_THE_BRIDGE = ("position_cosine_layer", "first_mlp_norm", "first_mlp_position_part")
-"""Predictions that run the first layer once more in the bridge, which is not given these facts."""
-UNDER_FACTS = {
-    "gpt2": ("none", "mask_keys(0,1)", "zero_query_bias", "zero_head(0,1)"),
-    "llama-gqa": ("none", "mask_keys(0,1)", "zero_head(0,1)"),
-}
-
-
-def with_facts(weights: Weights, facts: dict[str, Any], layers: Sequence[int]) -> Weights:
-    """The same weights, some of whose layers have these facts."""
-    of_reference = {"slopes": "distance_slopes"}
-    fields = {
-        of_reference.get(name, name): np.array(value) if isinstance(value, tuple) else value
-        for name, value in facts.items()
-    }
-    changed = [
-        replace(layer, **fields) if number in layers else layer
-        for number, layer in enumerate(weights.layers)
-    ]
-    return replace(weights, layers=changed)
-
-
-def give_facts(
-    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], layers: Sequence[int]
-) -> None:
-    """Let the attention of some layers have these facts, as if the model had given them."""
-    attend = FusedPass.attend
-    tensors = {
-        name: torch.tensor(value) if isinstance(value, tuple) else value
-        for name, value in facts.items()
-    }
-
-    def attend_with_facts(
-        self: FusedPass, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: AttentionFacts
-    ) -> torch.Tensor:
-        has_facts = self.layer in layers
-        return attend(self, q, k, v, replace(given, **tensors) if has_facts else given)
-
-    monkeypatch.setattr(FusedPass, "attend", attend_with_facts)
-
-
-@pytest.mark.parametrize(
-    ("name", "intervention", "facts"),
-    sampled(
-        [
-            (name, intervention, facts)
-            for name, interventions in UNDER_FACTS.items()
-            for intervention, facts in product(interventions, FACTS)
-        ]
-    ),
-)
-def test_every_column_with_the_facts_of_a_layer(
-    shelf: Shelf, name: str, facts: str, intervention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Made before, because its check compares with a model without the facts.
-    shelf.replica(name, "fused", "float32")
-    layers = range(len(shelf.weights(name).layers))
-    give_facts(monkeypatch, FACTS[facts], layers)
-    tokens, partner, labels = sequences_of(shelf.d_vocab(name), N_CTX)
-    weights = with_facts(shelf.weights(name), FACTS[facts], layers)
-    reference = reference_of(weights, tokens, intervention, partner, labels)
-    measured = shelf.measured(name, intervention, "fused")
-    problems = compare(measured, reference)
-    assert {name: problems[name] for name in problems if name not in OF_THE_BRIDGE} == {}
-    assert np.isnan(measured.heads["sink_gate"]).all() == ("sink" not in FACTS[facts])
-
-
-def test_layers_that_differ_in_their_window_have_no_common_uniform_baseline_level(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shelf.replica("llama-gqa", "fused", "float32")
-    give_facts(monkeypatch, FACTS["window"], (1,))
-    tokens, _, labels = sequences_of(shelf.d_vocab("llama-gqa"), N_CTX)
-    weights = with_facts(shelf.weights("llama-gqa"), FACTS["window"], (1,))
-    reference = reference_of(weights, tokens, labels=labels)
-    measured = shelf.measured("llama-gqa", "none", "fused")
-    for column, expected in reference.heads.items():
-        np.testing.assert_allclose(
-            measured.heads[column], expected, rtol=1e-5, atol=1e-5, err_msg=column
-        )
-    assert np.isnan(measured.heads["sink_mass_late"][:, 1]).all()
-    assert not np.isnan(measured.heads["sink_mass_late"][:, 0]).any()
-    assert np.isnan(measured.sequences["uniform_sink_mass"]).all()
 
 
 # Comparison

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from headcount.jobs.plan.plan import make_plan
 from headcount.schemas.errors import MeasureError, ModelError, ScanError
+from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 from headcount.schemas.scans.scan import Input
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import (
     INTERVENTIONS,
+    bind,
     changed_weights,
     intervention,
     intervention_registry,
@@ -48,8 +50,13 @@ Register = Callable[..., None]
 both_engines = pytest.mark.parametrize("engine", ["fused", "dense"])
 
 
-MODELS = {"gpt2": "gpt2", "llama": "llama-gqa", "legacy": "legacy-safetensors", "opt": "opt"}
-"""The Llama has grouped queries, the legacy file no MLPs, and the MLP of OPT is no module."""
+MODELS = {
+    "gpt2": "gpt2", "llama": "llama-gqa", "legacy": "legacy-safetensors", "opt": "opt",
+    "mistral": "mistral-window-6",
+}  # fmt: skip
+"""The Llama has grouped queries, the legacy file no MLPs, the MLP of OPT is no module, and queries
+of the Mistral see six keys.
+"""
 
 
 @pytest.fixture
@@ -119,6 +126,8 @@ opt|swap_effective_positions|no module of its own, or folded, so its effective p
 opt|scale_massive_keys|no module of its own, or folded, so its effective positions are not known
 gpt2|keep_window(1,0)+mask_keys|hides every key from query 1; leave each query a key
 gpt2|mask_keys(1,39)+mask_keys|hides every key from query 1; leave each query a key
+mistral|mask_keys(1,6)|hides every key from query 6; leave each query a key
+mistral|head_to_first(0,3)|layer 0 do not see: they see 6 keys; leave the laye
 gpt2|patch_head(1,2)|partner sequences, and none are given
 gpt2|ideal_backcopy(0,1)|reads which tokens are labelled, and no labels are given
 gpt2|blend_position(39)|position: expected at most 38 (the model's last but one), got 39
@@ -291,7 +300,7 @@ def test_a_change_of_a_weight_is_measured_and_undone(
     ],
 )
 def test_weights_that_are_not_restored_are_an_error(paths: Paths, text: str, name: str) -> None:
-    model, change = model_of(paths["gpt2"]), toy.bound(text)
+    model, change = model_of(paths["gpt2"]), bind(parse_intervention(text))
     with torch.inference_mode(), changed_weights(model, change):
         pass
     module, _, weight = name.rpartition(".")
@@ -440,6 +449,13 @@ def test_weights_that_are_not_numbers_are_an_error_under_a_mask_too(
 
 def settled(model: Model, device: str, **changes: Any) -> Settlement:
     return settle(model, toy.toy_scan(**changes), device)
+
+
+def test_what_hides_every_key_of_a_window_is_refused_before_anything_runs(paths: Paths) -> None:
+    model = model_of(paths["mistral"])
+    settled(model, "cpu", interventions=["mask_keys(1,5)"])
+    with pytest.raises(ScanError, match="hides every key from query 6"):
+        settled(model, "cpu", interventions=["mask_keys(1,6)"])
 
 
 def test_auto_is_the_fastest_precision_that_every_intervention_can_have(paths: Paths) -> None:

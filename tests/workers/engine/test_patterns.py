@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headcount.schemas.scans.intervention import parse_intervention
+from headcount.workers.engine.changes import Streaming
 from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.engine.fused_engine import streamed_attention
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.kernel.sweep_kernel import Swept
 from headcount.workers.engine.token_pairs import STORED_PER_QUERY, TokenPairs, find_matches
 from headcount.workers.model.attention_facts import AttentionFacts
+from tests.reference.attention_answers import defined_pattern, defined_scores
+from tests.toys import toy_models as toy
 
 
 def random_inputs(
@@ -177,23 +182,12 @@ def grouped_inputs(n_ctx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @cache
 def defined_by_hand(name: str, n_ctx: int) -> dict[str, Tensor]:
-    """Every answer in float64 from the whole matrices, with a mask written by hand."""
+    """Every answer in float64 from the whole matrices."""
     q, k, v, tokens = grouped_inputs(n_ctx)
-    facts, group = FACTS[name], q.shape[1] // k.shape[1]
-    window = n_ctx if facts.window is None else facts.window
-    seen = torch.tensor([[0 <= i - j < window for j in range(n_ctx)] for i in range(n_ctx)])
+    S = defined_scores(q, k, FACTS[name])
+    A = defined_pattern(S, FACTS[name])
+    seen = S[0, 0].isfinite()
     behind = torch.arange(n_ctx)[:, None] - torch.arange(n_ctx)
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    S = q.double() @ k.mT * facts.scale
-    if facts.soft_cap is not None:
-        S = facts.soft_cap * (S / facts.soft_cap).tanh()
-    if facts.slopes is not None:
-        S = S - facts.slopes.double()[:, None, None] * behind
-    S = S.masked_fill(~seen, -torch.inf)
-    total = S.exp().sum(-1, keepdim=True)
-    if facts.sink is not None:
-        total = total + facts.sink.double().exp()[:, None, None]
-    A = S.exp() / total
     past = seen | (behind < 0)  # What lies behind the window is NaN, the future is not.
     shown = A.masked_fill(~past, torch.nan)
     keys, queries = masks(n_ctx, len(A))
@@ -218,7 +212,7 @@ def defined_by_hand(name: str, n_ctx: int) -> dict[str, Tensor]:
         "earlier score": torch.stack(earlier, -1).masked_fill(~seen[2:, 1], torch.nan),
         "gate": 1 - A.sum(-1),
         "matrix": shown,
-        "z": A @ v,
+        "z": A @ v.double().repeat_interleave(2, 1),
         "largest score": S.amax(-1),
         "labelled mass": torch.einsum("bhqk,bk,bq->bhq", A, keys.double(), queries.double()),
         "strongest key": A.argmax(-1) * queries[:, None],
@@ -253,10 +247,9 @@ def test_a_tiny_distant_mass_is_exact():
     facts = AttentionFacts(8**-0.5, slopes=torch.tensor([slope]))
     mass = FusedPattern(q, k, v, facts, {}).distant(sink, recent)[0, 0].double()
     place = torch.arange(n_ctx)
-    behind = place[:, None] - place
-    scores = q[0, 0].double() @ k[0, 0].double().mT * 8**-0.5 - slope * behind
-    pattern = scores.masked_fill(behind < 0, -torch.inf).softmax(-1)
-    expected = (pattern * ((behind >= recent) & (place >= sink))).sum(-1)[sink + recent :]
+    is_distant = (place[:, None] - place >= recent) & (place >= sink)
+    pattern = defined_pattern(defined_scores(q, k, facts), facts)[0, 0]
+    expected = (pattern * is_distant).sum(-1)[sink + recent :]
     torch.testing.assert_close(mass[sink + recent :], expected, rtol=1e-5, atol=0)
     # What is left by 1 - first - recent keys could not be this exact where it is small.
     assert expected.median() < 1e-4
@@ -308,3 +301,63 @@ def test_the_tiles_of_a_window_hold_no_keys_behind_it():
     assert largest.numel <= 2 * n_ctx * 18  # The values with their two columns.
     assert 2 * 64 * (window + 63) < 2 * n_ctx * 18
     assert matches["copies"].count_within(window).max() < window
+
+
+# Heads that see the first keys and the last ones alone
+
+
+STREAMED_FACTS = {
+    "plain": AttentionFacts(0.35),
+    "window": AttentionFacts(0.35, window=11),
+    "narrow window": AttentionFacts(0.35, window=3),
+    "capped, with a learned sink and ALiBi": AttentionFacts(
+        0.35,
+        soft_cap=2.0,
+        slopes=torch.tensor([0.5, 0.1, 0.02, 0.3]),
+        sink=torch.tensor([0.5, -1.0, 2.0, 0.0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("facts", STREAMED_FACTS.values(), ids=STREAMED_FACTS)
+@pytest.mark.parametrize(("sink", "recent"), [(2, 5), (0, 4), (3, 1)])
+def test_two_pieces_make_the_output_of_the_hidden_matrix(
+    facts: AttentionFacts, sink: int, recent: int
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    q = torch.randn(3, 4, toy.N_CTX, 8, generator=generator)
+    k, v = torch.randn(2, 3, 2, toy.N_CTX, 8, generator=generator).unbind()
+    streaming = Streaming(sink, recent, {1: (0, 3)})
+
+    # The keys between the first and the last ones are hidden.
+    scores = defined_scores(q, k, facts)
+    for query in range(toy.N_CTX):
+        scores[:, [0, 3], query, sink : max(sink, query - recent + 1)] = -torch.inf
+    expected = defined_pattern(scores, facts) @ v.double().repeat_interleave(2, 1)
+
+    z = streamed_attention(q, k, v, facts, streaming, layer=1)
+    torch.testing.assert_close(z.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pass_that_shows_no_layer_builds_no_pattern(
+    shelf: toy.Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.from_numpy(toy.repeating_tokens(toy.N_CTX, batch=2, distinct=30)).long()
+    calls: list[int] = []
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(arguments[5])
+        return streamed_attention(*arguments)
+
+    monkeypatch.setattr("headcount.workers.engine.fused_engine.streamed_attention", counted)
+    streamed = "stream_other_heads(2,5,L0H1,L1H0,L1H1)"
+    # A second change of the scores is one that the two pieces do not know.
+    for intervention, layers in ((streamed, [0, 1]), (f"{streamed}+mask_keys(7,1)", [])):
+        streams: list[Tensor] = []  # after the last norm
+        for fields in ({}, {"engine": "dense", "precision": "float64"}):
+            replica = shelf.replica("llama-gqa", **fields)
+            with replica.engine_under(parse_intervention(intervention), None) as engine:
+                engine.run(tokens, {}, lambda *_: None, (), streams.append, layers=())
+        assert calls == layers
+        calls.clear()
+        torch.testing.assert_close(streams[0].double(), streams[1], rtol=1e-5, atol=1e-5)
