@@ -23,8 +23,8 @@ from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs import INPUTS, Draw, InputFamily, Labelled
 from headcount.workers.inputs.corpus.corpus import Corpus
 from headcount.workers.inputs.corpus.corpus_findings import (
-    BadRows,
     Findings,
+    check_bad_rows,
     check_choice,
     findings,
 )
@@ -234,7 +234,7 @@ class Sequences:
         """Refuse a corpus that is too bad, or has nothing of what the scan asks for."""
         if self.corpus is not None and self.index is not None:
             found = self._findings(len(self.reader))
-            BadRows(self.scan.bad_rows, self.scan.bad_rows_in_a_row).check(found)
+            check_bad_rows(found, self.scan.bad_rows, self.scan.bad_rows_in_a_row)
             check_choice(found, self.corpus)
 
     @property

@@ -11,7 +11,7 @@ from headcount.schemas.errors import CorpusError, printable
 from headcount.schemas.files.document_fates import FATES, OTHER, Fates
 from headcount.workers.inputs.corpus.corpus import PART, Corpus
 from headcount.workers.inputs.corpus.sequence_index import SKIPPED, BadRun, SequenceIndex
-from headcount.workers.inputs.store.token_store import BAD, field_column, values_of
+from headcount.workers.inputs.store.token_store import BAD, field_column
 
 LISTED_PARTS = 20
 """Parts of a corpus that an error message lists."""
@@ -71,7 +71,7 @@ def findings(index: SequenceIndex, sequences: int) -> Findings:
         # Documents that do not say their part count under the empty name.
         parts = block.table[PART].fill_null("").combine_chunks().dictionary_encode()
         counts = np.zeros((len(parts.dictionary), len(FATES)), np.int64)
-        np.add.at(counts, (values_of(parts.indices), fate), 1)
+        np.add.at(counts, (parts.indices.to_numpy(), fate), 1)
         for name, counts_of_part in zip(parts.dictionary.to_pylist(), counts.tolist(), strict=True):
             fates[name] += Counter(dict(zip(FATES, counts_of_part, strict=True)))
         for name, count in block.others.items():
@@ -89,34 +89,24 @@ def findings(index: SequenceIndex, sequences: int) -> Findings:
     )
 
 
-@dataclass(frozen=True)
-class BadRows:
-    """How much of a corpus may be bad."""
-
-    share: float
-    """Share of all documents."""
-    in_a_row: int
-    """Documents one after the other."""
-
-    def check(self, found: Findings) -> None:
-        """Refuse a corpus of which more is bad."""
-        names = found.problems
-        first_names = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
-        if found.bad_in_a_row > self.in_a_row:
-            raise CorpusError(
-                f"input: more than {self.in_a_row:,} documents in a row are bad: {first_names}; "
-                "mend or remove them, or leave them out: "
-                f"--set bad_rows_in_a_row={10 * self.in_a_row}"
-            )
-        share = found.bad / max(1, found.documents)
-        if share > self.share:
-            # Rounded up, so that the advised value is large enough.
-            sufficient_share = min(1.0, np.ceil(share * 1000) / 1000)
-            raise CorpusError(
-                f"input: {found.bad:,} of {found.documents:,} documents are bad, more than "
-                f"bad_rows = {self.share:g}: {first_names}; mend or remove them, or leave them "
-                f"out: --set bad_rows={sufficient_share:g}"
-            )
+def check_bad_rows(found: Findings, share: float, in_a_row: int) -> None:
+    """Refuse a corpus with a larger share of bad documents, or more of them one after the other."""
+    names = found.problems
+    first_names = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
+    if found.bad_in_a_row > in_a_row:
+        raise CorpusError(
+            f"input: more than {in_a_row:,} documents in a row are bad: {first_names}; mend or "
+            f"remove them, or leave them out: --set bad_rows_in_a_row={10 * in_a_row}"
+        )
+    share_found = found.bad / max(1, found.documents)
+    if share_found > share:
+        # Rounded up, so that the advised value is large enough.
+        sufficient_share = min(1.0, np.ceil(share_found * 1000) / 1000)
+        raise CorpusError(
+            f"input: {found.bad:,} of {found.documents:,} documents are bad, more than bad_rows = "
+            f"{share:g}: {first_names}; mend or remove them, or leave them out: --set "
+            f"bad_rows={sufficient_share:g}"
+        )
 
 
 def check_choice(found: Findings, corpus: Corpus) -> None:

@@ -29,7 +29,6 @@ from headcount.workers.inputs.store.token_store import (
     forget_open_files,
     open_portion,
     read_record,
-    values_of,
 )
 
 STORE_NAME = re.compile(r"[0-9a-f]{12}")
@@ -169,9 +168,9 @@ def _add_documents(
     part: StoredFile, documents: pa.Table, source: int, kind: str, start: int
 ) -> None:
     """Count the documents of one source of a portion, in an extent that begins at `start`."""
-    first, end = np.searchsorted(values_of(documents["source"]), [source, source + 1])
+    first, end = np.searchsorted(documents["source"].to_numpy(), [source, source + 1])
     documents = documents.slice(first, end - first)
-    n_tokens = values_of(documents["n_tokens"])
+    n_tokens = documents["n_tokens"].to_numpy()
     part.documents += len(n_tokens)
     part.tokens += int(np.maximum(n_tokens, 0).sum())
     part.bad += int((n_tokens == BAD).sum())

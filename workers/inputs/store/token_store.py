@@ -283,7 +283,7 @@ def commit_portion(
         },
         digest=_digest_of_documents(table.drop_columns(["tokens"])),
         groups=tuple(
-            (end, xxhash.xxh3_64_hexdigest(values_of(ids.slice(begin, end - begin)).data))
+            (end, xxhash.xxh3_64_hexdigest(ids.slice(begin, end - begin).to_numpy().data))
             for begin, end in pairwise(group_ends)
         ),
     )
@@ -322,25 +322,11 @@ def _digest_of_documents(table: pa.Table) -> str:
     for column in table.columns:
         if pa.types.is_string(column.type):
             # No text has a length of -1, so NULL and an empty text differ.
-            digest.update(values_of(pc.fill_null(pc.binary_length(column), -1)).data)
+            digest.update(pc.fill_null(pc.binary_length(column), -1).to_numpy().data)
             digest.update("".join(pc.fill_null(column, "").to_pylist()).encode())
         else:
-            digest.update(values_of(column).data)
+            digest.update(column.to_numpy().data)
     return digest.hexdigest()
-
-
-def values_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """The numbers of a column that has no NULL, without a copy if they lie together.
-
-    Arrow's own `to_numpy` imports pandas, which takes longer than everything else here.
-    """
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    data_type = array.type.to_pandas_dtype()
-    # Buffer 0 would say which values are NULL.
-    content = array.buffers()[1]
-    if content is None or not len(array):
-        return np.empty(0, data_type)
-    return np.frombuffer(content, data_type, len(array), array.offset * array.type.bit_width // 8)
 
 
 # Reading
@@ -426,7 +412,7 @@ class PortionFile:
         if missing:
             try:
                 table = self._parquet.read_row_groups(missing, ["tokens"], use_threads=False)
-                tokens = values_of(table.column(0).combine_chunks().values)
+                tokens = table.column(0).combine_chunks().values.to_numpy()
                 stops = np.cumsum([self._ends[n] - self._begin(n) for n in missing])
                 for number, part in zip(missing, np.split(tokens, stops[:-1]), strict=True):
                     if xxhash.xxh3_64_hexdigest(part.data) != self.record.groups[number][1]:
