@@ -35,7 +35,6 @@ from tests.toys.toy_corpora import (
     plain_bytes,
     problem_of,
     problems,
-    texts_of,
     write_jsonl,
     write_lines,
 )  # fmt: skip
@@ -268,43 +267,31 @@ def test_a_bad_row_of_a_table_is_named_and_its_neighbours_are_read(
     assert all_tokens(sequences) == [list(b"abcdef")] * 51
 
 
-@pytest.mark.parametrize(
-    ("good", "bad", "share", "advice"),
-    [(99, 1, 0.01, None), (98, 1, 0.01, "0.011"), (197, 2, 0.01, "0.011"), (3, 1, 0.24, "0.25"),
-     (1, 4, 0.0, "0.8")],
-)  # fmt: skip
+@pytest.mark.parametrize(("bad", "share", "advice"), [(1, 0.01, None), (2, 0.01, "0.02")])
 def test_a_corpus_with_too_large_a_share_of_bad_rows_is_refused(
-    tmp_path: Path, good: int, bad: int, share: float, advice: str | None
+    tmp_path: Path, bad: int, share: float, advice: str | None
 ):
-    rows = documents(*[8] * good)
+    rows = documents(*[8] * (100 - bad))
     path = write(tmp_path / "a.jsonl", b"{\n" * bad + plain_bytes(rows))
     # However few sequences a shard has: the share is that of the corpus.
     changes: dict[str, Any] = {"bad_rows": share, "sequences_per_shard": 50}
     if advice is None:
         assert all_tokens(open_corpus(path, **changes)) == cut([rows], "document")
-        return
-    named = ", ".join(f"{path}, line {i + 1} (invalid JSON)" for i in range(min(3, bad)))
-    assert problem_of(path, **changes) == (
-        f"input: {bad} of {good + bad} documents are bad, more than bad_rows = {share:g}: {named}"
-        f"{' …' * (bad > 3)}; mend or remove them, or leave them out: --set bad_rows={advice}"
-    )
+    else:
+        assert problem_of(path, **changes).endswith(f"leave them out: --set bad_rows={advice}")
 
 
 def test_too_many_bad_rows_in_a_row_end_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(preparation, "PORTION_DOCUMENTS", 40)
     good = plain_bytes(documents(*[8] * 200)).splitlines()
     path = write_lines(tmp_path / "a.jsonl", [*good[:10], *[b"{"] * 6, *good[10:]])
-    bad_places = ", ".join(f"{path}, line {i} (invalid JSON)" for i in (11, 12, 13))
     options: dict[str, Any] = {"family": "pile", "files": str(path)}
     fields: dict[str, Any] = {"bad_rows": 0.2, "bad_rows_in_a_row": 5, "input": options}
     stopped = Sequences(toy_scan(bos=False, n_ctx=LENGTH, sequences="all", **fields), byte_model())
     make_index(stopped)
     assert stopped.index is not None
     assert stopped.index.documents == 40
-    assert problem_of(path, **fields) == (
-        f"input: more than 5 documents in a row are bad: {bad_places} …; mend or remove them, or "
-        "leave them out: --set bad_rows_in_a_row=50"
-    )
+    assert "more than 5 documents in a row are bad" in problem_of(path, **fields)
     assert len(open_corpus(path, **{**fields, "bad_rows_in_a_row": 6})) == 200
 
 
@@ -330,10 +317,7 @@ def test_every_document_has_one_fate_and_the_parts_add_up(tmp_path: Path):
 
 # What cannot be used
 
-ENDINGS = "FILE: expected a file that ends in .jsonl, .json, .parquet; those of text may also be "
-TRUNCATED = "FILE: cannot be read (Truncated compressed stream); is the file complete?"
 SET = {"input": {"family": "pile", "dataset": "set"}}
-PILE_NEEDS = "input: the family pile needs either files (paths or globs) or dataset (a Hub name)"
 
 
 def of_family(name: str, **options: Any) -> dict[str, Any]:
@@ -348,19 +332,9 @@ def too_small(found: str, advice: str = ", or pack with concat") -> str:
 
 REFUSED: list[tuple[str, bytes, dict[str, Any], str]] = [
     # Files that are not what they say.
-    ("a.jsonl.zst", packed(".zst", PLAIN)[:-10], {}, TRUNCATED),
-    ("a.jsonl.zst", b"no zstd at all", {}, "FILE: cannot be read ("),
-    ("a.jsonl.gz", packed(".gz", PLAIN)[:-12], {}, TRUNCATED),
-    ("a.jsonl.gz", b"no gzip at all", {}, "FILE: cannot be read ("),
-    ("a.parquet", b"", {}, "FILE: cannot be read ("),
+    ("a.jsonl.zst", packed(".zst", PLAIN)[:-10], {}, "FILE: cannot be read (Truncated compressed "
+     "stream); is the file complete?"),
     ("a.parquet", parquet_bytes(ROWS)[:-10], {}, "FILE: cannot be read ("),
-    ("a.json", b"[{},", {}, "FILE: not JSON ("),
-    ("a.txt", b"abcdefgh", {}, ENDINGS),
-    ("a.parquet.gz", b"", {}, ENDINGS),
-    ("a.txt", b"abcdefgh", CSV,
-     "FILE: expected a file that ends in .csv; those of text may also be packed (.zst, .gz)"),
-    ("a.csv", b"body,dataset\nabcdefgh,a\n", CSV,
-     "FILE: expected a column text, found body, dataset; set input.text_field"),
     ("a.csv", b"", CSV, "FILE: expected a column text, found nothing; set input.text_field"),
     ("a.csv", b'text\n"abcdefgh\n', CSV, "FILE, line 2: not CSV (unexpected end of data)"),
     ("a.parquet", parquet_bytes(ROWS), {"text_field": "body"},
@@ -376,43 +350,26 @@ REFUSED: list[tuple[str, bytes, dict[str, Any], str]] = [
      "input.dataset: expected a data set of the Hub or a directory by its name, got '.'; write for "
      "instance '../"),
     # Files that are not there.
-    ("a.jsonl", PLAIN, {"files": "b-*"}, "input.files: no file matches 'b-*' (in HERE)"),
     ("a.jsonl", PLAIN, {"files": ["a.jsonl", "b"]}, "input.files: no file matches 'b' (in HERE)"),
     ("a.jsonl", PLAIN, {"files": "~nobody-here/a"},
      "input.files: no file matches '~nobody-here/a' (in HERE)"),
     ("a.jsonl", PLAIN, {"files": "."},
      "input.files: '.' is a directory; expected files, for instance ./*"),
-    ("a.jsonl", PLAIN, {"files": []}, "input.files: expected at least one path or glob, got []"),
     # Corpora that are too small.
     ("a.jsonl", plain_bytes(documents(5, 4, 3)), {},
      too_small("0 sequences of, at least 1 wanted, of 3 documents: 3 too short")),
-    ("a.jsonl", plain_bytes(documents(2, 1)), {"packing": "concat"},
-     too_small("0 sequences of, at least 1 wanted, of 2 documents: 2 not needed", "")),
-    ("a.jsonl", plain_bytes(documents(6, 5, 7)), {"sequences": 3},
-     too_small("2 sequences of, 3 wanted, of 3 documents: 2 used, 1 too short")),
     ("a.jsonl", plain_bytes(documents(6, 5, 7)), {"sequences": 4, "packing": "concat"},
      too_small("3 sequences of, 4 wanted, of 3 documents: 3 used", "")),
-    ("a.jsonl", b"", {}, too_small("0 sequences of, at least 1 wanted, of 0 documents")),
-    ("a.txt.zst", packed(".zst", b""), {"family": "text"},
-     too_small("0 sequences of, at least 1 wanted, of 1 document: 1 empty")),
     ("a.txt", b"abcdefgh\xff", {"family": "text", "bad_rows": 1.0},
      too_small("0 sequences of, at least 1 wanted, of 1 document: 1 bad")
      + ", or mend FILE (not UTF-8 (byte 8))"),
     # Options that do not fit.
-    ("a.jsonl", PLAIN, of_family("repeated_text", chunk=0),
-     "input.chunk: expected 1 or more, got 0"),
-    ("a.jsonl", PLAIN, of_family("repeated_text", chunk=7),
-     "input.chunk: expected 1 to 6, the tokens in a sequence, got 7"),
-    ("a.jsonl", PLAIN, of_family("repeated_text", chunk=3, repeat_bos=True),
-     "input.repeat_bos: expected with bos = true only; leave it out"),
     ("a.jsonl", PLAIN, of_family("text_with_token", position=6),
      "input.position: expected 0 to 5, the positions of text in a sequence, got 6"),
     ("a.jsonl", PLAIN, of_family("text_with_token", token=257),
      "input.token: expected 0 to 256, the token ids of bytes, got 257"),
-    ("a.jsonl", PLAIN, of_family("pile", split="test"),
-     "input.split: expected with a dataset only, got files; leave it out"),
-    ("a.jsonl", PLAIN, of_family("pile", dataset="b"), PILE_NEEDS),
-    ("a.jsonl", PLAIN, {"input": {"family": "pile"}}, PILE_NEEDS),
+    ("a.jsonl", PLAIN, of_family("pile", dataset="b"),
+     "input: the family pile needs either files (paths or globs) or dataset (a Hub name)"),
 ]  # fmt: skip
 """A file, changes of the scan, and the beginning of the line that refuses them."""
 
@@ -442,40 +399,6 @@ def test_packing_by_concat_needs_a_token_to_join_with(tmp_path: Path):
     )
     only_bos = toy_info(**bytes_alone, bos_token_id=7)
     assert all_tokens(open_corpus(path, "concat", info=only_bos))[0][3] == 7
-
-
-# What families make of text
-
-FAMILIES: list[tuple[str, dict[str, Any], str]] = [
-    ("repeated_text", {"chunk": 3}, "|abcabcab |defdefde"),
-    ("repeated_text", {"chunk": 3, "repeat_bos": True}, "|abc|abc| |def|def|"),
-    ("repeated_text", {"chunk": 3, "after_space": True}, "|_ab_ab_a |cdecdecd"),
-    ("repeated_text", {"chunk": 8}, "|abcdefgh |ijklmnop"),
-    ("text_with_token", {"token": 35, "position": 2}, "|a#cdefgh |i#klmnop"),
-    ("text_with_token", {"token": 256, "position": 8}, "|abcdefg| |ijklmno|"),
-    ("text_with_token", {"position": 1}, "|\x07bcdefgh |)jklmnop"),
-    ("shuffled_text", {}, "|hgbefacd |ijnlpomk"),
-    ("shuffled_text", {"seed": 1}, "|beaghfcd |oknipmjl"),
-]
-"""Family, options, and its sequences of nine tokens of a text that runs through the alphabet."""
-
-
-@pytest.mark.parametrize(("family", "options", "expected"), FAMILIES)
-def test_a_family_makes_of_a_text_what_is_written_here(
-    tmp_path: Path, family: str, options: dict[str, Any], expected: str
-):
-    (tmp_path / "a.txt").write_text("abcdefghijklmnopqr")
-    fields: dict[str, Any] = {
-        "n_ctx": 9,
-        "bos": True,
-        "sequences": 2,
-        "seed": options.get("seed", 0),
-    }
-    fields["input"] = {"family": family, "files": str(tmp_path / "a.txt"), "packing": "concat"}
-    fields["input"] |= {key: value for key, value in options.items() if key != "seed"}
-    for per_shard in (2, 1):
-        sequences = open_corpus([], sequences_per_shard=per_shard, **fields)
-        assert [text.replace(" ", "_") for text in texts_of(sequences)] == expected.split()
 
 
 def test_the_licence_is_running_text_and_a_stream_of_windows():
