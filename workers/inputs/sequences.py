@@ -41,10 +41,8 @@ class ShardInput:
     """What a replica needs of a shard: its sequences, and where they came from."""
 
     shard: int
-    start: int
-    """The index of its first sequence in the scan."""
-    tokens: np.ndarray
-    """`[sequence pos]`, int32."""
+    start: int  # the index of its first sequence in the scan
+    tokens: np.ndarray  # `[sequence pos]`, int32
     origin: Origin
     bad_rows: list[str]
     labels: list[list[str]] | None = None

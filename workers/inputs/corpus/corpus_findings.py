@@ -13,11 +13,8 @@ from headcount.workers.inputs.corpus.corpus import PART, Corpus
 from headcount.workers.inputs.corpus.sequence_index import SKIPPED, BadRun, SequenceIndex
 from headcount.workers.inputs.store.token_store import BAD, field_column
 
-LISTED_PARTS = 20
-"""Parts of a corpus that an error message lists."""
-
-NAMED_PROBLEMS = 1000
-"""Bad rows that are named; the others are counted."""
+LISTED_PARTS = 20  # parts of a corpus that an error message lists
+NAMED_PROBLEMS = 1000  # bad rows that are named; the others are counted
 
 
 @dataclass(frozen=True)
@@ -25,8 +22,7 @@ class Findings:
     """What became of the documents of a corpus."""
 
     fates: Fates
-    bad_in_a_row: int
-    """The largest number of bad documents one after the other."""
+    bad_in_a_row: int  # the largest number of bad documents one after the other
     problems: tuple[str, ...]
     """The first bad documents in the order of the files, each with its problem."""
     carried: tuple[int, ...]

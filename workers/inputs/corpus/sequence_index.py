@@ -38,8 +38,7 @@ from headcount.workers.inputs.store.token_store import (
 BLOCKS_IN_MEMORY = 4
 """Blocks of documents that are kept. They hold no tokens. A shard seldom spans more than two."""
 
-SKIPPED = -2
-"""Number of tokens of a document that `skip` leaves out."""
+SKIPPED = -2  # number of tokens of a document that `skip` leaves out
 
 SHUFFLE_STREAM = zlib.crc32(b"shuffle")
 """Keeps the order of shuffled documents apart from what else is drawn with the seed of a scan."""
@@ -52,14 +51,10 @@ Origin = dict[str, list[Any]]
 class PortionPlace(NamedTuple):
     """Where a portion lies in its corpus: what the portions before it hold."""
 
-    first_source: int = 0
-    """Number in the corpus of its extent's first source."""
-    rows_before: int = 0
-    """Rows of that source in earlier extents."""
-    taken_before: int = 0
-    """Documents that `where` selects, bad and skipped ones included."""
-    documents_before: int = 0
-    """All documents; tokens and bad documents are counted likewise."""
+    first_source: int = 0  # number in the corpus of its extent's first source
+    rows_before: int = 0  # rows of that source in earlier extents
+    taken_before: int = 0  # documents that `where` selects, bad and skipped ones included
+    documents_before: int = 0  # all documents; tokens and bad documents are counted likewise
     tokens_before: int = 0
     bad_before: int = 0
 
@@ -94,8 +89,7 @@ class SequenceIndex:
         """Of each portion: identifies its documents and tokens, wherever its files lie."""
         self.places = [PortionPlace()]
         """Of each portion where it lies in the corpus, and of what would come behind the last."""
-        self.ends: list[int] = []
-        """Of each block: how many sequences it has with those before it."""
+        self.ends: list[int] = []  # of each block: how many sequences it has with those before it
         self.unmeasured = 0
         """Tokens at the ends of portions that are left over when joined documents are cut."""
         self.last_documents: int | None = None
@@ -384,11 +378,9 @@ class DocumentBlock:
         self.store = index.store
         self.portions = index.portions
         self.is_joined = index.corpus.packing == "concat"
-        self.length = index.length
-        """Text tokens of a sequence."""
+        self.length = index.length  # text tokens of a sequence
         self.table = table
-        self.others = others
-        """By part: how many documents of the portions `where` does not select."""
+        self.others = others  # by part: how many documents of the portions `where` does not select
         # The number of its portion; its own among all documents of the corpus, in the order of the
         # files; where its tokens begin in its portion.
         self.portion = table["portion"].to_numpy()

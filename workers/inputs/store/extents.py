@@ -35,11 +35,8 @@ PORTION_BYTES = 16 << 20
 are read together up to as many stored bytes.
 """
 
-FILES_IN_EXTENT = 10_000
-"""Small files that are read together at most."""
-
-FILES_AT_ONCE = 16
-"""Files that are opened at once to see where they can be cut."""
+FILES_IN_EXTENT = 10_000  # small files that are read together at most
+FILES_AT_ONCE = 16  # files that are opened at once to see where they can be cut
 
 FILES_WORTH_A_LISTING = 16
 """Files in a directory of a store from which on the directory is listed, 1,000 files a request,
@@ -99,16 +96,12 @@ def _objects_now(urls: list[str]) -> dict[str, tuple[int, int]]:
 class Extent:
     """Consecutive sources of a corpus, or a range of one source."""
 
-    first_source: int
-    """The number of its first source in the corpus."""
-    sources: tuple[Source, ...]
-    """As they were when they were listed."""
+    first_source: int  # the number of its first source in the corpus
+    sources: tuple[Source, ...]  # as they were when they were listed
     start: int = 0
     """Where the range of its only source begins: a byte of the content of lines, or a row."""
-    stop: int | None = None
-    """Where the range ends. None is the end of its last source."""
-    bytes: int = 0
-    """About how many stored bytes it covers."""
+    stop: int | None = None  # Where the range ends. None is the end of its last source.
+    bytes: int = 0  # about how many stored bytes it covers
 
     @cached_property
     def key(self) -> str:
@@ -149,8 +142,7 @@ def extents_of(sources: Sequence[Source]) -> list[Extent]:
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         cuts = dict(zip(large, pool.map(_cuts_of, large), strict=True))
     groups: list[list[Source]] = []
-    room = -1
-    """Bytes of small sources that the last group still takes; negative if it takes none."""
+    room = -1  # bytes of small sources that the last group still takes; negative if it takes none
     for source in sources:
         is_alone = source.kind == "hub" or len(cuts.get(source, ())) > 1
         if is_alone or source.bytes > room or len(groups[-1]) == FILES_IN_EXTENT:

@@ -33,17 +33,13 @@ from headcount.workers.inputs.store.token_store import (
 )
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
-PORTION_LETTERS = 16 << 20
-"""Letters of text with which a portion is full."""
-
-PORTION_DOCUMENTS = 1 << 17
-"""Documents of a portion at most."""
+PORTION_LETTERS = 16 << 20  # letters of text with which a portion is full
+PORTION_DOCUMENTS = 1 << 17  # documents of a portion at most
 
 BATCH_LETTERS = 1 << 20
 """Letters that are tokenised at once for each core, unless a single document has more."""
 
-BATCH_DOCUMENTS = 1 << 12
-"""Documents that are tokenised at once."""
+BATCH_DOCUMENTS = 1 << 12  # documents that are tokenised at once
 
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 """Environment variable that the library tokenizers reads whenever it tokenises."""
@@ -73,8 +69,7 @@ class _Documents:
     def __init__(self, extent: Extent, reading: Reading) -> None:
         self.extent = extent
         self.reading = reading
-        self.rows = 0
-        """Rows of the source that were read, blank lines counted."""
+        self.rows = 0  # rows of the source that were read, blank lines counted
         self._records = self._read()
         self.next = next(self._records, None)
         """The number of the next document's source, where it begins there, its record."""

@@ -33,11 +33,8 @@ from headcount.workers.inputs.store.token_store import (
 
 STORE_NAME = re.compile(r"[0-9a-f]{12}")
 
-LISTED_PROBLEMS = 100
-"""Bad rows of a file that are listed."""
-
-READERS = 16
-"""Portions that are looked at at once: a store of objects answers each request slowly."""
+LISTED_PROBLEMS = 100  # bad rows of a file that are listed
+READERS = 16  # portions that are looked at at once: a store of objects answers each request slowly
 
 
 @dataclass(frozen=True)
@@ -51,10 +48,8 @@ class StoredCorpus:
     documents: int
     tokens: int
     bad: int
-    bytes: int
-    """Of all files in the folder."""
-    changed: datetime | None
-    """When the newest of them was written."""
+    bytes: int  # of all files in the folder
+    changed: datetime | None  # when the newest of them was written
 
 
 @dataclass
@@ -62,16 +57,13 @@ class StoredFile:
     """What a token store holds of one file, of a range of it, or of one part of a data set."""
 
     name: str
-    bytes: int
-    """Its size when it was prepared; 0 for a data set."""
+    bytes: int  # its size when it was prepared; 0 for a data set
     stop: int | None = None
     documents: int = 0
     tokens: int = 0
     bad: int = 0
-    empty: int = 0
-    """Documents without a token."""
-    whole: bool = False
-    """Whether it is prepared from its beginning to its end."""
+    empty: int = 0  # documents without a token
+    whole: bool = False  # whether it is prepared from its beginning to its end
     problems: list[str] = field(default_factory=list[str])
     """The first bad rows, each with its place and what is wrong with it."""
 

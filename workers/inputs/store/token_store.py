@@ -49,17 +49,13 @@ from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
-FORMAT = 3
-"""Version of the layout. A store of another version has another key."""
-
-BAD = -1
-"""Number of tokens of a row that cannot be read."""
+FORMAT = 3  # Version of the layout. A store of another version has another key.
+BAD = -1  # number of tokens of a row that cannot be read
 
 STORE_FILE = "store.json"
 PORTION_FILE = re.compile(r"([0-9a-f]{16})-(\d{5,})(-end)?\.parquet")
 
-SMALL_IDS = 1 << 16
-"""Tokens of a tokenizer whose ids fit into 16 bits."""
+SMALL_IDS = 1 << 16  # tokens of a tokenizer whose ids fit into 16 bits
 
 TOKENS_PER_GROUP = 1 << 15
 """Tokens of a row group, which are decoded in 0.2 ms. A document is never cut."""
@@ -77,10 +73,8 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, pa.Ar
 class Portion(NamedTuple):
     """A committed portion. It never changes."""
 
-    extent: str
-    """The key of its extent."""
-    number: int
-    """Among the portions of that extent."""
+    extent: str  # the key of its extent
+    number: int  # among the portions of that extent
     is_last: bool
 
     @property
@@ -95,12 +89,9 @@ class TokenStore:
 
     folder: Place
     reading: Reading
-    tokenizer: str
-    """Fingerprint of the tokenizer."""
-    library: str
-    """The library that applies the tokenizer, and its version."""
-    d_vocab: int
-    """One more than the largest token id of the tokenizer."""
+    tokenizer: str  # fingerprint of the tokenizer
+    library: str  # the library that applies the tokenizer, and its version
+    d_vocab: int  # one more than the largest token id of the tokenizer
 
     @classmethod
     def of(cls, corpora: Place, tokenizer: TextTokenizer, reading: Reading) -> TokenStore:
@@ -212,19 +203,15 @@ class PortionRecord:
     store: str
     extent: str
     number: int
-    documents: int
-    """Bad ones included."""
+    documents: int  # bad ones included
     tokens: int
     bad: int
-    rows: int
-    """Rows of its last source that the extent has up to here, blank lines counted."""
-    start: int
-    """Where the extent begins in its only source, as `Extent.start`."""
+    rows: int  # rows of its last source that the extent has up to here, blank lines counted
+    start: int  # where the extent begins in its only source, as `Extent.start`
     stop: int | None
     files: dict[str, tuple[str, str, int, int]]
     """By number within the extent: kind, path or address, bytes, and when it was changed last."""
-    digest: str
-    """Of the columns that say where a document comes from."""
+    digest: str  # of the columns that say where a document comes from
     groups: tuple[tuple[int, str], ...]
     """Of each row group: the token at which it ends, and a digest of its tokens."""
 
