@@ -14,8 +14,9 @@ import copy
 import json
 import zlib
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ import pyarrow as pa
 import xxhash
 
 from headcount.schemas.errors import printable
+from headcount.schemas.files.document_fates import FATES, OTHER, Fates
 from headcount.schemas.files.tables import carried_name
 from headcount.workers.inputs.corpus.corpus import PART, Corpus
 from headcount.workers.inputs.corpus.documents import as_text, is_one_of
@@ -38,6 +40,7 @@ from headcount.workers.inputs.store.token_store import (
 BLOCKS_IN_MEMORY = 4
 """Blocks of documents that are kept. They hold no tokens. A shard seldom spans more than two."""
 
+NAMED_PROBLEMS = 1000  # bad rows that are named; the others are counted
 SKIPPED = -2  # number of tokens of a document that `skip` leaves out
 
 SHUFFLE_STREAM = zlib.crc32(b"shuffle")
@@ -57,6 +60,28 @@ class PortionPlace(NamedTuple):
     documents_before: int = 0  # all documents; tokens and bad documents are counted likewise
     tokens_before: int = 0
     bad_before: int = 0
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What became of the documents of a corpus."""
+
+    fates: Fates
+    bad_in_a_row: int  # the largest number of bad documents one after the other
+    problems: tuple[str, ...]
+    """The first bad documents in the order of the files, each with its problem."""
+    carried: tuple[int, ...]
+    """For each field that is carried into `sequences`: how many documents have it."""
+
+    @property
+    def bad(self) -> int:
+        """How many documents are bad."""
+        return self.fates.all.get("bad", 0)
+
+    @property
+    def documents(self) -> int:
+        """How many documents were read, those that `where` does not select included."""
+        return sum(self.fates.all.values())
 
 
 class SequenceIndex:
@@ -334,6 +359,51 @@ class SequenceIndex:
         """A bad document, with its place and its problem."""
         place = self.corpus.sources[block.source[document]].place_of(int(block.row[document]))
         return f"{place} ({printable(block.table['problem'][document].as_py() or '')})"
+
+    def findings(self, sequences: int) -> Findings:
+        """What became of the documents, in a run of the first `sequences`."""
+        index = self.up_to(sequences) if sequences < len(self) else self
+        corpus = self.corpus
+        sequences_left = sequences
+        fates: dict[str, Counter[str]] = defaultdict(Counter)
+        bad_run = BadRun()
+        problems: list[str] = []
+        carried = np.zeros(len(corpus.choice.columns), np.int64)
+        for number in range(len(index.ends)):
+            block = index.block(number)
+            # For each document the position of its fate in `FATES`. Later lines overrule earlier
+            # ones: an empty document between two used ones is empty.
+            n_tokens = block.n_tokens
+            fate = np.full(len(block), FATES.index("not needed"))
+            if corpus.packing == "document":
+                fate[n_tokens < block.length] = FATES.index("too short")
+                fate[block.long_documents[:sequences_left]] = FATES.index("used")
+            else:
+                used_end = min(sequences_left, block.sequences) * block.length
+                fate[block.begins_of(np.arange(len(block))) < used_end] = FATES.index("used")
+            fate[n_tokens == 0] = FATES.index("empty")
+            fate[n_tokens == BAD] = FATES.index("bad")
+            fate[n_tokens == SKIPPED] = FATES.index("skipped")
+            sequences_left = max(0, sequences_left - block.sequences)
+            # Documents that do not say their part count under the empty name.
+            parts = block.table[PART].fill_null("").combine_chunks().dictionary_encode()
+            counts = np.zeros((len(parts.dictionary), len(FATES)), np.int64)
+            np.add.at(counts, (parts.indices.to_numpy(), fate), 1)
+            for name, of_part in zip(parts.dictionary.to_pylist(), counts.tolist(), strict=True):
+                fates[name] += Counter(dict(zip(FATES, of_part, strict=True)))
+            for name, count in block.others.items():
+                fates[name][OTHER] += count
+            # In the order of the files, even if the documents are shuffled.
+            bad_documents = np.flatnonzero(n_tokens == BAD)
+            bad_documents = bad_documents[np.argsort(block.position[bad_documents])]
+            bad_run.add(block.position[bad_documents])
+            room = NAMED_PROBLEMS - len(problems)
+            problems += [index.problem_of(block, i) for i in bad_documents[:room].tolist()]
+            for i, column in enumerate(corpus.choice.columns):
+                carried[i] += len(block) - block.table[field_column(column)].null_count
+        return Findings(
+            Fates.of_parts(fates), bad_run.longest, tuple(problems), tuple(carried.tolist())
+        )
 
 
 class BadRun:
