@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from headcount.schemas.errors import ModelError, ScanError
-from headcount.workers.inputs import INPUTS
+from headcount.schemas.errors import ModelError
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store import preparation
 from tests.toys.refusals import refused
@@ -43,7 +42,6 @@ from tests.toys.toy_corpora import (
 from tests.toys.toy_models import BYTE_BOS, toy_info, toy_scan
 
 PACKINGS = ("document", "concat")
-CSV = {"family": "csv_texts"}
 ROWS = documents(3, 6, 20, 1, 5, 8, 9, 30)
 
 
@@ -317,80 +315,6 @@ def test_every_document_has_one_fate_and_the_parts_add_up(tmp_path: Path):
     assert fates_of(open_corpus(path, bad_rows=0.2)).all == everything
 
 
-# What cannot be used
-
-SET = {"input": {"family": "pile", "dataset": "set"}}
-
-
-def of_family(name: str, **options: Any) -> dict[str, Any]:
-    return {"input": {"family": name, "files": "a.jsonl"} | options}
-
-
-def too_small(found: str, advice: str = ", or pack with concat") -> str:
-    packing = "document" if advice else "concat"
-    found = found.replace(" of", f" of 6 tokens of text ({packing} packing)", 1)
-    return f"input: the corpus holds {found}; lower n_ctx or sequences{advice}"
-
-
-REFUSED: list[tuple[str, bytes, dict[str, Any], str]] = [
-    # Files that are not what they say.
-    ("a.jsonl.zst", packed(".zst", PLAIN)[:-10], {}, "FILE: cannot be read (Truncated compressed "
-     "stream); is the file complete?"),
-    ("a.parquet", parquet_bytes(ROWS)[:-10], {}, "FILE: cannot be read ("),
-    ("a.csv", b"", CSV, "FILE: expected a column text, found nothing; set input.text_field"),
-    ("a.csv", b'text\n"abcdefgh\n', CSV, "FILE, line 2: not CSV (unexpected end of data)"),
-    ("a.parquet", parquet_bytes(ROWS), {"text_field": "body"},
-     "FILE: expected a column body, found id, text, meta; set input.text_field"),
-    # Data sets.
-    ("set/0.jsonl", b'{"text": "abcdefgh"}\n{"text": \n', SET,
-     "data set 'set', split 'train': cannot be read further than "),
-    ("set/0.jsonl", b'{"body": "abcdefgh"}\n', SET,
-     "data set 'set': expected a column text, found body; set input.text_field"),
-    ("a", b"", {"input": {"family": "pile", "dataset": "./absent"}},
-     "data set './absent', split 'train': cannot be opened ("),
-    ("0.jsonl", PLAIN, {"input": {"family": "pile", "dataset": "."}},
-     "input.dataset: expected a data set of the Hub or a directory by its name, got '.'; write for "
-     "instance '../"),
-    # Files that are not there.
-    ("a.jsonl", PLAIN, {"files": ["a.jsonl", "b"]}, "input.files: no file matches 'b' (in HERE)"),
-    ("a.jsonl", PLAIN, {"files": "~nobody-here/a"},
-     "input.files: no file matches '~nobody-here/a' (in HERE)"),
-    ("a.jsonl", PLAIN, {"files": "."},
-     "input.files: '.' is a directory; expected files, for instance ./*"),
-    # Corpora that are too small.
-    ("a.jsonl", plain_bytes(documents(5, 4, 3)), {},
-     too_small("0 sequences of, at least 1 wanted, of 3 documents: 3 too short")),
-    ("a.jsonl", plain_bytes(documents(6, 5, 7)), {"sequences": 4, "packing": "concat"},
-     too_small("3 sequences of, 4 wanted, of 3 documents: 3 used", "")),
-    ("a.txt", b"abcdefgh\xff", {"family": "text", "bad_rows": 1.0},
-     too_small("0 sequences of, at least 1 wanted, of 1 document: 1 bad")
-     + ", or mend FILE (not UTF-8 (byte 8))"),
-    # Options that do not fit.
-    ("a.jsonl", PLAIN, of_family("text_with_token", position=6),
-     "input.position: expected 0 to 5, the positions of text in a sequence, got 6"),
-    ("a.jsonl", PLAIN, of_family("text_with_token", token=257),
-     "input.token: expected 0 to 256, the token ids of bytes, got 257"),
-    ("a.jsonl", PLAIN, of_family("pile", dataset="b"),
-     "input: the family pile needs either files (paths or globs) or dataset (a Hub name)"),
-]  # fmt: skip
-"""A file, changes of the scan, and the beginning of the line that refuses them."""
-
-
-@pytest.mark.parametrize(("name", "content", "changes", "line"), REFUSED)
-def test_what_cannot_be_read_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    content: bytes,
-    changes: dict[str, Any],
-    line: str,
-):
-    monkeypatch.chdir(tmp_path)
-    path = write(tmp_path / name, content)
-    told = problem_of(**{"files": path} | changes)
-    assert told.startswith(line.replace("FILE", str(path)).replace("HERE", str(tmp_path)))
-
-
 def test_packing_by_concat_needs_a_token_to_join_with(tmp_path: Path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     bytes_alone = {"path": byte_model().path, "d_vocab": 257, "eos_token_id": None}
@@ -501,13 +425,6 @@ def test_bad_rows_keep_their_problem_in_another_order(tmp_path: Path):
     assert problems(sequences) == expected
     bad = [row for i in range(sequences.shards) for row in sequences.shard(i).bad_rows]
     assert sorted(bad) == sorted(expected)
-
-
-@pytest.mark.parametrize("columns", [["a b", "A_b"], ["id", "id"]])
-def test_two_fields_are_not_carried_into_one_column(columns: list[str]):
-    told = refused(ScanError, INPUTS["pile"].check, {"files": "a.jsonl", "columns": columns})
-    first, second = map(repr, columns)
-    assert told.startswith(f"input.columns: {first} and {second} are both the column doc_")
 
 
 def test_a_field_of_any_type_is_carried_as_text(tmp_path: Path):

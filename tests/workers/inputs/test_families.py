@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 import headcount
 from headcount.reproduce.replication import replications
-from headcount.schemas.errors import HeadcountError, ModelError, ScanError
+from headcount.schemas.errors import HeadcountError, ScanError
 from headcount.workers.inputs import Draw, InputFamily, Labelled
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_text
 from headcount.workers.inputs.families import sentences
@@ -146,13 +146,6 @@ def test_what_a_family_returns_wrong_is_one_line(tokens: int, labels: dict[Any, 
     assert told.startswith(f"input family toy: {message}")
 
 
-def test_a_model_without_a_bos_token_cannot_begin_sequences_with_one():
-    info = toy_info(bos_token_id=None)
-    told = "toy names no beginning-of-sequence token; set bos = false"
-    assert refused(ModelError, Sequences, toy_scan(), info) == told
-    assert shard_of(info=info, bos=False).tokens.shape == (4, 9)
-
-
 def test_labels_stand_beside_the_tokens_in_the_sequences_table(tmp_path: Path):
     labels = ["", "", "A", "B", "", "", "", "", "A", "C", "", "", "A"]
     fields = {"model": "bundled:attn-only-2l-mini", "statistics": ["sink_mass"], "sequences": 3}
@@ -220,8 +213,6 @@ def test_bad_rows_are_not_counted_but_named():
     assert refused(ScanError, sequences.shard, 0) == (
         "input: the corpus has no ordinary token from low = 200 on; widen low and high"
     )
-    with pytest.raises(ScanError, match="got 'all'; the family unigram_text has no end"):
-        open_corpus([], input=options)
 
 
 @pytest.mark.long

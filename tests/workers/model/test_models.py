@@ -256,11 +256,7 @@ def test_truncation_and_padding_of_the_tokenizer_file_are_off(shelf: toy.Shelf, 
     assert TextTokenizer(path, 257).encode_many(["abcdef", "a"]) == [list(b"abcdef"), list(b"a")]
 
 
-def test_a_tokenizer_that_is_none_or_missing_is_named(shelf: toy.Shelf, tmp_path: Path):
-    told = refused(ModelError, TextTokenizer, shelf.path("gpt2"), 61)
-    assert told.endswith(
-        ": no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)"
-    )
+def test_a_tokenizer_that_is_none_is_named(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
     told = refused(ModelError, TextTokenizer, tmp_path, 61)
     assert told.startswith(f"{tmp_path}/tokenizer.json: not a tokenizer (")
