@@ -87,44 +87,33 @@ class Sequences:
         low, high, token = options.get("low", 0), options.get("high"), options.get("token")
         end, position = info.d_vocab if high is None else high, options.get("position")
         ids, first = f"0 to {info.d_vocab - 1}, the token ids of {info.name}", int(scan.bos)
-        # What is wrong, and how it is said. The first one counts.
-        problems: list[tuple[bool, str]] = [
-            (
-                scan.n_ctx > info.n_ctx,
-                f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}",
+        has_position = position is not None
+        # How it is said, and whether it is wrong. The first one counts.
+        problems = {
+            f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}": (
+                scan.n_ctx > info.n_ctx
             ),
-            (
-                bool(options.get("repeat_bos")) and not scan.bos,
-                "input.repeat_bos: expected with bos = true only; leave it out",
+            "input.repeat_bos: expected with bos = true only; leave it out": (
+                options.get("repeat_bos") and not scan.bos
             ),
-            (low >= info.d_vocab, f"input.low: expected {ids}, got {low}"),
-            (
-                end > info.d_vocab,
-                f"input.high: expected 1 to {info.d_vocab}, the tokens of {info.name}, got {high}",
+            f"input.low: expected {ids}, got {low}": low >= info.d_vocab,
+            f"input.high: expected 1 to {info.d_vocab}, the tokens of {info.name}, got {high}": (
+                end > info.d_vocab
             ),
-            (low >= end, f"input.low: expected less than high = {high}, got {low}"),
-            (
-                position is not None and token is not None and token >= info.d_vocab,
-                f"input.token: expected {ids}, got {token}",
+            f"input.low: expected less than high = {high}, got {low}": low >= end,
+            f"input.token: expected {ids}, got {token}": (
+                has_position and token is not None and token >= info.d_vocab
             ),
-            (
-                position is not None and not first <= position < scan.n_ctx,
-                f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in "
-                f"a sequence, got {position}",
-            ),
-            (
-                self.length < 1,
-                f"n_ctx: {scan.n_ctx} leaves no room for a token beside the "
-                "beginning-of-sequence token",
-            ),
+            f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in a "
+            f"sequence, got {position}": has_position and not first <= position < scan.n_ctx,
+            f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
+            "token": self.length < 1,
             # A corpus can be read to its end. What is drawn has none.
-            (
-                self.is_drawn and scan.sequences == "all",
-                "sequences: expected a number, got 'all'; the family "
-                f"{self.family.name} has no end",
+            f"sequences: expected a number, got 'all'; the family {self.family.name} has no end": (
+                self.is_drawn and scan.sequences == "all"
             ),
-        ]
-        for is_wrong, problem in problems:
+        }
+        for problem, is_wrong in problems.items():
             if is_wrong:
                 raise ScanError(problem)
         for key in ("files", "text"):
@@ -330,9 +319,7 @@ class Sequences:
         return tokens
 
     def _with_bos(self, sequences: ArrayLike) -> np.ndarray:
-        """A new array of sequences, with the beginning-of-sequence token in front if the scan asks
-        for it.
-        """
+        """A new array of sequences, each behind the token that the scan begins them with."""
         tokens = np.array(sequences, np.int32)
         bos = self.info.bos_token_id if self.scan.bos else None
         return tokens if bos is None else np.insert(tokens, 0, bos, axis=1)

@@ -151,10 +151,7 @@ class Corpus:
     and cut.
     """
     tokens_shuffled: bool = False  # whether the tokens of every sequence are permuted
-    chunk: int | None = None
-    """How many tokens of text are repeated to make a sequence. None means that nothing is
-    repeated.
-    """
+    chunk: int | None = None  # tokens of text that are repeated to make a sequence; None if none
     repeat_bos: bool = False
     """Whether the beginning-of-sequence token stands before every copy of the chunk."""
     before: str = ""  # what is put before every text

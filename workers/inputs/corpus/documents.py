@@ -268,10 +268,7 @@ def _read_lines(source: Source, start: int, end: int | None) -> Iterator[Record]
 
 
 def _next_line(file: io.BufferedReader, offset: int) -> tuple[bytes | Problem, int]:
-    """A line and the byte behind it; a problem if it is blank or too long.
-
-    A line that is too long is never held whole.
-    """
+    """A line and the byte behind it; a problem if it is blank, or too long to be held whole."""
     line = file.readline(LARGEST_RECORD + 1)
     offset += len(line)
     if len(line) <= LARGEST_RECORD:

@@ -85,10 +85,7 @@ class Findings:
 
 
 class SequenceIndex:
-    """Sequences `0 .. len-1` of the portions that were added, in the order of the corpus.
-
-    They are read in any order, and fastest one after the other.
-    """
+    """Sequences `0 .. len-1` of the portions that were added, in the order of the corpus."""
 
     def __init__(
         self,
@@ -291,10 +288,7 @@ class SequenceIndex:
         return DocumentBlock(self, table, others)
 
     def _in_blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The blocks of some sequences, each with the numbers in it of the first and the last.
-
-        The last is one behind.
-        """
+        """The blocks of some sequences, each with its first one and the one behind its last."""
         while start < stop:
             number = bisect_right(self.ends, start)
             before = self.ends[number - 1] if number else 0

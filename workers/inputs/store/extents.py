@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,8 +23,6 @@ from headcount.schemas.errors import CorpusError, printable
 from headcount.schemas.files.places import StorePath, open_whole, place, reason
 from headcount.workers.inputs.corpus.documents import (
     CHANGED,
-    Reading,
-    Record,
     Source,
     hub_version,
     refusing_unreadable,
@@ -122,17 +120,6 @@ class Extent:
         for source, now in zip(self.sources, sources_now(self.sources), strict=True):
             if source != now:
                 raise CorpusError(f"{printable(source.name)}: {CHANGED}")
-
-    def records(self, reading: Reading) -> Iterator[tuple[int, Record]]:
-        """The records in order, blank lines too, each with the number of its source here."""
-        try:
-            for number, source in enumerate(self.sources):
-                for record in source.records(reading, self.start, self.stop):
-                    yield number, record
-        except CorpusError:
-            # A file that changed is often unreadable first. What changed it is the better reason.
-            self.check_unchanged()
-            raise
 
 
 def extents_of(sources: Sequence[Source]) -> list[Extent]:

@@ -75,17 +75,22 @@ class _Documents:
         """The number of the next document's source, where it begins there, its record."""
 
     def _read(self) -> Iterator[tuple[int, int, Record]]:
-        begin, source = self.extent.start, 0
-        for number, record in self.extent.records(self.reading):
-            if number != source:
-                source, begin = number, 0
-            elif begin == self.extent.start > 0 and isinstance(record.content, bytes):
-                # The first line of a range begins somewhere behind the range's first byte.
-                begin = record.stop - len(record.content)
-            self.rows = record.row + 1
-            if record.content is not BLANK:
-                yield number, begin, record
-            begin = record.stop
+        extent = self.extent
+        try:
+            for number, source in enumerate(extent.sources):
+                begin = extent.start
+                for record in source.records(self.reading, extent.start, extent.stop):
+                    if begin == extent.start > 0 and isinstance(record.content, bytes):
+                        # The first line of a range begins somewhere behind the range's first byte.
+                        begin = record.stop - len(record.content)
+                    self.rows = record.row + 1
+                    if record.content is not BLANK:
+                        yield number, begin, record
+                    begin = record.stop
+        except CorpusError:
+            # A file that changed is often unreadable first. What changed it is the better reason.
+            extent.check_unchanged()
+            raise
 
     def skip(self, documents: int) -> None:
         """Go past some documents without parsing them."""
@@ -175,10 +180,7 @@ def is_whole(committed: dict[int, Portion]) -> bool:
 
 
 def damaged_portions(store: TokenStore, extent: Extent) -> dict[Portion, str]:
-    """The portions of an extent that do not hold what they should, each with what is wrong.
-
-    All texts are read again, but none is tokenised.
-    """
+    """The portions of an extent that differ from its texts, which are read again, and how."""
     # Nothing that is already decoded: the files themselves are looked at.
     forget_open_files()
     documents = _Documents(extent, store.reading)
