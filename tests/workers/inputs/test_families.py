@@ -45,6 +45,8 @@ FILES = {
     # a 4, b 3, and ' ', c, d once; after a: b twice, c, d once; after b: a twice; 'd' is followed
     # by ' ', ' ' by b.
     "tiny.txt": "abacabad b",
+    # The triggers a and b follow each other; c is followed by a, b twice, and d.
+    "pairs.txt": "abababacacbcdcb",
 }
 
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
@@ -202,7 +204,7 @@ def test_a_text_is_known_to_the_manifest_by_its_name_and_content():
 
 def test_bad_rows_are_not_counted_but_named():
     Path("counted.jsonl").write_text("\n".join([*COUNTED, "{\n"]))
-    options = {"family": "unigram_text", "files": "counted.jsonl"}
+    options: dict[str, Any] = {"family": "unigram_text", "files": "counted.jsonl"}
     # More sequences than documents: there is no end of them.
     sequences = open_corpus([], n_ctx=16, sequences=7, seed=1, bad_rows=1.0, input=options)
     (case,) = (case for case in CASES if case[0] == "unigram_text" and len(case[2]) == 1)
@@ -290,7 +292,7 @@ def test_the_bundled_table_is_the_card_s_and_its_draws_never_change():
 @pytest.mark.parametrize("variant", ["backcopy", "markov", "dormant_markov", "interpolate"])
 @shakespeare
 def test_every_variant_follows_its_oracle(variant: str):
-    mix = {"mix": 0.3} if variant == "interpolate" else {}
+    mix: dict[str, Any] = {"mix": 0.3} if variant == "interpolate" else {}
     shard = backcopy(str(SHAKESPEARE), 257, variant=variant, sequences=400, **mix)
     tokens = shard.tokens[:, 1:]
     triggered = np.array(shard.labels)[:, 1:] == "trigger"
