@@ -130,11 +130,11 @@ def stored_files(folder: Place) -> list[StoredFile]:
         start, files = 0, {}
         for _, portion in sorted(portions.items()):
             file = open_portion(store, portion)
-            start = file.record.start
+            start, documents = file.record.start, file.documents()
             for number, (kind, name, size, changed) in file.record.files.items():
                 files[int(number)] = kind, name, size, changed
                 part = parts.setdefault(int(number), StoredFile(name, size, file.record.stop))
-                _add_documents(part, file.documents(), int(number), kind, start)
+                _add_documents(part, documents, int(number), kind, start)
         for number, part in parts.items():
             # A source is read to its end if a later one is begun.
             part.whole = is_whole(portions) or number < max(parts)
