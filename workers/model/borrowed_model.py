@@ -29,7 +29,7 @@ from headcount.workers.model.attention_check import (
 from headcount.workers.model.attention_layers import own_attention
 from headcount.workers.model.bare_modules import find_modules
 from headcount.workers.model.files.loading import bridgeable, model_of, modules_of_bridge
-from headcount.workers.model.files.model_info import ModelInfo, shape_of
+from headcount.workers.model.files.model_info import SHAPE, ModelInfo, shape_of
 from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
 DEVICES = ("cpu", "cuda")  # kinds of devices that are measured on
@@ -41,9 +41,6 @@ WRAPPERS = ("_orig_mod", "module")  # where compilers and data parallelism keep 
 
 PATCHES = ("forward", "_original_forward", "_old_forward")
 """Attributes by which libraries replace the `forward` of one module, for example to cast it."""
-
-BRIDGE_SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
-"""Fields of a bridge's config that say the model's shape."""
 
 MERGED_MODULE = "unload_and_optionally_merge_module"
 """PEFT's method of modules that choose among several, for example among trained embeddings."""
@@ -283,7 +280,7 @@ def _of_bridge(bridge: Any) -> Model:  # noqa: ANN401 - TransformerBridge is imp
             f"model: expected a TransformerBridge in float32 or float64, got {names}; pass the "
             "model of transformers, whose weights are copied, or bridge.float()"
         )
-    shape: dict[str, Any] = {name: int(getattr(bridge.cfg, name)) for name in BRIDGE_SHAPE}
+    shape: dict[str, Any] = {name: int(getattr(bridge.cfg, name)) for name in SHAPE}
     name = str(bridge.cfg.model_name)
     info = ModelInfo(name, name, "bridge", "", **shape, bos_token_id=None, eos_token_id=None)
     with _evaluating(bridge):

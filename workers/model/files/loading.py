@@ -28,7 +28,7 @@ from headcount.workers.model.attention_modules import take_over_modules
 from headcount.workers.model.bare_modules import find_blocks, find_modules
 from headcount.workers.model.files.model_info import (
     LEGACY_PLAIN,
-    LEGACY_SHAPE,
+    SHAPE,
     ModelInfo,
     weight_files,
 )
@@ -37,7 +37,7 @@ from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-LEGACY_FIELDS = (*LEGACY_SHAPE, "act_fn", "attn_only", "final_rms", "eps")
+LEGACY_FIELDS = (*SHAPE, "act_fn", "attn_only", "final_rms", "eps")
 """Fields of a legacy config.json that have the same name in TransformerLens's config of today."""
 
 STORED_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
 """What is downloaded of a model. Pickled weights are not, except those of legacy models."""
 
-LEGACY_SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
-"""Fields of a legacy config.json that say the model's shape."""
+SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
+"""Fields of a config of TransformerLens, also of a legacy config.json, that say a model's shape."""
 
 LEGACY_PLAIN = {
     "positional_embedding_type": "standard",
@@ -301,13 +301,13 @@ def _d_head(config: PretrainedConfig, shape: dict[str, Any], where: str) -> int:
 
 
 def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    missing = [name for name in LEGACY_SHAPE if not isinstance(config.get(name), int)]
+    missing = [name for name in SHAPE if not isinstance(config.get(name), int)]
     if missing:
         raise ModelError(
             f"{path}/config.json: has neither model_type (Hugging Face) nor {', '.join(missing)} "
             "(legacy TransformerLens)"
         )
-    shape = {name: config[name] for name in LEGACY_SHAPE}
+    shape = {name: config[name] for name in SHAPE}
     _check_positive(f"{path}/config.json", shape)
     bos_of_tokenizer = TOKENIZER_BOS.get(str(config.get("tokenizer_name")))
     bos = config.get("bos_token_id", bos_of_tokenizer)
