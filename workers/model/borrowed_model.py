@@ -85,8 +85,13 @@ class BorrowedModel:
 def unwrapped(model: object) -> nn.Module:
     """The model inside what wraps it; refused if it is no model."""
     inner = model
-    while (name := _wrapped_name(inner)) is not None:
-        inner = getattr(inner, name)
+    while isinstance(inner, nn.Module):
+        # What has a config of its own is a model, which only a compiler can have inside.
+        names = WRAPPERS if getattr(inner, "config", None) is None else WRAPPERS[:1]
+        wrapped = [getattr(inner, name, None) for name in names]
+        if (module := next((w for w in wrapped if isinstance(w, nn.Module)), None)) is None:
+            break
+        inner = module
     # An adapted model, as the library PEFT makes it. It is told by its methods, so that nothing
     # imports PEFT here.
     if isinstance(inner, nn.Module) and hasattr(inner, "get_base_model"):
@@ -105,15 +110,6 @@ def unwrapped(model: object) -> nn.Module:
         "model: expected a loaded causal language model of transformers or a "
         f"TransformerBridge, got {type(model).__name__}"
     )
-
-
-def _wrapped_name(wrapper: object) -> str | None:
-    for name in WRAPPERS:
-        is_wrapper = name == "_orig_mod" or getattr(wrapper, "config", None) is None
-        has_module = isinstance(getattr(wrapper, name, None), nn.Module)
-        if isinstance(wrapper, nn.Module) and is_wrapper and has_module:
-            return name
-    return None
 
 
 def borrow(modules: nn.Module) -> BorrowedModel:
