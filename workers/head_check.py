@@ -43,6 +43,8 @@ SEARCHED_SEED, JUDGED_SEED = 1, 2
 judged. Scores are measured with seed 0 by default.
 """
 
+KVHead = tuple[int, int]  # a layer, and one of its heads of keys and values
+
 SCHEMA = pa.schema(
     [
         ("kept_whole", pa.string()),
@@ -54,13 +56,6 @@ SCHEMA = pa.schema(
         ("cache_percent", pa.float64()),
     ]
 )
-
-
-class KVHead(NamedTuple):
-    """A head of keys and values."""
-
-    layer: int
-    kv_head: int
 
 
 class Question(NamedTuple):
@@ -112,7 +107,7 @@ class HeadTrial:
             )
         self.n_kv_heads = self.info.n_kv_heads or self.info.n_heads
         self.kv_heads = tuple(
-            KVHead(layer, kv_head)
+            (layer, kv_head)
             for layer in self.info.attention_layers_or_all
             for kv_head in range(self.n_kv_heads)
         )
@@ -122,7 +117,7 @@ class HeadTrial:
 
     def table(
         self,
-        heads: Collection[tuple[int, int]],
+        heads: Collection[KVHead],
         random_seeds: Sequence[int] = (0, 1, 2),
         seed: int = 0,
     ) -> pa.Table:
@@ -135,11 +130,11 @@ class HeadTrial:
         `cache_percent` is what is kept of a full cache of `n_ctx` tokens.
         """
         questions = self._questions(seed)
-        chosen = tuple(sorted({KVHead(*head) for head in heads}))
-        for head in chosen:
-            if head not in self.kv_heads:
+        chosen = tuple(sorted({*heads}))
+        for layer, kv_head in chosen:
+            if (layer, kv_head) not in self.kv_heads:
                 raise ScanError(
-                    f"check: KV head {head.kv_head} of layer {head.layer}: {self.info.name} has "
+                    f"check: KV head {kv_head} of layer {layer}: {self.info.name} has "
                     f"{counted(self.info.n_layers, 'layer')} of "
                     f"{counted(self.n_kv_heads, 'KV head')}"
                 )
@@ -162,7 +157,7 @@ class HeadTrial:
             rows.append(dict(zip(SCHEMA.names, values, strict=True)))
         return pa.Table.from_pylist(rows, schema=SCHEMA)
 
-    def fewest(self, ranked_heads: Sequence[tuple[int, int]], seed: int = 0) -> int:
+    def fewest(self, ranked_heads: Sequence[KVHead], seed: int = 0) -> int:
         """How many of ranked heads are enough: the smallest number with which nothing is lost.
 
         At most `MOST_STEPS` numbers are tried. Heads that the model lacks change nothing.
@@ -172,8 +167,8 @@ class HeadTrial:
         step = -(-len(ranked_heads) // MOST_STEPS)
         # Not by halving: more heads may lose more, as L2H3 of gpt2-mini does beside ten others.
         for kept in range(0, len(ranked_heads), step):
-            heads = {KVHead(*head) for head in ranked_heads[:kept]} & {*self.kv_heads}
-            answers = self._answers(tuple(sorted(heads)), questions)
+            heads = sorted({*ranked_heads[:kept]} & {*self.kv_heads})
+            answers = self._answers(tuple(heads), questions)
             if answers.loses_nothing(full, SEARCHED_TOLERANCE):
                 return kept
         return len(ranked_heads)
@@ -216,7 +211,7 @@ class HeadTrial:
     def _cache_percent(self, kept_heads: tuple[KVHead, ...]) -> float:
         full = kept = 0
         for head in self.kv_heads:
-            facts = self.replica.model.facts(head.layer)
+            facts = self.replica.model.facts(head[0])
             # A layer with a window never keeps more than it.
             keys = self.n_ctx if facts is None else window_of(facts, self.n_ctx)
             full += keys

@@ -40,6 +40,7 @@ def prepare_process(threads: int | None = None) -> None:
     # take 0.4 s, and not every process loads a model.
     logging.getLogger("transformer_lens").setLevel(logging.ERROR)
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["DATASETS_VERBOSITY"] = "critical"  # What it calls an error it also raises.
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if "huggingface_hub" in sys.modules:
         # It has read its variable already, so both libraries are told.

@@ -8,10 +8,9 @@ of text names a corpus, and its documents become sequences in these steps:
    extent as records, and makes documents of them.
 3. `preparation` tokenises the documents of an extent, and commits them in portions to the
    `token_store`. That is done once for all scans of these files.
-4. `sequence_index` chooses the documents of each portion, says where each sequence lies in them,
-   and reads any sequence.
-5. `corpus_findings` says what became of each document.
-6. `sequences` hands out shards of a scan, whichever the family.
+4. `sequence_index` chooses the documents of each portion, says where each sequence lies in them and
+   what became of each document, and reads any sequence.
+5. `sequences` hands out shards of a scan, whichever the family.
 """
 
 from headcount.schemas.registry import import_files

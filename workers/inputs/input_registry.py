@@ -24,8 +24,7 @@ from headcount.schemas.scans.scan import Scan
 from headcount.schemas.scans.values import Count, TokenId
 from headcount.workers.inputs.corpus.corpus import Corpus, Tokenizer, choice
 
-CHOICE = options_of(choice)
-"""Options that every family of text has."""
+CHOICE = options_of(choice)  # options that every family of text has
 
 
 def token_range(*, low: TokenId = 0, high: Count | None = None) -> None:
@@ -73,12 +72,9 @@ class Draw:
     """What one synthetic sequence is made from."""
 
     rng: np.random.Generator
-    length: int
-    """Tokens to return: n_ctx, less the beginning-of-sequence token."""
-    ordinary: np.ndarray
-    """Token ids of the vocabulary without the special tokens."""
-    sequence: int
-    """Index of the sequence in the scan."""
+    length: int  # tokens to return: n_ctx, less the beginning-of-sequence token
+    ordinary: np.ndarray  # token ids of the vocabulary without the special tokens
+    sequence: int  # index of the sequence in the scan
     load_tokenizer: Callable[[], Tokenizer]
     """Returns the model's tokenizer. Loaded on demand, because a model may have none."""
     low: int = 0

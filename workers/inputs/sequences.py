@@ -8,6 +8,7 @@ of its own. Either way the beginning-of-sequence token comes first if the scan a
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,24 +17,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from headcount.schemas.errors import CorpusError, ModelError, ScanError
-from headcount.schemas.files.document_fates import Fates
+from headcount.schemas.errors import CorpusError, ModelError, ScanError, printable
+from headcount.schemas.files.document_fates import OTHER, Fates
 from headcount.schemas.files.places import Place
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs import INPUTS, Draw, InputFamily, Labelled
 from headcount.workers.inputs.corpus.corpus import Corpus
-from headcount.workers.inputs.corpus.corpus_findings import (
-    BadRows,
-    Findings,
-    check_choice,
-    findings,
-)
-from headcount.workers.inputs.corpus.sequence_index import Origin, SequenceIndex
+from headcount.workers.inputs.corpus.sequence_index import Findings, Origin, SequenceIndex
 from headcount.workers.inputs.corpus.text_files import check_bundled, text_record
 from headcount.workers.inputs.families.bigram_backcopy import BUNDLED_TEXT
 from headcount.workers.inputs.store.token_store import TokenStore
 from headcount.workers.model.files.model_info import ModelInfo, no_token
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
+
+LISTED_PARTS = 20  # parts of a corpus that an error message lists
 
 
 @dataclass(frozen=True)
@@ -41,10 +38,8 @@ class ShardInput:
     """What a replica needs of a shard: its sequences, and where they came from."""
 
     shard: int
-    start: int
-    """The index of its first sequence in the scan."""
-    tokens: np.ndarray
-    """`[sequence pos]`, int32."""
+    start: int  # the index of its first sequence in the scan
+    tokens: np.ndarray  # `[sequence pos]`, int32
     origin: Origin
     bad_rows: list[str]
     labels: list[list[str]] | None = None
@@ -92,44 +87,33 @@ class Sequences:
         low, high, token = options.get("low", 0), options.get("high"), options.get("token")
         end, position = info.d_vocab if high is None else high, options.get("position")
         ids, first = f"0 to {info.d_vocab - 1}, the token ids of {info.name}", int(scan.bos)
-        # What is wrong, and how it is said. The first one counts.
-        problems: list[tuple[bool, str]] = [
-            (
-                scan.n_ctx > info.n_ctx,
-                f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}",
+        has_position = position is not None
+        # How it is said, and whether it is wrong. The first one counts.
+        problems = {
+            f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}": (
+                scan.n_ctx > info.n_ctx
             ),
-            (
-                bool(options.get("repeat_bos")) and not scan.bos,
-                "input.repeat_bos: expected with bos = true only; leave it out",
+            "input.repeat_bos: expected with bos = true only; leave it out": (
+                options.get("repeat_bos") and not scan.bos
             ),
-            (low >= info.d_vocab, f"input.low: expected {ids}, got {low}"),
-            (
-                end > info.d_vocab,
-                f"input.high: expected 1 to {info.d_vocab}, the tokens of {info.name}, got {high}",
+            f"input.low: expected {ids}, got {low}": low >= info.d_vocab,
+            f"input.high: expected 1 to {info.d_vocab}, the tokens of {info.name}, got {high}": (
+                end > info.d_vocab
             ),
-            (low >= end, f"input.low: expected less than high = {high}, got {low}"),
-            (
-                position is not None and token is not None and token >= info.d_vocab,
-                f"input.token: expected {ids}, got {token}",
+            f"input.low: expected less than high = {high}, got {low}": low >= end,
+            f"input.token: expected {ids}, got {token}": (
+                has_position and token is not None and token >= info.d_vocab
             ),
-            (
-                position is not None and not first <= position < scan.n_ctx,
-                f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in "
-                f"a sequence, got {position}",
-            ),
-            (
-                self.length < 1,
-                f"n_ctx: {scan.n_ctx} leaves no room for a token beside the "
-                "beginning-of-sequence token",
-            ),
+            f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in a "
+            f"sequence, got {position}": has_position and not first <= position < scan.n_ctx,
+            f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
+            "token": self.length < 1,
             # A corpus can be read to its end. What is drawn has none.
-            (
-                self.is_drawn and scan.sequences == "all",
-                "sequences: expected a number, got 'all'; the family "
-                f"{self.family.name} has no end",
+            f"sequences: expected a number, got 'all'; the family {self.family.name} has no end": (
+                self.is_drawn and scan.sequences == "all"
             ),
-        ]
-        for is_wrong, problem in problems:
+        }
+        for problem, is_wrong in problems.items():
             if is_wrong:
                 raise ScanError(problem)
         for key in ("files", "text"):
@@ -234,7 +218,7 @@ class Sequences:
         """Refuse a corpus that is too bad, or has nothing of what the scan asks for."""
         if self.corpus is not None and self.index is not None:
             found = self._findings(len(self.reader))
-            BadRows(self.scan.bad_rows, self.scan.bad_rows_in_a_row).check(found)
+            check_bad_rows(found, self.scan.bad_rows, self.scan.bad_rows_in_a_row)
             check_choice(found, self.corpus)
 
     @property
@@ -256,7 +240,7 @@ class Sequences:
         """What became of the documents, in a run of the first `sequences`."""
         # A look at every document of the corpus: the last one is kept.
         if self._last_findings is None or self._last_findings[0] != sequences:
-            self._last_findings = sequences, findings(self.reader, sequences)
+            self._last_findings = sequences, self.reader.findings(sequences)
         return self._last_findings[1]
 
     @property
@@ -335,9 +319,7 @@ class Sequences:
         return tokens
 
     def _with_bos(self, sequences: ArrayLike) -> np.ndarray:
-        """A new array of sequences, with the beginning-of-sequence token in front if the scan asks
-        for it.
-        """
+        """A new array of sequences, each behind the token that the scan begins them with."""
         tokens = np.array(sequences, np.int32)
         bos = self.info.bos_token_id if self.scan.bos else None
         return tokens if bos is None else np.insert(tokens, 0, bos, axis=1)
@@ -394,3 +376,46 @@ class Sequences:
         # They may lie anywhere in the vocabulary, so a range would not do.
         special = [i for i in (self.info.bos_token_id, self.info.eos_token_id) if i is not None]
         return np.setdiff1d(np.arange(self.info.d_vocab), special)
+
+
+def check_bad_rows(found: Findings, share: float, in_a_row: int) -> None:
+    """Refuse a corpus with a larger share of bad documents, or more of them one after the other."""
+    names = found.problems
+    first_names = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
+    if found.bad_in_a_row > in_a_row:
+        raise CorpusError(
+            f"input: more than {in_a_row:,} documents in a row are bad: {first_names}; mend or "
+            f"remove them, or leave them out: --set bad_rows_in_a_row={10 * in_a_row}"
+        )
+    share_found = found.bad / max(1, found.documents)
+    if share_found > share:
+        # Rounded up, so that the advised value is large enough.
+        sufficient_share = min(1.0, np.ceil(share_found * 1000) / 1000)
+        raise CorpusError(
+            f"input: {found.bad:,} of {found.documents:,} documents are bad, more than bad_rows = "
+            f"{share:g}: {first_names}; mend or remove them, or leave them out: --set "
+            f"bad_rows={sufficient_share:g}"
+        )
+
+
+def check_choice(found: Findings, corpus: Corpus) -> None:
+    """Refuse conditions that no document fits, and fields to carry that no document has."""
+    fates = found.fates.all
+    documents_taken = found.documents - fates.get(OTHER, 0)
+    if corpus.choice.where and fates.get(OTHER) and documents_taken == found.bad:
+        counts = {name: of.get(OTHER, 0) for name, of in found.fates.parts.items() if name}
+        most_common = Counter(counts).most_common(LISTED_PARTS)
+        parts = ", ".join(f"{printable(name)} ({count:,})" for name, count in most_common if count)
+        described = " and ".join(
+            f"{name} = {' or '.join(map(repr, values))}" for name, values in corpus.choice.where
+        )
+        raise CorpusError(
+            f"input.where: none of {found.documents:,} documents has {described}; "
+            f"pile_set_name is {parts or 'nowhere'}; change input.where"
+        )
+    for column, count in zip(corpus.choice.columns, found.carried, strict=True):
+        if not count and documents_taken:
+            raise CorpusError(
+                f"input.columns: none of {documents_taken:,} documents has a field {column}, nor "
+                "its meta; leave it out, or write its name as it is there"
+            )

@@ -8,7 +8,7 @@ sweeps over tiles and on a GPU say it once more, in base 2 and a tile at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -63,13 +63,10 @@ def without_bias(facts: AttentionFacts) -> AttentionFacts:
 
 def facts_of_heads(facts: AttentionFacts, heads: Tensor) -> AttentionFacts:
     """The facts of some heads alone."""
-    return AttentionFacts(
-        facts.scale,
-        facts.soft_cap,
-        facts.window,
-        None if facts.slopes is None else facts.slopes[heads],
-        None if facts.sink is None else facts.sink[heads],
+    slopes, sink = (
+        None if of_all is None else of_all[heads] for of_all in (facts.slopes, facts.sink)
     )
+    return replace(facts, slopes=slopes, sink=sink, rotation=None)
 
 
 def by_shared_head(x: Tensor, kv_heads: int) -> Tensor:

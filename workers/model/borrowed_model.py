@@ -29,7 +29,7 @@ from headcount.workers.model.attention_check import (
 from headcount.workers.model.attention_layers import own_attention
 from headcount.workers.model.bare_modules import find_modules
 from headcount.workers.model.files.loading import bridgeable, model_of, modules_of_bridge
-from headcount.workers.model.files.model_info import ModelInfo, shape_of
+from headcount.workers.model.files.model_info import SHAPE, ModelInfo, shape_of
 from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
 DEVICES = ("cpu", "cuda")  # kinds of devices that are measured on
@@ -41,9 +41,6 @@ WRAPPERS = ("_orig_mod", "module")  # where compilers and data parallelism keep 
 
 PATCHES = ("forward", "_original_forward", "_old_forward")
 """Attributes by which libraries replace the `forward` of one module, for example to cast it."""
-
-BRIDGE_SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
-"""Fields of a bridge's config that say the model's shape."""
 
 MERGED_MODULE = "unload_and_optionally_merge_module"
 """PEFT's method of modules that choose among several, for example among trained embeddings."""
@@ -88,8 +85,13 @@ class BorrowedModel:
 def unwrapped(model: object) -> nn.Module:
     """The model inside what wraps it; refused if it is no model."""
     inner = model
-    while (name := _wrapped_name(inner)) is not None:
-        inner = getattr(inner, name)
+    while isinstance(inner, nn.Module):
+        # What has a config of its own is a model, which only a compiler can have inside.
+        names = WRAPPERS if getattr(inner, "config", None) is None else WRAPPERS[:1]
+        wrapped = [getattr(inner, name, None) for name in names]
+        if (module := next((w for w in wrapped if isinstance(w, nn.Module)), None)) is None:
+            break
+        inner = module
     # An adapted model, as the library PEFT makes it. It is told by its methods, so that nothing
     # imports PEFT here.
     if isinstance(inner, nn.Module) and hasattr(inner, "get_base_model"):
@@ -108,15 +110,6 @@ def unwrapped(model: object) -> nn.Module:
         "model: expected a loaded causal language model of transformers or a "
         f"TransformerBridge, got {type(model).__name__}"
     )
-
-
-def _wrapped_name(wrapper: object) -> str | None:
-    for name in WRAPPERS:
-        is_wrapper = name == "_orig_mod" or getattr(wrapper, "config", None) is None
-        has_module = isinstance(getattr(wrapper, name, None), nn.Module)
-        if isinstance(wrapper, nn.Module) and is_wrapper and has_module:
-            return name
-    return None
 
 
 def borrow(modules: nn.Module) -> BorrowedModel:
@@ -283,7 +276,7 @@ def _of_bridge(bridge: Any) -> Model:  # noqa: ANN401 - TransformerBridge is imp
             f"model: expected a TransformerBridge in float32 or float64, got {names}; pass the "
             "model of transformers, whose weights are copied, or bridge.float()"
         )
-    shape: dict[str, Any] = {name: int(getattr(bridge.cfg, name)) for name in BRIDGE_SHAPE}
+    shape: dict[str, Any] = {name: int(getattr(bridge.cfg, name)) for name in SHAPE}
     name = str(bridge.cfg.model_name)
     info = ModelInfo(name, name, "bridge", "", **shape, bos_token_id=None, eos_token_id=None)
     with _evaluating(bridge):

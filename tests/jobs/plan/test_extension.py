@@ -322,8 +322,8 @@ def reverse_text(file: Path, row: int) -> None:
 def rows_of_sequence(reader: SequenceIndex, sequence: int) -> list[int]:
     """The rows of the documents that a sequence is made of."""
     block = reader.block(0)
-    first = int(block.beginnings(sequence, sequence + 1)[0][0])
-    return block.row[first : block.last_document(sequence) + 1].tolist()
+    documents = block.pieces(sequence, sequence + 1).document
+    return block.row[documents[0] : documents[-1] + 1].tolist()
 
 
 @pytest.mark.parametrize(("packing", "options"), [

@@ -131,10 +131,6 @@ def test_ranges_of_any_size_hold_every_row_once(tmp_path: Path):
     assert source.can_be_entered
     for size in (1, 2, 3, 5, 7):
         assert rows_and_texts(read(source, range(0, 7, size))) == list(enumerate(TEXTS))
-    for name in ("a.json", "a.json.gz", "a.csv", "a.csv.zst"):
-        source = texts_in(tmp_path / name)
-        assert not source.can_be_entered
-        assert rows_and_texts(read(source)) == list(enumerate(TEXTS))
 
 
 def test_a_source_that_can_be_entered_and_ends_early_has_changed(tmp_path: Path):

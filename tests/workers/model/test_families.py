@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from headcount.workers.model.files.loading import load_model
+from headcount.workers.model.files.model_info import describe, find_model
 from tests.toys import model_families
 
 EXPECTED = model_families.expected_answers()
@@ -46,15 +48,23 @@ def test_the_page_has_the_families_of_transformers_and_no_others() -> None:
     assert engines.count("fused") >= 140
 
 
-def test_loading_a_model_installs_nothing() -> None:
+def test_loading_a_model_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """TransformerLens installs torchvision for models that also see images, and torch with it."""
+    from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.model_bridge.sources.transformers import helpers, source
 
-    from headcount.workers.model.files import loading
-
     library: Any = source
+
+    returned: list[object] = []
+
+    def boot(*_: object, **__: object) -> None:
+        returned.append(helpers._ensure_torchvision())
+        returned.append(library.load_modality_processor("a model"))
+        raise NotImplementedError
+
+    monkeypatch.setattr(TransformerBridge, "boot_transformers", boot)
     own = (helpers._ensure_torchvision, library.load_modality_processor)
-    with loading._without_installs():
-        assert not helpers._ensure_torchvision()
-        assert library.load_modality_processor("a model") is None
+    model = load_model(describe(find_model("bundled:gpt2-mini")), "raw", "cpu")
+    assert model.bridge_problem == "TransformerLens has no bridge for GPT2LMHeadModel"
+    assert returned == [False, None]
     assert (helpers._ensure_torchvision, library.load_modality_processor) == own

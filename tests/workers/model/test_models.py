@@ -13,17 +13,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import GPT2Config, LlamaConfig
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from benchmarks.cases import QUICK
+from benchmarks.ways import STANDARD, WAYS, draw_tokens, make_llama
 from headcount.schemas.errors import MeasureError, ModelError
 from headcount.schemas.statistics import STATISTICS
-from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.model import bare_modules
 from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.bare_modules import mlps_in_pieces
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe, find_model
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from headcount.workers.replica import InterventionMeasurements, Replica
-from tests import ROOT
 from tests.toys import toy_models as toy
+from tests.toys.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,10 +56,8 @@ def problem_of(path: Path | str, **changes: Any) -> str:
     """The one line with which a model is refused, somewhere between its description and its first
     measurement.
     """
-    with pytest.raises(ModelError) as caught:
-        toy.measure(find_model(str(path)), toy.repeating_tokens(4), **changes)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    tokens = toy.repeating_tokens(4)
+    return refused(ModelError, toy.measure, find_model(str(path)), tokens, **changes)
 
 
 # Agreement
@@ -186,22 +193,16 @@ def test_the_description_knows_the_weights_and_not_their_place(shelf: toy.Shelf,
     assert "files" not in changed.identity
 
 
-@pytest.mark.parametrize(
-    ("fields", "bos"),
-    [
-        ({"tokenizer_name": "NeelNanda/gpt-neox-tokenizer-digits"}, 1),
-        ({"tokenizer_name": "NeelNanda/gpt-neox-tokenizer-digits", "bos_token_id": 5}, 5),
-        ({"tokenizer_name": "another"}, None),
-        ({"bos_token_id": 61}, None),
-    ],
-)
-def test_the_first_token_of_a_legacy_model_is_its_own_or_that_of_its_tokenizer(
-    tmp_path: Path, fields: dict[str, Any], bos: int | None
-):
+def test_the_first_token_of_a_legacy_model_is_its_own_or_that_of_its_tokenizer(tmp_path: Path):
     path = toy.save_legacy(tmp_path / "m", "safetensors")
     config = {key: value for key, value in toy.LEGACY_CONFIG.items() if key != "bos_token_id"}
-    toy.write_config(path, config | fields)
-    assert describe(path).bos_token_id == bos
+    known = {"tokenizer_name": "NeelNanda/gpt-neox-tokenizer-digits"}
+    for fields, bos in [
+        (known, 1), (known | {"bos_token_id": 5}, 5), ({"tokenizer_name": "another"}, None),
+        ({"bos_token_id": 61}, None),
+    ]:  # fmt: skip
+        toy.write_config(path, config | fields)
+        assert describe(path).bos_token_id == bos
 
 
 def config_with(**changes: Any) -> Callable[[Path], object]:
@@ -231,15 +232,6 @@ def test_code_in_a_pth_is_refused_and_not_run(shelf: toy.Shelf, tmp_path: Path):
 # Tokenizers
 
 
-def tokenizer_problem(path: Path) -> str:
-    text = {"family": "text", "files": str(ROOT / "LICENSE")}
-    scan = toy.toy_scan(sequences="all", input=text, bos=False)
-    with pytest.raises(ModelError) as caught:
-        Sequences(scan, describe(path)).tokenizer.encode("text")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_a_tokenizer_gives_the_same_tokens_one_by_one_and_together(shelf: toy.Shelf):
     tokenizer = TextTokenizer(shelf.path("bytes"), 257)
     texts = ["To be", "", "ä€😀", "<|endoftext|>", "a" * 5000]
@@ -258,26 +250,10 @@ def test_truncation_and_padding_of_the_tokenizer_file_are_off(shelf: toy.Shelf, 
     assert TextTokenizer(path, 257).encode_many(["abcdef", "a"]) == [list(b"abcdef"), list(b"a")]
 
 
-def test_a_tokenizer_that_is_missing_or_does_not_fit_is_named(shelf: toy.Shelf, tmp_path: Path):
-    from tokenizers import Tokenizer, models
-
-    def of_one_token(path: Path) -> None:
-        one = models.WordLevel({"<unk>": 0}, unk_token="<unk>")
-        Tokenizer(one).save(str(path / "tokenizer.json"))
-
-    def of_no_meaning(path: Path) -> None:
-        (path / "tokenizer.json").write_text("{}")
-
-    def of_nothing(_path: Path) -> None: ...
-
-    for name, change, problem in (
-        ("gpt2", of_nothing, ": no tokenizer files; text needs one (tokenizer.json, or vocab.json"),
-        ("bytes", of_no_meaning, "/tokenizer.json: not a tokenizer ("),
-        ("bytes", of_one_token, ": its tokenizer has 1 tokens and the model 257; "),
-        ("gpt2", toy.byte_tokenizer, ": its tokenizer has 257 tokens and the model 61; "),
-    ):
-        path = toy.copy_of(shelf.path(name), tmp_path / change.__name__, change)
-        assert tokenizer_problem(path).startswith(f"{path}{problem}")
+def test_a_tokenizer_that_is_none_is_named(tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    told = refused(ModelError, TextTokenizer, tmp_path, 61)
+    assert told.startswith(f"{tmp_path}/tokenizer.json: not a tokenizer (")
 
 
 def test_a_slow_tokenizer_s_files_are_read(shelf: toy.Shelf, tmp_path: Path):
@@ -292,43 +268,25 @@ def test_a_slow_tokenizer_s_files_are_read(shelf: toy.Shelf, tmp_path: Path):
 # Numbers that are none
 
 
-def with_nan(weight: str) -> Callable[[Path], object]:
-    name = f"transformer.{weight}.weight"
-    return lambda path: toy.change_weights(path, lambda tensors: tensors[name][3].fill_(torch.nan))
-
-
-TO_DO = "look at the model's weights and precision: transformer."
-
-
-@pytest.mark.parametrize(
-    ("weight", "fields", "problem"),
-    [
-        *(
-            (
-                "h.1.attn.c_attn",
-                {"engine": engine},
-                "layer 1, head 0: sink_mass is not finite for sequence 0 of the shard",
-            )
-            for engine in ("fused", "dense")
-        ),
-        ("ln_f", {"predictions": ["loss"]}, "loss is not finite for sequence 0 of the shard"),
-        (
-            "ln_f",
-            {"predictions": ["final_logits"]},
-            "final_logits is not finite at position 0 for sequence 0 of the shard",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("weight", "n_ctx", "fields", "problem"), [
+    ("h.1.attn.c_attn", 4, {"engine": "dense"},
+     "layer 1, head 0: sink_mass is not finite for sequence 0 of the shard"),
+    ("ln_f", 4, {"predictions": ["loss"]}, "loss is not finite for sequence 0 of the shard"),
+    ("ln_f", 1, {"predictions": ["final_logits"]},
+     "final_logits is not finite at position 0 for sequence 0 of the shard"),
+])  # fmt: skip
 def test_nan_in_a_weight_is_named_with_what_it_spoils(
-    shelf: toy.Shelf, tmp_path: Path, weight: str, fields: dict[str, Any], problem: str
+    shelf: toy.Shelf, tmp_path: Path, weight: str, n_ctx: int, fields: dict[str, Any], problem: str
 ):
-    path = toy.copy_of(shelf.path("gpt2"), tmp_path / "m", with_nan(weight))
-    n_ctx = 1 if "final_logits" in problem else 4
-    with pytest.raises(MeasureError) as caught:
-        toy.measure(path, toy.repeating_tokens(n_ctx, batch=2), **fields)
-    assert str(caught.value) == (
-        f"{problem}; expected a finite number: {TO_DO}{weight}.weight holds numbers that are NaN "
-        "or infinite"
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"transformer.{weight}.weight"][3].fill_(torch.nan)
+
+    path = toy.copy_of(shelf.path("gpt2"), tmp_path / "m")
+    toy.change_weights(path, spoil)
+    tokens = toy.repeating_tokens(n_ctx, batch=2)
+    assert refused(MeasureError, toy.measure, path, tokens, **fields) == (
+        f"{problem}; expected a finite number: look at the model's weights and precision: "
+        f"transformer.{weight}.weight holds numbers that are NaN or infinite"
     )
 
 
@@ -343,9 +301,7 @@ def test_weights_that_the_configuration_does_not_use_are_refused_unless_a_scan_i
 ) -> None:
     path = toy.copy_of(shelf.path("gpt2"), tmp_path / "deep", config_with(n_layer=2))
     # A twelfth is c_attn.bias, which the library takes for a mask that it once stored.
-    with pytest.raises(ModelError) as caught:
-        run_once(path)
-    assert str(caught.value) == (
+    assert refused(ModelError, run_once, path) == (
         f"{path}: 11 tensors of the weights have no place in the model of config.json: "
         "transformer.h.2.attn.c_attn.weight, transformer.h.2.attn.c_proj.bias, "
         "transformer.h.2.attn.c_proj.weight, …; correct config.json, or set unused_weights = "
@@ -378,7 +334,69 @@ def test_masks_and_angles_that_older_libraries_stored_are_no_unused_weights(
     assert np.isfinite(run_once(path).heads["entropy"]).all()
 
 
-def test_legacy_weights_that_the_configuration_does_not_use_are_refused(tmp_path: Path) -> None:
-    path = toy.save_legacy(tmp_path / "legacy", ".pth", n_layers=1)
-    with pytest.raises(ModelError, match=r"the weights do not fit config.json \("):
-        run_once(path)
+# MLPs that work in pieces
+
+
+LLAMA = LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2))
+GPT2 = GPT2MLP(40, GPT2Config(n_embd=16))
+
+
+@pytest.mark.parametrize("mlp", [LLAMA, GPT2.eval()], ids=lambda mlp: type(mlp).__name__)
+@pytest.mark.parametrize("strided", [False, True])
+@torch.inference_mode()
+def test_pieces_are_small_and_make_the_same_numbers(
+    mlp: nn.Module, strided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bare_modules, "ROWS_OF_PIECE", 10)
+    stream = torch.randn(3, 9, 16)
+    if strided:
+        stream = stream.transpose(0, 1).contiguous().transpose(0, 1)
+    whole = mlp(stream.contiguous())
+    calls: list[int] = []
+    shown: list[object] = []
+    linear = next(child for child in mlp.children() if next(child.parameters(), None) is not None)
+    hooks = [
+        linear.register_forward_hook(lambda _module, args, _output: calls.append(args[0].shape[1])),
+        mlp.register_forward_hook(lambda _module, _args, output: shown.append(output)),
+    ]
+    # Layers may share a module.
+    with mlps_in_pieces([mlp, mlp]):
+        output = mlp(stream)
+    assert "forward" not in vars(mlp)
+    for hook in hooks:
+        hook.remove()
+    assert calls == [10, 10, 7]
+    # A hook of the module sees the whole output, as without pieces.
+    assert len(shown) == 1
+    assert shown[0] is output
+    torch.testing.assert_close(output, whole, rtol=1e-6, atol=1e-7)
+
+
+def test_what_may_mix_positions_is_left_whole() -> None:
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_attention_heads=2, num_local_experts=2
+    )
+    with_own_weights = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    modules = [MixtralSparseMoeBlock(config), with_own_weights, nn.Conv1d(9, 9, 3), nn.Identity()]
+    with mlps_in_pieces(modules):
+        assert not any("forward" in vars(module) for module in modules)
+
+
+# The Llama of the speed table
+
+
+def test_headcount_and_run_with_cache_measure_the_same_statistics(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "llama", **QUICK.llama)
+    tokens = draw_tokens(path, 2, 48)
+    with torch.inference_mode():
+        measurements: Any = WAYS["fused"](path, "cpu", "float32")(tokens)
+        cached: Any = WAYS["run_with_cache"](path, "cpu", "float32")(tokens)
+    assert len(cached) == QUICK.llama["num_hidden_layers"] * len(STANDARD)
+    for number, cached_values in enumerate(cached):
+        layer, place = divmod(number, len(STANDARD))
+        name = STANDARD[place].name
+        fused_values = torch.from_numpy(measurements.heads[name][:, layer])
+        # A statistic that the heads of a layer share comes without their axis.
+        by_head = cached_values if cached_values.dim() == 2 else cached_values[:, None]
+        expected = by_head.expand_as(fused_values)
+        torch.testing.assert_close(fused_values, expected, rtol=1e-4, atol=1e-5)

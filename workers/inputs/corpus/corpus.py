@@ -19,8 +19,7 @@ AllowedValues = Value | list[Value]
 Conditions = tuple[tuple[str, tuple[Value, ...]], ...]
 """Names of fields, each with the values that it may have."""
 
-PART = "pile_set_name"
-"""The field that names the subset of the Pile. It is kept of every document."""
+PART = "pile_set_name"  # The field that names the subset of the Pile. It is kept of every document.
 
 
 class Tokenizer(Protocol):
@@ -41,12 +40,10 @@ class Choice:
 
     text_field: str = "text"
     where: Conditions = ()
-    columns: tuple[str, ...] = ()
-    """Fields that are carried into `sequences`."""
+    columns: tuple[str, ...] = ()  # fields that are carried into `sequences`
     shuffle: bool | int = False
     """The seed of their order. True means the seed of the scan, False the order of the files."""
-    skip: int = 0
-    """How many of the first documents are left out, in their order."""
+    skip: int = 0  # how many of the first documents are left out, in their order
 
     def resolved(self, seed: int) -> Choice:
         """The choice for a scan with this seed, in which `shuffle` is no longer True."""
@@ -133,8 +130,7 @@ class ReplacedToken:
 
     position: int
     """Counted from the beginning of the sequence, the beginning-of-sequence token included."""
-    token: int | None
-    """None means a random token for each sequence."""
+    token: int | None  # None means a random token for each sequence
 
 
 @dataclass(frozen=True)
@@ -142,8 +138,7 @@ class CountedTokens:
     """The tokens that a corpus is asked how often it has them: ordinary ones in `low .. high-1`."""
 
     low: int = 0
-    high: int | None = None
-    """None means the end of the vocabulary."""
+    high: int | None = None  # None means the end of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -155,16 +150,11 @@ class Corpus:
     """`document`: a sequence is the first tokens of one document. `concat`: documents are joined
     and cut.
     """
-    tokens_shuffled: bool = False
-    """Whether the tokens of every sequence are permuted."""
-    chunk: int | None = None
-    """How many tokens of text are repeated to make a sequence. None means that nothing is
-    repeated.
-    """
+    tokens_shuffled: bool = False  # whether the tokens of every sequence are permuted
+    chunk: int | None = None  # tokens of text that are repeated to make a sequence; None if none
     repeat_bos: bool = False
     """Whether the beginning-of-sequence token stands before every copy of the chunk."""
-    before: str = ""
-    """What is put before every text."""
+    before: str = ""  # what is put before every text
     replaced: ReplacedToken | None = None
     """The token that stands in the place of one of the text; None if none does."""
     counted: CountedTokens | None = None

@@ -29,11 +29,8 @@ COMPRESSED = (".zst", ".gz")
 STORE_BUFFER = 4 << 20
 """Bytes that are requested at once from a file in a store. A request waits 20 to 100 ms."""
 
-CONTENT_BUFFER = 1 << 20
-"""Bytes of a compressed file's content that are held at once."""
-
-SAMPLE_BYTES = 1 << 20
-"""Compressed bytes that are read to see how well a file is compressed."""
+CONTENT_BUFFER = 1 << 20  # bytes of a compressed file's content that are held at once
+SAMPLE_BYTES = 1 << 20  # compressed bytes that are read to see how well a file is compressed
 
 LARGEST_RECORD = 32 << 20
 """Bytes of the largest line or text that is read. Tokenising takes 120 to 135 bytes of memory for
@@ -48,23 +45,18 @@ TOO_LARGE = (
 LARGEST_ARRAY = 1 << 30
 """Bytes of the largest array of JSON that is read. Parsing takes 3 bytes of memory for each."""
 
-PIECE_BYTES = 1 << 20
-"""Bytes of a line too long that are dropped at once."""
-
-PARQUET_BATCH = 256
-"""Rows of a Parquet file that are held at once at most."""
+PIECE_BYTES = 1 << 20  # bytes of a line too long that are dropped at once
+PARQUET_BATCH = 256  # rows of a Parquet file that are held at once at most
 
 BATCH_BYTES = 16 << 20
 """Bytes of a Parquet file's content that are held at once, if its rows are alike."""
 
-LISTED_NAMES = 8
-"""Fields of a document that an error message lists."""
+LISTED_NAMES = 8  # fields of a document that an error message lists
 
 CHANGED = "changed while it was read; run the same command again"
 """What is said of a file that is no longer as it was when it was listed."""
 
-Value = str | int | float | bool
-"""A value that `where` may ask for."""
+Value = str | int | float | bool  # a value that `where` may ask for
 
 
 @dataclass(frozen=True)
@@ -72,10 +64,8 @@ class Reading:
     """What is read of each document."""
 
     text_field: str = "text"
-    fields: tuple[str, ...] = ()
-    """Further fields that are kept of each document, sorted."""
-    before: str = ""
-    """What is put before every text."""
+    fields: tuple[str, ...] = ()  # further fields that are kept of each document, sorted
+    before: str = ""  # what is put before every text
 
 
 EVERY_DOCUMENT = Reading()
@@ -92,10 +82,8 @@ BLANK = Problem("blank line")
 class Record(NamedTuple):
     """A document as its file holds it."""
 
-    row: int
-    """Its number in what is read of the source."""
-    content: object
-    """A line of bytes, the parsed fields, or the `Problem` that the reader met."""
+    row: int  # its number in what is read of the source
+    content: object  # a line of bytes, the parsed fields, or the `Problem` that the reader met
     stop: int
     """Where the next record begins: a byte of the content of lines, or a row of the source."""
 
@@ -125,18 +113,15 @@ class Document:
 class Source:
     """A file of documents, or one shard of a Hub data set."""
 
-    kind: str
-    """`jsonl`, `json`, `parquet`, `csv`, `text`, `flowing text` or `hub`."""
+    kind: str  # `jsonl`, `json`, `parquet`, `csv`, `text`, `flowing text` or `hub`
     path: str
     bytes: int
     """This, `changed` and `version` are what the source was like when it was looked at last."""
     split: str = "train"
     part: int = 0
     parts: int = 1
-    changed: int = 0
-    """When the file was changed last, in nanoseconds; 0 if that is not known."""
-    version: str = ""
-    """Identifies what a data set holds; empty for files."""
+    changed: int = 0  # when the file was changed last, in nanoseconds; 0 if that is not known
+    version: str = ""  # identifies what a data set holds; empty for files
 
     @property
     def name(self) -> str:
@@ -283,10 +268,7 @@ def _read_lines(source: Source, start: int, end: int | None) -> Iterator[Record]
 
 
 def _next_line(file: io.BufferedReader, offset: int) -> tuple[bytes | Problem, int]:
-    """A line and the byte behind it; a problem if it is blank or too long.
-
-    A line that is too long is never held whole.
-    """
+    """A line and the byte behind it; a problem if it is blank, or too long to be held whole."""
     line = file.readline(LARGEST_RECORD + 1)
     offset += len(line)
     if len(line) <= LARGEST_RECORD:
@@ -534,8 +516,7 @@ def _listed(names: Iterable[str]) -> str:
     return listed + (" …" if len(all_names) > LISTED_NAMES else "")
 
 
-MISSING = object()
-"""The value of a field that a document does not have. None would be JSON's null."""
+MISSING = object()  # The value of a field that a document does not have. None would be JSON's null.
 
 
 def field_of(fields: Mapping[str, object], name: str) -> object:

@@ -14,8 +14,9 @@ import copy
 import json
 import zlib
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ import pyarrow as pa
 import xxhash
 
 from headcount.schemas.errors import printable
+from headcount.schemas.files.document_fates import FATES, OTHER, Fates
 from headcount.schemas.files.tables import carried_name
 from headcount.workers.inputs.corpus.corpus import PART, Corpus
 from headcount.workers.inputs.corpus.documents import as_text, is_one_of
@@ -33,14 +35,13 @@ from headcount.workers.inputs.store.token_store import (
     TokenStore,
     field_column,
     open_portion,
-    values_of,
 )
 
 BLOCKS_IN_MEMORY = 4
 """Blocks of documents that are kept. They hold no tokens. A shard seldom spans more than two."""
 
-SKIPPED = -2
-"""Number of tokens of a document that `skip` leaves out."""
+NAMED_PROBLEMS = 1000  # bad rows that are named; the others are counted
+SKIPPED = -2  # number of tokens of a document that `skip` leaves out
 
 SHUFFLE_STREAM = zlib.crc32(b"shuffle")
 """Keeps the order of shuffled documents apart from what else is drawn with the seed of a scan."""
@@ -53,23 +54,38 @@ Origin = dict[str, list[Any]]
 class PortionPlace(NamedTuple):
     """Where a portion lies in its corpus: what the portions before it hold."""
 
-    first_source: int = 0
-    """Number in the corpus of its extent's first source."""
-    rows_before: int = 0
-    """Rows of that source in earlier extents."""
-    taken_before: int = 0
-    """Documents that `where` selects, bad and skipped ones included."""
-    documents_before: int = 0
-    """All documents; tokens and bad documents are counted likewise."""
+    first_source: int = 0  # number in the corpus of its extent's first source
+    rows_before: int = 0  # rows of that source in earlier extents
+    taken_before: int = 0  # documents that `where` selects, bad and skipped ones included
+    documents_before: int = 0  # all documents; tokens and bad documents are counted likewise
     tokens_before: int = 0
     bad_before: int = 0
 
 
-class SequenceIndex:
-    """Sequences `0 .. len-1` of the portions that were added, in the order of the corpus.
+@dataclass(frozen=True)
+class Findings:
+    """What became of the documents of a corpus."""
 
-    They are read in any order, and fastest one after the other.
-    """
+    fates: Fates
+    bad_in_a_row: int  # the largest number of bad documents one after the other
+    problems: tuple[str, ...]
+    """The first bad documents in the order of the files, each with its problem."""
+    carried: tuple[int, ...]
+    """For each field that is carried into `sequences`: how many documents have it."""
+
+    @property
+    def bad(self) -> int:
+        """How many documents are bad."""
+        return self.fates.all.get("bad", 0)
+
+    @property
+    def documents(self) -> int:
+        """How many documents were read, those that `where` does not select included."""
+        return sum(self.fates.all.values())
+
+
+class SequenceIndex:
+    """Sequences `0 .. len-1` of the portions that were added, in the order of the corpus."""
 
     def __init__(
         self,
@@ -95,8 +111,7 @@ class SequenceIndex:
         """Of each portion: identifies its documents and tokens, wherever its files lie."""
         self.places = [PortionPlace()]
         """Of each portion where it lies in the corpus, and of what would come behind the last."""
-        self.ends: list[int] = []
-        """Of each block: how many sequences it has with those before it."""
+        self.ends: list[int] = []  # of each block: how many sequences it has with those before it
         self.unmeasured = 0
         """Tokens at the ends of portions that are left over when joined documents are cut."""
         self.last_documents: int | None = None
@@ -194,7 +209,7 @@ class SequenceIndex:
             return self
         ((last, sequence, _),) = self._in_blocks(sequences - 1, sequences)
         block = self.block(last)
-        documents = int(block.position[block.last_document(sequence)]) + 1
+        last_document = block.pieces(sequence, sequence + 1).document[-1]
         left_over = sum(self.block(i).unmeasured for i in range(last, len(self.portions)))
         index = copy.copy(self)
         index.portions = self.portions[: last + 1]
@@ -202,7 +217,8 @@ class SequenceIndex:
         index.places = self.places[: last + 2]
         index.ends = [*self.ends[:last], sequences]
         index.unmeasured = self.unmeasured - left_over
-        index.last_documents = documents - self.places[last].documents_before
+        position = int(block.position[last_document])
+        index.last_documents = position + 1 - self.places[last].documents_before
         return index
 
     # Reading it
@@ -237,17 +253,17 @@ class SequenceIndex:
             is_taken &= np.array([*fits, False])[codes.indices.fill_null(len(fits)).to_numpy()]
         # A row that cannot be read has no fields, and is taken.
         is_taken |= table["problem"].is_valid().to_numpy()
-        source, n_tokens = values_of(table["source"]), values_of(table["n_tokens"])
+        source, n_tokens = table["source"].to_numpy(), table["n_tokens"].to_numpy()
         lengths = np.maximum(n_tokens, 0)
         if not choice.shuffled:
             numbers = place.taken_before + np.cumsum(is_taken) - 1
             n_tokens = _with_skipped(n_tokens, numbers < choice.skip)
         columns = {
-            "portion": np.zeros(len(table), np.int32),
+            "portion": np.full(len(table), number, np.int32),
             "position": place.documents_before + np.arange(len(table)),
             "first_token": np.cumsum(lengths, dtype=np.int64) - lengths,
             "source": place.first_source + source,
-            "row": values_of(table["row"]) + np.where(source == 0, place.rows_before, 0),
+            "row": table["row"].to_numpy() + np.where(source == 0, place.rows_before, 0),
             "n_tokens": n_tokens,
         }
         # Documents without a part count under the empty name.
@@ -255,30 +271,24 @@ class SequenceIndex:
         labels = table.drop_columns(["source", "row", "offset", "n_tokens", "content"])
         columns |= dict(zip(labels.column_names, labels.columns, strict=True))
         taken = pa.table(columns).filter(pa.array(is_taken)).combine_chunks()
-        return DocumentBlock(
-            self, [self.portions[number]], taken, Counter(name or "" for name in others)
-        )
+        return DocumentBlock(self, taken, Counter(name or "" for name in others))
 
     def _shuffled_block(self) -> DocumentBlock:
         """The documents of all portions in random order, which depends on the seed alone."""
         blocks = [self._portion_block(number) for number in range(len(self.portions))]
-        table = pa.concat_tables(
-            _with_column(block.table, "portion", np.full(len(block), number, np.int32))
-            for number, block in enumerate(blocks)
-        )
+        table = pa.concat_tables(block.table for block in blocks)
         rng = np.random.default_rng([int(self.corpus.choice.shuffle), SHUFFLE_STREAM])
         table = table.take(pa.array(rng.permutation(len(table)))).combine_chunks()
         # `skip` leaves out the first documents of the shuffled order.
         is_skipped = np.arange(len(table)) < self.corpus.choice.skip
-        n_tokens = _with_skipped(values_of(table["n_tokens"]), is_skipped)
+        n_tokens = _with_skipped(table["n_tokens"].to_numpy(), is_skipped)
+        column = table.column_names.index("n_tokens")
+        table = table.set_column(column, "n_tokens", pa.array(n_tokens))
         others = sum((block.others for block in blocks), Counter())
-        return DocumentBlock(self, self.portions, _with_column(table, "n_tokens", n_tokens), others)
+        return DocumentBlock(self, table, others)
 
     def _in_blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The blocks of some sequences, each with the numbers in it of the first and the last.
-
-        The last is one behind.
-        """
+        """The blocks of some sequences, each with its first one and the one behind its last."""
         while start < stop:
             number = bisect_right(self.ends, start)
             before = self.ends[number - 1] if number else 0
@@ -294,19 +304,26 @@ class SequenceIndex:
         tokens: list[np.ndarray] = []
         for number, first, end in self._in_blocks(start, stop):
             block = self.block(number)
-            documents, offsets = block.beginnings(first, end)
+            pieces = block.pieces(first, end)
+            begins = np.flatnonzero(np.diff(pieces.sequence, prepend=-1))
+            documents = pieces.document[begins]
             labels = block.table.take(documents)
             origin["file"] += [self.corpus.sources[i].name for i in block.source[documents]]
             origin["row"] += block.row[documents].tolist()
-            origin["offset"] += offsets.tolist()
+            origin["offset"] += pieces.offset[begins].tolist()
             origin["pile_set_name"] += labels[PART].to_pylist()
             for name, column in carried.items():
                 origin[name] += [
                     None if value is None else as_text(json.loads(value))
                     for value in labels[column].to_pylist()
                 ]
-            origin["document"] += block.position[block.main_documents(first, end)].tolist()
-            tokens.append(block.tokens(first, end, self.separator))
+            # The document with most tokens of each sequence, the first of equal ones. The separator
+            # behind a document belongs to none.
+            ends = np.minimum(pieces.offset + pieces.length, block.n_tokens[pieces.document])
+            order = np.lexsort((pieces.offset - ends, pieces.sequence))
+            mains = pieces.document[order[begins]]
+            origin["document"] += block.position[mains].tolist()
+            tokens.append(block.tokens(pieces, self.separator).reshape(end - first, self.length))
         return np.concatenate(tokens), origin
 
     def bad_rows(self, start: int, stop: int) -> list[str]:
@@ -330,12 +347,57 @@ class SequenceIndex:
         if sequence == 0 or sequence >= len(self):
             return (len(self.ends) if sequence else 0), 0
         ((number, first, end),) = self._in_blocks(sequence, sequence + 1)
-        return number, int(self.block(number).beginnings(first, end)[0][0])
+        return number, int(self.block(number).pieces(first, end).document[0])
 
     def problem_of(self, block: DocumentBlock, document: int) -> str:
         """A bad document, with its place and its problem."""
         place = self.corpus.sources[block.source[document]].place_of(int(block.row[document]))
         return f"{place} ({printable(block.table['problem'][document].as_py() or '')})"
+
+    def findings(self, sequences: int) -> Findings:
+        """What became of the documents, in a run of the first `sequences`."""
+        index = self.up_to(sequences) if sequences < len(self) else self
+        corpus = self.corpus
+        sequences_left = sequences
+        fates: dict[str, Counter[str]] = defaultdict(Counter)
+        bad_run = BadRun()
+        problems: list[str] = []
+        carried = np.zeros(len(corpus.choice.columns), np.int64)
+        for number in range(len(index.ends)):
+            block = index.block(number)
+            # For each document the position of its fate in `FATES`. Later lines overrule earlier
+            # ones: an empty document between two used ones is empty.
+            n_tokens = block.n_tokens
+            fate = np.full(len(block), FATES.index("not needed"))
+            if corpus.packing == "document":
+                fate[n_tokens < block.length] = FATES.index("too short")
+                fate[block.long_documents[:sequences_left]] = FATES.index("used")
+            else:
+                used_end = min(sequences_left, block.sequences) * block.length
+                fate[block.begins_of(np.arange(len(block))) < used_end] = FATES.index("used")
+            fate[n_tokens == 0] = FATES.index("empty")
+            fate[n_tokens == BAD] = FATES.index("bad")
+            fate[n_tokens == SKIPPED] = FATES.index("skipped")
+            sequences_left = max(0, sequences_left - block.sequences)
+            # Documents that do not say their part count under the empty name.
+            parts = block.table[PART].fill_null("").combine_chunks().dictionary_encode()
+            counts = np.zeros((len(parts.dictionary), len(FATES)), np.int64)
+            np.add.at(counts, (parts.indices.to_numpy(), fate), 1)
+            for name, of_part in zip(parts.dictionary.to_pylist(), counts.tolist(), strict=True):
+                fates[name] += Counter(dict(zip(FATES, of_part, strict=True)))
+            for name, count in block.others.items():
+                fates[name][OTHER] += count
+            # In the order of the files, even if the documents are shuffled.
+            bad_documents = np.flatnonzero(n_tokens == BAD)
+            bad_documents = bad_documents[np.argsort(block.position[bad_documents])]
+            bad_run.add(block.position[bad_documents])
+            room = NAMED_PROBLEMS - len(problems)
+            problems += [index.problem_of(block, i) for i in bad_documents[:room].tolist()]
+            for i, column in enumerate(corpus.choice.columns):
+                carried[i] += len(block) - block.table[field_column(column)].null_count
+        return Findings(
+            Fates.of_parts(fates), bad_run.longest, tuple(problems), tuple(carried.tolist())
+        )
 
 
 class BadRun:
@@ -355,6 +417,18 @@ class BadRun:
             self.longest = max(self.longest, self._current)
 
 
+class Pieces(NamedTuple):
+    """Parts of documents that make some sequences, in order: each of one document and one sequence.
+
+    The separator behind a document counts as its last token.
+    """
+
+    sequence: np.ndarray  # counted from the first one that is asked for
+    document: np.ndarray  # its number in the block
+    offset: np.ndarray  # the token of the document that the piece begins with
+    length: np.ndarray
+
+
 class DocumentBlock:
     """Documents that a scan takes, in the order in which they become sequences.
 
@@ -363,33 +437,27 @@ class DocumentBlock:
     its end is not measured. So the lengths of the documents alone say where a sequence lies.
     """
 
-    def __init__(
-        self, index: SequenceIndex, portions: list[Portion], table: pa.Table, others: Counter[str]
-    ) -> None:
+    def __init__(self, index: SequenceIndex, table: pa.Table, others: Counter[str]) -> None:
         """`table` has a row for each document: the arrays below, and what else is kept of it."""
         self.store = index.store
+        self.portions = index.portions
         self.is_joined = index.corpus.packing == "concat"
-        self.length = index.length
-        """Text tokens of a sequence."""
-        self.portions = portions
+        self.length = index.length  # text tokens of a sequence
         self.table = table
-        self.others = others
-        """By part: how many documents of the portions `where` does not select."""
-        # The number of its portion in `portions`; its own among all documents of the corpus, in the
-        # order of the files; where its tokens begin in its portion.
-        self.portion = values_of(table["portion"])
-        self.position = values_of(table["position"])
-        self.first_token = values_of(table["first_token"])
+        self.others = others  # by part: how many documents of the portions `where` does not select
+        # The number of its portion; its own among all documents of the corpus, in the order of the
+        # files; where its tokens begin in its portion.
+        self.portion = table["portion"].to_numpy()
+        self.position = table["position"].to_numpy()
+        self.first_token = table["first_token"].to_numpy()
         # The number of its source in the corpus, and its row there.
-        self.source = values_of(table["source"])
-        self.row = values_of(table["row"])
+        self.source = table["source"].to_numpy()
+        self.row = table["row"].to_numpy()
         # `BAD` if the row cannot be read, `SKIPPED` if it is left out, 0 if the text is empty.
-        self.n_tokens = values_of(table["n_tokens"])
+        self.n_tokens = table["n_tokens"].to_numpy()
 
     def __len__(self) -> int:
         return len(self.row)
-
-    # Sequences
 
     @cached_property
     def long_documents(self) -> np.ndarray:
@@ -423,73 +491,44 @@ class DocumentBlock:
         """Where documents with tokens begin in the joined text."""
         return self.joined_ends[documents] - self.n_tokens[documents] - 1
 
-    def beginnings(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of the sequences `first .. end-1`: the document, and its token, that each begins with."""
+    def pieces(self, first: int, end: int) -> Pieces:
+        """Where the sequences `first .. end-1` lie."""
         if not self.is_joined:
             documents = self.long_documents[first:end]
-            return documents, np.zeros_like(documents)
-        starts = np.arange(first, end) * self.length
+            numbers = np.arange(len(documents))
+            lengths = np.full(len(documents), self.length)
+            return Pieces(numbers, documents, np.zeros_like(numbers), lengths)
+        start, stop = first * self.length, end * self.length
         # side="right" finds the first document that ends behind a token, which is the one that
         # holds it, never one without tokens.
-        documents = np.searchsorted(self.joined_ends, starts, side="right")
-        return documents, starts - self.begins_of(documents)
-
-    def last_document(self, sequence: int) -> int:
-        """The document in which a sequence ends."""
-        if not self.is_joined:
-            return int(self.long_documents[sequence])
-        return int(self._joined(sequence, sequence + 1)[-1])
-
-    def _joined(self, first: int, end: int) -> np.ndarray:
-        """The documents with tokens in the sequences `first .. end-1` of the joined text."""
-        ends = [first * self.length, end * self.length - 1]
-        of_first, of_last = np.searchsorted(self.joined_ends, ends, side="right").tolist()
-        return of_first + np.flatnonzero(self.n_tokens[of_first : of_last + 1] > 0)
-
-    def main_documents(self, first: int, end: int) -> np.ndarray:
-        """The document with most tokens of each of the sequences `first .. end-1`."""
-        if not self.is_joined:
-            return self.long_documents[first:end]
-        start, stop = first * self.length, end * self.length
-        documents = self._joined(first, end)
+        ends = np.searchsorted(self.joined_ends, [start, stop - 1], side="right")
+        documents = np.arange(ends[0], ends[1] + 1)
+        documents = documents[self.n_tokens[documents] > 0]
         begins = self.begins_of(documents)
-        ends = begins + self.n_tokens[documents]
-        # Cut where a document or a sequence begins: each cut is of one document and one sequence.
+        # Cut where a document or a sequence begins.
         starts = np.arange(start, stop, self.length)
         cuts = np.union1d(np.maximum(begins, start), starts)  # sorted, each once
-        document = np.searchsorted(begins, cuts, side="right") - 1
-        # A separator behind a document belongs to none, so a cut ends with its document.
-        n_tokens = np.minimum(ends[document], np.append(cuts[1:], stop)) - cuts
-        sequence = (cuts - start) // self.length
-        # Of each sequence the longest cut comes first, of equal ones the earliest.
-        order = np.lexsort((cuts, -n_tokens, sequence))
-        _, firsts = np.unique(sequence[order], return_index=True)
-        return documents[document[order[firsts]]]
+        of_cut = np.searchsorted(begins, cuts, side="right") - 1
+        return Pieces(
+            sequence=(cuts - start) // self.length,
+            document=documents[of_cut],
+            offset=cuts - begins[of_cut],
+            length=np.diff(cuts, append=stop),
+        )
 
-    # Tokens
-
-    def tokens(self, first: int, end: int, separator: int | None) -> np.ndarray:
-        """The tokens of the sequences `first .. end-1`, `[sequence length]`."""
-        if not self.is_joined:
-            documents = self.long_documents[first:end]
-            begins = self.first_token[documents]
-            tokens = self._tokens_between(documents, begins, begins + self.length)
-            return tokens.reshape(-1, self.length)
+    def tokens(self, pieces: Pieces, separator: int | None) -> np.ndarray:
+        """The tokens of some pieces, one after the other."""
+        stops = pieces.offset + pieces.length
+        has_separator = stops > self.n_tokens[pieces.document]
+        begins = self.first_token[pieces.document] + pieces.offset
+        ends = begins + pieces.length - has_separator
+        tokens = self._tokens_between(pieces.document, begins, ends)
+        if not has_separator.any():
+            return tokens
         assert separator is not None
-        start, stop = first * self.length, end * self.length
-        documents = self._joined(first, end)
-        begins = self.first_token[documents]
-        ends = begins + self.n_tokens[documents]
-        # A document may be far longer than what is wanted of it.
-        begin_of_first, begin_of_last = self.begins_of(documents[[0, -1]]).tolist()
-        # The end first: `begins[-1]` changes below if the first document is also the last.
-        ends[-1] = min(ends[-1], begins[-1] + stop - begin_of_last)
-        begins[0] += start - begin_of_first
-        tokens = self._tokens_between(documents, begins, ends)
         # Numbers of `insert` count in the array before it, so each separator lands behind its
-        # document. Behind the last document stands one that may not be wanted.
-        joined = np.insert(tokens, np.cumsum(ends - begins), separator)
-        return joined[: stop - start].reshape(end - first, self.length)
+        # document.
+        return np.insert(tokens, np.cumsum(ends - begins)[has_separator], separator)
 
     def token_counts(self, d_vocab: int) -> np.ndarray:
         """How often the documents of the block hold each token: `[token]`."""
@@ -522,7 +561,3 @@ class DocumentBlock:
 def _with_skipped(n_tokens: np.ndarray, is_skipped: np.ndarray) -> np.ndarray:
     """Lengths of documents, those of skipped ones replaced. Bad documents stay bad."""
     return np.where(is_skipped & (n_tokens != BAD), SKIPPED, n_tokens).astype(np.int32)
-
-
-def _with_column(table: pa.Table, name: str, values: np.ndarray) -> pa.Table:
-    return table.set_column(table.column_names.index(name), name, pa.array(values))

@@ -21,21 +21,18 @@ BUNDLED_TEXT = "bundled:backcopy-3l-mini"
 Alphabet = Literal["sorted", "tokenizer"]
 Variant = Literal["backcopy", "markov", "dormant_markov", "interpolate", "uniform"]
 
-Array = Any
-"""An array of numpy or a tensor of torch: a chain is followed with either."""
+Array = Any  # an array of numpy or a tensor of torch: a chain is followed with either
 
 
 @dataclass(frozen=True, eq=False)
 class Bigrams:
     """How often each symbol follows each other one. A symbol is the number of a row."""
 
-    symbols: tuple[str, ...]
-    """The characters; empty if the table is not made from a text."""
+    symbols: tuple[str, ...]  # the characters; empty if the table is not made from a text
     unigram: np.ndarray  # [symbol], P(first symbol of the sequence)
     rows: np.ndarray  # [symbol next], P(next | symbol)
     triggers: frozenset[int]
-    first_id: int = 0
-    """Token id of the first symbol, if ids are in the order of the symbols."""
+    first_id: int = 0  # token id of the first symbol, if ids are in the order of the symbols
 
     @property
     def start(self) -> np.ndarray:
@@ -56,8 +53,7 @@ class Chain(NamedTuple):
     """`[symbol next]`, cumulative. The last row, behind those of the symbols, is that of the
     beginning of the sequence.
     """
-    wakes: Array
-    """`[symbol]`, whether the next symbol depends on the one before this one."""
+    wakes: Array  # `[symbol]`, whether the next symbol depends on the one before this one
     copies: bool
     """Whether that earlier symbol is copied. If not, the next one is drawn from its row."""
 

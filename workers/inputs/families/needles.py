@@ -38,8 +38,7 @@ Passages = Annotated[int, Field(ge=2)]
 class Fact(NamedTuple):
     """The tokens of a needle, and of the question that its value answers."""
 
-    before: np.ndarray
-    """What stands before the value."""
+    before: np.ndarray  # what stands before the value
     value: np.ndarray
     after: np.ndarray
     question: np.ndarray

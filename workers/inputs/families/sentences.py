@@ -14,8 +14,7 @@ from headcount.workers.inputs.corpus.corpus import Tokenizer
 from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
 
 TEMPLATE = "When {1} and {2} went to the store, {3} gave a drink to"
-PLACES = ("{1}", "{2}", "{3}")
-"""Where a template has its three names."""
+PLACES = ("{1}", "{2}", "{3}")  # where a template has its three names
 
 NAMES = (
     "Mary", "John", "Tom", "James", "Dan", "Martin", "Amy", "David", "Michael", "Sarah", "Emily",
@@ -25,8 +24,7 @@ NAMES = (
 )  # fmt: skip
 """Common first names. Each is one token to GPT-2 with a space before it."""
 
-NAMES_DRAWN = 5
-"""Two for the sentence, three for its partner."""
+NAMES_DRAWN = 5  # two for the sentence, three for its partner
 
 Order = Literal["ABBA", "BABA", "both"]
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,8 +23,6 @@ from headcount.schemas.errors import CorpusError, printable
 from headcount.schemas.files.places import StorePath, open_whole, place, reason
 from headcount.workers.inputs.corpus.documents import (
     CHANGED,
-    Reading,
-    Record,
     Source,
     hub_version,
     refusing_unreadable,
@@ -35,11 +33,8 @@ PORTION_BYTES = 16 << 20
 are read together up to as many stored bytes.
 """
 
-FILES_IN_EXTENT = 10_000
-"""Small files that are read together at most."""
-
-FILES_AT_ONCE = 16
-"""Files that are opened at once to see where they can be cut."""
+FILES_IN_EXTENT = 10_000  # small files that are read together at most
+FILES_AT_ONCE = 16  # files that are opened at once to see where they can be cut
 
 FILES_WORTH_A_LISTING = 16
 """Files in a directory of a store from which on the directory is listed, 1,000 files a request,
@@ -99,16 +94,12 @@ def _objects_now(urls: list[str]) -> dict[str, tuple[int, int]]:
 class Extent:
     """Consecutive sources of a corpus, or a range of one source."""
 
-    first_source: int
-    """The number of its first source in the corpus."""
-    sources: tuple[Source, ...]
-    """As they were when they were listed."""
+    first_source: int  # the number of its first source in the corpus
+    sources: tuple[Source, ...]  # as they were when they were listed
     start: int = 0
     """Where the range of its only source begins: a byte of the content of lines, or a row."""
-    stop: int | None = None
-    """Where the range ends. None is the end of its last source."""
-    bytes: int = 0
-    """About how many stored bytes it covers."""
+    stop: int | None = None  # Where the range ends. None is the end of its last source.
+    bytes: int = 0  # about how many stored bytes it covers
 
     @cached_property
     def key(self) -> str:
@@ -130,17 +121,6 @@ class Extent:
             if source != now:
                 raise CorpusError(f"{printable(source.name)}: {CHANGED}")
 
-    def records(self, reading: Reading) -> Iterator[tuple[int, Record]]:
-        """The records in order, blank lines too, each with the number of its source here."""
-        try:
-            for number, source in enumerate(self.sources):
-                for record in source.records(reading, self.start, self.stop):
-                    yield number, record
-        except CorpusError:
-            # A file that changed is often unreadable first. What changed it is the better reason.
-            self.check_unchanged()
-            raise
-
 
 def extents_of(sources: Sequence[Source]) -> list[Extent]:
     """The extents of a corpus in order. Every source is covered exactly once."""
@@ -149,8 +129,7 @@ def extents_of(sources: Sequence[Source]) -> list[Extent]:
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         cuts = dict(zip(large, pool.map(_cuts_of, large), strict=True))
     groups: list[list[Source]] = []
-    room = -1
-    """Bytes of small sources that the last group still takes; negative if it takes none."""
+    room = -1  # bytes of small sources that the last group still takes; negative if it takes none
     for source in sources:
         is_alone = source.kind == "hub" or len(cuts.get(source, ())) > 1
         if is_alone or source.bytes > room or len(groups[-1]) == FILES_IN_EXTENT:

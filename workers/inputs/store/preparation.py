@@ -33,17 +33,13 @@ from headcount.workers.inputs.store.token_store import (
 )
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
-PORTION_LETTERS = 16 << 20
-"""Letters of text with which a portion is full."""
-
-PORTION_DOCUMENTS = 1 << 17
-"""Documents of a portion at most."""
+PORTION_LETTERS = 16 << 20  # letters of text with which a portion is full
+PORTION_DOCUMENTS = 1 << 17  # documents of a portion at most
 
 BATCH_LETTERS = 1 << 20
 """Letters that are tokenised at once for each core, unless a single document has more."""
 
-BATCH_DOCUMENTS = 1 << 12
-"""Documents that are tokenised at once."""
+BATCH_DOCUMENTS = 1 << 12  # documents that are tokenised at once
 
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 """Environment variable that the library tokenizers reads whenever it tokenises."""
@@ -73,24 +69,28 @@ class _Documents:
     def __init__(self, extent: Extent, reading: Reading) -> None:
         self.extent = extent
         self.reading = reading
-        self.rows = 0
-        """Rows of the source that were read, blank lines counted."""
+        self.rows = 0  # rows of the source that were read, blank lines counted
         self._records = self._read()
         self.next = next(self._records, None)
         """The number of the next document's source, where it begins there, its record."""
 
     def _read(self) -> Iterator[tuple[int, int, Record]]:
-        begin, source = self.extent.start, 0
-        for number, record in self.extent.records(self.reading):
-            if number != source:
-                source, begin = number, 0
-            elif begin == self.extent.start > 0 and isinstance(record.content, bytes):
-                # The first line of a range begins somewhere behind the range's first byte.
-                begin = record.stop - len(record.content)
-            self.rows = record.row + 1
-            if record.content is not BLANK:
-                yield number, begin, record
-            begin = record.stop
+        extent = self.extent
+        try:
+            for number, source in enumerate(extent.sources):
+                begin = extent.start
+                for record in source.records(self.reading, extent.start, extent.stop):
+                    if begin == extent.start > 0 and isinstance(record.content, bytes):
+                        # The first line of a range begins somewhere behind the range's first byte.
+                        begin = record.stop - len(record.content)
+                    self.rows = record.row + 1
+                    if record.content is not BLANK:
+                        yield number, begin, record
+                    begin = record.stop
+        except CorpusError:
+            # A file that changed is often unreadable first. What changed it is the better reason.
+            extent.check_unchanged()
+            raise
 
     def skip(self, documents: int) -> None:
         """Go past some documents without parsing them."""
@@ -180,10 +180,7 @@ def is_whole(committed: dict[int, Portion]) -> bool:
 
 
 def damaged_portions(store: TokenStore, extent: Extent) -> dict[Portion, str]:
-    """The portions of an extent that do not hold what they should, each with what is wrong.
-
-    All texts are read again, but none is tokenised.
-    """
+    """The portions of an extent that differ from its texts, which are read again, and how."""
     # Nothing that is already decoded: the files themselves are looked at.
     forget_open_files()
     documents = _Documents(extent, store.reading)

@@ -29,16 +29,12 @@ from headcount.workers.inputs.store.token_store import (
     forget_open_files,
     open_portion,
     read_record,
-    values_of,
 )
 
 STORE_NAME = re.compile(r"[0-9a-f]{12}")
 
-LISTED_PROBLEMS = 100
-"""Bad rows of a file that are listed."""
-
-READERS = 16
-"""Portions that are looked at at once: a store of objects answers each request slowly."""
+LISTED_PROBLEMS = 100  # bad rows of a file that are listed
+READERS = 16  # portions that are looked at at once: a store of objects answers each request slowly
 
 
 @dataclass(frozen=True)
@@ -52,10 +48,8 @@ class StoredCorpus:
     documents: int
     tokens: int
     bad: int
-    bytes: int
-    """Of all files in the folder."""
-    changed: datetime | None
-    """When the newest of them was written."""
+    bytes: int  # of all files in the folder
+    changed: datetime | None  # when the newest of them was written
 
 
 @dataclass
@@ -63,16 +57,13 @@ class StoredFile:
     """What a token store holds of one file, of a range of it, or of one part of a data set."""
 
     name: str
-    bytes: int
-    """Its size when it was prepared; 0 for a data set."""
+    bytes: int  # its size when it was prepared; 0 for a data set
     stop: int | None = None
     documents: int = 0
     tokens: int = 0
     bad: int = 0
-    empty: int = 0
-    """Documents without a token."""
-    whole: bool = False
-    """Whether it is prepared from its beginning to its end."""
+    empty: int = 0  # documents without a token
+    whole: bool = False  # whether it is prepared from its beginning to its end
     problems: list[str] = field(default_factory=list[str])
     """The first bad rows, each with its place and what is wrong with it."""
 
@@ -139,11 +130,11 @@ def stored_files(folder: Place) -> list[StoredFile]:
         start, files = 0, {}
         for _, portion in sorted(portions.items()):
             file = open_portion(store, portion)
-            start = file.record.start
+            start, documents = file.record.start, file.documents()
             for number, (kind, name, size, changed) in file.record.files.items():
                 files[int(number)] = kind, name, size, changed
                 part = parts.setdefault(int(number), StoredFile(name, size, file.record.stop))
-                _add_documents(part, file.documents(), int(number), kind, start)
+                _add_documents(part, documents, int(number), kind, start)
         for number, part in parts.items():
             # A source is read to its end if a later one is begun.
             part.whole = is_whole(portions) or number < max(parts)
@@ -169,9 +160,9 @@ def _add_documents(
     part: StoredFile, documents: pa.Table, source: int, kind: str, start: int
 ) -> None:
     """Count the documents of one source of a portion, in an extent that begins at `start`."""
-    first, end = np.searchsorted(values_of(documents["source"]), [source, source + 1])
+    first, end = np.searchsorted(documents["source"].to_numpy(), [source, source + 1])
     documents = documents.slice(first, end - first)
-    n_tokens = values_of(documents["n_tokens"])
+    n_tokens = documents["n_tokens"].to_numpy()
     part.documents += len(n_tokens)
     part.tokens += int(np.maximum(n_tokens, 0).sum())
     part.bad += int((n_tokens == BAD).sum())

@@ -49,17 +49,13 @@ from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
-FORMAT = 3
-"""Version of the layout. A store of another version has another key."""
-
-BAD = -1
-"""Number of tokens of a row that cannot be read."""
+FORMAT = 3  # Version of the layout. A store of another version has another key.
+BAD = -1  # number of tokens of a row that cannot be read
 
 STORE_FILE = "store.json"
 PORTION_FILE = re.compile(r"([0-9a-f]{16})-(\d{5,})(-end)?\.parquet")
 
-SMALL_IDS = 1 << 16
-"""Tokens of a tokenizer whose ids fit into 16 bits."""
+SMALL_IDS = 1 << 16  # tokens of a tokenizer whose ids fit into 16 bits
 
 TOKENS_PER_GROUP = 1 << 15
 """Tokens of a row group, which are decoded in 0.2 ms. A document is never cut."""
@@ -77,10 +73,8 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, pa.Ar
 class Portion(NamedTuple):
     """A committed portion. It never changes."""
 
-    extent: str
-    """The key of its extent."""
-    number: int
-    """Among the portions of that extent."""
+    extent: str  # the key of its extent
+    number: int  # among the portions of that extent
     is_last: bool
 
     @property
@@ -95,12 +89,9 @@ class TokenStore:
 
     folder: Place
     reading: Reading
-    tokenizer: str
-    """Fingerprint of the tokenizer."""
-    library: str
-    """The library that applies the tokenizer, and its version."""
-    d_vocab: int
-    """One more than the largest token id of the tokenizer."""
+    tokenizer: str  # fingerprint of the tokenizer
+    library: str  # the library that applies the tokenizer, and its version
+    d_vocab: int  # one more than the largest token id of the tokenizer
 
     @classmethod
     def of(cls, corpora: Place, tokenizer: TextTokenizer, reading: Reading) -> TokenStore:
@@ -212,19 +203,15 @@ class PortionRecord:
     store: str
     extent: str
     number: int
-    documents: int
-    """Bad ones included."""
+    documents: int  # bad ones included
     tokens: int
     bad: int
-    rows: int
-    """Rows of its last source that the extent has up to here, blank lines counted."""
-    start: int
-    """Where the extent begins in its only source, as `Extent.start`."""
+    rows: int  # rows of its last source that the extent has up to here, blank lines counted
+    start: int  # where the extent begins in its only source, as `Extent.start`
     stop: int | None
     files: dict[str, tuple[str, str, int, int]]
     """By number within the extent: kind, path or address, bytes, and when it was changed last."""
-    digest: str
-    """Of the columns that say where a document comes from."""
+    digest: str  # of the columns that say where a document comes from
     groups: tuple[tuple[int, str], ...]
     """Of each row group: the token at which it ends, and a digest of its tokens."""
 
@@ -283,7 +270,7 @@ def commit_portion(
         },
         digest=_digest_of_documents(table.drop_columns(["tokens"])),
         groups=tuple(
-            (end, xxhash.xxh3_64_hexdigest(values_of(ids.slice(begin, end - begin)).data))
+            (end, xxhash.xxh3_64_hexdigest(ids.slice(begin, end - begin).to_numpy().data))
             for begin, end in pairwise(group_ends)
         ),
     )
@@ -322,25 +309,11 @@ def _digest_of_documents(table: pa.Table) -> str:
     for column in table.columns:
         if pa.types.is_string(column.type):
             # No text has a length of -1, so NULL and an empty text differ.
-            digest.update(values_of(pc.fill_null(pc.binary_length(column), -1)).data)
+            digest.update(pc.fill_null(pc.binary_length(column), -1).to_numpy().data)
             digest.update("".join(pc.fill_null(column, "").to_pylist()).encode())
         else:
-            digest.update(values_of(column).data)
+            digest.update(column.to_numpy().data)
     return digest.hexdigest()
-
-
-def values_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """The numbers of a column that has no NULL, without a copy if they lie together.
-
-    Arrow's own `to_numpy` imports pandas, which takes longer than everything else here.
-    """
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    data_type = array.type.to_pandas_dtype()
-    # Buffer 0 would say which values are NULL.
-    content = array.buffers()[1]
-    if content is None or not len(array):
-        return np.empty(0, data_type)
-    return np.frombuffer(content, data_type, len(array), array.offset * array.type.bit_width // 8)
 
 
 # Reading
@@ -426,7 +399,7 @@ class PortionFile:
         if missing:
             try:
                 table = self._parquet.read_row_groups(missing, ["tokens"], use_threads=False)
-                tokens = values_of(table.column(0).combine_chunks().values)
+                tokens = table.column(0).combine_chunks().values.to_numpy()
                 stops = np.cumsum([self._ends[n] - self._begin(n) for n in missing])
                 for number, part in zip(missing, np.split(tokens, stops[:-1]), strict=True):
                     if xxhash.xxh3_64_hexdigest(part.data) != self.record.groups[number][1]:

@@ -28,7 +28,7 @@ from headcount.workers.model.attention_modules import take_over_modules
 from headcount.workers.model.bare_modules import find_blocks, find_modules
 from headcount.workers.model.files.model_info import (
     LEGACY_PLAIN,
-    LEGACY_SHAPE,
+    SHAPE,
     ModelInfo,
     weight_files,
 )
@@ -37,7 +37,7 @@ from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-LEGACY_FIELDS = (*LEGACY_SHAPE, "act_fn", "attn_only", "final_rms", "eps")
+LEGACY_FIELDS = (*SHAPE, "act_fn", "attn_only", "final_rms", "eps")
 """Fields of a legacy config.json that have the same name in TransformerLens's config of today."""
 
 STORED_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
@@ -102,52 +102,38 @@ def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtyp
 
     found = find_modules(bare, blocks)
     known = {activation: found[activation] for activation in ("embed", "unembed")}
-    boot = partial(_boot_hugging_face, info, model, bare, blocks, device, dtype)
+
+    def boot() -> BootedBridge:
+        """The bridge of `model`, which is used up; it shares the tensors of `bare`."""
+        from transformer_lens.model_bridge import TransformerBridge
+        from transformer_lens.model_bridge.sources.transformers import helpers, source
+
+        _fuse_gelu(model, partial(nn.GELU, approximate="tanh"))
+        try:
+            with (
+                _stub_tokenizer() as tokenizer,
+                # TransformerLens would install torchvision, and with it another torch, to prepare
+                # images that nobody shows the model.
+                mock.patch.object(helpers, "_ensure_torchvision", return_value=False),
+                mock.patch.object(source, "load_modality_processor", return_value=None),
+            ):
+                bridge = TransformerBridge.boot_transformers(
+                    info.path, hf_model=model, tokenizer=tokenizer, device=device, dtype=dtype
+                )
+            components: Any = bridge.adapter.component_mapping
+            layers: Any = bare.get_submodule(components["blocks"].name)
+            if list(layers) != blocks:
+                raise ModelError(f"{info.name}: TransformerLens finds other layers in it")
+            modules = _modules_by_activation(bridge, bare, blocks)
+        except Exception:
+            # Its message lists every architecture that it knows. Ours says what follows from it.
+            problem = f"TransformerLens has no bridge for {type(bare).__name__}"
+            return BootedBridge(None, find_modules(bare, blocks), problem)
+        # Again, because the bridge has put modules of its own in.
+        model.requires_grad_(False)
+        return BootedBridge(bridge, modules)
+
     return LoadedModules(bare, blocks, known, boot)
-
-
-def _boot_hugging_face(
-    info: ModelInfo,
-    model: nn.Module,
-    bare: nn.Module,
-    blocks: list[nn.Module],
-    device: str,
-    dtype: torch.dtype,
-) -> BootedBridge:
-    """The bridge of a model of transformers, which is used up, and shares the tensors of `bare`."""
-    from transformer_lens.model_bridge import TransformerBridge
-
-    _fuse_gelu(model, partial(nn.GELU, approximate="tanh"))
-    try:
-        with _stub_tokenizer() as tokenizer, _without_installs():
-            bridge = TransformerBridge.boot_transformers(
-                info.path, hf_model=model, tokenizer=tokenizer, device=device, dtype=dtype
-            )
-        components: Any = bridge.adapter.component_mapping
-        layers: Any = bare.get_submodule(components["blocks"].name)
-        if list(layers) != blocks:
-            raise ModelError(f"{info.name}: TransformerLens finds other layers in it")
-        modules = _modules_by_activation(bridge, bare, blocks)
-    except Exception:
-        # Its message lists every architecture that it knows. Ours says what follows from it.
-        problem = f"TransformerLens has no bridge for {type(bare).__name__}"
-        return BootedBridge(None, find_modules(bare, blocks), problem)
-    # Again, because the bridge has put modules of its own in.
-    model.requires_grad_(False)
-    return BootedBridge(bridge, modules)
-
-
-@contextmanager
-def _without_installs() -> Iterator[None]:
-    """Within it, TransformerLens does not install torchvision, and with it another torch."""
-    from transformer_lens.model_bridge.sources.transformers import helpers, source
-
-    # The first installs; the second asks for it, to prepare images that nobody shows the model.
-    with (
-        mock.patch.object(helpers, "_ensure_torchvision", return_value=False),
-        mock.patch.object(source, "load_modality_processor", return_value=None),
-    ):
-        yield
 
 
 def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
 """What is downloaded of a model. Pickled weights are not, except those of legacy models."""
 
-LEGACY_SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
-"""Fields of a legacy config.json that say the model's shape."""
+SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
+"""Fields of a config of TransformerLens, also of a legacy config.json, that say a model's shape."""
 
 LEGACY_PLAIN = {
     "positional_embedding_type": "standard",
@@ -226,16 +226,11 @@ def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
             f"{where}: a {config.model_type} model names no {' and no '.join(absent)}, "
             "which a scan needs; add what is missing to it, or choose another model"
         )
-    try:
-        _check_positive(shape)
-        d_head = _d_head(config, shape)
-        attention_layers = _attention_layers(config, shape["n_layers"])
-    except ValueError as error:
-        raise ModelError(f"{where}: {error}") from None
+    _check_positive(where, shape)
     return shape | {
-        "d_head": d_head,
+        "d_head": _d_head(config, shape, where),
         "n_kv_heads": _field(config, "num_key_value_heads") or shape["n_heads"],
-        "attention_layers": attention_layers,
+        "attention_layers": _attention_layers(config, shape["n_layers"], where),
         "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),
         "eos_token_id": _token(getattr(config, "eos_token_id", None), shape["d_vocab"]),
     }
@@ -258,8 +253,10 @@ SPARSE += ("heavily_compressed_attention", "minimax_m3_sparse")
 """Types of layers that choose or compress the keys of each query, which short sequences hide."""
 
 
-def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...] | None:
-    """The layers that attend, None if all; `ValueError` if some choose their keys."""
+def _attention_layers(
+    config: PretrainedConfig, n_layers: int, where: str
+) -> tuple[int, ...] | None:
+    """The layers that attend, None if all; refused if some choose their keys."""
     # The two names of one list, and the layers that only look at images.
     types = _field(config, "layer_types") or _field(config, "layers_block_type")
     across = _field(config, "cross_attention_layers") or ()
@@ -267,9 +264,9 @@ def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...
         types = ["full_attention"] * n_layers
     sparse = sorted({*types} & {*SPARSE})
     if sparse:
-        raise ValueError(
-            f"layer_types has {sparse[0]}, whose queries see keys that the model chooses or "
-            "compresses; such layers cannot be measured yet"
+        raise ModelError(
+            f"{where}: layer_types has {sparse[0]}, whose queries see keys that the model chooses "
+            "or compresses; such layers cannot be measured yet"
         )
     attending = tuple(
         layer
@@ -279,7 +276,7 @@ def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...
     return None if len(attending) == n_layers else attending
 
 
-def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
+def _d_head(config: PretrainedConfig, shape: dict[str, Any], where: str) -> int:
     n_heads = shape["n_heads"]
     # Latent attention (DeepSeek's MLA) joins two parts of its own widths.
     widths = [_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
@@ -287,34 +284,31 @@ def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
         return sum(widths)
     n_kv_heads = _field(config, "num_key_value_heads") or n_heads
     if not isinstance(n_kv_heads, int) or n_kv_heads < 1 or n_heads % n_kv_heads:
-        raise ValueError(
-            f"num_key_value_heads is {n_kv_heads!r}, expected a divisor of num_attention_heads = "
-            f"{n_heads}"
+        raise ModelError(
+            f"{where}: num_key_value_heads is {n_kv_heads!r}, expected a divisor of "
+            f"num_attention_heads = {n_heads}"
         )
     d_head = _field(config, "head_dim")
     if d_head is None:
         if shape["d_model"] % n_heads:
-            raise ValueError(
-                f"hidden_size is {shape['d_model']}, expected a multiple of num_attention_heads = "
-                f"{n_heads}"
+            raise ModelError(
+                f"{where}: hidden_size is {shape['d_model']}, expected a multiple of "
+                f"num_attention_heads = {n_heads}"
             )
         d_head = shape["d_model"] // n_heads
-    _check_positive({"head_dim": d_head})
+    _check_positive(where, {"head_dim": d_head})
     return d_head
 
 
 def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    missing = [name for name in LEGACY_SHAPE if not isinstance(config.get(name), int)]
+    missing = [name for name in SHAPE if not isinstance(config.get(name), int)]
     if missing:
         raise ModelError(
             f"{path}/config.json: has neither model_type (Hugging Face) nor {', '.join(missing)} "
             "(legacy TransformerLens)"
         )
-    shape = {name: config[name] for name in LEGACY_SHAPE}
-    try:
-        _check_positive(shape)
-    except ValueError as error:
-        raise ModelError(f"{path}/config.json: {error}") from None
+    shape = {name: config[name] for name in SHAPE}
+    _check_positive(f"{path}/config.json", shape)
     bos_of_tokenizer = TOKENIZER_BOS.get(str(config.get("tokenizer_name")))
     bos = config.get("bos_token_id", bos_of_tokenizer)
     return shape | {
@@ -324,10 +318,10 @@ def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_positive(shape: dict[str, Any]) -> None:
+def _check_positive(where: str, shape: dict[str, Any]) -> None:
     for name, value in shape.items():
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}, expected a positive integer")
+            raise ModelError(f"{where}: {name} is {value!r}, expected a positive integer")
 
 
 def _token(token_ids: object, d_vocab: int) -> int | None:
