@@ -11,7 +11,7 @@ frozen, goes through each layer's output projection alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -25,6 +25,7 @@ from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.engine import PassRequest, StopPass
 from headcount.workers.engine.fused_engine import FusedEngine, FusedPass
 from headcount.workers.engine.fused_pattern import FusedPattern
+from headcount.workers.engine.number_formats import linears_in
 from headcount.workers.engine.prediction_inputs import row_chunks
 from headcount.workers.engine.stream_writes import LayerWrites, StreamWrites, first_of
 from headcount.workers.model.attention_facts import AttentionFacts, weighted_values
@@ -62,12 +63,10 @@ class GradientEngine(FusedEngine):
                 "the intervention"
             )
         gradient_pass = _GradientPass(self, request)
-        with torch.enable_grad(), gradient_pass.hooked():
-            try:
+        with linears_in(self.formats.linears, request.tokens.device.type):
+            with torch.enable_grad(), gradient_pass.hooked(), suppress(StopPass):
                 self.model.run_bare(request.tokens, gradient_pass.attend)
-            except StopPass:
-                pass
-        gradient_pass.finish()
+            gradient_pass.finish()
 
 
 @dataclass

@@ -124,11 +124,30 @@ def linears_in(
     )
     if number_format == "float32" and device == "cpu" and has_onednn:
         return LinearProducts(
-            lambda x, weight, bias: torch.ops.mkldnn._linear_pointwise(
-                x, weight, bias, "none", [], ""
+            lambda x, weight, bias: (
+                _OneDnnProduct.apply(x, weight, bias)
+                if x.requires_grad
+                else _onednn_product(x, weight, bias)
             )
         )
     return nullcontext()
+
+
+def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _OneDnnProduct(torch.autograd.Function):
+    """oneDNN's product with a weight that is frozen; PyTorch knows no gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ANN401
+        ctx.weight = weight
+        return _onednn_product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        return _onednn_product(dy, ctx.weight.T, None), None, None
 
 
 def outside_linears() -> AbstractContextManager[None]:

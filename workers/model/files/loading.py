@@ -170,7 +170,9 @@ class _InPlaceGelu(nn.Module):
     """PyTorch's tanh GELU in one pass, written over the output of a linear layer."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """GELU of the inputs, in their memory."""
+        """GELU of the inputs, in their memory, unless somebody wants its gradient."""
+        if inputs.requires_grad:
+            return nn.functional.gelu(inputs, approximate="tanh")
         return torch.ops.aten.gelu_(inputs, approximate="tanh")
 
 
