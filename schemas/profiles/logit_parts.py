@@ -15,7 +15,7 @@ def direct_logit_of_parts(logit_parts: Tensor) -> Logits:
 
     The sum over parts and layers is the whole mean centred logit.
 
-    >>> direct_logit_of_parts(nats([1, 2, 0, 3, 0])).tolist()
+    >>> direct_logit_of_parts(nats([1.0, 2.0, 0.0, 3.0, 0.0])).tolist()
     [[1.0, 2.0, 0.0, 3.0, 0.0]]
     """
     return logit_parts

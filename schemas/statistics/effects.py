@@ -157,7 +157,7 @@ def direct_effect_quantised_values(
 
     Σ_h Σ_q ⟨D[q], z'[q] - z[q]⟩ over the heads h that share v, D the direct part of ∂L/∂z
 
-    >>> a = pattern([[1]])
+    >>> a = pattern([[1.0]])
     >>> direct_effect_quantised_values(a, vectors([0, 2, 6]), vectors([0, 1, 0]), bits=1).item()
     -2.0
     """

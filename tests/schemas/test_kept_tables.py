@@ -23,9 +23,9 @@ from tests.toys.runs_here import begun, measured
 from tests.toys.toy_runs import ask, data_file, local, write_run
 
 T, SEQUENCES, PER_SHARD, LAYERS, HEADS = 7, 8, 3, 3, 4
-PLACES = ("query", "key", "lag", "candidate", "dimension", "component", "other_component")
+PLACES = ("query", "key", "lag", "candidate", "dimension", "component", "other_component", "part")
 """Columns that say where an entry lies."""
-SHARED = {name for name in PROFILES if "resid" in name}
+SHARED = {name for name in PROFILES if "resid" in name or "logit" in name}
 """Profiles that all heads of a layer share."""
 CURVES = [name for name, profile in PROFILES.items() if profile.axis != "pair"]
 KEPT = ("profiles", "curves", "weights")

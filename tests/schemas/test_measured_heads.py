@@ -45,8 +45,8 @@ SUBSETS: dict[str, dict[str, Any]] = {
 }
 EVERYTHING: dict[str, Any] = {
     "statistics": "all",
-    "profiles": list(PROFILES),
-    "curves": [profile.name for profile in PROFILES.values() if profile.axis != "pair"],
+    "profiles": toy.FORWARD_PROFILES,
+    "curves": [name for name in toy.FORWARD_PROFILES if PROFILES[name].axis != "pair"],
     "weight_statistics": list(WEIGHT_STATISTICS),
     "predictions": ["loss", "final_logits"],
 }

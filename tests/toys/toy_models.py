@@ -14,13 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.intervention import NONE, Intervention, parse_intervention
 from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.statistics import STATISTICS
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
 from headcount.workers.replica import InterventionMeasurements, Replica
 
 D_VOCAB, N_CTX, BOS, EOS = 61, 40, 0, 1
+FORWARD_STATISTICS = [statistic.name for statistic in STATISTICS.select("all")]
+FORWARD_PROFILES = [name for name in PROFILES if not PROFILES[name].needs_gradients]
+"""What a forward pass gives."""
 BYTE_BOS = 256
 """End-of-text token of the byte tokenizer; below it, a token is a byte."""
 

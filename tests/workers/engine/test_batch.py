@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.profiles import PROFILES
-from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.number_formats import LinearProducts
 from headcount.workers.measurements.batch import PendingBatch, collect, launch
 from headcount.workers.measurements.results import Measurements
@@ -82,12 +80,12 @@ def test_rows_do_not_depend_on_the_batches_or_on_where_memory_ends(
     shelf: toy.Shelf, size: int | str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, tokens = shelf.path("gpt2"), toy.repeating_tokens(20, batch=7)
-    in_one_batch = toy.measure(path, tokens, batch_size=7, profiles=list(PROFILES))
+    in_one_batch = toy.measure(path, tokens, batch_size=7, profiles=toy.FORWARD_PROFILES)
     memory_for(monkeypatch, most)
-    replica = toy.replica(path, batch_size=size, profiles=list(PROFILES))
+    replica = toy.replica(path, batch_size=size, profiles=toy.FORWARD_PROFILES)
     in_batches = replica.measure(tokens)
     assert most == 7 or replica.batch.size <= most
-    for name in STATISTICS:
+    for name in toy.FORWARD_STATISTICS:
         np.testing.assert_allclose(
             in_batches.heads[name], in_one_batch.heads[name], rtol=1e-5, atol=1e-6, err_msg=name
         )

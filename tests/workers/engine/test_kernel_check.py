@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from headcount import app
 from headcount.jobs.commands.doctor import check_kernel
-from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.kernel import sweep_kernel
 from headcount.workers.engine.kernel.kernel_check import (
     ALLOWED,
@@ -206,7 +205,7 @@ def test_a_replica_uses_a_kernel_that_agrees(
     assert (attention, caplog.messages) == ("kernel", [])
     plain = shelf.replica("llama-gqa", "dense").measure(TOKENS)
     assert plain.method.attention == "matrix"
-    for name in STATISTICS:
+    for name in toy.FORWARD_STATISTICS:
         np.testing.assert_allclose(heads[name], plain.heads[name], rtol=1e-5, atol=1e-5)
     assert measured_with(shelf, by_definition, precision="float64")[0] == "tiles"
 
@@ -230,7 +229,7 @@ def test_a_replica_falls_back_to_tiles_and_says_so_once(
         f"the GPU kernel is not used: with heads 4/2, n_ctx 40, d_head 8 in float32 it {problem}"
     )
     plain = shelf.replica("llama-gqa").measure(TOKENS)
-    for name in STATISTICS:
+    for name in toy.FORWARD_STATISTICS:
         np.testing.assert_array_equal(heads[name], plain.heads[name])
 
 

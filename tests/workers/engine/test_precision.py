@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from headcount.schemas.scans.precision import PRECISIONS
-from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine import number_formats
 from headcount.workers.engine.number_formats import LinearProducts, rounded
 from headcount.workers.replica import InterventionMeasurements
@@ -47,7 +46,7 @@ def drift(measured: InterventionMeasurements, exact: InterventionMeasurements) -
     """Mean over all values of the difference, relative where values are large."""
     differences = [
         np.abs(measured.heads[name] - exact.heads[name]) / np.maximum(1, np.abs(exact.heads[name]))
-        for name in STATISTICS
+        for name in toy.FORWARD_STATISTICS
     ]
     return float(np.nanmean(np.concatenate([d.ravel() for d in differences])))
 

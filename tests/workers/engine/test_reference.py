@@ -118,7 +118,6 @@ WITH_OPTIONS = (
 """Statistics with options that mean something in short sequences."""
 
 ASKED = [*STATISTIC_DEFINITIONS, *WITH_OPTIONS]
-FORWARD_PROFILES = [name for name in PROFILES if not PROFILES[name].needs_gradients]
 STATISTICS_MEASURED = {s.name: s for s in STATISTICS.select(ASKED)}
 """All but the effects, which are compared in `test_effects`."""
 WITH_BASELINE = [s.name for s in STATISTICS_MEASURED.values() if s.uniform_baseline]
@@ -164,10 +163,10 @@ class Shelf:
 
     def replica(self, name: str, engine: str, precision: str = "float32") -> Replica:
         n_ctx = 256 if name == "gpt2-long" else N_CTX
-        curves = [p for p in FORWARD_PROFILES if PROFILES[p].axis != "pair"]
+        curves = [p for p in toy.FORWARD_PROFILES if PROFILES[p].axis != "pair"]
         return self.models.replica(
             name, engine, n_ctx=n_ctx, precision=precision, statistics=ASKED,
-            profiles=FORWARD_PROFILES, curves=curves, predictions=list(PREDICTIONS),
+            profiles=toy.FORWARD_PROFILES, curves=curves, predictions=list(PREDICTIONS),
             weight_statistics=list(WEIGHT_STATISTICS),
         )  # fmt: skip
 
@@ -330,7 +329,7 @@ def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
 def test_everything_that_is_registered_has_an_independent_definition() -> None:
     assert {*STATISTIC_DEFINITIONS, *EFFECT_DEFINITIONS} == set(STATISTICS)
     assert {*STATISTIC_DEFINITIONS, *VARIANT_DEFINITIONS} == set(STATISTICS_MEASURED)
-    assert set(PROFILE_DEFINITIONS) == set(FORWARD_PROFILES)
+    assert set(PROFILE_DEFINITIONS) == set(toy.FORWARD_PROFILES)
     assert set(PREDICTION_DEFINITIONS) == set(PREDICTIONS)
     assert set(WEIGHT_DEFINITIONS) == set(WEIGHT_STATISTICS)
     assert set(INTERVENTIONS) == {"none", *WEIGHT_CHANGES, *ACTIVATION_CHANGES}

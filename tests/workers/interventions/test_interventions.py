@@ -91,7 +91,7 @@ def difference(first: InterventionMeasurements, second: InterventionMeasurements
     """The largest difference of a statistic, relative where values are large."""
     return max(
         float(np.nan_to_num(np.abs(x - y) / (1 + np.abs(y))).max())
-        for x, y in ((first.heads[name], second.heads[name]) for name in STATISTICS)
+        for x, y in ((first.heads[name], second.heads[name]) for name in toy.FORWARD_STATISTICS)
     )
 
 

@@ -45,7 +45,7 @@ def differences(
 ) -> dict[str, float]:
     """Statistics that differ by more than rounding, and how far, relative where they are large."""
     largest: dict[str, float] = {}
-    for name in STATISTICS:
+    for name in toy.FORWARD_STATISTICS:
         x, y = first.heads[name], second.heads[name]
         assert (np.isnan(x) == np.isnan(y)).all(), name
         largest[name] = float(np.nanmax(np.abs(x - y) / np.maximum(1, np.abs(y)), initial=0))
