@@ -40,6 +40,9 @@ LAYER_VALUES: dict[str, str] = {
 GRADIENTS = ("dz", "dv", "direct_dz", "logit_dz", "logit_parts")
 """Those of them that only a backward pass knows."""
 
+DIRECT_GRADIENTS = ("direct_dz", "logit_dz", "logit_parts")
+"""Those that no layer is gone back through for."""
+
 PREDICTION_INPUTS: dict[str, str] = {
     "tokens": "token ids [batch pos]",
     "positions_known": "whether the model adds positions and its first MLP is a module of its own",

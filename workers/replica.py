@@ -88,17 +88,19 @@ class Replica:
             for kind in scan.kinds()
         }
         self.requested = Requested(existing, scan.measured_heads(self.model.info))
-        if self.requested.computed("after the pass") or scan.needs_gradients:
+        if self.requested.computed("after the pass") or scan.gradients:
             check_unembedding(self.model)
         self.free_since: float | None = None
         """When the last shard was measured. It tells how long the replica waited for the next."""
-        self.batch = BatchSize(scan.batch_size, self.device, scan.n_ctx)
+        # The activations of all layers are kept until the backward pass has used them.
+        most_tokens = MOST_TOKENS[self.device] // (4 if scan.gradients else 1)
+        self.batch = BatchSize(scan.batch_size, self.device, scan.n_ctx, most_tokens)
         # Folding happens in the bridge alone, so folded weights are measured there.
         self.engine: Engine = DenseEngine(self.model)
         if scan.engine == "fused" and scan.weight_processing == "raw":
             # With the GPU's kernel if it agrees with the tiles here.
             sweep = proven_sweep(self.model, scan.n_ctx, self.precision, self.device)
-            engine = GradientEngine if scan.needs_gradients else FusedEngine
+            engine = GradientEngine if scan.gradients else FusedEngine
             self.engine = engine(self.model, self.precision, sweep)
 
     def measure(
@@ -156,7 +158,7 @@ class Replica:
         is_fused = settled.engine == "fused"
         engine = self.engine.changed(changes) if is_fused else DenseEngine(self.model, changes)
         # Tensors of inference mode can never have gradients.
-        inference = torch.no_grad() if self.scan.needs_gradients else torch.inference_mode()
+        inference = torch.no_grad() if self.scan.gradients else torch.inference_mode()
         with inference, changed_weights(self.model, bound):
             yield engine
 
@@ -284,14 +286,16 @@ class BatchSize:
     It doubles as long as that is faster. If memory runs out, it halves for good.
     """
 
-    def __init__(self, requested_size: int | str, device: str, n_ctx: int) -> None:
-        """`requested_size` is a number of sequences, or `auto`."""
+    def __init__(
+        self, requested_size: int | str, device: str, n_ctx: int, most_tokens: int | None = None
+    ) -> None:
+        """`requested_size` is a number of sequences, or `auto`: up to so many tokens."""
         if isinstance(requested_size, int):
             self.size = requested_size
             self.largest = requested_size
         else:
             self.size = max(1, FIRST_TOKENS[device] // n_ctx)
-            self.largest = max(1, MOST_TOKENS[device] // n_ctx)
+            self.largest = max(1, (most_tokens or MOST_TOKENS[device]) // n_ctx)
         self.searching = self.size < self.largest
         self._seconds_of_trials: list[float] = []
         self._best_speed = 0.0

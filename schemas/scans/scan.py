@@ -185,11 +185,10 @@ class Scan(Measured):
         return [kind for kind in used if computed in (None, kind.computed)]
 
     @property
-    def needs_gradients(self) -> bool:
-        """Whether a backward pass follows every forward pass."""
-        return any(
-            formula.needs_gradients for kind in self.kinds() for formula in self.formulas(kind)
-        )
+    def gradients(self) -> frozenset[str]:
+        """What its formulas read that only a backward pass knows."""
+        formulas = (formula for kind in self.kinds() for formula in self.formulas(kind))
+        return frozenset[str]().union(*(formula.gradients for formula in formulas))
 
     def measured_heads(self, model: ModelSize) -> MeasuredHeads:
         """The heads that the scan measures; raises `ScanError` if the model lacks one of them."""
@@ -197,7 +196,7 @@ class Scan(Measured):
 
     def depth(self, model: ModelSize) -> int:
         """Number of layers in a forward pass. Predictions and effects on the loss need all."""
-        if self.kinds("after the pass") or self.needs_gradients:
+        if self.kinds("after the pass") or self.gradients:
             return model.n_layers
         return self.measured_heads(model).layers[-1] + 1
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from headcount.schemas.errors import ScanError
+from headcount.schemas.formula_kinds import DIRECT_GRADIENTS
 from headcount.workers.engine.attention_gradient import FusedAttention
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.engine import PassRequest, StopPass
@@ -29,13 +29,6 @@ from headcount.workers.engine.number_formats import linears_in
 from headcount.workers.engine.prediction_inputs import row_chunks
 from headcount.workers.engine.stream_writes import LayerWrites, StreamWrites, first_of
 from headcount.workers.model.attention_facts import AttentionFacts, weighted_values
-
-DIRECT = ("direct_dz", "logit_dz", "logit_parts")
-"""Those of `GRADIENTS` that need no backward pass through layers."""
-
-STREAM = ("resid_pre", "resid_post")
-"""Activations whose change what is written straight to the logits would have to pass."""
-
 
 LOGIT_PARTS = 5
 """The embeddings, all heads, what else the attention adds, the rest of the layer, and what lies
@@ -55,13 +48,6 @@ class GradientEngine(FusedEngine):
         if not request.gradients:
             super().run_pass(request)
             return
-        changed = [c.target for c in self.changes.changes if c.target in STREAM]
-        if changed and not request.gradients.isdisjoint(DIRECT):
-            raise ScanError(
-                f"interventions: what a head writes straight to the logits is not known where "
-                f"{changed[0]} is changed; leave out the statistics that begin with direct_, or "
-                "the intervention"
-            )
         gradient_pass = _GradientPass(self, request)
         with linears_in(self.formats.linears, request.tokens.device.type):
             with torch.enable_grad(), gradient_pass.hooked(), suppress(StopPass):
@@ -102,7 +88,7 @@ class _GradientPass(FusedPass):
     def hooked(self) -> Iterator[None]:
         """Within it, modules tell this pass what they write to the stream, and where it is."""
         with super().hooked(), ExitStack() as hooks:
-            if not self.wanted.isdisjoint(DIRECT):
+            if not self.wanted.isdisjoint(DIRECT_GRADIENTS):
                 if self.writes.last_norm is not None:
                     keep = self._keep_last_stream
                     hooks.enter_context(self.writes.last_norm.register_forward_pre_hook(keep))
@@ -173,7 +159,7 @@ class _GradientPass(FusedPass):
             self.keep_final(self.final.detach())
         by_stream = self._by_final_stream()
         shown: dict[int, dict[str, Any]] = {layer: {} for layer in self.tapes}
-        if not self.wanted.isdisjoint(DIRECT):
+        if not self.wanted.isdisjoint(DIRECT_GRADIENTS):
             self._add_direct(shown, *by_stream)
         if not self.wanted.isdisjoint(("dz", "dv")):
             tapes = self.tapes.values()
@@ -246,7 +232,7 @@ class _GradientPass(FusedPass):
         self, shown: dict[int, dict[str, Any]], losses: Tensor, logits: Tensor, centred: Tensor
     ) -> None:
         """Add what goes straight from z to the last norm to what is known of each layer."""
-        names = [name for name in DIRECT if name in self.wanted]
+        names = [name for name in DIRECT_GRADIENTS if name in self.wanted]
         assert self.final is not None
         last_norm, final = self.writes.last_norm, self.final
         last_stream = final if last_norm is None else self.last_stream

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from headcount.schemas.errors import RunError, ScanError
+from headcount.schemas.formula_kinds import DIRECT_GRADIENTS
 from headcount.schemas.scans.intervention import Intervention
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
 from headcount.schemas.scans.scan import Scan
@@ -21,6 +22,9 @@ from headcount.workers.interventions import bind
 from headcount.workers.interventions.intervention_registry import BoundIntervention, BoundPart
 from headcount.workers.model.attention_facts import AttentionFacts, unseen_keys, window_of
 from headcount.workers.model.model import Model
+
+STREAM = ("resid_pre", "resid_post")
+"""Activations that everything passes which a head writes straight to the logits."""
 
 EngineName = Literal["fused", "dense"]
 
@@ -54,7 +58,7 @@ def settle(model: Model, scan: Scan, device: str) -> Settlement:
         # The whole run has one precision, and the dense engine is never faster than float32.
         # Nor has it gradients in a narrower one.
         is_dense = any(settlement.engine == "dense" for settlement in settled.values())
-        in_float32 = is_dense or scan.needs_gradients
+        in_float32 = is_dense or scan.gradients
         precision = "float32" if in_float32 else FASTEST_ACCEPTABLE[device]
     for settlement in settled.values():
         check_bridge_precision(settlement, precision)
@@ -71,6 +75,7 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
     for part in bound.weight_parts:
         part.function_for(model)
         part.weights(model)
+    _check_direct_way(scan, bound)
     reason = _needs_bridge(model, bound)
     if scan.weight_processing == "folded":
         # Folding happens in the bridge alone, so folded weights are measured there.
@@ -79,7 +84,7 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
         reason = "engine is 'dense'"
     if reason is None:
         return Settled(bound, "fused", "")
-    if scan.needs_gradients:
+    if scan.gradients:
         raise ScanError(
             f"interventions: '{intervention}' needs the dense engine ({reason}), which has no "
             "backward pass; leave it out, or the statistics that need gradients"
@@ -90,6 +95,16 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
             f"{model.info.name} has none: {model.bridge_problem}"
         )
     return Settled(bound, "dense", reason)
+
+
+def _check_direct_way(scan: Scan, bound: BoundIntervention) -> None:
+    """Refuse changes of the stream, which lies between a head and the logits."""
+    changed = [part.target for part in bound.activation_parts if part.target in STREAM]
+    if changed and not scan.gradients.isdisjoint(DIRECT_GRADIENTS):
+        raise ScanError(
+            f"interventions: '{bound.intervention}': what a head writes straight to the logits is "
+            f"not known where {changed[0]} is changed; leave it out, or what begins with direct_"
+        )
 
 
 def _needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
