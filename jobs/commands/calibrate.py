@@ -39,7 +39,7 @@ def calibrate(
     from headcount.jobs.plan.calibration import calibration_of
     from headcount.jobs.plan.plan import where_begun
     from headcount.jobs.resources import Resources
-    from headcount.schemas.scans.scan import scan_name
+    from headcount.schemas.files.run_directory import scan_name
 
     directory = run_directory(run, runs)
     resources = Resources.asked_for(replicas, cores, device, address)
