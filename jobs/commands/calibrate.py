@@ -39,7 +39,6 @@ def calibrate(
     from headcount.jobs.plan.calibration import calibration_of
     from headcount.jobs.plan.plan import where_begun
     from headcount.jobs.resources import Resources
-    from headcount.schemas.files.run_directory import scan_name
 
     directory = run_directory(run, runs)
     resources = Resources.asked_for(replicas, cores, device, address)
@@ -48,7 +47,8 @@ def calibrate(
         path = run_scan(
             fields,
             {},
-            name=f"{scan_name(directory.run_id)}-calibration",
+            # The name of a run is its id without the hash at the end.
+            name=f"{directory.run_id.rpartition('-')[0]}-calibration",
             replicas=resources.replicas,
             cores=resources.cores,
             device=resources.device,

@@ -15,7 +15,7 @@ import pyarrow as pa
 from headcount.queries.open.descriptions import TEXTS
 from headcount.queries.open.run import Run
 from headcount.schemas.files.commit import COMMITS
-from headcount.schemas.files.run_directory import holds_whole_shard, pc, scan_name
+from headcount.schemas.files.run_directory import holds_whole_shard, pc
 from headcount.schemas.files.tables import Column
 from headcount.schemas.scans.kinds import KINDS, carried_columns, columns_of
 
@@ -155,6 +155,18 @@ def _run_row(run: Run) -> dict[str, Any]:
         "model_fingerprint": model_digest[:12],
         "code": manifest.code,
     }
+
+
+def scan_name(run_id: str) -> str:
+    """The scan's name in a run's id: NAME-HASH, or NAME-HASH-2 for the second run of a scan.
+
+    >>> [scan_name(run_id) for run_id in ("my-texts-1a2b3c4d", "my-texts-1a2b3c4d-2", "toy")]
+    ['my-texts', 'my-texts', 'toy']
+    """
+    # Eight digits are a hash without a letter, so a number of a run has at most seven.
+    numbered = re.fullmatch(r"(.+-[0-9a-f]{8})-\d{1,7}", run_id)
+    name_and_hash = numbered[1] if numbered else run_id
+    return name_and_hash.rpartition("-")[0] or name_and_hash
 
 
 def training_step(model: str, revision: str | None) -> int | None:

@@ -256,15 +256,3 @@ def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
         for key in sorted(old | new)
         if old.get(key) != new.get(key)
     ]
-
-
-def scan_name(run_id: str) -> str:
-    """The scan's name in a run's id: NAME-HASH, or NAME-HASH-2 for the second run of a scan.
-
-    >>> [scan_name(run_id) for run_id in ("my-texts-1a2b3c4d", "my-texts-1a2b3c4d-2", "toy")]
-    ['my-texts', 'my-texts', 'toy']
-    """
-    # Eight digits are a hash without a letter, so a number of a run has at most seven.
-    numbered = re.fullmatch(r"(.+-[0-9a-f]{8})-\d{1,7}", run_id)
-    name_and_hash = numbered[1] if numbered else run_id
-    return name_and_hash.rpartition("-")[0] or name_and_hash
