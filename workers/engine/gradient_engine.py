@@ -64,9 +64,15 @@ class GradientEngine(FusedEngine):
             )
         gradient_pass = _GradientPass(self, request)
         with linears_in(self.formats.linears, request.tokens.device.type):
-            with torch.enable_grad(), gradient_pass.hooked(), suppress(StopPass):
-                self.model.run_bare(request.tokens, gradient_pass.attend)
-            gradient_pass.finish()
+            try:
+                hooked = gradient_pass.hooked()
+                with torch.enable_grad(), hooked, suppress(StopPass):
+                    self.model.run_bare(request.tokens, gradient_pass.attend)
+                gradient_pass.finish()
+            finally:
+                # Some patterns know the pass. The garbage collector is too late for what it holds.
+                gradient_pass.tapes.clear()
+                gradient_pass.activations.clear()
 
 
 @dataclass
@@ -88,11 +94,12 @@ class _GradientPass(FusedPass):
 
     def __init__(self, engine: GradientEngine, request: PassRequest) -> None:
         self.keep_final = request.on_final
-        super().__init__(engine, replace(request, on_final=self._end))
+        # Not a method, which would hold the pass, and the pass the graph of all layers.
+        self.finals: list[Tensor] = []  # the stream after the last norm
+        super().__init__(engine, replace(request, on_final=self.finals.append))
         self.writes = engine.writes
         self.wanted = request.gradients
         self.tapes: dict[int, _Tape] = {}
-        self.final: Tensor | None = None  # the stream after the last norm
         self.last_stream: Tensor | None = None  # before the last norm
         self.scored = ExitStack()
 
@@ -120,8 +127,9 @@ class _GradientPass(FusedPass):
     def _keep_last_stream(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self.last_stream = args[0]
 
-    def _end(self, final: Tensor) -> None:
-        self.final = final
+    @property
+    def final(self) -> Tensor:
+        return self.finals[0]
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         """z `[batch pos head d_head]`, which knows where it comes from."""
@@ -143,7 +151,9 @@ class _GradientPass(FusedPass):
             z = FusedAttention.apply(q, k, v, pattern)
         self.activations["pattern"] = pattern
         if is_shown:
-            by_position = {name: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v))}
+            by_position = {
+                name: x.detach().transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v))
+            }
             kept = {**by_position, "pattern": pattern}
             stream = cast(Tensor, self.activations["resid_pre"])
             self.tapes[layer] = _Tape(kept, v, z, stream=stream)
@@ -168,7 +178,6 @@ class _GradientPass(FusedPass):
 
     def finish(self) -> None:
         """Go back from the loss, and show every layer once more with its gradients."""
-        assert self.final is not None
         if self.keep_final is not None:
             self.keep_final(self.final.detach())
         by_stream = self._by_final_stream()
@@ -183,11 +192,17 @@ class _GradientPass(FusedPass):
             for i, layer in enumerate(shown):
                 shown[layer]["dz"] = gradients[i].transpose(1, 2)
                 shown[layer]["dv"] = gradients[len(shown) + i].transpose(1, 2)
-        self.final = self.last_stream = None
+        # Without what knows the graph, which the last layer would hold until it is shown.
+        self.tapes = {
+            layer: _Tape(tape.activations, tape.v.detach(), tape.z.detach())
+            for layer, tape in self.tapes.items()
+        }
+        self.finals.clear()
+        self.last_stream = None
         for layer, gradients_of_layer in shown.items():
             tape = self.tapes[layer]
             self.layer = layer
-            z = tape.z.detach().transpose(1, 2)
+            z = tape.z.transpose(1, 2)
             self.activations = {**tape.activations, "z": z, **gradients_of_layer}
             self._show_layer()
             del self.tapes[layer]
@@ -198,7 +213,6 @@ class _GradientPass(FusedPass):
         L is the mean loss of the next tokens of a sequence, C the mean of their centred logits. The
         last query has no next token.
         """
-        assert self.final is not None
         stream, tokens = self.final.detach(), self.request.tokens
         losses, logits = torch.zeros_like(stream), torch.zeros_like(stream)
         centred = stream.new_zeros(stream.shape[:2])
@@ -247,7 +261,6 @@ class _GradientPass(FusedPass):
     ) -> None:
         """Add what goes straight from z to the last norm to what is known of each layer."""
         names = [name for name in DIRECT if name in self.wanted]
-        assert self.final is not None
         last_norm, final = self.writes.last_norm, self.final
         last_stream = final if last_norm is None else self.last_stream
         if last_stream is None or not self.writes.is_known:
