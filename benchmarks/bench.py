@@ -1,7 +1,8 @@
 """How fast headcount is, and in how much memory: `make bench`.
 
 Prints a table of targets and whether they are met. A whole run also writes RESULTS.md, its plots
-and a line of history.jsonl. A quick or partial run writes only if `--out` says where.
+and a line of history.jsonl. A quick or partial run writes only if `--out` says where, or a partial
+one with `--keep`: the page shows it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rich.console import Console
 from benchmarks.cases import CASES, FULL, QUICK, Cell, Sizes, cells, is_weighed
 from benchmarks.measure import best_batch, say, time_cells, weigh_cells
 from benchmarks.measured_on import machine
-from benchmarks.page import Json, draw, page, table
+from benchmarks.page import Json, draw, page, table, write_again
 from benchmarks.targets import CellMeasurements, Results, targets
 from benchmarks.ways import WAYS, Way, compiled, draw_tokens
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, help="directory for the page, its plots and the history"
     )
+    parser.add_argument(
+        "--keep", action="store_true", help="show the single cases on the page of this folder"
+    )
     options = parser.parse_args(arguments)
     sizes = QUICK if options.quick else FULL
     rounds = options.rounds or (1 if options.quick else 3)
@@ -54,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = options.out or (HERE if is_whole else None)
     if out is not None:
         write(record, out)
+    elif options.keep and not options.quick:
+        keep(record, options.cases)
 
 
 def benchmark(sizes: Sizes, cases: Sequence[str], rounds: int, device: str) -> Json:
@@ -137,6 +143,15 @@ def write(record: Json, out: Path) -> None:
     with (out / "history.jsonl").open("a", encoding="utf-8") as history:
         history.write(json.dumps(record, ensure_ascii=False) + "\n")
     say(f"wrote {out / 'RESULTS.md'}")
+
+
+def keep(record: Json, cases: Sequence[str]) -> None:
+    """Keep what single cases measured, and write the page again with it."""
+    record["rows"] = [row for row in record["rows"] if row["value"] is not None]
+    file = HERE / "results" / f"bench_{'_'.join(cases)}.json"
+    file.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    write_again()
+    say(f"wrote {file}")
 
 
 if __name__ == "__main__":

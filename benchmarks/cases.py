@@ -14,9 +14,9 @@ import psutil
 from benchmarks.ways import make_gpt2_small, make_llama
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 
-CASES = {"cpu": ("speed", "grouped", "batch", "n_ctx"), "cuda": ("gpu", "n_ctx")}
-"""What is run on each device: ratios, ratios of a model of today's kind, curves against the batch
-and against the length, best batches of a GPU.
+CASES = {"cpu": ("speed", "grouped", "effects", "batch", "n_ctx"), "cuda": ("gpu", "n_ctx")}
+"""What is run on each device: ratios, ratios of a model of today's kind, what gradients cost,
+curves against the batch and against the length, best batches of a GPU.
 """
 
 SHOWN = "bfloat16_linears"
@@ -152,6 +152,7 @@ def cells(case: str, sizes: Sizes) -> list[Cell]:
     cells_of_case = {
         "speed": _speed_cells,
         "grouped": _grouped_cells,
+        "effects": _effect_cells,
         "batch": _batch_cells,
         "n_ctx": _length_cells,
         "gpu": lambda sizes: [],
@@ -183,6 +184,12 @@ def _grouped_cells(sizes: Sizes) -> list[Cell]:
     return [Cell("grouped", way, "float32", 1, n_ctx) for n_ctx, way in shapes]
 
 
+def _effect_cells(sizes: Sizes) -> list[Cell]:
+    """Passes forward and backward through GPT-2, beside a forward pass that knows its loss."""
+    ways = ("bare_loss", "gradients", "direct_effects", "all_effects")
+    return [Cell("gpt2", way, "float32", *sizes.main) for way in ways]
+
+
 def _batch_cells(sizes: Sizes) -> list[Cell]:
     """Curves of GPT-2 against the batch."""
     n_ctx = sizes.main[1]
@@ -201,7 +208,8 @@ def is_weighed(cell: Cell, sizes: Sizes) -> bool:
     """Whether the memory of a cell is measured, because a row or a plot needs it."""
     is_needed = (cell.batch, cell.n_ctx) != sizes.short and cell.precision != SHOWN
     # A compiled pass would be weighed together with its compiler.
-    return is_needed and cell.way in ("bare", "fused", "run_with_cache")
+    ways = ("bare", "fused", "run_with_cache", "bare_loss", "all_effects")
+    return is_needed and cell.way in ways
 
 
 def _can_run(cell: Cell, sizes: Sizes) -> bool:

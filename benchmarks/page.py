@@ -74,10 +74,12 @@ def page(record: Json, plots: Iterable[str]) -> str:
     sections = [
         "# How fast headcount is",
         "`make bench` writes this page, its plots and a line of `history.jsonl`.",
-        f"Every figure down to the last section is of one run of it, and of no later code: "
+        "Every figure down to the last section, but for cases run alone, is of one run of it, and "
+        "of no later code: "
         f"{hardware(record)}; {record['time']}, {record['rounds']} rounds in "
         f"{record['seconds'] / 60:.0f} minutes.",
         grid(COLUMNS, ([row[column] for column in COLUMNS] for row in record["rows"])),
+        *_single_cases(record["time"]),
         METHOD,
         *(f"![{Path(plot).stem}]({plot})" for plot in plots),
     ]
@@ -94,6 +96,18 @@ def page(record: Json, plots: Iterable[str]) -> str:
     sections.append("## Other measurements")
     sections.append(grid(OTHER_COLUMNS, _other_measurements()))
     return "\n\n".join(sections) + "\n"
+
+
+def _single_cases(whole_run: str) -> Iterator[str]:
+    """What single cases measured after the last whole run."""
+    for file in sorted((HERE / "results").glob("bench_*.json")):
+        record: Json = json.loads(file.read_text(encoding="utf-8"))
+        if record["time"] > whole_run:
+            rounds = counted(record["rounds"], "round")
+            yield f"Cases run alone: {hardware(record)}; {record['time']}, {rounds}."
+            yield grid(COLUMNS, ([row[column] for column in COLUMNS] for row in record["rows"]))
+            cells = [_details(cell) for cell in record["cells"]]
+            yield grid(cells[0], (cell.values() for cell in cells))
 
 
 def _other_measurements() -> Iterator[list[str]]:
@@ -212,7 +226,7 @@ def grid(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def main() -> None:
+def write_again() -> None:
     """Write RESULTS.md once more, from the last whole run of the benchmark."""
     lines = (HERE / "history.jsonl").read_text(encoding="utf-8").splitlines()
     plots = [f"plots/{plot.name}" for plot in sorted((HERE / "plots").glob("*.svg"))]
@@ -220,4 +234,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_again()

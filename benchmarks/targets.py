@@ -175,7 +175,12 @@ def flops_per_token(sizes: Sizes) -> float:
 
 def targets(sizes: Sizes) -> list[Target]:
     """Every row, in the order of the table."""
-    on_cpu = [*_gpt2_on_cpu(sizes), *_llama_on_cpu(sizes), *_grouped_on_cpu(sizes)]
+    on_cpu = [
+        *_gpt2_on_cpu(sizes),
+        *_effects_on_cpu(sizes),
+        *_llama_on_cpu(sizes),
+        *_grouped_on_cpu(sizes),
+    ]
     return [
         *(replace(target, device="cpu") for target in on_cpu),
         _growth(sizes),
@@ -243,6 +248,26 @@ def _faster_precisions(shape: Shape, against_bare: Target) -> list[Target]:
         bare = replace(fused, way="bare")
         rows.append(Target(row, f"bare, {bare_format(SHOWN)}", _speed(fused, bare)))
     return rows
+
+
+def _effects_on_cpu(sizes: Sizes) -> list[Target]:
+    """What a pass forward and backward costs, in forward passes that know their loss."""
+    setting = f"GPT-2, CPU, {_shown(sizes.main)}, float32"
+    bare = Cell("gpt2", "bare_loss", "float32", *sizes.main)
+    reaches = {"gradients": 1.9, "direct_effects": 1.3, "all_effects": 3.0}
+    rows = [
+        # Of time, so the baseline's speed over that of the way.
+        Target(
+            f"{setting}, {way.replace('_', ' ')}: time",
+            "bare, with the loss",
+            _speed(bare, replace(bare, way=way)),
+            at_most=reach,
+        )
+        for way, reach in reaches.items()
+    ]
+    memory = _memory(replace(bare, way="all_effects"), bare)
+    row = f"{setting}, all effects: peak memory"
+    return [*rows, Target(row, "bare, with the loss", memory, at_most=2)]
 
 
 def _llama_on_cpu(sizes: Sizes) -> list[Target]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from headcount.schemas.formulas import evaluate
@@ -24,7 +24,9 @@ from headcount.schemas.scans.precision import PRECISIONS
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_engine import FusedEngine
+from headcount.workers.engine.gradient_engine import GradientEngine
 from headcount.workers.engine.number_formats import HALVES, linears_in
+from headcount.workers.engine.prediction_inputs import CHUNK_BYTES
 from headcount.workers.engine.token_pairs import find_matches
 from headcount.workers.measurements.batch import Requested, collect, launch
 from headcount.workers.model.attention_facts import AttentionFacts
@@ -91,6 +93,53 @@ def fused(path: Path, device: str, precision: str) -> Run:
     return lambda tokens: collect(launch(engine, requested, tokens))
 
 
+def bare_loss(path: Path, device: str, precision: str) -> Run:
+    """Hugging Face's forward pass with the mean loss of the next tokens, some rows at a time."""
+    model = _hugging_face(path, device, precision, AutoModelForCausalLM)
+    unembedding = model.get_output_embeddings()
+    rows_of_chunk = CHUNK_BYTES // (4 * unembedding.out_features)
+
+    def run(tokens: Tensor) -> object:
+        stream = model.base_model(tokens, use_cache=False).last_hidden_state[:, :-1]
+        rows = zip(
+            stream.flatten(0, 1).split(rows_of_chunk),
+            tokens[:, 1:].flatten().split(rows_of_chunk),
+            strict=True,
+        )
+        losses = [F.cross_entropy(unembedding(row), token, reduction="none") for row, token in rows]
+        return torch.cat(losses).mean()
+
+    return run
+
+
+def gradients(path: Path, device: str, precision: str) -> Run:
+    """headcount's gradient engine, gradients alone: forward and backward."""
+    return _effects(path, device, precision, "gradient_norm")
+
+
+def direct_effects(path: Path, device: str, precision: str) -> Run:
+    """headcount's gradient engine, direct effects alone: no way back through layers."""
+    return _effects(path, device, precision, "direct_effect")
+
+
+def all_effects(path: Path, device: str, precision: str) -> Run:
+    """headcount's gradient engine, all effects on the loss."""
+    return _effects(path, device, precision, "effects")
+
+
+def _effects(path: Path, device: str, precision: str, statistics: str) -> Run:
+    engine = GradientEngine(load_model(describe(path), "raw", device), precision)
+    heads = find_heads("all", "all", engine.model.info)
+    requested = Requested({STATISTICS.field: STATISTICS.select([statistics])}, heads)
+
+    def run(tokens: Tensor) -> object:
+        # Tensors of inference mode can never have gradients.
+        with torch.inference_mode(False), torch.no_grad():
+            return collect(launch(engine, requested, tokens.clone()))
+
+    return run
+
+
 def run_with_cache(path: Path, device: str, precision: str) -> Run:
     """TransformerLens's run_with_cache, then the same statistics from the cache, all in float32."""
     model = load_model(describe(path), "raw", device)
@@ -139,7 +188,10 @@ def _layer_activations(model: Model, layer: int, cached: dict[str, Tensor]) -> d
 
 WAYS: dict[str, Way] = {
     way.__name__: way
-    for way in (bare, bare_same_products, compiled, fused, run_with_cache, product)
+    for way in (
+        *(bare, bare_same_products, compiled, fused, run_with_cache, product),
+        *(bare_loss, gradients, direct_effects, all_effects),
+    )
 }
 
 
@@ -151,12 +203,12 @@ def bare_format(precision: str) -> str:
     return PRECISIONS[precision].linears.removesuffix("x2")
 
 
-def _hugging_face(path: Path, device: str, precision: str) -> nn.Module:
-    """A model without its unembedding. A half precision is the format of the whole model, the
-    residual stream included.
+def _hugging_face(path: Path, device: str, precision: str, model_class: Any = AutoModel) -> Any:  # noqa: ANN401 (any model of transformers)
+    """A model, by default without its unembedding. A half precision is the format of the whole
+    model, the residual stream included.
     """
     dtype = HALVES.get(bare_format(precision), torch.float32)
-    model = AutoModel.from_pretrained(
+    model = model_class.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )
     return model.eval().requires_grad_(False).to(device)

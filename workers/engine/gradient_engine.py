@@ -50,9 +50,15 @@ class GradientEngine(FusedEngine):
             return
         gradient_pass = _GradientPass(self, request)
         with linears_in(self.formats.linears, request.tokens.device.type):
-            with torch.enable_grad(), gradient_pass.hooked(), suppress(StopPass):
-                self.model.run_bare(request.tokens, gradient_pass.attend)
-            gradient_pass.finish()
+            try:
+                hooked = gradient_pass.hooked()
+                with torch.enable_grad(), hooked, suppress(StopPass):
+                    self.model.run_bare(request.tokens, gradient_pass.attend)
+                gradient_pass.finish()
+            finally:
+                # Some patterns know the pass. The garbage collector is too late for what it holds.
+                gradient_pass.tapes.clear()
+                gradient_pass.activations.clear()
 
 
 @dataclass
@@ -74,13 +80,13 @@ class _GradientPass(FusedPass):
 
     def __init__(self, engine: GradientEngine, request: PassRequest) -> None:
         self.keep_final = request.on_final
-        super().__init__(engine, replace(request, on_final=self._end))
+        # Not a method, which would hold the pass, and the pass the graph of all layers.
+        self.finals: list[Tensor] = []  # the stream after the last norm
+        super().__init__(engine, replace(request, on_final=self.finals.append))
         self.writes = engine.writes
         self.wanted = request.gradients
         self.tapes: dict[int, _Tape] = {}
-        self.final: Tensor | None = None  # the stream after the last norm
-        self.last_stream: Tensor | None = None  # before the last norm
-        self.scored = ExitStack()
+        self.last_streams: list[Tensor] = []  # the same before it
 
     # Forward
 
@@ -104,10 +110,15 @@ class _GradientPass(FusedPass):
             setattr(self.tapes[layer], name, first_of(output))
 
     def _keep_last_stream(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.last_stream = args[0]
+        self.last_streams.append(args[0])
 
-    def _end(self, final: Tensor) -> None:
-        self.final = final
+    @property
+    def last_stream(self) -> Tensor:
+        return self.final if self.writes.last_norm is None else self.last_streams[0]
+
+    @property
+    def final(self) -> Tensor:
+        return self.finals[0]
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         """z `[batch pos head d_head]`, which knows where it comes from."""
@@ -129,7 +140,9 @@ class _GradientPass(FusedPass):
             z = FusedAttention.apply(q, k, v, pattern)
         self.activations["pattern"] = pattern
         if is_shown:
-            by_position = {name: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v))}
+            by_position = {
+                name: x.detach().transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v))
+            }
             kept = {**by_position, "pattern": pattern}
             stream = cast(Tensor, self.activations["resid_pre"])
             self.tapes[layer] = _Tape(kept, v, z, stream=stream)
@@ -154,133 +167,132 @@ class _GradientPass(FusedPass):
 
     def finish(self) -> None:
         """Go back from the loss, and show every layer once more with its gradients."""
-        assert self.final is not None
         if self.keep_final is not None:
             self.keep_final(self.final.detach())
-        by_stream = self._by_final_stream()
+        loss_by_stream = self._loss_by_stream()
         shown: dict[int, dict[str, Any]] = {layer: {} for layer in self.tapes}
         if not self.wanted.isdisjoint(DIRECT_GRADIENTS):
-            self._add_direct(shown, *by_stream)
+            self._add_direct(shown, loss_by_stream)
         if not self.wanted.isdisjoint(("dz", "dv")):
             tapes = self.tapes.values()
             ends = [tape.z for tape in tapes] + [tape.v for tape in tapes]
             # None where a change has cut the way to the loss.
-            gradients = torch.autograd.grad(self.final, ends, by_stream[0], materialize_grads=True)
+            gradients = torch.autograd.grad(
+                self.final, ends, loss_by_stream, materialize_grads=True
+            )
             for i, layer in enumerate(shown):
                 shown[layer]["dz"] = gradients[i].transpose(1, 2)
                 shown[layer]["dv"] = gradients[len(shown) + i].transpose(1, 2)
-        self.final = self.last_stream = None
+        # Without what knows the graph, which the last layer would hold until it is shown.
+        self.tapes = {
+            layer: _Tape(tape.activations, tape.v.detach(), tape.z.detach())
+            for layer, tape in self.tapes.items()
+        }
+        self.finals.clear()
+        self.last_streams.clear()
         for layer, gradients_of_layer in shown.items():
             tape = self.tapes[layer]
             self.layer = layer
-            z = tape.z.detach().transpose(1, 2)
+            z = tape.z.transpose(1, 2)
             self.activations = {**tape.activations, "z": z, **gradients_of_layer}
             self._show_layer()
             del self.tapes[layer]
 
-    def _by_final_stream(self) -> tuple[Tensor, Tensor, Tensor]:
-        """∂L and ∂C by the stream after the last norm `[batch pos d_model]`, and C `[batch]`.
-
-        L is the mean loss of the next tokens of a sequence, C the mean of their centred logits. The
-        last query has no next token.
+    def _loss_by_stream(self) -> Tensor:
+        """∂L by the stream after the last norm `[batch pos d_model]`, with L the mean loss of a
+        sequence; the last query has no next token.
         """
-        assert self.final is not None
         stream, tokens = self.final.detach(), self.request.tokens
-        losses, logits = torch.zeros_like(stream), torch.zeros_like(stream)
-        centred = stream.new_zeros(stream.shape[:2])
         share = 1 / max(1, tokens.shape[1] - 1)
-        of_logits = not self.wanted.isdisjoint(("logit_dz", "logit_parts"))
-        rows = [x.flatten(0, 1) for x in (stream[:, :-1], tokens[:, 1:])]
-        found: list[tuple[Tensor, ...]] = []
-        for row, token in zip(*(row_chunks(self.model, x) for x in rows), strict=True):
-            found.append(self._of_rows(row, token[:, None], share, of_logits))
-        if found:
-            of_rows = [torch.cat(parts) for parts in zip(*found, strict=True)]
-            batch = len(tokens)
-            losses[:, :-1] = of_rows[0].view(batch, -1, stream.shape[2])
-            logits[:, :-1] = of_rows[1].view(batch, -1, stream.shape[2])
-            centred[:, :-1] = of_rows[2].view(batch, -1)
-        return losses, logits, centred.sum(1)
+        gradient = torch.zeros_like(stream)
+        rows = (row_chunks(self.model, x.flatten(0, 1)) for x in (stream[:, :-1], tokens[:, 1:]))
+        of_rows: list[Tensor] = []
+        for row, token in zip(*rows, strict=True):
+            leaf = row.requires_grad_()
+            with torch.enable_grad():
+                unembedded = self.model.unembed(leaf)  # [row d_vocab]
+            with torch.no_grad():
+                logits, slope = self.model.changed_logits(unembedded.detach())
+                by_logit = logits.softmax(-1)
+                # p - onehot(y), then through what changes the logits.
+                by_logit[torch.arange(len(token), device=token.device), token] -= 1
+                by_logit.mul_(slope * share)
+            of_rows += torch.autograd.grad(unembedded, leaf, by_logit)
+        if of_rows:  # A sequence of one token has no next token.
+            gradient[:, :-1] = torch.cat(of_rows).view_as(gradient[:, :-1])
+        return gradient
 
-    def _of_rows(
-        self, stream: Tensor, token: Tensor, share: float, of_logits: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `_by_final_stream` returns, of rows `[row d_model]` with next tokens `[row 1]`."""
-        leaf = stream.requires_grad_()
-        with torch.enable_grad():
-            raw = self.model.unembed(leaf)  # [row d_vocab]
-        with torch.no_grad():
-            logits, slope = self.model.changed_logits(raw.detach())
-            by_logit = logits.softmax(-1)
-            by_logit.scatter_add_(1, token, -torch.ones_like(token, dtype=logits.dtype))
-            by_logit.mul_(slope * share)
-        (losses,) = torch.autograd.grad(raw, leaf, by_logit)
-        if not of_logits:
-            return (
-                losses,
-                torch.zeros_like(stream[:, :1]).expand_as(stream),
-                raw.new_zeros(len(raw)),
-            )
-        weight = cast(Tensor, self.model.modules("unembed")[0].weight)  # [d_vocab d_model]
-        scale = self.model.logit_scale
-        with torch.no_grad():
-            direction = (weight[token[:, 0]] - weight.mean(0)) * (scale * share)
-            centred = (raw.gather(1, token)[:, 0] - raw.mean(-1)) * (scale * share)
-        return losses, direction, centred
+    def _logit_by_stream(self) -> tuple[Tensor, Tensor]:
+        """∂C by the stream after the last norm `[batch pos d_model]`, and C `[batch]`: the mean
+        logit of the next tokens of a sequence, each less the mean over the vocabulary.
+        """
+        stream, tokens = self.final.detach(), self.request.tokens
+        unembedding: Any = self.model.modules("unembed")[0]
+        scale = self.model.logit_scale / max(1, tokens.shape[1] - 1)
+        weight, bias = unembedding.weight, getattr(unembedding, "bias", None)  # [d_vocab d_model]
+        direction = torch.zeros_like(stream)
+        direction[:, :-1] = (weight[tokens[:, 1:]] - weight.mean(0)) * scale
+        centred = _products(direction, stream)
+        if bias is not None:
+            centred = centred + ((bias[tokens[:, 1:]] - bias.mean()) * scale).sum(1)
+        return direction, centred
 
-    def _add_direct(
-        self, shown: dict[int, dict[str, Any]], losses: Tensor, logits: Tensor, centred: Tensor
-    ) -> None:
+    def _add_direct(self, shown: dict[int, dict[str, Any]], loss_by_stream: Tensor) -> None:
         """Add what goes straight from z to the last norm to what is known of each layer."""
         names = [name for name in DIRECT_GRADIENTS if name in self.wanted]
-        assert self.final is not None
-        last_norm, final = self.writes.last_norm, self.final
-        last_stream = final if last_norm is None else self.last_stream
-        if last_stream is None or not self.writes.is_known:
+        if not self.writes.is_known:
             for layer in shown:
                 shown[layer] |= dict.fromkeys(names)
             return
-        by_stream = {
-            name: gradient
-            if last_norm is None
-            else through_frozen_norm(last_norm, last_stream, final, gradient)
-            for name, gradient in (("direct_dz", losses), ("logit_dz", logits))
-            if name in names or (name == "logit_dz" and "logit_parts" in names)
-        }
-        behind = None
-        if "logit_dz" in by_stream:
-            behind = centred - _products(by_stream["logit_dz"], last_stream.detach())
+        by_stream: dict[str, Tensor] = {}
+        behind = loss_by_stream.new_zeros(len(loss_by_stream))
+        if "direct_dz" in names:
+            by_stream["direct_dz"] = self._before_last_norm(loss_by_stream)
+        if not {"logit_dz", "logit_parts"}.isdisjoint(names):
+            logit_by_stream, centred = self._logit_by_stream()
+            by_stream["logit_dz"] = self._before_last_norm(logit_by_stream)
+            behind = centred - _products(by_stream["logit_dz"], self.last_stream.detach())
         for layer, tape in self.tapes.items():
             writes = self.writes.layers.get(layer)
             if writes is None or self.model.changes_z(layer):
                 shown[layer] |= dict.fromkeys(names)
                 continue
             for name, gradient in by_stream.items():
-                at_attention = self._at_attention(writes, tape, gradient)
-                assert tape.written_z is not None
-                ends = [tape.z, tape.written_z]
-                if tape.attn_out is None or not tape.attn_out.requires_grad:
-                    # An intervention writes something else in its place.
-                    by_z, by_written_z = map(torch.zeros_like, ends)
-                else:
-                    by_z, by_written_z = torch.autograd.grad(
-                        tape.attn_out, ends, at_attention, retain_graph=True, materialize_grads=True
-                    )
+                by_z, by_written_z = self._through_attention(writes, tape, gradient)
                 shown[layer][name] = by_z.transpose(1, 2)
-                if name == "logit_dz" and behind is not None and "logit_parts" in names:
+                if name == "logit_dz" and "logit_parts" in names:
                     parts = self._parts(layer, writes, tape, gradient, by_written_z)
                     is_last = layer == len(self.model.blocks) - 1
                     parts.append(behind if is_last else torch.zeros_like(behind))
                     shown[layer]["logit_parts"] = torch.stack(parts, dim=1)
 
-    def _at_attention(self, writes: LayerWrites, tape: _Tape, by_stream: Tensor) -> Tensor:
-        """A gradient by the stream `[batch pos d_model]`, at the attention's output."""
-        scaled = by_stream * writes.factor
-        if writes.norm is None:
-            return scaled
-        assert tape.attn_out is not None
-        assert tape.normed_attn_out is not None
-        return through_frozen_norm(writes.norm, tape.attn_out, tape.normed_attn_out, scaled)
+    def _before_last_norm(self, gradient: Tensor) -> Tensor:
+        """A gradient by what the unembedding reads, as one by the stream of the last layer."""
+        norm = self.writes.last_norm
+        if norm is None:
+            return gradient
+        return through_frozen_norm(norm, self.last_stream, self.final, gradient)
+
+    def _through_attention(
+        self, writes: LayerWrites, tape: _Tape, by_stream: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A gradient by the stream as it arrives at z, before and after a change of z."""
+        assert tape.written_z is not None
+        ends = (tape.z, tape.written_z)
+        attn_out = tape.attn_out
+        if attn_out is None or not attn_out.requires_grad:
+            # An intervention writes something else in its place.
+            return torch.zeros_like(ends[0]), torch.zeros_like(ends[1])
+        by_attn_out = by_stream * writes.factor
+        if writes.norm is not None:
+            assert tape.normed_attn_out is not None
+            by_attn_out = through_frozen_norm(
+                writes.norm, attn_out, tape.normed_attn_out, by_attn_out
+            )
+        by_z, by_written_z = torch.autograd.grad(
+            attn_out, ends, by_attn_out, retain_graph=True, materialize_grads=True
+        )
+        return by_z, by_written_z
 
     def _parts(
         self, layer: int, writes: LayerWrites, tape: _Tape, by_stream: Tensor, by_z: Tensor
