@@ -104,7 +104,7 @@ def test_agreement_is_told_by_layer_and_over_all_layers(runs: Path) -> None:
         x, y = (np.array([pair[name] for pair in some]) for name in ("estimate", "measured"))
         ranks = [values.argsort().argsort() for values in (x, y)]
         assert row["heads"] == len(some)
-        assert row["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
+        assert row["spearman"] == pytest.approx(np.corrcoef(ranks[0], ranks[1])[0, 1])
         assert row["slope"] == pytest.approx(np.polyfit(x, y, 1)[0])
         assert row["same_sign"] == pytest.approx((np.sign(x) == np.sign(y)).mean())
 
