@@ -12,10 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from headcount.exports.registry import ExportFormat, Needs, Options
-from headcount.queries.ask.asking import RunDatabase
+from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.column_facts import column_facts
 from headcount.queries.open.connection import OPENED
 from headcount.queries.open.run import Run
+from headcount.queries.report.loss_effects import NOT_CALIBRATED, effects_among
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, counted, unknown
 from headcount.schemas.files.places import Place
@@ -144,6 +145,25 @@ class ExportSource:
         names = ("n_ctx", "sequences_done", "tokens")
         return {"input": family, **{name: self.run[name] for name in names}}
 
+    def calibration(self, statistics: Sequence[str]) -> dict[str, str | list[Record]]:
+        """How far each effect among some statistics can be trusted: how it agrees with measured
+        interventions, over all layers (`layer` is None) and in each, or that nothing was measured.
+        """
+        names = effects_among(statistics)
+        if not names:
+            return {}
+        compared = self.database.records(
+            "SELECT statistic, layer, heads, sequences, spearman, slope FROM effect_calibration "
+            f"WHERE run_id = {text_literal(self.run_id)}"
+        )
+        by_effect: dict[str, str | list[Record]] = {}
+        for name in names:
+            rows = [row for row in compared if row["statistic"] == name]
+            by_effect[name] = [
+                {key: value for key, value in row.items() if key != "statistic"} for row in rows
+            ] or NOT_CALIBRATED
+        return by_effect
+
     @property
     def provenance(self) -> dict[str, object]:
         """Where the file comes from: run, model, code, input and options, ready for JSON."""
@@ -152,7 +172,10 @@ class ExportSource:
         facts["model"] = self.model_name
         facts |= {name: self.run[name] for name in names}
         facts |= self._input_facts
-        facts["statistics"] = list(map(column_of, self.format.needs(self.options).statistics))
+        statistics = list(map(column_of, self.format.needs(self.options).statistics))
+        facts["statistics"] = statistics
+        if calibration := self.calibration(statistics):
+            facts["calibration"] = calibration
         if self.baseline is not None:
             run = self.baseline.run
             facts["baseline"] = {"run_id": run["run_id"], "code": run["code"]}

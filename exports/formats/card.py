@@ -7,6 +7,7 @@ import os
 
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
+from headcount.queries.report.html_page import number
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import names
 from headcount.schemas.files.tables import PARTITION_NAMES
@@ -68,6 +69,7 @@ def card(source: ExportSource, *, license: str = "unknown") -> Exported:  # noqa
     for name in ("run_id", "precision", "weight_processing", "model_fingerprint", "code"):
         lines.append(f"| {name} | `{run[name]}` |")
     lines += [f"| interventions | {', '.join(f'`{name}`' for name in run['interventions'])} |", ""]
+    lines += _calibration(source)
     for table in TABLES:
         if source.opened.files(table):
             lines += [f"## {table}", "", "| column | meaning |", "|---|---|"]
@@ -108,3 +110,25 @@ def _configurations(source: ExportSource) -> dict[str, list[str]]:
             name = table if intervention == "none" else f"{table}-{safe_name(intervention)}"
             configurations[name] = [f"{root}{folder}/{file}" for file in matching]
     return configurations
+
+
+def _calibration(source: ExportSource) -> list[str]:
+    """How far the effects of a run can be trusted, as lines of Markdown."""
+    calibration = source.calibration(source.run["statistics"])
+    if not calibration:
+        return []
+    lines = [
+        "## Effects on the loss, against measured interventions",
+        "",
+        "| effect | layer | heads | sequences | Spearman | slope |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, compared in calibration.items():
+        if isinstance(compared, str):
+            lines.append(f"| `{name}` | {compared} | | | | |")
+            continue
+        for row in compared:
+            layer = "all" if row["layer"] is None else row["layer"]
+            numbers = [row[key] for key in ("heads", "sequences", "spearman", "slope")]
+            lines.append(f"| `{name}` | {layer} | {' | '.join(map(number, numbers))} |")
+    return [*lines, ""]

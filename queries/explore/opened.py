@@ -24,6 +24,7 @@ from headcount.queries.explore.page_queries import (
 from headcount.queries.open.connection import OPENED, hold_to_commits, make_views
 from headcount.queries.open.run import ReadRun, Run, read_runs
 from headcount.queries.report.head_curves import AXES
+from headcount.queries.report.loss_effects import PARTS, effects_among, shown_runs
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, unknown
 from headcount.schemas.files.places import place
@@ -63,6 +64,7 @@ class PageRuns:
         """Differs between two states, also after a restart."""
         self._runs = _runs_of(database)
         self._records = database.records("FROM runs ORDER BY run_id")
+        self._shown = shown_runs(self._records)
         self._statistics = database.records(
             "SELECT name, unit, range_low, range_high, meaning, formula, source, uniform_baseline "
             "FROM statistics ORDER BY name"
@@ -86,8 +88,10 @@ class PageRuns:
         if any(facts.has_rollups for facts in self._facts.values()):
             # Queries are asked on cursors of the connection, which make no views.
             make_views(database.connection, " ".join(_ROLLED_UP_VIEWS))
-        if any(facts.profiles for facts in self._facts.values()):
+        if any(facts.profiles or facts.has_parts for facts in self._facts.values()):
             make_views(database.connection, "profile_means")
+        if any(effects_among(facts.statistics) for facts in self._facts.values()):
+            make_views(database.connection, "effect_calibration calibrated_effects")
         self._axes: dict[tuple[str, str], Axis] = {}
         self.is_verified = False
         """Whether what repeats the rows of heads was compared with its commits."""
@@ -188,7 +192,7 @@ class PageRuns:
 
     def first_query(self) -> Heatmap:
         """The heatmap that a page shows first."""
-        facts = next(iter(self._facts.values()))
+        facts = self._facts[self._shown[0]["run_id"]]
         scope = Scope(run_id=facts.run_id, intervention=facts.interventions[0])
         return Heatmap(kind="heatmap", scope=scope, statistic=_first_statistics(facts)[0])
 
@@ -201,7 +205,7 @@ class PageRuns:
     def overview(self) -> Header:
         """Everything that the page lists: runs, statistics, subsets, and what is damaged."""
         runs: list[Header] = []
-        for record in self._records:
+        for record in self._shown:
             facts = self._facts[record["run_id"]]
             runs.append(
                 {
@@ -211,6 +215,7 @@ class PageRuns:
                     "every": facts.every,
                     "has_rollups": facts.has_rollups,
                     "has_curves": bool(facts.profiles or facts.kept_curves),
+                    "has_effects": facts.has_parts or bool(effects_among(facts.statistics)),
                 }
             )
         return {
@@ -241,6 +246,7 @@ class PageRuns:
             has_rollups=has_rollups,
             has_large_sample=has_rollups and rows // stride >= AXIS_ROWS,
             profiles=profiles,
+            has_parts=PARTS in run.manifest.kinds.get("profiles", {}),
             kept_curves={
                 name: facts for name, facts in kept_curves.items() if name not in profiles
             },

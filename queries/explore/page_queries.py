@@ -24,6 +24,7 @@ from headcount.queries.report.head_curves import (
     kept_curve_sql,
     profile_curves_sql,
 )
+from headcount.queries.report.loss_effects import effect_queries, effects_among, effects_answer
 from headcount.queries.report.section import (
     NUMBERS,
     changes_sql,
@@ -82,6 +83,8 @@ class RunFacts:
     """Profiles by lag, key or query that the run averaged over sequences."""
     kept_curves: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
     """Those that it kept for every sequence and did not average."""
+    has_parts: bool = False
+    """Whether it averaged what each part of a layer adds to logits."""
 
     @property
     def is_sampled(self) -> bool:
@@ -503,6 +506,30 @@ class Curves(Query):
         return Answer({"rows": rows})
 
 
+class Effects(Query):
+    """How far effects on the loss can be trusted, and what parts of layers add to logits."""
+
+    kind: Literal["effects"]
+
+    def reads_rows(self, facts: RunFacts) -> bool:
+        """Estimates are compared with what was measured sequence by sequence."""
+        return bool(effects_among(facts.statistics))
+
+    def _queries(self, facts: RunFacts) -> dict[str, str]:
+        run = facts.run_id, self.scope.intervention, facts.statistics
+        return effect_queries(*run, has_parts=facts.has_parts)
+
+    def statements(self, facts: RunFacts) -> list[Statement]:
+        """One for each part of the answer that the run has."""
+        return [Statement(sql) for sql in self._queries(facts).values()]
+
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """One object for each effect, and one for each part of a layer."""
+        rows = [table.to_pylist() for table in tables]
+        found = dict(zip(self._queries(facts), rows, strict=True))
+        return Answer(effects_answer(facts.run_id, facts.layers, facts.statistics, found))
+
+
 class Extremes(Query):
     """The sequences in which a statistic of a head is highest or lowest. One object each."""
 
@@ -575,7 +602,7 @@ class Texts(Query):
 
 
 PageQuery: TypeAlias = Annotated[
-    Heatmap | Histograms | Cube | Subsets | Curves | Extremes | Texts,
+    Heatmap | Histograms | Cube | Subsets | Curves | Effects | Extremes | Texts,
     Field(discriminator="kind"),
 ]
 

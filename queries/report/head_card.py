@@ -11,6 +11,7 @@ from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.report.examples import Examples, Excerpt, example_statistics, read_examples
 from headcount.queries.report.head_curves import HeadCurve
 from headcount.queries.report.html_page import CARD, TEMPLATES, html_text, json_value
+from headcount.queries.report.loss_effects import effect_queries, effects_answer
 from headcount.queries.report.section import (
     NUMBERS,
     Numbers,
@@ -48,6 +49,24 @@ class CardStatistic:
     change: float | None
     """Mean change from the untouched model. None without an intervention."""
     change_error: float | None
+
+
+@dataclass(frozen=True)
+class CardEffect:
+    """What an intervention on a head does to the loss, to first order, in nats per token."""
+
+    statistic: str
+    intervention: str
+    effect: float
+    standard_error: float | None
+    direct: float | None
+    """The part that reaches the logits without passing a later layer. None if it was not
+    measured.
+    """
+    direct_error: float | None
+    indirect: float | None
+    trust: str
+    """How it agrees with measured interventions."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +110,7 @@ class HeadCard:
     subsets: dict[str, list[CardSubset]]
     """By statistic. Empty if the input has no subsets of the Pile."""
     curves: list[HeadCurve]
+    effects: list[CardEffect]
     most: dict[str, list[Excerpt]]
     """By statistic, the sequences in which the head is most active."""
     least: dict[str, list[Excerpt]]
@@ -207,7 +227,36 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
             curve.of_head(*head, facts[curve.profile]["meaning"], facts[curve.profile]["unit"])
             for curve in section.curves
         ],
+        effects=_effects(database, section, head, {one.name: one for one in statistics}),
         most={name: excerpts for (name, *_), excerpts in examples.most.items()},
         least={name: excerpts for (name, *_), excerpts in examples.least.items()},
         note=examples.note,
     )
+
+
+def _effects(
+    database: RunDatabase, section: Section, head: Head, statistics: dict[str, CardStatistic]
+) -> list[CardEffect]:
+    run = section.run["run_id"], section.intervention, section.statistics
+    queries = effect_queries(*run, has_parts=False)
+    found = {name: records(database, name, sql) for name, sql in queries.items()}
+    effects: list[CardEffect] = []
+    answer = effects_answer(run[0], section.n_layers, section.statistics, found)
+    for about in answer["effects"]:
+        own = statistics[about["statistic"]]
+        if own.mean is None:
+            continue
+        direct = statistics.get(f"direct_{own.name}")
+        effects.append(
+            CardEffect(
+                statistic=own.name,
+                intervention=about["measured_by"].format(layer=head.layer, head=head.head),
+                effect=own.mean,
+                standard_error=own.standard_error,
+                direct=direct.mean if direct else None,
+                direct_error=direct.standard_error if direct else None,
+                indirect=own.mean - direct.mean if direct and direct.mean is not None else None,
+                trust=about["trust"][1 + head.layer],
+            )
+        )
+    return effects

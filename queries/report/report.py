@@ -30,6 +30,7 @@ from headcount.queries.report.html_page import (
     json_value,
     write_html,
 )
+from headcount.queries.report.loss_effects import PARTS, effect_queries, effects_answer, shown_runs
 from headcount.queries.report.section import (
     NUMBERS,
     Array,
@@ -73,11 +74,11 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
     It is the explorer's page, with the answers that `source.js` looks for in it.
     """
     check_writable(output)
-    runs = runs_by_id(database)
-    detail = _detail(runs.values())
+    runs = shown_runs(runs_by_id(database).values())
+    detail = _detail(runs)
     sections: Record = {}
-    overview = [_overview_of_run(database, run) for run in runs.values()]
-    for run, shown in zip(runs.values(), overview, strict=True):
+    overview = [_overview_of_run(database, run) for run in runs]
+    for run, shown in zip(runs, overview, strict=True):
         own: list[Record] = []
         # A run without rows yet has sections too.
         for intervention in run["interventions"]:
@@ -86,6 +87,7 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
             own.append(_head_facts(database, section) | {"examples": examples})
             sections[f"{run['run_id']}/{intervention}"] = own[-1]
         shown["has_curves"] = any(section["curves"] for section in own)
+        shown["has_effects"] = any(any(section["effects"].values()) for section in own)
         # A manifest may not say the sizes of its model.
         shown |= {size: own[0][size] for size in ("n_layers", "n_heads")}
     facts = "name, unit, range_low, range_high, meaning, formula, source"
@@ -99,9 +101,7 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
         },
         "sections": sections,
     }
-    write_html(
-        TEMPLATES / "report", output, {"runs": list(runs.values())}, json_value(data), REPORT
-    )
+    write_html(TEMPLATES / "report", output, {"runs": runs}, json_value(data), REPORT)
 
 
 def _detail(runs: Iterable[Record]) -> Detail:
@@ -189,9 +189,15 @@ def _head_facts(database: RunDatabase, section: Section) -> Record:
     """Every number by head of a section, as lists in the order of layers and heads."""
     sql = "SELECT name, meaning, unit FROM formulas"
     facts = {row["name"]: row for row in records(database, "formulas", sql)}
+    run_id = section.run["run_id"]
+    queries = effect_queries(
+        run_id, section.intervention, section.statistics, has_parts=PARTS in facts
+    )
+    found = {name: records(database, name, sql) for name, sql in queries.items()}
     return {
         "n_layers": section.n_layers,
         "n_heads": section.n_heads,
+        "effects": effects_answer(run_id, section.n_layers, section.statistics, found),
         "values": {name: _values(section, i) for i, name in enumerate(section.statistics)},
         "curves": [
             {

@@ -1,7 +1,14 @@
-"""Effects of heads in SQL: ranked, with their direct part, beside what interventions change."""
+"""Effects of heads: in SQL, report, explorer, cards of heads and exports, beside what interventions
+change.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import struct
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +16,18 @@ import numpy as np
 import pytest
 
 import headcount
+from headcount.exports.registry import Needs, export_formats
+from headcount.exports.source import choose_run
 from headcount.jobs.plan.calibration import calibration_of
 from headcount.queries.ask.asking import open_runs
+from headcount.queries.explore.query_engine import Engine
+from headcount.queries.report.head_card import card_html, head_card
+from headcount.queries.report.html_page import json_value, unpacked
+from headcount.queries.report.report import write_report
 from headcount.schemas.errors import RunError
+from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory
+from tests.pages.browser import Page, chromium
 from tests.toys import toy_models as toy
 
 SCAN = {
@@ -32,7 +47,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("effects")
     model = toy.save_model(out / "model", toy.gpt2(n_layer=2))
     fields = {**SCAN, "model": str(model), "out": str(out / "runs")}
-    headcount.scan({**fields, "statistics": EFFECTS}, name="effects", quiet=True)
+    effects = {"statistics": EFFECTS, "profiles": ["direct_logit_of_parts"]}
+    headcount.scan({**fields, **effects}, name="effects", quiet=True)
     headcount.scan({**fields, "statistics": ["entropy"]}, name="other", quiet=True)
     (directory,) = (out / "runs").glob("run_id=effects-*")
     calibration = calibration_of(RunDirectory(directory), heads=8, sequences=4, draw=0)
@@ -86,10 +102,9 @@ def test_agreement_is_told_by_layer_and_over_all_layers(runs: Path) -> None:
     for row in rows:
         some = [pair for pair in pairs if row["layer"] in (None, pair["layer"])]
         x, y = (np.array([pair[name] for pair in some]) for name in ("estimate", "measured"))
-        ranks = np.stack([values.argsort().argsort() for values in (x, y)])
+        ranks = [values.argsort().argsort() for values in (x, y)]
         assert row["heads"] == len(some)
-        correlations: Any = np.corrcoef(ranks)
-        assert row["spearman"] == pytest.approx(correlations[0, 1])
+        assert row["spearman"] == pytest.approx(np.corrcoef(ranks[0], ranks[1])[0, 1])
         assert row["slope"] == pytest.approx(np.polyfit(x, y, 1)[0])
         assert row["same_sign"] == pytest.approx((np.sign(x) == np.sign(y)).mean())
 
@@ -106,3 +121,161 @@ def test_a_run_without_effects_has_none_to_rank_and_none_to_calibrate(runs: Path
     assert open_runs(directory).records("head_effects") == []
     with pytest.raises(RunError, match="expected a run with effects"):
         calibration_of(RunDirectory(directory), heads=2, sequences=2, draw=0)
+
+
+# What people and other tools see
+
+
+def run_id_of(runs: Path) -> str:
+    (directory,) = runs.glob("run_id=effects-????????")
+    return directory.name.removeprefix("run_id=")
+
+
+def words(row: dict[str, Any]) -> str:
+    spearman, slope = (f"{float(f'{row[name]:.2g}'):.4g}" for name in ("spearman", "slope"))
+    where = "all layers" if row["layer"] is None else f"layer {row['layer']}"
+    heads = f"{row['heads']} measured heads of {where}, on 4 sequences"
+    return f"Spearman {spearman}, slope {slope} against {heads}"
+
+
+def test_a_report_says_how_far_effects_can_be_trusted(runs: Path, tmp_path: Path) -> None:
+    database, run_id = open_runs(runs), run_id_of(runs)
+    write_report(database, tmp_path / "report.html")
+    data: Any = unpacked((tmp_path / "report.html").read_text(encoding="utf-8"))
+    # A calibration comes last, without its 24 interventions.
+    assert data["overview"]["runs"][0]["run_id"] == run_id
+    assert data["overview"]["runs"][-1]["name"] == "effects-calibration"
+    assert [key.partition("/")[2] for key in data["sections"]] == ["none"] * 3
+    assert [run["has_effects"] for run in data["overview"]["runs"]] == [True, False, False]
+    shown = data["sections"][f"{run_id}/none"]["effects"]
+    names = ["effect_mean", "effect_window_1_3", "effect_zero_magnitude"]
+    assert [effect["statistic"] for effect in shown["effects"]] == names
+    for effect in shown["effects"]:
+        of_effect = f"WHERE statistic = '{effect['statistic']}'"
+        rows = database.records(f"FROM effect_calibration {of_effect}")
+        assert effect["trust"] == [words(row) for row in rows]
+        pairs = (
+            f"SELECT label, estimate, measured, measured_error FROM calibrated_effects {of_effect}"
+        )
+        assert effect["pairs"] == json_value(database.records(pairs))
+    # The parts of a layer are five, and no mean over them.
+    parts = database.records(
+        "SELECT layer, part, sum(count * mean) / sum(count) AS mean FROM profiles "
+        "GROUP BY ALL ORDER BY ALL"
+    )
+    assert [(part["layer"], part["part"]) for part in parts] == list(np.ndindex(2, 5))
+    shown_parts = [(part["layer"], part["part"], part["mean"]) for part in shown["parts"]]
+    assert shown_parts == [tuple(part.values()) for part in json_value(parts)]  # type: ignore[attr-defined]
+
+
+def test_a_report_without_calibration_says_what_would_make_one(runs: Path, tmp_path: Path) -> None:
+    run_id = run_id_of(runs)
+    write_report(open_runs(runs / f"run_id={run_id}"), tmp_path / "report.html")
+    data: Any = unpacked((tmp_path / "report.html").read_text(encoding="utf-8"))
+    for effect in data["sections"][f"{run_id}/none"]["effects"]["effects"]:
+        assert effect["trust"] == [f"first order, not calibrated: headcount calibrate {run_id}"] * 3
+        assert effect["pairs"] == []
+
+
+def test_the_explorer_shows_the_effects_of_the_report(runs: Path, tmp_path: Path) -> None:
+    run_id = run_id_of(runs)
+    write_report(open_runs(runs), tmp_path / "report.html")
+    data: Any = unpacked((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+    def asked(engine: Engine, query: dict[str, Any]) -> dict[str, Any]:
+        answer = asyncio.run(engine.ask(json.dumps(query).encode()))
+        (length,) = struct.unpack_from("<I", answer)
+        return json.loads(answer[4 : 4 + length])
+
+    with closing(Engine(str(runs))) as engine:
+        listed = asked(engine, {"kind": "overview"})["runs"]
+        answer = asked(engine, {"kind": "effects", "scope": {"run_id": run_id}})
+    assert [(run["name"], run["interventions"], run["has_effects"]) for run in listed] == [
+        ("effects", ["none"], True),
+        ("other", ["none"], False),
+        ("effects-calibration", ["none"], False),
+    ]
+    shown = data["sections"][f"{run_id}/none"]["effects"]
+    assert {name: json_value(answer[name]) for name in shown} == shown
+
+
+def test_a_card_has_the_effects_of_its_head(runs: Path) -> None:
+    database = open_runs(runs)
+    card = head_card(database, "L1H2", run_id_of(runs))
+    rows = database.records("SELECT * FROM head_effects WHERE label = 'L1H2' ORDER BY statistic")
+    assert [effect.statistic for effect in card.effects] == [row["statistic"] for row in rows]
+    interventions = ["mean_head(1,2)", "stream_heads(1,3,L1H2)", "zero_head(1,2)"]
+    assert [effect.intervention for effect in card.effects] == interventions
+    for effect, row in zip(card.effects, rows, strict=True):
+        assert effect.effect == row["effect"]
+        assert effect.standard_error == row["standard_error"]
+        assert effect.direct == row["direct"]
+        assert effect.indirect == row["indirect"]
+        (trusted,) = database.records(
+            f"FROM effect_calibration WHERE statistic = '{effect.statistic}' AND layer = 1"
+        )
+        assert effect.trust == words(trusted)
+    assert card.effects[0].direct_error == card.statistic("direct_effect_mean").standard_error
+
+
+def test_an_export_of_an_effect_says_how_far_it_can_be_trusted(runs: Path) -> None:
+    run_id = run_id_of(runs)
+    card = export_formats()["card"]
+    of_effect = replace(card, needs_of=Needs(statistics=("effect_mean",)))
+    columns = "layer, heads, sequences, spearman, slope"
+    rows = open_runs(runs).records(
+        f"SELECT {columns} FROM effect_calibration WHERE statistic = 'effect_mean'"
+    )
+    for path, calibration in [
+        (runs, rows),
+        (runs / f"run_id={run_id}", "first order, not calibrated"),
+    ]:
+        destination = place(str(runs / f"run_id={run_id}" / "README.md"))
+        source = choose_run(open_runs(path), of_effect, {"license": "mit"}, destination)
+        assert source.provenance["calibration"] == {"effect_mean": calibration}
+        content = card.function(source).files["README.md"].decode()
+        section = content.partition("## Effects on the loss")[2].partition("\n## ")[0]
+        begins = ["all | 8 | 4 | ", "0 | 4 | 4 | ", "1 | 4 | 4 | "]
+        begins = begins if path == runs else [f"{calibration} | "]
+        lines = [line for line in section.splitlines() if line.startswith("| `effect_mean` | ")]
+        for line, begin in zip(lines, begins, strict=True):
+            assert line.startswith(f"| `effect_mean` | {begin}")
+
+
+@pytest.mark.long
+def test_effects_in_a_browser(runs: Path, tmp_path: Path) -> None:
+    database, run_id = open_runs(runs), run_id_of(runs)
+    write_report(database, tmp_path / "report.html")
+    card = head_card(database, "L1H2", run_id)
+    (tmp_path / "card.html").write_text(card_html(card), encoding="utf-8")
+    best = database.records("FROM head_effects WHERE statistic = 'effect_mean' AND rank = 1")[0]
+    for browser in chromium(tmp_path / "chromium"):
+        page = Page(browser)
+        page.open((tmp_path / "report.html").as_uri())
+        shown = page.attributes("[data-effect]", "data-effect")
+        assert shown == ["effect_mean", "effect_window_1_3", "effect_zero_magnitude"]
+        rows = page.rows("[data-effect=effect_mean]")
+        assert len(rows) == 8
+        assert rows[0][0] == best["label"]
+        number = float(rows[0][1].split(" ")[0].replace("−", "-"))
+        assert number == pytest.approx(best["effect"], rel=1e-3)
+        assert len(page.all("[data-effect=effect_mean] .point")) == 8
+        assert page.rows("[data-parts]")[0][0] == "0"
+        assert page.rows("[data-parts]")[-1][0] == "all"
+        page.show(f"run={run_id}&head=L1H2")
+        in_report = page.rows("#head-effects")
+        assert [row[0] for row in in_report[::2]] == [one.intervention for one in card.effects]
+        assert [row[0] for row in in_report[1::2]] == [one.trust for one in card.effects]
+        page.open((tmp_path / "card.html").as_uri())
+        in_card = page.run(
+            "return [...document.querySelectorAll('caption')].find((one) => "
+            "one.textContent === 'Effects of L1H2').parentElement.innerText"
+        )
+        assert all(one.trust in in_card for one in card.effects)
+        # A run without effects has no such section.
+        page.open((tmp_path / "report.html").as_uri())
+        (other,) = runs.glob("run_id=other-*")
+        page.show(f"run={other.name.removeprefix('run_id=')}")
+        assert not page.find("#effects-card").is_displayed()
+        assert page.texts("#head-effects") == [""]
+        assert browser.get_log("browser") == []

@@ -175,8 +175,8 @@ def test_sql_merges_exactly(tmp_path: Path):
     error = pytest.approx((27.2 / 20) ** 0.5)
     keys = ("a-1", "toy", 5, "none")
     # Each: layer, head, label, query, key, lag, other places, count, mean, sd, error, groups.
-    by_lag = ("attention_by_lag", 0, 1, "L0H1", None, None, 2, *[None] * 4, 5, mean, sd, error, 5)
-    by_key = ("resid_pre_norm_by_key", 0, *[None] * 3, 0, *[None] * 5, 1, 7.0, None, None, 1)
+    by_lag = ("attention_by_lag", 0, 1, "L0H1", None, None, 2, *[None] * 5, 5, mean, sd, error, 5)
+    by_key = ("resid_pre_norm_by_key", 0, *[None] * 3, 0, *[None] * 6, 1, 7.0, None, None, 1)
     assert ask(run.path, "profile_means") == [(*keys, *by_lag), (*keys, *by_key)]
 
 

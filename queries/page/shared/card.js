@@ -51,6 +51,22 @@ export function statisticsTable(rows, { label, statistic, onStatistic, percentil
   return table(columns, tableRows, `Every statistic of ${label}`);
 }
 
+// Rises of the loss under interventions on heads: effect, direct, their errors, indirect, and trust in a
+// row of its own, if that is not the same for all. `nameOf(row)` is the first cell.
+export function effectsTable(rows, first, nameOf, caption) {
+  const columns = [
+    first, { name: "rise of the loss ±", title: "To first order, in nats per token" },
+    { name: "direct ±", title: "What reaches the logits without passing a later layer" }, { name: "indirect", title: "The rest of the rise" },
+  ];
+  const cells = (row) => [nameOf(row), plusMinus(row.effect, row.standard_error), plusMinus(row.direct, row.direct_error), number(row.indirect)];
+  const trusted = ({ trust }) => (trust ? [tableRow([html("td", { class: "note", colspan: columns.length }, trust)])] : []);
+  return html("div", { class: "scroll" }, table(columns, rows.flatMap((row) => [tableRow(cells(row)), ...trusted(row)]), caption));
+}
+
+// The effects on the loss of one head.
+export const effectsOfHead = (rows, label) =>
+  rows.length ? [html("h4", {}, "Effects on the loss"), effectsTable(rows, "intervention", (row) => row.intervention, `Effects of ${label}`)] : [];
+
 // The difference of a statistic of a head, and its error: paired if both are of the same sequences.
 function difference(one, other) {
   if (!other) return [null, null];
@@ -203,6 +219,7 @@ export function drawCard(card, chosen, onStatistic) {
     html("div", { class: "scroll" }, statisticsTable(rows, options)),
     behind({ sql: summaries(columns, where), name: `${card.label}-statistics`, columns, rows: () => rows.map((row) => columns.map((column) => row[column])) }),
   );
+  parts.push(...effectsOfHead(card.effects, card.label));
   if (one) {
     parts.push(html("h3", { class: "detail-name" }, ...breakable(one.name)), html("p", { class: "meaning" }, one.meaning));
     if (one.formula) parts.push(html("p", {}, html("code", {}, one.formula)));

@@ -1,7 +1,7 @@
 // The page of a report and of the explorer: what is chosen, what that asks, and where answers are shown.
 import { behind, copy, literal, summaries } from "./behind.js";
 import {
-  attentionText, button, curveFigure, excerptList, fillPercentile, markedText, marksOf, plusMinus, sentence, statisticsTable, subsetBars, table,
+  attentionText, button, curveFigure, effectsOfHead, effectsTable, excerptList, fillPercentile, markedText, marksOf, plusMinus, sentence, statisticsTable, subsetBars, table,
   tableRow, tokenText,
 } from "./card.js";
 import { Cube } from "./cube.js";
@@ -22,6 +22,8 @@ const MOST_SECTIONS = 24;
 const SHOWN_HEADS = 10;
 const SNIPPET_TOKENS = 48;
 const LOOK_ALIKE = 0.95;
+// Parts of a layer that add to the logits, by number.
+const PARTS = ["embeddings", "heads", "rest of attention", "MLP", "biases"];
 const LIVE_MILLISECONDS = 5_000;
 const FINISHED_MILLISECONDS = 30_000;
 // Above so many rows without roll-ups, the means of all statistics would keep the machine busy.
@@ -630,6 +632,7 @@ GROUP BY ALL
 ORDER BY ALL`;
 
 let card = []; // The rows of the chosen head.
+let effects = []; // What estimates changes of the loss, and how far it can be trusted.
 
 async function showCard(turn) {
   const own = await tryToAsk({ kind: "card", scope: scope(), head: head() });
@@ -642,7 +645,13 @@ async function showCard(turn) {
   const scrolled = by("card-rows").scrollTop;
   by("card-rows").replaceChildren(statisticsTable(card, options));
   by("card-rows").scrollTop = scrolled;
+  showHeadEffects();
   saySentence();
+}
+
+function showHeadEffects() {
+  const rows = effects.map((one) => effectOf(one, place(chosen.head))).filter(({ effect }) => !isUndefined(effect));
+  by("head-effects").replaceChildren(...effectsOfHead(rows, label(chosen.head)));
 }
 
 function saySentence() {
@@ -734,6 +743,72 @@ async function showAttention(start) {
   const hint = "Point at a token, or walk with the arrow keys: grounds show where it looks. A click or Enter holds it.";
   const note = html("p", { class: "note" }, [answer.why ?? hint, answer.note].filter(Boolean).join(" "));
   by("attention").replaceChildren(title, note, ...attentionText(answer, showAttention));
+}
+
+// ---- Effects on the loss
+
+// What one of `effects` says of a head, by its place.
+function effectOf({ statistic, measured_by: intervention, trust }, i) {
+  const [own, part] = [numbers[statistic], numbers[`direct_${statistic}`]];
+  const [layer, index] = cellAt(i);
+  const [effect, direct] = [own?.mean[i], part?.mean[i]];
+  return {
+    i, effect, direct, standard_error: own?.standard_error[i], direct_error: part?.standard_error[i],
+    indirect: isUndefined(effect) || isUndefined(direct) ? null : effect - direct,
+    intervention: intervention.replace("{layer}", layer).replace("{head}", index), trust: trust[1 + layer],
+  };
+}
+
+function effectFigure(one) {
+  const { statistic, meaning, pairs } = one;
+  const rows = allHeads().map((i) => effectOf(one, i)).filter(({ effect }) => !isUndefined(effect));
+  if (!rows.length) return [];
+  rows.sort((a, b) => Math.abs(b.effect) - Math.abs(a.effect));
+  const [all, ...layers] = new Set(one.trust);
+  const points = pairs.map(({ label: name, estimate: x, measured: y, measured_error: error }) => ({
+    name, x, y, label: true, says: `${name}: estimate ${number(x)}, measured ${plusMinus(y, error)}`,
+  }));
+  const plot = html("div", { class: "plot" }, points.length ? scatter({
+    points, xName: "estimate, nats per token", yName: "measured", title: `${statistic}: estimated and measured`, width: 400, height: 230,
+  }) : null);
+  const listed = rows.slice(0, SHOWN_HEADS).map((row) => ({ ...row, trust: null }));
+  const nameOf = ({ i }) => button(labelAt(i), () => chooseHead(cellAt(i)));
+  const columns = ["effect", "standard_error", "direct", "indirect"];
+  return [html("figure", { "data-effect": statistic },
+    html("h4", {}, button(breakable(statistic), () => choose({ statistic }, showAll))), html("p", { class: "note" }, meaning), html("p", { class: "finding" }, all),
+    layers.length ? html("details", {}, html("summary", {}, "By layer"), ...layers.map((words) => html("p", {}, words))) : null,
+    effectsTable(listed, "head", nameOf, `Heads by ${statistic}`), plot,
+    behind({
+      plot: points.length ? plot : null, askSql: offer, name: statistic, columns: ["head", ...columns],
+      rows: () => rows.map((row) => [labelAt(row.i), ...columns.map((column) => row[column])]),
+      sql: `FROM head_effects\nWHERE ${conditions(chosen)}\n  AND statistic = ${literal(statistic)}\nORDER BY rank`,
+    }),
+  )];
+}
+
+// What each part of each layer adds straight to the logit of the next token.
+function partsFigure(parts) {
+  const sum = (list) => list.reduce((total, { mean }) => total + mean, 0);
+  const rowOf = (layer) => {
+    const own = parts.filter((part) => part.layer === layer);
+    // Only the first layer has embeddings, only the last one biases.
+    return own.length ? [tableRow([String(layer), ...own.map(({ mean, standard_error }) => (mean ? plusMinus(mean, standard_error) : "")), number(sum(own))])] : [];
+  };
+  const all = tableRow(["all", ...PARTS.map((_, i) => number(sum(parts.filter(({ part }) => part === i)))), number(sum(parts))]);
+  const rows = [...Array(run.n_layers).keys()].flatMap(rowOf);
+  const note = "What each part adds straight to the logit of the next token, less the mean over the vocabulary. The parts add up to the whole logit.";
+  return [html("figure", { "data-parts": "" }, html("h4", {}, "Direct logit of parts"), html("p", { class: "note" }, note),
+    html("div", { class: "scroll" }, table(["layer", ...PARTS, "sum"], [...rows, all], "Direct logit of parts"))),
+  ];
+}
+
+async function showEffects(turn) {
+  by("effects-card").hidden = !run.has_effects || !mayAskForAll();
+  const answer = by("effects-card").hidden ? { effects: [], parts: [] } : await tryToAsk({ kind: "effects", scope: scope() });
+  if (!answer || turn !== turns.all) return;
+  effects = answer.effects;
+  by("effects").replaceChildren(...effects.flatMap(effectFigure), ...(answer.parts.length ? partsFigure(answer.parts) : []));
+  if (chosen.head) showHeadEffects();
 }
 
 // ---- Small multiples: the same statistic elsewhere, and all statistics here
@@ -978,6 +1053,7 @@ async function showAll() {
     showMore();
     await showMaps();
   }
+  await showEffects(turn);
   if (turn === turns.all) await showSections(turn);
 }
 

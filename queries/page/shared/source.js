@@ -28,6 +28,7 @@ export function takeToken(hash = "") {
 //
 // heatmap: `values`, the NUMBERS of each statistic by head. card: `rows`, those of a head by statistic.
 // histograms: `histograms`, edges and counts by statistic. curves, subsets, extremes: `rows`.
+// effects: `effects`, `parts`.
 export async function answerTo(query, signal) {
   if (report) return embedded[query.kind]?.(query) ?? {};
   // The card of a head is the numbers of all heads, of which only one is asked for.
@@ -92,6 +93,7 @@ const embedded = {
     };
     return { rows: section.curves.map(ofHead).filter((curve) => curve.values.some((value) => value !== null)) };
   },
+  effects: ({ scope }) => sectionOf(scope).effects ?? { effects: [], parts: [] },
   extremes({ scope, head, statistic, lowest }) {
     const { examples } = sectionOf(scope);
     const rows = examples?.[lowest ? "least" : "most"][statistic]?.[`L${head.layer}H${head.head}`] ?? [];

@@ -10,6 +10,10 @@ WITH
         SELECT * FROM head_summaries
         WHERE starts_with(statistic, 'effect_') AND count > 0
     ),
+    -- Read once, because it reads every sequence. The untouched model alone was calibrated.
+    compared AS MATERIALIZED (
+        SELECT *, 'none' AS intervention FROM effect_calibration
+    ),
     direct_parts AS (
         SELECT run_id, intervention, input_family, layer, head, statistic, mean
         FROM head_summaries
@@ -43,12 +47,14 @@ LEFT JOIN direct_parts
     AND direct_parts.input_family = effects.input_family
     AND direct_parts.layer = effects.layer
     AND direct_parts.head = effects.head
-LEFT JOIN effect_calibration AS of_layer
+LEFT JOIN compared AS of_layer
     ON of_layer.run_id = effects.run_id
+    AND of_layer.intervention = effects.intervention
     AND of_layer.statistic = effects.statistic
     AND of_layer.layer = effects.layer
-LEFT JOIN effect_calibration AS of_all
+LEFT JOIN compared AS of_all
     ON of_all.run_id = effects.run_id
+    AND of_all.intervention = effects.intervention
     AND of_all.statistic = effects.statistic
     AND of_all.layer IS NULL
 ORDER BY effects.run_id, effects.intervention, effects.input_family, effects.statistic, rank

@@ -10,7 +10,8 @@ WITH
     measured AS (
         SELECT
             NULL::INTEGER AS dimension, NULL::SMALLINT AS component,
-            NULL::SMALLINT AS other_component, NULL::SMALLINT AS candidate
+            NULL::SMALLINT AS other_component, NULL::SMALLINT AS candidate,
+            NULL::SMALLINT AS part
         WHERE false
         UNION ALL BY NAME
         FROM profiles
@@ -23,13 +24,13 @@ WITH
         FROM measured
         WINDOW entry AS (
             PARTITION BY run_id, intervention, profile, layer, head, query, key, lag, dimension,
-                component, other_component, candidate
+                component, other_component, candidate, part
         )
     ),
     merged AS (
         SELECT
             run_id, intervention, profile, layer, head, query, key, lag, dimension,
-            component, other_component, candidate,
+            component, other_component, candidate, part,
             sum(count)::BIGINT AS count,
             any_value(pooled_mean) AS mean,
             sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2,
@@ -46,7 +47,7 @@ WITH
 SELECT
     run_id, model, n_ctx, intervention, profile, layer, head,
     'L' || layer || 'H' || head AS label,
-    query, key, lag, dimension, component, other_component, candidate, count, mean,
+    query, key, lag, dimension, component, other_component, candidate, part, count, mean,
     standard_deviation(m2, count) AS sd,
     if(
         is_long,
@@ -58,4 +59,4 @@ FROM merged
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 LEFT JOIN long_documents USING (run_id, intervention)
 ORDER BY run_id, intervention, profile, layer, head, query, key, lag, dimension,
-    component, other_component, candidate
+    component, other_component, candidate, part

@@ -5,10 +5,13 @@
 -- Needs: a run with effects among its statistics, and headcount calibrate of it.
 -- example: effect_calibration --limit 5
 WITH
-    by_layer AS (
+    pairs AS MATERIALIZED (
         SELECT * FROM calibrated_effects
+    ),
+    by_layer AS (
+        SELECT * FROM pairs
         UNION ALL BY NAME
-        SELECT * REPLACE (NULL::SMALLINT AS layer) FROM calibrated_effects
+        SELECT * REPLACE (NULL::SMALLINT AS layer) FROM pairs
     ),
     ranked AS (
         SELECT

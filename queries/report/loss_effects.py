@@ -1,0 +1,106 @@
+"""Effects of heads on the loss, as report, explorer and cards of heads show them.
+
+Their numbers are statistics like others. Here is how far they can be trusted: what
+`headcount calibrate` measured of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from headcount.queries.ask.asking import Record
+from headcount.queries.report.html_page import number
+from headcount.queries.sql_text import text_literal
+
+NOT_CALIBRATED = "first order, not calibrated"
+
+PARTS = "direct_logit_of_parts"
+
+
+def effects_among(statistics: Iterable[str]) -> list[str]:
+    """The statistics that estimate what an intervention does to the loss."""
+    return [name for name in statistics if name.startswith("effect_")]
+
+
+def is_calibration(run: Record) -> bool:
+    """Whether `headcount calibrate` made a run: it has losses, and one statistic of one layer."""
+    return run["name"].endswith("-calibration") and run["statistics"] == ["sink_mass"]
+
+
+def shown_runs(runs: Iterable[Record]) -> list[Record]:
+    """The runs of a page, in its order: calibrations last, without their interventions.
+
+    There may be hundreds of these, and what they say is among the effects.
+    """
+    shown = [run | {"interventions": ["none"]} if is_calibration(run) else run for run in runs]
+    return sorted(shown, key=is_calibration)
+
+
+def effect_queries(
+    run_id: str, intervention: str, statistics: Iterable[str], *, has_parts: bool
+) -> dict[str, str]:
+    """The SQL of what a page shows of effects beside their means, by what it is of.
+
+    `has_parts`: whether runs have the profile PARTS.
+    """
+    of_run = f"WHERE run_id = {text_literal(run_id)}"
+    queries: dict[str, str] = {}
+    if effects_among(statistics):
+        queries["effects"] = (
+            "SELECT name AS statistic, measured_by, meaning FROM statistics "
+            "WHERE starts_with(name, 'effect_')"
+        )
+    # Interventions on heads of an intervened model were not measured.
+    if queries and intervention == "none":
+        queries["calibration"] = f"FROM effect_calibration {of_run}"
+        queries["pairs"] = f"FROM calibrated_effects {of_run}"
+    if has_parts:
+        queries["parts"] = (
+            f"SELECT layer, part, mean, standard_error FROM profile_means {of_run} "
+            f"AND intervention = {text_literal(intervention)} AND profile = '{PARTS}' "
+            "ORDER BY layer, part"
+        )
+    return queries
+
+
+def effects_answer(
+    run_id: str, layers: int, statistics: Sequence[str], found: Mapping[str, list[Record]]
+) -> Record:
+    """What a page shows of effects, from the rows of `effect_queries`.
+
+    `trust` of an effect has a line for all layers, and then one for each.
+    """
+    pairs: dict[str, list[Record]] = {}
+    for row in found.get("pairs", []):
+        names = ("label", "estimate", "measured", "measured_error")
+        pairs.setdefault(row["statistic"], []).append({name: row[name] for name in names})
+    calibration = found.get("calibration", [])
+    effects: list[Record] = []
+    for row in sorted(found.get("effects", []), key=lambda row: row["statistic"]):
+        name = row["statistic"]
+        if name in statistics:
+            lines = [trust(run_id, calibration, name, at) for at in (None, *range(layers))]
+            effects.append({**row, "trust": lines, "pairs": pairs.get(name, [])})
+    return {"effects": effects, "parts": found.get("parts", [])}
+
+
+def trust(
+    run_id: str, calibration: Iterable[Record], statistic: str, layer: int | None = None
+) -> str:
+    """How far an effect can be trusted, in words: in the layer, or over all layers if less than
+    three of its heads were measured. `calibration` are rows of `effect_calibration`.
+    """
+    compared = {
+        row["layer"]: row
+        for row in calibration
+        if row["statistic"] == statistic and row["spearman"] is not None
+    }
+    row = compared.get(layer, compared.get(None))
+    if row is None:
+        return f"{NOT_CALIBRATED}: headcount calibrate {run_id}"
+    where = "all layers" if row["layer"] is None else f"layer {row['layer']}"
+    spearman, slope = (number(float(f"{row[name]:.2g}")) for name in ("spearman", "slope"))
+    return (
+        f"Spearman {spearman}, slope {slope} "
+        f"against {row['heads']} measured heads of {where}, on {row['sequences']} sequences"
+    )
