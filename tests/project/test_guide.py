@@ -84,7 +84,7 @@ STATISTICS = ["entropy", "sink_mass"]
 @pytest.fixture(scope="module")
 def dashboard() -> dict[str, Any]:
     """The functions of the dashboard. Streamlit is imported by `main` alone."""
-    return runpy.run_path(str(ROOT / "deploy" / "streamlit_dashboard.py"))
+    return runpy.run_path(str(ROOT / "docs" / "streamlit_dashboard.py"))
 
 
 @pytest.fixture(scope="module")

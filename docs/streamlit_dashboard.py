@@ -1,6 +1,6 @@
 """A dashboard that refreshes while a scan runs.
 
-Start it with `streamlit run deploy/streamlit_dashboard.py -- RUNS`.
+Start it with `streamlit run docs/streamlit_dashboard.py -- RUNS`.
 
 It reads means from the view `head_summaries`. So on runs with roll-ups it never reads rows.
 """
