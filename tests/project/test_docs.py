@@ -91,7 +91,7 @@ assert connection.execute(kinds).fetchall() == [("layer statistic", "euclidean n
 
 doctests = ["headcount/schemas/statistics/sink.py", "headcount/schemas/layer_statistics.py"]
 assert pytest.main(["-q", "--doctest-modules", *doctests]) == 0
-runpy.run_module("docs.pages", run_name="__main__")
+runpy.run_module("docs.pages", run_name="__main__", alter_sys=True)
 """
 
 
