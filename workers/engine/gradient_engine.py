@@ -86,7 +86,7 @@ class _GradientPass(FusedPass):
         self.writes = engine.writes
         self.wanted = request.gradients
         self.tapes: dict[int, _Tape] = {}
-        self.last_streams: list[Tensor] = []  # the same before it
+        self.last_streams: list[Tensor] = []  # the same before it, last of all
 
     # Forward
 
@@ -114,7 +114,7 @@ class _GradientPass(FusedPass):
 
     @property
     def last_stream(self) -> Tensor:
-        return self.final if self.writes.last_norm is None else self.last_streams[0]
+        return self.final if self.writes.last_norm is None else self.last_streams[-1]
 
     @property
     def final(self) -> Tensor:
@@ -124,9 +124,9 @@ class _GradientPass(FusedPass):
         """z `[batch pos head d_head]`, which knows where it comes from."""
         layer = self.layer
         is_shown = layer in self.request.shown_layers
-        if is_shown and not v.requires_grad:
-            # The first layer that is shown: nothing before it needs a gradient.
-            q, k, v = (factor.detach().requires_grad_() for factor in (q, k, v))
+        if is_shown:
+            # Nothing before the first layer that is shown needs a gradient.
+            q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v))
         # A change that reads the pattern may ask what has no gradient in a fused one.
         if layer in self.dense_layers or "pattern" in self.changes.reads:
             pattern = self._built_pattern(q, k, facts)
@@ -307,14 +307,17 @@ class _GradientPass(FusedPass):
         whole = writes.factor * _products(by_stream, attention.detach())
         other = nothing
         if tape.other is not None:
-            other = writes.factor * _products(by_stream, tape.other.detach().view_as(by_stream))
+            other = writes.factor * _products(
+                by_stream, tape.other.detach().reshape(by_stream.shape)
+            )
         embeddings = _products(by_stream, tape.stream.detach()) if layer == 0 else nothing
         return [embeddings, heads, whole - heads, other]
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """Σ ⟨a, b⟩ over positions, of `[batch pos d_model]`: `[batch]`."""
-    return (a * b).sum((1, 2))
+    # Some modules have one axis for sequences and positions.
+    return (a * b.reshape(a.shape)).sum((1, 2))
 
 
 def through_frozen_norm(norm: nn.Module, x: Tensor, y: Tensor, by_y: Tensor) -> Tensor:

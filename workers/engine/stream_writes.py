@@ -91,14 +91,22 @@ def _writes_of(
     if attention is None or of_attention is None or of_attention.output.shape != added.shape:
         return None
     # What the attention puts out may pass a norm. What takes it is told by the tensor itself.
-    after = [one for one in inside if one.given is of_attention.output and one is not of_attention]
+    after = [
+        one
+        for one in inside
+        if one.given is of_attention.output
+        and one is not of_attention
+        and one.output.shape == added.shape
+    ]
     # The outermost module of the rest has ended last.
     # Some have one axis for sequences and positions.
     others = [one for one in reversed(inside) if one.output.numel() == added.numel()]
     for written in (of_attention, *after):
         for other in (None, *others):
             total = (
-                written.output if other is None else written.output + other.output.view_as(added)
+                written.output
+                if other is None
+                else written.output + other.output.reshape(added.shape)
             )
             factor = float((added * total).sum() / total.square().sum())
             if (added - factor * total).norm() <= LARGEST_DIFFERENCE * added.norm():

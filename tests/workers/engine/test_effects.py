@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from tests.reference.forward import Run, forward
 from tests.reference.reference_changes import run_changed
 from tests.reference.weights import Norm, Weights, read_weights
 from tests.tools.pairwise import sampled
+from tests.toys import model_families
 from tests.toys import toy_models as toy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -251,6 +253,24 @@ def test_parts_of_the_logit(shelf: Shelf, name: str) -> None:
     ).measure(tokens)
     moments = measured.tables["profiles"]["direct_logit_of_parts"]
     np.testing.assert_allclose(moments[1], expected, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", model_families.families())
+def test_effects_of_every_family_that_the_fused_engine_measures(
+    tmp_path: Path, family: str
+) -> None:
+    tokens, fields = tokens_of(12)[:2], {"n_ctx": 12, "precision": "float32"}
+    try:
+        model_families.tiny_model(family).save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+        toy.measure(tmp_path, tokens, statistics=["entropy"], **fields)
+    except Exception:
+        pytest.skip("the fused engine does not measure it")
+    measured = toy.measure(tmp_path, tokens, statistics=["effects"], **fields).heads
+    defined = {column for column in measured if not np.isnan(measured[column]).all()}
+    of_layers = {column for column in defined if not column.startswith("direct_")}
+    assert of_layers == {"effect_mean", "effect_quantised_values_4", "effect_quantised_keys_4",
+                         "effect_zero_magnitude", *GRADIENTS}  # fmt: skip
 
 
 # What is left behind
