@@ -161,6 +161,11 @@ def save_byte_model(path: Path) -> Path:
 
 GQA = {"num_key_value_heads": 2}
 GEMMA2 = {"head_dim": 8, "sliding_window": 64, **GQA}
+GPT_OSS = {
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    **GQA,
+}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: gpt2(),
@@ -190,13 +195,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **GQA,
     ),
     "gpt-oss-window-6": lambda: family(
-        "GptOssConfig",
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        **GQA,
+        "GptOssConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=6, **GPT_OSS
     ),
     "granite": lambda: family(
         "GraniteConfig",
@@ -217,13 +216,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     # Learned sinks, a window in the first layer, and one expert.
     "gpt-oss": lambda: family(
-        "GptOssConfig",
-        head_dim=8,
-        sliding_window=14,
-        num_local_experts=1,
-        num_experts_per_tok=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        **GQA,
+        "GptOssConfig", num_local_experts=1, num_experts_per_tok=1, sliding_window=14, **GPT_OSS
     ),
     "bigcode": lambda: family(
         "GPTBigCodeConfig", n_embd=32, n_inner=48, n_layer=2, n_head=4, n_positions=N_CTX

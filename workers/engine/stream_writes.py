@@ -98,8 +98,8 @@ def _writes_of(
         and one is not of_attention
         and one.output.shape == added.shape
     ]
-    # The outermost module of the rest has ended last.
-    # Some have one axis for sequences and positions.
+    # The outermost module of the rest has ended last. Some put out one axis for sequences and
+    # positions, so shapes are compared by their size.
     others = [one for one in reversed(inside) if one.output.numel() == added.numel()]
     for written in (of_attention, *after):
         for other in (None, *others):
