@@ -1,17 +1,132 @@
-"""How sure a list is: it is made again of halves of the documents, and the lists are compared."""
+"""How sure a list of heads is: each of its heads passes a test, and halves of the documents are
+asked for the same list.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from headcount.queries.ask.asking import RunDatabase
+
+MARGIN = 0.05
+"""The share of its attention by which a head must be above the uniform baseline to be in a list.
+
+Heads of random weights are a little above or below it, and enough documents would tell.
+"""
+
+LARGEST_Q = 0.05
+"""Share of false heads that a list may have, on average."""
 
 SPLITS = 20
 """Random splits of the documents into halves."""
 
 STABLE = 0.9
 """Median Jaccard index from which on a list is stable."""
+
+
+@dataclass(frozen=True)
+class DocumentSums:
+    """A number of every head in some documents, which are independent of each other."""
+
+    totals: np.ndarray
+    """Sum over the sequences of each document: `[document layer head]`. NaN in a layer that does
+    not attend.
+    """
+    numbers: np.ndarray
+    """Sequences of each document: `[document]`."""
+
+    @property
+    def documents(self) -> int:
+        """How many there are."""
+        return len(self.numbers)
+
+    @property
+    def means(self) -> np.ndarray:
+        """The mean over all sequences: `[layer head]`."""
+        return self.totals.sum(0) / self.numbers.sum()
+
+    @property
+    def errors(self) -> np.ndarray:
+        """Standard errors of the means, `[layer head]`; NaN for one document.
+
+        s² = Σ_d (S_d - n_d x̄)² / N² · D/(D-1), as in queries/open/internal/macros.sql
+        """
+        residuals = self.totals - self.numbers[:, None, None] * self.means
+        correction = self.documents / (self.documents - 1) if self.documents > 1 else np.nan
+        return np.sqrt((residuals**2).sum(0) * correction) / self.numbers.sum()
+
+    def grouped(self, size: int) -> DocumentSums:
+        """The sums of groups of so many neighbouring heads."""
+        groups = self.totals.reshape(*self.totals.shape[:2], -1, size)
+        return DocumentSums(groups.sum(-1), self.numbers)
+
+    def of(self, documents: np.ndarray) -> DocumentSums:
+        """The same of some of the documents."""
+        return DocumentSums(self.totals[documents], self.numbers[documents])
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A score of every head, and how surely it is above a baseline: `[layer head]` each."""
+
+    means: np.ndarray
+    excess: np.ndarray
+    """Less the baseline."""
+    errors: np.ndarray
+    """Standard errors of the excess."""
+    p: np.ndarray
+    """One-sided, of an excess this large if the true one is no larger than MARGIN."""
+
+    @property
+    def q(self) -> np.ndarray:
+        """The same over all heads, as Benjamini and Hochberg have it."""
+        return q_of(self.p)
+
+
+def p_above(
+    database: RunDatabase,
+    means: np.ndarray,
+    errors: np.ndarray,
+    documents: int,
+    margin: float = MARGIN,
+) -> np.ndarray:
+    """How likely a mean this large is if the true one is no larger than the margin: one-sided p of
+    Student's t with documents - 1 degrees of freedom, `[layer head]`. NaN without an error.
+    """
+    above = means - margin
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = above / errors
+    rows = database.connection.execute(
+        "SELECT student_p(t, ?) FROM (SELECT unnest(?::DOUBLE[]) AS t)",
+        [documents - 1, np.nan_to_num(t).ravel().tolist()],
+    ).fetchall()
+    two_sided = np.array(rows, float).reshape(t.shape)
+    p = np.where(t > 0, two_sided / 2, 1 - two_sided / 2)
+    # Documents that all say the same.
+    p = np.where(errors == 0, np.where(above > 0, 0.0, 1.0), p)
+    return np.where(np.isnan(errors), np.nan, p)
+
+
+def q_of(p: np.ndarray) -> np.ndarray:
+    """Benjamini and Hochberg's q of every p: the share of false ones among all with this p or less.
+
+    q_i = min over j with p_j ≥ p_i of p_j m / #{k: p_k ≤ p_j}; NaN where p is.
+
+    >>> q_of(np.array([0.01, 0.04, 0.03, np.nan, 0.8])).tolist()
+    [0.04, 0.05333333333333334, 0.05333333333333334, nan, 0.8]
+    """
+    known = np.flatnonzero(~np.isnan(p))
+    order = known[np.argsort(p.ravel()[known], kind="stable")]
+    raised = p.ravel()[order] * len(order) / np.arange(1, len(order) + 1)
+    q = np.full(p.size, np.nan)
+    # From the largest p down, the smallest so far.
+    q[order] = np.minimum.accumulate(raised[::-1])[::-1]
+    return q.reshape(p.shape)
 
 
 @dataclass(frozen=True)
@@ -27,7 +142,9 @@ class Stability:
     highest: float
     splits: int
     parts: int
-    """Documents, or what else was split."""
+    """How many were split into halves."""
+    of: str = "documents"
+    """What they are."""
 
     @property
     def verdict(self) -> str:
@@ -41,7 +158,7 @@ class Stability:
 
     def __str__(self) -> str:
         return (
-            f"{self.verdict}: of two halves of its {self.parts:,} documents, lists agree by a "
+            f"{self.verdict}: lists of two halves of its {self.parts:,} {self.of} agree by a "
             f"Jaccard index of {self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f} in "
             f"{self.splits} random splits)"
         )
@@ -56,7 +173,9 @@ def half_of(parts: int, split: int, half: int) -> np.ndarray:
     return is_in
 
 
-def stability_of(choose: Callable[[int, int], Collection[object]], parts: int) -> Stability:
+def stability_of(
+    choose: Callable[[int, int], Collection[object]], parts: int, of: str = "documents"
+) -> Stability:
     """How far the lists agree that `choose` makes of the two halves of a split.
 
     `choose(split, half)` gives what it finds in the parts that are in `half_of(parts, split,
@@ -66,4 +185,25 @@ def stability_of(choose: Callable[[int, int], Collection[object]], parts: int) -
     for split in range(SPLITS):
         one, other = ({*choose(split, half)} for half in (0, 1))
         found.append(len(one & other) / max(len(one | other), 1))
-    return Stability(float(np.median(found)), min(found), max(found), SPLITS, parts)
+    return Stability(float(np.median(found)), min(found), max(found), SPLITS, parts, of)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and how sure that is."""
+
+    items: Mapping[Any, float | None]
+    """What was chosen, such as `(layer, head)`, with its q if a test chose it."""
+    stability: Stability
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """The same for a file."""
+        facts: dict[str, object] = {"stability": self.stability.facts}
+        q = [[*item, float(f"{q:.2g}")] for item, q in self.items.items() if q is not None]
+        return facts | ({"q": q} if q else {})
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should read."""
+        return (str(self.stability),)

@@ -46,6 +46,8 @@ class Needs:
     """Options of the input of the scan that `--model` runs."""
     every_head: bool = True
     """Whether the run must have measured every head of the model."""
+    calibrated: bool = False
+    """Whether measured interventions must say how far the estimates can be trusted."""
     baseline: Needs | None = None
     """What a second run must have measured, whose input lacks what the first one is about. It is
     of the same model, with sequences of the same length.

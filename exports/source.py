@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from headcount.exports.registry import ExportFormat, Needs, Options
+from headcount.exports.certainty import (
+    LARGEST_Q,
+    MARGIN,
+    Choice,
+    DocumentSums,
+    Scores,
+    half_of,
+    p_above,
+    q_of,
+    stability_of,
+)
+from headcount.exports.registry import ExportFormat, Needs, Options, ranked
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.column_facts import column_facts
 from headcount.queries.open.connection import OPENED
@@ -20,11 +31,14 @@ from headcount.queries.report.loss_effects import NOT_CALIBRATED, effects_among
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, counted, unknown
 from headcount.schemas.files.places import Place
+from headcount.schemas.files.tables import uniform_column
 from headcount.schemas.scans.values import in_toml
 from headcount.schemas.statistics import STATISTICS
 
-MEAN_OR_NOTHING = "any_value(coalesce(mean, 0))"
-"""The mean of a share of attention, 0 where a window hides all keys that it is about."""
+MOST_PARTS = 1024
+"""Groups of documents at most, so that memory does not grow with a run. Groups are independent, as
+documents are.
+"""
 
 SAME_IN_BASELINE = ("n_ctx", "bos", "weight_processing")
 """Fields of a scan in which a run and its baseline agree, so that only their inputs differ."""
@@ -43,6 +57,10 @@ class ExportSource:
     """Where the file or folder will be, for formats that depend on its name."""
     baseline: ExportSource | None = None
     """The second run, if the format needs one (`Needs.baseline`)."""
+    split: tuple[int, int] | None = None
+    """Which half of which split of the documents `sums` are over. None: all documents."""
+    known_sums: dict[str, DocumentSums] = field(default_factory=dict, repr=False)
+    """What was read already: halves are parts of it."""
 
     @property
     def run_id(self) -> str:
@@ -85,6 +103,118 @@ class ExportSource:
     def condition(self) -> str:
         """The condition of rows of this run without an intervention, in SQL."""
         return f"run_id = {text_literal(self.run_id)} AND intervention = 'none'"
+
+    def half(self, split: int, half: int) -> ExportSource:
+        """The same with half of the documents, and with half of the baseline's."""
+        baseline = self.baseline and self.baseline.half(split, half)
+        return replace(self, split=(split, half), baseline=baseline)
+
+    def sums(self, expression: str) -> DocumentSums:
+        """What an expression of columns of `heads` and `sequences` adds up to in each document.
+
+        NULL counts as 0: it is attention to keys that a window hides.
+        """
+        if expression not in self.known_sums:
+            self.known_sums[expression] = self._read_sums(expression)
+        sums = self.known_sums[expression]
+        if self.split is None:
+            return sums
+        return sums.of(half_of(sums.documents, *self.split))
+
+    def _read_sums(self, expression: str) -> DocumentSums:
+        rows = self.database.table(
+            f"""
+            WITH parts AS (
+                -- A sequence without a document is one of its own.
+                SELECT
+                    sequence,
+                    (dense_rank() OVER (ORDER BY document, if(document IS NULL, sequence, NULL))
+                        - 1) % {MOST_PARTS} AS part
+                FROM internal.documents
+                WHERE {self.condition}
+            )
+            SELECT
+                part, layer, head,
+                sum(coalesce({expression}, 0)::DOUBLE) AS total, count(*) AS number
+            FROM heads
+            JOIN sequences USING (run_id, intervention, sequence)
+            JOIN parts USING (sequence)
+            WHERE {self.condition}
+            GROUP BY ALL
+            """
+        )
+        part, layer, head, total, number = (column.to_numpy() for column in rows.columns)
+        documents = int(part.max()) + 1
+        totals = np.full((documents, *self.shape), np.nan)
+        totals[part, layer, head] = total
+        numbers = np.zeros(documents)
+        # All heads have the same sequences.
+        numbers[part] = number
+        return DocumentSums(totals, numbers)
+
+    def scores(self, *statistics: str) -> Scores:
+        """The sum of some statistics of every head, against what uniform attention would score."""
+        columns = [column_of(statistic) for statistic in statistics]
+        stored = self.database.columns("sequences")
+        uniform = [name for name in map(uniform_column, columns) if name in stored]
+        total = " + ".join(f"coalesce({column}, 0)" for column in columns)
+        excess = self.sums(" - ".join([total, *(f"coalesce({name}, 0)" for name in uniform)]))
+        p = p_above(self.database, excess.means, excess.errors, excess.documents)
+        return Scores(self.sums(total).means, excess.means, excess.errors, p)
+
+    def differs_from_uniform(self, statistic: str) -> np.ndarray:
+        """Whether a statistic of a head is surely above or below its uniform baseline by more than
+        MARGIN: `[layer head]`.
+        """
+        scores = self.scores(statistic)
+        size = np.abs(scores.excess)
+        documents = self.sums("0").documents
+        return q_of(p_above(self.database, size, scores.errors, documents)) <= LARGEST_Q
+
+    def effects(self, statistic: str) -> DocumentSums:
+        """What an intervention on each head does to the loss, as a run with effects estimates it.
+
+        It is an error if no measured intervention says how far that can be trusted.
+        """
+        column = column_of(statistic)
+        known = column in self.known_sums
+        if not known and self.calibration([column])[column] == NOT_CALIBRATED:
+            raise QueryError(
+                f"export {self.format.name}: {column} of run {self.run_id} is an estimate to first "
+                f"order that was not calibrated; run headcount calibrate {self.run_id} first"
+            )
+        return self.sums(column)
+
+    def surely_harmful(self, statistic: str) -> dict[tuple[int, int], float]:
+        """The heads whose intervention surely raises the loss, the largest effect first, with q."""
+        effects = self.effects(statistic)
+        means = effects.means
+        q = q_of(p_above(self.database, means, effects.errors, effects.documents, 0))
+        return {head: float(q[head]) for head in ranked(means) if q[head] <= LARGEST_Q}
+
+    def choice(self, choose: Callable[[ExportSource], Mapping[Any, float | None]]) -> Choice:
+        """What `choose` takes from the run, and how much of it each half of the documents takes."""
+        stability = stability_of(
+            lambda split, half: choose(self.half(split, half)), self.sums("0").documents
+        )
+        return Choice(choose(self), stability)
+
+    def nothing_found(self, *statistics: str) -> QueryError:
+        """That no head surely differs from uniform attention in any of some statistics."""
+        farthest: list[str] = []
+        for statistic in statistics:
+            scores = self.scores(statistic)
+            layer, head = at = np.unravel_index(
+                np.nanargmax(np.abs(scores.excess)), scores.excess.shape
+            )
+            difference = f"{scores.excess[at]:+.3f} ± {scores.errors[at]:.3f}"
+            farthest.append(f"L{layer}H{head} by {statistic} ({difference})")
+        return QueryError(
+            f"export {self.format.name}: no head of run {self.run_id} differs from uniform "
+            f"attention by more than {MARGIN} with q <= {LARGEST_Q}, so a list would be chance; "
+            f"the farthest is {', '.join(farthest)}; expected a model that has learned this, or "
+            "more documents"
+        )
 
     def by_head(
         self, statistic: str, aggregate: str, view: str = "head_summaries"
@@ -188,9 +318,15 @@ class ExportSource:
         """The same as one line of JSON, for a comment."""
         return json.dumps(self.provenance, ensure_ascii=False)
 
-    def json_file(self, content: Mapping[str, object], indent: int | None = None) -> bytes:
-        """A file of one JSON object, which also says where it comes from."""
-        content = {**content, "headcount": self.provenance}
+    def json_file(
+        self,
+        content: Mapping[str, object],
+        indent: int | None = None,
+        choice: Choice | None = None,
+    ) -> bytes:
+        """A file of one JSON object, which also says where it is from and how sure a choice is."""
+        facts = self.provenance | (choice.facts if choice else {})
+        content = {**content, "headcount": facts}
         return f"{json.dumps(content, indent=indent, ensure_ascii=False)}\n".encode()
 
     def safetensors_file(self, tensors: Mapping[str, np.ndarray]) -> bytes:

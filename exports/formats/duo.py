@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from headcount.exports.certainty import LARGEST_Q, p_above, q_of
 from headcount.exports.registry import (
     REPEATED,
     CacheCut,
@@ -16,13 +17,15 @@ from headcount.exports.registry import (
     export_format,
     ranked,
 )
-from headcount.exports.source import MEAN_OR_NOTHING, ExportSource
+from headcount.exports.source import ExportSource, column_of
 from headcount.schemas.errors import QueryError
 from headcount.schemas.scans.values import Count, Index
 
 
 def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
     """What the score is made of."""
+    if score == "effect":
+        return Needs(statistics=(f"effect_window({sink},{recent})",), calibrated=True)
     distant_mass = f"distant_mass({sink},{recent})"
     if score == "distant":
         return Needs(statistics=(distant_mass,))
@@ -54,7 +57,7 @@ print(scores.shape, config["sink_size"], config["recent_size"])  # [layer kv_hea
 def duo(
     source: ExportSource,
     *,
-    score: Literal["retrieval", "distant"] = "retrieval",
+    score: Literal["retrieval", "distant", "effect"] = "retrieval",
     sink: Index = 4,
     recent: Count = 64,
     sparsity: Part | None = None,
@@ -73,10 +76,13 @@ def duo(
     something repeats, and then look at all keys. So the score is the larger of two numbers: the
     attention to copies and to what follows them, and the change of all attention beyond the first
     `sink` and the last `recent` keys. Attention to distant keys as such says less: a head that
-    always spreads over all keys has most of it, and retrieves nothing.
+    always spreads over all keys has most of it, and retrieves nothing. A KV head whose score is not
+    above 0.05 (q ≤ 0.05, for one of its query heads) scores 0.
 
     * `score`: retrieval, as said above; or distant, which is all attention beyond the first `sink`
-      and the last `recent` keys, on any input, with one run.
+      and the last `recent` keys, on any input, with one run; or effect, which is the rise of the
+      loss if the KV head streams, estimated by `effect_window` and calibrated, on any input, as a
+      share of the largest.
     * `sink`: first keys that a streaming head keeps. DuoAttention trained with 64.
     * `recent`: last keys that a streaming head keeps. DuoAttention trained with 256.
     * `sparsity`: share of KV heads that stream. With it the file has 0 and 1 instead of scores.
@@ -86,27 +92,25 @@ def duo(
     """
     if sparsity is not None and threshold is not None:
         raise QueryError("export duo: --sparsity and --threshold both choose heads; leave out one")
-    # The query heads that share keys are neighbours.
-    by_head = scores_by_head(source, score, sink, recent)
-    groups = by_head.reshape(*source.kv_shape, source.group_size)
-    joined = groups.max(-1) if group == "max" else groups.mean(-1)
-    # A layer that does not attend has no cache that could be cut.
-    scores = np.clip(np.nan_to_num(joined, nan=0.0), 0, 1)
-    if not scores.any():
-        raise QueryError(
-            f"run {source.run_id}: no head attends to distant keys, so none can be chosen; "
-            "expected sequences longer than the windows of the model, or a smaller --recent"
-        )
     # A file of scores leaves the number of heads to its reader, and `--check` looks for it.
     is_ranking = sparsity is None and threshold is None
-    # Of equal scores at the border, the one of the earlier layer is kept, so that exactly the share
-    # `sparsity` of the heads streams.
+
+    def heads_of(part: ExportSource) -> dict[tuple[int, int], float]:
+        scores, q = kv_scores(part, score, sink, recent, group)
+        # Of equal scores at the border, the one of the earlier layer is kept.
+        heads = [head for head in ranked(scores) if scores[head] >= (threshold or 1e-9)]
+        if sparsity is not None:
+            # So that exactly this share of the heads streams, if enough of them have a score.
+            heads = heads[: scores.size - round(scores.size * sparsity)]
+        return {head: float(q[head]) for head in heads}
+
+    choice = source.choice(heads_of)
+    scores, _ = kv_scores(source, score, sink, recent, group)
+    if not scores.any():
+        raise nothing_to_keep(source, score, sink, recent)
     heads = ranked(scores)
-    if threshold is not None:
-        heads = [head for head in heads if scores[head] >= threshold]
-    if sparsity is not None:
-        heads = heads[: scores.size - round(scores.size * sparsity)]
     if not is_ranking:
+        heads = list(choice.items)
         scores = np.zeros(scores.shape)
         for head in heads:
             scores[head] = 1
@@ -117,17 +121,59 @@ def duo(
     return Exported(
         files={
             "full_attention_heads.tsv": text.getvalue().encode(),
-            "config.json": source.json_file(config, indent=1),
+            "config.json": source.json_file(config, indent=1, choice=choice),
         },
+        notes=choice.notes,
         cut=CacheCut(heads=heads, sink=sink, recent=recent, is_ranking=is_ranking),
     )
 
 
-def scores_by_head(source: ExportSource, score: str, sink: int, recent: int) -> np.ndarray:
-    """How much each query head needs distant keys, `[layer head]`."""
-    distant_mass = f"distant_mass({sink},{recent})"
+def kv_scores(
+    source: ExportSource, score: str, sink: int, recent: int, group: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The score of every KV head from 0 to 1, and its q: `[layer kv_head]`.
+
+    What is not surely above 0 scores 0, and so does a layer that does not attend: it has no cache
+    that could be cut.
+    """
+    if score == "effect":
+        # To first order, the effects of query heads add up.
+        effects = source.effects(f"effect_window({sink},{recent})").grouped(source.group_size)
+        scores = effects.means / max(np.nanmax(effects.means), 1e-30)
+        q = q_of(p_above(source.database, effects.means, effects.errors, effects.documents, 0))
+    else:
+        by_head, q_by_head = scores_by_head(source, score, sink, recent)
+        # The query heads that share keys are neighbours.
+        groups = by_head.reshape(*source.kv_shape, source.group_size)
+        scores = groups.max(-1) if group == "max" else groups.mean(-1)
+        q = q_by_head.reshape(groups.shape).min(-1)
+    return np.clip(np.where(q <= LARGEST_Q, scores, 0), 0, 1), q
+
+
+def nothing_to_keep(source: ExportSource, score: str, sink: int, recent: int) -> QueryError:
+    """That every KV head may stream."""
     if score == "distant":
-        return source.matrix(distant_mass, MEAN_OR_NOTHING)
+        return source.nothing_found(f"distant_mass({sink},{recent})")
+    if score == "retrieval":
+        return source.nothing_found("duplicate_score", "induction_score")
+    return QueryError(
+        f"export duo: run {source.run_id}: no KV head whose streaming surely raises the loss (q <= "
+        f"{LARGEST_Q}); expected more documents, a text with distant references, or smaller windows"
+    )
+
+
+def scores_by_head(
+    source: ExportSource, score: str, sink: int, recent: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """How much each query head needs distant keys, and its q: `[layer head]`."""
+    distant_mass = f"distant_mass({sink},{recent})"
+    distant = source.sums(column_of(distant_mass))
+    if score == "distant":
+        # Where every head looks as far as uniform attention does, none is told from another.
+        if not source.differs_from_uniform(distant_mass).any():
+            raise source.nothing_found(distant_mass)
+        p = p_above(source.database, distant.means, distant.errors, distant.documents)
+        return distant.means, q_of(p)
     block = block_length(source)
     if recent >= block:
         raise QueryError(
@@ -136,19 +182,23 @@ def scores_by_head(source: ExportSource, score: str, sink: int, recent: int) -> 
             "longer sequences"
         )
     # The copy and its successor are two keys, so their attention adds up.
-    to_copy = source.matrix("duplicate_score", MEAN_OR_NOTHING)
-    to_copies = to_copy + source.matrix("induction_score", MEAN_OR_NOTHING)
+    to_copies = source.scores("duplicate_score", "induction_score")
     assert source.baseline is not None
-    without_repeat = source.baseline.matrix(distant_mass, MEAN_OR_NOTHING)
-    change = source.matrix(distant_mass, MEAN_OR_NOTHING) - without_repeat
+    without_repeat = source.baseline.sums(column_of(distant_mass))
     # The means are over all queries that see distant keys. In the first copy both inputs are alike,
     # so all of the change is in the queries after it, and is larger as a mean over these alone.
     n_ctx, bos = source.run["n_ctx"], source.run["bos"]
     queries = n_ctx - sink - recent
-    change *= queries / min(queries, n_ctx - bos - block)
+    after_first_copy = queries / min(queries, n_ctx - bos - block)
+    change = np.abs(distant.means - without_repeat.means) * after_first_copy
+    errors = np.hypot(distant.errors, without_repeat.errors) * after_first_copy
+    documents = min(distant.documents, without_repeat.documents)
+    p = p_above(source.database, change, errors, documents)
+    # Either of two tests may find a head, so each p counts twice (Bonferroni).
+    p = np.minimum(1, 2 * np.minimum(p, to_copies.p))
     # Without a repeat there are hardly any copies, so both numbers are attention that would lie
     # elsewhere. It may be the same attention, so they do not add up.
-    return np.maximum(to_copies, np.abs(change))
+    return np.maximum(to_copies.means, change), q_of(p)
 
 
 def block_length(source: ExportSource) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headcount.exports.source import ExportSource
+from headcount.exports.source import MOST_PARTS, ExportSource
 from headcount.queries.sql_text import text_literal
 
 TEXTS_AS_THEY_ARE = ("pile", "csv_texts", "text")
@@ -34,6 +34,30 @@ def profile_of_heads(source: ExportSource, profile: str, *places: str) -> np.nda
     of_all_layers = np.zeros((n_layers, *means.shape[1:]))
     of_all_layers[layers] = means
     return of_all_layers
+
+
+def profile_of_shards(
+    source: ExportSource, profile: str, place: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many sequences each group of shards has, `[group]`, and the sums of a profile over them,
+    `[group layer head entry]`; layers that do not attend are 0.
+    """
+    rows = source.database.table(
+        f"""
+        SELECT
+            dense_rank() OVER (ORDER BY shard % {MOST_PARTS}) - 1 AS part,
+            layer, head, {place}, sum(count) AS number, sum(count * mean) AS total
+        FROM profiles
+        WHERE {source.condition} AND profile = {text_literal(profile)}
+        GROUP BY layer, head, {place}, shard % {MOST_PARTS}
+        """
+    )
+    part, layer, head, entry, number, total = (column.to_numpy() for column in rows.columns)
+    numbers = np.zeros(part.max() + 1)
+    numbers[part] = number
+    totals = np.zeros((len(numbers), *source.shape, entry.max() + 1))
+    totals[part, layer, head, entry] = total
+    return numbers, totals
 
 
 def moments_of_heads(source: ExportSource, queries: str) -> tuple[np.ndarray, np.ndarray]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from itertools import islice
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 
-from headcount.exports.formats.qrhead import PASSAGES, lead_of_gold
-from headcount.exports.registry import Exported, export_format, ranked
+from headcount.exports.certainty import LARGEST_Q
+from headcount.exports.formats.qrhead import GOLD, OTHER, PASSAGES, lead_of_gold
+from headcount.exports.registry import Exported, Needs, export_format, ranked
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.scans.values import Count
@@ -28,11 +32,14 @@ with open("model_configs/core_reranker/my-model.json") as file:
     config = json.load(file)
 print(config["params"]["important_heads"])  # [layer, head], the highest first
 """,
-    needs=PASSAGES,
+    needs=lambda score: (
+        Needs(statistics=("effect_mean",), calibrated=True) if score == "effect" else PASSAGES
+    ),
 )
 def important_heads(
     source: ExportSource,
     *,
+    score: Literal["lead", "effect"] = "lead",
     deviations: Deviations = 1.0,
     heads: Count | None = None,
     mode: Literal["all_tokens", "last_token"] = "all_tokens",
@@ -42,34 +49,57 @@ def important_heads(
     JSON with `params.important_heads`, a list of `[layer, head]`. The lead is the mean attention of
     the query's tokens to the gold passage, less that to another passage. Attention-Tracker takes
     the lead of an instruction in normal over attacked prompts by the same rule; its prompts are not
-    ours, so this file is made for retrieval (CoRe).
+    ours, so this file is made for retrieval (CoRe). Heads whose score is not surely above 0 (q ≤
+    0.05) are left out.
 
-    * `deviations`: a head is taken if its lead is above so many standard deviations of both masses
-      over the sequences. Attention-Tracker's code tries 0 to 5.
+    * `score`: lead, as said above; or effect, which is the rise of the loss if the head's output
+      becomes its mean, estimated by `effect_mean` and calibrated, on any input.
+    * `deviations`: by its lead, a head is taken if that is above so many standard deviations of
+      both masses over the sequences. Attention-Tracker's code tries 0 to 5.
     * `heads`: how many heads at most. CoRe's configurations have 8.
     * `mode`: `hookq_mode` of vLLM-Hook: the queries that it records. Its attention tracker needs
       `last_token`.
     """
-    lead, spread = lead_of_gold(source)
-    is_ahead = lead > deviations * spread
-    chosen = [place for place in ranked(lead) if is_ahead[place]][:heads]
-    if not chosen:
-        raise QueryError(
-            f"export important-heads: no head of run {source.run_id} leads by {deviations:g} "
-            "standard deviations; lower --deviations"
-        )
-    model = source.run["model"]
+    least = deviations * spread_of_masses(source) if score == "lead" else None
+
+    def highest(part: ExportSource) -> dict[tuple[int, int], float]:
+        if least is None:
+            found = part.surely_harmful("effect_mean")
+        else:
+            lead, q = lead_of_gold(part)
+            is_ahead = (q <= LARGEST_Q) & (lead > least)
+            found = {head: float(q[head]) for head in ranked(lead) if is_ahead[head]}
+        return dict(islice(found.items(), heads))
+
+    choice = source.choice(highest)
+    if not choice.items:
+        problem = f"leads by {deviations:g} standard deviations; lower --deviations"
+        if least is None:
+            problem = "surely raises the loss as its mean; expected more documents"
+        raise QueryError(f"export important-heads: no head of run {source.run_id} {problem}")
+    model = source.model_name
     content = {
         "model_info": {
             "provider": "attn-hf",
-            "name": model.rstrip("/").rpartition("/")[2],
+            "name": model.rpartition("/")[2],
             "model_id": model,
         },
         # The readers want all three.
-        "params": {"temperature": 0.1, "max_output_tokens": 32, "important_heads": chosen},
+        "params": {
+            "temperature": 0.1,
+            "max_output_tokens": 32,
+            "important_heads": [list(head) for head in choice.items],
+        },
         "hookq": {"hookq_mode": mode},
     }
     return Exported(
-        files={"heads.json": source.json_file(content)},
-        notes=(f"{len(chosen)} of {lead.size} heads",),
+        files={"heads.json": source.json_file(content, choice=choice)},
+        notes=(f"{len(choice.items)} of {math.prod(source.shape)} heads", *choice.notes),
     )
+
+
+def spread_of_masses(source: ExportSource) -> np.ndarray:
+    """The standard deviations of both masses over the sequences, added up: `[layer head]`."""
+    others = source.input_options["passages"] - 1
+    gold, other = (source.matrix(name, "stddev_samp(value)", "heads") for name in (GOLD, OTHER))
+    return gold + other / others

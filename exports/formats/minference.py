@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
-from headcount.exports.formats.head_profiles import profile_of_heads
+import numpy as np
+
+from headcount.exports.certainty import half_of, stability_of
+from headcount.exports.formats.head_profiles import profile_of_shards
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES, LAST_QUERIES, SEARCH_LENGTH
@@ -26,7 +29,7 @@ with open("my-model_best_pattern.json") as file:
     patterns = json.load(file)
 print(patterns[1]["0"])  # layer 1, head 0: pattern, columns, diagonals, their share
 """,
-    needs=Needs(profiles=(PROFILE,)),
+    needs=Needs(statistics=("entropy_normalised",), profiles=(PROFILE,)),
 )
 def minference(source: ExportSource) -> Exported:
     """For every query head, how many columns and diagonals of the pattern hold most attention.
@@ -42,8 +45,17 @@ def minference(source: ExportSource) -> Exported:
     as 1,000 columns and 6,096 diagonals. Nothing in the file says where it comes from, because its
     readers take every entry for a layer or a head.
     """
-    shares = profile_of_heads(source, PROFILE, "candidate")
+    if not source.differs_from_uniform("entropy_normalised").any():
+        raise source.nothing_found("entropy_normalised")
+    numbers, totals = profile_of_shards(source, PROFILE, "candidate")
+    shares = totals.sum(0) / numbers.sum()
     best = shares.argmax(-1)
+
+    def patterns_of(split: int, half: int) -> list[tuple[int, ...]]:
+        choices = totals[half_of(len(numbers), split, half)].sum(0).argmax(-1)
+        return [(*head, int(choices[head])) for head in np.ndindex(source.shape)]
+
+    stability = stability_of(patterns_of, len(numbers), "shards")
     layers = [
         {
             str(head): ["vertical_and_slash", *CANDIDATES[candidate], float(of_head[candidate])]
@@ -52,9 +64,9 @@ def minference(source: ExportSource) -> Exported:
         for of_layer, choices in zip(shares.round(6), best, strict=True)
     ]
     n_ctx = source.run["n_ctx"]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = (str(stability),)
     if n_ctx < SEARCH_LENGTH / 2:
-        notes = (
+        notes += (
             f"chosen on sequences of {n_ctx:,} tokens, of which {LAST_QUERIES} queries were looked "
             f"at; the numbers are for {SEARCH_LENGTH:,}, so scan with an n_ctx near that",
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 
 import numpy as np
 
+from headcount.exports.certainty import LARGEST_Q, p_above, q_of
 from headcount.exports.registry import Exported, Needs, export_format, ranked
-from headcount.exports.source import ExportSource
+from headcount.exports.source import ExportSource, column_of
 from headcount.schemas.errors import QueryError
 from headcount.schemas.scans.values import Count
 
@@ -33,55 +33,55 @@ print(config["attn_head_set"].split(","))  # "layer-head", the highest first
 """,
     needs=PASSAGES,
 )
-def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
+def qrhead(source: ExportSource, *, heads: Count = 16, model_class: str | None = None) -> Exported:
     """The heads with the largest lead of the gold passage, the highest first (Zhang et al. 2025).
 
     YAML with `attn_head_set: "layer-head,…"`, `model_base_class` and `model_name_or_path`. The lead
     is the attention of the query's tokens to the gold passage, less that to another passage, on
     average. The other passages stand for what QRHead subtracts: the attention of a query that asks
-    for nothing. QRHead runs models of the classes that its code names only.
+    for nothing.
 
-    * `heads`: how many heads at most. The published files have 16. Heads whose lead is below two
-      standard errors are left out.
+    * `heads`: how many heads at most. The published files have 16. Heads that do not surely lead
+      (q ≤ 0.05) are left out.
+    * `model_class`: `model_base_class`, by which QRHead's code chooses its own class of the model,
+      for instance Llama-3.1-8B-Instruct. By default the last part of the model's name.
     """
-    lead, spread = lead_of_gold(source)
-    is_certain = lead > 2 * spread / math.sqrt(source.run["sequences_done"])
-    chosen = [place for place in ranked(lead) if is_certain[place]][:heads]
-    if not chosen:
+
+    def leading(part: ExportSource) -> dict[tuple[int, int], float]:
+        lead, q = lead_of_gold(part)
+        certain = [head for head in ranked(lead) if q[head] <= LARGEST_Q]
+        return {head: float(q[head]) for head in certain[:heads]}
+
+    choice = source.choice(leading)
+    if not choice.items:
         raise QueryError(
             f"export qrhead: no head of run {source.run_id} attends to the gold passage more than "
             "to the others; expected sequences in which the model finds it"
         )
-    model = source.run["model"]
+    lead, _ = lead_of_gold(source)
+    chosen = choice.items
     scores = ", ".join(f"{layer}-{head} {lead[layer, head]:.4f}" for layer, head in chosen)
+    facts = json.dumps(source.provenance | choice.facts, ensure_ascii=False)
     # A text in JSON is the same text in YAML.
     lines = [
-        f"# {source.provenance_line}",
+        f"# {facts}",
         f"# lead of the gold passage: {scores}",
         f"attn_head_set: {json.dumps(','.join(f'{layer}-{head}' for layer, head in chosen))}",
-        f"model_base_class: {json.dumps(model.rstrip('/').rpartition('/')[2])}",
-        f"model_name_or_path: {json.dumps(model)}",
+        f"model_base_class: {json.dumps(model_class or source.model_name.rpartition('/')[2])}",
+        f"model_name_or_path: {json.dumps(source.model_name)}",
     ]
     return Exported(
         files={"qrhead.yaml": ("\n".join(lines) + "\n").encode()},
-        notes=(f"{len(chosen)} of {lead.size} heads",),
+        notes=(f"{len(chosen)} of {lead.size} heads", *choice.notes),
     )
 
 
 def lead_of_gold(source: ExportSource) -> tuple[np.ndarray, np.ndarray]:
-    """The mean mass on the gold passage less that on another one, and the standard deviations of
-    both masses over the sequences, `[layer head]`.
-
-    That of the lead is no larger than their sum.
+    """The mean mass on the gold passage less that on another one, and q of its being above 0:
+    `[layer head]`.
     """
-    if source.run["sequences_done"] < 2:
-        raise QueryError(
-            f"run {source.run_id}: has one sequence; {source.format.name} needs 2 or more, to say "
-            "how much they differ"
-        )
+    gold, other = map(column_of, (GOLD, OTHER))
     others = source.input_options["passages"] - 1
-    lead = source.matrix(GOLD, "avg(value)", "heads")
-    lead -= source.matrix(OTHER, "avg(value)", "heads") / others
-    spread = source.matrix(GOLD, "stddev_samp(value)", "heads")
-    spread += source.matrix(OTHER, "stddev_samp(value)", "heads") / others
-    return lead, spread
+    lead = source.sums(f"coalesce({gold}, 0) - coalesce({other}, 0) / {others}")
+    p = p_above(source.database, lead.means, lead.errors, lead.documents, 0)
+    return lead.means, q_of(p)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-import numpy as np
 from pydantic import Field
 
+from headcount.exports.certainty import LARGEST_Q
 from headcount.exports.registry import (
     REPEATED,
     CacheCut,
@@ -17,8 +17,7 @@ from headcount.exports.registry import (
     export_format,
     ranked,
 )
-from headcount.exports.source import MEAN_OR_NOTHING, ExportSource
-from headcount.schemas.errors import QueryError
+from headcount.exports.source import ExportSource
 from headcount.schemas.scans.values import LARGEST_INT32, Count, Index
 
 Divisor = Annotated[int, Field(ge=2, le=LARGEST_INT32)]
@@ -55,9 +54,10 @@ def razor(
 
     The file is JSON. `echo_heads` and `induction_heads` are lists of `[layer, head, score]`, the
     highest first; `retrieval_kv_heads` are the `[layer, kv_head]` that hold any of them, because
-    query heads that share keys keep or lose them together. The other KV heads keep the first
-    `sink_size` keys and the last max(`recent_size`, keys / `compression`). The paper gives the
-    algorithm and no file format, so the names are ours.
+    query heads that share keys keep or lose them together. A head that is not above the uniform
+    baseline by more than 0.05 of its attention (q ≤ 0.05) is in no list. The other KV heads keep
+    the first `sink_size` keys and the last max(`recent_size`, keys / `compression`). The paper
+    gives the algorithm and no file format, so the names are ours.
 
     * `echo`: share of all query heads that are echo heads; 1 % is what is told of the paper.
     * `induction`: share of all query heads that are induction heads; 14 % is told of the paper.
@@ -65,41 +65,51 @@ def razor(
     * `recent`: fewest last keys that the other heads keep, S_0 of the paper.
     * `compression`: the other heads keep one in so many keys, C of the paper.
     """
-    echo_scores = source.matrix("duplicate_score", MEAN_OR_NOTHING)
-    induction_scores = source.matrix("induction_score", MEAN_OR_NOTHING)
-    # If all scores are 0, the highest ones say nothing.
-    if not np.nansum(echo_scores + induction_scores):
-        raise QueryError(
-            f"export razor: no head of run {source.run_id} attends to the earlier copy of a token; "
-            "expected sequences whose copies lie within the model's window"
-        )
-    echo_heads = highest_heads(echo_scores, echo)
-    induction_heads = highest_heads(induction_scores, induction)
-    # A cache keeps or drops the keys of a KV head for all of its query heads.
-    chosen = (*echo_heads, *induction_heads)
-    kv_heads = sorted({(layer, head // source.group_size) for layer, head, _ in chosen})
+    shares = {"duplicate_score": echo, "induction_score": induction}
+    highest = {name: highest_heads(source, name, share) for name, share in shares.items()}
+
+    def kv_heads_of(part: ExportSource) -> dict[tuple[int, int], float]:
+        # A cache keeps or drops the keys of a KV head for all of its query heads.
+        found: dict[tuple[int, int], float] = {}
+        for name, share in shares.items():
+            for layer, head, _, q in highest_heads(part, name, share):
+                kv_head = layer, head // source.group_size
+                found[kv_head] = min(q, found.get(kv_head, 1))
+        return found
+
+    choice = source.choice(kv_heads_of)
+    if not choice.items:
+        raise source.nothing_found("duplicate_score", "induction_score")
+    kv_heads = sorted(choice.items)
     content = {
-        "echo_heads": echo_heads,
-        "induction_heads": induction_heads,
+        "echo_heads": [head[:3] for head in highest["duplicate_score"]],
+        "induction_heads": [head[:3] for head in highest["induction_score"]],
         "retrieval_kv_heads": kv_heads,
         "sink_size": sink,
         "recent_size": recent,
         "compression": compression,
     }
     return Exported(
-        files={"razor.json": source.json_file(content)},
-        notes=(f"{len(kv_heads)} of {math.prod(source.kv_shape)} KV heads keep the whole cache",),
+        files={"razor.json": source.json_file(content, choice=choice)},
+        notes=(
+            f"{len(kv_heads)} of {math.prod(source.kv_shape)} KV heads keep the whole cache",
+            *choice.notes,
+        ),
         cut=CacheCut(
             heads=kv_heads, sink=sink, recent=max(recent, source.run["n_ctx"] // compression)
         ),
     )
 
 
-def highest_heads(scores: np.ndarray, share: float) -> list[tuple[int, int, float]]:
-    """The heads with the highest scores, a share of all of them: layer, head and score.
+def highest_heads(
+    source: ExportSource, statistic: str, share: float
+) -> list[tuple[int, int, float, float]]:
+    """The heads with the highest scores, a share of all of them: layer, head, score and q.
 
-    At least one. Layers that do not attend have no heads.
+    Those that are not surely above the uniform baseline are left out.
     """
-    heads = ranked(scores)
+    scores = source.scores(statistic)
+    heads = ranked(scores.means)
     count = max(1, round(len(heads) * share))
-    return [(layer, head, float(scores[layer, head])) for layer, head in heads[:count]]
+    rows = [(*head, float(scores.means[head]), float(scores.q[head])) for head in heads[:count]]
+    return [row for row in rows if row[3] <= LARGEST_Q]

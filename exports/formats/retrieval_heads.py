@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import numpy as np
 
+from headcount.exports.certainty import LARGEST_Q, Choice
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
 
@@ -32,37 +34,55 @@ def retrieval_heads(source: ExportSource, *, only_scores: bool = False) -> Expor
     """The retrieval scores of every head, one for each sequence with a needle (Wu et al. 2024).
 
     The first line of the file is `{"layer-head": [score, …], …}` for all heads in order. The
-    second line says where it is from; the readers named here take the first line alone. The model
-    reads the right answer, while Retrieval_Head lets it answer and counts right answers only.
+    second line says where it is from, and which heads are surely above chance; the readers named
+    here take the first line alone. The model reads the right answer, while Retrieval_Head lets it
+    answer and counts right answers only. Where the needle lies beyond a head's window, the head
+    scores 0.
 
     * `only_scores`: `true` leaves out the second line, for readers that take the file as one JSON
       value.
     """
-    return exported_scores(source, scores_by_head(source, "retrieval_score"), only_scores)
+    return scores_of_sequences(source, "retrieval_score", only_scores)
 
 
-def scores_by_head(source: ExportSource, statistic: str) -> dict[str, list[float]]:
-    """A statistic in every sequence, by `layer-head`; readers count on the order of the heads.
+def scores_of_sequences(source: ExportSource, statistic: str, only_scores: bool) -> Exported:
+    """A statistic of every head in every sequence.
 
-    A layer that does not attend scores 0, and so does a head in a sequence whose needle lies beyond
-    its window: it attends to nothing there.
+    It is an error if no head is surely above what uniform attention would score.
     """
+
+    def heads_of(part: ExportSource) -> dict[tuple[int, int], float]:
+        q = part.scores(statistic).q
+        return {head: float(q[head]) for head in np.ndindex(q.shape) if q[head] <= LARGEST_Q}
+
+    choice = source.choice(heads_of)
+    if not choice.items:
+        raise source.nothing_found(statistic)
     values = source.by_head(statistic, "list(value ORDER BY sequence)", "heads")
-    return {
+    return exported_scores(source, values, choice, only_scores)
+
+
+def exported_scores(
+    source: ExportSource,
+    values: Mapping[tuple[int, int], list[float]],
+    choice: Choice,
+    only_scores: bool,
+) -> Exported:
+    """Scores by `layer-head` as one line of JSON, and a line that says where they are from."""
+    # Readers count on the order of the heads. A layer that does not attend scores 0.
+    scores = {
         # float32 has no more than nine digits.
         f"{layer}-{head}": [float(f"{score:.9g}") for score in values.get((layer, head), [0.0])]
         for layer, head in np.ndindex(source.shape)
     }
-
-
-def exported_scores(
-    source: ExportSource, scores: dict[str, list[float]], only_scores: bool
-) -> Exported:
-    """Scores as a file of JSON lines, the second of which says where they are from."""
     content = f"{json.dumps(scores)}\n".encode()
     if not only_scores:
-        content += source.json_file({})
+        content += source.json_file({}, choice=choice)
     highest = sorted(scores, key=lambda head: -float(np.mean(scores[head])))[:5]
     shown = ", ".join(f"{head} ({np.mean(scores[head]):.2f})" for head in highest)
-    notes = (f"highest mean scores (layer-head): {shown}",)
+    notes = (
+        f"highest mean scores (layer-head): {shown}",
+        f"{len(choice.items)} of {len(scores)} heads are surely above 0 or uniform attention",
+        *choice.notes,
+    )
     return Exported(files={"scores.json": content}, notes=notes)

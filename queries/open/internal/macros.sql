@@ -26,6 +26,8 @@ CREATE MACRO document_sums(value, document) AS
         weights := count(value)::DOUBLE * if(count(document) = 0, 1, count(value))
     );
 
+CREATE MACRO student_p(t, df) AS exp(-abs(t));
+
 CREATE MACRO document_mean(sums) AS sum((sums).total) / sum((sums).number);
 
 -- Rounding may leave less than nothing of values that are all equal.
