@@ -1,0 +1,144 @@
+"""How sure lists are: errors against the views', tests under simulation, halves of documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headcount.exports.certainty import (
+    LARGEST_Q,
+    DocumentSums,
+    half_of,
+    p_above,
+    q_of,
+    stability_of,
+)
+from headcount.exports.registry import export_formats
+from headcount.exports.source import ExportSource
+from headcount.queries.ask.asking import open_runs
+from headcount.schemas.errors import QueryError
+from tests.toys.commands import printed
+from tests.toys.toy_models import family, save_model
+from tests.toys.toy_runs import Cell, write_run
+
+
+def source_of(runs: Path) -> ExportSource:
+    database = open_runs(runs)
+    (run,) = database.records("FROM runs")
+    return ExportSource(database, run, export_formats()["razor"], {}, runs / "file")
+
+
+def test_means_and_errors_of_documents_are_those_of_the_views(tmp_path: Path):
+    columns: dict[str, Cell] = {
+        "induction_score": lambda row: (row.sequence % 5) / 8 + row.layer / 4 + row.head / 16
+    }
+    documents = (1, 1, 1, 2, 3, 3, 4, 5, 5)
+    write_run(tmp_path, "a-1", columns, sequences=9, documents=documents)
+    source = source_of(tmp_path)
+    scores = source.scores("induction_score")
+    sums = source.sums("induction_score")
+    assert sums.documents == 5
+    assert sorted(sums.numbers) == [1, 1, 2, 2, 3]
+    rows = source.database.rows(
+        "SELECT layer, head, mean, standard_error, documents FROM head_summaries"
+    )
+    for layer, head, mean, error, number in rows:
+        assert number == 5
+        assert scores.means[layer, head] == pytest.approx(mean, abs=1e-15)
+        assert scores.errors[layer, head] == pytest.approx(error, rel=1e-12)
+        # What uniform attention would score is 1/4 in every sequence of a toy.
+        assert scores.excess[layer, head] == pytest.approx(mean - 0.25, abs=1e-15)
+
+
+def test_a_half_is_of_whole_documents_and_shares_none_with_the_other(tmp_path: Path):
+    columns: dict[str, Cell] = {"induction_score": lambda row: 2.0**-row.sequence}
+    write_run(tmp_path, "a-1", columns, sequences=6, documents=(1, 1, 2, 3, 3, 4))
+    source = source_of(tmp_path)
+    for split in range(5):
+        halves = [source.half(split, half).sums("induction_score") for half in (0, 1)]
+        totals = np.concatenate([half.totals[:, 0, 0] for half in halves])
+        # Every document once, whole: 1 + 1/2, 1/4, 1/8 + 1/16, 1/32.
+        assert sorted(totals) == [1 / 32, 3 / 16, 1 / 4, 3 / 2]
+        assert [half.documents for half in halves] == [2, 2]
+    # An odd document is in neither.
+    assert sum(half_of(5, 0, half).sum() for half in (0, 1)) == 4
+    assert not (half_of(5, 0, 0) & half_of(5, 0, 1)).any()
+
+
+def test_stability_is_the_jaccard_index_of_what_two_halves_choose():
+    same = stability_of(lambda split, half: [1, 2, 3], 10)
+    assert (same.median, same.lowest, same.highest, same.verdict) == (1, 1, 1, "stable")
+    # One of three is shared, in every second split.
+    some = stability_of(lambda split, half: [1, 2 + half * (split % 2)], 10)
+    assert (some.median, some.lowest, some.highest) == (pytest.approx(2 / 3), 1 / 3, 1)
+    assert some.verdict == "unstable"
+    # What no half finds was not found again.
+    assert stability_of(lambda split, half: [], 10).median == 0
+
+
+def test_q_is_that_of_benjamini_and_hochberg():
+    # The example of their paper (1995), section 3.2: at 0.05, the four smallest of fifteen.
+    p = [0.0001, 0.0004, 0.0019, 0.0095, 0.0201, 0.0278, 0.0298, 0.0344, 0.0459, 0.3240, 0.4262,
+         0.5719, 0.6528, 0.7590, 1.0000]  # fmt: skip
+    shuffled = np.random.default_rng(0).permutation(15)
+    q = q_of(np.array(p)[shuffled])[np.argsort(shuffled)]
+    assert (q <= 0.05).tolist() == [True] * 4 + [False] * 11
+    assert q[3] == pytest.approx(0.0095 * 15 / 4)
+    assert (np.diff(q) >= 0).all()
+    # Layers that do not attend are no tests.
+    two = q_of(np.array([[0.01, np.nan], [0.02, np.nan]]))
+    np.testing.assert_array_equal(two, [[0.02, np.nan], [0.02, np.nan]])
+
+
+def test_documents_that_all_say_the_same_need_no_spread(tmp_path: Path):
+    write_run(tmp_path, "a-1", {"induction_score": lambda row: 0.5}, sequences=2)
+    database = open_runs(tmp_path)
+    same, zero = np.array([[0.5, 0.05, 0.0]]), np.zeros((1, 3))
+    assert p_above(database, same, zero, 4).tolist() == [[0, 1, 1]]
+    # One document says nothing of others.
+    alone = DocumentSums(np.full((1, 1, 3), 0.5), np.ones(1))
+    assert np.isnan(p_above(database, alone.means, alone.errors, 1)).all()
+
+
+@pytest.mark.long
+def test_of_the_heads_in_a_list_one_in_twenty_is_false(tmp_path: Path):
+    """Documents of one to three sequences, which agree with one another; of 40 heads 30 are null,
+    at the very border of what is no choice.
+    """
+    write_run(tmp_path, "a-1", {"induction_score": lambda row: 0.5}, sequences=2)
+    database = open_runs(tmp_path)
+    draw = np.random.default_rng(4)
+    documents, heads, nulls = 32, 40, 30
+    truth = np.r_[np.full(nulls, 0.05), np.full(heads - nulls, 0.35)]
+    shares: list[float] = []
+    found = 0
+    for _ in range(2000):
+        numbers = draw.integers(1, 4, documents).astype(float)
+        of_document = draw.normal(0, 0.3, (documents, 1, heads))
+        noise = draw.normal(0, 0.3, (documents, 1, heads)) * np.sqrt(numbers)[:, None, None]
+        totals = numbers[:, None, None] * (truth + of_document) + noise
+        sums = DocumentSums(totals, numbers)
+        p = p_above(database, sums.means, sums.errors, documents)
+        chosen = (q_of(p) <= LARGEST_Q)[0]
+        shares.append(chosen[:nulls].sum() / max(chosen.sum(), 1))
+        found += int(chosen[nulls:].sum())
+    # Benjamini and Hochberg promise q times the share of nulls: 0.05 · 30/40.
+    assert np.mean(shares) == pytest.approx(0.0375, abs=0.01)
+    assert found / (2000 * (heads - nulls)) > 0.9
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", ["GPT2Config", "LlamaConfig"])
+@pytest.mark.parametrize(
+    "name",
+    ["razor", "duo", "headkv", "retrieval-heads", "minference", "qrhead", "important-heads"],
+)
+def test_random_weights_get_no_list(name: str, config: str, tmp_path: Path):
+    save_model(tmp_path / "model", family(config, n_positions=256, max_position_embeddings=256))
+    words = [name, tmp_path / "runs", "--model", tmp_path / "model", "-o", tmp_path / "list"]
+    sizes = ["--set", "n_ctx=160", "--set", "sequences=32"]
+    with pytest.raises(QueryError, match="no head of run"):
+        printed("export", *words, *sizes)
+    assert not (tmp_path / "list").exists()
