@@ -159,7 +159,7 @@ class ExportSource:
         uniform = [name for name in map(uniform_column, columns) if name in stored]
         total = " + ".join(f"coalesce({column}, 0)" for column in columns)
         excess = self.sums(" - ".join([total, *(f"coalesce({name}, 0)" for name in uniform)]))
-        p = p_above(self.database, excess.means, excess.errors, excess.documents)
+        p = p_above(excess.means, excess.errors, excess.documents)
         return Scores(self.sums(total).means, excess.means, excess.errors, p)
 
     def differs_from_uniform(self, statistic: str) -> np.ndarray:
@@ -169,7 +169,7 @@ class ExportSource:
         scores = self.scores(statistic)
         size = np.abs(scores.excess)
         documents = self.sums("0").documents
-        return q_of(p_above(self.database, size, scores.errors, documents)) <= LARGEST_Q
+        return q_of(p_above(size, scores.errors, documents)) <= LARGEST_Q
 
     def effects(self, statistic: str) -> DocumentSums:
         """What an intervention on each head does to the loss, as a run with effects estimates it.
@@ -189,7 +189,7 @@ class ExportSource:
         """The heads whose intervention surely raises the loss, the largest effect first, with q."""
         effects = self.effects(statistic)
         means = effects.means
-        q = q_of(p_above(self.database, means, effects.errors, effects.documents, 0))
+        q = q_of(p_above(means, effects.errors, effects.documents, 0))
         return {head: float(q[head]) for head in ranked(means) if q[head] <= LARGEST_Q}
 
     def choice(self, choose: Callable[[ExportSource], Mapping[Any, float | None]]) -> Choice:

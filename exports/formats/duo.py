@@ -140,7 +140,7 @@ def kv_scores(
         # To first order, the effects of query heads add up.
         effects = source.effects(f"effect_window({sink},{recent})").grouped(source.group_size)
         scores = effects.means / max(np.nanmax(effects.means), 1e-30)
-        q = q_of(p_above(source.database, effects.means, effects.errors, effects.documents, 0))
+        q = q_of(p_above(effects.means, effects.errors, effects.documents, 0))
     else:
         by_head, q_by_head = scores_by_head(source, score, sink, recent)
         # The query heads that share keys are neighbours.
@@ -172,7 +172,7 @@ def scores_by_head(
         # Where every head looks as far as uniform attention does, none is told from another.
         if not source.differs_from_uniform(distant_mass).any():
             raise source.nothing_found(distant_mass)
-        p = p_above(source.database, distant.means, distant.errors, distant.documents)
+        p = p_above(distant.means, distant.errors, distant.documents)
         return distant.means, q_of(p)
     block = block_length(source)
     if recent >= block:
@@ -193,7 +193,7 @@ def scores_by_head(
     change = np.abs(distant.means - without_repeat.means) * after_first_copy
     errors = np.hypot(distant.errors, without_repeat.errors) * after_first_copy
     documents = min(distant.documents, without_repeat.documents)
-    p = p_above(source.database, change, errors, documents)
+    p = p_above(change, errors, documents)
     # Either of two tests may find a head, so each p counts twice (Bonferroni).
     p = np.minimum(1, 2 * np.minimum(p, to_copies.p))
     # Without a repeat there are hardly any copies, so both numbers are attention that would lie

@@ -92,23 +92,30 @@ def test_q_is_that_of_benjamini_and_hochberg():
     np.testing.assert_array_equal(two, [[0.02, np.nan], [0.02, np.nan]])
 
 
-def test_documents_that_all_say_the_same_need_no_spread(tmp_path: Path):
+@pytest.mark.parametrize("documents", [2, 3, 9, 33, 1025])
+def test_p_is_that_of_the_views(documents: int, tmp_path: Path):
     write_run(tmp_path, "a-1", {"induction_score": lambda row: 0.5}, sequences=2)
-    database = open_runs(tmp_path)
+    t = np.array([[-3.0, 0, 0.25, 1, 2.5, 6, 40]])
+    p = p_above(t, np.ones(t.shape), documents, 0)[0]
+    tails = ", ".join(f"student_tail({abs(x)}, {documents - 1}.0)" for x in t[0])
+    (two_sided,) = open_runs(tmp_path).rows(f"SELECT {tails}")
+    expected = [two_sided[0] / -2 + 1, *(value / 2 for value in two_sided[1:])]
+    np.testing.assert_allclose(p, expected, rtol=1e-9)
+
+
+def test_documents_that_all_say_the_same_need_no_spread():
     same, zero = np.array([[0.5, 0.05, 0.0]]), np.zeros((1, 3))
-    assert p_above(database, same, zero, 4).tolist() == [[0, 1, 1]]
+    assert p_above(same, zero, 4).tolist() == [[0, 1, 1]]
     # One document says nothing of others.
     alone = DocumentSums(np.full((1, 1, 3), 0.5), np.ones(1))
-    assert np.isnan(p_above(database, alone.means, alone.errors, 1)).all()
+    assert np.isnan(p_above(alone.means, alone.errors, 1)).all()
 
 
 @pytest.mark.long
-def test_of_the_heads_in_a_list_one_in_twenty_is_false(tmp_path: Path):
+def test_of_the_heads_in_a_list_one_in_twenty_is_false():
     """Documents of one to three sequences, which agree with one another; of 40 heads 30 are null,
     at the very border of what is no choice.
     """
-    write_run(tmp_path, "a-1", {"induction_score": lambda row: 0.5}, sequences=2)
-    database = open_runs(tmp_path)
     draw = np.random.default_rng(4)
     documents, heads, nulls = 32, 40, 30
     truth = np.r_[np.full(nulls, 0.05), np.full(heads - nulls, 0.35)]
@@ -120,7 +127,7 @@ def test_of_the_heads_in_a_list_one_in_twenty_is_false(tmp_path: Path):
         noise = draw.normal(0, 0.3, (documents, 1, heads)) * np.sqrt(numbers)[:, None, None]
         totals = numbers[:, None, None] * (truth + of_document) + noise
         sums = DocumentSums(totals, numbers)
-        p = p_above(database, sums.means, sums.errors, documents)
+        p = p_above(sums.means, sums.errors, documents)
         chosen = (q_of(p) <= LARGEST_Q)[0]
         shares.append(chosen[:nulls].sum() / max(chosen.sum(), 1))
         found += int(chosen[nulls:].sum())
