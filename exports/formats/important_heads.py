@@ -58,7 +58,7 @@ def important_heads(
             f"export important-heads: no head of run {source.run_id} leads by {deviations:g} "
             "standard deviations; lower --deviations"
         )
-    model = source.run["model"]
+    model = source.model_name
     content = {
         "model_info": {
             "provider": "attn-hf",

@@ -52,7 +52,7 @@ def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
             f"export qrhead: no head of run {source.run_id} attends to the gold passage more than "
             "to the others; expected sequences in which the model finds it"
         )
-    model = source.run["model"]
+    model = source.model_name
     scores = ", ".join(f"{layer}-{head} {lead[layer, head]:.4f}" for layer, head in chosen)
     # A text in JSON is the same text in YAML.
     lines = [

@@ -1,0 +1,119 @@
+"""What holds for every format: an export of a finished run needs no model, and says of the model
+that it read no more than the name.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import combinations_with_replacement
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from headcount.exports.registry import Needs, export_formats
+from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
+from tests.exports.test_exports import HEADS, KV_HEADS, LAYERS, write_toy
+from tests.toys.toy_runs import Entry, local, read_manifest
+
+HEAVY = ("ray", "torch", "transformers")
+D_HEAD = 4
+
+EXPORTS = f"""
+import json, sys
+from headcount import commands
+app = commands.command_line()
+for name, *words in json.load(sys.stdin):
+    app(["export", name, *words], standalone_mode=False)
+    print("loaded:", name, *sorted({{*{HEAVY}}} & {{*sys.modules}}))
+"""
+
+
+@pytest.mark.parametrize("names", [
+    sorted(export_formats().keys() - {"iceberg"}),
+    # Its library alone takes seconds.
+    pytest.param(["iceberg"], marks=pytest.mark.long),
+])  # fmt: skip
+def test_an_export_loads_no_model_and_does_not_say_where_it_lies(
+    names: Sequence[str], tmp_path: Path
+):
+    # As a user types it, from the directory that holds the models.
+    model = "private/llama"
+    _write_checkpoint(tmp_path / model)
+    exports: list[list[str]] = []
+    for name in names:
+        runs, export = tmp_path / f"runs-{name}", export_formats()[name]
+        # Of sixteen tokens, fewer can be first and last ones than the defaults say.
+        small = {option: "1" for option in ("sink", "recent") if option in export.options}
+        needs = export.needs(export.parsed_options(small))
+        _write_run(runs, "a-1", needs, model)
+        if needs.baseline is not None:
+            _write_run(runs, "b-1", needs.baseline, model)
+        words = [f"--{option}={value}" for option, value in small.items()]
+        # A card lies above the files that it names.
+        out = runs / "README.md" if name == "card" else tmp_path / "out" / name
+        exports.append([name, str(runs), "-o", str(out), *words])
+    ended = subprocess.run(
+        [sys.executable, "-c", EXPORTS], input=json.dumps(exports), capture_output=True, text=True,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert [line for line in lines if line.startswith("loaded:")] == [
+        f"loaded: {name}" for name in names
+    ]
+    assert sum(" of llama, from run a-1 (" in line for line in lines) == len(names)
+    assert "private" not in ended.stdout
+    files = [path for path in tmp_path.glob("out/**/*") if path.is_file()]
+    files += tmp_path.glob("runs-card/README.md")
+    assert len(files) >= len(names)
+    assert [path for path in files if b"private" in path.read_bytes()] == []
+
+
+def _write_run(runs: Path, name: str, needs: Needs, model: str) -> None:
+    """A finished run that measured what is needed. Its model was named by a relative path."""
+    columns = dict.fromkeys(needs.statistics or ("entropy",), lambda row: 0.5)
+
+    def profiles(shard: int) -> list[Entry]:
+        return [
+            {"intervention": "none", "layer": layer, "head": head, "profile": profile, "count": 2,
+             "mean": 0.25, **place}
+            for profile in needs.profiles
+            for layer in range(LAYERS)
+            for head in range(HEADS)
+            for place in _places(profile)
+        ]  # fmt: skip
+
+    facts: dict[str, Any] = {"model": model, "profiles": profiles if needs.profiles else None}
+    if needs.families:
+        facts["family"] = needs.families[0]
+    facts["options"] = {"passages": 3} | dict(needs.input_options)
+    run = write_toy(runs, name, columns, n_ctx=16, **facts)
+    manifest = read_manifest(run)
+    manifest["model"]["name"] = Path(model).name
+    manifest |= {"begun_in": str(runs.parent), "places": {"model": model}}
+    local(run.manifest_file).write_text(json.dumps(manifest))
+
+
+def _places(profile: str) -> list[dict[str, int]]:
+    """The entries of a profile."""
+    if profile.endswith("second_moment"):
+        pairs = combinations_with_replacement(range(D_HEAD), 2)
+        return [{"component": first, "other_component": second} for first, second in pairs]
+    if profile.endswith("mean"):
+        return [{"component": component} for component in range(D_HEAD)]
+    return [{"candidate": candidate} for candidate in range(len(CANDIDATES))]
+
+
+def _write_checkpoint(directory: Path) -> None:
+    directory.mkdir(parents=True)
+    fields = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    (directory / "config.json").write_text(json.dumps(fields))
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(LAYERS)]
+    tensors = {name: np.zeros(1, np.float32) for name in names}
+    save_file(tensors, directory / "model.safetensors")
