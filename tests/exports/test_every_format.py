@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from headcount.exports.registry import Needs, export_formats
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
 from tests.exports.test_exports import HEADS, KV_HEADS, LAYERS, write_toy
-from tests.toys.toy_runs import Entry, local, read_manifest
+from tests.toys.toy_runs import Cell, Entry, local, read_manifest
 
 HEAVY = ("ray", "torch", "transformers")
 D_HEAD = 4
@@ -87,7 +87,7 @@ def test_an_export_loads_no_model_and_does_not_say_where_it_lies(names: Sequence
 
 def _write_run(runs: Path, name: str, needs: Needs) -> None:
     """A finished run that measured what is needed. Its model was named by a relative path."""
-    columns = dict.fromkeys(needs.statistics or ("entropy",), lambda row: 0.5)
+    columns: dict[str, Cell] = {each: lambda row: 0.5 for each in needs.statistics or ("entropy",)}
 
     def profiles(shard: int) -> list[Entry]:
         return [

@@ -116,7 +116,8 @@ def test_vllm_finds_every_scale_and_transformers_the_same_model(
     }
     tokens = torch.arange(12)[None]
     before = AutoModelForCausalLM.from_pretrained(home / name)
-    after, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    after, report = loaded
     assert torch.equal(after(tokens).logits, before(tokens).logits)
     assert report["unexpected_keys"] == load_file(folder / "kv_scales.safetensors").keys()
     assert not report["missing_keys"]
